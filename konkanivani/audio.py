@@ -1,0 +1,74 @@
+"""Audio files as 16 kHz mono waveforms, and waveforms as normalised log-mel features.
+
+B batch, S samples, T feature frames, F mel bins.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import soundfile
+import torch
+import torchaudio
+
+from konkanivani.errors import DataError
+from konkanivani.lengths import FFT_SAMPLES, HOP_SAMPLES, SAMPLE_RATE, WINDOW_SAMPLES, feature_length, padding_mask
+
+MEL_BINS = 80
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Runs torch on one thread, so that a transform gives the same bits in a worker and in the training process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def load_audio(path: str | Path) -> torch.Tensor:
+    """The file's (S,) float32 waveform at 16 kHz, channels averaged; a DataError names a file that cannot be used."""
+    try:
+        samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
+    except (OSError, RuntimeError) as error:  # soundfile's own errors are RuntimeErrors
+        reason = "it does not exist" if not Path(path).exists() else str(error).rstrip(".")
+        raise DataError(f"The audio file {path} cannot be read: {reason}. Mend the file or take its row out.") from None
+    waveform = torch.from_numpy(samples).mean(dim=1)
+    if not torch.isfinite(waveform).all():
+        raise DataError(f"The audio file {path} holds samples that are not numbers. Mend the file or take its row out.")
+    if rate != SAMPLE_RATE:
+        with one_thread():
+            waveform = torchaudio.functional.resample(waveform, rate, SAMPLE_RATE)
+    return waveform
+
+
+class LogMel(torch.nn.Module):
+    """Waveforms (B, S) with lengths (B,) -> features (B, T, F) and feature_lengths (B,).
+
+    80 mel bins over 25 ms every 10 ms. No frame reaches past the waveform's ends (`center=False`), so nothing of the
+    padding enters a valid frame. Each bin is brought to mean 0 and variance 1 over the utterance's valid frames.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.power = torchaudio.transforms.MelSpectrogram(
+            SAMPLE_RATE,
+            n_fft=FFT_SAMPLES,
+            win_length=WINDOW_SAMPLES,
+            hop_length=HOP_SAMPLES,
+            n_mels=MEL_BINS,
+            center=False,
+        )
+
+    def forward(self, waveforms: torch.Tensor, sample_lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        features = self.power(waveforms).clamp_min_(1e-10).log_().transpose(1, 2)
+        feature_lengths = feature_length(sample_lengths)
+        padding = padding_mask(feature_lengths.to(features.device), features.shape[1])[:, :, None]
+        frames = feature_lengths.to(features.device, features.dtype)[:, None, None]
+        features = features.masked_fill(padding, 0.0)
+        features = features - features.sum(dim=1, keepdim=True) / frames
+        features = features.masked_fill(padding, 0.0)
+        deviation = (features.square().sum(dim=1, keepdim=True) / frames).sqrt()
+        return features / (deviation + 1e-5), feature_lengths

@@ -1,0 +1,228 @@
+"""Named stateful parts in one verified file, published by rename.
+
+A checkpoint is torch's zip format and holds tensors, strings, bytes (as a uint8 tensor) and plain numbers only. Reading
+checks every record's CRC first, because torch.load does not, and then unpickles with `weights_only=True`.
+"""
+
+import os
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from konkanivani.errors import CheckpointError, ResourceError
+
+FORMAT = 1
+LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
+EPOCH_NAME = re.compile(r"checkpoint_epoch_(\d+)\.pt")
+
+
+class Stateful(Protocol):
+    """A part of the training run whose state is saved: torch's own protocol."""
+
+    def state_dict(self) -> Mapping[str, object]: ...
+
+    def load_state_dict(self, state: Mapping[str, object]) -> object: ...
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What one file holds. `states` maps a part's name to its state; `config` is `config_to_text`'s text."""
+
+    config: str
+    tokenizer: bytes
+    vocab_size: int
+    step: int
+    plan_digest: int
+    states: Mapping[str, Mapping[str, object]]
+
+
+def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """Writes and fsyncs `path`; where that fails the file is removed and a ResourceError says why."""
+    record = {
+        "format": FORMAT,
+        "config": checkpoint.config,
+        "tokenizer": torch.frombuffer(bytearray(checkpoint.tokenizer), dtype=torch.uint8),
+        "vocab_size": checkpoint.vocab_size,
+        "step": checkpoint.step,
+        "plan_digest": checkpoint.plan_digest,
+        "states": {name: dict(state) for name, state in checkpoint.states.items()},
+    }
+    try:
+        with open(path, "wb") as file:
+            torch.save(record, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:  # a full disk reaches us as either
+        path.unlink(missing_ok=True)
+        reason = str(error).splitlines()[0]
+        raise ResourceError(
+            f"The checkpoint {path} could not be written: {reason}. Free space or mend the folder."
+        ) from None
+
+
+def read_checkpoint(path: str | Path) -> Checkpoint:
+    """The verified checkpoint at `path`, its tensors on the CPU; a CheckpointError says what is wrong with it."""
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"There is no checkpoint at {path}. Give the path of a checkpoint_*.pt file.")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise CheckpointError(f"The checkpoint {path} is damaged: the CRC of its record {damaged} does not match.")
+        record = torch.load(path, map_location="cpu", weights_only=True)
+        return _parse_record(record, path)
+    except CheckpointError:
+        raise
+    except PermissionError:
+        raise CheckpointError(
+            f"The checkpoint {path} may not be read: permission denied. Mend its permissions."
+        ) from None
+    except Exception as error:  # a damaged zip or pickle can raise nearly anything
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"The checkpoint {path} is damaged or not ours ({reason}). "
+            "Use another one, or --resume auto for the newest sound one."
+        ) from None
+
+
+def _parse_record(record: object, path: Path) -> Checkpoint:
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        found = record.get("format", "no format at all") if isinstance(record, dict) else type(record).__name__
+        raise CheckpointError(f"The checkpoint {path} is of format {found!s:.40}; this version reads format {FORMAT}.")
+    tokenizer, states = record["tokenizer"], record["states"]
+    sound = (
+        isinstance(record["config"], str)
+        and isinstance(tokenizer, torch.Tensor)
+        and tokenizer.dtype == torch.uint8
+        and all(type(record[name]) is int for name in ("vocab_size", "step", "plan_digest"))
+        and isinstance(states, dict)
+        and all(isinstance(state, dict) for state in states.values())
+    )
+    if not sound:
+        raise CheckpointError(f"The checkpoint {path} does not hold what one of ours holds. Use another one.")
+    return Checkpoint(
+        config=record["config"],
+        tokenizer=tokenizer.numpy().tobytes(),
+        vocab_size=record["vocab_size"],
+        step=record["step"],
+        plan_digest=record["plan_digest"],
+        states=states,
+    )
+
+
+class Checkpointer:
+    """The checkpoints of one folder: last, previous, best, and the newest `keep` epochs."""
+
+    def __init__(self, directory: str | Path, keep: int) -> None:
+        self.directory, self.keep = Path(directory), keep
+
+    def has_checkpoints(self) -> bool:
+        """Whether a run has saved something here, sound or not."""
+        return bool(self._candidates())
+
+    def save(self, checkpoint: Checkpoint, epoch: int | None = None, is_best: bool = False) -> Path:
+        """Publishes the checkpoint as checkpoint_last.pt, and as epoch `epoch` and as the best one where asked.
+
+        Whatever the instant of a kill, every name holds a whole file: the data is written once, beside, and linked or
+        renamed into place; `last` goes last, and the one it replaces stays as `previous`.
+        """
+        partial = self.directory / (LAST + ".partial")
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            write_checkpoint(partial, checkpoint)
+            if epoch is not None:
+                _link(partial, self.directory / f"checkpoint_epoch_{epoch}.pt")
+            if is_best:
+                _link(partial, self.directory / BEST)
+            last = self.directory / LAST
+            if last.exists():
+                _link(last, self.directory / PREVIOUS)
+            os.replace(partial, last)
+            _sync_directory(self.directory)
+            self._prune()
+        except OSError as error:
+            raise ResourceError(
+                f"The checkpoint folder {self.directory} cannot be written: {error.strerror or error}. "
+                "Free space, mend its permissions, or give another --checkpoint_dir."
+            ) from None
+        return last
+
+    def read_newest_sound(self) -> tuple[Path, Checkpoint] | None:
+        """The newest checkpoint that verifies, or None in a folder without any.
+
+        Damaged ones on the way are named and renamed to *.damaged; where none is sound a CheckpointError is raised,
+        since beginning anew without a word would lose the run.
+        """
+        candidates, problems = self._candidates(), []
+        for path in candidates:
+            try:
+                return path, read_checkpoint(path)
+            except CheckpointError as error:
+                problems.append(str(error))
+                aside = path.with_name(path.name + ".damaged")
+                os.replace(path, aside)
+                print(f"{error} Moved aside to {aside.name}; trying the one before.", flush=True)
+        if problems:
+            raise CheckpointError(
+                f"None of the {len(problems)} checkpoints in {self.directory} is sound, all are now named *.damaged. "
+                "Restore a copy, or begin anew with --fresh."
+            )
+        return None
+
+    def move_aside(self) -> Path | None:
+        """Moves every checkpoint into a new folder `replaced_N` (for --fresh); None where there was none."""
+        names = [path for path in self.directory.glob("checkpoint_*") if path.is_file()]
+        if not names:
+            return None
+        number = 1
+        while (aside := self.directory / f"replaced_{number}").exists():
+            number += 1
+        aside.mkdir()
+        for path in names:
+            os.replace(path, aside / path.name)
+        return aside
+
+    def _epochs(self) -> list[Path]:
+        """Epoch checkpoints, newest first."""
+        found = [(int(m.group(1)), p) for p in self.directory.glob("*.pt") if (m := EPOCH_NAME.fullmatch(p.name))]
+        return [path for _, path in sorted(found, reverse=True)]
+
+    def _candidates(self) -> list[Path]:
+        """Checkpoints to resume from, newest first."""
+        named = [self.directory / LAST, self.directory / PREVIOUS, *self._epochs(), self.directory / BEST]
+        return [path for path in named if path.is_file()]
+
+    def _prune(self) -> None:
+        for path in self._epochs()[self.keep :]:
+            path.unlink(missing_ok=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Gives the file at `source` the second name `target`, replacing what had it, whole at every instant."""
+    beside = target.with_name(target.name + ".partial")
+    beside.unlink(missing_ok=True)
+    try:
+        os.link(source, beside)
+    except OSError:  # no hard links on FAT and on mounted cloud folders
+        with open(source, "rb") as read, open(beside, "wb") as written:
+            while block := read.read(1 << 20):
+                written.write(block)
+            written.flush()
+            os.fsync(written.fileno())
+    os.replace(beside, target)
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass  # some mounted folders cannot; the rename itself has happened
+    finally:
+        os.close(handle)

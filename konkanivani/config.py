@@ -1,0 +1,198 @@
+"""Everything that can be set, grouped by owner; a string under each field is its help text. No torch here.
+
+The command line is this file: `flags.py` makes one flag of each field, under the field's own name.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of the network."""
+
+    d_model: int = 256
+    """Width of the encoder and the decoder."""
+    encoder_layers: int = 12
+    """Blocks in the encoder."""
+    decoder_layers: int = 6
+    """Blocks in the attention decoder."""
+    attention_heads: int = 4
+    """Attention heads; d_model / attention_heads must be even."""
+    feedforward_dim: int | None = None
+    """Inner width of the feed-forward layers (None: 4 x d_model)."""
+    encoder_type: Literal["conformer", "transformer"] = "conformer"
+    """Kind of encoder block."""
+    convolution_kernel: int = 31
+    """Frames seen by a Conformer block's depthwise convolution (odd)."""
+    subsampling_channels: int = 64
+    """Channels of the convolutions that reduce the frame rate by 4."""
+    dropout: float = 0.1
+    """Dropout on every residual branch."""
+
+    @property
+    def resolved_feedforward_dim(self) -> int:
+        """`feedforward_dim`, or 4 x d_model where it is None."""
+        return 4 * self.d_model if self.feedforward_dim is None else self.feedforward_dim
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which speech is read, and how it is laid into batches."""
+
+    train_manifest: str | None = None
+    """JSONL manifest to train on: audio_filepath, duration, text, optionally speaker."""
+    valid_manifest: str | None = None
+    """JSONL manifest for validation after each epoch."""
+    test_manifest: str | None = None
+    """JSONL manifest scored once at the end."""
+    batch_size: int = 2
+    """Utterances in one micro-batch."""
+    gradient_accumulation_steps: int = 4
+    """Micro-batches in one optimizer step; the effective batch is the product."""
+    train_subset: float = 100.0
+    """Percent of the training utterances to use, chosen by the seed."""
+    min_duration: float = 0.2
+    """Shortest utterance trained on, in seconds."""
+    max_duration: float = 20.0
+    """Longest utterance trained on, in seconds."""
+    max_tokens: int = 400
+    """Longest transcript trained on, in tokens."""
+    max_validation_duration: float = 30.0
+    """Longest utterance validated and tested on, in seconds."""
+    validation_batch_seconds: float = 60.0
+    """Padded audio in one validation batch, in seconds."""
+    num_workers: int = 2
+    """Processes that read and resample audio (0: the training process does)."""
+    loader_timeout: float = 300.0
+    """Seconds to wait for the workers before giving up."""
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """How transcripts become tokens."""
+
+    tokenizer_type: Literal["unigram", "bpe", "char"] = "unigram"
+    """SentencePiece model trained on the training manifest."""
+    vocab_size: int = 1000
+    """Tokens in the vocabulary; lowered to what the text allows."""
+    digits: Literal["keep", "spell"] = "keep"
+    """Leave digits as they are, or spell each one as its Konkani word."""
+
+
+@dataclass(frozen=True)
+class AugmentConfig:
+    """What is done to training speech, drawn per (seed, epoch, utterance)."""
+
+    speed_perturbation: tuple[float, ...] = (0.9, 1.0, 1.1)
+    """Playing speeds to choose from."""
+    frequency_masks: int = 2
+    """SpecAugment: bands masked per utterance."""
+    frequency_mask_bins: int = 15
+    """SpecAugment: widest band, in mel bins."""
+    time_masks: int = 2
+    """SpecAugment: spans masked per utterance."""
+    time_mask_share: float = 0.08
+    """SpecAugment: longest span, as a share of the utterance."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What is minimised."""
+
+    ctc_weight: float = 0.3
+    """Share of the CTC loss; the rest is the attention loss."""
+    label_smoothing: float = 0.1
+    """Label smoothing of the attention loss."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its schedule, a pure function of the step."""
+
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    schedule: Literal["cosine", "inverse_sqrt"] = "cosine"
+    """After the warm-up: cosine to a hundredth at the run's last step, or 1/sqrt(step)."""
+    warmup_steps: int = 500
+    """Steps of linear warm-up."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay, on matrices only."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm over the whole effective batch."""
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """What is given up for memory."""
+
+    mixed_precision: bool = False
+    """Autocast: fp16 with loss scaling on CUDA, bf16 on a CPU."""
+    amp_dtype: Literal["fp16", "bf16"] = "fp16"
+    """Number format of --mixed_precision."""
+    gradient_checkpointing: Literal["always", "never"] = "never"
+    """Recompute every block's activations in the backward pass instead of keeping them."""
+    empty_cache_interval: int = 50
+    """Return cached GPU memory every so many micro-batches (0: never)."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How long, where to, and from where."""
+
+    preset: Literal["original", "optimized", "minimal"] = "original"
+    """Model shape: original 256, 12+6; optimized 192, 8+4; minimal 128, 6+3. Single flags override it."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where to train."""
+    epochs: int = 20
+    """Passes over the training data."""
+    max_steps: int | None = None
+    """Stop after so many optimizer steps, whatever --epochs says."""
+    early_stop_epochs: int | None = None
+    """Stop after so many epochs without a better validation result."""
+    seed: int = 1234
+    """Everything random follows from it."""
+    checkpoint_dir: str = "checkpoints"
+    """Folder of the checkpoints."""
+    log_dir: str = "runs"
+    """Folder of the logs; the run's own is log_dir/run_name."""
+    run_name: str = "default"
+    """Name of the run."""
+    save_minutes: float = 10.0
+    """Save checkpoint_last.pt every so many minutes (0: only by steps and epochs)."""
+    save_steps: int = 0
+    """Save checkpoint_last.pt every so many steps (0: only by minutes and epochs)."""
+    keep_checkpoints: int = 3
+    """Epoch checkpoints to keep, at least 2."""
+    resume: str | None = None
+    """A checkpoint to go on from, or auto: the newest sound one in --checkpoint_dir."""
+    fresh: bool = False
+    """Begin anew in a folder that holds checkpoints; the old ones are moved into a folder beside them."""
+    init_from: str | None = None
+    """Begin anew with what fits of this checkpoint's weights, cut down where they are larger."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Every setting of a training run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    text: TextConfig = field(default_factory=TextConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+
+    @property
+    def window_size(self) -> int:
+        """Utterances in one optimizer step."""
+        return self.data.batch_size * self.data.gradient_accumulation_steps
+
+
+PRESETS = {
+    "original": ModelConfig(d_model=256, encoder_layers=12, decoder_layers=6),
+    "optimized": ModelConfig(d_model=192, encoder_layers=8, decoder_layers=4),
+    "minimal": ModelConfig(d_model=128, encoder_layers=6, decoder_layers=3),
+}

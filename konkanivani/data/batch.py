@@ -1,0 +1,87 @@
+"""The value that travels from data to the training step: waveforms and tokens of a few utterances.
+
+B batch, S samples, U tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Speech:
+    """One utterance as the step needs it: waveform (S,), token ids, and the seed of its SpecAugment (None: none)."""
+
+    utterance_id: str
+    waveform: torch.Tensor
+    tokens: list[int]
+    augment_seed: int | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch. Lengths stay on the CPU; tokens are padded with 0, targets with -1.
+
+    waveforms (B, S) float32, sample_lengths (B,), tokens (B, U), token_lengths (B,), decoder_tokens (B, U + 1) from the
+    start token, targets (B, U + 1) to the end token.
+    """
+
+    utterance_ids: tuple[str, ...]
+    waveforms: torch.Tensor
+    sample_lengths: torch.Tensor
+    tokens: torch.Tensor
+    token_lengths: torch.Tensor
+    decoder_tokens: torch.Tensor
+    targets: torch.Tensor
+    augment_seeds: tuple[int, ...] | None
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch with its tensors, but not its lengths, on `device`; from pinned memory the copy is not waited for."""
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=True)
+            for name in ("waveforms", "tokens", "decoder_tokens", "targets")
+        }
+        return dataclasses.replace(self, **moved)
+
+    def pin_memory(self) -> Batch:
+        """The batch in page-locked memory (the DataLoader calls this for CUDA)."""
+        pinned = {
+            name: getattr(self, name).pin_memory() for name in ("waveforms", "tokens", "decoder_tokens", "targets")
+        }
+        return dataclasses.replace(self, **pinned)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The utterances of one optimizer step, cut into micro-batches; the counts are over the whole window."""
+
+    micro_batches: tuple[Batch, ...]
+    tokens: int
+    utterances: int
+    audio_seconds: float
+    padding_share: float
+
+    def pin_memory(self) -> Window:
+        """The window in page-locked memory."""
+        return dataclasses.replace(self, micro_batches=tuple(batch.pin_memory() for batch in self.micro_batches))
+
+
+def collate(speeches: list[Speech], start: int, end: int) -> Batch:
+    """One batch of these utterances; `start` and `end` are the tokenizer's ids."""
+    tokens = [torch.tensor(speech.tokens, dtype=torch.long) for speech in speeches]
+    edge = torch.tensor([start]), torch.tensor([end])
+    pad = torch.nn.utils.rnn.pad_sequence
+    seeds = [speech.augment_seed for speech in speeches]
+    return Batch(
+        utterance_ids=tuple(speech.utterance_id for speech in speeches),
+        waveforms=pad([speech.waveform for speech in speeches], batch_first=True),
+        sample_lengths=torch.tensor([len(speech.waveform) for speech in speeches]),
+        tokens=pad(tokens, batch_first=True),
+        token_lengths=torch.tensor([len(row) for row in tokens]),
+        decoder_tokens=pad([torch.cat([edge[0], row]) for row in tokens], batch_first=True),
+        targets=pad([torch.cat([row, edge[1]]) for row in tokens], batch_first=True, padding_value=-1),
+        augment_seeds=None if None in seeds else tuple(seeds),
+    )

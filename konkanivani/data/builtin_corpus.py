@@ -1,0 +1,375 @@
+"""The built-in corpus: Konkani sentences from patterns, spoken by espeak-ng. Synthetic, Marathi voice.
+
+It lets a first run start without recordings and shows that the machine works: that training learns, that decoding
+decodes. It does not show how well the machine hears Konkani: no person speaks in it, and the voice is a Marathi one.
+
+The sentences come from `builtin_patterns.txt`. No sentence is in two splits, no voice is in two splits, and half of the
+test sentences follow patterns of which training has no sentence (`pattern` is `unseen`).
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from konkanivani.data.manifest import Utterance, write_manifest
+from konkanivani.data.speech_synthesis import SpeakingStyle, SpeechSynthesizer, reads_signs_by_name
+from konkanivani.errors import DataError, ResourceError, UsageError
+from konkanivani.lengths import SAMPLE_RATE
+
+WHAT_IT_IS = "synthetic, Marathi voice"
+RECIPE_VERSION = 1  # counts changes of how sentences become files; changes of sentences and styles are seen without it
+PATTERNS_FILE = Path(__file__).with_name("builtin_patterns.txt")
+
+# Variants of the voice `mr` that differ in pitch and formants and stay intelligible: no whisper, croak or robot.
+TRAIN_VOICES = tuple(
+    f"mr+{variant}" for variant in ("m1", "f1", "m2", "f2", "m4", "f4", "m6", "Annie", "m7", "Alex", "Mario", "Mike")
+)
+VALID_VOICES = ("mr+robert", "mr+f5")
+TEST_VOICES = ("mr+m3", "mr+f3", "mr+max", "mr+linda")
+RATES = (130, 145, 160, 175, 190)  # words a minute
+PITCHES = (38, 46, 54, 62)  # 0 to 99
+LEVELS = (-9.0, -6.0, -3.0, -1.0)  # dB under espeak-ng's own level
+
+PROBE = "म्हाका शाळेंत वचपाक कितें जाय"  # vowel signs, anusvara and virama in one sentence
+
+
+@dataclass(frozen=True)
+class CorpusSize:
+    """Utterances in each split. Half of the test utterances (rounded down) follow unseen patterns."""
+
+    train: int = 1250
+    valid: int = 60
+    test: int = 140
+
+
+@dataclass(frozen=True)
+class PatternBook:
+    """The sentence patterns: `slots` maps a slot's name to its fillers, the patterns name slots in braces."""
+
+    slots: dict[str, tuple[str, ...]]
+    seen: tuple[str, ...]
+    unseen: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SpokenSentence:
+    """A sentence, how it is spoken, its level in dB under espeak-ng's own, and `seen`, `unseen` or nothing."""
+
+    text: str
+    style: SpeakingStyle
+    level: float
+    pattern: str = ""
+
+
+@dataclass(frozen=True)
+class CorpusPlan:
+    """What will be spoken, split by split."""
+
+    train: tuple[SpokenSentence, ...]
+    valid: tuple[SpokenSentence, ...]
+    test: tuple[SpokenSentence, ...]
+
+    def digest(self) -> str:
+        """A hash of everything that the audio follows from but espeak-ng itself."""
+        recipe = json.dumps([RECIPE_VERSION, SAMPLE_RATE, asdict(self)], ensure_ascii=False)
+        return hashlib.sha256(recipe.encode()).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------------ sentences
+
+
+def read_patterns(path: Path = PATTERNS_FILE) -> PatternBook:
+    """The pattern book at `path`; a DataError names the line that cannot be read."""
+    slots: dict[str, tuple[str, ...]] = {}
+    patterns: dict[str, list[str]] = {"seen": [], "unseen": []}
+    section = ""
+    for row, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        if line in ("[slots]", "[seen]", "[unseen]"):
+            section = line[1:-1]
+        elif section == "slots":
+            name, _, fillers = line.partition(" = ")
+            slots[name] = tuple(filler.strip() for filler in fillers.split("|"))
+        elif section and set(slot_names(line)) <= slots.keys():
+            patterns[section].append(line)
+        else:
+            raise DataError(f"{path}, line {row}: {line!r} names a slot that is not defined. Define it under [slots].")
+    return PatternBook(slots, tuple(patterns["seen"]), tuple(patterns["unseen"]))
+
+
+def slot_names(pattern: str) -> list[str]:
+    """The slots of `pattern` in their order."""
+    return re.findall(r"\{(\w+)\}", pattern)
+
+
+def pattern_sentences(pattern: str, slots: dict[str, tuple[str, ...]]) -> Iterator[str]:
+    """Every sentence of `pattern` once, neighbours unlike each other.
+
+    Sentence i takes combination i * stride of the fillers; the stride is near the golden ratio of their number and
+    prime to it, so the first few sentences already show most fillers.
+    """
+    names = slot_names(pattern)
+    count = math.prod(len(slots[name]) for name in names)
+    stride = max(1, round(count * 0.618))
+    while math.gcd(stride, count) != 1:
+        stride += 1
+    for index in range(count):
+        rest = index * stride % count
+        fillers = []
+        for name in names:
+            rest, choice = divmod(rest, len(slots[name]))
+            fillers.append(slots[name][choice])
+        if len(set(zip(names, fillers, strict=True))) == len(names):  # a slot that stands twice differs from itself
+            yield re.sub(r"\{\w+\}", "%s", pattern) % tuple(fillers)
+
+
+def interleave_sentences(patterns: Sequence[str], slots: dict[str, tuple[str, ...]], count: int) -> list[str]:
+    """`count` different sentences: the first of each pattern, then the second of each, and so on.
+
+    A UsageError says how many there are where the patterns have fewer.
+    """
+    sentences: dict[str, None] = {}
+    streams = [pattern_sentences(pattern, slots) for pattern in patterns]
+    while streams and len(sentences) < count:
+        streams = [stream for stream in streams if _take_new(stream, sentences)]
+    if len(sentences) < count:
+        raise UsageError(
+            f"The built-in corpus cannot have {count} different sentences of {len(patterns)} patterns: "
+            f"there are {len(sentences)}. Ask for fewer utterances."
+        )
+    return list(sentences)[:count]
+
+
+def _take_new(stream: Iterator[str], sentences: dict[str, None]) -> bool:
+    """Adds the stream's next sentence that is not in `sentences`; False where there is none."""
+    for sentence in stream:
+        if sentence not in sentences:
+            sentences[sentence] = None
+            return True
+    return False
+
+
+def spread(count: int, total: int) -> list[int]:
+    """`count` places among 0 .. total - 1, evenly apart."""
+    return [(2 * index + 1) * total // (2 * count) for index in range(count)]
+
+
+# ----------------------------------------------------------------------------------------------------------------- plan
+
+
+def plan_corpus(size: CorpusSize) -> CorpusPlan:
+    """What a corpus of `size` says and in which voices; the same for the same size and pattern book.
+
+    Raises a UsageError for a size that the patterns cannot fill.
+    """
+    if size.train < 1 or size.valid < 1 or size.test < 2:
+        raise UsageError(
+            f"The built-in corpus cannot have {size.train} train, {size.valid} valid and {size.test} test utterances: "
+            "it needs at least 1, 1 and 2."
+        )
+    book = read_patterns()
+    patterns = [book.seen[place] for place in spread(min(len(book.seen), size.train), len(book.seen))]
+    unseen_count = size.test // 2
+    held_out = size.valid + size.test - unseen_count
+    sentences = interleave_sentences(patterns, book.slots, size.train + held_out)
+    # The first round has one sentence of every pattern, all for training: so each pattern in test is a seen one.
+    first_round, rest = sentences[: len(patterns)], sentences[len(patterns) :]
+    places = set(spread(held_out, len(rest)))
+    train = first_round + [sentence for place, sentence in enumerate(rest) if place not in places]
+    kept = [rest[place] for place in sorted(places)]
+    valid_places = set(spread(size.valid, len(kept)))
+    valid = [sentence for place, sentence in enumerate(kept) if place in valid_places]
+    test = [sentence for place, sentence in enumerate(kept) if place not in valid_places]
+    unseen = interleave_sentences(book.unseen, book.slots, unseen_count)
+    return CorpusPlan(
+        train=tuple(assign_styles(train, TRAIN_VOICES, "seen")),
+        valid=tuple(assign_styles(valid, VALID_VOICES, "seen")),
+        test=tuple(assign_styles(test, TEST_VOICES, "seen") + assign_styles(unseen, TEST_VOICES, "unseen")),
+    )
+
+
+def assign_styles(sentences: Sequence[str], voices: Sequence[str], pattern: str = "") -> list[SpokenSentence]:
+    """The sentences with the voices dealt out evenly, and a rate, pitch and level that follow from the text."""
+    spoken = []
+    for index, text in enumerate(sentences):
+        choice = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+        choice, rate = divmod(choice, len(RATES))
+        choice, pitch = divmod(choice, len(PITCHES))
+        style = SpeakingStyle(voices[index % len(voices)], RATES[rate], PITCHES[pitch])
+        spoken.append(SpokenSentence(text, style, LEVELS[choice % len(LEVELS)], pattern))
+    return spoken
+
+
+# ---------------------------------------------------------------------------------------------------------------- audio
+
+
+def synthesize_corpus(
+    sentences: Sequence[str], directory: str | Path, *, name: str = "train", voices: Sequence[str] = TRAIN_VOICES
+) -> Path:
+    """The manifest `directory`/`name`.jsonl of any sentences, spoken as the built-in ones are: synthetic, Marathi voice.
+
+    Raises a DataError for a sentence or a voice that espeak-ng cannot speak, and a ResourceError where espeakng-loader
+    is not installed or the disk cannot be written.
+    """
+    manifest = Path(directory) / f"{name}.jsonl"
+    with explained_disk_errors(manifest.parent), SpeechSynthesizer() as synthesizer:
+        write_split(assign_styles(sentences, voices), manifest, synthesizer)
+    return manifest
+
+
+def write_split(sentences: Sequence[SpokenSentence], manifest: Path, synthesizer: SpeechSynthesizer) -> None:
+    """Writes `manifest` and beside it audio/<its name>-<number>.flac, 16 kHz mono 16-bit."""
+    audio = manifest.parent / "audio"
+    audio.mkdir(parents=True, exist_ok=True)
+    utterances = []
+    for number, sentence in enumerate(sentences):
+        path = audio / f"{manifest.stem}-{number:04d}.flac"
+        samples = write_audio(sentence, path, synthesizer)
+        utterances.append(
+            Utterance(
+                id=f"audio/{path.name}",
+                audio_path=str(path),
+                duration=samples / SAMPLE_RATE,
+                text=sentence.text,
+                speaker=sentence.style.voice,
+                pattern=sentence.pattern,
+            )
+        )
+    write_manifest(manifest, utterances)
+
+
+def write_audio(sentence: SpokenSentence, path: Path, synthesizer: SpeechSynthesizer) -> int:
+    """Writes `sentence` as a FLAC file; returns its length in samples at 16 kHz."""
+    import soundfile
+    import torch
+    import torchaudio
+
+    from konkanivani.audio import one_thread
+
+    spoken = torch.frombuffer(bytearray(synthesizer.speak(sentence.text, sentence.style)), dtype=torch.int16)
+    with one_thread():  # and in float64: the rounding below then never depends on the machine's kernels
+        waveform = torchaudio.functional.resample(spoken.double(), synthesizer.sample_rate, SAMPLE_RATE)
+    waveform = (waveform * 10 ** (sentence.level / 20)).round().clamp(-32768, 32767).to(torch.int16)
+    content = io.BytesIO()  # written by Python, which reports a full disk
+    soundfile.write(content, waveform.numpy(), SAMPLE_RATE, format="FLAC", subtype="PCM_16")
+    path.write_bytes(content.getvalue())
+    return len(waveform)
+
+
+# ---------------------------------------------------------------------------------------------------------- publication
+
+
+def build_builtin_corpus(directory: str | Path, size: CorpusSize = CorpusSize()) -> bool:
+    """Puts the built-in corpus at `directory`; False where it was there already, whole and of the same recipe.
+
+    The folder gets audio/, train.jsonl, valid.jsonl, test.jsonl and corpus.json. It is made beside `directory` and
+    renamed into place, so a build that is killed leaves nothing half-written there; the next one clears up after it.
+    Two builds at a time wait for each other. Raises a UsageError for a size that cannot be had or a folder that holds
+    something else, and a ResourceError where espeakng-loader is not installed or the disk cannot be written.
+    """
+    directory = Path(os.path.abspath(directory))
+    plan = plan_corpus(size)
+    with explained_disk_errors(directory):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with held_folder(directory.parent):
+            if is_complete(directory, plan):
+                return False
+            check_replaceable(directory)
+            partial = directory.with_name(f".{directory.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            try:
+                write_corpus(plan, size, partial)
+                put_in_place(partial, directory)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    return True
+
+
+def write_corpus(plan: CorpusPlan, size: CorpusSize, directory: Path) -> None:
+    """Writes the three splits and corpus.json to `directory`; a DataError where the voice misreads Devanagari."""
+    with SpeechSynthesizer() as synthesizer:
+        if reads_signs_by_name(PROBE, synthesizer.phonemes(PROBE, "mr")):
+            raise DataError(
+                f"{synthesizer.engine} reads Devanagari vowel signs by their names with its Marathi voice, "
+                "so its speech is of no use. Install another version of espeakng-loader."
+            )
+        for split in ("train", "valid", "test"):
+            write_split(getattr(plan, split), directory / f"{split}.jsonl", synthesizer)
+        description = {
+            "what": WHAT_IT_IS,
+            "shows": "that the machine works, not how well it hears Konkani",
+            "engine": synthesizer.engine,
+            "utterances": asdict(size),
+            "recipe": plan.digest(),
+        }
+    (directory / "corpus.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+
+
+def is_complete(directory: Path, plan: CorpusPlan) -> bool:
+    """Whether `directory` holds the corpus of `plan`, no file missing."""
+    try:
+        description = json.loads((directory / "corpus.json").read_text(encoding="utf-8"))
+        audio = os.listdir(directory / "audio")
+    except (OSError, ValueError):
+        return False
+    return (
+        isinstance(description, dict)
+        and description.get("recipe") == plan.digest()
+        and len(audio) == len(plan.train) + len(plan.valid) + len(plan.test)
+        and all((directory / f"{split}.jsonl").is_file() for split in ("train", "valid", "test"))
+    )
+
+
+def check_replaceable(directory: Path) -> None:
+    """Raises a UsageError where `directory` holds anything but an older or damaged built-in corpus."""
+    if not os.path.lexists(directory) or (directory / "corpus.json").is_file():
+        return
+    if not directory.is_dir() or directory.is_symlink() or any(directory.iterdir()):
+        raise UsageError(
+            f"The built-in corpus cannot be put at {directory}: something else is there, and it would be lost. "
+            "Give --output a path where nothing is."
+        )
+
+
+def put_in_place(partial: Path, directory: Path) -> None:
+    """Renames `partial` to `directory`; what was there goes only when the new folder is whole."""
+    outdated = directory.with_name(f".{directory.name}.outdated")
+    shutil.rmtree(outdated, ignore_errors=True)
+    if directory.exists():
+        os.rename(directory, outdated)
+    os.rename(partial, directory)
+    shutil.rmtree(outdated, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def held_folder(folder: Path) -> Iterator[None]:
+    """Lets one process at a time work in `folder`; a killed process holds nothing."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def explained_disk_errors(directory: Path) -> Iterator[None]:
+    """Turns an OSError of the block into a ResourceError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise ResourceError(
+            f"The corpus cannot be written to {directory}: {error.strerror or error} ({error.filename or directory}). "
+            "Free about 100 MB there, or give --output a folder that you can write to."
+        ) from None

@@ -1,0 +1,275 @@
+"""Sentences spoken by espeak-ng in a process of its own.
+
+    python -m konkanivani.data.speech_synthesis
+
+is that process: it reads one JSON request a line on stdin and answers each on stdout. espeak-ng comes with the PyPI
+package espeakng-loader and is GPL-3; it is loaded there and nowhere else, and a crash of it ends no training.
+
+What it speaks is synthetic, by default in the Marathi voice `mr`. The voice `kok` reads vowel signs by their names:
+`reads_signs_by_name` tells the two apart.
+
+An answer is a status byte (0 done, 1 refused), the payload's length as four bytes (little endian), and the payload.
+Every request is answered by a fork that has spoken nothing yet: espeak-ng carries oscillator phases from one utterance
+into the next, and only so does the audio depend on the request alone.
+"""
+
+import ctypes
+import importlib.util
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import unicodedata
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from konkanivani.errors import DataError, ResourceError
+
+HEADER = struct.Struct("<BI")
+DONE, REFUSED = 0, 1
+REQUEST_SECONDS = 60  # a request that takes longer is given up: one sentence takes about 5 ms
+
+# Constants of espeak-ng's speak_lib.h.
+SYNCHRONOUS, POSITION_IN_CHARACTERS, UTF8_TEXT, IPA_PHONEMES = 2, 1, 1, 0x02
+RATE, VOLUME, PITCH, PITCH_RANGE = 1, 2, 3, 4
+
+
+@dataclass(frozen=True)
+class SpeakingStyle:
+    """A voice of espeak-ng (`mr+f2`: Marathi, variant f2), a rate in words a minute, a pitch from 0 to 99."""
+
+    voice: str
+    rate: int = 160
+    pitch: int = 50
+
+
+@dataclass(frozen=True)
+class Request:
+    """One line on the child's stdin; `wants` is `engine`, `speech` or `phonemes`."""
+
+    wants: str
+    text: str = ""
+    voice: str = "mr"
+    rate: int = 160
+    pitch: int = 50
+
+
+# ------------------------------------------------------------------------------------------------ our side of the pipe
+
+
+class SpeechSynthesizer:
+    """The speaking process, as a context manager; `sample_rate` is in Hz, `engine` names espeak-ng and its version.
+
+    Raises a ResourceError where espeakng-loader is not installed, or when the process ends by itself.
+    """
+
+    def __enter__(self) -> "SpeechSynthesizer":
+        if importlib.util.find_spec("espeakng_loader") is None:
+            raise ResourceError(
+                f"No speech can be synthesised with {sys.executable}: the package espeakng-loader is not installed. "
+                "Run `pip install espeakng-loader`, or train on recordings of your own."
+            )
+        if not hasattr(os, "fork"):
+            raise ResourceError(
+                f"No speech can be synthesised on {sys.platform}: processes cannot be forked here. "
+                "Use Linux, macOS or the Windows Subsystem for Linux."
+            )
+        package_root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+        self._complaints = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "konkanivani.data.speech_synthesis"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        try:
+            engine = json.loads(self._ask(Request("engine")))
+        except BaseException:
+            self._stop()
+            raise
+        self.sample_rate: int = engine["sample_rate"]
+        self.engine: str = engine["engine"]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def speak(self, text: str, style: SpeakingStyle) -> bytes:
+        """`text` as 16-bit mono PCM in the machine's byte order; a DataError where it cannot be spoken so."""
+        return self._ask(Request("speech", text, style.voice, style.rate, style.pitch))
+
+    def phonemes(self, text: str, voice: str = "mr") -> str:
+        """`text` as `voice` reads it, in IPA with stress marks."""
+        return self._ask(Request("phonemes", text, voice)).decode("utf-8")
+
+    def _ask(self, request: Request) -> bytes:
+        """The payload of the answer to `request`."""
+        try:
+            self._process.stdin.write(json.dumps(asdict(request)).encode() + b"\n")
+            self._process.stdin.flush()
+            status, length = HEADER.unpack(read_exactly(self._process.stdout, HEADER.size))
+            payload = read_exactly(self._process.stdout, length)
+        except (BrokenPipeError, EOFError):
+            code = self._process.wait()
+            self._complaints.seek(0)
+            lines = self._complaints.read().decode("utf-8", "replace").split("\n")
+            reason = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+            raise ResourceError(
+                f"The speech synthesis ended with code {code} on {request.text!r}: {reason}. "
+                "Reinstall it with `pip install --force-reinstall espeakng-loader`."
+            ) from None
+        if status == REFUSED:
+            reason = payload.decode("utf-8")
+            raise DataError(f"espeak-ng cannot speak {request.text!r} with the voice {request.voice}: {reason}.")
+        return payload
+
+    def _stop(self) -> None:
+        """Ends the process: it stops by itself at the end of its stdin."""
+        try:
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._complaints.close()
+
+
+def read_exactly(stream: BinaryIO, count: int) -> bytes:
+    """`count` bytes of `stream`; an EOFError where it ends before them."""
+    content = stream.read(count)
+    if len(content) < count:
+        raise EOFError
+    return content
+
+
+def reads_signs_by_name(text: str, phonemes: str) -> bool:
+    """Whether a voice that reads Devanagari `text` as IPA `phonemes` says the names of vowel signs or of the virama.
+
+    A written syllable (a letter that no virama follows, with the vowel sign it may bear) has one vowel at most; a name
+    such as `aakaar` adds two.
+    """
+    characters = unicodedata.normalize("NFC", text)
+    syllables = sum(
+        unicodedata.category(character) == "Lo" and following != "\N{DEVANAGARI SIGN VIRAMA}"
+        for character, following in zip(characters, characters[1:] + " ", strict=True)
+    )
+    vowels = sum(letter in "aeiouæɐɑɒɔəɛɜɪʊʌ" for letter in unicodedata.normalize("NFD", phonemes))
+    return vowels > syllables
+
+
+# ------------------------------------------------------------------------------------------------ the speaking process
+
+
+class Espeak:
+    """espeak-ng through ctypes: made once in the speaking process, used once in each of its forks."""
+
+    def __init__(self) -> None:
+        """Raises an OSError where the library or its data cannot be loaded."""
+        import espeakng_loader
+
+        self.data_path = espeakng_loader.get_data_path()
+        self._library = ctypes.CDLL(espeakng_loader.get_library_path())
+        self._library.espeak_TextToPhonemes.restype = ctypes.c_char_p
+        self._library.espeak_Info.restype = ctypes.c_char_p
+        self._chunks: list[bytes] = []
+        listener = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+        self._listener = listener(self._hear)  # kept: ctypes frees what nobody holds
+        self.sample_rate = self._library.espeak_Initialize(SYNCHRONOUS, 0, os.fsencode(self.data_path), 0)
+        if self.sample_rate <= 0:
+            raise OSError(f"espeak-ng does not accept its data at {self.data_path}")
+        self._library.espeak_SetSynthCallback(self._listener)
+
+    def _hear(self, samples: int | None, count: int, events: int | None) -> int:
+        """Keeps `count` 16-bit samples at the address `samples`; 0 tells espeak-ng to go on."""
+        if samples and count > 0:
+            self._chunks.append(ctypes.string_at(samples, 2 * count))
+        return 0
+
+    def answer(self, request: Request) -> bytes:
+        """What `request` wants; a ValueError says why it cannot be had."""
+        if request.wants == "engine":
+            version = self._library.espeak_Info(None).decode()
+            return json.dumps({"sample_rate": self.sample_rate, "engine": f"espeak-ng {version}"}).encode()
+        self._choose_voice(request.voice)
+        return self._phonemes(request.text) if request.wants == "phonemes" else self._speech(request)
+
+    def _choose_voice(self, voice: str) -> None:
+        # An unknown variant would be passed over in silence.
+        _, plus, variant = voice.partition("+")
+        is_known = not plus or os.path.isfile(os.path.join(self.data_path, "voices", "!v", variant))
+        if not is_known or self._library.espeak_SetVoiceByName(voice.encode()) != 0:
+            raise ValueError("there is no such voice")
+
+    def _phonemes(self, text: str) -> bytes:
+        buffer = ctypes.create_string_buffer(text.encode())
+        position = ctypes.c_void_p(ctypes.addressof(buffer))
+        clauses = []
+        while position.value:  # espeak-ng moves it from clause to clause
+            clauses.append(self._library.espeak_TextToPhonemes(ctypes.byref(position), UTF8_TEXT, IPA_PHONEMES))
+        return b" ".join(clauses)
+
+    def _speech(self, request: Request) -> bytes:
+        library = self._library
+        for parameter, value in ((RATE, request.rate), (VOLUME, 100), (PITCH, request.pitch), (PITCH_RANGE, 50)):
+            if library.espeak_SetParameter(parameter, value, 0) != 0:
+                raise ValueError(f"it does not take the value {value}")
+        library.espeak_ng_SetRandSeed(ctypes.c_long(1))  # breath and flutter would be seeded from the clock
+        text = request.text.encode() + b"\0"
+        status = library.espeak_Synth(
+            text, ctypes.c_size_t(len(text)), 0, POSITION_IN_CHARACTERS, 0, UTF8_TEXT, None, None
+        )
+        if status != 0 or not self._chunks:
+            raise ValueError(f"it returned status {status} and {len(self._chunks)} pieces of audio")
+        return b"".join(self._chunks)
+
+
+def write_answer(status: int, payload: bytes) -> None:
+    """Writes one answer on stdout."""
+    sys.stdout.buffer.write(HEADER.pack(status, len(payload)) + payload)
+    sys.stdout.buffer.flush()
+
+
+def answer_and_exit(espeak: Espeak, request: Request) -> None:
+    """Answers `request` and ends this process, a fork."""
+    signal.alarm(REQUEST_SECONDS)
+    try:
+        status, payload = DONE, espeak.answer(request)
+    except ValueError as error:
+        status, payload = REFUSED, str(error).encode()
+    write_answer(status, payload)
+    os._exit(0)
+
+
+def main() -> None:
+    """Answers requests until stdin ends; Ctrl-C is for the process that asks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        espeak = Espeak()
+    except (ImportError, OSError, AttributeError) as error:
+        sys.exit(str(error))
+    for line in sys.stdin.buffer:
+        request = Request(**json.loads(line))
+        process = os.fork()
+        if process == 0:
+            answer_and_exit(espeak, request)
+        _, wait_status = os.waitpid(process, 0)
+        if wait_status != 0:
+            code = os.waitstatus_to_exitcode(wait_status)
+            write_answer(REFUSED, f"it ended with code {code}".encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""One class per exit code. Every message says what happened, where, why, and what to do about it.
+
+Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 resources, 130 SIGINT, 143 SIGTERM.
+"""
+
+
+class KonkaniVaniError(Exception):
+    """An error that a person can act on; scripts print its text and end with `exit_code`."""
+
+    exit_code = 1
+
+
+class UsageError(KonkaniVaniError):
+    """A flag that is unknown, mistyped, contradictory or impossible here."""
+
+    exit_code = 2
+
+
+class DataError(KonkaniVaniError):
+    """A manifest, audio file, transcript or tokenizer that cannot be used."""
+
+    exit_code = 3
+
+
+class CheckpointError(KonkaniVaniError):
+    """A checkpoint that is absent, damaged, or of another shape than asked for."""
+
+    exit_code = 4
+
+
+class NumericsError(KonkaniVaniError):
+    """Training that no longer produces finite numbers."""
+
+    exit_code = 5
+
+
+class ResourceError(KonkaniVaniError):
+    """Memory, disk, devices or permissions that are not there."""
+
+    exit_code = 6
+
+
+class Interrupted(KonkaniVaniError):
+    """A signal asked the process to stop; its state was saved first."""
+
+    def __init__(self, message: str, signal_number: int):
+        super().__init__(message)
+        self.exit_code = 128 + signal_number

@@ -1,0 +1,225 @@
+"""The settings of `config.py` as command-line flags and as text, and the rules that hold between them. No torch here."""
+
+import ast
+import dataclasses
+import sys
+from dataclasses import dataclass
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from konkanivani.config import PRESETS, DataConfig, ModelConfig, RunConfig, TrainConfig
+from konkanivani.errors import UsageError
+
+# These say how this one process starts; a checkpoint's values for them are never taken over.
+SESSION_FLAGS = ("resume", "fresh", "init_from")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One flag with its value, found by walking a configuration."""
+
+    group: str
+    name: str
+    value: object
+
+
+def settings_of(config: TrainConfig) -> list[Setting]:
+    """Every flag of `config`, in the order of the command line's help."""
+    return [
+        Setting(group.name, leaf.name, getattr(getattr(config, group.name), leaf.name))
+        for group in dataclasses.fields(config)
+        for leaf in dataclasses.fields(getattr(config, group.name))
+    ]
+
+
+def with_setting(config: TrainConfig, setting: Setting) -> TrainConfig:
+    """`config` with one flag changed."""
+    group = dataclasses.replace(getattr(config, setting.group), **{setting.name: setting.value})
+    return dataclasses.replace(config, **{setting.group: group})
+
+
+def config_to_text(config: TrainConfig) -> str:
+    """One `--flag value` a line; what a checkpoint carries and TensorBoard shows."""
+    return "".join(f"--{s.name} {s.value!r}\n" for s in settings_of(config))
+
+
+def config_from_text(text: str) -> TrainConfig:
+    """The configuration that `config_to_text` wrote; a flag this version does not know is a UsageError."""
+    config, known = TrainConfig(), {s.name: s for s in settings_of(TrainConfig())}
+    for line in text.splitlines():
+        name, _, value = line.removeprefix("--").partition(" ")
+        if name not in known:
+            raise UsageError(f"The checkpoint was made with the flag --{name}, which this version does not have.")
+        try:
+            setting = dataclasses.replace(known[name], value=ast.literal_eval(value))
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            raise UsageError(f"The checkpoint holds {value[:80]!r} for --{name}, which is not a value.") from None
+        if not _has_type(setting):
+            raise UsageError(f"The checkpoint holds {value[:80]!r} for --{name}, which is of the wrong kind.")
+        config = with_setting(config, setting)
+    return config
+
+
+def parse_flags(arguments: list[str], stored: TrainConfig | None = None) -> TrainConfig:
+    """The configuration that a command line asks for; unknown or mistyped flags end the process with exit code 2.
+
+    A flag that is not given takes `stored`'s value (the resumed checkpoint's), else the preset's, else the default.
+    """
+    import tyro
+
+    def parse(default: TrainConfig) -> TrainConfig:
+        return tyro.cli(
+            TrainConfig,
+            args=arguments,
+            default=default,
+            description=(sys.modules["__main__"].__doc__ or "").strip(),
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+            use_underscores=True,
+        )
+
+    first = parse(TrainConfig())
+    preset_is_given = any(a == "--preset" or a.startswith("--preset=") for a in arguments)
+    if stored is None:
+        base = dataclasses.replace(TrainConfig(), model=PRESETS[first.run.preset])
+    elif preset_is_given and first.run.preset != stored.run.preset:
+        base = dataclasses.replace(stored, model=PRESETS[first.run.preset])
+    else:
+        base = stored
+    for setting in settings_of(TrainConfig()):
+        if setting.name in SESSION_FLAGS:
+            base = with_setting(base, setting)
+    config = parse(base)
+    check_config(config)
+    return config
+
+
+def check_config(config: TrainConfig) -> None:
+    """Raises a UsageError that lists every setting that cannot work, each with what is allowed."""
+    finite = [s.name for s in settings_of(config) if isinstance(s.value, float) and not abs(s.value) < float("inf")]
+    rules = [
+        *_model_rules(config.model),
+        *_data_rules(config.data),
+        *_learning_rules(config),
+        *_run_rules(config.run),
+        Rule(not finite, f"{', '.join('--' + name for name in finite)} must be a finite number"),
+    ]
+    broken = [rule.message for rule in rules if not rule.holds]
+    if broken:
+        raise UsageError("These flags cannot work: " + "; ".join(broken) + ".")
+
+
+def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
+    """What in `asked` a run of `stored` cannot go on with: its shape, its tokens, its effective batch."""
+    pairs = zip(settings_of(stored), settings_of(asked), strict=True)
+    found = [
+        f"--{old.name} is {new.value} here and {old.value} in the checkpoint"
+        for old, new in pairs
+        if old.value != new.value and (old.group == "text" or (old.group == "model" and old.name != "dropout"))
+    ]
+    if stored.window_size != asked.window_size:
+        found.append(
+            f"--batch_size x --gradient_accumulation_steps is {asked.window_size} here "
+            f"and {stored.window_size} in the checkpoint"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Whether a rule holds, and what to tell where it does not."""
+
+    holds: bool
+    message: str
+
+
+def _model_rules(model: ModelConfig) -> list[Rule]:
+    heads, width = model.attention_heads, model.d_model
+    return [
+        Rule(
+            min(width, model.encoder_layers, model.decoder_layers, heads) > 0,
+            "--d_model, --encoder_layers, --decoder_layers and --attention_heads must be at least 1",
+        ),
+        Rule(
+            heads > 0 and width % (2 * heads) == 0,
+            f"--d_model {width} must be a multiple of twice --attention_heads {heads}",
+        ),
+        Rule(model.resolved_feedforward_dim > 0, "--feedforward_dim must be at least 1"),
+        Rule(model.convolution_kernel > 0 and model.convolution_kernel % 2 == 1, "--convolution_kernel must be odd"),
+        Rule(model.subsampling_channels > 0, "--subsampling_channels must be at least 1"),
+        Rule(0 <= model.dropout < 1, "--dropout must be at least 0 and below 1"),
+    ]
+
+
+def _data_rules(data: DataConfig) -> list[Rule]:
+    return [
+        Rule(
+            min(data.batch_size, data.gradient_accumulation_steps) > 0,
+            "--batch_size and --gradient_accumulation_steps must be at least 1",
+        ),
+        Rule(0 < data.train_subset <= 100, "--train_subset is a percentage: above 0, at most 100"),
+        Rule(0 <= data.min_duration < data.max_duration, "--min_duration must be below --max_duration"),
+        Rule(
+            min(data.max_validation_duration, data.validation_batch_seconds, data.loader_timeout) > 0,
+            "--max_validation_duration, --validation_batch_seconds and --loader_timeout must be above 0",
+        ),
+        Rule(data.max_tokens > 0, "--max_tokens must be at least 1"),
+        Rule(0 <= data.num_workers <= 64, "--num_workers must be between 0 and 64"),
+    ]
+
+
+def _learning_rules(config: TrainConfig) -> list[Rule]:
+    augment, loss, optimizer = config.augment, config.loss, config.optimizer
+    speeds = augment.speed_perturbation
+    return [
+        Rule(config.text.vocab_size > 4, "--vocab_size must be above 4"),
+        Rule(
+            len(speeds) > 0 and all(0.5 <= speed <= 2 for speed in speeds),
+            "--speed_perturbation takes speeds between 0.5 and 2",
+        ),
+        Rule(
+            augment.frequency_masks >= 0 and 0 <= augment.frequency_mask_bins <= 80,
+            "--frequency_masks must be at least 0 and --frequency_mask_bins between 0 and 80",
+        ),
+        Rule(
+            augment.time_masks >= 0 and 0 <= augment.time_mask_share <= 1,
+            "--time_masks must be at least 0 and --time_mask_share between 0 and 1",
+        ),
+        Rule(0 <= loss.ctc_weight <= 1, "--ctc_weight must be between 0 and 1"),
+        Rule(0 <= loss.label_smoothing < 1, "--label_smoothing must be at least 0 and below 1"),
+        Rule(optimizer.learning_rate > 0, "--learning_rate must be above 0"),
+        Rule(
+            min(optimizer.warmup_steps, optimizer.weight_decay) >= 0,
+            "--warmup_steps and --weight_decay must be at least 0",
+        ),
+        Rule(optimizer.max_grad_norm > 0, "--max_grad_norm must be above 0"),
+        Rule(config.memory.empty_cache_interval >= 0, "--empty_cache_interval must be at least 0"),
+    ]
+
+
+def _run_rules(run: RunConfig) -> list[Rule]:
+    starts = [run.resume is not None, run.fresh or run.init_from is not None]
+    return [
+        Rule(run.epochs > 0, "--epochs must be at least 1"),
+        Rule(run.max_steps is None or run.max_steps > 0, "--max_steps must be at least 1"),
+        Rule(run.early_stop_epochs is None or run.early_stop_epochs > 0, "--early_stop_epochs must be at least 1"),
+        Rule(0 <= run.seed < 2**63, "--seed must be between 0 and 2^63 - 1"),
+        Rule(min(run.save_minutes, run.save_steps) >= 0, "--save_minutes and --save_steps must be at least 0"),
+        Rule(run.keep_checkpoints >= 2, "--keep_checkpoints must be at least 2"),
+        Rule(
+            run.run_name not in ("", ".", "..") and "/" not in run.run_name and "\0" not in run.run_name,
+            "--run_name must be a plain folder name",
+        ),
+        Rule(not all(starts), "--resume goes on with a run, --fresh and --init_from begin one: give one of them"),
+    ]
+
+
+def _has_type(setting: Setting) -> bool:
+    """Whether a stored value has the kind that its field declares."""
+    declared = get_type_hints(type(getattr(TrainConfig(), setting.group)))[setting.name]
+    if get_origin(declared) is Literal:
+        return setting.value in get_args(declared)
+    if get_origin(declared) is tuple:
+        return isinstance(setting.value, tuple) and all(isinstance(v, (int, float)) for v in setting.value)
+    kinds = tuple(get_args(declared)) or (declared,)
+    if isinstance(setting.value, bool):
+        return bool in kinds
+    return isinstance(setting.value, kinds) or (float in kinds and isinstance(setting.value, int))

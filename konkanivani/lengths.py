@@ -1,0 +1,45 @@
+"""The only place with arithmetic on lengths of frames and tokens.
+
+B batch, T feature frames, T' encoder frames, U tokens. Functions take and return Python ints or integer tensors alike.
+"""
+
+from typing import TypeVar
+
+import torch
+
+SAMPLE_RATE = 16_000
+HOP_SAMPLES = 160  # 10 ms
+WINDOW_SAMPLES = 400  # 25 ms
+FFT_SAMPLES = 512
+
+Length = TypeVar("Length", int, torch.Tensor)
+
+
+def feature_length(samples: Length) -> Length:
+    """Feature frames of a waveform, without any padding at its edges: 1 + (samples - 512) // 160, at least 0."""
+    return _at_least_zero(1 + (samples - FFT_SAMPLES) // HOP_SAMPLES)
+
+
+def subsampled_length(frames: Length) -> Length:
+    """Encoder frames after two convolutions of kernel 3 and stride 2 without padding, at least 0."""
+    return _at_least_zero(((frames - 1) // 2 - 1) // 2)
+
+
+def speed_perturbed_samples(samples: int, speed: float) -> int:
+    """Samples left after playing `samples` at `speed`; ceil, as torchaudio's resampler counts them."""
+    percent = round(speed * 100)
+    return -(-samples * 100 // percent)
+
+
+def ctc_frames_needed(tokens: list[int]) -> int:
+    """Encoder frames that CTC needs for these token ids: one a token, and a blank between equal neighbours."""
+    return len(tokens) + sum(a == b for a, b in zip(tokens, tokens[1:], strict=False))
+
+
+def padding_mask(lengths: torch.Tensor, longest: int) -> torch.Tensor:
+    """(B, longest) bool, True where a position is beyond its row's length."""
+    return torch.arange(longest, device=lengths.device)[None, :] >= lengths[:, None]
+
+
+def _at_least_zero(length: Length) -> Length:
+    return length.clamp(min=0) if isinstance(length, torch.Tensor) else max(length, 0)

@@ -1,0 +1,58 @@
+"""The recogniser: one encoder under a CTC head and an attention decoder (Watanabe et al., 2017).
+
+B batch, T feature frames, T' encoder frames, U tokens, F mel bins, D model width, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from konkanivani.config import ModelConfig
+from konkanivani.model.blocks import BlockRunner, run_directly
+from konkanivani.model.decoder import Decoder
+from konkanivani.model.encoder import Encoder
+
+
+@dataclass(frozen=True)
+class ASROutput:
+    """What one forward pass gives: CTC logits (B, T', V), their lengths (B,) on the CPU, logits (B, U + 1, V)."""
+
+    ctc_logits: torch.Tensor
+    encoded_lengths: torch.Tensor
+    attention_logits: torch.Tensor
+
+
+class KonkaniVaniASR(torch.nn.Module):
+    """Conformer or Transformer encoder, CTC head, Transformer decoder."""
+
+    def __init__(self, config: ModelConfig, vocab_size: int, mel_bins: int) -> None:
+        super().__init__()
+        self.config, self.vocab_size = config, vocab_size
+        self.encoder = Encoder(config, mel_bins)
+        self.ctc_head = torch.nn.Linear(config.d_model, vocab_size)
+        self.decoder = Decoder(config, vocab_size)
+
+    def forward(
+        self,
+        features: torch.Tensor,
+        feature_lengths: torch.Tensor,
+        decoder_tokens: torch.Tensor,
+        run_block: BlockRunner = run_directly,
+    ) -> ASROutput:
+        """Teacher forcing: features (B, T, F), feature_lengths (B,) on the CPU, decoder_tokens (B, U + 1) from start."""
+        encoded, encoded_lengths = self.encoder(features, feature_lengths, run_block)
+        return ASROutput(
+            ctc_logits=self.ctc_head(encoded),
+            encoded_lengths=encoded_lengths,
+            attention_logits=self.decoder(decoder_tokens, encoded, encoded_lengths, run_block),
+        )
+
+    def ctc_logits(self, features: torch.Tensor, feature_lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The encoder and the CTC head alone: logits (B, T', V) and their lengths (B,), for greedy decoding."""
+        encoded, encoded_lengths = self.encoder(features, feature_lengths, run_directly)
+        return self.ctc_head(encoded), encoded_lengths
+
+
+def parameter_count(model: torch.nn.Module) -> int:
+    """Trainable numbers in the model."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -1,0 +1,72 @@
+"""Multi-head attention with rotary positions on torch's scaled_dot_product_attention.
+
+B batch, T query frames, S key frames, D model width, H heads, E = D / H head width.
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+class RotaryPositions(torch.nn.Module):
+    """Cosines and sines (T, E) for rotary position embedding (Su et al., 2021), base 10000, computed on demand.
+
+    Nothing is stored: the tables take a thousandth of a block's time and would otherwise limit the length.
+    """
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+
+    def forward(self, length: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        exponents = torch.arange(0, self.head_dim, 2, device=like.device, dtype=dtype) / self.head_dim
+        angles = torch.arange(length, device=like.device, dtype=dtype)[:, None] * (10_000.0**-exponents)[None, :]
+        return torch.cat([angles, angles], dim=-1).cos(), torch.cat([angles, angles], dim=-1).sin()
+
+
+def rotate(vectors: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Vectors (B, H, T, E) turned by their positions' angles."""
+    first, second = vectors.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return vectors * cosines.to(vectors.dtype) + turned * sines.to(vectors.dtype)
+
+
+class SelfAttention(torch.nn.Module):
+    """(B, T, D) -> (B, T, D): rotary self-attention; `key_mask` (B, 1, 1, T) is True where a key may be seen."""
+
+    def __init__(self, d_model: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.query_key_value = torch.nn.Linear(d_model, 3 * d_model)
+        self.output = torch.nn.Linear(d_model, d_model)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        positions: tuple[torch.Tensor, torch.Tensor],
+        key_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        batch, length, width = x.shape
+        projected = self.query_key_value(x).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = projected.permute(2, 0, 3, 1, 4)
+        query, key = rotate(query, *positions), rotate(key, *positions)
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask, is_causal=self.causal)
+        return self.output(attended.transpose(1, 2).reshape(batch, length, width))
+
+
+class CrossAttention(torch.nn.Module):
+    """(B, T, D) over encoded (B, S, D) -> (B, T, D), without positions; `key_mask` (B, 1, 1, S) as above."""
+
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = torch.nn.Linear(d_model, d_model)
+        self.key_value = torch.nn.Linear(d_model, 2 * d_model)
+        self.output = torch.nn.Linear(d_model, d_model)
+
+    def forward(self, x: torch.Tensor, encoded: torch.Tensor, key_mask: torch.Tensor | None) -> torch.Tensor:
+        batch, length, width = x.shape
+        query = self.query(x).view(batch, length, self.heads, -1).transpose(1, 2)
+        key, value = self.key_value(encoded).view(batch, -1, 2, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask)
+        return self.output(attended.transpose(1, 2).reshape(batch, length, width))

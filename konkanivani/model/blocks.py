@@ -1,0 +1,125 @@
+"""The blocks that encoder and decoder are stacked from. Every residual branch starts with a LayerNorm.
+
+B batch, T frames or tokens, S encoder frames, D model width.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from konkanivani.config import ModelConfig
+from konkanivani.model.attention import CrossAttention, SelfAttention
+
+Positions = tuple[torch.Tensor, torch.Tensor]
+
+
+class BlockRunner(Protocol):
+    """How a block is run: directly, or with its activations recomputed in the backward pass."""
+
+    def __call__(self, block: torch.nn.Module, *inputs: object) -> torch.Tensor: ...
+
+
+def run_directly(block: Callable[..., torch.Tensor], *inputs: object) -> torch.Tensor:
+    """Runs the block and keeps its activations for the backward pass."""
+    return block(*inputs)
+
+
+class FeedForward(torch.nn.Module):
+    """(B, T, D) -> (B, T, D): LayerNorm, D -> inner, SiLU, inner -> D."""
+
+    def __init__(self, d_model: int, inner: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(d_model)
+        self.expand = torch.nn.Linear(d_model, inner)
+        self.contract = torch.nn.Linear(inner, d_model)
+        self.dropout = torch.nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.contract(F.silu(self.expand(self.norm(x)))))
+
+
+class ConvolutionModule(torch.nn.Module):
+    """(B, T, D) -> (B, T, D): the Conformer's convolution (Gulati et al., 2020) with LayerNorm for BatchNorm.
+
+    `padding` (B, T) is True beyond an utterance's end; those frames are zeroed before the depthwise convolution, so
+    that a short utterance sees the same neighbourhood in any batch.
+    """
+
+    def __init__(self, d_model: int, kernel: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(d_model)
+        self.gate = torch.nn.Linear(d_model, 2 * d_model)
+        self.depthwise = torch.nn.Conv1d(d_model, d_model, kernel, padding=kernel // 2, groups=d_model)
+        self.depthwise_norm = torch.nn.LayerNorm(d_model)
+        self.output = torch.nn.Linear(d_model, d_model)
+        self.dropout = torch.nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+        x = F.glu(self.gate(self.norm(x)), dim=-1)
+        if padding is not None:
+            x = x.masked_fill(padding[:, :, None], 0.0)
+        x = self.depthwise(x.transpose(1, 2)).transpose(1, 2)
+        return self.dropout(self.output(F.silu(self.depthwise_norm(x))))
+
+
+class ConformerBlock(torch.nn.Module):
+    """(B, T, D) -> (B, T, D): half a feed-forward, self-attention, convolution, half a feed-forward, LayerNorm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        d_model, inner = config.d_model, config.resolved_feedforward_dim
+        self.first_feedforward = FeedForward(d_model, inner, config.dropout)
+        self.attention_norm = torch.nn.LayerNorm(d_model)
+        self.attention = SelfAttention(d_model, config.attention_heads, causal=False)
+        self.dropout = torch.nn.Dropout(config.dropout)
+        self.convolution = ConvolutionModule(d_model, config.convolution_kernel, config.dropout)
+        self.second_feedforward = FeedForward(d_model, inner, config.dropout)
+        self.final_norm = torch.nn.LayerNorm(d_model)
+
+    def forward(
+        self, x: torch.Tensor, positions: Positions, key_mask: torch.Tensor | None, padding: torch.Tensor | None
+    ) -> torch.Tensor:
+        x = x + 0.5 * self.first_feedforward(x)
+        x = x + self.dropout(self.attention(self.attention_norm(x), positions, key_mask))
+        x = x + self.convolution(x, padding)
+        x = x + 0.5 * self.second_feedforward(x)
+        return self.final_norm(x)
+
+
+class TransformerBlock(torch.nn.Module):
+    """(B, T, D) -> (B, T, D): self-attention, feed-forward. Takes `padding` as the Conformer's does and needs none."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = torch.nn.LayerNorm(config.d_model)
+        self.attention = SelfAttention(config.d_model, config.attention_heads, causal=False)
+        self.dropout = torch.nn.Dropout(config.dropout)
+        self.feedforward = FeedForward(config.d_model, config.resolved_feedforward_dim, config.dropout)
+
+    def forward(
+        self, x: torch.Tensor, positions: Positions, key_mask: torch.Tensor | None, padding: torch.Tensor | None
+    ) -> torch.Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), positions, key_mask))
+        return x + self.feedforward(x)
+
+
+class DecoderBlock(torch.nn.Module):
+    """(B, T, D) -> (B, T, D): causal self-attention, attention over encoded (B, S, D), feed-forward."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self_attention_norm = torch.nn.LayerNorm(config.d_model)
+        self.self_attention = SelfAttention(config.d_model, config.attention_heads, causal=True)
+        self.cross_attention_norm = torch.nn.LayerNorm(config.d_model)
+        self.cross_attention = CrossAttention(config.d_model, config.attention_heads)
+        self.dropout = torch.nn.Dropout(config.dropout)
+        self.feedforward = FeedForward(config.d_model, config.resolved_feedforward_dim, config.dropout)
+
+    def forward(
+        self, x: torch.Tensor, positions: Positions, encoded: torch.Tensor, encoded_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        x = x + self.dropout(self.self_attention(self.self_attention_norm(x), positions))
+        x = x + self.dropout(self.cross_attention(self.cross_attention_norm(x), encoded, encoded_mask))
+        return x + self.feedforward(x)

@@ -1,0 +1,37 @@
+"""Tokens and encoded frames to logits of the next token.
+
+B batch, U tokens, T' encoder frames, D model width, V vocabulary.
+"""
+
+import torch
+
+from konkanivani.config import ModelConfig
+from konkanivani.lengths import padding_mask
+from konkanivani.model.attention import RotaryPositions
+from konkanivani.model.blocks import BlockRunner, DecoderBlock
+
+
+class Decoder(torch.nn.Module):
+    """Tokens (B, U), encoded (B, T', D), encoded_lengths (B,) on the CPU -> logits (B, U, V)."""
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocab_size, config.d_model)
+        self.dropout = torch.nn.Dropout(config.dropout)
+        self.positions = RotaryPositions(config.d_model // config.attention_heads)
+        self.blocks = torch.nn.ModuleList(DecoderBlock(config) for _ in range(config.decoder_layers))
+        self.norm = torch.nn.LayerNorm(config.d_model)
+        self.output = torch.nn.Linear(config.d_model, vocab_size)
+
+    def forward(
+        self, tokens: torch.Tensor, encoded: torch.Tensor, encoded_lengths: torch.Tensor, run_block: BlockRunner
+    ) -> torch.Tensor:
+        x = self.dropout(self.embedding(tokens))
+        positions = self.positions(x.shape[1], x)
+        encoded_mask = None
+        if int(encoded_lengths.min()) < encoded.shape[1]:
+            mask = ~padding_mask(encoded_lengths, encoded.shape[1])
+            encoded_mask = mask[:, None, None, :].to(encoded.device, non_blocking=True)
+        for block in self.blocks:
+            x = run_block(block, x, positions, encoded, encoded_mask)
+        return self.output(self.norm(x))

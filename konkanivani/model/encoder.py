@@ -1,0 +1,58 @@
+"""Features to encoded frames: subsampling by 4, then Conformer or Transformer blocks.
+
+B batch, T feature frames, T' encoder frames, F mel bins, C channels, D model width.
+"""
+
+import torch
+
+from konkanivani.config import ModelConfig
+from konkanivani.lengths import padding_mask, subsampled_length
+from konkanivani.model.attention import RotaryPositions
+from konkanivani.model.blocks import BlockRunner, ConformerBlock, TransformerBlock
+
+
+class Subsampling(torch.nn.Module):
+    """Features (B, T, F) -> (B, T', D) by a convolution and a depthwise-separable one, both 3 x 3 with stride 2.
+
+    Neither pads, so a valid frame never sees padding. Depthwise-separable as in FastConformer (Rekesh et al., 2023):
+    two full convolutions cost more than half of the encoder's arithmetic.
+    """
+
+    def __init__(self, mel_bins: int, channels: int, d_model: int) -> None:
+        super().__init__()
+        self.first = torch.nn.Conv2d(1, channels, 3, stride=2)
+        self.depthwise = torch.nn.Conv2d(channels, channels, 3, stride=2, groups=channels)
+        self.pointwise = torch.nn.Conv2d(channels, channels, 1)
+        self.output = torch.nn.Linear(channels * subsampled_length(mel_bins), d_model)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(features[:, None]))
+        x = torch.relu(self.pointwise(self.depthwise(x)))
+        return self.output(x.transpose(1, 2).flatten(2))
+
+
+class Encoder(torch.nn.Module):
+    """Features (B, T, F), feature_lengths (B,) on the CPU -> encoded (B, T', D), encoded_lengths (B,) on the CPU."""
+
+    def __init__(self, config: ModelConfig, mel_bins: int) -> None:
+        super().__init__()
+        block = ConformerBlock if config.encoder_type == "conformer" else TransformerBlock
+        self.subsampling = Subsampling(mel_bins, config.subsampling_channels, config.d_model)
+        self.dropout = torch.nn.Dropout(config.dropout)
+        self.positions = RotaryPositions(config.d_model // config.attention_heads)
+        self.blocks = torch.nn.ModuleList(block(config) for _ in range(config.encoder_layers))
+        self.norm = torch.nn.LayerNorm(config.d_model)
+
+    def forward(
+        self, features: torch.Tensor, feature_lengths: torch.Tensor, run_block: BlockRunner
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.dropout(self.subsampling(features))
+        encoded_lengths = subsampled_length(feature_lengths)
+        positions = self.positions(x.shape[1], x)
+        padding = key_mask = None
+        if int(encoded_lengths.min()) < x.shape[1]:  # without padding, attention takes its fastest kernel
+            padding = padding_mask(encoded_lengths, x.shape[1]).to(x.device, non_blocking=True)
+            key_mask = ~padding[:, None, None, :]
+        for block in self.blocks:
+            x = run_block(block, x, positions, key_mask, padding)
+        return self.norm(x), encoded_lengths

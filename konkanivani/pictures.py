@@ -1,0 +1,84 @@
+"""One picture of an utterance as the model hears it: the spectrogram, and below it what CTC believes, on one time axis.
+
+Axes: T feature frames, T' encoder frames, F mel bins, V vocabulary. Drawn with torch alone: no plotting library.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+WIDTH = 900
+BIN_HEIGHT = 3
+ROW_HEIGHT = 10
+ROWS = 24
+RULER_HEIGHT = 12
+
+
+def draw_utterance(features: Tensor, posteriors: Tensor, seconds: float) -> Tensor:
+    """The picture as (height, width, 3) uint8 RGB: spectrogram, ruler with a tick a second, CTC posteriors.
+
+    features (T, F) log-mel, low bins at the bottom; posteriors (T', V) probabilities; seconds = duration of both.
+    Both are stretched over the same width, so T' only has to be T divided by the subsampling.
+    The width is 900 pixels, or T' where that is more: a posterior's peak is often one frame wide and must not vanish.
+    """
+    features, posteriors = (axis.detach().float().cpu() for axis in (features, posteriors))
+    width = max(WIDTH, posteriors.shape[0])
+    spectrogram = _stretch(_contrast(features).T.flip(0), BIN_HEIGHT, width)
+    # The square root keeps the faint beliefs of early training visible; 0 and 1 stay what they are.
+    rows = posteriors.T[most_active_tokens(posteriors)].clamp(0, 1).sqrt()
+    believed = colour(_stretch(rows, ROW_HEIGHT, width))
+    believed[ROW_HEIGHT - 1 :: ROW_HEIGHT] = 40  # a grey line under each row, or neighbours run into one another
+    return torch.cat([colour(spectrogram), _ruler(seconds, width), believed])
+
+
+def most_active_tokens(posteriors: Tensor) -> Tensor:
+    """Ids of at most 24 tokens, in the order of their rows: the one with the most mass (as a rule the blank) on top,
+    the others by the time of their peak, so that a model that has learnt its alignment draws a falling diagonal.
+
+    posteriors (T', V). Chosen by peak and not by mass: a token that is certain for one frame matters.
+    """
+    peaks, times = posteriors.max(dim=0)
+    chosen = peaks.argsort(descending=True, stable=True)[:ROWS]
+    chosen = chosen[times[chosen].argsort(stable=True)]
+    top = posteriors.sum(dim=0).argmax()
+    return torch.cat([top[None], chosen[chosen != top]])[:ROWS]
+
+
+def colour(intensity: Tensor) -> Tensor:
+    """Intensities in [0, 1] of any shape (...) as uint8 RGB (..., 3), black to white through the cubehelix.
+
+    Its brightness rises evenly, so it reads the same in grey (Green 2011, "A colour scheme for the display of
+    astronomical intensity images"; start 0.5, 1.5 rotations, hue 1.0, gamma 1.0, turned the other way round).
+    """
+    angle = 2 * math.pi * (0.5 / 3 + 1 - 1.5 * intensity)
+    amplitude = intensity * (1 - intensity) / 2
+    red = intensity + amplitude * (-0.14861 * angle.cos() + 1.78277 * angle.sin())
+    green = intensity + amplitude * (-0.29227 * angle.cos() - 0.90649 * angle.sin())
+    blue = intensity + amplitude * (1.97294 * angle.cos())
+    return (torch.stack([red, green, blue], dim=-1).clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def _contrast(features: Tensor) -> Tensor:
+    """The features (T, F) between their 2nd and 99.5th percentile, as [0, 1]; what is not finite becomes 0."""
+    finite = features[features.isfinite()]
+    if not finite.numel():
+        return torch.zeros_like(features)
+    ordered = finite.sort().values  # not torch.quantile: it refuses more than 2^24 values
+    low, high = ordered[int(0.02 * (len(ordered) - 1))], ordered[int(0.995 * (len(ordered) - 1))]
+    return ((features - low) / (high - low).clamp(min=1e-6)).nan_to_num(0, 1, 0).clamp(0, 1)
+
+
+def _stretch(rows: Tensor, height: int, width: int) -> Tensor:
+    """Rows (N, time) as (N * height, width): each row `height` pixels high, time by nearest neighbour."""
+    columns = (torch.arange(width) + 0.5) * (rows.shape[1] / width)
+    return rows[:, columns.long().clamp(max=rows.shape[1] - 1)].repeat_interleave(height, dim=0)
+
+
+def _ruler(seconds: float, width: int) -> Tensor:
+    """A dark band (12, width, 3) with a white tick two pixels wide at each whole second."""
+    ruler = torch.full((RULER_HEIGHT, width, 3), 40, dtype=torch.uint8)
+    for second in range(1, math.ceil(seconds)):
+        left = int(second / seconds * width)
+        ruler[2:-2, left : left + 2] = 255
+    return ruler

@@ -1,0 +1,24 @@
+"""Every random number of a run is a function of (seed, step) or of (seed, epoch, utterance).
+
+So nothing of a generator's state has to be saved: a resumed run draws what the undisturbed one would have drawn.
+"""
+
+import hashlib
+
+import torch
+
+
+def seed_of(*parts: int | str) -> int:
+    """A 63-bit seed that is the same on every machine; SHA-256 over the parts."""
+    digest = hashlib.sha256("\0".join(str(part) for part in parts).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def seed_step(seed: int, step: int) -> None:
+    """Seeds the default generators of every device for one optimizer step (dropout draws from them)."""
+    torch.manual_seed(seed_of(seed, "step", step))
+
+
+def utterance_generator(seed: int, epoch: int, utterance_id: str, purpose: str) -> torch.Generator:
+    """A CPU generator that belongs to one utterance in one epoch, for one purpose (`speed`, `specaugment`)."""
+    return torch.Generator().manual_seed(seed_of(seed, epoch, purpose, utterance_id))

@@ -1,0 +1,352 @@
+"""Composition root: a command line becomes a `Run`, a checkpoint becomes something to evaluate with."""
+
+import dataclasses
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from konkanivani.audio import MEL_BINS
+from konkanivani.augment import FrontEnd
+from konkanivani.checkpoint import BEST, LAST, Checkpoint, Checkpointer, read_checkpoint
+from konkanivani.config import MemoryConfig, TrainConfig
+from konkanivani.data.batching import EpochPlanner, choose_subset, plan_evaluation
+from konkanivani.data.checking import (
+    Limits,
+    Rejection,
+    check_utterances,
+    evaluation_limits,
+    training_limits,
+    write_rejections,
+)
+from konkanivani.data.loading import EvaluationSpeech, LoaderConfig, TrainingSpeech, WindowStream
+from konkanivani.data.manifest import Utterance, read_manifest
+from konkanivani.decoding.ctc import greedy_ctc
+from konkanivani.errors import CheckpointError, DataError, ResourceError, UsageError
+from konkanivani.flags import config_from_text, config_to_text, contradictions, parse_flags
+from konkanivani.logbook import Logbook
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.monitor import MemoryMonitor
+from konkanivani.model.asr import KonkaniVaniASR, parameter_count
+from konkanivani.optimizer import OptimizerState, build_optimizer
+from konkanivani.preflight import check_gpu_architecture
+from konkanivani.randomness import seed_of
+from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
+from konkanivani.training.evaluation import Evaluation
+from konkanivani.training.interruption import Interruption, RunLock
+from konkanivani.training.progress import Progress
+from konkanivani.training.run import EvaluationSet, Run
+from konkanivani.training.state import TrainState
+from konkanivani.training.step import StepParts
+from konkanivani.weights import take_over
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run begins: its settings, the checkpoint it goes on from, the checkpoint it takes weights from."""
+
+    config: TrainConfig
+    resumed: Checkpoint | None
+    initial: Checkpoint | None
+
+
+def resolve_start(arguments: list[str]) -> Start:
+    """What a command line asks for, the checkpoint it names read and held against it."""
+    asked = parse_flags(arguments)
+    checkpointer = Checkpointer(asked.run.checkpoint_dir, asked.run.keep_checkpoints)
+    if asked.run.resume is None:
+        initial = read_checkpoint(asked.run.init_from) if asked.run.init_from else None
+        _claim_folder(checkpointer, asked)
+        return Start(asked, None, initial)
+    if asked.run.resume == "auto":
+        found = checkpointer.read_newest_sound()
+        if found is None:
+            print(f"No checkpoint in {checkpointer.directory} yet: training begins.", flush=True)
+            return Start(asked, None, None)
+        path, checkpoint = found
+    else:
+        path = Path(asked.run.resume)
+        checkpoint = read_checkpoint(path)
+    stored = config_from_text(checkpoint.config)
+    config = parse_flags(arguments, stored)
+    found = contradictions(stored, config)
+    if found:
+        listed = "".join(f"\n  {difference}" for difference in found)
+        raise CheckpointError(
+            f"The flags contradict the checkpoint {path}:{listed}\nLeave these flags out to go on with it, or begin anew "
+            f"from its weights with --init_from {path} and another --checkpoint_dir (or --fresh)."
+        )
+    print(f"Going on from {path}: step {checkpoint.step}.", flush=True)
+    return Start(config, checkpoint, None)
+
+
+def _claim_folder(checkpointer: Checkpointer, asked: TrainConfig) -> None:
+    if not checkpointer.has_checkpoints():
+        return
+    if not asked.run.fresh:
+        raise UsageError(
+            f"{checkpointer.directory} holds checkpoints of a run. Go on with --resume auto, begin anew with --fresh "
+            "(they are moved into a folder beside), or give another --checkpoint_dir."
+        )
+    print(f"The old checkpoints are now in {checkpointer.move_aside()}.", flush=True)
+
+
+def build_run(start: Start) -> Run:
+    """Every part of the run, the checkpoint's state loaded."""
+    config = start.config
+    lock = RunLock(config.run.checkpoint_dir)
+    device = choose_device(config.run.device)
+    run_directory = make_run_directory(config)
+    train = load_utterances(config.data.train_manifest, config, "--train_manifest")
+    tokenizer = choose_tokenizer(start, train)
+    speech, rejections = build_training_speech(config, train, tokenizer)
+    planner = EpochPlanner(np.array([u.duration for u in speech.utterances]), config.window_size, config.run.seed)
+    validation = None
+    if config.data.valid_manifest:
+        validation, rejected = build_evaluation_set(config.data.valid_manifest, config, tokenizer, device)
+        rejections += rejected
+    write_rejections(run_directory / "rejected.jsonl", rejections)
+    _tell_rejections(rejections, run_directory / "rejected.jsonl")
+    step = build_step_parts(config, tokenizer.size, device, _total_steps(config, planner))
+    state = TrainState()
+    stateful = {
+        "model": step.model,
+        "optimizer": OptimizerState(step.model, step.optimizer),
+        "scaler": step.scaler,
+        "progress": state,
+    }
+    if start.resumed:
+        load_states(start.resumed, stateful)
+        _fit_cursor(state, start.resumed, planner)
+    if start.initial:
+        _take_weights(start.initial, step.model, tokenizer)
+    _tell_plan(config, step, speech, planner)
+    logbook = Logbook(run_directory, resumed_step=state.step)
+    logbook.log_settings(config_to_text(config))
+    return Run(
+        config=config.run,
+        config_text=config_to_text(config),
+        tokenizer=tokenizer,
+        state=state,
+        step=step,
+        windows=WindowStream(speech, planner, config.data.batch_size, _loader(config, device)),
+        validation=validation,
+        decode=greedy_ctc,
+        stateful=stateful,
+        plan_digest=planner.digest(),
+        checkpointer=Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints),
+        lock=lock,
+        logbook=logbook,
+        interruption=Interruption(),
+        progress=Progress(state.step, step.total_steps),
+    )
+
+
+def choose_device(asked: str) -> torch.device:
+    """The device to train on; a ResourceError or UsageError says why the asked one cannot be had."""
+    has_cuda = torch.cuda.is_available()
+    if asked == "cuda" and not has_cuda:
+        raise UsageError(
+            "--device cuda: PyTorch finds no usable NVIDIA GPU here. Train with --device cpu, or mend the driver."
+        )
+    if asked == "cpu" or not has_cuda:
+        return torch.device("cpu")
+    check_gpu_architecture(
+        torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.cuda.get_arch_list(), torch.__version__
+    )
+    torch.set_float32_matmul_precision("high")  # TF32 where the card has it
+    return torch.device("cuda")
+
+
+def choose_precision(config: MemoryConfig, device: torch.device) -> torch.dtype | None:
+    """The autocast format, None for full precision."""
+    if not config.mixed_precision:
+        return None
+    if device.type == "cpu":
+        print("--mixed_precision on a CPU means bf16 autocast, without loss scaling.", flush=True)
+        return torch.bfloat16
+    # torch.cuda.is_bf16_supported() is also true where PyTorch only emulates it.
+    if config.amp_dtype == "bf16" and torch.cuda.get_device_capability(device) < (8, 0):
+        raise UsageError(
+            f"--amp_dtype bf16: {torch.cuda.get_device_name(device)} has no bf16 (compute capability below 8). Use fp16."
+        )
+    return torch.bfloat16 if config.amp_dtype == "bf16" else torch.float16
+
+
+def make_run_directory(config: TrainConfig) -> Path:
+    """The run's log folder, made."""
+    directory = Path(config.run.log_dir) / config.run.run_name
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResourceError(
+            f"The log folder {directory} cannot be made: {error.strerror}. Give another --log_dir."
+        ) from None
+    if not os.access(directory, os.W_OK):
+        raise ResourceError(f"The log folder {directory} cannot be written. Give another --log_dir.")
+    return directory
+
+
+def load_utterances(manifest: str | None, config: TrainConfig, flag: str) -> tuple[Utterance, ...]:
+    """The manifest's utterances with normalised texts."""
+    if manifest is None:
+        raise UsageError(
+            f"No {flag} is given. Give your JSONL manifest, or write the built-in corpus with "
+            "python3 training_scripts/prepare_builtin_corpus.py and give data/builtin/train.jsonl."
+        )
+    return tuple(
+        dataclasses.replace(utterance, text=normalize_text(utterance.text, config.text.digits))
+        for utterance in read_manifest(manifest).utterances
+    )
+
+
+def choose_tokenizer(start: Start, utterances: tuple[Utterance, ...]) -> Tokenizer:
+    """The checkpoint's tokenizer where there is one that serves, else one trained on these texts."""
+    if start.resumed:
+        return Tokenizer(start.resumed.tokenizer)
+    texts = [utterance.text for utterance in utterances if utterance.text]
+    if not texts:
+        raise DataError(f"No transcript of {start.config.data.train_manifest} has any text after normalisation.")
+    if start.initial and config_from_text(start.initial.config).text == start.config.text:
+        tokenizer = Tokenizer(start.initial.tokenizer)
+        if not any(Tokenizer.unknown in tokenizer.encode(text) for text in texts):
+            return tokenizer
+    return train_tokenizer(texts, start.config.text.tokenizer_type, start.config.text.vocab_size)
+
+
+def build_training_speech(
+    config: TrainConfig, utterances: tuple[Utterance, ...], tokenizer: Tokenizer
+) -> tuple[TrainingSpeech, list[Rejection]]:
+    """The utterances to train on, and those left out."""
+    limits = training_limits(config.data, config.augment.speed_perturbation)
+    kept, rejected = check_utterances(utterances, config.data.train_manifest, tokenizer, limits)
+    if config.data.train_subset < 100:
+        kept = [kept[i] for i in choose_subset(len(kept), config.data.train_subset, config.run.seed)]
+    return TrainingSpeech(kept, tokenizer, config.augment.speed_perturbation, config.run.seed), rejected
+
+
+def build_evaluation_set(
+    manifest: str, config: TrainConfig, tokenizer: Tokenizer, device: torch.device
+) -> tuple[EvaluationSet, list[Rejection]]:
+    """The manifest's utterances laid into batches for evaluation, and those left out."""
+    limits: Limits = evaluation_limits(config.data)
+    kept, rejected = check_utterances(load_utterances(manifest, config, "manifest"), manifest, tokenizer, limits)
+    plan = plan_evaluation(np.array([u.duration for u in kept]), config.data.validation_batch_seconds)
+    return EvaluationSet(EvaluationSpeech(kept, tokenizer), plan, _loader(config, device)), rejected
+
+
+def build_step_parts(config: TrainConfig, vocab_size: int, device: torch.device, total_steps: int) -> StepParts:
+    """Model, optimizer and everything else that a step works with, freshly initialised from the seed."""
+    torch.manual_seed(seed_of(config.run.seed, "weights"))
+    model = KonkaniVaniASR(config.model, vocab_size, MEL_BINS).to(device)
+    amp_dtype = choose_precision(config.memory, device)
+    return StepParts(
+        model=model,
+        front_end=FrontEnd(config.augment).to(device),
+        optimizer=build_optimizer(model, config.optimizer),
+        scaler=torch.amp.GradScaler(device.type, enabled=amp_dtype == torch.float16),
+        recompute=RecomputePolicy(config.memory.gradient_checkpointing),
+        monitor=MemoryMonitor(device, config.memory.empty_cache_interval),
+        device=device,
+        amp_dtype=amp_dtype,
+        loss=config.loss,
+        schedule=config.optimizer,
+        total_steps=total_steps,
+        seed=config.run.seed,
+    )
+
+
+def load_states(checkpoint: Checkpoint, stateful: dict) -> None:
+    """Loads every part's state; a CheckpointError where one is missing or does not fit."""
+    for name, part in stateful.items():
+        try:
+            part.load_state_dict(checkpoint.states[name])
+        except (KeyError, RuntimeError, TypeError, AttributeError) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise CheckpointError(
+                f"The checkpoint's {name} cannot be loaded: {reason} Use another checkpoint."
+            ) from None
+
+
+def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner) -> None:
+    """Begins the epoch again where the data is not what the cursor was counted in."""
+    if checkpoint.plan_digest != planner.digest() and state.window:
+        print(
+            f"The training data or its order has changed since the checkpoint: epoch {state.epoch + 1} begins again.",
+            flush=True,
+        )
+        state.window = 0
+
+
+def _take_weights(initial: Checkpoint, model: KonkaniVaniASR, tokenizer: Tokenizer) -> None:
+    heads = config_from_text(initial.config).model.attention_heads
+    takeover = take_over(model, initial.states["model"], heads, initial.tokenizer == tokenizer.model)
+    print(f"Weights from the checkpoint of step {initial.step}:\n{takeover.summary()}", flush=True)
+
+
+def _total_steps(config: TrainConfig, planner: EpochPlanner) -> int:
+    steps = config.run.epochs * planner.windows_per_epoch()
+    return steps if config.run.max_steps is None else min(steps, config.run.max_steps)
+
+
+def _loader(config: TrainConfig, device: torch.device) -> LoaderConfig:
+    return LoaderConfig(config.data.num_workers, config.data.loader_timeout, pin_memory=device.type == "cuda")
+
+
+def _tell_rejections(rejections: list[Rejection], path: Path) -> None:
+    if rejections:
+        kinds: dict[str, int] = {}
+        for rejection in rejections:
+            kind = re.sub(r"\d+(\.\d+)?", "N", rejection.reason)
+            kinds[kind] = kinds.get(kind, 0) + 1
+        listed = "".join(f"\n  {count} x {kind}" for kind, count in kinds.items())
+        print(f"{len(rejections)} utterances are left out, listed in {path}:{listed}", flush=True)
+
+
+def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainingSpeech, planner: EpochPlanner) -> None:
+    model, hours = config.model, planner.durations.sum() / 3600
+    print(
+        f"{model.encoder_type} {model.d_model}, {model.encoder_layers}+{model.decoder_layers} layers, "
+        f"{parameter_count(step.model) / 1e6:.1f} M parameters, {step.model.vocab_size} tokens, on {step.device}; "
+        f"{len(speech.utterances)} utterances, {hours:.2f} h; {config.data.batch_size} x "
+        f"{config.data.gradient_accumulation_steps} utterances a step, {planner.windows_per_epoch()} steps an epoch, "
+        f"{step.total_steps} in all.",
+        flush=True,
+    )
+
+
+@dataclass(frozen=True)
+class Recognizer:
+    """A checkpoint's model, ready to be evaluated."""
+
+    checkpoint: Checkpoint
+    config: TrainConfig
+    tokenizer: Tokenizer
+    step: StepParts
+
+
+def load_recognizer(path: str | Path, device: torch.device) -> Recognizer:
+    """The model of the checkpoint at `path` on `device`."""
+    checkpoint = read_checkpoint(path)
+    config = config_from_text(checkpoint.config)
+    step = build_step_parts(config, checkpoint.vocab_size, device, total_steps=1)
+    load_states(checkpoint, {"model": step.model})
+    return Recognizer(checkpoint, config, Tokenizer(checkpoint.tokenizer), step)
+
+
+def evaluate_manifest(recognizer: Recognizer, manifest: str) -> Evaluation:
+    """The recognizer's losses and error rates over a manifest, by greedy CTC."""
+    config, device = recognizer.config, recognizer.step.device
+    utterances, rejections = build_evaluation_set(manifest, config, recognizer.tokenizer, device)
+    for rejection in rejections:
+        print(f"Left out: {manifest}, row {rejection.row}, {rejection.audio_filepath}: {rejection.reason}", flush=True)
+    return utterances.evaluate(recognizer.step, greedy_ctc)
+
+
+def best_checkpoint(directory: str | Path) -> Path:
+    """The best checkpoint of a folder by validation, or its last where nothing was validated."""
+    best = Path(directory) / BEST
+    return best if best.is_file() else Path(directory) / LAST

@@ -1,0 +1,44 @@
+"""A whole training run from its command line to the JSON line that sums it up."""
+
+import json
+
+from konkanivani.recipe import best_checkpoint, build_run, evaluate_manifest, load_recognizer, resolve_start
+from konkanivani.training.evaluation import Evaluation
+from konkanivani.training.loop import train
+from konkanivani.training.run import Run
+
+
+def train_and_report(arguments: list[str]) -> str:
+    """Trains as the command line asks, scores the test manifest with the best checkpoint, and returns a JSON line."""
+    start = resolve_start(arguments)
+    run = build_run(start)
+    run.interruption.install()
+    with run.logbook:
+        train(run)
+    best = best_checkpoint(start.config.run.checkpoint_dir)
+    test = None
+    if start.config.data.test_manifest:
+        recognizer = load_recognizer(best, run.step.device)
+        test = evaluate_manifest(recognizer, start.config.data.test_manifest)
+    log_directory = start.config.run.log_dir
+    print(f"Look at the run with: .venv/bin/tensorboard --logdir {log_directory} --host 127.0.0.1", flush=True)
+    return summary_line(run, test, str(best), f"{log_directory}/{start.config.run.run_name}")
+
+
+def summary_line(run: Run, test: Evaluation | None, checkpoint: str, tensorboard: str) -> str:
+    """One line of JSON; error rates are shares, null where nothing was tested."""
+    rates = test.rates if test else None
+    patterns = {s.utterance.pattern for s in test.scored} if test else set()
+    summary = {
+        "test_wer": rates.wer if rates else None,
+        "test_cer": rates.cer if rates else None,
+        **{f"test_cer_{p}_patterns": test.rates_of(p).cer for p in sorted(patterns) if p},
+        "steps": run.state.step,
+        "epochs": run.state.epochs_finished,
+        "best_valid_score": run.state.best_score if run.validation else None,
+        "audio_seconds_per_second": run.progress.audio_seconds_per_second(),
+        "peak_memory_mib": run.step.monitor.overall_peak_mib(),
+        "checkpoint": checkpoint,
+        "tensorboard": tensorboard,
+    }
+    return json.dumps({name: round(v, 4) if isinstance(v, float) else v for name, v in summary.items()})

@@ -1,0 +1,119 @@
+"""Transcripts as normalised text, and normalised text as SentencePiece tokens.
+
+What normalisation does, in this order: Unicode NFC; zero-width joiners and other format characters are removed;
+digits are kept or spelt one by one (`digits="spell"`); dandas, punctuation and symbols become spaces; letters are
+lower-cased; runs of spaces become one. Vowel signs, anusvara, candrabindu, virama, nukta and avagraha stay.
+"""
+
+import io
+import re
+import unicodedata
+from collections.abc import Iterable
+from typing import Literal
+
+import sentencepiece
+
+from konkanivani.errors import DataError, UsageError
+
+DIGIT_WORDS = ("शून्य", "एक", "दोन", "तीन", "चार", "पांच", "स", "सात", "आठ", "णव")
+
+
+def normalize_text(text: str, digits: Literal["keep", "spell"] = "keep") -> str:
+    """`text` as it is trained on and scored: see the module's first lines."""
+    characters = []
+    for character in unicodedata.normalize("NFC", text).lower():
+        kind = unicodedata.category(character)
+        if kind == "Cf":
+            continue
+        if kind == "Nd" and digits == "spell":
+            characters.append(f" {DIGIT_WORDS[unicodedata.digit(character)]} ")
+        elif kind[0] in "LMN":
+            characters.append(character)
+        else:
+            characters.append(" ")
+    # Lower-casing and removing joiners can leave a sequence that composes further.
+    return " ".join(unicodedata.normalize("NFC", "".join(characters)).split())
+
+
+class Tokenizer:
+    """SentencePiece over normalised text. Ids: 0 CTC blank, 1 unknown, 2 start, 3 end, then the pieces."""
+
+    blank, unknown, start, end = range(4)
+
+    def __init__(self, model: bytes) -> None:
+        """Raises a DataError where `model` is not a SentencePiece model with these four ids."""
+        self.model = model
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            raise DataError(f"The tokenizer is not a SentencePiece model: {error}.") from None
+        processor = self._processor
+        ids = (processor.pad_id(), processor.unk_id(), processor.bos_id(), processor.eos_id())
+        if ids != (self.blank, self.unknown, self.start, self.end):
+            raise DataError(
+                f"The tokenizer's special ids are {ids}, not (0, 1, 2, 3): it was not made by this trainer."
+            )
+
+    @property
+    def size(self) -> int:
+        """Tokens in the vocabulary, the four special ones included."""
+        return self._processor.get_piece_size()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a normalised text."""
+        return self._processor.encode(text)
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of token ids; special ones leave nothing."""
+        return self._processor.decode([token for token in tokens if token > self.end]).strip()
+
+    def piece(self, token: int) -> str:
+        """What token id `token` stands for."""
+        return self._processor.id_to_piece(token)
+
+
+def train_tokenizer(texts: Iterable[str], kind: Literal["unigram", "bpe", "char"], vocab_size: int) -> Tokenizer:
+    """A tokenizer of at most `vocab_size` tokens from normalised texts; says in one line when it had to be smaller."""
+    texts = sorted(set(texts))
+    smallest = len(set("".join(texts)) - {" "}) + 5  # every character, the word boundary, and the four special tokens
+    if vocab_size < smallest:
+        raise UsageError(
+            f"--vocab_size {vocab_size} is too small: the training text has {smallest - 5} different characters, "
+            f"so it takes at least {smallest}."
+        )
+    if kind == "char":
+        return Tokenizer(_train_sentencepiece(texts, kind, smallest))
+    try:
+        return Tokenizer(_train_sentencepiece(texts, kind, vocab_size))
+    except RuntimeError as error:
+        # SentencePiece names the largest size that this text allows and offers no other way to ask for it.
+        largest = re.search(r"value <= (\d+)", str(error))
+        if largest is None:
+            if "too small" not in str(error) and "too high" not in str(error).lower():
+                raise DataError(f"SentencePiece could not be trained on the training text: {error}.") from None
+            size = smallest
+        else:
+            size = int(largest.group(1))
+    print(f"--vocab_size {vocab_size} lowered to {size}: the training text allows no more.", flush=True)
+    return Tokenizer(_train_sentencepiece(texts, kind, size))
+
+
+def _train_sentencepiece(texts: list[str], kind: str, vocab_size: int) -> bytes:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_writer=model,
+        model_type=kind,
+        vocab_size=vocab_size,
+        character_coverage=1.0,
+        normalization_rule_name="identity",  # normalize_text has done it
+        pad_id=Tokenizer.blank,
+        unk_id=Tokenizer.unknown,
+        bos_id=Tokenizer.start,
+        eos_id=Tokenizer.end,
+        pad_piece="<blank>",
+        num_threads=1,  # the result must not depend on the machine
+        max_sentence_length=1_000_000,
+        minloglevel=2,
+    )
+    return model.getvalue()

@@ -1,0 +1,74 @@
+"""Loss, WER and CER over a set of utterances, under `no_grad`."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from konkanivani.data.batch import Batch
+from konkanivani.data.manifest import Utterance
+from konkanivani.metrics import ErrorRates, error_rates
+from konkanivani.text import Tokenizer
+from konkanivani.training.step import StepParts, forward
+
+# CTC logits (B, T', V) and encoded_lengths (B,) -> token ids of each utterance.
+Decoder = Callable[[torch.Tensor, torch.Tensor], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class ScoredUtterance:
+    """One utterance with what was said and what was heard, both normalised."""
+
+    utterance: Utterance
+    hypothesis: str
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Losses in nats a token, error rates, and every utterance's hypothesis in the order of evaluation."""
+
+    loss: float
+    ctc_loss: float
+    attention_loss: float
+    rates: ErrorRates
+    scored: tuple[ScoredUtterance, ...]
+    seconds: float
+
+    def rates_of(self, pattern: str) -> ErrorRates:
+        """The rates over the utterances whose manifest marks them with `pattern`."""
+        return rates_over([s for s in self.scored if s.utterance.pattern == pattern])
+
+
+def rates_over(scored: list[ScoredUtterance]) -> ErrorRates:
+    """The error rates over these utterances."""
+    return error_rates([s.utterance.text for s in scored], [s.hypothesis for s in scored])
+
+
+@torch.no_grad()
+def evaluate(
+    parts: StepParts,
+    batches: Iterable[tuple[Batch, list[Utterance]]],
+    tokenizer: Tokenizer,
+    decode: Decoder,
+) -> Evaluation:
+    """Evaluates `batches`, each with its utterances in order; the weights stay as they are."""
+    started = time.perf_counter()
+    parts.model.eval()
+    totals, tokens, scored = torch.zeros(2, dtype=torch.float64, device=parts.device), 0, []
+    for batch, utterances in batches:
+        output, sums = forward(parts, batch.to(parts.device))
+        totals += torch.stack([sums.ctc, sums.attention])
+        tokens += int(batch.token_lengths.sum())
+        hypotheses = decode(output.ctc_logits, output.encoded_lengths)
+        scored += [ScoredUtterance(u, tokenizer.decode(h)) for u, h in zip(utterances, hypotheses, strict=True)]
+        parts.monitor.end_phase("validation")
+    ctc_loss, attention_loss = totals[0].item() / tokens, totals[1].item() / (tokens + len(scored))
+    return Evaluation(
+        loss=parts.loss.ctc_weight * ctc_loss + (1 - parts.loss.ctc_weight) * attention_loss,
+        ctc_loss=ctc_loss,
+        attention_loss=attention_loss,
+        rates=rates_over(scored),
+        scored=tuple(scored),
+        seconds=time.perf_counter() - started,
+    )

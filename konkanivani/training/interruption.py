@@ -1,0 +1,61 @@
+"""Signals that ask a run to stop, and the lock that keeps a second run out of its folder."""
+
+import fcntl
+import os
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from konkanivani.errors import ResourceError
+
+
+class Interruption:
+    """Remembers the first SIGINT or SIGTERM for the training step to see; the second one ends the process at once.
+
+    A second signal is still safe: checkpoints are published by rename, so none can be half written.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number = 0
+
+    def install(self) -> None:
+        """Takes over both signals."""
+        signal.signal(signal.SIGINT, self._handle)
+        signal.signal(signal.SIGTERM, self._handle)
+
+    def is_requested(self) -> bool:
+        """Whether a signal has come."""
+        return self.signal_number != 0
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.signal_number:
+            os._exit(128 + number)
+        self.signal_number = number
+        os.write(2, b"\nStopping: saving at the next micro-batch boundary (a second signal stops at once).\n")
+
+
+class RunLock:
+    """An exclusive lock on a checkpoint folder, held until the process ends."""
+
+    def __init__(self, directory: str | Path) -> None:
+        """Raises a ResourceError that names the process that trains there already, or why the folder can't be used."""
+        self.path = Path(directory) / ".lock"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: TextIO = open(self.path, "a+", encoding="utf-8")
+        except OSError as error:
+            raise ResourceError(
+                f"The checkpoint folder {directory} cannot be written: {error.strerror}. Give another --checkpoint_dir."
+            ) from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.seek(0)
+            holder = self._file.read().strip() or "unknown"
+            raise ResourceError(
+                f"Process {holder} is training in {directory} already. Stop it, or give another --checkpoint_dir."
+            ) from None
+        self._file.truncate(0)
+        self._file.write(str(os.getpid()))
+        self._file.flush()

@@ -1,0 +1,160 @@
+"""The training loop: windows in, steps, validation, checkpoints and logs out, in the order in which they happen."""
+
+import time
+
+import torch
+
+from konkanivani.data.batch import Window
+from konkanivani.errors import Interrupted, NumericsError, ResourceError
+from konkanivani.logbook import HypothesisPair, SpectrogramRecord, StepRecord, ValidationRecord
+from konkanivani.training.evaluation import Evaluation
+from konkanivani.training.run import Run
+from konkanivani.training.step import StepReport, autocast, train_step
+
+MOST_SKIPS_IN_A_ROW = 25
+SMALLEST_SCALE = 1e-5
+MOST_FAILED_SAVES_IN_A_ROW = 3
+
+
+def train(run: Run) -> None:
+    """Trains until `run.is_finished()`; whatever it has learned is in the newest checkpoint when it returns or raises."""
+    state, saver = run.state, PeriodicSaver(run)
+    windows = run.windows.from_cursor(state.cursor)
+    while True:
+        if state.has_epoch_to_finish:
+            is_best = finish_epoch(run)
+            saver.save(epoch=state.epoch, is_best=is_best)
+        if run.is_finished():
+            break
+        window, cursor = next(windows)
+        report = train_step(run.step, window, state.step, run.interruption.is_requested)
+        if report is None:
+            saver.save()
+            raise Interrupted(
+                f"Stopped by a signal at step {state.step}; --resume auto goes on from there.",
+                run.interruption.signal_number,
+            )
+        state.advance(cursor, window.audio_seconds, report.is_skipped)
+        log_step(run, window, report)
+        check_numerics(run, report)
+        saver.save_if_due()
+    windows.close()
+    saver.save()
+    run.progress.close()
+
+
+def finish_epoch(run: Run) -> bool:
+    """Validates the epoch whose windows are all consumed; whether it is the best so far (by CER, else by loss)."""
+    if run.validation is None:
+        return run.state.finish_epoch(score=float(-run.state.epoch))
+    evaluation = run.validation.evaluate(run.step, run.decode)
+    log_validation(run, evaluation)
+    run.progress.lap()  # validation is not training time
+    score = evaluation.rates.cer
+    return run.state.finish_epoch(score if score == score else evaluation.loss)
+
+
+def check_numerics(run: Run, report: StepReport) -> None:
+    """Ends a run whose gradients are never finite any more."""
+    state, scaler = run.state, run.step.scaler
+    has_no_scale = scaler.is_enabled() and report.scale < SMALLEST_SCALE
+    if state.consecutive_skips < MOST_SKIPS_IN_A_ROW and not has_no_scale:
+        return
+    reason = f"the loss scale fell to {report.scale:g}" if has_no_scale else f"{state.consecutive_skips} steps in a row"
+    raise NumericsError(
+        f"The gradients are not finite ({reason}) at step {state.step}. The last good checkpoint is in "
+        f"{run.checkpointer.directory} (--resume auto finds it). Try a lower --learning_rate, or without --mixed_precision."
+    )
+
+
+def log_step(run: Run, window: Window, report: StepReport) -> None:
+    """Logs one consumed window; a skipped one has no step of its own and shows up in the next one's count."""
+    seconds = run.progress.lap()
+    run.progress.show(report, window.audio_seconds, seconds, run.step.monitor.overall_peak_mib())
+    if report.is_skipped:
+        return
+    record = StepRecord(
+        step=run.state.step,
+        epoch=run.state.epoch,
+        loss=report.loss,
+        ctc_loss=report.ctc_loss,
+        attention_loss=report.attention_loss,
+        learning_rate=report.learning_rate,
+        gradient_norm=report.gradient_norm,
+        scale=report.scale,
+        skipped_steps=run.state.skipped_steps,
+        skipped=False,
+        audio_seconds_per_second=window.audio_seconds / seconds,
+        padding_share=window.padding_share,
+        tokens=window.tokens,
+        utterances=window.utterances,
+        seconds=seconds,
+        memory=run.step.monitor.report(),
+    )
+    run.logbook.log(record)
+
+
+def log_validation(run: Run, evaluation: Evaluation) -> None:
+    """Logs the rates, five fixed utterances, and the first of them as a picture and as sound."""
+    shown = sorted(evaluation.scored, key=lambda scored: scored.utterance.id)[:5]
+    memory = [phase for phase in run.step.monitor.report() if phase.phase == "validation"]
+    record = ValidationRecord(
+        step=run.state.step,
+        epoch=run.state.epoch,
+        loss=evaluation.loss,
+        ctc_loss=evaluation.ctc_loss,
+        attention_loss=evaluation.attention_loss,
+        wer=evaluation.rates.wer,
+        cer=evaluation.rates.cer,
+        utterances=len(evaluation.scored),
+        seconds=evaluation.seconds,
+        hypotheses=tuple(HypothesisPair(s.utterance.text, s.hypothesis, s.utterance.id) for s in shown),
+        memory=memory[0] if memory else None,
+    )
+    run.logbook.log(record)
+    log_spectrogram(run, shown[0].utterance.id)
+
+
+@torch.no_grad()
+def log_spectrogram(run: Run, utterance_id: str) -> None:
+    """Logs one validation utterance's sound, features and CTC posteriors."""
+    speech = run.validation.speech
+    index = next(i for i, utterance in enumerate(speech.utterances) if utterance.id == utterance_id)
+    waveform = speech[index].waveform
+    features, lengths = run.step.front_end(waveform[None].to(run.step.device), torch.tensor([len(waveform)]), None)
+    run.step.model.eval()
+    with autocast(run.step):
+        logits, _ = run.step.model.ctc_logits(features, lengths)
+    posteriors = logits[0].float().softmax(dim=-1).cpu()
+    run.logbook.log(SpectrogramRecord(run.state.step, utterance_id, waveform, features[0].float().cpu(), posteriors))
+
+
+class PeriodicSaver:
+    """Saves when the steps or minutes asked for have passed, and lives through a disk that is full for a while."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._saved_at = time.monotonic()
+        self._failures = 0
+
+    def save_if_due(self) -> None:
+        """Saves checkpoint_last.pt when --save_steps or --save_minutes have passed."""
+        config, state = self.run.config, self.run.state
+        by_steps = config.save_steps and state.step % config.save_steps == 0
+        by_time = config.save_minutes and time.monotonic() - self._saved_at >= 60 * config.save_minutes
+        # The end of an epoch is saved after its validation.
+        if (by_steps or by_time) and not state.has_epoch_to_finish:
+            self.save()
+
+    def save(self, epoch: int | None = None, is_best: bool = False) -> None:
+        """Saves now; a failure is a warning, three in a row an error."""
+        self._saved_at = time.monotonic()
+        self.run.logbook.flush()
+        try:
+            self.run.checkpointer.save(self.run.checkpoint(), epoch, is_best)
+            self._failures = 0
+        except ResourceError as error:
+            self._failures += 1
+            if self._failures >= MOST_FAILED_SAVES_IN_A_ROW:
+                raise
+            print(f"{error} Training goes on; the checkpoint before stays, the next save tries again.", flush=True)

@@ -1,0 +1,46 @@
+"""The bar that a person watches: steps, loss, speed in audio seconds per second, memory and time left."""
+
+import sys
+import time
+
+from tqdm import tqdm
+
+from konkanivani.training.step import StepReport
+
+
+class Progress:
+    """One tqdm bar over the optimizer steps of a run, and the speed over all that this process has trained."""
+
+    def __init__(self, step: int, total_steps: int) -> None:
+        # A log file gets a line a minute instead of a bar that redraws itself.
+        self._bar = tqdm(
+            total=total_steps,
+            initial=step,
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=0.5 if sys.stderr.isatty() else 60.0,
+        )
+        self._audio_seconds = self._seconds = 0.0
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds of wall time since the last lap."""
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        return seconds
+
+    def show(self, report: StepReport, audio_seconds: float, seconds: float, peak_mib: float) -> None:
+        """Moves the bar on by one window of `audio_seconds` that took `seconds`."""
+        self._audio_seconds += audio_seconds
+        self._seconds += seconds
+        postfix = f"loss {report.loss:.3f}, {audio_seconds / seconds:.0f} audio s/s, {peak_mib:.0f} MiB"
+        self._bar.set_postfix_str(postfix, refresh=False)
+        self._bar.update(0 if report.is_skipped else 1)
+
+    def audio_seconds_per_second(self) -> float:
+        """Over all windows shown so far; 0 before the first."""
+        return self._audio_seconds / self._seconds if self._seconds else 0.0
+
+    def close(self) -> None:
+        """Leaves the bar as it stands."""
+        self._bar.close()

@@ -1,0 +1,73 @@
+"""The parts of a run, built once by the recipe and never changed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from konkanivani.checkpoint import Checkpoint, Checkpointer, Stateful
+from konkanivani.config import RunConfig
+from konkanivani.data.loading import EvaluationSpeech, LoaderConfig, WindowStream, load_batches
+from konkanivani.logbook import Logbook
+from konkanivani.text import Tokenizer
+from konkanivani.training.evaluation import Decoder, Evaluation, evaluate
+from konkanivani.training.interruption import Interruption, RunLock
+from konkanivani.training.progress import Progress
+from konkanivani.training.state import TrainState
+from konkanivani.training.step import StepParts
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Utterances to evaluate on, laid into batches; their texts are normalised."""
+
+    speech: EvaluationSpeech
+    plan: list[np.ndarray]
+    loader: LoaderConfig
+
+    def evaluate(self, parts: StepParts, decode: Decoder) -> Evaluation:
+        """The model's losses and error rates over the set."""
+        utterances = ([self.speech.utterances[index] for index in batch] for batch in self.plan)
+        batches = load_batches(self.speech, self.plan, self.loader)
+        return evaluate(parts, zip(batches, utterances, strict=True), self.speech.tokenizer, decode)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that the training loop works with; `state` is the only part of it that changes."""
+
+    config: RunConfig
+    config_text: str
+    tokenizer: Tokenizer
+    state: TrainState
+    step: StepParts
+    windows: WindowStream
+    validation: EvaluationSet | None
+    decode: Decoder
+    stateful: Mapping[str, Stateful]
+    plan_digest: int
+    checkpointer: Checkpointer
+    lock: RunLock
+    logbook: Logbook
+    interruption: Interruption
+    progress: Progress
+
+    def checkpoint(self) -> Checkpoint:
+        """The run's state as it is now."""
+        return Checkpoint(
+            config=self.config_text,
+            tokenizer=self.tokenizer.model,
+            vocab_size=self.tokenizer.size,
+            step=self.state.step,
+            plan_digest=self.plan_digest,
+            states={name: part.state_dict() for name, part in self.stateful.items()},
+        )
+
+    def is_finished(self) -> bool:
+        """Whether the epochs or steps asked for are done, or validation has stopped getting better."""
+        limit, patience = self.config.max_steps, self.config.early_stop_epochs
+        return (
+            self.state.epoch >= self.config.epochs
+            or (limit is not None and self.state.step >= limit)
+            or (patience is not None and self.state.epochs_without_improvement >= patience)
+        )

@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Sets up .venv once, makes the built-in corpus once, and trains, going on from the newest checkpoint if there is one.
+#
+#   ./run_training_memory_optimized.sh                                  the built-in corpus
+#   ./run_training_memory_optimized.sh --train_manifest my/train.jsonl  your own (give --valid_manifest too)
+#
+# Flags are the trainer's own (--help lists them) and win over the defaults below. Paths in them are read from this
+# folder, wherever this is called from.
+set -euo pipefail
+cd -P "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
+
+# Memory that grows in segments leaves a small card less fragmented. A setting of your own, in either name, stays.
+if [[ -z "${PYTORCH_ALLOC_CONF+set}${PYTORCH_CUDA_ALLOC_CONF+set}" ]]; then
+    export PYTORCH_ALLOC_CONF=expandable_segments:True PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+fi
+
+BASE=""
+for name in python3 python python3.14 python3.13 python3.12 python3.11 python3.10; do
+    if "$name" -c "" 2>/dev/null; then BASE="$name"; break; fi
+done
+if [[ -z "$BASE" ]]; then
+    echo "error: no python3 is on PATH: install Python 3.10 to 3.14 and start this again." >&2
+    exit 6
+fi
+PYTHON="$("$BASE" training_scripts/bootstrap.py --extras synthesis)"
+
+wants_help=no own_corpus=no device="" previous=""
+for argument in "$@"; do
+    case "$argument" in
+        -h | --help) wants_help=yes ;;
+        --train[-_]manifest | --train[-_]manifest=*) own_corpus=yes ;;
+        --device=*) device="${argument#*=}" ;;
+    esac
+    if [[ "$previous" == --device ]]; then device="$argument"; fi
+    previous="$argument"
+done
+if [[ $wants_help == yes ]]; then
+    exec "$PYTHON" training_scripts/train_konkanivani_asr.py --help
+fi
+
+# Without a wish of yours: the card, if nvidia-smi lists one and CUDA_VISIBLE_DEVICES does not hide it.
+if [[ -z "$device" ]]; then
+    device=cpu
+    if [[ "${CUDA_VISIBLE_DEVICES-all}" != "" && "${CUDA_VISIBLE_DEVICES-all}" != -1 ]]; then
+        cards="$(nvidia-smi -L 2>/dev/null || true)"
+        if [[ "$cards" == *"GPU "[0-9]* ]]; then device=cuda; fi
+    fi
+fi
+
+CUDA_DEFAULTS=(--device cuda --preset optimized --batch_size 2 --gradient_accumulation_steps 4 --mixed_precision)
+# ==== What a machine without a card trains with, on top of the preset: fill in batch flags here. ====
+CPU_DEFAULTS=(--device cpu --preset minimal)
+# ====================================================================================================
+if [[ "$device" == cpu ]]; then defaults=("${CPU_DEFAULTS[@]}"); else defaults=("${CUDA_DEFAULTS[@]}"); fi
+
+if [[ $own_corpus == no ]]; then
+    "$PYTHON" training_scripts/prepare_builtin_corpus.py --output data/builtin
+    defaults+=(--run_name builtin
+        --train_manifest data/builtin/train.jsonl
+        --valid_manifest data/builtin/valid.jsonl
+        --test_manifest data/builtin/test.jsonl)
+fi
+
+# exec: Ctrl-C and the kill of a job scheduler reach the trainer itself, which then saves before it ends.
+exec "$PYTHON" training_scripts/train_konkanivani_asr.py --resume auto "${defaults[@]}" "$@"

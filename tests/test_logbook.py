@@ -1,0 +1,475 @@
+"""The logbook: every number comes back, each step is there once, and no failing disk stops training."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+
+from konkanivani import logbook as logbook_module
+from konkanivani.logbook import (
+    HypothesisPair,
+    Logbook,
+    PhaseMemory,
+    SpectrogramRecord,
+    StepRecord,
+    ValidationRecord,
+    hypotheses_table,
+    tagged_numbers,
+)
+from konkanivani.pictures import BIN_HEIGHT, ROW_HEIGHT, RULER_HEIGHT, colour, draw_utterance, most_active_tokens
+
+
+def a_step(step: int, loss: float | None = 0.1) -> StepRecord:
+    """A step whose numbers no short decimal holds."""
+    return StepRecord(
+        step=step,
+        epoch=1,
+        loss=loss,
+        ctc_loss=1 / 3,
+        attention_loss=math.pi,
+        learning_rate=1e-4 / 3,
+        gradient_norm=2**0.5,
+        scale=65536.0,
+        skipped_steps=2,
+        skipped=False,
+        audio_seconds_per_second=123.456789012345678,
+        padding_share=0.07,
+        tokens=4321,
+        utterances=16,
+        seconds=0.73,
+        memory=(PhaseMemory("forward", 1.5, 2.5, 3.5, 4.5), PhaseMemory("backward", None, None, 7.5, 8.5)),
+    )
+
+
+def a_validation(step: int) -> ValidationRecord:
+    pairs = tuple(HypothesisPair(f"हांव गोंयांत रावतां {n}", f"हांव गोंयात <unk> | {n}", f"u{n}") for n in range(8))
+    memory = PhaseMemory("validation", None, None, None, 99.25)
+    return ValidationRecord(step, 3, 1.2341, 1.5, 0.9, 0.345, 0.121, 40, 2.5, pairs, memory)
+
+
+def a_spectrogram(step: int) -> SpectrogramRecord:
+    seconds = 2
+    posteriors = torch.rand(seconds * 25, 40).softmax(-1)
+    return SpectrogramRecord(step, "u1", torch.randn(seconds * 16000), torch.randn(seconds * 100, 80), posteriors)
+
+
+def lines_of(directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (directory / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def events_of(directory: Path) -> EventAccumulator:
+    everything = {"scalars": 0, "images": 0, "audio": 0, "tensors": 0}
+    accumulator = EventAccumulator(str(directory), everything)
+    accumulator.Reload()
+    return accumulator
+
+
+def steps_of(accumulator: EventAccumulator, tag: str) -> list[int]:
+    return [event.step for event in accumulator.Scalars(tag)]
+
+
+def shown_tensors(directory: Path, tag: str) -> list:
+    """As TensorBoard's server reads them: unlike the plain EventAccumulator, it purges text too at a restart."""
+    accumulator = PluginEventAccumulator(str(directory), {"tensors": 0})
+    accumulator.Reload()
+    return accumulator.Tensors(tag)
+
+
+@pytest.fixture
+def warnings_heard() -> list[str]:
+    return []
+
+
+# Round trip
+
+
+def test_every_number_of_a_step_and_a_validation_comes_back_from_jsonl_exactly(tmp_path):
+    with Logbook(tmp_path) as logbook:
+        logbook.log(a_step(1))
+        logbook.log(a_validation(1))
+    step, validation = lines_of(tmp_path)
+    # Through JSON once more, since JSON knows lists only; the floats are compared bit for bit all the same.
+    assert step == {"kind": "step"} | json.loads(json.dumps(asdict(a_step(1))))
+    assert validation == {"kind": "validation"} | json.loads(json.dumps(asdict(a_validation(1))))
+    assert step["attention_loss"].hex() == math.pi.hex()
+
+
+def test_every_tagged_number_comes_back_from_tensorboard(tmp_path):
+    with Logbook(tmp_path) as logbook:
+        logbook.log(a_step(7))
+        logbook.log(a_validation(7))
+    events = events_of(tmp_path)
+    expected = dict(tagged_numbers(a_step(7))) | dict(tagged_numbers(a_validation(7)))
+    assert set(events.Tags()["scalars"]) == set(expected)
+    for tag, number in expected.items():
+        (event,) = events.Scalars(tag)
+        assert (event.step, event.value) == (7, pytest.approx(number, rel=1e-6))
+    assert {"loss/total", "validation/wer", "memory/backward/peak_mib"} <= set(expected)
+    assert "memory/backward/allocated_mib" not in expected  # None is not logged
+
+
+def test_a_number_that_is_not_finite_is_null_in_jsonl_and_itself_in_tensorboard(tmp_path, warnings_heard):
+    with Logbook(tmp_path, warn=warnings_heard.append) as logbook:
+        for step, loss in enumerate((math.nan, math.inf, -math.inf, 1e300, None), 1):
+            logbook.log(a_step(step, loss))
+    assert [line["loss"] for line in lines_of(tmp_path)] == [None, None, None, 1e300, None]
+    assert "NaN" not in (tmp_path / "log.jsonl").read_text() and "Infinity" not in (tmp_path / "log.jsonl").read_text()
+    values = [event.value for event in events_of(tmp_path).Scalars("loss/total")]
+    assert math.isnan(values[0]) and values[1:] == [math.inf, -math.inf, math.inf]
+    assert warnings_heard == []
+
+
+def test_each_record_is_on_disk_when_log_returns(tmp_path):
+    """A process killed right after log() leaves everything, so nothing may wait for close()."""
+    program = (
+        "import os, sys; sys.path.insert(0, 'tests')\n"
+        "from test_logbook import a_step, Logbook\n"
+        f"book = Logbook({str(tmp_path)!r})\n"
+        "[book.log(a_step(step)) for step in range(1, 6)]\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[1], env=os.environ | {"PYTHONPATH": "."})
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3, 4, 5]
+    assert steps_of(events_of(tmp_path), "loss/total") == [1, 2, 3, 4, 5]
+
+
+# Resume
+
+
+def test_lines_past_the_resumed_step_and_torn_lines_are_cut(tmp_path):
+    with Logbook(tmp_path) as logbook:
+        for step in range(1, 7):
+            logbook.log(a_step(step))
+            if step % 2 == 0:
+                logbook.log(a_validation(step))
+    log = tmp_path / "log.jsonl"
+    kept = log.read_bytes().splitlines(keepends=True)[:6]
+    assert json.loads(kept[-1]) == json.loads(json.dumps({"kind": "validation"} | asdict(a_validation(4))))
+    log.write_bytes(b"\0\0\n[1]\nnull\n{}\n\xff\n" + log.read_bytes() + b'{"kind": "step", "step": 3, "lo')
+    Logbook(tmp_path, resumed_step=4).close()
+    assert log.read_bytes() == b"".join(kept)
+    assert [path.name for path in tmp_path.glob("*.partial")] == []
+
+
+def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"kind": "step", "step": 1}')
+    with Logbook(tmp_path, resumed_step=1) as logbook:
+        logbook.log(a_step(2))
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
+
+
+def test_resumed_step_zero_begins_a_fresh_log(tmp_path):
+    for _ in range(2):
+        with Logbook(tmp_path) as logbook:
+            logbook.log_settings("--seed 1")
+            logbook.log(a_validation(0))  # of untrained weights
+            logbook.log(a_step(1))
+    assert [(line["kind"], line["step"]) for line in lines_of(tmp_path)] == [("validation", 0), ("step", 1)]
+    events = events_of(tmp_path)
+    assert steps_of(events, "loss/total") == [1] and steps_of(events, "validation/wer") == [0]
+    assert [event.step for event in shown_tensors(tmp_path, "settings/text_summary")] == [0]
+
+
+def test_each_step_is_in_the_curves_once_after_kills_and_resumes(tmp_path):
+    """Three processes within the same second, the second one back to an older checkpoint."""
+    for resumed, last in ((0, 9), (6, 12), (4, 10)):
+        logbook = Logbook(tmp_path, resumed_step=resumed)  # never closed: killed
+        for step in range(resumed + 1, last + 1):
+            logbook.log(a_step(step, loss=step + resumed / 100))
+            if step % 3 == 0:
+                logbook.log(a_validation(step))
+    events = events_of(tmp_path)
+    assert steps_of(events, "loss/total") == list(range(1, 11))
+    assert steps_of(events, "validation/wer") == [3, 6, 9]
+    assert [event.step for event in shown_tensors(tmp_path, "hypotheses/text_summary")] == [3, 6, 9]
+    assert [round(event.value, 2) for event in events.Scalars("loss/total")][3:6] == [4.0, 5.04, 6.04]
+    assert [line["step"] for line in lines_of(tmp_path) if line["kind"] == "step"] == list(range(1, 11))
+    names = sorted(path.name for path in tmp_path.glob("events.*"))
+    assert len(names) == 3, "a process wrote into another's file"
+
+
+def test_a_resumed_file_sorts_after_one_from_a_clock_that_ran_ahead(tmp_path):
+    ahead = tmp_path / "events.out.tfevents.4000000000.host.1.0"
+    with Logbook(tmp_path) as logbook:
+        logbook.log(a_step(1))
+    next(tmp_path.glob("*.konkanivani")).rename(ahead)
+    with Logbook(tmp_path, resumed_step=0) as logbook:
+        logbook.log(a_step(1, loss=5.0))
+    assert [event.value for event in events_of(tmp_path).Scalars("loss/total")] == [5.0]
+
+
+# Failing sinks
+
+
+def all_kinds(logbook: Logbook, step: int) -> None:
+    logbook.log(a_step(step))
+    logbook.log(a_validation(step))
+    logbook.log(a_spectrogram(step))
+    logbook.log_settings("--epochs 3")
+    logbook.flush()
+
+
+def test_a_folder_that_is_a_file_costs_one_warning_a_sink(tmp_path, warnings_heard):
+    folder = tmp_path / "run"
+    folder.write_text("in the way")
+    with Logbook(folder, warn=warnings_heard.append) as logbook:
+        for step in range(1, 6):
+            all_kinds(logbook, step)
+        assert len([text for text in warnings_heard if "log.jsonl" in text]) <= 2  # making it, then reading it
+        assert len([text for text in warnings_heard if "TensorBoard" in text]) <= 2
+        before = len(warnings_heard)
+        all_kinds(logbook, 6)
+        assert len(warnings_heard) == before
+        folder.unlink()  # the way is free again
+        all_kinds(logbook, 7)
+    assert [line["step"] for line in lines_of(folder)] == [7, 7]
+    assert steps_of(events_of(folder), "loss/total") == [7]
+    assert any("12 records are missing" in text for text in warnings_heard)
+
+
+def test_a_folder_removed_in_training_is_made_again(tmp_path, warnings_heard):
+    folder = tmp_path / "run"
+    with Logbook(folder, warn=warnings_heard.append) as logbook:
+        logbook.log(a_step(1))
+        shutil.rmtree(folder)
+        logbook.log(a_step(2))
+    assert [line["step"] for line in lines_of(folder)] == [2]
+    assert steps_of(events_of(folder), "loss/total") == [2]
+    assert warnings_heard == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
+def test_a_disk_full_for_the_jsonl_leaves_tensorboard_alone(tmp_path, warnings_heard):
+    with Logbook(tmp_path, warn=warnings_heard.append) as logbook:
+        (tmp_path / "log.jsonl").symlink_to("/dev/full")
+        for step in range(1, 6):
+            logbook.log(a_step(step))
+        assert len(warnings_heard) == 1 and "No space left" in warnings_heard[0]
+    assert "5 records are missing" in warnings_heard[-1] and len(warnings_heard) == 2
+    assert steps_of(events_of(tmp_path), "loss/total") == [1, 2, 3, 4, 5]
+
+
+def test_a_bug_in_tensorboard_leaves_the_jsonl_alone(tmp_path, monkeypatch, warnings_heard):
+    from tensorboard.summary.writer import record_writer
+
+    with Logbook(tmp_path, warn=warnings_heard.append) as logbook:
+        with monkeypatch.context() as broken:
+            broken.setattr(record_writer.RecordWriter, "write", lambda *_: 1 / 0)
+            for step in (1, 2, 3):
+                logbook.log(a_step(step))
+        logbook.log(a_step(4))
+        assert len(warnings_heard) == 1 and "ZeroDivisionError" in warnings_heard[0]
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3, 4]
+    assert steps_of(events_of(tmp_path), "loss/total") == [4]
+
+
+def test_without_tensorboard_the_rest_is_logged(tmp_path, monkeypatch, warnings_heard):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with Logbook(tmp_path, warn=warnings_heard.append) as logbook:
+        all_kinds(logbook, 1)
+    assert len(lines_of(tmp_path)) == 2
+    assert sum("cannot log" in text for text in warnings_heard) == 1
+
+
+def test_a_closed_terminal_and_a_failing_warning_stop_nothing(tmp_path, monkeypatch):
+    def broken(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(logbook_module.tqdm, "write", broken)
+    with Logbook(tmp_path, warn=broken) as logbook:
+        logbook.log(a_validation(1))
+    assert len(lines_of(tmp_path)) == 1
+
+
+def mount_small_disk(folder: Path) -> None:
+    folder.mkdir()
+    try:
+        command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"a small disk cannot be mounted here: {error}")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a disk of 64 KiB of its own."""
+    folder = tmp_path / "disk"
+    mount_small_disk(folder)
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_leaves_only_whole_records_and_is_used_again_when_free(small_disk, warnings_heard):
+    ballast = small_disk / "ballast"
+    with Logbook(small_disk, warn=warnings_heard.append) as logbook:
+        logbook.log(a_step(1))
+        ballast.write_bytes(b"x" * 40_000)
+        for step in range(2, 200):
+            logbook.log(a_step(step))
+        assert 1 <= len(warnings_heard) <= 2 and all("No space left" in text for text in warnings_heard)
+        in_full = [line["step"] for line in lines_of(small_disk)]  # raises at a torn line
+        assert in_full == list(range(1, len(in_full) + 1)) and len(in_full) < 199
+        ballast.unlink()
+        logbook.log(a_step(200))
+        logbook.flush()
+    assert lines_of(small_disk)[-1]["step"] == 200
+    curve = steps_of(events_of(small_disk), "loss/total")  # a torn event would end it here
+    assert curve[0] == 1 and curve[-1] == 200 and len(curve) == len(set(curve))
+
+
+def test_a_read_only_disk_stops_nothing_and_a_late_cut_is_made_up_for(small_disk, warnings_heard):
+    with Logbook(small_disk) as logbook:
+        for step in (1, 2, 3):
+            logbook.log(a_step(step))
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with Logbook(small_disk, resumed_step=2, warn=warnings_heard.append) as logbook:
+        logbook.log(a_step(3, loss=7.0))
+        logbook.flush()
+        assert len(warnings_heard) == 2 and all("Read-only" in text for text in warnings_heard)
+        subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+        logbook.log(a_step(4))
+    # Step 3 of the first process must not come back, though the second one's was lost.
+    assert [line["step"] for line in lines_of(small_disk)] == [1, 2, 4]
+    assert steps_of(events_of(small_disk), "loss/total") == [1, 2, 4]
+
+
+def test_an_interruption_in_the_middle_of_a_write_takes_the_half_back(tmp_path, monkeypatch):
+    class Interrupting(logbook_module.io.FileIO):
+        def write(self, data):
+            super().write(data[:10])
+            raise KeyboardInterrupt
+
+    path = tmp_path / "log"
+    logbook_module.append_whole(path, b"whole\n")
+    monkeypatch.setattr(logbook_module, "open", lambda path, mode, buffering: Interrupting(path, mode), raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        logbook_module.append_whole(path, b"a record that is cut short\n")
+    assert path.read_bytes() == b"whole\n"
+
+
+def test_no_thread_and_no_open_file_is_left(tmp_path):
+    threads = threading.active_count()
+    with Logbook(tmp_path) as logbook:
+        all_kinds(logbook, 1)
+        assert threading.active_count() == threads
+        if os.path.isdir("/proc/self/fd"):
+            targets = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+            assert not [target for target in targets if target.startswith(str(tmp_path))]
+
+
+def test_what_is_no_record_is_refused(tmp_path):
+    with Logbook(tmp_path) as logbook, pytest.raises(TypeError):
+        logbook.log({"loss": 1.0})
+
+
+# What people see
+
+
+def test_a_validation_is_a_line_and_five_pairs_on_the_console(tmp_path, capsys):
+    with Logbook(tmp_path) as logbook:
+        logbook.log(replace(a_validation(480), epoch=3))
+        logbook.log(a_step(481))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "epoch 3 · step 480 · valid loss 1.234 · WER 34.5 % · CER 12.1 %"
+    assert len(lines) == 11 and lines[1].split(maxsplit=1) == ["reference", "हांव गोंयांत रावतां 0"]
+
+
+def test_warnings_go_to_standard_error(tmp_path, capsys):
+    (tmp_path / "run").write_text("")
+    Logbook(tmp_path / "run").close()
+    assert "Training goes on" in capsys.readouterr().err
+
+
+def test_hypotheses_are_a_table_that_nothing_in_them_breaks(tmp_path):
+    table = hypotheses_table((HypothesisPair("a|b\nc", "<unk> *x*", "u_1"),)).splitlines()
+    assert table[2] == "| u&#95;1 | a&#124;b c | &#60;unk&#62; &#42;x&#42; |"
+    with Logbook(tmp_path) as logbook:
+        logbook.log(a_validation(5))
+    (event,) = events_of(tmp_path).Tensors("hypotheses/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert text.count("\n") == 9 and "हांव गोंयांत रावतां 7" in text
+
+
+def test_the_custom_charts_are_there_and_name_tags_that_exist(tmp_path):
+    import re
+
+    with Logbook(tmp_path) as logbook:
+        logbook.log(a_step(1))
+        logbook.log(a_validation(1))
+    events = events_of(tmp_path)
+    (event,) = events.Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == ["Loss", "Error rates", "Memory (MiB)"]
+    for category in layout.category:
+        for chart in category.chart:
+            for expression in chart.multiline.tag:
+                assert [tag for tag in events.Tags()["scalars"] if re.match(expression, tag)], expression
+    assert not re.match(layout.category[0].chart[0].multiline.tag[1], "validation/loss_of_another_kind")
+
+
+def test_the_picture_shows_a_certain_token_bright_where_it_is_and_dark_elsewhere():
+    posteriors = torch.zeros(50, 30)
+    posteriors[:, 4] = 1.0  # blank: most mass
+    posteriors[20:30, 4], posteriors[20:30, 17] = 0.0, 1.0
+    picture = draw_utterance(torch.randn(200, 80), posteriors, seconds=2.0)
+    assert picture.dtype == torch.uint8
+    top = 80 * BIN_HEIGHT + RULER_HEIGHT
+    assert picture.shape == (top + 24 * ROW_HEIGHT, 900, 3)
+    rows = most_active_tokens(posteriors).tolist()
+    assert rows[0] == 4 and len(rows) == len(set(rows)) == 24
+    blank, certain = picture[top + 2], picture[top + rows.index(17) * ROW_HEIGHT + 2]
+    assert (certain[360:540] == 255).all() and (certain[:360] == 0).all() and (certain[540:] == 0).all()
+    assert (blank[360:540] == 0).all() and (blank[:360] == 255).all()
+
+
+def test_the_picture_has_low_frequencies_at_the_bottom_and_time_from_the_left():
+    features = torch.zeros(100, 80)
+    features[:50, 0] = 10.0
+    picture = draw_utterance(features, torch.rand(25, 5), seconds=1.0).int().sum(-1)
+    assert (picture[80 * BIN_HEIGHT - 1, :450] == 765).all() and (picture[80 * BIN_HEIGHT - 1, 450:] == 0).all()
+    assert (picture[0] == 0).all()
+
+
+def test_rows_are_ordered_by_the_time_of_their_peak():
+    posteriors = torch.full((40, 60), 0.001)
+    for time, token in enumerate((50, 3, 41, 8)):
+        posteriors[time * 10, token] = 0.9
+    posteriors[:, 0] = 0.5
+    rows = [token for token in most_active_tokens(posteriors).tolist() if token in (50, 3, 41, 8)]
+    assert rows == [50, 3, 41, 8]
+
+
+def test_colours_run_from_black_to_white_and_grow_brighter_evenly():
+    colours = colour(torch.linspace(0, 1, 101)).float()
+    brightness = colours @ torch.tensor([0.30, 0.59, 0.11])
+    assert colours[0].tolist() == [0, 0, 0] and colours[-1].tolist() == [255, 255, 255]
+    assert (brightness.diff() > 0).all()
+
+
+@pytest.mark.parametrize("frames", [1, 7, 2000])
+def test_any_length_and_any_number_can_be_drawn(frames):
+    features = torch.full((frames * 4, 80), math.nan)
+    posteriors = torch.full((frames, 3), math.nan)
+    assert draw_utterance(features, posteriors, seconds=frames / 25).shape[1:] == (max(900, frames), 3)
+
+
+def test_a_spectrogram_record_is_one_picture_and_one_sound(tmp_path, capsys):
+    with Logbook(tmp_path) as logbook:
+        logbook.log(a_spectrogram(3))
+    events = events_of(tmp_path)
+    (picture,), (sound,) = events.Images("spectrogram/u1"), events.Audio("audio/u1")
+    assert (picture.width, picture.step) == (900, 3)
+    assert (sound.sample_rate, sound.length_frames) == (16000.0, 32000)
+    assert (tmp_path / "log.jsonl").exists() is False
+    assert capsys.readouterr().out == ""

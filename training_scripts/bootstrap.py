@@ -1,0 +1,658 @@
+"""Finds or makes the Python environment that KonkaniVani runs in.
+
+    python3 training_scripts/bootstrap.py --extras synthesis,test
+
+prints the path of the Python to use, and nothing else, on stdout; progress goes to stderr. Every script calls
+`rerun_under_venv()` first. Exit codes: 0 done, 2 usage, 6 no environment could be made (one sentence says why).
+
+Standard library only. The syntax stays that of Python 2.7, hence no annotations and no f-strings: on a Python that is
+too old this file must still be able to say so, or to hand over to a newer one.
+"""
+
+from __future__ import print_function
+
+import argparse
+import collections
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+VENV = os.path.join(ROOT, ".venv")
+VENV_PYTHON = os.path.join(VENV, "bin", "python")
+STAMP = os.path.join(VENV, "konkanivani-installed.json")
+UNFINISHED = os.path.join(VENV, "konkanivani-unfinished.json")
+LOCK = os.path.join(VENV, "konkanivani.lock")
+
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 14)  # what the PyTorch releases of setup.cfg are built for
+EXIT_RESOURCES = 6
+RERUN_MARK = "KONKANIVANI_RERUN"
+HOW_TO_SET_UP = "Run ./run_training_memory_optimized.sh or python3 training_scripts/bootstrap.py in %s" % ROOT
+
+# The module that a distribution brings, where it is not the distribution's name with "-" turned to "_".
+MODULE_NAMES = {"import-linter": "importlinter"}
+
+GIB = 1024**3
+Build = collections.namedtuple("Build", "words disk_bytes")
+BUILDS = {
+    "default": Build("with its CUDA libraries: about 2.8 GB to download, 4.6 GB on disk", 7 * GIB),
+    "cu128": Build("for CUDA 12.8: about 3 GB to download, 7 GB on disk", 10 * GIB),
+    "cu126": Build("for CUDA 12.6: about 2.6 GB to download, 5 GB on disk", 7 * GIB),
+    "cpu": Build("without CUDA: about 200 MB to download, 700 MB on disk", 2 * GIB),
+}
+
+
+class SetupError(Exception):
+    """No environment could be made; the text is the one sentence that a person reads."""
+
+
+class NothingChanged(SetupError):
+    """The set-up failed before it changed anything."""
+
+
+def say(text):
+    """Prints one line of progress; stdout is kept for the answer."""
+    print(text, file=sys.stderr)
+    sys.stderr.flush()
+
+
+# ---------------------------------------------------------------------------------------- what has to be installed
+
+
+def read_requirements(extras):
+    """Requirement strings of setup.cfg: the runtime's, then those of each extra in `extras`."""
+    import configparser
+
+    setup = configparser.ConfigParser()
+    setup.read(os.path.join(ROOT, "setup.cfg"), encoding="utf-8")
+    texts = [setup.get("options", "install_requires")]
+    texts += [setup.get("options.extras_require", extra) for extra in extras]
+    return [line.strip() for text in texts for line in text.splitlines() if line.strip()]
+
+
+def known_extras():
+    """Names of the extras of setup.cfg, sorted."""
+    import configparser
+
+    setup = configparser.ConfigParser()
+    setup.read(os.path.join(ROOT, "setup.cfg"), encoding="utf-8")
+    return sorted(setup["options.extras_require"])
+
+
+def is_version_in(version, bounds):
+    """Whether a version such as "2.11.0+cu126" is within bounds such as ">=2.10,<2.12" (only >= and < are used)."""
+    numbers = [int(n) for n in re.findall(r"\d+", version.split("+")[0])[:3]]
+    for operator, bound in re.findall(r"(>=|<)\s*([\d.]+)", bounds):
+        limit = [int(n) for n in bound.split(".")]
+        if (operator == ">=" and numbers < limit) or (operator == "<" and numbers >= limit):
+            return False
+    return True
+
+
+def missing_requirements(requirements):
+    """Those of `requirements` that the running Python lacks or has in another version; imports none of them."""
+    import importlib.metadata
+    import importlib.util
+
+    missing = []
+    for requirement in requirements:
+        name, bounds = re.match(r"([\w.-]+)\s*(.*)", requirement).groups()
+        if importlib.util.find_spec(MODULE_NAMES.get(name, name.replace("-", "_"))) is None:
+            missing.append(name)
+        elif bounds:
+            try:
+                version = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue  # built from source without metadata: whoever does that knows the version
+            if not is_version_in(version, bounds):
+                missing.append("%s%s (found %s)" % (name, bounds, version))
+    return missing
+
+
+# ------------------------------------------------------------------------------------------------- at a script's head
+
+
+def set_allocator_defaults(environment):
+    """Lets CUDA's memory grow in segments, which spares small cards fragmentation; a user's own setting stays.
+
+    PyTorch reads one of these two names, depending on its release, and when it is first used: hence before the import.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    if not any(name in environment for name in names):
+        environment.update((name, "expandable_segments:True") for name in names)
+
+
+def rerun_under_venv():
+    """Returns if the running Python has all that is needed; else runs the same command line under .venv instead.
+
+    Ends the process with exit code 6 and one sentence when there is no environment to run in. Also puts the
+    repository's root first on sys.path and sets the allocator's defaults.
+    """
+    sys.path.insert(0, ROOT)
+    set_allocator_defaults(os.environ)
+    was_rerun = os.environ.pop(RERUN_MARK, None)  # popped, so that processes started later may be rerun themselves
+    missing = missing_requirements(read_requirements([])) if is_suitable(sys.version_info) else None
+    is_unfinished = os.path.exists(UNFINISHED)
+    if missing == [] and not (is_in_venv() and is_unfinished):
+        return
+    if os.path.exists(VENV_PYTHON) and not is_unfinished and not is_in_venv() and not was_rerun:
+        os.environ[RERUN_MARK] = "1"
+        command_line = getattr(sys, "orig_argv", [None] + sys.argv)  # with the interpreter's own flags, where known
+        os.execv(VENV_PYTHON, [VENV_PYTHON] + command_line[1:])
+    say("error: %s. %s, then start this again." % (why_not(missing, is_unfinished), HOW_TO_SET_UP))
+    sys.exit(EXIT_RESOURCES)
+
+
+def why_not(missing, is_unfinished):
+    """What keeps a script from running, as a clause."""
+    if is_unfinished:
+        return "The environment %s is incomplete: its installation was interrupted, or is still going on" % VENV
+    if missing is None:
+        return wrong_python(sys.version_info)
+    return "The Python at %s lacks %s" % (sys.executable, ", ".join(missing))
+
+
+# ------------------------------------------------------------------------------------------------- which Python to use
+
+
+def is_suitable(version):
+    """Whether PyTorch is built for this (major, minor, ...) version of Python."""
+    return OLDEST_PYTHON <= tuple(version[:2]) <= NEWEST_PYTHON
+
+
+def wrong_python(version):
+    """That this version of Python cannot be used, as a clause."""
+    numbers = tuple(version[:2]) + OLDEST_PYTHON + NEWEST_PYTHON
+    return "This is Python %d.%d, and KonkaniVani needs Python %d.%d to %d.%d" % numbers
+
+
+def is_in_venv():
+    """Whether the running Python is that of .venv."""
+    return os.path.realpath(sys.prefix) == os.path.realpath(VENV)
+
+
+def find_suitable_python():
+    """Path of the .venv's Python, else of the newest suitable one on PATH that can make environments, else None."""
+    question = (
+        "import sys; from importlib.util import find_spec as f; "
+        "print(sys.version_info[0], sys.version_info[1], int(any(map(f, ['ensurepip', 'virtualenv', 'pip']))),"
+        " sys.executable)"
+    )
+    names = ["python3.%d" % minor for minor in range(NEWEST_PYTHON[1], OLDEST_PYTHON[1] - 1, -1)]
+    for name in [VENV_PYTHON] + names:
+        try:  # asked, not only found: a version manager's stand-in may lie on PATH with nothing behind it
+            answer = subprocess.check_output([name, "-c", question], stderr=subprocess.STDOUT).decode().split(None, 3)
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        if is_suitable([int(answer[0]), int(answer[1])]) and answer[2] == "1":
+            return answer[3].strip()
+    return None
+
+
+def hand_over_to_suitable_python(arguments):
+    """Runs this file again under a Python that PyTorch is built for; raises SetupError where there is none."""
+    python = find_suitable_python()
+    if python is None:
+        raise SetupError(
+            "%s; no python3.10 to python3.14 that can make environments is on PATH. Install one (for example "
+            "apt install python3.11 python3.11-venv, or conda create -n konkanivani python=3.12 and activate it) "
+            "and start this again" % wrong_python(sys.version_info)
+        )
+    say("This is Python %d.%d; going on with %s" % (sys.version_info[0], sys.version_info[1], python))
+    os.execv(python, [python, os.path.abspath(__file__)] + arguments)
+
+
+# ------------------------------------------------------------------------------------------------------ PyTorch's build
+
+WheelChoice = collections.namedtuple("WheelChoice", "build index_url notice")  # index_url None: pip's own index
+
+
+def choose_wheels(nvidia_smi):
+    """WheelChoice from what nvidia-smi said: "7.5, 580.65.06" for each card, or its plain table, or None (no card).
+
+    PyTorch's default build is for CUDA 13: architectures from 7.5 (Turing) on, driver 580 or newer. Its CUDA 12.6
+    build reaches from 5.0 (Maxwell) to 9.0 with driver 525 or newer, its CUDA 12.8 build has Blackwell (10.0 on).
+    """
+    if nvidia_smi is None:
+        return _choice("cpu")
+    cards = [(int(major), int(minor)) for major, minor in re.findall(r"(?m)^\s*(\d+)\.(\d+),", nvidia_smi)]
+    drivers = [int(n) for n in re.findall(r"(?m)(?:^[^,\n]*, |Driver Version: )(\d+)\.\d", nvidia_smi)]
+    if not drivers:
+        return _choice("cpu", "nvidia-smi is here but shows no card that works (%s)" % _last_line(nvidia_smi))
+    driver, newest, oldest = min(drivers), max(cards or [(7, 5)]), min(cards or [(7, 5)])
+    if newest < (5, 0):
+        return _choice("cpu", "No PyTorch build drives a card of architecture %d.%d: it will run on the CPU" % newest)
+    if driver < 525:
+        words = "NVIDIA's driver %d is too old for every PyTorch build: update it to 580 or newer, or train on the CPU"
+        return _choice("cu126", words % driver)
+    if newest >= (10, 0) and driver >= 580:
+        notice = "The card of architecture %d.%d is too old for the build that the newer card needs" % oldest
+        return _choice("default", notice if oldest < (7, 5) else None)
+    if newest >= (10, 0):
+        return _choice("cu128")
+    return _choice("cu126" if oldest < (7, 5) or driver < 580 else "default")
+
+
+def _choice(build, notice=None):
+    """A WheelChoice; every build but the default one has an index of its own."""
+    return WheelChoice(build, None if build == "default" else index_of(build), notice)
+
+
+def index_of(build):
+    """Address of the index of a build of PyTorch that is not the default one."""
+    return "https://download.pytorch.org/whl/" + build
+
+
+def _last_line(text):
+    """The last line that says something, for use inside a sentence."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no output"]
+    return lines[-1].rstrip(".")[:200]
+
+
+def read_nvidia_smi():
+    """What nvidia-smi says of the cards, as choose_wheels wants it; None if there is no card to ask about."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap,driver_version", "--format=csv,noheader"]
+    said = None
+    for command in (query, ["nvidia-smi"]):  # a driver from before 2021 knows no compute_cap: its table must do
+        try:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        except OSError:
+            return None
+        watch = threading.Timer(20, process.kill)  # it hangs on a card that has fallen off the bus
+        watch.start()
+        said = process.communicate()[0].decode("utf-8", "replace")
+        watch.cancel()
+        if process.returncode == 0:
+            return None if "No devices were found" in said else said
+    return said
+
+
+def is_answering(url, seconds):
+    """Whether a web address answers in time. A thread, because looking up a name has no time limit of its own."""
+    import urllib.request
+
+    answers = []
+
+    def ask():
+        with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(url, timeout=seconds):
+            answers.append(True)
+
+    thread = threading.Thread(target=ask)
+    thread.daemon = True
+    thread.start()
+    thread.join(seconds)
+    return bool(answers)
+
+
+def fall_back_if_unreachable(choice):
+    """The choice itself, or the default build where PyTorch's own index does not answer; says what is remarkable."""
+    if choice.notice:
+        say(choice.notice)
+    if choice.index_url is None or is_answering(choice.index_url + "/torch/", 3):
+        return choice
+    if choice.build == "cpu":
+        notice = "PyTorch's CPU index does not answer: taking the default build, which is bigger and works as well"
+    else:
+        notice = (
+            "%s does not answer: taking the default build, which will not drive this card with this driver; "
+            "training runs on the CPU until this is run again with that index in reach" % choice.index_url
+        )
+    say(notice)
+    return _choice("default")
+
+
+# -------------------------------------------------------------------------------------------------- is .venv complete?
+
+
+def stamp_for(extras, python_version, wanted, installed):
+    """What is remembered of a finished installation. `wanted` and `installed` name builds of PyTorch."""
+    digest = hashlib.sha256(json.dumps([ROOT, read_requirements(sorted(extras))]).encode()).hexdigest()
+    return {
+        "requirements": digest,
+        "extras": sorted(extras),
+        "python": python_version,
+        "wanted": wanted,
+        "installed": installed,
+    }
+
+
+def is_stamp_good(stamp, extras, python_version, wanted):
+    """Whether the installation that a stamp tells of is what is asked for now.
+
+    A CUDA build stays when no card is seen: it runs on the CPU as well, and the folder may be shared with a machine
+    that has the card.
+    """
+    if not set(extras) <= set(stamp["extras"]) <= set(known_extras()):
+        return False
+    is_build_good = wanted in (stamp["wanted"], stamp["installed"], "cpu")
+    return is_build_good and stamp == stamp_for(stamp["extras"], python_version, stamp["wanted"], stamp["installed"])
+
+
+def read_stamp(path):
+    """The stamp in a file; None if there is none that can be read."""
+    try:
+        with open(path) as file:
+            stamp = json.load(file)
+        return stamp if set(stamp) == {"requirements", "extras", "python", "wanted", "installed"} else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def ask_venv(extras):
+    """(version "3.11", missing requirements) of .venv's Python; None if it does not even start."""
+    question = (
+        "import json, sys; sys.path.insert(0, %r); import bootstrap as b; "
+        "print(json.dumps(['%%d.%%d' %% sys.version_info[:2], b.missing_requirements(b.read_requirements(%r))]))"
+    )
+    command = [VENV_PYTHON, "-B", "-c", question % (os.path.dirname(os.path.abspath(__file__)), sorted(extras))]
+    try:
+        return json.loads(subprocess.check_output(command, stderr=subprocess.DEVNULL).decode())
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return None
+
+
+def is_ready(extras, wanted):
+    """Whether .venv can be used as it is. One that was made by hand has no stamp: then having the modules is enough."""
+    answer = None if os.path.exists(UNFINISHED) else ask_venv(extras)
+    if answer is None or answer[1]:
+        return False
+    if not os.path.exists(STAMP):
+        return True
+    stamp = read_stamp(STAMP)
+    return stamp is not None and is_stamp_good(stamp, extras, answer[0], wanted)
+
+
+# -------------------------------------------------------------------------------------------------- making it complete
+
+
+def ensure_python(extras):
+    """Path of a Python that has the runtime's modules and those of `extras`; makes .venv where none has."""
+    if not is_in_venv() and not missing_requirements(read_requirements(extras)):
+        return sys.executable
+    # A Mac has no CUDA, and pip's own index has its right build.
+    choice = _choice("default") if sys.platform == "darwin" else choose_wheels(read_nvidia_smi())
+    if is_ready(extras, choice.build):
+        return VENV_PYTHON
+    if not os.access(VENV if os.path.isdir(VENV) else ROOT, os.W_OK):
+        raise SetupError("%s cannot be written to, so .venv cannot be made: copy it to a folder that you own" % ROOT)
+    with locked() as lock:
+        if not is_ready(extras, choice.build):  # it may have become so while this process waited
+            install(set(extras), choice, lock)
+    return VENV_PYTHON
+
+
+@contextlib.contextmanager
+def locked():
+    """Holds the one lock of .venv, as an open file; says so if it has to wait."""
+    import fcntl
+
+    os.makedirs(VENV, exist_ok=True)
+    with open(LOCK, "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("Another set-up is at work in %s: waiting for it to end" % VENV)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield lock
+
+
+def install(extras, choice, lock):
+    """Brings .venv to what setup.cfg asks for. The mark UNFINISHED stands from before the first change to the last.
+
+    The old stamp waits inside the mark: a set-up that fails before anything was changed puts it back, so that being
+    offline never costs a working environment.
+    """
+    was_interrupted = os.path.exists(UNFINISHED)
+    if not was_interrupted:
+        begin_change()
+    old = read_stamp(UNFINISHED)
+    extras = sorted(extras | set(old["extras"] if old else []).intersection(known_extras()))
+    try:
+        if was_interrupted and can_run_pip():
+            forget_half_installed()
+        answer = ask_venv(extras) if can_run_pip() else None
+        has_torch = answer is not None and not any(name.startswith("torch") for name in answer[1])
+        wanted, installed, needs_torch = decide_build(choice, old, has_torch)
+        check_disk(shutil.disk_usage(VENV).free, BUILDS[installed].disk_bytes if needs_torch else GIB // 2)
+        if answer is None:
+            create_venv()
+        run_stages(plan_stages(extras, installed, needs_torch, has_torch), lock)
+    except NothingChanged as error:
+        if not was_interrupted:
+            undo_change()
+        raise SetupError(str(error))  # noqa: B904 - "from" is no syntax of Python 2.7
+    finish_change(stamp_for(extras, ask_venv(extras)[0], wanted, installed))
+
+
+def decide_build(choice, old, has_torch):
+    """(build that the cards want, build to have, whether PyTorch has to be installed for that); `old` is a stamp."""
+    if has_torch and old is None:  # made by hand: whoever did that chose the build
+        return choice.build, choice.build, False
+    if has_torch and choice.build in (old["wanted"], old["installed"], "cpu"):
+        return old["wanted"], old["installed"], False
+    reachable = fall_back_if_unreachable(choice)
+    return choice.build, reachable.build, not has_torch or reachable.build != old["installed"]
+
+
+def begin_change():
+    """Marks .venv as unfinished, keeping the old stamp in the mark."""
+    if os.path.exists(STAMP):
+        os.replace(STAMP, UNFINISHED)
+    else:
+        open(UNFINISHED, "w").close()
+
+
+def undo_change():
+    """Takes back begin_change()."""
+    if os.path.getsize(UNFINISHED):
+        os.replace(UNFINISHED, STAMP)
+    else:
+        os.unlink(UNFINISHED)
+
+
+def finish_change(stamp):
+    """Writes the stamp, whole or not at all, and takes the mark away."""
+    with open(STAMP + ".new", "w") as file:
+        json.dump(stamp, file)
+    os.replace(STAMP + ".new", STAMP)
+    os.unlink(UNFINISHED)
+
+
+def check_disk(free_bytes, needed_bytes):
+    """Raises NothingChanged if the disk is too full for the installation."""
+    if free_bytes < needed_bytes:
+        raise NothingChanged(
+            "The installation needs %.1f GB free at %s, and %.1f GB are: make room, or move the folder to another disk"
+            % (needed_bytes / GIB, ROOT, free_bytes / GIB)
+        )
+
+
+def can_run_pip():
+    """Whether .venv has a suitable Python with a pip that starts."""
+    question = "import sys, pip._internal.cli.main; print(*sys.version_info[:2])"
+    try:
+        version = subprocess.check_output([VENV_PYTHON, "-c", question], stderr=subprocess.DEVNULL).split()
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return is_suitable([int(n) for n in version])
+
+
+def create_venv():
+    """Makes .venv anew with the running Python: by venv, else virtualenv, else venv and this Python's own pip."""
+    clear_venv()
+    python = getattr(sys, "_base_executable", sys.executable) if is_in_venv() else sys.executable
+    say("[1/3] Making the environment %s with Python %s" % (VENV, sys.version.split()[0]))
+    if has_module("ensurepip"):
+        commands = [[python, "-m", "venv", VENV]]
+    elif has_module("virtualenv"):
+        commands = [[python, "-m", "virtualenv", "--quiet", VENV]]
+    elif has_module("pip") and has_module("venv"):
+        commands = [
+            [python, "-m", "venv", "--without-pip", VENV],
+            [python, "-m", "pip", "--python", VENV_PYTHON, "install", "--quiet", "pip"],
+        ]
+    else:
+        commands = []
+    outputs = []
+    for command in commands:
+        process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        outputs.append(process.stdout)
+        if process.returncode != 0:
+            break
+    if not can_run_pip():
+        reason = explain_pip(outputs[-1])[1] if outputs else "it comes without ensurepip, virtualenv and pip"
+        raise SetupError(
+            "The Python at %s could not make an environment (%s): install its venv package (on Debian and Ubuntu: "
+            "apt install python%d.%d-venv) or virtualenv" % ((python, reason) + sys.version_info[:2])
+        )
+
+
+def has_module(name):
+    """Whether the running Python has a module, without importing it."""
+    import importlib.util
+
+    return importlib.util.find_spec(name) is not None
+
+
+def clear_venv():
+    """Empties .venv but for the lock and the mark; refuses a folder that is no environment of ours."""
+    kept = {os.path.basename(LOCK), os.path.basename(UNFINISHED)}
+    names = set(os.listdir(VENV)) - kept
+    if names and not {"pyvenv.cfg", "bin", "lib"} & names:
+        raise SetupError("%s is not a virtual environment: move that folder away" % VENV)
+    for name in names:
+        path = os.path.join(VENV, name)
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+
+
+def forget_half_installed():
+    """Makes pip install again what a killed pip left in pieces: whatever differs from its own list of files.
+
+    pip takes a package for installed as soon as its metadata lie there, and those may come before its modules.
+    """
+    import importlib.metadata
+
+    library = os.path.join(VENV, "lib")
+    folders = [os.path.join(library, name, "site-packages") for name in os.listdir(library)]
+    for distribution in importlib.metadata.distributions(path=folders):
+        files = distribution.files or []
+        if not files or any(_is_damaged(file) for file in files):
+            say("Installing %s again: it is there in part only" % distribution.metadata["Name"])
+            shutil.rmtree(str(distribution._path), ignore_errors=True)
+
+
+def _is_damaged(file):
+    """Whether an installed file is gone or has another size than its package says."""
+    try:
+        return file.size is not None and os.stat(str(file.locate())).st_size != file.size
+    except OSError:
+        return True
+
+
+# -------------------------------------------------------------------------------------------------------------- pip
+
+
+def plan_stages(extras, build, needs_torch, has_torch):
+    """[(words, pip's arguments)]: PyTorch from its own index first, then the rest and the package itself."""
+    torch = [requirement for requirement in read_requirements([]) if requirement.startswith("torch")]
+    torch += [] if build == "default" else ["--index-url", index_of(build)]
+    words = "[2/3] Installing PyTorch %s; a few minutes on a fast line" % BUILDS[build].words
+    stages = []
+    if needs_torch and has_torch:  # the build that is there goes only when the other one is downloaded
+        stages.append(("Replacing PyTorch by another build", ["--force-reinstall", "--no-deps"] + torch))
+    if needs_torch:
+        stages.append((words, torch))
+    package = ".[%s]" % ",".join(extras) if extras else "."
+    return stages + [("[3/3] Installing the other libraries: about 100 MB", ["--editable", package])]
+
+
+def run_stages(stages, lock):
+    """Runs pip for each stage. Raises NothingChanged only if that is true: when the first one fails."""
+    for number, (words, arguments) in enumerate(stages):
+        say(words)
+        try:
+            run_pip(["install"] + arguments, lock)
+        except NothingChanged as error:
+            raise error if number == 0 else SetupError(str(error))  # noqa: B904 - as above
+
+
+def run_pip(arguments, lock):
+    """Runs .venv's pip. Its progress is seen as it comes; its errors become one sentence (SetupError).
+
+    pip inherits the lock: should this process be killed, the next set-up still waits until pip has ended.
+    """
+    command = [VENV_PYTHON, "-m", "pip", "--disable-pip-version-check", "--no-input"] + arguments
+    environment = dict(os.environ, PIP_USER="0")  # a configured user = true is an error inside an environment
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=2, stderr=subprocess.PIPE, pass_fds=(lock.fileno(),), text=True
+    )
+    errors = []
+    for line in process.stderr:
+        errors.append(line)
+        if line.startswith("WARNING: Retrying"):
+            say("The package index does not answer; pip tries again")
+    if process.wait() != 0:
+        is_harmless, reason = explain_pip("".join(errors))
+        raise (NothingChanged if is_harmless else SetupError)(reason)
+
+
+def explain_pip(output):
+    """(whether nothing was changed, why) of a pip that failed, from what it wrote."""
+    if re.search(r"No space left|Errno 28|Disk quota", output):
+        return False, (
+            "The disk became full while pip installed: make room at %s and in the folder for temporary files (%s), or "
+            "set TMPDIR to one with more room, and start this again" % (ROOT, os.environ.get("TMPDIR", "/tmp"))
+        )
+    if re.search(r"Read-only file system|Permission denied|Errno 13|Errno 30", output):
+        return False, "pip may not write there (%s): copy the folder to a place that you own" % _last_line(output)
+    network = "connection|name resolution|name or service|timed? ?out|max retries|unreachable|proxy|SSL|IncompleteRead"
+    if re.search(network, output, re.IGNORECASE):
+        return True, (
+            "The package index could not be reached: check the network (and, where you use them, HTTPS_PROXY and "
+            "PIP_INDEX_URL) and start this again; what was downloaded is kept"
+        )
+    absent = re.search(r"No matching distribution found for (\S+)", output)
+    if absent:
+        system = os.uname()
+        machine = "%s %s, Python %d.%d" % ((system[0], system[4]) + sys.version_info[:2])
+        return True, "The package index has no %s for this machine (%s)" % (absent.group(1), machine)
+    errors = [line for line in output.splitlines() if line.startswith("ERROR:")]
+    return False, "pip failed: %s" % _last_line("\n".join(errors) or output)
+
+
+# ----------------------------------------------------------------------------------------------------- command line
+
+
+def main(arguments):
+    """Prints the path of the Python to use; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Finds or makes the Python environment; prints its Python's path.")
+    parser.add_argument("--extras", default="", help="what else to install: synthesis, test, or both with a comma")
+    extras = [extra for extra in parser.parse_args(arguments).extras.split(",") if extra]
+    try:
+        if not is_suitable(sys.version_info):
+            hand_over_to_suitable_python(arguments)
+        if not set(extras) <= set(known_extras()):
+            parser.error("--extras knows %s, not %s" % (", ".join(known_extras()), ",".join(extras)))
+        print(ensure_python(extras))
+        return 0
+    except SetupError as error:
+        say("error: %s." % error)
+    except OSError as error:
+        say("error: %s." % explain_pip(str(error))[1])
+    except KeyboardInterrupt:
+        say("Interrupted; the next start goes on from here.")
+        return 130
+    return EXIT_RESOURCES
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
