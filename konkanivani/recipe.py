@@ -46,9 +46,10 @@ from konkanivani.weights import take_over
 
 @dataclass(frozen=True)
 class Start:
-    """How a run begins: its settings, the checkpoint it goes on from, the checkpoint it takes weights from."""
+    """How a run begins: its settings, its folder's lock, the checkpoint it goes on from or takes weights from."""
 
     config: TrainConfig
+    lock: RunLock
     resumed: Checkpoint | None
     initial: Checkpoint | None
 
@@ -56,20 +57,34 @@ class Start:
 def resolve_start(arguments: list[str]) -> Start:
     """What a command line asks for, the checkpoint it names read and held against it."""
     asked = parse_flags(arguments)
-    checkpointer = Checkpointer(asked.run.checkpoint_dir, asked.run.keep_checkpoints)
-    if asked.run.resume is None:
-        initial = read_checkpoint(asked.run.init_from) if asked.run.init_from else None
-        _claim_folder(checkpointer, asked)
-        return Start(asked, None, initial)
     if asked.run.resume == "auto":
-        found = checkpointer.read_newest_sound()
-        if found is None:
-            print(f"No checkpoint in {checkpointer.directory} yet: training begins.", flush=True)
-            return Start(asked, None, None)
-        path, checkpoint = found
-    else:
-        path = Path(asked.run.resume)
-        checkpoint = read_checkpoint(path)
+        return _resume_newest(arguments, asked)
+    if asked.run.resume:
+        checkpoint = read_checkpoint(asked.run.resume)
+        config = _resumed_config(arguments, checkpoint, Path(asked.run.resume))
+        return Start(config, RunLock(config.run.checkpoint_dir), checkpoint, None)
+    initial = read_checkpoint(asked.run.init_from) if asked.run.init_from else None
+    lock = RunLock(asked.run.checkpoint_dir)
+    _claim_folder(Checkpointer(asked.run.checkpoint_dir, asked.run.keep_checkpoints), asked)
+    return Start(asked, lock, None, initial)
+
+
+def _resume_newest(arguments: list[str], asked: TrainConfig) -> Start:
+    folder = asked.run.checkpoint_dir
+    lock = RunLock(folder)
+    found = Checkpointer(folder, asked.run.keep_checkpoints).read_newest_sound()
+    if found is None:
+        print(f"No checkpoint in {folder} yet: training begins.", flush=True)
+        return Start(asked, lock, None, None)
+    path, checkpoint = found
+    config = _resumed_config(arguments, checkpoint, path)
+    # The folder may have been moved since the checkpoint wrote down its name.
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, checkpoint_dir=folder))
+    return Start(config, lock, checkpoint, None)
+
+
+def _resumed_config(arguments: list[str], checkpoint: Checkpoint, path: Path) -> TrainConfig:
+    """The checkpoint's settings under the flags that are given; a CheckpointError lists what contradicts it."""
     stored = config_from_text(checkpoint.config)
     config = parse_flags(arguments, stored)
     found = contradictions(stored, config)
@@ -80,7 +95,7 @@ def resolve_start(arguments: list[str]) -> Start:
             f"from its weights with --init_from {path} and another --checkpoint_dir (or --fresh)."
         )
     print(f"Going on from {path}: step {checkpoint.step}.", flush=True)
-    return Start(config, checkpoint, None)
+    return config
 
 
 def _claim_folder(checkpointer: Checkpointer, asked: TrainConfig) -> None:
@@ -97,7 +112,6 @@ def _claim_folder(checkpointer: Checkpointer, asked: TrainConfig) -> None:
 def build_run(start: Start) -> Run:
     """Every part of the run, the checkpoint's state loaded."""
     config = start.config
-    lock = RunLock(config.run.checkpoint_dir)
     device = choose_device(config.run.device)
     run_directory = make_run_directory(config)
     train = load_utterances(config.data.train_manifest, config, "--train_manifest")
@@ -138,7 +152,7 @@ def build_run(start: Start) -> Run:
         stateful=stateful,
         plan_digest=planner.digest(),
         checkpointer=Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints),
-        lock=lock,
+        lock=start.lock,
         logbook=logbook,
         interruption=Interruption(),
         progress=Progress(state.step, step.total_steps),

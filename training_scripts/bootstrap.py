@@ -300,8 +300,8 @@ def fall_back_if_unreachable(choice):
         notice = "PyTorch's CPU index does not answer: taking the default build, which is bigger and works as well"
     else:
         notice = (
-            "%s does not answer: taking the default build, which will not drive this card with this driver; "
-            "training runs on the CPU until this is run again with that index in reach" % choice.index_url
+            "%s does not answer: taking the default build, which will not drive this card with this driver, so that "
+            "training runs on the CPU. Once it is in reach, delete .venv and start this again" % choice.index_url
         )
     say(notice)
     return _choice("default")
@@ -478,9 +478,9 @@ def can_run_pip():
     question = "import sys, pip._internal.cli.main; print(*sys.version_info[:2])"
     try:
         version = subprocess.check_output([VENV_PYTHON, "-c", question], stderr=subprocess.DEVNULL).split()
-    except (OSError, subprocess.CalledProcessError):
+        return is_suitable([int(n) for n in version])
+    except (OSError, ValueError, subprocess.CalledProcessError):
         return False
-    return is_suitable([int(n) for n in version])
 
 
 def create_venv():
@@ -614,7 +614,10 @@ def explain_pip(output):
         )
     if re.search(r"Read-only file system|Permission denied|Errno 13|Errno 30", output):
         return False, "pip may not write there (%s): copy the folder to a place that you own" % _last_line(output)
-    network = "connection|name resolution|name or service|timed? ?out|max retries|unreachable|proxy|SSL|IncompleteRead"
+    network = (
+        "connection|distribution found for setuptools|name resolution|name or service|timed? ?out|max retries|"
+        "unreachable|proxy|SSL|IncompleteRead"
+    )
     if re.search(network, output, re.IGNORECASE):
         return True, (
             "The package index could not be reached: check the network (and, where you use them, HTTPS_PROXY and "
@@ -624,7 +627,10 @@ def explain_pip(output):
     if absent:
         system = os.uname()
         machine = "%s %s, Python %d.%d" % ((system[0], system[4]) + sys.version_info[:2])
-        return True, "The package index has no %s for this machine (%s)" % (absent.group(1), machine)
+        return True, (
+            "The package index has no %s for this machine (%s), or cannot be reached: check the network and, where you "
+            "use it, PIP_INDEX_URL" % (absent.group(1), machine)
+        )
     errors = [line for line in output.splitlines() if line.startswith("ERROR:")]
     return False, "pip failed: %s" % _last_line("\n".join(errors) or output)
 

@@ -11,9 +11,11 @@ import contextlib
 import fcntl
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
+import random
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -23,7 +25,6 @@ from pathlib import Path
 from konkanivani.data.manifest import Utterance, write_manifest
 from konkanivani.data.speech_synthesis import SpeakingStyle, SpeechSynthesizer, reads_signs_by_name
 from konkanivani.errors import DataError, ResourceError, UsageError
-from konkanivani.lengths import SAMPLE_RATE
 
 WHAT_IT_IS = "synthetic, Marathi voice"
 RECIPE_VERSION = 1  # counts changes of how sentences become files; changes of sentences and styles are seen without it
@@ -80,7 +81,7 @@ class CorpusPlan:
 
     def digest(self) -> str:
         """A hash of everything that the audio follows from but espeak-ng itself."""
-        recipe = json.dumps([RECIPE_VERSION, SAMPLE_RATE, asdict(self)], ensure_ascii=False)
+        recipe = json.dumps([RECIPE_VERSION, asdict(self)], ensure_ascii=False)
         return hashlib.sha256(recipe.encode()).hexdigest()
 
 
@@ -113,25 +114,24 @@ def slot_names(pattern: str) -> list[str]:
     return re.findall(r"\{(\w+)\}", pattern)
 
 
-def pattern_sentences(pattern: str, slots: dict[str, tuple[str, ...]]) -> Iterator[str]:
-    """Every sentence of `pattern` once, neighbours unlike each other.
+def deal(fillers: Sequence[str], seed: str) -> Iterator[str]:
+    """The fillers in an order of their own for each seed, then again in another order, without end."""
+    generator = random.Random(seed)
+    deck = list(fillers)
+    while True:
+        generator.shuffle(deck)
+        yield from deck
 
-    Sentence i takes combination i * stride of the fillers; the stride is near the golden ratio of their number and
-    prime to it, so the first few sentences already show most fillers.
-    """
+
+def pattern_sentences(pattern: str, slots: dict[str, tuple[str, ...]]) -> Iterator[str]:
+    """Sentences of `pattern`, each possible one at least once; a slot's fillers come up equally often."""
     names = slot_names(pattern)
+    decks = [deal(slots[name], f"{pattern} {place}") for place, name in enumerate(names)]
     count = math.prod(len(slots[name]) for name in names)
-    stride = max(1, round(count * 0.618))
-    while math.gcd(stride, count) != 1:
-        stride += 1
-    for index in range(count):
-        rest = index * stride % count
-        fillers = []
-        for name in names:
-            rest, choice = divmod(rest, len(slots[name]))
-            fillers.append(slots[name][choice])
+    dealt = (tuple(map(next, decks)) for _ in range(count))
+    for fillers in itertools.chain(dealt, itertools.product(*(slots[name] for name in names))):
         if len(set(zip(names, fillers, strict=True))) == len(names):  # a slot that stands twice differs from itself
-            yield re.sub(r"\{\w+\}", "%s", pattern) % tuple(fillers)
+            yield re.sub(r"\{\w+\}", "%s", pattern) % fillers
 
 
 def interleave_sentences(patterns: Sequence[str], slots: dict[str, tuple[str, ...]], count: int) -> list[str]:
@@ -217,7 +217,7 @@ def assign_styles(sentences: Sequence[str], voices: Sequence[str], pattern: str 
 def synthesize_corpus(
     sentences: Sequence[str], directory: str | Path, *, name: str = "train", voices: Sequence[str] = TRAIN_VOICES
 ) -> Path:
-    """The manifest `directory`/`name`.jsonl of any sentences, spoken as the built-in ones are: synthetic, Marathi voice.
+    """The manifest `directory`/`name`.jsonl of any sentences, spoken as the built-in ones: synthetic, Marathi voice.
 
     Raises a DataError for a sentence or a voice that espeak-ng cannot speak, and a ResourceError where espeakng-loader
     is not installed or the disk cannot be written.
@@ -235,12 +235,12 @@ def write_split(sentences: Sequence[SpokenSentence], manifest: Path, synthesizer
     utterances = []
     for number, sentence in enumerate(sentences):
         path = audio / f"{manifest.stem}-{number:04d}.flac"
-        samples = write_audio(sentence, path, synthesizer)
+        duration = write_audio(sentence, path, synthesizer)
         utterances.append(
             Utterance(
                 id=f"audio/{path.name}",
                 audio_path=str(path),
-                duration=samples / SAMPLE_RATE,
+                duration=duration,
                 text=sentence.text,
                 speaker=sentence.style.voice,
                 pattern=sentence.pattern,
@@ -249,13 +249,14 @@ def write_split(sentences: Sequence[SpokenSentence], manifest: Path, synthesizer
     write_manifest(manifest, utterances)
 
 
-def write_audio(sentence: SpokenSentence, path: Path, synthesizer: SpeechSynthesizer) -> int:
-    """Writes `sentence` as a FLAC file; returns its length in samples at 16 kHz."""
+def write_audio(sentence: SpokenSentence, path: Path, synthesizer: SpeechSynthesizer) -> float:
+    """Writes `sentence` as a FLAC file, 16 kHz mono 16-bit; returns its duration in seconds."""
     import soundfile
     import torch
     import torchaudio
 
     from konkanivani.audio import one_thread
+    from konkanivani.lengths import SAMPLE_RATE
 
     spoken = torch.frombuffer(bytearray(synthesizer.speak(sentence.text, sentence.style)), dtype=torch.int16)
     with one_thread():  # and in float64: the rounding below then never depends on the machine's kernels
@@ -264,7 +265,7 @@ def write_audio(sentence: SpokenSentence, path: Path, synthesizer: SpeechSynthes
     content = io.BytesIO()  # written by Python, which reports a full disk
     soundfile.write(content, waveform.numpy(), SAMPLE_RATE, format="FLAC", subtype="PCM_16")
     path.write_bytes(content.getvalue())
-    return len(waveform)
+    return len(waveform) / SAMPLE_RATE
 
 
 # ---------------------------------------------------------------------------------------------------------- publication
@@ -316,24 +317,27 @@ def write_corpus(plan: CorpusPlan, size: CorpusSize, directory: Path) -> None:
     (directory / "corpus.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
-def is_complete(directory: Path, plan: CorpusPlan) -> bool:
-    """Whether `directory` holds the corpus of `plan`, no file missing."""
+def read_description(directory: Path) -> dict[str, object]:
+    """What corpus.json in `directory` says; empty where there is none of ours."""
     try:
         description = json.loads((directory / "corpus.json").read_text(encoding="utf-8"))
-        audio = os.listdir(directory / "audio")
     except (OSError, ValueError):
+        return {}
+    return description if isinstance(description, dict) and description.get("what") == WHAT_IT_IS else {}
+
+
+def is_complete(directory: Path, plan: CorpusPlan) -> bool:
+    """Whether `directory` holds the corpus of `plan`, no file missing."""
+    if read_description(directory).get("recipe") != plan.digest():
         return False
-    return (
-        isinstance(description, dict)
-        and description.get("recipe") == plan.digest()
-        and len(audio) == len(plan.train) + len(plan.valid) + len(plan.test)
-        and all((directory / f"{split}.jsonl").is_file() for split in ("train", "valid", "test"))
-    )
+    count = len(plan.train) + len(plan.valid) + len(plan.test)
+    has_manifests = all((directory / f"{split}.jsonl").is_file() for split in ("train", "valid", "test"))
+    return has_manifests and (directory / "audio").is_dir() and len(os.listdir(directory / "audio")) == count
 
 
 def check_replaceable(directory: Path) -> None:
     """Raises a UsageError where `directory` holds anything but an older or damaged built-in corpus."""
-    if not os.path.lexists(directory) or (directory / "corpus.json").is_file():
+    if not os.path.lexists(directory) or read_description(directory):
         return
     if not directory.is_dir() or directory.is_symlink() or any(directory.iterdir()):
         raise UsageError(

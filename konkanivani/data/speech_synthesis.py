@@ -17,6 +17,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -158,15 +159,16 @@ def read_exactly(stream: BinaryIO, count: int) -> bytes:
 def reads_signs_by_name(text: str, phonemes: str) -> bool:
     """Whether a voice that reads Devanagari `text` as IPA `phonemes` says the names of vowel signs or of the virama.
 
-    A written syllable (a letter that no virama follows, with the vowel sign it may bear) has one vowel at most; a name
-    such as `aakaar` adds two.
+    A written syllable (a letter that no virama follows, with the vowel sign it may bear) has one vowel or diphthong
+    at most; a name such as `aakaar` adds one or two.
     """
     characters = unicodedata.normalize("NFC", text)
     syllables = sum(
         unicodedata.category(character) == "Lo" and following != "\N{DEVANAGARI SIGN VIRAMA}"
         for character, following in zip(characters, characters[1:] + " ", strict=True)
     )
-    vowels = sum(letter in "aeiouæɐɑɒɔəɛɜɪʊʌ" for letter in unicodedata.normalize("NFD", phonemes))
+    sounds = re.sub("[ˈˌː\u0300-\u036f]", "", unicodedata.normalize("NFD", phonemes))  # no stress, length, nasality
+    vowels = len(re.findall("[aeiouæɐɑɒɔəɛɜɪʊʌ]+", sounds))
     return vowels > syllables
 
 
@@ -200,6 +202,8 @@ class Espeak:
 
     def answer(self, request: Request) -> bytes:
         """What `request` wants; a ValueError says why it cannot be had."""
+        if request.wants != "engine" and not any(character.isalnum() for character in request.text):
+            raise ValueError("there is no letter in it")
         if request.wants == "engine":
             version = self._library.espeak_Info(None).decode()
             return json.dumps({"sample_rate": self.sample_rate, "engine": f"espeak-ng {version}"}).encode()

@@ -49,7 +49,8 @@ class RunLock:
                 f"The checkpoint folder {directory} cannot be written: {error.strerror}. Give another --checkpoint_dir."
             ) from None
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Not flock: its locks pass to forked audio workers, which outlive a killed trainer by seconds.
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.seek(0)
             holder = self._file.read().strip() or "unknown"

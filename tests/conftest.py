@@ -1,0 +1,103 @@
+"""A miniature corpus of tones, written in a second, and the real scripts run on it as child processes."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+ROOT = Path(__file__).resolve().parent.parent
+WORDS = ("एक", "दोन", "तीन", "चार", "पांच", "उदक", "घर", "शाळा", "बाजार", "आवय")
+TINY_MODEL = (
+    *("--d_model", "32", "--encoder_layers", "2", "--decoder_layers", "1", "--attention_heads", "2"),
+    *("--convolution_kernel", "7", "--subsampling_channels", "8", "--vocab_size", "30", "--device", "cpu"),
+)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Three manifests in one folder."""
+
+    directory: Path
+
+    def manifest(self, split: str) -> str:
+        return str(self.directory / f"{split}.jsonl")
+
+    def flags(self) -> tuple[str, ...]:
+        """What a training run on this corpus needs."""
+        return "--train_manifest", self.manifest("train"), "--valid_manifest", self.manifest("valid")
+
+
+def speak(words: list[str]) -> np.ndarray:
+    """A chord a character, 90 ms each, 60 ms of silence between words; float32 at 16 kHz."""
+    time = np.arange(1440) / 16_000
+    pieces = []
+    for word in words:
+        for character in word:
+            pitch = 200 + 37 * (ord(character) % 64)
+            pieces.append(0.2 * np.sin(2 * np.pi * pitch * time) + 0.1 * np.sin(5 * np.pi * pitch * time))
+        pieces.append(np.zeros(960))
+    return np.concatenate(pieces).astype(np.float32)
+
+
+def write_corpus(directory: Path, counts: dict[str, int], seed: int = 0) -> Corpus:
+    """A corpus of so many utterances a split, one to six words each."""
+    generator = np.random.default_rng(seed)
+    (directory / "audio").mkdir(parents=True)
+    for split, count in counts.items():
+        rows = []
+        for number in range(count):
+            words = [WORDS[i] for i in generator.integers(len(WORDS), size=1 + number % 6)]
+            audio = speak(words)
+            audio += 0.005 * generator.standard_normal(len(audio)).astype(np.float32)
+            name = f"audio/{split}_{number:03d}.flac"
+            soundfile.write(directory / name, audio, 16_000)
+            row = {"audio_filepath": name, "duration": len(audio) / 16_000, "text": " ".join(words)}
+            rows.append(json.dumps(row, ensure_ascii=False))
+        (directory / f"{split}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return Corpus(directory)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """26 training utterances (so that windows of 4 leave a ragged one), 5 for validation, 5 for testing."""
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "tones", {"train": 26, "valid": 5, "test": 5})
+
+
+def script_command(script: str, *arguments: str) -> list[str]:
+    """The command line of a script of this repository."""
+    return [sys.executable, str(ROOT / script), *arguments]
+
+
+def run_script(script: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs a script to its end, two threads, its output captured."""
+    return subprocess.run(
+        script_command(script, *arguments),
+        cwd=cwd or ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def run_trainer(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs the training script to its end."""
+    return run_script("training_scripts/train_konkanivani_asr.py", *arguments, cwd=cwd)
+
+
+def run_folders(directory: Path) -> tuple[str, ...]:
+    """Flags that keep a run's checkpoints and logs in `directory`."""
+    return "--checkpoint_dir", str(directory / "checkpoints"), "--log_dir", str(directory / "runs")
+
+
+def read_log(directory: Path, kind: str = "step") -> list[dict]:
+    """The run's JSONL records of one kind."""
+    lines = (directory / "runs" / "default" / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for line in lines if (record := json.loads(line))["kind"] == kind]

@@ -1,0 +1,125 @@
+"""Law 1: N steps == k steps, kill -9, resume from k, exactly N - k steps more; bit for bit, for any worker count."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from konkanivani.checkpoint import Checkpoint, read_checkpoint
+from tests.conftest import ROOT, TINY_MODEL, Corpus, read_log, run_folders, run_trainer, script_command
+
+STEPS = 17  # 7 windows an epoch: two epochs and three windows of a third
+LOGGED = ("step", "epoch", "loss", "ctc_loss", "attention_loss", "learning_rate", "gradient_norm", "padding_share")
+
+
+def flags(corpus: Corpus, directory: Path, workers: int, *more: str) -> tuple[str, ...]:
+    return (
+        *TINY_MODEL,
+        *corpus.flags(),
+        *run_folders(directory),
+        *("--batch_size", "2", "--gradient_accumulation_steps", "2", "--epochs", "3", "--max_steps", str(STEPS)),
+        *("--save_steps", "2", "--num_workers", str(workers)),
+        *more,
+    )
+
+
+def last_checkpoint(directory: Path) -> Checkpoint:
+    return read_checkpoint(directory / "checkpoints" / "checkpoint_last.pt")
+
+
+def differences(one: Checkpoint, other: Checkpoint) -> list[str]:
+    """Every tensor and number in which two checkpoints differ, by one bit or more."""
+    found = []
+    for part, state in one.states.items():
+        assert state.keys() == other.states[part].keys()
+        for name, value in state.items():
+            theirs = other.states[part][name]
+            same = torch.equal(value, theirs) if isinstance(value, torch.Tensor) else value == theirs
+            if not same:
+                found.append(f"{part}/{name}")
+    return found
+
+
+def losses(directory: Path) -> list[tuple]:
+    return [tuple(record[name] for name in LOGGED) for record in read_log(directory)]
+
+
+def kill_after(directory: Path, step: int, command: list[str]) -> None:
+    """Starts a run and sends SIGKILL to it once its log holds `step`."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    log = directory / "runs" / "default" / "log.jsonl"
+    deadline = time.monotonic() + 120
+    while not (log.exists() and f'"step": {step},' in log.read_text(encoding="utf-8")):
+        assert process.poll() is None and time.monotonic() < deadline, "the run ended before it was killed"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("undisturbed")
+    done = run_trainer(*flags(corpus, directory, 2))
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+def test_a_killed_run_resumes_bit_for_bit_with_another_worker_count(corpus, undisturbed, tmp_path):
+    # The middle of the second epoch, once with workers and once without, so that both orders are seen.
+    kill_after(tmp_path, 9, script_command("training_scripts/train_konkanivani_asr.py", *flags(corpus, tmp_path, 2)))
+    resumed = run_trainer(*flags(corpus, tmp_path, 0, "--resume", "auto"))
+    assert resumed.returncode == 0, resumed.stderr
+    said = int(re.search(r"Going on from .*: step (\d+)\.", resumed.stdout).group(1))
+    assert 0 < said < STEPS
+    steps = [record["step"] for record in read_log(tmp_path)]
+    assert steps == list(range(1, STEPS + 1))
+    assert f'"steps": {STEPS}' in resumed.stdout.splitlines()[-1]
+    assert losses(tmp_path) == losses(undisturbed)
+    assert differences(last_checkpoint(tmp_path), last_checkpoint(undisturbed)) == []
+
+
+def test_resume_cut_as_one_by_four_changes_neither_cursor_nor_step_count(corpus, undisturbed, tmp_path):
+    first = run_trainer(*flags(corpus, tmp_path, 0, "--max_steps", "5"))
+    assert first.returncode == 0, first.stderr
+    cut = ("--resume", "auto", "--batch_size", "1", "--gradient_accumulation_steps", "4")
+    again = run_trainer(*flags(corpus, tmp_path, 1), *cut)
+    assert again.returncode == 0, again.stderr
+    assert [r["step"] for r in read_log(tmp_path)] == list(range(1, STEPS + 1))
+    assert last_checkpoint(tmp_path).states["progress"]["window"] == 3
+    assert [r["tokens"] for r in read_log(tmp_path)] == [r["tokens"] for r in read_log(undisturbed)]
+
+
+def test_sigterm_saves_exits_143_and_resumes_exactly(corpus, undisturbed, tmp_path):
+    command = script_command("training_scripts/train_konkanivani_asr.py", *flags(corpus, tmp_path, 1))
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "2"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    log = tmp_path / "runs" / "default" / "log.jsonl"
+    while not (log.exists() and '"step": 3,' in log.read_text(encoding="utf-8")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 143, output
+    assert "Traceback" not in output
+    assert run_trainer(*flags(corpus, tmp_path, 0, "--resume", "auto")).returncode == 0
+    assert losses(tmp_path) == losses(undisturbed)
+    assert differences(last_checkpoint(tmp_path), last_checkpoint(undisturbed)) == []
+
+
+def test_negative_control_another_seed_is_another_run(corpus, undisturbed, tmp_path):
+    done = run_trainer(*flags(corpus, tmp_path, 0, "--seed", "4321"))
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path) != losses(undisturbed)
+    assert differences(last_checkpoint(tmp_path), last_checkpoint(undisturbed)) != []

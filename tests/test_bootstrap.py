@@ -1,0 +1,435 @@
+"""The set-up: which Python, which PyTorch, what is remembered of it, and one sentence wherever it cannot be done.
+
+Nothing is installed here: pip only ever runs against an address where nobody answers.
+"""
+
+import ast
+import configparser
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from konkanivani.errors import ResourceError
+from konkanivani.preflight import TORCH_RANGE, check_gpu_architecture
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted((ROOT / "training_scripts").glob("*.py")) + sorted((ROOT / "benchmarks").glob("*.py"))
+NO_DRIVER = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+OLD_TABLE = "| NVIDIA-SMI 470.82.01    Driver Version: 470.82.01    CUDA Version: 11.4     |"
+
+
+def load_bootstrap(root: Path):
+    """training_scripts/bootstrap.py of a checkout, as a module of its own."""
+    spec = importlib.util.spec_from_file_location(
+        f"bootstrap_of_{root.name}", root / "training_scripts" / "bootstrap.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what the set-up needs, without .venv."""
+    for name in ("training_scripts/bootstrap.py", "setup.cfg", "pyproject.toml", "konkanivani/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.fixture
+def bootstrap(checkout: Path):
+    return load_bootstrap(checkout)
+
+
+def put_program(folder: Path, name: str, script: str) -> Path:
+    """An executable shell script."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def bare_python() -> str:
+    """A Python that lacks torch: the one that this environment was made from."""
+    path = getattr(sys, "_base_executable", sys.executable)
+    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is not None)"
+    if subprocess.run([path, "-c", probe]).returncode != 0:
+        pytest.skip("the Python below this environment has torch itself")
+    return path
+
+
+def run(python: str, arguments: list[str], cwd: Path, **variables: str) -> subprocess.CompletedProcess:
+    """Runs a Python with neither pip's nor the allocator's settings of this machine."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTORCH_", "PYTHON"))}
+    environment = kept | {"PIP_CONFIG_FILE": os.devnull, "PYTHONDONTWRITEBYTECODE": "1"} | variables
+    return subprocess.run([python, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def assert_one_sentence(process: subprocess.CompletedProcess, *words: str) -> None:
+    """Exit code 6, nothing on stdout, no traceback, and one error, in which `words` occur."""
+    errors = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+    assert process.returncode == 6, process.stderr
+    assert process.stdout == ""
+    assert "Traceback" not in process.stderr
+    assert len(errors) == 1, process.stderr
+    assert all(word in errors[0] for word in words), errors[0]
+
+
+class TestWheels:
+    @pytest.mark.parametrize(
+        ("script", "build", "notice"),
+        [
+            (None, "cpu", None),
+            ('echo "5.2, 535.183.01"', "cu126", None),  # GTX 980
+            ('echo "7.5, 580.65.06"', "default", None),  # T4
+            ('echo "7.5, 525.105.17"', "cu126", None),
+            ('echo "9.0, 580.65.06"', "default", None),  # H100
+            ('echo "9.0, 580.65.06"; echo "6.1, 580.65.06"', "cu126", None),
+            ('echo "12.0, 580.65.06"; echo "5.2, 580.65.06"', "default", "too old"),
+            ('echo "12.0, 570.86.10"', "cu128", None),
+            ('echo "3.7, 535.10.02"', "cpu", "No PyTorch build drives"),
+            ('echo "7.0, 470.82.01"', "cu126", "470 is too old"),
+            (f"echo \"{NO_DRIVER}\"; exit 9", "cpu", "couldn't communicate"),
+            ('echo "No devices were found"', "cpu", None),
+            ("echo $$; echo 'segmentation what, ever'", "cpu", "shows no card"),
+            ("exit 1", "cpu", "no output"),
+            (
+                'if [ $# -gt 0 ]; then echo "Field \\"compute_cap\\" is not a valid field to query."; exit 2; fi\n'
+                f'echo "{OLD_TABLE}"',
+                "cu126",
+                "470 is too old",
+            ),
+        ],
+    )
+    def test_follow_what_nvidia_smi_says(self, bootstrap, tmp_path, monkeypatch, script, build, notice):
+        programs = tmp_path / "programs"
+        programs.mkdir()
+        if script is not None:
+            put_program(programs, "nvidia-smi", script)
+        monkeypatch.setenv("PATH", str(programs))
+        choice = bootstrap.choose_wheels(bootstrap.read_nvidia_smi())
+        assert choice.build == build
+        assert (choice.index_url or "").endswith("" if build == "default" else f"/whl/{build}")
+        assert choice.notice is None if notice is None else notice in choice.notice
+
+    @pytest.mark.parametrize(("build", "words"), [("cpu", "works as well"), ("cu126", "will not drive this card")])
+    def test_fall_back_with_a_line_where_pytorchs_index_is_out_of_reach(
+        self, bootstrap, monkeypatch, capsys, build, words
+    ):
+        monkeypatch.setattr(bootstrap, "is_answering", lambda url, seconds: False)
+        assert bootstrap.fall_back_if_unreachable(bootstrap._choice(build)) == ("default", None, None)
+        assert words in capsys.readouterr().err
+
+    def test_are_kept_where_the_index_answers(self, bootstrap, monkeypatch):
+        monkeypatch.setattr(bootstrap, "is_answering", lambda url, seconds: True)
+        choice = bootstrap._choice("cu126")
+        assert bootstrap.fall_back_if_unreachable(choice) is choice
+
+    def test_an_address_where_nobody_listens_does_not_answer(self, bootstrap):
+        assert not bootstrap.is_answering("http://127.0.0.1:9/", 3)
+
+    def test_another_build_is_downloaded_before_the_old_one_goes(self, bootstrap):
+        stages = bootstrap.plan_stages(["test"], "cu126", needs_torch=True, has_torch=True)
+        assert [stage[1][:2] for stage in stages][0] == ["--force-reinstall", "--no-deps"]
+        assert all("https://download.pytorch.org/whl/cu126" in arguments for _, arguments in stages[:2])
+        assert stages[-1][1] == ["--editable", ".[test]"]
+        assert len(bootstrap.plan_stages([], "default", needs_torch=False, has_torch=True)) == 1
+
+
+class TestStamp:
+    @pytest.fixture
+    def stamp(self, bootstrap) -> dict:
+        return bootstrap.stamp_for(["synthesis", "test"], "3.11", "default", "default")
+
+    def test_holds_for_the_same_and_for_less(self, bootstrap, stamp):
+        assert bootstrap.is_stamp_good(stamp, {"synthesis", "test"}, "3.11", "default")
+        assert bootstrap.is_stamp_good(stamp, {"synthesis"}, "3.11", "default")
+
+    def test_a_cuda_build_stays_when_no_card_is_seen(self, bootstrap, stamp):
+        assert bootstrap.is_stamp_good(stamp, {"test"}, "3.11", "cpu")
+
+    def test_ends_with_another_build_python_or_extra(self, bootstrap, stamp):
+        assert not bootstrap.is_stamp_good(stamp, {"test"}, "3.11", "cu126")
+        assert not bootstrap.is_stamp_good(stamp, {"test"}, "3.12", "default")
+        smaller = bootstrap.stamp_for(["test"], "3.11", "default", "default")
+        assert not bootstrap.is_stamp_good(smaller, {"synthesis"}, "3.11", "default")
+
+    def test_ends_with_other_requirements_or_another_place(self, bootstrap, stamp, checkout):
+        setup = checkout / "setup.cfg"
+        setup.write_text(setup.read_text().replace("    jiwer\n", "    jiwer>=3\n"))
+        assert not bootstrap.is_stamp_good(stamp, {"test"}, "3.11", "default")
+
+    @pytest.mark.parametrize("text", ["", "{", "[]", '{"extras": []}', "null"])
+    def test_a_damaged_one_counts_as_none(self, bootstrap, tmp_path, text):
+        path = tmp_path / "stamp.json"
+        path.write_text(text)
+        assert bootstrap.read_stamp(str(path)) is None
+
+    def test_goes_back_where_nothing_was_changed_and_stays_away_after_a_kill(self, bootstrap, checkout, stamp):
+        (checkout / ".venv").mkdir()
+        Path(bootstrap.STAMP).write_text(json.dumps(stamp))
+        bootstrap.begin_change()
+        assert not Path(bootstrap.STAMP).exists()
+        assert not bootstrap.is_ready(set(), "default")
+        bootstrap.undo_change()
+        assert bootstrap.read_stamp(bootstrap.STAMP) == stamp
+        assert not Path(bootstrap.UNFINISHED).exists()
+
+    def test_what_a_killed_pip_left_in_pieces_is_forgotten(self, bootstrap, checkout):
+        packages = checkout / ".venv" / "lib" / "python3.11" / "site-packages"
+        for name, size in (("whole", 3), ("cut", 99), ("listless", None)):
+            metadata = packages / f"{name}-1.0.dist-info"
+            metadata.mkdir(parents=True)
+            (metadata / "METADATA").write_text(f"Name: {name}\nVersion: 1.0\n")
+            (packages / f"{name}.py").write_text("a=1")
+            if size is not None:
+                (metadata / "RECORD").write_text(f"{name}.py,sha256=x,{size}\n{name}-1.0.dist-info/RECORD,,\n")
+        bootstrap.forget_half_installed()
+        assert [path.name for path in packages.glob("*.dist-info")] == ["whole-1.0.dist-info"]
+
+
+class TestWhatCannotBeDone:
+    Version = namedtuple("Version", "major minor micro")
+
+    def test_no_network(self, checkout):
+        arguments = ["training_scripts/bootstrap.py", "--extras", "synthesis"]
+        network = {"PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_RETRIES": "0"}
+        process = run(bare_python(), arguments, checkout, **network)
+        assert_one_sentence(process, "check the network", "PIP_INDEX_URL")
+        again = run(bare_python(), arguments, checkout, **network | {"PIP_RETRIES": "1"})
+        assert_one_sentence(again, "The package index could not be reached")
+        assert "Making the environment" not in again.stderr  # what was done before is kept
+
+    def test_no_ensurepip(self, bootstrap, checkout, monkeypatch):
+        (checkout / ".venv").mkdir()
+        monkeypatch.setattr(bootstrap, "has_module", lambda name: False)
+        with pytest.raises(bootstrap.SetupError, match=r"apt install python3\.\d+-venv"):
+            bootstrap.create_venv()
+
+    @pytest.mark.parametrize(("module", "command"), [("ensurepip", "venv"), ("virtualenv", "virtualenv")])
+    def test_makes_the_environment_by_what_there_is(self, bootstrap, checkout, monkeypatch, module, command):
+        (checkout / ".venv").mkdir()
+        commands = []
+        monkeypatch.setattr(bootstrap, "has_module", lambda name: name == module)
+        monkeypatch.setattr(
+            bootstrap.subprocess,
+            "run",
+            lambda c, **_: commands.append(c) or subprocess.CompletedProcess(c, 1, "line\nlast words\n"),
+        )
+        with pytest.raises(bootstrap.SetupError, match="last words"):
+            bootstrap.create_venv()
+        assert [c[2] for c in commands if c[1] == "-m"] == [command]
+
+    def test_full_disk(self, bootstrap):
+        bootstrap.check_disk(8 * 1024**3, 7 * 1024**3)
+        with pytest.raises(bootstrap.SetupError, match=r"needs 7\.0 GB free .* 1\.0 GB are"):
+            bootstrap.check_disk(1024**3, 7 * 1024**3)
+
+    def test_read_only_folder(self, bootstrap, checkout, monkeypatch, capsys):
+        monkeypatch.setattr(bootstrap, "missing_requirements", lambda requirements: ["torch"])
+        monkeypatch.setattr(bootstrap.os, "access", lambda path, mode: False)
+        assert bootstrap.main([]) == 6
+        assert "cannot be written to" in capsys.readouterr().err
+        assert not (checkout / ".venv").exists()
+
+    def test_a_folder_that_is_no_environment_is_left_alone(self, bootstrap, checkout):
+        (checkout / ".venv").mkdir()
+        (checkout / ".venv" / "thesis.tex").write_text("years of work")
+        with pytest.raises(bootstrap.SetupError, match="not a virtual environment"):
+            bootstrap.clear_venv()
+        assert (checkout / ".venv" / "thesis.tex").exists()
+
+    @pytest.mark.parametrize("version", [Version(3, 9, 18), Version(3, 15, 0), Version(2, 7, 18)])
+    def test_a_python_that_pytorch_is_not_built_for(self, bootstrap, monkeypatch, capsys, version):
+        monkeypatch.setattr(bootstrap.sys, "version_info", version)
+        monkeypatch.setenv("PATH", "/nonexistent")
+        assert bootstrap.main([]) == 6
+        assert f"This is Python {version.major}.{version.minor}," in capsys.readouterr().err
+
+    def test_hands_over_to_the_newest_python_on_the_path(self, bootstrap, tmp_path, monkeypatch):
+        programs = tmp_path / "programs"
+        put_program(programs, "python3.14", "echo 'python3.14: command not found'; exit 127")  # a version manager's
+        put_program(programs, "python3.13", "echo 3 13 0 /opt/without/ensurepip/python3.13")
+        put_program(programs, "python3.12", "echo 3 12 1 /opt/python 3.12/bin/python3.12")
+        put_program(programs, "python3.11", "echo 3 11 1 /usr/bin/python3.11")
+        monkeypatch.setenv("PATH", str(programs))
+        assert bootstrap.find_suitable_python() == "/opt/python 3.12/bin/python3.12"
+
+    def test_the_syntax_is_that_of_old_pythons(self):
+        text = (ROOT / "training_scripts" / "bootstrap.py").read_text()
+        tree = ast.parse(text, feature_version=(3, 6))
+        for node in ast.walk(tree):  # and of 2.7, as far as a tree can tell
+            assert not isinstance(node, (ast.JoinedStr, ast.AnnAssign, ast.Nonlocal, ast.Starred)) or (
+                isinstance(node, ast.Starred) and isinstance(node.ctx, ast.Load)
+            )
+            assert not (isinstance(node, ast.arg) and node.annotation)
+            assert not (isinstance(node, ast.FunctionDef) and (node.returns or node.args.kwonlyargs))
+            assert not (isinstance(node, ast.Raise) and node.cause)
+        assert text.isascii()
+
+    @pytest.mark.parametrize("name", ["python2.7", "python3.6", "python3.8", "python3.9"])
+    def test_a_real_old_python_says_so(self, checkout, name):
+        installed = Path.home().glob(f".pyenv/versions/{name[6:]}.*/bin/{name}")
+        pythons = [*map(str, installed), *filter(None, [shutil.which(name)])]
+        pythons = [p for p in pythons if subprocess.run([p, "-c", ""], capture_output=True).returncode == 0]
+        if not pythons:
+            pytest.skip(f"no {name} here")
+        process = run(pythons[0], ["training_scripts/bootstrap.py"], checkout, PATH="/nonexistent")
+        assert_one_sentence(process, f"This is Python {name[6:]}")
+
+    @pytest.mark.parametrize(
+        ("output", "is_harmless", "words"),
+        [
+            ("ERROR: Could not install packages for an OSError: [Errno 28] No space left on device", False, "TMPDIR"),
+            ("ERROR: Could not install: [Errno 13] Permission denied: '/x'", False, "may not write"),
+            ("WARNING: Retrying (Retry(total=0)) ... Temporary failure in name resolution", True, "check the network"),
+            ("ERROR: No matching distribution found for torch<2.12,>=2.10", True, "has no torch<2.12,>=2.10 for this"),
+            ("ERROR: something unheard of", False, "something unheard of"),
+            ("", False, "no output"),
+        ],
+    )
+    def test_pips_errors_become_a_sentence(self, bootstrap, output, is_harmless, words):
+        harmless, sentence = bootstrap.explain_pip(output)
+        assert harmless is is_harmless
+        assert words in sentence
+        assert "\n" not in sentence
+
+    def test_an_unknown_extra_is_a_usage_error(self, bootstrap, capsys):
+        with pytest.raises(SystemExit) as ending:
+            bootstrap.main(["--extras", "synthesis,magic"])
+        assert ending.value.code == 2
+        assert "magic" in capsys.readouterr().err
+
+
+class TestRerun:
+    SCRIPT = (
+        "import bootstrap; bootstrap.rerun_under_venv(); import os, sys; "
+        "print(sys.argv[1:], [os.environ.get(n) for n in ('PYTORCH_ALLOC_CONF', 'PYTORCH_CUDA_ALLOC_CONF')])\n"
+    )
+
+    @pytest.fixture
+    def script(self, checkout) -> Path:
+        path = checkout / "training_scripts" / "script.py"
+        path.write_text(self.SCRIPT)
+        return path
+
+    def test_stays_where_all_is_there(self, script, checkout):
+        process = run(sys.executable, [str(script), "a", "b c"], checkout)
+        assert process.stdout == "['a', 'b c'] ['expandable_segments:True', 'expandable_segments:True']\n"
+
+    def test_goes_to_the_venv_with_the_same_command_line(self, script, checkout):
+        put_program(checkout / ".venv" / "bin", "python", f'exec {sys.executable} "$@"')
+        process = run(bare_python(), ["-X", "utf8", str(script), "a", "b c"], checkout)
+        assert process.stdout.startswith("['a', 'b c']"), process.stderr
+
+    def test_does_not_go_in_circles(self, script, checkout):
+        bare = bare_python()
+        put_program(checkout / ".venv" / "bin", "python", f'exec {bare} "$@"')
+        assert_one_sentence(run(bare, [str(script)], checkout), "lacks torch", "bootstrap.py")
+
+    def test_says_what_lacks_where_there_is_no_venv(self, script, checkout):
+        words = ("lacks torch, torchaudio, sentencepiece", "run_training_memory_optimized.sh")
+        assert_one_sentence(run(bare_python(), [str(script)], checkout), *words)
+
+    def test_refuses_an_environment_that_is_incomplete(self, script, checkout):
+        put_program(checkout / ".venv" / "bin", "python", "echo never")
+        (checkout / ".venv" / "konkanivani-unfinished.json").touch()
+        assert_one_sentence(run(bare_python(), [str(script)], checkout), "is incomplete")
+
+    @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+    def test_leaves_the_allocator_to_a_user_who_set_it(self, bootstrap, name):
+        environment = {name: "max_split_size_mb:64"}
+        bootstrap.set_allocator_defaults(environment)
+        assert environment == {name: "max_split_size_mb:64"}
+
+    def test_versions_count(self, bootstrap):
+        assert bootstrap.is_version_in("2.11.0+cu126", ">=2.10,<2.12")
+        assert not bootstrap.is_version_in("2.9.1", ">=2.10,<2.12")
+        assert not bootstrap.is_version_in("2.12.0", ">=2.10,<2.12")
+
+
+def head_of(path: Path) -> subprocess.CompletedProcess:
+    """Runs all of a script but its main part; prints whether torch was imported on the way."""
+    question = (
+        "import runpy, sys; sys.path.insert(0, {0!r}); runpy.run_path({1!r}, run_name='head'); "
+        "print('torch' in sys.modules or 'torchaudio' in sys.modules)"
+    )
+    scripts = str(ROOT / "training_scripts")
+    return run(sys.executable, ["-c", question.format(scripts, str(path))], ROOT)
+
+
+class TestScripts:
+    @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+    def test_help_and_usage_errors_never_wait_for_torch(self, path):
+        head = head_of(path)
+        assert head.returncode == 0, head.stderr
+        assert head.stdout == "False\n"
+
+    def test_the_check_above_sees_torch(self, tmp_path):
+        (tmp_path / "script.py").write_text("import sys; sys.modules['torch'] = sys\n")
+        assert head_of(tmp_path / "script.py").stdout == "True\n"
+
+    @pytest.mark.parametrize("path", [p for p in SCRIPTS if p.name != "bootstrap.py"], ids=lambda path: path.name)
+    def test_old_pythons_can_read_a_script_far_enough_to_say_so(self, path):
+        tree = ast.parse(path.read_text(), feature_version=(3, 6))
+        assert not any(isinstance(n, ast.ImportFrom) and n.module == "__future__" for n in tree.body)
+        calls = [n for n in tree.body if isinstance(n, ast.Expr) and "rerun_under_venv()" in ast.unparse(n)]
+        imports = [n for n in tree.body if isinstance(n, ast.ImportFrom) and n.module.startswith("konkanivani")]
+        assert calls, "no rerun_under_venv() at the head"
+        assert all(n.lineno > calls[0].lineno for n in imports)
+
+    def test_the_torch_range_is_written_once_more_only_in_preflight(self):
+        setup = configparser.ConfigParser()
+        setup.read(ROOT / "setup.cfg")
+        assert f"torch{TORCH_RANGE}" in setup["options"]["install_requires"].split()
+
+
+class TestGPUArchitecture:
+    CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+    CUDA_12_6 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
+
+    @pytest.mark.parametrize(
+        ("name", "capability", "architectures"),
+        [
+            ("Tesla T4", (7, 5), CUDA_13),
+            ("NVIDIA GeForce RTX 4090", (8, 9), CUDA_13),  # runs what was built for 8.0 and 8.6
+            ("NVIDIA H100", (9, 0), CUDA_13),
+            ("NVIDIA GB10", (12, 1), CUDA_13),
+            ("a card to come", (13, 0), CUDA_13),  # compiles the PTX
+            ("GeForce GTX 980", (5, 2), CUDA_12_6),
+            ("NVIDIA H100", (9, 0), ["sm_90a"]),
+        ],
+    )
+    def test_lets_a_card_pass_that_the_build_drives(self, name, capability, architectures):
+        check_gpu_architecture(name, capability, architectures, "2.11.0+cu130")
+
+    @pytest.mark.parametrize(
+        ("name", "capability", "architectures", "words"),
+        [
+            ("GeForce GTX 980", (5, 2), CUDA_13, "--index-url https://download.pytorch.org/whl/cu126"),
+            ("Tesla V100", (7, 0), CUDA_13, "--index-url https://download.pytorch.org/whl/cu126"),
+            ("NVIDIA GeForce RTX 5090", (12, 0), CUDA_12_6, "Install the default build"),
+            ("Tesla K80", (3, 7), CUDA_13, "--device cpu"),
+            ("NVIDIA Thor", (11, 0), ["sm_90a", "sm_100", "sm_120"], "Install the default build"),
+            ("Tesla T4", (7, 5), [], "no GPU code at all"),
+        ],
+    )
+    def test_says_how_to_get_a_build_for_any_other_card(self, name, capability, architectures, words):
+        with pytest.raises(ResourceError) as raised:
+            check_gpu_architecture(name, capability, architectures, "2.11.0")
+        message = str(raised.value)
+        assert raised.value.exit_code == 6
+        assert words in message
+        assert f"{name} has architecture sm_{capability[0]}{capability[1]}" in message
+        assert all(architecture in message for architecture in architectures)
+        command = f'{sys.executable} -m pip install --force-reinstall "torch{TORCH_RANGE}" "torchaudio{TORCH_RANGE}"'
+        assert capability < (5, 0) or command in message

@@ -1,0 +1,247 @@
+"""The built-in corpus is what it says: its counts, its splits, its voice, its bytes."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import soundfile
+
+from konkanivani.data import builtin_corpus
+from konkanivani.data.builtin_corpus import (
+    TEST_VOICES,
+    TRAIN_VOICES,
+    VALID_VOICES,
+    CorpusPlan,
+    CorpusSize,
+    SpokenSentence,
+    build_builtin_corpus,
+    plan_corpus,
+    read_patterns,
+    synthesize_corpus,
+)
+from konkanivani.data.manifest import read_manifest
+from konkanivani.data.speech_synthesis import SpeakingStyle, SpeechSynthesizer, reads_signs_by_name
+from konkanivani.errors import DataError, KonkaniVaniError, ResourceError, UsageError
+from konkanivani.text import normalize_text
+
+ROOT = Path(__file__).resolve().parents[1]
+MINIATURE = CorpusSize(train=14, valid=2, test=6)
+
+
+@pytest.fixture(scope="module")
+def plan() -> CorpusPlan:
+    return plan_corpus(CorpusSize())
+
+
+@pytest.fixture(scope="module")
+def synthesizer():
+    pytest.importorskip("espeakng_loader", reason="espeakng-loader is not installed")
+    with SpeechSynthesizer() as synthesizer:
+        yield synthesizer
+
+
+@pytest.fixture(scope="module")
+def miniature(tmp_path_factory) -> Path:
+    pytest.importorskip("espeakng_loader", reason="espeakng-loader is not installed")
+    directory = tmp_path_factory.mktemp("data") / "builtin"
+    assert build_builtin_corpus(directory, MINIATURE)
+    return directory
+
+
+def words_of(sentences: tuple[SpokenSentence, ...]) -> set[str]:
+    return {word for sentence in sentences for word in sentence.text.split()}
+
+
+def file_digests(directory: Path) -> dict[str, str]:
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_it_is_large_enough(plan):
+    book = read_patterns()
+    everything = plan.train + plan.valid + plan.test
+    assert len(book.seen) + len(book.unseen) >= 60
+    assert len(book.unseen) >= 10
+    assert len({sentence.text for sentence in everything}) == len(everything) == 1450
+    assert len(words_of(everything)) >= 500
+    assert len({sentence.style.voice for sentence in everything}) >= 10
+    assert {sentence.style.rate for sentence in plan.train} == {sentence.style.rate for sentence in plan.test}
+    assert all(3 <= len(sentence.text.split()) <= 12 for sentence in everything)
+
+
+def test_no_sentence_and_no_voice_is_in_two_splits(plan):
+    splits = (plan.train, plan.valid, plan.test)
+    for kind in (lambda sentence: sentence.text, lambda sentence: sentence.style.voice):
+        values = [{kind(sentence) for sentence in split} for split in splits]
+        assert sum(map(len, values)) == len(set.union(*values))
+    assert {sentence.style.voice for sentence in plan.test} == set(TEST_VOICES)
+    assert len(TRAIN_VOICES + VALID_VOICES + TEST_VOICES) == len(set(TRAIN_VOICES + VALID_VOICES + TEST_VOICES))
+
+
+@pytest.mark.parametrize("size", [CorpusSize(), MINIATURE, CorpusSize(train=100, valid=3, test=9)])
+def test_seen_and_unseen_patterns_are_marked_truly(size):
+    plan, book = plan_corpus(size), read_patterns()
+
+    def pattern_of(sentence: SpokenSentence, patterns: tuple[str, ...]) -> str:
+        return next(p for p in patterns if sentence.text in set(builtin_corpus.pattern_sentences(p, book.slots)))
+
+    trained = {sentence.text for sentence in plan.train}
+    for sentence in plan.test[:: max(1, size.test // 6)]:
+        pattern = pattern_of(sentence, book.unseen if sentence.pattern == "unseen" else book.seen)
+        in_training = trained & set(builtin_corpus.pattern_sentences(pattern, book.slots))
+        assert bool(in_training) == (sentence.pattern == "seen"), sentence.text
+    assert sum(sentence.pattern == "unseen" for sentence in plan.test) == size.test // 2
+    assert all(sentence.pattern == "seen" for sentence in plan.train + plan.valid)
+
+
+def test_unseen_patterns_bring_new_word_orders_not_new_words(plan):
+    unseen = tuple(sentence for sentence in plan.test if sentence.pattern == "unseen")
+    running = [word for sentence in unseen for word in sentence.text.split()]
+    new = [word for word in running if word not in words_of(plan.train)]
+    assert len(new) <= 0.02 * len(running), set(new)
+
+
+def test_texts_are_devanagari_and_normalised(plan):
+    for sentence in plan.train + plan.valid + plan.test:
+        assert all(character == " " or "\u0900" <= character <= "\u0963" for character in sentence.text)
+        assert sentence.text == normalize_text(sentence.text)
+
+
+def test_a_size_that_cannot_be_had_is_a_usage_error():
+    with pytest.raises(UsageError, match="Ask for fewer"):
+        plan_corpus(CorpusSize(test=10**6))
+    with pytest.raises(UsageError, match="at least"):
+        plan_corpus(CorpusSize(valid=0))
+
+
+def test_the_marathi_voice_reads_vowel_signs_and_kok_names_them(plan, synthesizer):
+    words = sorted(words_of(plan.train + plan.test))[::3]
+    assert len(words) > 200
+    assert [word for word in words if reads_signs_by_name(word, synthesizer.phonemes(word, "mr"))] == []
+    # The negative control: a voice that says "aakaar" where it should say a long a.
+    signed = ("म्हाका", "शाळेंत", "कितें", "वचपाक", "जाय")
+    assert all(reads_signs_by_name(word, synthesizer.phonemes(word, "kok")) for word in signed)
+    assert sum(reads_signs_by_name(word, synthesizer.phonemes(word, "kok")) for word in words) > 0.8 * len(words)
+
+
+def test_a_voice_that_misreads_stops_the_build(tmp_path, monkeypatch, synthesizer):
+    speak_kok = SpeechSynthesizer.phonemes
+    monkeypatch.setattr(SpeechSynthesizer, "phonemes", lambda self, text, voice: speak_kok(self, text, "kok"))
+    with pytest.raises(DataError, match="vowel signs"):
+        build_builtin_corpus(tmp_path / "builtin", MINIATURE)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("voice", TRAIN_VOICES + VALID_VOICES + TEST_VOICES)
+def test_speech_depends_on_the_request_alone(voice, synthesizer):
+    style = SpeakingStyle(voice, 175, 46)
+    first = synthesizer.speak("हांव फाल्यां पणजेंत वतलों", style)
+    synthesizer.speak("तुका कितें जाय", SpeakingStyle("mr+f2", 130, 62))
+    assert synthesizer.speak("हांव फाल्यां पणजेंत वतलों", style) == first
+    assert len(first) > 2 * synthesizer.sample_rate
+    assert first != synthesizer.speak("हांव फाल्यां पणजेंत वतलों", SpeakingStyle("mr", 175, 46))
+
+
+def test_what_cannot_be_spoken_is_a_data_error(synthesizer):
+    with pytest.raises(DataError, match="there is no such voice"):
+        synthesizer.speak("उदक", SpeakingStyle("mr+nobody"))
+    with pytest.raises(DataError, match="no letter in it"):
+        synthesizer.speak(" ।", SpeakingStyle("mr"))
+    assert synthesizer.speak("उदक", SpeakingStyle("mr"))
+
+
+def test_a_miniature_is_whole_and_its_manifests_tell_the_truth(miniature):
+    for split, count, voices in (("train", 14, TRAIN_VOICES), ("valid", 2, VALID_VOICES), ("test", 6, TEST_VOICES)):
+        utterances = read_manifest(miniature / f"{split}.jsonl").utterances
+        assert len(utterances) == count
+        for utterance in utterances:
+            samples, rate = soundfile.read(utterance.audio_path, dtype="int16")
+            information = soundfile.info(utterance.audio_path)
+            assert (rate, information.channels, information.subtype) == (16000, 1, "PCM_16")
+            assert utterance.duration == pytest.approx(len(samples) / rate, abs=1e-4)
+            assert 0.5 < utterance.duration < 8
+            assert 1000 < abs(samples.astype(int)).max() < 32767
+            assert utterance.speaker in voices
+    assert '"synthetic, Marathi voice"' in (miniature / "corpus.json").read_text(encoding="utf-8")
+
+
+def test_two_builds_have_the_same_bytes(miniature, tmp_path):
+    build_builtin_corpus(tmp_path / "again", MINIATURE)
+    assert file_digests(tmp_path / "again") == file_digests(miniature)
+
+
+def test_a_whole_corpus_is_left_alone_and_any_other_is_made_anew(miniature, tmp_path):
+    before = file_digests(miniature)
+    directory = tmp_path / "builtin"
+    os.symlink(miniature, tmp_path / "linked")
+    assert not build_builtin_corpus(tmp_path / "linked", MINIATURE)
+    assert build_builtin_corpus(directory, MINIATURE)
+    (directory / "audio" / "train-0003.flac").unlink()
+    assert build_builtin_corpus(directory, MINIATURE)
+    assert file_digests(directory) == before
+    assert build_builtin_corpus(directory, CorpusSize(train=13, valid=2, test=6))
+    assert len(read_manifest(directory / "train.jsonl").utterances) == 13
+
+
+def test_a_killed_build_leaves_nothing_half_written(miniature, tmp_path):
+    directory = tmp_path / "builtin"
+    program = "from konkanivani.data.builtin_corpus import *; build_builtin_corpus(r'%s')" % directory
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    try:
+        while not list(tmp_path.glob(".builtin.partial/audio/*.flac")):
+            assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+    assert not directory.exists()
+    assert build_builtin_corpus(directory, MINIATURE)
+    assert file_digests(directory) == file_digests(miniature)
+    assert [path.name for path in tmp_path.iterdir()] == ["builtin"]
+
+
+def test_a_folder_of_something_else_is_not_replaced(tmp_path):
+    (tmp_path / "mine.txt").write_text("kept")
+    with pytest.raises(UsageError, match="something else is there"):
+        build_builtin_corpus(tmp_path, MINIATURE)
+    assert (tmp_path / "mine.txt").read_text() == "kept"
+
+
+def test_any_sentences_can_be_spoken(synthesizer, tmp_path):
+    sentences = ["हांव घरा वतां", "तूं खंय वता"]
+    utterances = read_manifest(synthesize_corpus(sentences, tmp_path, name="more")).utterances
+    assert [utterance.text for utterance in utterances] == sentences
+    assert all(Path(utterance.audio_path).is_file() for utterance in utterances)
+
+
+def test_what_is_missing_is_a_resource_error(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceError, match="cannot be written"):
+        build_builtin_corpus(tmp_path / "file" / "builtin", MINIATURE)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ResourceError, match="pip install espeakng-loader"):
+        build_builtin_corpus(tmp_path / "builtin", MINIATURE)
+
+
+def test_a_speaking_process_that_dies_is_a_resource_error(synthesizer):
+    with SpeechSynthesizer() as dying:
+        dying._process.kill()
+        with pytest.raises(KonkaniVaniError, match="ended with code -9"):
+            dying.speak("उदक", SpeakingStyle("mr"))
+
+
+def test_the_library_is_never_loaded_here(synthesizer):
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("no /proc on this system")
+    assert "espeak" not in maps.read_text()
+
+
+def test_the_script_ends_with_the_error_s_exit_code(tmp_path):
+    (tmp_path / "mine.txt").write_text("kept")
+    script = [sys.executable, str(ROOT / "training_scripts" / "prepare_builtin_corpus.py")]
+    done = subprocess.run([*script, "--output", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == UsageError.exit_code
+    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
