@@ -119,12 +119,13 @@ def test_a_size_that_cannot_be_had_is_a_usage_error():
 
 def test_the_marathi_voice_reads_vowel_signs_and_kok_names_them(plan, synthesizer):
     words = sorted(words_of(plan.train + plan.test))[::3]
-    assert len(words) > 200
     assert [word for word in words if reads_signs_by_name(word, synthesizer.phonemes(word, "mr"))] == []
     # The negative control: a voice that says "aakaar" where it should say a long a.
-    signed = ("म्हाका", "शाळेंत", "कितें", "वचपाक", "जाय")
+    signed = ("म्हाका", "शाळेंत", "कितें", "हांव", "जाय")
     assert all(reads_signs_by_name(word, synthesizer.phonemes(word, "kok")) for word in signed)
-    assert sum(reads_signs_by_name(word, synthesizer.phonemes(word, "kok")) for word in words) > 0.8 * len(words)
+    for text in (sentence.text for sentence in plan.test[::5]):
+        assert not reads_signs_by_name(text, synthesizer.phonemes(text, "mr"))
+        assert reads_signs_by_name(text, synthesizer.phonemes(text, "kok")), text
 
 
 def test_a_voice_that_misreads_stops_the_build(tmp_path, monkeypatch, synthesizer):

@@ -1,0 +1,65 @@
+"""A small model, its step parts and windows of random speech, in float64 without dropout, for the laws that need them."""
+
+import dataclasses
+
+import torch
+
+from konkanivani.config import AugmentConfig, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.data.batch import Speech, Window
+from konkanivani.data.batching import cut_window
+from konkanivani.recipe import build_step_parts
+from konkanivani.training.step import StepParts
+
+VOCAB_SIZE = 20
+MODEL = ModelConfig(
+    d_model=16,
+    encoder_layers=2,
+    decoder_layers=2,
+    attention_heads=2,
+    convolution_kernel=7,
+    subsampling_channels=4,
+    dropout=0.0,
+)
+
+
+def double_parts(model: ModelConfig = MODEL, recompute: str = "never") -> StepParts:
+    """Step parts in float64 on the CPU; SpecAugment as in training."""
+    config = TrainConfig(model=model, memory=MemoryConfig(gradient_checkpointing=recompute), augment=AugmentConfig())
+    torch.set_default_dtype(torch.float64)
+    try:
+        return build_step_parts(config, VOCAB_SIZE, torch.device("cpu"), total_steps=100)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def speeches(count: int, seed: int = 0, augmented: bool = True) -> list[Speech]:
+    """Utterances of 0.4 to 2 s of noise in float64 with 1 to 5 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    return [
+        Speech(
+            utterance_id=f"u{number}",
+            waveform=torch.randn(draw(6_400, 32_000), generator=generator, dtype=torch.float64),
+            tokens=torch.randint(4, VOCAB_SIZE, (draw(1, 6),), generator=generator).tolist(),
+            augment_seed=number if augmented else None,
+        )
+        for number in range(count)
+    ]
+
+
+def window(spoken: list[Speech], batch_size: int) -> Window:
+    """These utterances as one window in micro-batches of `batch_size`."""
+    return cut_window(spoken, batch_size, start=2, end=3)
+
+
+def relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The norm of the difference over the norm of `one`."""
+    return float(((one - other).norm() / one.norm().clamp_min(1e-300)).detach())
+
+
+def with_dropout(model: ModelConfig, dropout: float) -> ModelConfig:
+    """The same shape with dropout."""
+    return dataclasses.replace(model, dropout=dropout)

@@ -1,0 +1,115 @@
+"""Law 8: killed at any instant of a save, truncated or bit-flipped, the newest sound checkpoint is found."""
+
+import dataclasses
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from konkanivani.checkpoint import Checkpoint, Checkpointer, read_checkpoint
+from konkanivani.errors import CheckpointError
+from tests.conftest import ROOT
+
+SAVES_FOREVER = """
+import sys, torch
+from konkanivani.checkpoint import Checkpoint, Checkpointer
+keeper = Checkpointer(sys.argv[1], keep=2)
+for step in range(1, 100_000):
+    state = {"weight": torch.full((200_000,), float(step)), "step": step}
+    keeper.save(Checkpoint("--seed 1\\n", b"tokens", 3, step, 7, {"model": state}), epoch=step // 3, is_best=step % 5 == 0)
+    print(step, flush=True)
+"""
+
+
+def checkpoint(step: int) -> Checkpoint:
+    state = {"weight": torch.full((1000,), float(step)), "step": step}
+    return Checkpoint("--seed 1\n", b"tokens", 3, step, 7, {"model": state})
+
+
+def is_sound(found: Checkpoint) -> bool:
+    """Whether the file's parts are all of one save."""
+    state = found.states["model"]
+    return state["step"] == found.step and bool((state["weight"] == found.step).all())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_killed_at_a_random_instant(tmp_path, seed):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAVES_FOREVER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    draw = random.Random(seed)
+    published = [int(process.stdout.readline()) for _ in range(draw.randint(2, 12))]
+    try:
+        process.wait(timeout=draw.random() * 0.02)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+    published += [int(line) for line in process.stdout.read().split()]
+    path, found = Checkpointer(tmp_path, keep=2).read_newest_sound()
+    assert path.name == "checkpoint_last.pt"
+    assert is_sound(found) and found.step >= published[-1]
+    for name in ("checkpoint_previous.pt", *(p.name for p in tmp_path.glob("checkpoint_epoch_*.pt"))):
+        assert is_sound(read_checkpoint(tmp_path / name))
+    assert not list(tmp_path.glob("*.damaged"))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.9999])
+def test_truncated(tmp_path, share, capsys):
+    keeper = Checkpointer(tmp_path, keep=2)
+    for step in (1, 2):
+        keeper.save(checkpoint(step))
+    last = tmp_path / "checkpoint_last.pt"
+    os.truncate(last, int(last.stat().st_size * share))
+    path, found = keeper.read_newest_sound()
+    assert (path.name, found.step) == ("checkpoint_previous.pt", 1)
+    assert "checkpoint_last.pt" in capsys.readouterr().out
+    assert (tmp_path / "checkpoint_last.pt.damaged").exists()
+
+
+def test_a_flipped_bit_is_noticed_or_harmless(tmp_path):
+    path = tmp_path / "checkpoint_last.pt"
+    Checkpointer(tmp_path, keep=2).save(checkpoint(5))
+    whole = path.read_bytes()
+    draw, noticed = random.Random(0), 0
+    for _ in range(150):
+        flipped = bytearray(whole)
+        flipped[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+        path.write_bytes(flipped)
+        try:
+            found = read_checkpoint(path)
+        except CheckpointError:
+            noticed += 1
+        else:
+            assert is_sound(found) and dataclasses.replace(found, states={}) == dataclasses.replace(
+                checkpoint(5), states={}
+            )
+    assert noticed > 75
+
+
+def test_negative_control_torch_load_alone_takes_a_flipped_bit(tmp_path):
+    """Were the CRCs not verified, the flip in the middle of the weights would be trained on."""
+    path = tmp_path / "checkpoint_last.pt"
+    Checkpointer(tmp_path, keep=2).save(checkpoint(5))
+    flipped = bytearray(path.read_bytes())
+    middle = flipped.index(torch.full((8,), 5.0).numpy().tobytes()) + 1000
+    flipped[middle] ^= 1
+    path.write_bytes(flipped)
+    loaded = torch.load(path, weights_only=True)["states"]["model"]["weight"]
+    assert not torch.equal(loaded, torch.full((1000,), 5.0))
+    with pytest.raises(CheckpointError, match="CRC"):
+        read_checkpoint(path)
+
+
+def test_all_damaged_is_refused_and_never_a_fresh_start(tmp_path):
+    keeper = Checkpointer(tmp_path, keep=2)
+    for step in (1, 2):
+        keeper.save(checkpoint(step), epoch=step, is_best=True)
+    for path in tmp_path.glob("*.pt"):
+        path.write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match="None of the 5"):
+        keeper.read_newest_sound()
+    assert Path(tmp_path / "checkpoint_last.pt.damaged").exists()

@@ -1,0 +1,55 @@
+"""Law 4: with every block recomputed: same loss, gradients and buffers, bit for bit, dropout included."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from konkanivani.losses import LossCounts
+from konkanivani.randomness import seed_step
+from konkanivani.training.step import StepParts, add_gradients
+from tests.laws.parts import MODEL, double_parts, speeches, window, with_dropout
+
+
+class CountProducts(TorchDispatchMode):
+    """Counts matrix products, which recomputing does again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.products += func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+        return func(*args, **(kwargs or {}))
+
+
+def trained(parts: StepParts) -> tuple[list[torch.Tensor], int]:
+    """Losses, gradients and buffers after a window, and the matrix products that it took."""
+    cut = window(speeches(4), 2)
+    seed_step(parts.seed, 5)
+    parts.model.train()
+    with CountProducts() as count:
+        sums = [add_gradients(parts, batch, LossCounts(cut.tokens, cut.utterances)) for batch in cut.micro_batches]
+    tensors = [t for s in sums for t in (s.ctc.detach(), s.attention.detach())]
+    tensors += [p.grad for p in parts.model.parameters()] + list(parts.model.buffers())
+    return tensors, count.products
+
+
+def test_bit_for_bit_with_dropout_and_really_recomputed():
+    model = with_dropout(MODEL, 0.3)
+    kept, products = trained(double_parts(model, "never"))
+    recomputed, more_products = trained(double_parts(model, "always"))
+    assert all(torch.equal(one, other) for one, other in zip(kept, recomputed, strict=True))
+    assert more_products > 1.2 * products
+
+
+def test_negative_control_dropout_drawn_anew_is_another_gradient():
+    model = with_dropout(MODEL, 0.3)
+    kept, _ = trained(double_parts(model, "never"))
+    parts = double_parts(model, "never")
+
+    def forgetful(block, *inputs):
+        return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+    object.__setattr__(parts, "recompute", forgetful)
+    other, _ = trained(parts)
+    assert not all(torch.equal(one, two) for one, two in zip(kept, other, strict=True))

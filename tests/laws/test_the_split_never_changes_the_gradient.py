@@ -1,0 +1,56 @@
+"""Law 2: one window as 8x1 == 4x2 == 1x8, a ragged last window included; to 1e-9 in float64."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from konkanivani.config import ModelConfig
+from konkanivani.data.batch import Window
+from konkanivani.losses import LossCounts
+from konkanivani.training.step import StepParts, StepReport, add_gradients, train_step
+from tests.laws.parts import MODEL, double_parts, relative_difference, speeches, window
+
+BOUND = 1e-9
+
+
+def gradients(parts: StepParts, cut: Window) -> dict[str, torch.Tensor]:
+    for batch in cut.micro_batches:
+        add_gradients(parts, batch, LossCounts(cut.tokens, cut.utterances))
+    return {name: p.grad.clone() for name, p in parts.model.named_parameters()}
+
+
+def stepped(cut: Window, model: ModelConfig) -> tuple[StepReport, dict[str, torch.Tensor]]:
+    parts = double_parts(model)
+    report = train_step(parts, cut, step=3)
+    return report, dict(parts.model.named_parameters())
+
+
+@pytest.mark.parametrize("encoder_type", ["conformer", "transformer"])
+@pytest.mark.parametrize("utterances", [8, 5])
+def test_any_cut_gives_the_same_gradient_loss_and_weights(utterances, encoder_type):
+    model = dataclasses.replace(MODEL, encoder_type=encoder_type)
+    spoken = speeches(utterances)
+    whole = gradients(double_parts(model), window(spoken, 8))
+    report, weights = stepped(window(spoken, 8), model)
+    for batch_size in (1, 2, 4):
+        cut = window(spoken, batch_size)
+        for name, gradient in gradients(double_parts(model), cut).items():
+            assert relative_difference(whole[name], gradient) < BOUND, name
+        other, other_weights = stepped(cut, model)
+        assert abs(report.loss - other.loss) < BOUND * abs(report.loss)
+        assert abs(report.gradient_norm - other.gradient_norm) < BOUND * report.gradient_norm
+        for name, weight in other_weights.items():
+            assert relative_difference(weights[name], weight) < BOUND, name
+
+
+def test_negative_control_averaging_the_micro_batches_means_is_another_gradient():
+    spoken = speeches(8)
+    whole = gradients(double_parts(), window(spoken, 8))
+    parts = double_parts()
+    cut = window(spoken, 2)
+    for batch in cut.micro_batches:
+        own = LossCounts(int(batch.token_lengths.sum()) * 4, len(batch.utterance_ids) * 4)
+        add_gradients(parts, batch, own)
+    wrong = {name: p.grad for name, p in parts.model.named_parameters()}
+    assert max(relative_difference(whole[name], wrong[name]) for name in whole) > 1e-3
