@@ -1,0 +1,142 @@
+"""The optimizer step's parts: preallocated optimizer state, skipped and interrupted steps, loss scaling, schedule."""
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+
+from konkanivani.config import OptimizerConfig
+from konkanivani.data.batching import Cursor
+from konkanivani.errors import NumericsError
+from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.optimizer import OptimizerState, build_optimizer, learning_rate
+from konkanivani.training.loop import MOST_SKIPS_IN_A_ROW, check_numerics
+from konkanivani.training.state import TrainState
+from konkanivani.training.step import StepParts, forward, train_step
+from tests.laws.parts import double_parts, speeches, window
+
+
+def weights_of(parts: StepParts) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in parts.model.parameters()]
+
+
+def all_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_state_allocated_beforehand_gives_the_update_of_state_allocated_on_demand():
+    results = []
+    for preallocated in (True, False):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(5, 3)
+        optimizer = build_optimizer(layer, OptimizerConfig())
+        if not preallocated:
+            optimizer.state.clear()
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(torch.ones(2, 5)).square().sum().backward()
+            optimizer.step()
+        results.append([layer.weight.detach(), layer.bias.detach()])
+    assert all_equal(*results)
+
+
+def test_the_update_allocates_no_state():
+    parts = double_parts()
+    before = {name: t.data_ptr() for name, t in OptimizerState(parts.model, parts.optimizer).state_dict().items()}
+    train_step(parts, window(speeches(2), 1), step=0)
+    after = {name: t.data_ptr() for name, t in OptimizerState(parts.model, parts.optimizer).state_dict().items()}
+    assert before == after
+
+
+def test_weight_decay_is_on_matrices_only():
+    optimizer = build_optimizer(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)), OptimizerConfig())
+    decayed, free = optimizer.param_groups
+    assert [p.dim() for p in decayed["params"]] == [2] and decayed["weight_decay"] == 0.01
+    assert [p.dim() for p in free["params"]] == [1, 1, 1] and free["weight_decay"] == 0
+
+
+def test_steps_reduce_the_loss():
+    parts = double_parts()
+    cut = window(speeches(4, augmented=False), 2)
+    losses = [train_step(parts, cut, step).loss for step in range(30)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_step_that_is_not_finite_changes_nothing_but_its_counter():
+    parts = double_parts()
+    train_step(parts, window(speeches(2), 1), step=0)
+    spoken = speeches(3, seed=1)
+    poisoned = [*spoken[:2], dataclasses.replace(spoken[2], waveform=spoken[2].waveform * float("inf"))]
+    before = weights_of(parts), [t.clone() for t in OptimizerState(parts.model, parts.optimizer).state_dict().values()]
+    report = train_step(parts, window(poisoned, 1), step=1)
+    assert report.is_skipped
+    assert all_equal(before[0], weights_of(parts))
+    assert all_equal(before[1], list(OptimizerState(parts.model, parts.optimizer).state_dict().values()))
+    state = TrainState(step=1)
+    state.advance(Cursor(0, 2), 1.0, report.is_skipped)
+    assert (state.step, state.window, state.skipped_steps, state.consecutive_skips) == (1, 2, 1, 1)
+    assert not train_step(parts, window(spoken, 1), step=1).is_skipped
+
+
+def test_an_interrupted_step_changes_nothing():
+    parts = double_parts()
+    before, asked = weights_of(parts), []
+
+    def on_the_second_look() -> bool:
+        asked.append(True)
+        return len(asked) == 2
+
+    assert train_step(parts, window(speeches(4), 2), 0, on_the_second_look) is None
+    assert all_equal(before, weights_of(parts))
+    assert all(p.grad is None for p in parts.model.parameters())
+
+
+def test_25_skips_in_a_row_or_no_scale_end_the_run():
+    run = type("Run", (), {})()
+    run.checkpointer = type("Keeper", (), {"directory": "somewhere"})()
+    run.step = dataclasses.replace(double_parts(), scaler=torch.amp.GradScaler("cpu", enabled=True))
+    report = train_step(double_parts(), window(speeches(2), 1), 0)
+    run.state = TrainState(consecutive_skips=MOST_SKIPS_IN_A_ROW - 1)
+    check_numerics(run, report)
+    with pytest.raises(NumericsError, match="loss scale"):
+        check_numerics(run, dataclasses.replace(report, scale=9e-6))
+    run.state = TrainState(consecutive_skips=MOST_SKIPS_IN_A_ROW)
+    with pytest.raises(NumericsError, match="somewhere"):
+        check_numerics(run, report)
+
+
+def test_scaled_gradients_give_the_update_of_unscaled_ones_and_an_overflow_halves_the_scale():
+    plain = double_parts()
+    scaled = dataclasses.replace(double_parts(), scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    cut = window(speeches(4), 2)
+    one, other = train_step(plain, cut, 0), train_step(scaled, cut, 0)
+    assert abs(one.gradient_norm - other.gradient_norm) < 1e-9 * one.gradient_norm
+    # The scale is a power of two, so nothing is rounded.
+    assert all_equal(weights_of(plain), weights_of(scaled))
+    broken = [dataclasses.replace(s, waveform=s.waveform * float("nan")) for s in speeches(2)]
+    assert train_step(scaled, window(broken, 1), 1).scale == 512.0
+
+
+def test_ctc_runs_in_full_precision_under_autocast():
+    config_parts = double_parts()
+    parts = dataclasses.replace(config_parts, amp_dtype=torch.bfloat16, model=config_parts.model.float())
+    spoken = [dataclasses.replace(s, waveform=s.waveform.float()) for s in speeches(2)]
+    parts = dataclasses.replace(parts, front_end=parts.front_end.float())
+    output, sums = forward(parts, window(spoken, 2).micro_batches[0])
+    assert output.ctc_logits.dtype == torch.bfloat16
+    assert sums.ctc.dtype == sums.attention.dtype == torch.float32
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "inverse_sqrt"])
+def test_learning_rate_warms_up_to_the_peak_and_falls(schedule):
+    config = OptimizerConfig(learning_rate=2e-3, warmup_steps=10, schedule=schedule)
+    rates = [learning_rate(config, step, 100) for step in range(100)]
+    assert rates[0] == pytest.approx(2e-4) and max(rates) == pytest.approx(2e-3, rel=0.05)
+    assert rates[:10] == sorted(rates[:10]) and rates[10:] == sorted(rates[10:], reverse=True)
+    if schedule == "cosine":
+        assert rates[-1] == pytest.approx(2e-5)
+
+
+def test_a_cache_cannot_exist_in_training():
+    assert not any("cache" in name for name in inspect.signature(KonkaniVaniASR.forward).parameters)
