@@ -1,4 +1,4 @@
-"""The settings of `config.py` as command-line flags and as text, and the rules that hold between them. No torch here."""
+"""The settings of `config.py` as command-line flags and as text, and the rules between them. No torch here."""
 
 import ast
 import dataclasses

@@ -28,7 +28,7 @@ class LossSums:
 
 
 def joint_loss(sums: LossSums, counts: LossCounts, ctc_weight: float) -> torch.Tensor:
-    """ctc_weight x CTC a token + (1 - ctc_weight) x attention loss a token, end token included (Watanabe et al., 2017)."""
+    """ctc_weight x CTC + (1 - ctc_weight) x attention loss, each a token, with end tokens (Watanabe et al., 2017)."""
     return ctc_weight * sums.ctc / counts.tokens + (1 - ctc_weight) * sums.attention / (
         counts.tokens + counts.utterances
     )
@@ -49,7 +49,7 @@ def ctc_loss_sum(
 def attention_loss_sum(
     logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float, ignored: int
 ) -> torch.Tensor:
-    """The summed label-smoothed cross entropy of logits (B, U + 1, V) against targets (B, U + 1); `ignored` is padding."""
+    """The summed, smoothed cross entropy of logits (B, U + 1, V) against targets (B, U + 1); `ignored` is padding."""
     with torch.autocast(logits.device.type, enabled=False):
         return F.cross_entropy(
             logits.flatten(0, 1).to(_at_least_float32(logits)),

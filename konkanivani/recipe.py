@@ -91,8 +91,8 @@ def _resumed_config(arguments: list[str], checkpoint: Checkpoint, path: Path) ->
     if found:
         listed = "".join(f"\n  {difference}" for difference in found)
         raise CheckpointError(
-            f"The flags contradict the checkpoint {path}:{listed}\nLeave these flags out to go on with it, or begin anew "
-            f"from its weights with --init_from {path} and another --checkpoint_dir (or --fresh)."
+            f"The flags contradict the checkpoint {path}:{listed}\nLeave these flags out to go on with it, or begin "
+            f"anew from its weights with --init_from {path} and another --checkpoint_dir (or --fresh)."
         )
     print(f"Going on from {path}: step {checkpoint.step}.", flush=True)
     return config
@@ -185,7 +185,7 @@ def choose_precision(config: MemoryConfig, device: torch.device) -> torch.dtype 
     # torch.cuda.is_bf16_supported() is also true where PyTorch only emulates it.
     if config.amp_dtype == "bf16" and torch.cuda.get_device_capability(device) < (8, 0):
         raise UsageError(
-            f"--amp_dtype bf16: {torch.cuda.get_device_name(device)} has no bf16 (compute capability below 8). Use fp16."
+            f"--amp_dtype bf16: {torch.cuda.get_device_name(device)} has no bf16 (architecture below 8.0). Use fp16."
         )
     return torch.bfloat16 if config.amp_dtype == "bf16" else torch.float16
 

@@ -39,7 +39,7 @@ class Batch:
     augment_seeds: tuple[int, ...] | None
 
     def to(self, device: torch.device) -> Batch:
-        """The batch with its tensors, but not its lengths, on `device`; from pinned memory the copy is not waited for."""
+        """The batch with its tensors, but not its lengths, on `device`; a copy from pinned memory is not waited for."""
         moved = {
             name: getattr(self, name).to(device, non_blocking=True)
             for name in ("waveforms", "tokens", "decoder_tokens", "targets")

@@ -64,8 +64,8 @@ def _checked(speech: Speech, utterance: Utterance) -> Speech:
     """The speech, unless the file is so much shorter than its manifest says that CTC cannot align it."""
     if encoder_frames(len(speech.waveform) / SAMPLE_RATE, 1.0) < max(1, ctc_frames_needed(speech.tokens)):
         raise DataError(
-            f"The audio file {utterance.audio_path} holds {len(speech.waveform) / SAMPLE_RATE:.2f} s, too short for its "
-            f"transcript of {len(speech.tokens)} tokens; its manifest says {utterance.duration:.2f} s. Mend the row."
+            f"The audio file {utterance.audio_path} holds {len(speech.waveform) / SAMPLE_RATE:.2f} s, too short for "
+            f"its {len(speech.tokens)} tokens; its manifest says {utterance.duration:.2f} s. Mend the row."
         )
     return speech
 

@@ -51,7 +51,7 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def write_manifest(path: str | Path, utterances: list[Utterance]) -> None:
-    """Writes one JSON line an utterance beside `path` and renames it into place; audio paths stay as `Utterance.id` has them."""
+    """Writes one JSON line an utterance beside `path`, renamed into place; audio paths are the utterances' ids."""
     path = Path(path)
     partial = path.with_name(path.name + ".partial")
     with open(partial, "w", encoding="utf-8") as file:

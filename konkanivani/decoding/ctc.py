@@ -7,7 +7,7 @@ import torch
 
 
 def greedy_ctc(logits: torch.Tensor, encoded_lengths: torch.Tensor) -> list[list[int]]:
-    """The best path of logits (B, T', V): the most likely token of each valid frame, repeats merged, blanks (0) gone."""
+    """The best path of logits (B, T', V): each valid frame's likeliest token, repeats merged, blanks (0) gone."""
     best = logits.argmax(dim=-1).cpu()
     hypotheses = []
     for row, length in zip(best, encoded_lengths.tolist(), strict=True):

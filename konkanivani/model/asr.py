@@ -39,7 +39,7 @@ class KonkaniVaniASR(torch.nn.Module):
         decoder_tokens: torch.Tensor,
         run_block: BlockRunner = run_directly,
     ) -> ASROutput:
-        """Teacher forcing: features (B, T, F), feature_lengths (B,) on the CPU, decoder_tokens (B, U + 1) from start."""
+        """Teacher forcing: features (B, T, F), feature_lengths (B,) on the CPU, decoder_tokens (B, U + 1)."""
         encoded, encoded_lengths = self.encoder(features, feature_lengths, run_block)
         return ASROutput(
             ctc_logits=self.ctc_head(encoded),

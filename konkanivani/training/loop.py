@@ -17,7 +17,7 @@ MOST_FAILED_SAVES_IN_A_ROW = 3
 
 
 def train(run: Run) -> None:
-    """Trains until `run.is_finished()`; whatever it has learned is in the newest checkpoint when it returns or raises."""
+    """Trains until `run.is_finished()`; what it has learned is in the newest checkpoint when it returns."""
     state, saver = run.state, PeriodicSaver(run)
     windows = run.windows.from_cursor(state.cursor)
     while True:
@@ -63,7 +63,8 @@ def check_numerics(run: Run, report: StepReport) -> None:
     reason = f"the loss scale fell to {report.scale:g}" if has_no_scale else f"{state.consecutive_skips} steps in a row"
     raise NumericsError(
         f"The gradients are not finite ({reason}) at step {state.step}. The last good checkpoint is in "
-        f"{run.checkpointer.directory} (--resume auto finds it). Try a lower --learning_rate, or without --mixed_precision."
+        f"{run.checkpointer.directory} (--resume auto finds it). "
+        "Try a lower --learning_rate, or leave out --mixed_precision."
     )
 
 

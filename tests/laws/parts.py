@@ -1,4 +1,4 @@
-"""A small model, its step parts and windows of random speech, in float64 without dropout, for the laws that need them."""
+"""A small model, its step parts and windows of random speech, in float64 without dropout, for the laws."""
 
 import dataclasses
 

@@ -21,7 +21,8 @@ from konkanivani.checkpoint import Checkpoint, Checkpointer
 keeper = Checkpointer(sys.argv[1], keep=2)
 for step in range(1, 100_000):
     state = {"weight": torch.full((200_000,), float(step)), "step": step}
-    keeper.save(Checkpoint("--seed 1\\n", b"tokens", 3, step, 7, {"model": state}), epoch=step // 3, is_best=step % 5 == 0)
+    whole = Checkpoint("--seed 1\\n", b"tokens", 3, step, 7, {"model": state})
+    keeper.save(whole, epoch=step // 3, is_best=step % 5 == 0)
     print(step, flush=True)
 """
 

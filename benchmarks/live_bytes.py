@@ -1,0 +1,43 @@
+"""The peak of live tensor bytes on a device that keeps no such count itself (a CPU)."""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts every storage that an operation returns while this mode is on, until it is freed.
+
+    `live` and `peak` are bytes. Views and in-place results share a storage and count once. What existed before must be
+    given to `count`. A kernel's own workspace never reaches the dispatcher and is not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def count(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Counts the storages of these tensors, unless they are counted already."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata in self._sizes:
+                continue
+            self._sizes[storage._cdata] = storage.nbytes()
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+            # PyTorch keeps a storage's Python object for as long as C++ (autograd, say) holds the storage.
+            weakref.finalize(storage, self._forget, storage._cdata).atexit = False
+
+    def _forget(self, address: int) -> None:
+        self.live -= self._sizes.pop(address)
+
+    def __torch_dispatch__(
+        self, operation: Callable, types: tuple, args: tuple = (), kwargs: Mapping | None = None
+    ) -> object:
+        result = operation(*args, **(kwargs or {}))
+        self.count(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        return result

@@ -1,0 +1,109 @@
+"""The arithmetic mean of several checkpoints' weights, which often hears better than any one of them.
+
+Averaging the last checkpoints of a run: Vaswani et al., 2017, section 6.1; Izmailov et al., 2018.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from konkanivani.checkpoint import BEST, EPOCH_NAME, LAST, PREVIOUS, Checkpoint
+from konkanivani.errors import CheckpointError
+from konkanivani.flags import config_from_text, settings_of
+
+
+@dataclass(frozen=True)
+class NamedCheckpoint:
+    """A checkpoint with the name by which messages call it."""
+
+    name: str
+    checkpoint: Checkpoint
+
+
+def average_checkpoints(checkpoints: Iterable[NamedCheckpoint]) -> Checkpoint:
+    """The mean of the models' weights, summed in float64; all else is the newest one's, and no other state is left.
+
+    One checkpoint is held at a time, so `checkpoints` may read them as they are asked for. Raises a CheckpointError
+    where one is not of the first one's shape and tokenizer, or where there is none.
+    """
+    sums: dict[str, torch.Tensor] = {}
+    first = newest = None
+    count = 0
+    for named in checkpoints:
+        named = _model_alone(named)
+        model = named.checkpoint.states["model"]
+        if first is None:
+            first = newest = named
+            sums = {name: tensor.double() for name, tensor in model.items() if tensor.is_floating_point()}
+        else:
+            _check_alike(first, named)
+            for name, total in sums.items():
+                total += model[name]
+        if named.checkpoint.step > newest.checkpoint.step:
+            newest = named
+        count += 1
+    if first is None:
+        raise CheckpointError("There is no checkpoint to average. Give the paths of checkpoint_*.pt files.")
+    model = {
+        name: (sums[name] / count).to(tensor.dtype) if name in sums else tensor
+        for name, tensor in newest.checkpoint.states["model"].items()
+    }
+    return dataclasses.replace(newest.checkpoint, states={"model": model})
+
+
+def newest_epochs(directory: str | Path, count: int) -> list[Path]:
+    """The newest `count` epoch checkpoints of a folder, oldest first; a CheckpointError where there are fewer."""
+    found = [(int(m.group(1)), p) for p in Path(directory).glob("*.pt") if (m := EPOCH_NAME.fullmatch(p.name))]
+    if len(found) < count:
+        raise CheckpointError(
+            f"{directory} holds {len(found)} epoch checkpoints, not {count}. Give a smaller --last, or train with a "
+            "larger --keep_checkpoints."
+        )
+    return [path for _, path in sorted(found)[-count:]]
+
+
+def is_name_of_a_run(path: str | Path) -> bool:
+    """Whether a training run gives its own checkpoints this name, so that resuming may take it for one."""
+    name = Path(path).name
+    return name in (LAST, PREVIOUS, BEST) or EPOCH_NAME.fullmatch(name) is not None
+
+
+def _model_alone(named: NamedCheckpoint) -> NamedCheckpoint:
+    """The checkpoint without its optimizer, which is twice the size of the model."""
+    model = named.checkpoint.states.get("model")
+    if not model or not all(isinstance(tensor, torch.Tensor) for tensor in model.values()):
+        raise CheckpointError(f"The checkpoint {named.name} holds no weights of a model. Use another one.")
+    weights = [tensor for tensor in model.values() if tensor.is_floating_point()]
+    if not all(torch.isfinite(tensor).all() for tensor in weights):
+        raise CheckpointError(f"The checkpoint {named.name} holds weights that are not finite. Leave it out.")
+    return dataclasses.replace(named, checkpoint=dataclasses.replace(named.checkpoint, states={"model": model}))
+
+
+def _check_alike(first: NamedCheckpoint, other: NamedCheckpoint) -> None:
+    found = _differences(first.checkpoint, other.checkpoint)
+    if found:
+        raise CheckpointError(
+            f"{first.name} and {other.name} cannot be averaged: {'; '.join(found)}. Average checkpoints of one run."
+        )
+
+
+def _differences(one: Checkpoint, other: Checkpoint) -> list[str]:
+    """Why the mean of two models would be no model: settings of the shape, tokens, or tensors that differ."""
+    pairs = zip(settings_of(config_from_text(one.config)), settings_of(config_from_text(other.config)), strict=True)
+    found = [
+        f"--{mine.name} is {mine.value} in the one and {theirs.value} in the other"
+        for mine, theirs in pairs
+        if mine.group == "model" and mine.name != "dropout" and mine.value != theirs.value
+    ]
+    if one.tokenizer != other.tokenizer or one.vocab_size != other.vocab_size:
+        found.append(f"their tokenizers differ ({one.vocab_size} and {other.vocab_size} tokens)")
+    if not found and _shapes(one) != _shapes(other):
+        found.append("their weights have other names, shapes or number formats")
+    return found
+
+
+def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in checkpoint.states["model"].items()}

@@ -1,0 +1,469 @@
+"""Bad input ends with one clear sentence, the exit code of its kind, and nothing half-written."""
+
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from konkanivani.checkpoint import LAST, Checkpoint, Checkpointer, read_checkpoint, write_checkpoint
+from konkanivani.data.checking import Limits, reason_to_reject
+from konkanivani.data.manifest import Utterance, read_manifest
+from konkanivani.errors import CheckpointError, DataError, KonkaniVaniError, ResourceError, UsageError
+from konkanivani.flags import parse_flags
+from konkanivani.recipe import build_run, resolve_start
+from konkanivani.training.interruption import RunLock
+from konkanivani.training.loop import PeriodicSaver, train
+from tests.conftest import ROOT, TINY_MODEL, Corpus, run_folders, run_trainer, script_command, write_corpus
+
+HOSTILE = "import os, torch\n"
+
+
+def refused(code: int, directory: Path, *flags: str) -> str:
+    """What the real script says on its way out with `code`; nothing half-written may be left in `directory`."""
+    done = run_trainer(*flags, *run_folders(directory), cwd=directory)
+    output = done.stdout + done.stderr
+    assert done.returncode == code, output
+    assert "Traceback" not in output
+    assert leftovers(directory) == []
+    return done.stderr
+
+
+def leftovers(directory: Path) -> list[Path]:
+    return [*directory.rglob("*.partial"), *directory.rglob("*.tmp")]
+
+
+def refusal(kind: type[KonkaniVaniError], directory: Path, *flags: str) -> str:
+    """The same in this process, as the script calls it; anything but `kind` fails the test."""
+    with pytest.raises(kind) as caught:
+        train(build_run(resolve_start([*TINY_MODEL, *flags, *run_folders(directory)])))
+    assert leftovers(directory) == []
+    return str(caught.value)
+
+
+# Usage: 2
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (("--train_manifst", "x.jsonl"), ("--train_manifst", "--train_manifest")),
+        (("--learning-rte", "1"), ("--learning-rte", "--learning_rate")),
+        (("--epochs", "many"), ("--epochs", "many")),
+        (("--preset", "huge"), ("huge", "minimal")),
+        (("--resume", "auto", "--fresh"), ("--resume", "--fresh", "give one of them")),
+        (
+            ("--d_model", "33", "--dropout", "2", "--epochs", "0", "--learning_rate", "nan", "--run_name", "a/b"),
+            ("--d_model 33", "--dropout must", "--epochs must", "--learning_rate must be a finite", "--run_name must"),
+        ),
+    ],
+    ids=["mistyped", "nearest", "type", "choice", "contradiction", "several"],
+)
+def test_a_flag_that_cannot_work_ends_with_2_before_torch_is_imported(tmp_path, flags, said):
+    started = time.monotonic()
+    message = refused(2, tmp_path, *flags)
+    assert time.monotonic() - started < 5  # half a second where nothing else runs
+    assert all(part in message for part in said), message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_that_is_not_there_and_a_manifest_that_is_not_given_end_with_2(corpus, tmp_path):
+    if not torch.cuda.is_available():
+        assert "--device cpu" in refused(2, tmp_path, "--device", "cuda", *corpus.flags())
+    assert "prepare_builtin_corpus.py" in refused(2, tmp_path, "--device", "cpu")
+
+
+@pytest.mark.parametrize("name, value", [("dropout", "1"), ("epochs", "0"), ("keep_checkpoints", "1"), ("seed", "-1")])
+def test_values_at_the_edge_of_what_is_allowed(name, value):
+    with pytest.raises(UsageError, match=f"--{name} must"):
+        parse_flags([f"--{name}", value])
+    allowed = {"dropout": "0", "epochs": "1", "keep_checkpoints": "2", "seed": "0"}[name]
+    parse_flags([f"--{name}", allowed])
+
+
+# Data: 3
+
+GOOD_ROW = {"audio_filepath": "a.flac", "duration": 1.0, "text": "एक"}
+MANIFESTS = {
+    "empty": (b"", "empty"),
+    "blank": (b"\n \n", "empty"),
+    "broken": (b'\n{"audio_filepath": "a', "row 3: not a line of JSON"),
+    "list": (b"\n[1]", "row 3: a list where a JSON object"),
+    "number": (b"\n3", "row 3: a int where a JSON object"),
+    "missing audio": (b'\n{"duration": 1, "text": "a"}', "row 3: audio_filepath must be"),
+    "missing text": (b'\n{"audio_filepath": "a", "duration": 1}', "row 3: text must be"),
+    "missing duration": (b'\n{"audio_filepath": "a", "text": "a"}', "row 3: duration must be"),
+    "text is a number": (b'\n{"audio_filepath": "a", "duration": 1, "text": 5}', "row 3: text must be"),
+    "duration in quotes": (b'\n{"audio_filepath": "a", "duration": "1", "text": "a"}', "row 3: duration must be"),
+    "duration is true": (b'\n{"audio_filepath": "a", "duration": true, "text": "a"}', "row 3: duration must be"),
+    "NaN duration": (b'\n{"audio_filepath": "a", "duration": NaN, "text": "a"}', "row 3: duration must be"),
+    "infinite": (b'\n{"audio_filepath": "a", "duration": 1e999, "text": "a"}', "row 3: duration must be"),
+    "negative": (b'\n{"audio_filepath": "a", "duration": -1, "text": "a"}', "row 3: duration must be"),
+    "huge": (b'\n{"audio_filepath": "a", "duration": 1' + b"0" * 400 + b', "text": "a"}', "row 3: duration must be"),
+    "audio with NUL": (b'\n{"audio_filepath": "a\\u0000", "duration": 1, "text": "a"}', "row 3: audio_filepath must"),
+    "latin-1": (b'\n{"audio_filepath": "caf\xe9", "duration": 1, "text": "a"}', "row 3: not a line of JSON"),
+    "binary": (b"\n" + bytes(range(11, 256)), "row 3: not a line of JSON"),
+    "nested": (b"\n" + b"[" * 100_000, "row 3: not a line of JSON"),
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_bad_manifest_is_refused_with_path_row_and_reason(name, tmp_path):
+    path = tmp_path / "train.jsonl"
+    content, said = MANIFESTS[name]
+    good = b"" if said == "empty" else json.dumps(GOOD_ROW).encode() + b"\n"
+    path.write_bytes(good + content)
+    with pytest.raises(DataError) as caught:
+        read_manifest(path)
+    assert str(path) in str(caught.value) and said in str(caught.value)
+    assert str(caught.value).count("\n") == 0 and len(str(caught.value)) < 1000
+
+
+def test_a_sound_manifest_is_read_with_byte_order_mark_blank_lines_and_windows_line_ends(tmp_path):
+    path = tmp_path / "train.jsonl"
+    row = json.dumps(GOOD_ROW, ensure_ascii=False).encode()
+    path.write_bytes(b"\xef\xbb\xbf" + row + b"\r\n\r\n" + row + b"\r\n")
+    assert [u.text for u in read_manifest(path).utterances] == ["एक", "एक"]
+
+
+def test_a_manifest_that_is_missing_a_folder_or_names_missing_audio_ends_with_3(corpus, tmp_path):
+    missing = str(tmp_path / "nowhere.jsonl")
+    assert "nowhere.jsonl cannot be read" in refused(3, tmp_path, *TINY_MODEL, "--train_manifest", missing)
+    assert "directory" in refusal(DataError, tmp_path, "--train_manifest", str(corpus.directory))
+    row = json.dumps(GOOD_ROW)
+    (tmp_path / "train.jsonl").write_text(row + "\n")
+    message = refused(3, tmp_path, *TINY_MODEL, "--train_manifest", str(tmp_path / "train.jsonl"))
+    assert str(tmp_path / "a.flac") in message and "take the rows out" in message
+
+
+def test_all_utterances_rejected_ends_with_3(corpus, tmp_path):
+    message = refusal(DataError, tmp_path, *corpus.flags(), "--min_duration", "19")
+    assert "None of the 26 utterances" in message and "--min_duration 19" in message
+
+
+def replace_row(directory: Path, write: Callable[[Path], None], **fields: object) -> Corpus:
+    """A corpus of six whose row 4 names a file that `write` has written, with these fields changed."""
+    corpus = write_corpus(directory, {"train": 6})
+    write(directory / "audio" / "spoilt.wav")
+    path = Path(corpus.manifest("train"))
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows[3] = {**rows[3], "audio_filepath": "audio/spoilt.wav", **fields}
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
+    return corpus
+
+
+def _truncated_flac(path: Path) -> None:
+    whole = next(path.parent.glob("*.flac")).read_bytes()
+    path.write_bytes(whole[: len(whole) * 6 // 10])
+
+
+def _with_nan(path: Path) -> None:
+    samples = np.zeros(32_000, np.float32)
+    samples[100] = np.nan
+    soundfile.write(path, samples, 16_000, subtype="FLOAT")
+
+
+SPOILT_AUDIO: dict[str, tuple[Callable[[Path], object], str]] = {
+    "text": (lambda path: path.write_text("not audio"), "cannot be read"),
+    "empty file": (lambda path: path.write_bytes(b""), "cannot be read"),
+    "truncated": (_truncated_flac, "cannot be read"),
+    "no samples": (lambda path: soundfile.write(path, np.zeros(0), 16_000), "holds 0.00 s"),
+    "NaN": (_with_nan, "not numbers"),
+    "too short": (lambda path: soundfile.write(path, np.zeros(3200), 16_000), "its manifest says 3.00 s"),
+}
+SHORT_RUN = ("--batch_size", "2", "--gradient_accumulation_steps", "1", "--epochs", "1")
+
+
+@pytest.mark.parametrize("name", SPOILT_AUDIO)
+def test_audio_that_cannot_be_used_is_named(name, tmp_path):
+    write, said = SPOILT_AUDIO[name]
+    corpus = replace_row(tmp_path / "corpus", write, duration=3.0)
+    flags = ("--train_manifest", corpus.manifest("train"), *SHORT_RUN, "--num_workers", "0")
+    message = refusal(DataError, tmp_path, *flags)
+    assert str(corpus.directory / "audio" / "spoilt.wav") in message and said in message, message
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_audio_that_cannot_be_used_ends_with_3_whatever_the_worker_count(workers, tmp_path):
+    corpus = replace_row(tmp_path / "corpus", _truncated_flac, duration=3.0)
+    flags = ("--train_manifest", corpus.manifest("train"), *SHORT_RUN, "--num_workers", workers)
+    assert "spoilt.wav cannot be read" in refused(3, tmp_path, *TINY_MODEL, *flags)
+
+
+def test_unusable_utterances_are_left_out_counted_and_listed_while_training_goes_on(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus", {"train": 10})
+    path = Path(corpus.manifest("train"))
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows[1]["duration"] = 30.0
+    rows[3]["duration"] = 0.1
+    rows[5]["text"] = "! ।"
+    rows[7]["text"] = "एक " * 60
+    rows[9]["text"] = "दोन तीन " * 40
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")  # a blank line counts as a row
+    flags = ("--train_manifest", str(path), *SHORT_RUN, "--max_tokens", "150", "--max_steps", "1")
+    done = run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "5 utterances are left out" in done.stdout
+    found = [json.loads(line) for line in (tmp_path / "runs/default/rejected.jsonl").read_text().splitlines()]
+    assert [r["row"] for r in found] == [3, 7, 11, 15, 19]
+    assert [r["audio_filepath"] for r in found] == [rows[i]["audio_filepath"] for i in (1, 3, 5, 7, 9)]
+    said = ("longer than 20 s", "shorter than --min_duration", "empty", "CTC cannot align", "more than --max_tokens")
+    assert all(part in r["reason"] for part, r in zip(said, found, strict=True)), found
+
+
+def test_an_utterance_is_rejected_exactly_where_ctc_has_a_frame_too_few():
+    limits = Limits(0.0, 20.0, 400, 1.1)
+    one_second = Utterance("a", "a", 1.0, "text")
+    # 16000 / 1.1 -> 14546 samples -> 1 + 14034 // 160 = 88 frames -> (87 // 2 - 1) // 2 = 21 encoder frames
+    assert reason_to_reject(one_second, list(range(4, 25)), limits) is None
+    assert "22 tokens" in reason_to_reject(one_second, list(range(4, 26)), limits)
+    assert "CTC" in reason_to_reject(one_second, [4, 4, *range(5, 24)], limits)  # 21 tokens and a repeat
+
+
+# Checkpoints: 4
+
+
+def small_checkpoint(step: int = 1) -> Checkpoint:
+    states = {"model": {"weight": torch.arange(2000.0)}, "progress": {"step": step}}
+    return Checkpoint("--epochs 3\n", b"tokenizer", 30, step, 7, states)
+
+
+class Bomb:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def spoil(path: Path, how: str) -> None:
+    """Damages the sound checkpoint at `path`."""
+    whole = path.read_bytes()
+    if how == "empty":
+        path.write_bytes(b"")
+    elif how.startswith("cut"):
+        path.write_bytes(whole[: int(len(whole) * float(how.split()[1]))])
+    elif how == "foreign pickle":
+        torch.save({"weights": torch.zeros(3)}, path)
+    elif how == "tensor":
+        torch.save(torch.zeros(3), path)
+    elif how == "old pickle":
+        torch.save({"format": 1}, path, _use_new_zipfile_serialization=False)
+    elif how == "newer format":
+        torch.save({"format": 99}, path)
+    elif how == "fields missing":
+        torch.save({"format": 1, "config": ""}, path)
+    elif how == "hostile":
+        torch.save({"format": 1, "config": Bomb(path.parent / "exploded")}, path)
+    elif how == "text":
+        path.write_text("version https://git-lfs.github.com/spec/v1\n")
+
+
+WAYS = ("empty", "cut 0.5", "cut 0.999", "foreign pickle", "tensor", "old pickle", "newer format", "fields missing")
+
+
+@pytest.mark.parametrize("how", [*WAYS, "hostile", "text"])
+def test_a_file_that_is_not_a_sound_checkpoint_is_refused_by_name(how, tmp_path):
+    path = tmp_path / LAST
+    write_checkpoint(path, small_checkpoint())
+    read_checkpoint(path)  # it was sound
+    spoil(path, how)
+    before = path.read_bytes()
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(path)
+    assert str(path) in str(caught.value)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == [LAST]  # nothing exploded, nothing was left
+
+
+def test_negative_control_the_hostile_pickle_is_one(tmp_path):
+    path = tmp_path / LAST
+    spoil_target = path.with_name("exploded")
+    torch.save({"format": 1, "config": Bomb(spoil_target)}, path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.load(path, weights_only=False)
+    assert spoil_target.exists()
+
+
+def same(one: Checkpoint, other: Checkpoint) -> bool:
+    weights = [c.states["model"]["weight"].view(torch.uint8) for c in (one, other)]
+    plain = [(c.config, c.tokenizer, c.vocab_size, c.step, c.plan_digest, c.states["progress"]) for c in (one, other)]
+    return torch.equal(*weights) and plain[0] == plain[1]
+
+
+def test_a_flipped_bit_anywhere_is_found_or_harmless(tmp_path):
+    path = tmp_path / LAST
+    write_checkpoint(path, small_checkpoint())
+    whole, found, unnoticed_by_torch = path.read_bytes(), 0, 0
+    for place in np.random.default_rng(0).integers(len(whole), size=150):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << int(place) % 8
+        path.write_bytes(flipped)
+        try:
+            assert same(read_checkpoint(path), small_checkpoint()), f"byte {place} changed what is read"
+        except CheckpointError:
+            found += 1
+            unnoticed_by_torch += _torch_loads(path)
+    assert found > 100
+    assert unnoticed_by_torch > 0  # the negative control: without the CRC check these would have been trained on
+
+
+def _torch_loads(path: Path) -> bool:
+    try:
+        torch.load(path, weights_only=True)
+        return True
+    except Exception:
+        return False
+
+
+def test_the_newest_sound_checkpoint_is_found_and_damaged_ones_are_set_aside(tmp_path, capsys):
+    checkpointer = Checkpointer(tmp_path, keep=3)
+    for step in (1, 2):
+        checkpointer.save(small_checkpoint(step))
+    spoil(tmp_path / LAST, "cut 0.9")
+    path, checkpoint = checkpointer.read_newest_sound()
+    assert (path.name, checkpoint.step) == ("checkpoint_previous.pt", 1)
+    assert LAST in capsys.readouterr().out
+    assert (tmp_path / (LAST + ".damaged")).exists() and not (tmp_path / LAST).exists()
+
+
+def test_where_all_are_damaged_no_run_begins_anew_however_often_it_is_started(tmp_path):
+    checkpointer = Checkpointer(tmp_path, keep=3)
+    checkpointer.save(small_checkpoint())
+    spoil(tmp_path / LAST, "empty")
+    for _ in range(2):  # a restart loop must not find an empty folder the second time
+        with pytest.raises(CheckpointError, match="--fresh"):
+            checkpointer.read_newest_sound()
+    assert checkpointer.has_checkpoints()
+    assert checkpointer.move_aside() is not None
+    assert checkpointer.read_newest_sound() is None
+
+
+def test_the_script_ends_with_4_and_leaves_a_named_checkpoint_where_it_is(corpus, tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    write_checkpoint(folder / LAST, small_checkpoint())
+    spoil(folder / LAST, "hostile")
+    message = refused(4, tmp_path, *corpus.flags(), "--resume", str(folder / LAST))
+    assert str(folder / LAST) in message and "--resume auto" in message
+    assert (folder / LAST).exists() and not (folder / "exploded").exists()
+    message = refused(4, tmp_path, *TINY_MODEL, *corpus.flags(), "--resume", "auto")
+    assert "--fresh" in message and os.listdir(folder / "..") != []
+    assert (folder / (LAST + ".damaged")).exists() and not (folder / "exploded").exists()
+
+
+@pytest.mark.parametrize("name", ["nowhere.pt", "folder"])
+def test_a_checkpoint_that_is_absent_or_a_folder_is_refused(name, tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CheckpointError, match=f"no checkpoint at .*{name}"):
+        read_checkpoint(tmp_path / name)
+
+
+# Resources: 6
+
+
+def test_folders_that_cannot_be_written_end_with_6(corpus, tmp_path):
+    (tmp_path / "file").write_text("")
+    inside = str(tmp_path / "file" / "folder")
+    done = run_trainer(*TINY_MODEL, *corpus.flags(), "--checkpoint_dir", inside, "--log_dir", str(tmp_path / "runs"))
+    assert done.returncode == 6 and "Give another --checkpoint_dir" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    with pytest.raises(ResourceError, match="Give another --log_dir"):
+        flags = ("--checkpoint_dir", str(tmp_path / "checkpoints"), "--log_dir", inside)
+        build_run(resolve_start([*TINY_MODEL, *corpus.flags(), *flags]))
+
+
+def test_a_second_trainer_in_the_same_folder_ends_with_6_and_names_the_first(corpus, tmp_path):
+    lock = RunLock(tmp_path / "checkpoints")
+    message = refused(6, tmp_path, *TINY_MODEL, *corpus.flags())
+    assert f"Process {os.getpid()} is training" in message and "--checkpoint_dir" in message
+    assert lock.path.read_text() == str(os.getpid())
+
+
+def run_with_small_disk(kilobytes: int, *flags: str) -> subprocess.CompletedProcess[str]:
+    """The script where no file may grow beyond so much, which is what a full disk is to the one who writes."""
+    limit = (kilobytes * 1024, kilobytes * 1024)
+    return subprocess.run(
+        script_command("training_scripts/train_konkanivani_asr.py", *flags),
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_a_full_disk_keeps_the_old_checkpoint_and_ends_with_6(corpus, tmp_path):
+    base = (*TINY_MODEL, "--train_manifest", corpus.manifest("train"), *run_folders(tmp_path), "--num_workers", "0")
+    assert run_trainer(*base, "--max_steps", "2").returncode == 0
+    last = tmp_path / "checkpoints" / LAST
+    before = last.read_bytes()
+    for steps in ("9", "3"):  # three failures in a row on the way; a single one, but of the last save
+        done = run_with_small_disk(64, *base, "--max_steps", steps, "--save_steps", "3", "--resume", "auto")
+        output = done.stdout + done.stderr
+        assert done.returncode == 6, output
+        assert "Traceback" not in output and "could not be written" in done.stderr
+        assert last.read_bytes() == before and read_checkpoint(last).step == 2
+        assert leftovers(tmp_path / "checkpoints") == []
+
+
+class FlakyRun:
+    """As much of a run as the saver needs; its disk is full at the saves whose numbers are in `failing`."""
+
+    def __init__(self, failing: set[int]):
+        self.failing, self.saves = failing, 0
+        self.logbook = self.checkpointer = self
+
+    def flush(self) -> None: ...
+
+    def checkpoint(self) -> None: ...
+
+    def save(self, *_: object) -> None:
+        self.saves += 1
+        if self.saves in self.failing:
+            raise ResourceError("The disk is full.")
+
+
+def test_a_failed_save_is_a_warning_and_three_in_a_row_are_an_error(capsys):
+    saver = PeriodicSaver(FlakyRun({1, 2, 4, 5, 6}))
+    for _ in range(5):
+        saver.save()
+    assert capsys.readouterr().out.count("The disk is full. Training goes on") == 4
+    with pytest.raises(ResourceError, match="disk is full"):
+        saver.save()
+
+
+# Numerics: 5
+
+
+def test_gradients_that_are_never_finite_end_with_5(corpus, tmp_path):
+    flags = ("--train_manifest", corpus.manifest("train"), "--learning_rate", "1e30", "--warmup_steps", "0")
+    more = ("--epochs", "30", "--batch_size", "4", "--gradient_accumulation_steps", "1", "--num_workers", "0")
+    message = refused(5, tmp_path, *TINY_MODEL, *flags, *more)
+    assert "--learning_rate" in message and "not finite" in message
+    for path in (tmp_path / "checkpoints").glob("*.pt"):
+        weights = read_checkpoint(path).states["model"].values()
+        assert all(math.isfinite(w.abs().max()) for w in weights if w.is_floating_point()), path
+
+
+def test_negative_control_good_input_ends_with_0(corpus, tmp_path):
+    done = run_trainer(*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), "--max_steps", "1", "--num_workers", "0")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["steps"] == 1
+    assert "Traceback" not in done.stderr and sys.executable

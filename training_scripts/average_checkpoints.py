@@ -1,0 +1,104 @@
+#!/usr/bin/env python3
+"""Writes a checkpoint of the mean of several checkpoints' weights, to evaluate or to transcribe with.
+
+    python3 training_scripts/average_checkpoints.py --checkpoint_dir checkpoints --last 3
+
+writes checkpoints/checkpoint_averaged.pt. It holds no optimizer: --resume never takes it, --init_from does.
+"""
+
+from __future__ import annotations
+
+import bootstrap
+
+bootstrap.rerun_under_venv()
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from konkanivani.errors import KonkaniVaniError, ResourceError, UsageError
+
+if TYPE_CHECKING:  # usage errors do not wait for torch
+    from konkanivani.averaging import NamedCheckpoint
+
+AVERAGED = "checkpoint_averaged.pt"
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Which checkpoints are averaged, and where to."""
+
+    checkpoints: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Checkpoints of one run."""
+    output: str | None = None
+    """File to write (None: checkpoint_averaged.pt beside the checkpoints)."""
+    checkpoint_dir: str | None = None
+    """Folder of a run, instead of naming its checkpoints."""
+    last: int = 3
+    """How many of the folder's epoch checkpoints to take, the newest ones."""
+
+
+def main(arguments: list[str]) -> int:
+    """Averages and says where the result is; returns the exit code."""
+    flags = tyro.cli(
+        Flags, args=arguments, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,), use_underscores=True
+    )
+    try:
+        check_flags(flags)
+        print(average(flags), flush=True)
+    except KonkaniVaniError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("Interrupted: nothing was written.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def check_flags(flags: Flags) -> None:
+    """Raises a UsageError where the flags do not say which checkpoints."""
+    if bool(flags.checkpoints) == (flags.checkpoint_dir is not None):
+        raise UsageError("Give either the checkpoints to average, or --checkpoint_dir with --last.")
+    if flags.last < 1:
+        raise UsageError(f"--last must be at least 1, not {flags.last}.")
+
+
+def average(flags: Flags) -> str:
+    """Writes the averaged checkpoint beside its place and renames it; returns a sentence about it."""
+    from konkanivani.averaging import average_checkpoints, is_name_of_a_run, newest_epochs
+    from konkanivani.checkpoint import write_checkpoint
+
+    paths = [Path(path) for path in flags.checkpoints]
+    if flags.checkpoint_dir is not None:
+        paths = newest_epochs(flags.checkpoint_dir, flags.last)
+    output = Path(flags.output) if flags.output else paths[0].parent / AVERAGED
+    if is_name_of_a_run(output) or output.resolve() in [path.resolve() for path in paths]:
+        raise UsageError(f"--output {output} is a name of the run's own checkpoints; name it {AVERAGED}, for example.")
+    averaged = average_checkpoints(read_each(paths))
+    partial = output.with_name(output.name + ".partial")
+    write_checkpoint(partial, averaged)
+    try:
+        os.replace(partial, output)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ResourceError(f"{output} cannot be written: {error.strerror}. Give another --output.") from None
+    names = ", ".join(path.name for path in paths)
+    return f"{output}: the mean of {len(paths)} checkpoints ({names})."
+
+
+def read_each(paths: list[Path]) -> Iterator[NamedCheckpoint]:
+    """The checkpoints, each read when its turn comes, so that one at a time takes memory."""
+    from konkanivani.averaging import NamedCheckpoint
+    from konkanivani.checkpoint import read_checkpoint
+
+    for path in paths:
+        yield NamedCheckpoint(str(path), read_checkpoint(path))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

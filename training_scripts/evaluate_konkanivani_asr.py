@@ -1,0 +1,160 @@
+#!/usr/bin/env python3
+"""Scores a checkpoint on a manifest: word and character error rates by greedy CTC, and every utterance's hypothesis.
+
+python3 training_scripts/evaluate_konkanivani_asr.py --checkpoint checkpoints/checkpoint_best.pt --manifest test.jsonl
+"""
+
+from __future__ import annotations
+
+import bootstrap
+
+bootstrap.rerun_under_venv()
+
+import json
+import math
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from konkanivani.data.manifest import Manifest, read_manifest
+from konkanivani.errors import KonkaniVaniError, ResourceError
+from konkanivani.metrics import ErrorRates, error_rates
+
+if TYPE_CHECKING:  # usage errors do not wait for torch
+    from konkanivani.training.evaluation import Evaluation
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What is scored, and where the hypotheses go."""
+
+    checkpoint: str
+    """A checkpoint_*.pt file."""
+    manifest: str
+    """JSONL manifest to score it on."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where to run."""
+    output: str | None = None
+    """File of the hypotheses (None: CHECKPOINT.MANIFEST.hypotheses.jsonl beside the checkpoint)."""
+    json: bool = False
+    """Print one line of JSON instead of sentences; rates are shares."""
+
+    @property
+    def hypotheses_path(self) -> Path:
+        """`output`, or the file beside the checkpoint that is named after both."""
+        checkpoint = Path(self.checkpoint)
+        name = f"{checkpoint.stem}.{Path(self.manifest).stem}.hypotheses.jsonl"
+        return Path(self.output) if self.output else checkpoint.parent / name
+
+
+def read_flags(arguments: list[str]) -> Flags:
+    """The command line; unknown or mistyped flags end the process with exit code 2."""
+    import tyro
+
+    return tyro.cli(
+        Flags, args=arguments, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,), use_underscores=True
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Scores, writes the hypotheses and prints the rates; returns the exit code."""
+    flags = read_flags(arguments)
+    try:
+        print(score(flags), flush=True)
+    except KonkaniVaniError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("Interrupted: no hypotheses were written.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def score(flags: Flags) -> str:
+    """Evaluates just as training's final scoring does, writes the hypotheses, and returns what is to be printed."""
+    manifest = read_manifest(flags.manifest)
+    from torch import OutOfMemoryError
+
+    from konkanivani.recipe import choose_device, evaluate_manifest, load_recognizer
+
+    try:
+        recognizer = load_recognizer(flags.checkpoint, choose_device(flags.device))
+        check_output(flags.hypotheses_path)
+        evaluation = evaluate_manifest(recognizer, flags.manifest)
+    except OutOfMemoryError as error:
+        reason = str(error).splitlines()[0]
+        raise ResourceError(f"The GPU's memory does not suffice: {reason} Evaluate with --device cpu.") from None
+    write_hypotheses(flags.hypotheses_path, evaluation, manifest)
+    if flags.json:
+        left_out = len(manifest.utterances) - len(evaluation.scored)
+        return summary_json(flags, evaluation, recognizer.checkpoint.step, left_out)
+    return summary_text(flags, evaluation)
+
+
+def check_output(path: Path) -> None:
+    """Raises a ResourceError where the hypotheses could not be written, before the work and not after it."""
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ResourceError(f"The hypotheses cannot be written to {path}. Give another --output in a folder of yours.")
+
+
+def write_hypotheses(path: Path, evaluation: Evaluation, manifest: Manifest) -> None:
+    """Writes one JSON line an utterance, in the manifest's order, beside `path` and renames it into place."""
+    place = {utterance.id: row for row, utterance in enumerate(manifest.utterances)}
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            for scored in sorted(evaluation.scored, key=lambda scored: place[scored.utterance.id]):
+                reference, hypothesis = scored.utterance.text, scored.hypothesis
+                row = {"audio_filepath": scored.utterance.id, "reference": reference, "hypothesis": hypothesis}
+                row |= asdict(error_rates([reference], [hypothesis]))
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        os.replace(partial, path)
+    except OSError as error:
+        raise ResourceError(
+            f"The hypotheses could not be written to {path}: {error.strerror or error}. Give another --output."
+        ) from None
+
+
+def patterns_of(evaluation: Evaluation) -> list[str]:
+    """The marks that the manifest sets, sorted; none in most manifests."""
+    return sorted({scored.utterance.pattern for scored in evaluation.scored} - {""})
+
+
+def summary_json(flags: Flags, evaluation: Evaluation, step: int, left_out: int) -> str:
+    """One line of JSON; rates are shares, losses nats a token, null where they are not finite numbers."""
+    rates = evaluation.rates
+    summary = {"checkpoint": flags.checkpoint, "step": step, "manifest": flags.manifest}
+    summary |= {"wer": rates.wer, "cer": rates.cer, "utterances": len(evaluation.scored), "left_out": left_out}
+    summary |= asdict(rates)
+    for pattern in patterns_of(evaluation):
+        apart = evaluation.rates_of(pattern)
+        summary |= {f"wer_{pattern}_patterns": apart.wer, f"cer_{pattern}_patterns": apart.cer}
+        summary |= {f"words_{pattern}_patterns": apart.words}
+    summary |= {name: getattr(evaluation, name) for name in ("loss", "ctc_loss", "attention_loss", "seconds")}
+    summary |= {"hypotheses": str(flags.hypotheses_path)}
+    return json.dumps({name: _rounded(value) for name, value in summary.items()}, ensure_ascii=False)
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else None
+    return value
+
+
+def summary_text(flags: Flags, evaluation: Evaluation) -> str:
+    """The rates in a few lines for a person."""
+    count, seconds = len(evaluation.scored), evaluation.seconds
+    lines = [f"{flags.manifest}: {_rates_in_words(evaluation.rates)}, {count} utterances, {seconds:.1f} s"]
+    lines += [f"  {p} patterns: {_rates_in_words(evaluation.rates_of(p))}" for p in patterns_of(evaluation)]
+    return "\n".join([*lines, f"Every hypothesis is in {flags.hypotheses_path}."])
+
+
+def _rates_in_words(rates: ErrorRates) -> str:
+    return f"WER {rates.wer:.1%}, CER {rates.cer:.1%} over {rates.words} words"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
