@@ -35,6 +35,8 @@ def load_audio(path: str | Path) -> torch.Tensor:
     except (OSError, RuntimeError) as error:  # soundfile's own errors are RuntimeErrors
         reason = "it does not exist" if not Path(path).exists() else str(error).rstrip(".")
         raise DataError(f"The audio file {path} cannot be read: {reason}. Mend the file or take its row out.") from None
+    if not len(samples):
+        raise DataError(f"The audio file {path} holds no samples. Mend the file or take its row out.")
     waveform = torch.from_numpy(samples).mean(dim=1)
     if not torch.isfinite(waveform).all():
         raise DataError(f"The audio file {path} holds samples that are not numbers. Mend the file or take its row out.")

@@ -59,14 +59,17 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:  # a full disk reaches us as either
         path.unlink(missing_ok=True)
-        reason = str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise ResourceError(
             f"The checkpoint {path} could not be written: {reason}. Free space or mend the folder."
         ) from None
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
-    """The verified checkpoint at `path`, its tensors on the CPU; a CheckpointError says what is wrong with it."""
+    """The verified checkpoint at `path`, its tensors on the CPU; a CheckpointError says what is wrong with it.
+
+    A file that may not be read, or not now for want of memory, is a ResourceError.
+    """
     path = Path(path)
     if not path.is_file():
         raise CheckpointError(f"There is no checkpoint at {path}. Give the path of a checkpoint_*.pt file.")
@@ -79,10 +82,9 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         return _parse_record(record, path)
     except CheckpointError:
         raise
-    except PermissionError:
-        raise CheckpointError(
-            f"The checkpoint {path} may not be read: permission denied. Mend its permissions."
-        ) from None
+    except (PermissionError, MemoryError) as error:  # nothing that renaming the file would mend
+        reason = "permission denied" if isinstance(error, PermissionError) else "not enough memory"
+        raise ResourceError(f"The checkpoint {path} cannot be read: {reason}. Mend that and start again.") from None
     except Exception as error:  # a damaged zip or pickle can raise nearly anything
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(
@@ -124,7 +126,7 @@ class Checkpointer:
 
     def has_checkpoints(self) -> bool:
         """Whether a run has saved something here, sound or not."""
-        return bool(self._candidates())
+        return bool(self._candidates() or self._damaged())
 
     def save(self, checkpoint: Checkpoint, epoch: int | None = None, is_best: bool = False) -> Path:
         """Publishes the checkpoint as checkpoint_last.pt, and as epoch `epoch` and as the best one where asked.
@@ -159,18 +161,17 @@ class Checkpointer:
         Damaged ones on the way are named and renamed to *.damaged; where none is sound a CheckpointError is raised,
         since beginning anew without a word would lose the run.
         """
-        candidates, problems = self._candidates(), []
-        for path in candidates:
+        for path in self._candidates():
             try:
                 return path, read_checkpoint(path)
             except CheckpointError as error:
-                problems.append(str(error))
                 aside = path.with_name(path.name + ".damaged")
                 os.replace(path, aside)
                 print(f"{error} Moved aside to {aside.name}; trying the one before.", flush=True)
-        if problems:
+        damaged = len(self._damaged())
+        if damaged:
             raise CheckpointError(
-                f"None of the {len(problems)} checkpoints in {self.directory} is sound, all are now named *.damaged. "
+                f"None of the {damaged} checkpoints in {self.directory} is sound, all are now named *.damaged. "
                 "Restore a copy, or begin anew with --fresh."
             )
         return None
@@ -197,6 +198,10 @@ class Checkpointer:
         """Checkpoints to resume from, newest first."""
         named = [self.directory / LAST, self.directory / PREVIOUS, *self._epochs(), self.directory / BEST]
         return [path for path in named if path.is_file()]
+
+    def _damaged(self) -> list[Path]:
+        """Checkpoints that were set aside; a folder of nothing else is no empty folder."""
+        return sorted(self.directory.glob("checkpoint_*.damaged"))
 
     def _prune(self) -> None:
         for path in self._epochs()[self.keep :]:

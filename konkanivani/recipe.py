@@ -276,9 +276,16 @@ def build_step_parts(config: TrainConfig, vocab_size: int, device: torch.device,
 def load_states(checkpoint: Checkpoint, stateful: dict) -> None:
     """Loads every part's state; a CheckpointError where one is missing or does not fit."""
     for name, part in stateful.items():
+        if name not in checkpoint.states:
+            raise CheckpointError(
+                f"The checkpoint holds no state of the {name} (an averaged one does not), and resuming needs it. "
+                "Begin anew from its weights with --init_from."
+            )
         try:
+            if name == "scaler" and not checkpoint.states[name]:
+                continue  # saved without loss scaling, gone on with it
             part.load_state_dict(checkpoint.states[name])
-        except (KeyError, RuntimeError, TypeError, AttributeError) as error:
+        except (RuntimeError, TypeError, AttributeError) as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise CheckpointError(
                 f"The checkpoint's {name} cannot be loaded: {reason} Use another checkpoint."

@@ -113,6 +113,8 @@ def _cut_to(
             # Within a head, evenly spaced components keep the frequencies of the rotary positions.
             is_head = "attention" in name and level == len(have) - 1 and level > 0
             chosen = torch.arange(w) * h // w if is_head else torch.arange(w)
+            if name.endswith("convolution.depthwise.weight") and axis == 2:
+                chosen = chosen + (h - w) // 2  # the taps around the frame itself
             indices = (indices[:, None] * h + chosen[None, :]).flatten()
         source = source.index_select(axis, indices)
     return source

@@ -6,8 +6,6 @@
 writes checkpoints/checkpoint_averaged.pt. It holds no optimizer: --resume never takes it, --init_from does.
 """
 
-from __future__ import annotations
-
 import bootstrap
 
 bootstrap.rerun_under_venv()
@@ -91,7 +89,7 @@ def average(flags: Flags) -> str:
     return f"{output}: the mean of {len(paths)} checkpoints ({names})."
 
 
-def read_each(paths: list[Path]) -> Iterator[NamedCheckpoint]:
+def read_each(paths: list[Path]) -> Iterator["NamedCheckpoint"]:
     """The checkpoints, each read when its turn comes, so that one at a time takes memory."""
     from konkanivani.averaging import NamedCheckpoint
     from konkanivani.checkpoint import read_checkpoint

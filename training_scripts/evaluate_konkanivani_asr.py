@@ -4,8 +4,6 @@
 python3 training_scripts/evaluate_konkanivani_asr.py --checkpoint checkpoints/checkpoint_best.pt --manifest test.jsonl
 """
 
-from __future__ import annotations
-
 import bootstrap
 
 bootstrap.rerun_under_venv()
@@ -100,7 +98,7 @@ def check_output(path: Path) -> None:
         raise ResourceError(f"The hypotheses cannot be written to {path}. Give another --output in a folder of yours.")
 
 
-def write_hypotheses(path: Path, evaluation: Evaluation, manifest: Manifest) -> None:
+def write_hypotheses(path: Path, evaluation: "Evaluation", manifest: Manifest) -> None:
     """Writes one JSON line an utterance, in the manifest's order, beside `path` and renames it into place."""
     place = {utterance.id: row for row, utterance in enumerate(manifest.utterances)}
     partial = path.with_name(path.name + ".partial")
@@ -118,12 +116,12 @@ def write_hypotheses(path: Path, evaluation: Evaluation, manifest: Manifest) -> 
         ) from None
 
 
-def patterns_of(evaluation: Evaluation) -> list[str]:
+def patterns_of(evaluation: "Evaluation") -> list[str]:
     """The marks that the manifest sets, sorted; none in most manifests."""
     return sorted({scored.utterance.pattern for scored in evaluation.scored} - {""})
 
 
-def summary_json(flags: Flags, evaluation: Evaluation, step: int, left_out: int) -> str:
+def summary_json(flags: Flags, evaluation: "Evaluation", step: int, left_out: int) -> str:
     """One line of JSON; rates are shares, losses nats a token, null where they are not finite numbers."""
     rates = evaluation.rates
     summary = {"checkpoint": flags.checkpoint, "step": step, "manifest": flags.manifest}
@@ -144,7 +142,7 @@ def _rounded(value: object) -> object:
     return value
 
 
-def summary_text(flags: Flags, evaluation: Evaluation) -> str:
+def summary_text(flags: Flags, evaluation: "Evaluation") -> str:
     """The rates in a few lines for a person."""
     count, seconds = len(evaluation.scored), evaluation.seconds
     lines = [f"{flags.manifest}: {_rates_in_words(evaluation.rates)}, {count} utterances, {seconds:.1f} s"]

@@ -81,12 +81,12 @@ def check_utterances(
             "Paths are relative to the manifest's folder; mend them or take the rows out."
         )
     kept, rejected = [], []
-    for row, utterance in enumerate(utterances, start=1):
+    for utterance in utterances:
         reason = reason_to_reject(utterance, tokenizer.encode(utterance.text), limits)
         if reason is None:
             kept.append(utterance)
         else:
-            rejected.append(Rejection(manifest, row, utterance.id, reason))
+            rejected.append(Rejection(manifest, utterance.row, utterance.id, reason))
     if not kept:
         raise DataError(
             f"None of the {len(utterances)} utterances of {manifest} can be used; the first: {rejected[0].reason}."

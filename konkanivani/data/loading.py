@@ -129,21 +129,32 @@ def _load(fetcher: _Fetcher, keys: Iterator[list], loader: LoaderConfig) -> Iter
         generator=torch.Generator(),  # the default one belongs to the training step
     )
     iterator = iter(batches)
-    while True:
-        try:
-            batch = next(iterator)
-        except StopIteration:
-            return
-        except RuntimeError as error:
-            if "DataLoader" not in str(error):
-                raise
-            reason = str(error).splitlines()[0]
-            raise ResourceError(
-                f"The audio workers failed: {reason}. Try --num_workers 0 or a longer --loader_timeout."
-            ) from None
-        if isinstance(batch, DataError):
-            raise batch
-        yield batch
+    try:
+        while True:
+            batch = _next_batch(iterator)
+            if batch is None:
+                return
+            yield batch
+    finally:
+        # Left to the garbage collector, workers that ignore SIGTERM keep a process from ending.
+        if loader.workers:
+            iterator._shutdown_workers()
+
+
+def _next_batch(iterator: Iterator) -> Window | Batch | None:
+    """The loader's next batch, None at its end; errors of the data and of the workers are raised."""
+    try:
+        batch = next(iterator, None)
+    except RuntimeError as error:
+        if "DataLoader" not in str(error):
+            raise
+        reason = str(error).splitlines()[0]
+        raise ResourceError(
+            f"The audio workers failed: {reason}. Try --num_workers 0 or a longer --loader_timeout."
+        ) from None
+    if isinstance(batch, DataError):
+        raise DataError(str(batch))
+    return batch
 
 
 def _ignore_signals(_worker: int) -> None:

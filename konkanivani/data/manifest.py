@@ -5,17 +5,21 @@ One JSON object a line: `audio_filepath` (relative to the manifest's folder, or 
 """
 
 import json
-import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from konkanivani.errors import DataError
 
+LONGEST_SECONDS = 1e9
+
 
 @dataclass(frozen=True)
 class Utterance:
-    """One row of a manifest. `id` is the audio path as the manifest writes it; `duration` is in seconds."""
+    """One row of a manifest. `id` is the audio path as the manifest writes it; `duration` is in seconds.
+
+    `row` is the line in its file, from 1 (0: from no file), and no part of what the utterance is.
+    """
 
     id: str
     audio_path: str
@@ -23,6 +27,7 @@ class Utterance:
     text: str
     speaker: str = ""
     pattern: str = ""
+    row: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -83,8 +88,7 @@ def _parse_row(line: bytes, path: Path, row: int) -> Utterance:
     if (
         isinstance(duration, bool)
         or not isinstance(duration, (int, float))
-        or not math.isfinite(duration)
-        or duration < 0
+        or not 0 <= duration < LONGEST_SECONDS
     ):
         raise DataError(f"{where}: duration must be a number of seconds, not {duration!r}. Mend or delete the row.")
     return Utterance(
@@ -94,4 +98,5 @@ def _parse_row(line: bytes, path: Path, row: int) -> Utterance:
         text=text,
         speaker=str(fields.get("speaker") or ""),
         pattern=str(fields.get("pattern") or ""),
+        row=row,
     )

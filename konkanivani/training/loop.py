@@ -1,6 +1,7 @@
 """The training loop: windows in, steps, validation, checkpoints and logs out, in the order in which they happen."""
 
 import time
+from contextlib import closing
 
 import torch
 
@@ -19,27 +20,26 @@ MOST_FAILED_SAVES_IN_A_ROW = 3
 def train(run: Run) -> None:
     """Trains until `run.is_finished()`; what it has learned is in the newest checkpoint when it returns."""
     state, saver = run.state, PeriodicSaver(run)
-    windows = run.windows.from_cursor(state.cursor)
-    while True:
-        if state.has_epoch_to_finish:
-            is_best = finish_epoch(run)
-            saver.save(epoch=state.epoch, is_best=is_best)
-        if run.is_finished():
-            break
-        window, cursor = next(windows)
-        report = train_step(run.step, window, state.step, run.interruption.is_requested)
-        if report is None:
-            saver.save()
-            raise Interrupted(
-                f"Stopped by a signal at step {state.step}; --resume auto goes on from there.",
-                run.interruption.signal_number,
-            )
-        state.advance(cursor, window.audio_seconds, report.is_skipped)
-        log_step(run, window, report)
-        check_numerics(run, report)
-        saver.save_if_due()
-    windows.close()
-    saver.save()
+    with closing(run.windows.from_cursor(state.cursor)) as windows:  # an error too must end the workers
+        while True:
+            if state.has_epoch_to_finish:
+                is_best = finish_epoch(run)
+                saver.save(epoch=state.epoch, is_best=is_best)
+            if run.is_finished():
+                break
+            window, cursor = next(windows)
+            report = train_step(run.step, window, state.step, run.interruption.is_requested)
+            if report is None:
+                saver.save(is_final=True)
+                raise Interrupted(
+                    f"Stopped by a signal at step {state.step}; --resume auto goes on from there.",
+                    run.interruption.signal_number,
+                )
+            state.advance(cursor, window.audio_seconds, report.is_skipped)
+            log_step(run, window, report)
+            check_numerics(run, report)
+            saver.save_if_due()
+    saver.save(is_final=True)
     run.progress.close()
 
 
@@ -147,8 +147,8 @@ class PeriodicSaver:
         if (by_steps or by_time) and not state.has_epoch_to_finish:
             self.save()
 
-    def save(self, epoch: int | None = None, is_best: bool = False) -> None:
-        """Saves now; a failure is a warning, three in a row an error."""
+    def save(self, epoch: int | None = None, is_best: bool = False, is_final: bool = False) -> None:
+        """Saves now; a failure is a warning, three in a row or that of the final save an error."""
         self._saved_at = time.monotonic()
         self.run.logbook.flush()
         try:
@@ -156,6 +156,6 @@ class PeriodicSaver:
             self._failures = 0
         except ResourceError as error:
             self._failures += 1
-            if self._failures >= MOST_FAILED_SAVES_IN_A_ROW:
+            if is_final or self._failures >= MOST_FAILED_SAVES_IN_A_ROW:
                 raise
             print(f"{error} Training goes on; the checkpoint before stays, the next save tries again.", flush=True)

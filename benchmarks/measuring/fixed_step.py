@@ -1,0 +1,192 @@
+"""One optimizer step on a fixed batch of features: its time, its peak of memory.
+
+B batch, T feature frames, F mel bins, U tokens.
+"""
+
+import dataclasses
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.measuring.live_bytes import LiveBytes
+from konkanivani.audio import MEL_BINS
+from konkanivani.config import TrainConfig
+from konkanivani.data.batch import Speech, Window, collate
+from konkanivani.errors import NumericsError
+from konkanivani.memory.monitor import MIB, MemoryMonitor, resident_mib
+from konkanivani.model.asr import parameter_count
+from konkanivani.recipe import build_step_parts, choose_device
+from konkanivani.text import Tokenizer
+from konkanivani.training.step import StepParts, StepReport, train_step
+
+VOCABULARY = 1000
+FIRST_TOKEN = 5
+FRAMES_PER_SECOND, TOKENS_PER_SECOND = 100, 4
+MOST_WARM_UP_STEPS = 25
+TOTAL_STEPS = 1000  # of the run that these steps pretend to begin
+
+
+@dataclass(frozen=True)
+class FixedSpeech:
+    """The utterances, longest first: features (B, T, F), frames (B,), tokens (B, U), token_lengths (B,), seconds."""
+
+    features: torch.Tensor
+    frames: torch.Tensor
+    tokens: torch.Tensor
+    token_lengths: torch.Tensor
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What was measured; step_s is the median, memory in MiB, loss in nats a token."""
+
+    peer: str
+    params: int
+    batch: int
+    accum: int
+    step_s: float
+    audio_s: float
+    audio_s_per_s: float
+    peak_mib: int
+    rss_mib: int
+    rss_growth_mib: int
+    loss: float
+    torch: str
+    preset: str
+    device: str
+    mixed_precision: bool
+    gradient_checkpointing: str
+    dropout: float
+    skipped_steps: int
+
+    def sentence(self) -> str:
+        """The result for a person."""
+        return (
+            f"{self.preset}, {self.params / 1e6:.1f} M parameters, {self.batch} utterances in {self.accum} "
+            f"micro-batches on {self.device}: {self.step_s:.2f} s a step, {self.audio_s_per_s:.1f} audio s/s, "
+            f"peak {self.peak_mib} MiB, resident +{self.rss_growth_mib} MiB"
+        )
+
+
+def measure(config: TrainConfig, steps: int) -> StepResult:
+    """Builds the model that `config` describes, warms up, times `steps` steps and then takes the peak of one more."""
+    device = choose_device(config.run.device)
+    speech = build_speech(config.window_size)
+    window = build_window(speech, config.data.gradient_accumulation_steps)
+    resident_before = resident_mib()
+    parts = build_step_parts(config, VOCABULARY, device, TOTAL_STEPS)
+    parts = dataclasses.replace(parts, front_end=take_features_as_given)
+    warm_up(parts, window)
+    times, reports = zip(*timed_steps(parts, window, steps), strict=True)
+    resident_peak = peak_resident_mib()  # before the tracker, which holds an entry a tensor
+    step_seconds = statistics.median(times)
+    return StepResult(
+        peer="konkanivani",
+        params=parameter_count(parts.model),
+        batch=config.window_size,
+        accum=config.data.gradient_accumulation_steps,
+        step_s=round(step_seconds, 4),
+        audio_s=round(speech.seconds, 1),
+        audio_s_per_s=round(speech.seconds / step_seconds, 2),
+        peak_mib=round(peak_mib(parts, window)),
+        rss_mib=round(resident_peak),
+        rss_growth_mib=round(resident_peak - resident_before),
+        loss=round(reports[-1].loss, 3),
+        torch=torch.__version__,
+        preset=config.run.preset,
+        device=device.type,
+        mixed_precision=config.memory.mixed_precision,
+        gradient_checkpointing=config.memory.gradient_checkpointing,
+        dropout=config.model.dropout,
+        skipped_steps=sum(report.is_skipped for report in reports),
+    )
+
+
+def build_speech(utterances: int) -> FixedSpeech:
+    """The fixed utterances, the same numbers on every machine: 3 to 12 s each, random features and tokens."""
+    lengths = random.Random(0)
+    seconds = sorted((lengths.uniform(3.0, 12.0) for _ in range(utterances)), reverse=True)
+    frames = torch.tensor([int(length * FRAMES_PER_SECOND) for length in seconds])
+    token_lengths = torch.tensor([max(2, int(length * TOKENS_PER_SECOND)) for length in seconds])
+    generator = torch.Generator().manual_seed(0)  # the features are drawn first, then the tokens
+    features = torch.randn(utterances, int(frames.max()), MEL_BINS, generator=generator)
+    tokens = torch.randint(FIRST_TOKEN, VOCABULARY, (utterances, int(token_lengths.max())), generator=generator)
+    return FixedSpeech(features, frames, tokens, token_lengths, sum(seconds))
+
+
+def build_window(speech: FixedSpeech, micro_batches: int) -> Window:
+    """The utterances as one window; `Batch.waveforms` carries their features (B, T, F), `sample_lengths` the frames."""
+    rows = zip(speech.features, speech.frames.tolist(), speech.tokens, speech.token_lengths.tolist(), strict=True)
+    speeches = [
+        Speech(str(number), features[:length], tokens[:token_length].tolist(), augment_seed=None)
+        for number, (features, length, tokens, token_length) in enumerate(rows)
+    ]
+    size = len(speeches) // micro_batches
+    pieces = [speeches[start : start + size] for start in range(0, len(speeches), size)]
+    batches = tuple(collate(piece, Tokenizer.start, Tokenizer.end) for piece in pieces)
+    return Window(
+        micro_batches=batches,
+        tokens=int(speech.token_lengths.sum()),
+        utterances=len(speeches),
+        audio_seconds=speech.seconds,
+        padding_share=1 - int(speech.frames.sum()) * MEL_BINS / sum(batch.waveforms.numel() for batch in batches),
+    )
+
+
+def take_features_as_given(
+    waveforms: torch.Tensor, sample_lengths: torch.Tensor, augment_seeds: tuple[int, ...] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A front end for batches that carry features already."""
+    return waveforms, sample_lengths
+
+
+def warm_up(parts: StepParts, window: Window) -> None:
+    """Steps until one has changed the weights: the first steps in fp16 only find the loss scale."""
+    for step in range(MOST_WARM_UP_STEPS):
+        if not train_step(parts, window, step).is_skipped:
+            return
+    raise NumericsError(f"The gradients of {MOST_WARM_UP_STEPS} steps in a row are not finite: nothing to measure.")
+
+
+def timed_steps(parts: StepParts, window: Window, count: int) -> Iterator[tuple[float, StepReport]]:
+    """So many steps, each with its wall time in seconds."""
+    for step in range(1, count + 1):
+        wait_for_device(parts.device)
+        started = time.perf_counter()
+        report = train_step(parts, window, step)
+        wait_for_device(parts.device)
+        yield time.perf_counter() - started, report
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Returns when the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_mib(parts: StepParts, window: Window) -> float:
+    """The peak of one more step, weights and optimizer state included: by the allocator, on a CPU of live tensors."""
+    if parts.device.type == "cuda":
+        # The monitor resets the allocator's peak at the end of each phase, and keeps the largest.
+        monitor = MemoryMonitor(parts.device, parts.monitor.empty_cache_interval)
+        torch.cuda.reset_peak_memory_stats(parts.device)
+        train_step(dataclasses.replace(parts, monitor=monitor), window, step=0)
+        return monitor.overall_peak_mib()
+    live = LiveBytes()
+    live.count([*parts.model.parameters(), *parts.model.buffers()])
+    live.count(value for state in parts.optimizer.state.values() for value in state.values())
+    with live:
+        train_step(parts, window, step=0)
+    return live.peak / MIB
+
+
+def peak_resident_mib() -> float:
+    """VmHWM of this process in MiB; not ru_maxrss, in which a process inherits the peak of the one that started it."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024

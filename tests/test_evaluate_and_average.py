@@ -1,0 +1,230 @@
+"""Scoring a checkpoint from the command line, and the mean of several checkpoints, on a tiny run of two epochs."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from konkanivani.averaging import NamedCheckpoint, average_checkpoints, newest_epochs
+from konkanivani.checkpoint import Checkpoint, Checkpointer, read_checkpoint, write_checkpoint
+from konkanivani.errors import CheckpointError
+from tests.conftest import TINY_MODEL, Corpus, run_folders, run_script, run_trainer
+
+EVALUATE = "training_scripts/evaluate_konkanivani_asr.py"
+AVERAGE = "training_scripts/average_checkpoints.py"
+COUNTS = ("word_errors", "words", "character_errors", "characters")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run's checkpoints, the manifest it was scored on, and the summary that it printed."""
+
+    checkpoints: Path
+    manifest: str
+    summary: dict
+
+    def path(self, name: str) -> Path:
+        return self.checkpoints / f"checkpoint_{name}.pt"
+
+    def named(self, name: str) -> NamedCheckpoint:
+        return NamedCheckpoint(name, read_checkpoint(self.path(name)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads_sleep_while_they_wait() -> Iterator[None]:
+    """Two threads that spin while they wait for each other are tens of times slower on cores that others use too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "passive")
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    directory = tmp_path_factory.mktemp("trained")
+    manifest = directory / "marked.jsonl"
+    rows = [json.loads(line) for line in Path(corpus.manifest("test")).read_text(encoding="utf-8").splitlines()]
+    for number, row in enumerate(rows):
+        row |= {"audio_filepath": str(corpus.directory / row["audio_filepath"])}
+        row |= {"pattern": "seen" if number % 2 else "unseen"}
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    done = run_trainer(
+        *(*TINY_MODEL, *corpus.flags(), *run_folders(directory), "--test_manifest", str(manifest)),
+        *("--epochs", "2", "--num_workers", "0", "--learning_rate", "0.003", "--warmup_steps", "2"),
+    )
+    assert done.returncode == 0, done.stderr
+    return Trained(directory / "checkpoints", str(manifest), json.loads(done.stdout.splitlines()[-1]))
+
+
+def evaluate(checkpoint: Path, manifest: str, *more: str) -> dict:
+    done = run_script(EVALUATE, "--checkpoint", str(checkpoint), "--manifest", manifest, "--json", *more)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def scored(trained: Trained) -> dict:
+    return evaluate(trained.path("best"), trained.manifest)
+
+
+def test_the_rates_are_those_of_the_trainings_own_summary(trained, scored):
+    for name in ("wer", "cer", "cer_seen_patterns", "cer_unseen_patterns"):
+        assert scored[name] == pytest.approx(trained.summary[f"test_{name}"], abs=1e-4)
+
+
+def test_the_summary_counts_what_was_scored(trained, scored):
+    assert scored["utterances"] == 5
+    assert scored["left_out"] == 0
+    assert scored["words"] == scored["words_seen_patterns"] + scored["words_unseen_patterns"] > 0
+    assert scored["wer"] == pytest.approx(scored["word_errors"] / scored["words"], abs=1e-6)
+    assert scored["cer"] == pytest.approx(scored["character_errors"] / scored["characters"], abs=1e-6)
+    assert scored["seconds"] > 0
+
+
+def test_the_hypotheses_file_sums_up_to_the_totals_in_the_manifests_order(trained, scored):
+    path = Path(scored["hypotheses"])
+    assert path == trained.checkpoints / "checkpoint_best.marked.hypotheses.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    asked = [json.loads(line) for line in Path(trained.manifest).read_text(encoding="utf-8").splitlines()]
+    assert [(r["audio_filepath"], r["reference"]) for r in rows] == [(r["audio_filepath"], r["text"]) for r in asked]
+    assert {name: sum(row[name] for row in rows) for name in COUNTS} == {name: scored[name] for name in COUNTS}
+    assert list(trained.checkpoints.glob("*.partial")) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "exit_code", "said"),
+    [
+        (("--checkpoint", "nowhere.pt", "--manifest", "{manifest}"), 4, "There is no checkpoint at nowhere.pt"),
+        (("--checkpoint", "{best}", "--manifest", "{best}"), 3, "row 1: not a line of JSON"),
+        (("--checkpoint", "{best}", "--manifest", "nowhere.jsonl"), 3, "nowhere.jsonl cannot be read"),
+        (("--checkpoint", "{best}", "--manifest", "{manifest}", "--output", "/nowhere/out"), 6, "another --output"),
+        (("--checkpoint", "{best}", "--manifest", "{manifest}", "--outptu", "x"), 2, "--output"),
+    ],
+)
+def test_what_cannot_be_scored_is_said_in_a_sentence(trained, flags, exit_code, said):
+    known = {"{best}": str(trained.path("best")), "{manifest}": trained.manifest}
+    done = run_script(EVALUATE, *(known.get(flag, flag) for flag in flags))
+    assert done.returncode == exit_code, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    return checkpoint.states["model"]
+
+
+def test_the_mean_of_a_checkpoint_with_itself_is_itself(trained):
+    one = trained.named("last")
+    for times in (1, 2, 3):
+        mean = average_checkpoints([one] * times)
+        assert list(mean.states) == ["model"]
+        assert weights(mean).keys() == weights(one.checkpoint).keys()
+        for name, tensor in weights(one.checkpoint).items():
+            assert weights(mean)[name].dtype == tensor.dtype
+            assert torch.equal(weights(mean)[name], tensor), name
+
+
+def test_the_mean_of_two_is_the_mean_with_the_newer_ones_settings(trained):
+    first, second = trained.named("epoch_1"), trained.named("epoch_2")
+    for order in ([first, second], [second, first]):
+        mean = average_checkpoints(order)
+        assert (mean.step, mean.config, mean.tokenizer) == (
+            second.checkpoint.step,
+            second.checkpoint.config,
+            second.checkpoint.tokenizer,
+        )
+        for name, tensor in weights(mean).items():
+            expected = (weights(first.checkpoint)[name].double() + weights(second.checkpoint)[name].double()) / 2
+            assert torch.equal(tensor, expected.float()), name
+    some = next(iter(weights(mean)))
+    assert not torch.equal(weights(mean)[some], weights(first.checkpoint)[some])
+
+
+def changed(named: NamedCheckpoint, part: str) -> NamedCheckpoint:
+    """The checkpoint, made unlike itself in one part."""
+    checkpoint = named.checkpoint
+    model = dict(weights(checkpoint))
+    some = next(iter(model))
+    changes = {
+        "tokenizer": {"tokenizer": checkpoint.tokenizer + b"x"},
+        "heads": {"config": checkpoint.config.replace("--attention_heads 2", "--attention_heads 4")},
+        "shape": {"states": {"model": model | {some: torch.cat([model[some], model[some]])}}},
+        "names": {"states": {"model": {name: tensor for name, tensor in model.items() if name != some}}},
+        "no model": {"states": {}},
+        "not finite": {"states": {"model": model | {some: model[some] * float("nan")}}},
+    }
+    return NamedCheckpoint(part, dataclasses.replace(checkpoint, **changes[part]))
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ("tokenizer", "last and tokenizer cannot be averaged: their tokenizers differ"),
+        ("heads", "--attention_heads is 2 in the one and 4 in the other"),
+        ("shape", "last and shape cannot be averaged: their weights"),
+        ("names", "last and names cannot be averaged: their weights"),
+        ("no model", "The checkpoint no model holds no weights"),
+        ("not finite", "The checkpoint not finite holds weights that are not finite"),
+    ],
+)
+def test_unlike_checkpoints_are_refused_by_name(trained, part, said):
+    one = trained.named("last")
+    with pytest.raises(CheckpointError, match=said):
+        average_checkpoints([one, changed(one, part)])
+
+
+def test_nothing_and_too_few_are_refused(trained):
+    with pytest.raises(CheckpointError, match="no checkpoint to average"):
+        average_checkpoints([])
+    assert [path.name for path in newest_epochs(trained.checkpoints, 1)] == ["checkpoint_epoch_2.pt"]
+    with pytest.raises(CheckpointError, match="holds 2 epoch checkpoints, not 3"):
+        newest_epochs(trained.checkpoints, 3)
+
+
+@pytest.fixture(scope="module")
+def averaged(trained: Trained) -> Path:
+    done = run_script(AVERAGE, "--checkpoint_dir", str(trained.checkpoints), "--last", "2")
+    assert done.returncode == 0, done.stderr
+    assert "checkpoint_epoch_1.pt, checkpoint_epoch_2.pt" in done.stdout
+    return trained.path("averaged")
+
+
+def test_the_averaged_checkpoint_is_a_checkpoint_that_evaluates(trained, averaged, tmp_path):
+    expected = average_checkpoints([trained.named("epoch_1"), trained.named("epoch_2")])
+    for name, tensor in weights(read_checkpoint(averaged)).items():
+        assert torch.equal(tensor, weights(expected)[name])
+    scored = evaluate(averaged, trained.manifest, "--output", str(tmp_path / "hypotheses.jsonl"))
+    assert scored["utterances"] == 5
+    assert (tmp_path / "hypotheses.jsonl").is_file()
+
+
+def test_resuming_never_takes_the_averaged_checkpoint(trained, averaged, corpus, tmp_path):
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    write_checkpoint(alone / averaged.name, read_checkpoint(averaged))
+    assert Checkpointer(alone, keep=3).read_newest_sound() is None
+    folders = run_folders(tmp_path / "resumed")
+    done = run_trainer(*TINY_MODEL, *corpus.flags(), *folders, "--num_workers", "0", "--resume", str(averaged))
+    assert done.returncode == 4, done.stdout
+    assert "optimizer" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "said"),
+    [
+        ((), 2, "either the checkpoints"),
+        (("{last}", "--checkpoint_dir", "x"), 2, "either the checkpoints"),
+        (("{last}", "--output", "checkpoint_epoch_9.pt"), 2, "run's own checkpoints"),
+        (("{last}", "--outptu", "x.pt"), 2, "--output"),
+        (("nowhere.pt",), 4, "There is no checkpoint at nowhere.pt"),
+    ],
+)
+def test_what_cannot_be_averaged_is_said_in_a_sentence(trained, arguments, exit_code, said):
+    done = run_script(AVERAGE, *(str(trained.path("last")) if a == "{last}" else a for a in arguments))
+    assert done.returncode == exit_code, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

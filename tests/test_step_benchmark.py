@@ -1,0 +1,147 @@
+"""The step benchmark measures what it says, on the batch on which others were measured."""
+
+import ast
+import json
+import os
+import random
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from benchmarks.measuring.fixed_step import build_speech, build_window
+from benchmarks.measuring.live_bytes import LiveBytes
+from tests.conftest import ROOT, script_command
+
+PEERS = ROOT.parent / "shared" / "peers" / "step_bench.py"
+SMALL = ("--preset", "minimal", "--batch", "2", "--accum", "2", "--steps", "1")
+
+
+def run_benchmark(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the benchmark on one thread: two that share a core with anything else wait for each other all the time."""
+    return subprocess.run(
+        script_command("benchmarks/step.py", *arguments),
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    done = run_benchmark(tmp_path_factory.mktemp("elsewhere"), *SMALL, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_line_holds_what_was_measured(kept):
+    assert kept["peer"] == "konkanivani"
+    assert (kept["batch"], kept["accum"], kept["dropout"], kept["gradient_checkpointing"]) == (2, 2, 0.1, "never")
+    assert kept["torch"] == torch.__version__
+    assert kept["audio_s"] == 20.4
+    assert kept["audio_s_per_s"] == pytest.approx(kept["audio_s"] / kept["step_s"], rel=0.01)
+    assert kept["loss"] > 0
+    assert kept["skipped_steps"] == 0
+    weights_and_moments = 3 * 4 * kept["params"] / 2**20  # fp32: the weights, and Adam's two moments
+    assert kept["peak_mib"] > weights_and_moments
+    assert kept["rss_mib"] > kept["rss_growth_mib"] > weights_and_moments
+
+
+def test_recomputing_lowers_the_peak_and_not_the_loss(kept, tmp_path):
+    done = run_benchmark(tmp_path, *SMALL, "--gradient_checkpointing", "always", "--json")
+    recomputed = json.loads(done.stdout.splitlines()[-1])
+    assert recomputed["peak_mib"] < kept["peak_mib"]
+    assert recomputed["loss"] == kept["loss"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--batch", "3", "--accum", "2"), "divide --batch"),
+        (("--dropout", "1"), "--dropout"),
+        (("--acum", "2"), "--accum"),
+    ],
+)
+def test_flags_that_cannot_work_end_with_two(tmp_path, flags, said):
+    done = run_benchmark(tmp_path, *flags)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_window_holds_the_whole_batch():
+    speech = build_speech(8)
+    window = build_window(speech, 4)
+    assert [len(batch.tokens) for batch in window.micro_batches] == [2, 2, 2, 2]
+    assert window.utterances == 8
+    assert window.tokens == int(speech.token_lengths.sum())
+    assert round(window.audio_seconds, 1) == 62.6
+    assert 0 < window.padding_share < 0.2
+    row = 0
+    for batch in window.micro_batches:
+        for place in range(2):
+            frames, tokens = int(speech.frames[row]), int(speech.token_lengths[row])
+            assert (int(batch.sample_lengths[place]), int(batch.token_lengths[place])) == (frames, tokens)
+            assert torch.equal(batch.waveforms[place, :frames], speech.features[row, :frames])
+            assert torch.equal(batch.tokens[place, :tokens], speech.tokens[row, :tokens])
+            row += 1
+
+
+def function_of(source: str, name: str) -> ModuleType:
+    """A module that holds one function of a source text; the rest of the text is never run."""
+    tree = ast.parse(source)
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    module = ModuleType(name)
+    module.torch, module.random, module.VOCAB = torch, random, 1000
+    exec(compile(tree, name, "exec"), module.__dict__)  # noqa: S102
+    return module
+
+
+@pytest.mark.skipif(not PEERS.is_file(), reason=f"the script that measured the others is not here: {PEERS}")
+@pytest.mark.parametrize("utterances", [1, 2, 8, 32])
+def test_the_batch_is_the_one_on_which_the_others_were_measured(utterances):
+    theirs = function_of(PEERS.read_text(encoding="utf-8"), "make_batch").make_batch(utterances)
+    ours = build_speech(utterances)
+    for mine, other in zip((ours.features, ours.frames, ours.tokens, ours.token_lengths), theirs[:4], strict=True):
+        assert torch.equal(mine, other)
+    assert ours.seconds == theirs[4]
+
+
+def test_live_bytes_of_a_case_counted_by_hand():
+    live = LiveBytes()
+    given = torch.zeros(100)  # 400 bytes
+    live.count([given, given[:10]])
+    assert (live.live, live.peak) == (400, 400)
+    with live:
+        first = torch.ones(1000)  # + 4000
+        second = first * 2  # + 4000: the peak, 8400
+        assert live.live == 8400
+        second.add_(1)
+        view = second.view(10, 100)[3:]
+        assert live.live == 8400
+        del first  # - 4000
+        assert live.live == 4400
+        del second  # the view still holds it
+        assert live.live == 4400
+        third = torch.zeros(250, dtype=torch.float64)  # + 2000
+        assert live.live == 6400
+    del view, third
+    assert (live.live, live.peak) == (400, 8400)
+
+
+def test_live_bytes_sees_what_autograd_keeps():
+    live = LiveBytes()
+    weight = torch.ones(1000, requires_grad=True)
+    live.count([weight])
+    with live:
+        loss = (weight * 2).exp().sum()  # the product is freed, the exponential is kept for the backward pass
+        assert live.live == 4000 + 4000 + 4
+        loss.backward()
+        del loss
+    assert live.live == 4000 + 4000  # the weight and its gradient
+    assert live.peak >= 4000 + 2 * 4000
