@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -18,7 +17,7 @@ from konkanivani.audio import MEL_BINS
 from konkanivani.config import TrainConfig
 from konkanivani.data.batch import Speech, Window, collate
 from konkanivani.errors import NumericsError
-from konkanivani.memory.monitor import MIB, MemoryMonitor, resident_mib
+from konkanivani.memory.monitor import MIB, MemoryMonitor, peak_resident_mib, resident_mib
 from konkanivani.model.asr import parameter_count
 from konkanivani.recipe import build_step_parts, choose_device
 from konkanivani.text import Tokenizer
@@ -184,9 +183,3 @@ def peak_mib(parts: StepParts, window: Window) -> float:
     with live:
         train_step(parts, window, step=0)
     return live.peak / MIB
-
-
-def peak_resident_mib() -> float:
-    """VmHWM of this process in MiB; not ru_maxrss, in which a process inherits the peak of the one that started it."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024

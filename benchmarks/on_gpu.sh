@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# The guide's command lines on a CUDA card, and the peak memory of each preset in fp16. Needs .venv or a Python that has
+# everything, and data/builtin (`python3 training_scripts/prepare_builtin_corpus.py --output data/builtin`).
+#
+#   benchmarks/on_gpu.sh [FOLDER]      where checkpoints and logs go; a temporary folder by default
+set -euo pipefail
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+folder="${1:-$(mktemp -d)}"
+train=(python3 training_scripts/train_konkanivani_asr.py)
+corpus=(--train_manifest data/builtin/train.jsonl --valid_manifest data/builtin/valid.jsonl
+    --test_manifest data/builtin/test.jsonl --vocab_size 100)
+optimized=(--mixed_precision --device cuda --d_model 192 --encoder_layers 8 --decoder_layers 4)
+
+echo "== 192 wide, 8 + 4 layers, 2 x 4, fp16: two epochs, then on from the first one's checkpoint, cut as 1 x 8"
+"${train[@]}" "${corpus[@]}" "${optimized[@]}" --batch_size 2 --gradient_accumulation_steps 4 --epochs 2 \
+    --checkpoint_dir "$folder/checkpoints" --log_dir "$folder/runs"
+"${train[@]}" --batch_size 2 --gradient_accumulation_steps 4 "${optimized[@]}" \
+    --resume "$folder/checkpoints/checkpoint_epoch_1.pt"
+"${train[@]}" --batch_size 1 --gradient_accumulation_steps 8 --mixed_precision --device cuda \
+    --resume "$folder/checkpoints/checkpoint_epoch_1.pt"
+
+echo "== peak memory and time of one step, fp16"
+for preset in original optimized minimal; do
+    for accum in 8 4 1; do
+        for recompute in never always; do
+            python3 benchmarks/step.py --preset "$preset" --batch 8 --accum "$accum" --gradient_checkpointing "$recompute" \
+                --device cuda --mixed_precision --json
+        done
+    done
+done
