@@ -36,6 +36,7 @@ from konkanivani.preflight import check_gpu_architecture
 from konkanivani.randomness import seed_of
 from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
 from konkanivani.training.evaluation import Evaluation
+from konkanivani.training.forward import ForwardPass
 from konkanivani.training.interruption import Interruption, RunLock
 from konkanivani.training.progress import Progress
 from konkanivani.training.run import EvaluationSet, Run
@@ -252,21 +253,27 @@ def build_evaluation_set(
     return EvaluationSet(EvaluationSpeech(kept, tokenizer), plan, _loader(config, device)), rejected
 
 
-def build_step_parts(config: TrainConfig, vocab_size: int, device: torch.device, total_steps: int) -> StepParts:
-    """Model, optimizer and everything else that a step works with, freshly initialised from the seed."""
+def build_forward(config: TrainConfig, vocab_size: int, device: torch.device) -> ForwardPass:
+    """Model and front end, freshly initialised from the seed."""
     torch.manual_seed(seed_of(config.run.seed, "weights"))
-    model = KonkaniVaniASR(config.model, vocab_size, MEL_BINS).to(device)
-    amp_dtype = choose_precision(config.memory, device)
-    return StepParts(
-        model=model,
+    return ForwardPass(
+        model=KonkaniVaniASR(config.model, vocab_size, MEL_BINS).to(device),
         front_end=FrontEnd(config.augment).to(device),
-        optimizer=build_optimizer(model, config.optimizer),
-        scaler=torch.amp.GradScaler(device.type, enabled=amp_dtype == torch.float16),
         recompute=RecomputePolicy(config.memory.gradient_checkpointing),
         monitor=MemoryMonitor(device, config.memory.empty_cache_interval),
         device=device,
-        amp_dtype=amp_dtype,
+        amp_dtype=choose_precision(config.memory, device),
         loss=config.loss,
+    )
+
+
+def build_step_parts(config: TrainConfig, vocab_size: int, device: torch.device, total_steps: int) -> StepParts:
+    """Everything that a step works with, freshly initialised from the seed."""
+    forward = build_forward(config, vocab_size, device)
+    return StepParts(
+        forward=forward,
+        optimizer=build_optimizer(forward.model, config.optimizer),
+        scaler=torch.amp.GradScaler(device.type, enabled=forward.amp_dtype == torch.float16),
         schedule=config.optimizer,
         total_steps=total_steps,
         seed=config.run.seed,
@@ -331,7 +338,8 @@ def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainingSpeech, pla
     model, hours = config.model, planner.durations.sum() / 3600
     print(
         f"{model.encoder_type} {model.d_model}, {model.encoder_layers}+{model.decoder_layers} layers, "
-        f"{parameter_count(step.model) / 1e6:.1f} M parameters, {step.model.vocab_size} tokens, on {step.device}; "
+        f"{parameter_count(step.model) / 1e6:.1f} M parameters, {step.model.vocab_size} tokens, "
+        f"on {step.forward.device}; "
         f"{len(speech.utterances)} utterances, {hours:.2f} h; {config.data.batch_size} x "
         f"{config.data.gradient_accumulation_steps} utterances a step, {planner.windows_per_epoch()} steps an epoch, "
         f"{step.total_steps} in all.",
@@ -346,25 +354,27 @@ class Recognizer:
     checkpoint: Checkpoint
     config: TrainConfig
     tokenizer: Tokenizer
-    step: StepParts
+    forward: ForwardPass
 
 
 def load_recognizer(path: str | Path, device: torch.device) -> Recognizer:
-    """The model of the checkpoint at `path` on `device`."""
+    """The model of the checkpoint at `path` on `device`, in full precision there."""
     checkpoint = read_checkpoint(path)
     config = config_from_text(checkpoint.config)
-    step = build_step_parts(config, checkpoint.vocab_size, device, total_steps=1)
-    load_states(checkpoint, {"model": step.model})
-    return Recognizer(checkpoint, config, Tokenizer(checkpoint.tokenizer), step)
+    # The card that it was trained on may have had formats that this device lacks.
+    config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, mixed_precision=False))
+    forward = build_forward(config, checkpoint.vocab_size, device)
+    load_states(checkpoint, {"model": forward.model})
+    return Recognizer(checkpoint, config, Tokenizer(checkpoint.tokenizer), forward)
 
 
 def evaluate_manifest(recognizer: Recognizer, manifest: str) -> Evaluation:
     """The recognizer's losses and error rates over a manifest, by greedy CTC."""
-    config, device = recognizer.config, recognizer.step.device
-    utterances, rejections = build_evaluation_set(manifest, config, recognizer.tokenizer, device)
+    config, forward = recognizer.config, recognizer.forward
+    utterances, rejections = build_evaluation_set(manifest, config, recognizer.tokenizer, forward.device)
     for rejection in rejections:
         print(f"Left out: {manifest}, row {rejection.row}, {rejection.audio_filepath}: {rejection.reason}", flush=True)
-    return utterances.evaluate(recognizer.step, greedy_ctc)
+    return utterances.evaluate(forward, greedy_ctc)
 
 
 def best_checkpoint(directory: str | Path) -> Path:

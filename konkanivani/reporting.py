@@ -18,7 +18,7 @@ def train_and_report(arguments: list[str]) -> str:
     best = best_checkpoint(start.config.run.checkpoint_dir)
     test = None
     if start.config.data.test_manifest:
-        recognizer = load_recognizer(best, run.step.device)
+        recognizer = load_recognizer(best, run.step.forward.device)
         test = evaluate_manifest(recognizer, start.config.data.test_manifest)
     log_directory = start.config.run.log_dir
     print(f"Look at the run with: .venv/bin/tensorboard --logdir {log_directory} --host 127.0.0.1", flush=True)
@@ -37,7 +37,7 @@ def summary_line(run: Run, test: Evaluation | None, checkpoint: str, tensorboard
         "epochs": run.state.epochs_finished,
         "best_valid_score": run.state.best_score if run.validation else None,
         "audio_seconds_per_second": run.progress.audio_seconds_per_second(),
-        "peak_memory_mib": run.step.monitor.overall_peak_mib(),
+        "peak_memory_mib": run.step.forward.monitor.overall_peak_mib(),
         "checkpoint": checkpoint,
         "tensorboard": tensorboard,
     }

@@ -13,7 +13,7 @@ from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.optimizer import OptimizerState, build_optimizer, learning_rate
 from konkanivani.training.loop import MOST_SKIPS_IN_A_ROW, check_numerics
 from konkanivani.training.state import TrainState
-from konkanivani.training.step import StepParts, forward, train_step
+from konkanivani.training.step import StepParts, train_step
 from tests.laws.parts import double_parts, speeches, window
 
 
@@ -119,11 +119,12 @@ def test_scaled_gradients_give_the_update_of_unscaled_ones_and_an_overflow_halve
 
 
 def test_ctc_runs_in_full_precision_under_autocast():
-    config_parts = double_parts()
-    parts = dataclasses.replace(config_parts, amp_dtype=torch.bfloat16, model=config_parts.model.float())
+    forward = double_parts().forward
     spoken = [dataclasses.replace(s, waveform=s.waveform.float()) for s in speeches(2)]
-    parts = dataclasses.replace(parts, front_end=parts.front_end.float())
-    output, sums = forward(parts, window(spoken, 2).micro_batches[0])
+    forward = dataclasses.replace(
+        forward, amp_dtype=torch.bfloat16, model=forward.model.float(), front_end=forward.front_end.float()
+    )
+    output, sums = forward(window(spoken, 2).micro_batches[0])
     assert output.ctc_logits.dtype == torch.bfloat16
     assert sums.ctc.dtype == sums.attention.dtype == torch.float32
 

@@ -21,6 +21,7 @@ from konkanivani.memory.monitor import MIB, MemoryMonitor, peak_resident_mib, re
 from konkanivani.model.asr import parameter_count
 from konkanivani.recipe import build_step_parts, choose_device
 from konkanivani.text import Tokenizer
+from konkanivani.training.forward import ForwardPass
 from konkanivani.training.step import StepParts, StepReport, train_step
 
 VOCABULARY = 1000
@@ -80,7 +81,7 @@ def measure(config: TrainConfig, steps: int) -> StepResult:
     window = build_window(speech, config.data.gradient_accumulation_steps)
     resident_before = resident_mib()
     parts = build_step_parts(config, VOCABULARY, device, TOTAL_STEPS)
-    parts = dataclasses.replace(parts, front_end=take_features_as_given)
+    parts = with_forward(parts, dataclasses.replace(parts.forward, front_end=take_features_as_given))
     warm_up(parts, window)
     times, reports = zip(*timed_steps(parts, window, steps), strict=True)
     resident_peak = peak_resident_mib()  # before the tracker, which holds an entry a tensor
@@ -145,6 +146,11 @@ def take_features_as_given(
     return waveforms, sample_lengths
 
 
+def with_forward(parts: StepParts, forward: ForwardPass) -> StepParts:
+    """The same step with another forward pass."""
+    return dataclasses.replace(parts, forward=forward)
+
+
 def warm_up(parts: StepParts, window: Window) -> None:
     """Steps until one has changed the weights: the first steps in fp16 only find the loss scale."""
     for step in range(MOST_WARM_UP_STEPS):
@@ -156,10 +162,10 @@ def warm_up(parts: StepParts, window: Window) -> None:
 def timed_steps(parts: StepParts, window: Window, count: int) -> Iterator[tuple[float, StepReport]]:
     """So many steps, each with its wall time in seconds."""
     for step in range(1, count + 1):
-        wait_for_device(parts.device)
+        wait_for_device(parts.forward.device)
         started = time.perf_counter()
         report = train_step(parts, window, step)
-        wait_for_device(parts.device)
+        wait_for_device(parts.forward.device)
         yield time.perf_counter() - started, report
 
 
@@ -171,11 +177,11 @@ def wait_for_device(device: torch.device) -> None:
 
 def peak_mib(parts: StepParts, window: Window) -> float:
     """The peak of one more step, weights and optimizer state included: by the allocator, on a CPU of live tensors."""
-    if parts.device.type == "cuda":
+    if parts.forward.device.type == "cuda":
         # The monitor resets the allocator's peak at the end of each phase, and keeps the largest.
-        monitor = MemoryMonitor(parts.device, parts.monitor.empty_cache_interval)
-        torch.cuda.reset_peak_memory_stats(parts.device)
-        train_step(dataclasses.replace(parts, monitor=monitor), window, step=0)
+        monitor = MemoryMonitor(parts.forward.device, parts.forward.monitor.empty_cache_interval)
+        torch.cuda.reset_peak_memory_stats(parts.forward.device)
+        train_step(with_forward(parts, dataclasses.replace(parts.forward, monitor=monitor)), window, step=0)
         return monitor.overall_peak_mib()
     live = LiveBytes()
     live.count([*parts.model.parameters(), *parts.model.buffers()])

@@ -10,7 +10,7 @@ from konkanivani.data.batch import Batch
 from konkanivani.data.manifest import Utterance
 from konkanivani.metrics import ErrorRates, error_rates
 from konkanivani.text import Tokenizer
-from konkanivani.training.step import StepParts, forward
+from konkanivani.training.forward import ForwardPass
 
 # CTC logits (B, T', V) and encoded_lengths (B,) -> token ids of each utterance.
 Decoder = Callable[[torch.Tensor, torch.Tensor], list[list[int]]]
@@ -47,25 +47,25 @@ def rates_over(scored: list[ScoredUtterance]) -> ErrorRates:
 
 @torch.no_grad()
 def evaluate(
-    parts: StepParts,
+    forward: ForwardPass,
     batches: Iterable[tuple[Batch, list[Utterance]]],
     tokenizer: Tokenizer,
     decode: Decoder,
 ) -> Evaluation:
     """Evaluates `batches`, each with its utterances in order; the weights stay as they are."""
     started = time.perf_counter()
-    parts.model.eval()
-    totals, tokens, scored = torch.zeros(2, dtype=torch.float64, device=parts.device), 0, []
+    forward.model.eval()
+    totals, tokens, scored = torch.zeros(2, dtype=torch.float64, device=forward.device), 0, []
     for batch, utterances in batches:
-        output, sums = forward(parts, batch.to(parts.device))
+        output, sums = forward(batch)
         totals += torch.stack([sums.ctc, sums.attention])
         tokens += int(batch.token_lengths.sum())
         hypotheses = decode(output.ctc_logits, output.encoded_lengths)
         scored += [ScoredUtterance(u, tokenizer.decode(h)) for u, h in zip(utterances, hypotheses, strict=True)]
-        parts.monitor.end_phase("validation")
+        forward.monitor.end_phase("validation")
     ctc_loss, attention_loss = totals[0].item() / tokens, totals[1].item() / (tokens + len(scored))
     return Evaluation(
-        loss=parts.loss.ctc_weight * ctc_loss + (1 - parts.loss.ctc_weight) * attention_loss,
+        loss=forward.loss.ctc_weight * ctc_loss + (1 - forward.loss.ctc_weight) * attention_loss,
         ctc_loss=ctc_loss,
         attention_loss=attention_loss,
         rates=rates_over(scored),

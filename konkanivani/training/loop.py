@@ -10,7 +10,7 @@ from konkanivani.errors import Interrupted, NumericsError, ResourceError
 from konkanivani.logbook import HypothesisPair, SpectrogramRecord, StepRecord, ValidationRecord
 from konkanivani.training.evaluation import Evaluation
 from konkanivani.training.run import Run
-from konkanivani.training.step import StepReport, autocast, train_step
+from konkanivani.training.step import StepReport, train_step
 
 MOST_SKIPS_IN_A_ROW = 25
 SMALLEST_SCALE = 1e-5
@@ -47,7 +47,7 @@ def finish_epoch(run: Run) -> bool:
     """Validates the epoch whose windows are all consumed; whether it is the best so far (by CER, else by loss)."""
     if run.validation is None:
         return run.state.finish_epoch(score=float(-run.state.epoch))
-    evaluation = run.validation.evaluate(run.step, run.decode)
+    evaluation = run.validation.evaluate(run.step.forward, run.decode)
     log_validation(run, evaluation)
     run.progress.lap()  # validation is not training time
     score = evaluation.rates.cer
@@ -71,7 +71,7 @@ def check_numerics(run: Run, report: StepReport) -> None:
 def log_step(run: Run, window: Window, report: StepReport) -> None:
     """Logs one consumed window; a skipped one has no step of its own and shows up in the next one's count."""
     seconds = run.progress.lap()
-    run.progress.show(report, window.audio_seconds, seconds, run.step.monitor.overall_peak_mib())
+    run.progress.show(report, window.audio_seconds, seconds, run.step.forward.monitor.overall_peak_mib())
     if report.is_skipped:
         return
     record = StepRecord(
@@ -90,7 +90,7 @@ def log_step(run: Run, window: Window, report: StepReport) -> None:
         tokens=window.tokens,
         utterances=window.utterances,
         seconds=seconds,
-        memory=run.step.monitor.report(),
+        memory=run.step.forward.monitor.report(),
     )
     run.logbook.log(record)
 
@@ -98,7 +98,7 @@ def log_step(run: Run, window: Window, report: StepReport) -> None:
 def log_validation(run: Run, evaluation: Evaluation) -> None:
     """Logs the rates, five fixed utterances, and the first of them as a picture and as sound."""
     shown = sorted(evaluation.scored, key=lambda scored: scored.utterance.id)[:5]
-    memory = [phase for phase in run.step.monitor.report() if phase.phase == "validation"]
+    memory = [phase for phase in run.step.forward.monitor.report() if phase.phase == "validation"]
     record = ValidationRecord(
         step=run.state.step,
         epoch=run.state.epoch,
@@ -122,10 +122,11 @@ def log_spectrogram(run: Run, utterance_id: str) -> None:
     speech = run.validation.speech
     index = next(i for i, utterance in enumerate(speech.utterances) if utterance.id == utterance_id)
     waveform = speech[index].waveform
-    features, lengths = run.step.front_end(waveform[None].to(run.step.device), torch.tensor([len(waveform)]), None)
-    run.step.model.eval()
-    with autocast(run.step):
-        logits, _ = run.step.model.ctc_logits(features, lengths)
+    forward = run.step.forward
+    features, lengths = forward.front_end(waveform[None].to(forward.device), torch.tensor([len(waveform)]), None)
+    forward.model.eval()
+    with forward.autocast():
+        logits, _ = forward.model.ctc_logits(features, lengths)
     posteriors = logits[0].float().softmax(dim=-1).cpu()
     run.logbook.log(SpectrogramRecord(run.state.step, utterance_id, waveform, features[0].float().cpu(), posteriors))
 

@@ -11,6 +11,7 @@ from konkanivani.data.loading import EvaluationSpeech, LoaderConfig, WindowStrea
 from konkanivani.logbook import Logbook
 from konkanivani.text import Tokenizer
 from konkanivani.training.evaluation import Decoder, Evaluation, evaluate
+from konkanivani.training.forward import ForwardPass
 from konkanivani.training.interruption import Interruption, RunLock
 from konkanivani.training.progress import Progress
 from konkanivani.training.state import TrainState
@@ -25,11 +26,11 @@ class EvaluationSet:
     plan: list[np.ndarray]
     loader: LoaderConfig
 
-    def evaluate(self, parts: StepParts, decode: Decoder) -> Evaluation:
+    def evaluate(self, forward: ForwardPass, decode: Decoder) -> Evaluation:
         """The model's losses and error rates over the set."""
         utterances = ([self.speech.utterances[index] for index in batch] for batch in self.plan)
         batches = load_batches(self.speech, self.plan, self.loader)
-        return evaluate(parts, zip(batches, utterances, strict=True), self.speech.tokenizer, decode)
+        return evaluate(forward, zip(batches, utterances, strict=True), self.speech.tokenizer, decode)
 
 
 @dataclass(frozen=True)

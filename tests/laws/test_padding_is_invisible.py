@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from konkanivani.training.step import StepParts, forward
+from konkanivani.training.step import StepParts
 from tests.laws.parts import MODEL, double_parts, relative_difference, speeches, window
 
 BOUND = 1e-9
@@ -16,7 +16,7 @@ def outputs(parts: StepParts, spoken: list, batch_size: int) -> dict[str, tuple[
     found = {}
     with torch.no_grad():
         for batch in window(spoken, batch_size).micro_batches:
-            output, _ = forward(parts, batch)
+            output, _ = parts.forward(batch)
             for row, name in enumerate(batch.utterance_ids):
                 frames, tokens = int(output.encoded_lengths[row]), int(batch.token_lengths[row]) + 1
                 found[name] = output.ctc_logits[row, :frames], output.attention_logits[row, :tokens]
@@ -42,8 +42,8 @@ def test_what_lies_in_the_padding_does_not_matter():
     for row, length in enumerate(batch.sample_lengths.tolist()):
         filled[row, length:] = 1e3
     with torch.no_grad():
-        _, clean = forward(parts, batch)
-        _, dirty = forward(parts, dataclasses.replace(batch, waveforms=filled))
+        _, clean = parts.forward(batch)
+        _, dirty = parts.forward(dataclasses.replace(batch, waveforms=filled))
     assert relative_difference(clean.ctc, dirty.ctc) < BOUND
     assert relative_difference(clean.attention, dirty.attention) < BOUND
 

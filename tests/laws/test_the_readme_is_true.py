@@ -142,7 +142,8 @@ def test_its_preset_table_is_the_models():
     assert {row[0] for row in rows} == set(PRESETS)
     for name, width, encoder, decoder, millions in rows:
         preset = PRESETS[name]
-        assert (preset.d_model, preset.encoder_layers, preset.decoder_layers) == (int(width), int(encoder), int(decoder))
+        shape = preset.d_model, preset.encoder_layers, preset.decoder_layers
+        assert shape == (int(width), int(encoder), int(decoder))
         with torch.device("meta"):
             count = parameter_count(KonkaniVaniASR(preset, 1000, MEL_BINS))
         assert f"{count / 1e6:.1f}" == millions
