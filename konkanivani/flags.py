@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from konkanivani.config import PRESETS, DataConfig, ModelConfig, RunConfig, TrainConfig
-from konkanivani.errors import UsageError
+from konkanivani.errors import CheckpointError, UsageError
 
 # These say how this one process starts; a checkpoint's values for them are never taken over.
 SESSION_FLAGS = ("resume", "fresh", "init_from")
@@ -43,18 +43,18 @@ def config_to_text(config: TrainConfig) -> str:
 
 
 def config_from_text(text: str) -> TrainConfig:
-    """The configuration that `config_to_text` wrote; a flag this version does not know is a UsageError."""
+    """The configuration that `config_to_text` wrote; a flag this version does not know is a CheckpointError."""
     config, known = TrainConfig(), {s.name: s for s in settings_of(TrainConfig())}
     for line in text.splitlines():
         name, _, value = line.removeprefix("--").partition(" ")
         if name not in known:
-            raise UsageError(f"The checkpoint was made with the flag --{name}, which this version does not have.")
+            raise CheckpointError(f"The checkpoint was made with the flag --{name}, which this version does not have.")
         try:
             setting = dataclasses.replace(known[name], value=ast.literal_eval(value))
         except (ValueError, SyntaxError, MemoryError, RecursionError):
-            raise UsageError(f"The checkpoint holds {value[:80]!r} for --{name}, which is not a value.") from None
+            raise CheckpointError(f"The checkpoint holds {value[:80]!r} for --{name}, which is not a value.") from None
         if not _has_type(setting):
-            raise UsageError(f"The checkpoint holds {value[:80]!r} for --{name}, which is of the wrong kind.")
+            raise CheckpointError(f"The checkpoint holds {value[:80]!r} for --{name}, which is of the wrong kind.")
         config = with_setting(config, setting)
     return config
 

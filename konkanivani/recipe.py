@@ -100,14 +100,18 @@ def _resumed_config(arguments: list[str], checkpoint: Checkpoint, path: Path) ->
 
 
 def _claim_folder(checkpointer: Checkpointer, asked: TrainConfig) -> None:
-    if not checkpointer.has_checkpoints():
-        return
-    if not asked.run.fresh:
+    if checkpointer.has_checkpoints() and not asked.run.fresh:
         raise UsageError(
             f"{checkpointer.directory} holds checkpoints of a run. Go on with --resume auto, begin anew with --fresh "
             "(they are moved into a folder beside), or give another --checkpoint_dir."
         )
-    print(f"The old checkpoints are now in {checkpointer.move_aside()}.", flush=True)
+
+
+def _clear_folder(checkpointer: Checkpointer) -> None:
+    """Moves the old checkpoints aside, once all that can go wrong with the new run's beginning has gone right."""
+    aside = checkpointer.move_aside()
+    if aside:
+        print(f"The old checkpoints are now in {aside}.", flush=True)
 
 
 def build_run(start: Start) -> Run:
@@ -139,6 +143,9 @@ def build_run(start: Start) -> Run:
     if start.initial:
         _take_weights(start.initial, step.model, tokenizer)
     _tell_plan(config, step, speech, planner)
+    checkpointer = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints)
+    if config.run.fresh:
+        _clear_folder(checkpointer)
     logbook = Logbook(run_directory, resumed_step=state.step)
     logbook.log_settings(config_to_text(config))
     return Run(
@@ -152,7 +159,7 @@ def build_run(start: Start) -> Run:
         decode=greedy_ctc,
         stateful=stateful,
         plan_digest=planner.digest(),
-        checkpointer=Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints),
+        checkpointer=checkpointer,
         lock=start.lock,
         logbook=logbook,
         interruption=Interruption(),

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import soundfile
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: tests may share their cores
+
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = ("एक", "दोन", "तीन", "चार", "पांच", "उदक", "घर", "शाळा", "बाजार", "आवय")
 TINY_MODEL = (

@@ -2,10 +2,10 @@
 
 import json
 import math
+import multiprocessing
 import os
 import resource
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -25,8 +25,6 @@ from konkanivani.recipe import build_run, resolve_start
 from konkanivani.training.interruption import RunLock
 from konkanivani.training.loop import PeriodicSaver, train
 from tests.conftest import ROOT, TINY_MODEL, Corpus, run_folders, run_trainer, script_command, write_corpus
-
-HOSTILE = "import os, torch\n"
 
 
 def refused(code: int, directory: Path, *flags: str) -> str:
@@ -208,7 +206,7 @@ def test_unusable_utterances_are_left_out_counted_and_listed_while_training_goes
     rows[3]["duration"] = 0.1
     rows[5]["text"] = "! ।"
     rows[7]["text"] = "एक " * 60
-    rows[9]["text"] = "दोन तीन " * 40
+    rows[9]["text"] = "एक " * 200  # 60 are enough for CTC, 200 for --max_tokens
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")  # a blank line counts as a row
     flags = ("--train_manifest", str(path), *SHORT_RUN, "--max_tokens", "150", "--max_steps", "1")
@@ -362,7 +360,7 @@ def test_the_script_ends_with_4_and_leaves_a_named_checkpoint_where_it_is(corpus
     assert str(folder / LAST) in message and "--resume auto" in message
     assert (folder / LAST).exists() and not (folder / "exploded").exists()
     message = refused(4, tmp_path, *TINY_MODEL, *corpus.flags(), "--resume", "auto")
-    assert "--fresh" in message and os.listdir(folder / "..") != []
+    assert "--fresh" in message
     assert (folder / (LAST + ".damaged")).exists() and not (folder / "exploded").exists()
 
 
@@ -466,4 +464,21 @@ def test_negative_control_good_input_ends_with_0(corpus, tmp_path):
     done = run_trainer(*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), "--max_steps", "1", "--num_workers", "0")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == 1
-    assert "Traceback" not in done.stderr and sys.executable
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("where", ["konkanivani.training.loop.log_step", "konkanivani.training.evaluation.rates_over"])
+def test_even_an_error_that_nobody_foresaw_ends_the_audio_workers(where, corpus, tmp_path, monkeypatch):
+    """Workers ignore SIGTERM: one that is left makes the process wait for it for ever after its traceback."""
+    seen = []
+
+    def fail(*_: object) -> None:
+        seen.append(len(multiprocessing.active_children()))
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(where, fail)
+    flags = ("--batch_size", "13", "--gradient_accumulation_steps", "1", "--epochs", "2", "--num_workers", "1")
+    run = build_run(resolve_start([*TINY_MODEL, *corpus.flags(), *flags, *run_folders(tmp_path)]))
+    with pytest.raises(ZeroDivisionError):
+        train(run)
+    assert seen[0] > 0 and multiprocessing.active_children() == []

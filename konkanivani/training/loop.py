@@ -5,6 +5,7 @@ from contextlib import closing
 
 import torch
 
+from konkanivani.checkpoint import LAST
 from konkanivani.data.batch import Window
 from konkanivani.errors import Interrupted, NumericsError, ResourceError
 from konkanivani.logbook import HypothesisPair, SpectrogramRecord, StepRecord, ValidationRecord
@@ -62,8 +63,8 @@ def check_numerics(run: Run, report: StepReport) -> None:
         return
     reason = f"the loss scale fell to {report.scale:g}" if has_no_scale else f"{state.consecutive_skips} steps in a row"
     raise NumericsError(
-        f"The gradients are not finite ({reason}) at step {state.step}. The last good checkpoint is in "
-        f"{run.checkpointer.directory} (--resume auto finds it). "
+        f"The gradients are not finite ({reason}) at step {state.step}. The last good checkpoint is "
+        f"{run.checkpointer.directory}/{LAST} (--resume auto finds it). "
         "Try a lower --learning_rate, or leave out --mixed_precision."
     )
 

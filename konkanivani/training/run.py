@@ -1,6 +1,7 @@
 """The parts of a run, built once by the recipe and never changed."""
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,8 +30,8 @@ class EvaluationSet:
     def evaluate(self, forward: ForwardPass, decode: Decoder) -> Evaluation:
         """The model's losses and error rates over the set."""
         utterances = ([self.speech.utterances[index] for index in batch] for batch in self.plan)
-        batches = load_batches(self.speech, self.plan, self.loader)
-        return evaluate(forward, zip(batches, utterances, strict=True), self.speech.tokenizer, decode)
+        with closing(load_batches(self.speech, self.plan, self.loader)) as batches:
+            return evaluate(forward, zip(batches, utterances, strict=True), self.speech.tokenizer, decode)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,306 @@
+"""The plan of an epoch, the stream that follows it, and the lengths on which both rely."""
+
+import multiprocessing
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from konkanivani.audio import load_audio, one_thread
+from konkanivani.augment import FrontEnd, SpecAugment, choose_speed, perturb_speed
+from konkanivani.config import AugmentConfig
+from konkanivani.data.batch import Speech, Window, collate
+from konkanivani.data.batching import Cursor, EpochPlanner, choose_subset, cut_window, plan_evaluation
+from konkanivani.data.loading import LoaderConfig, TrainingSpeech, WindowStream
+from konkanivani.data.manifest import Utterance, read_manifest, write_manifest
+from konkanivani.errors import DataError
+from konkanivani.lengths import ctc_frames_needed, feature_length, speed_perturbed_samples, subsampled_length
+from konkanivani.model.encoder import Subsampling
+from konkanivani.randomness import utterance_generator
+from konkanivani.text import train_tokenizer
+from tests.conftest import Corpus
+
+DURATIONS = np.random.default_rng(0).uniform(0.5, 15, size=103)
+
+# The plan
+
+
+def planner(count: int = 103, window_size: int = 8, seed: int = 1) -> EpochPlanner:
+    return EpochPlanner(DURATIONS[:count], window_size, seed)
+
+
+def as_lists(plan: list[np.ndarray]) -> list[list[int]]:
+    return [window.tolist() for window in plan]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 103), st.integers(1, 20), st.integers(0, 5), st.integers(0, 2**63 - 1))
+def test_an_epoch_is_a_partition_into_full_windows_and_a_ragged_last_one(count, window_size, epoch, seed):
+    plan = planner(count, window_size, seed).plan_epoch(epoch)
+    assert sorted(index for window in plan for index in window) == list(range(count))
+    assert all(len(window) == window_size for window in plan[:-1])
+    assert 1 <= len(plan[-1]) <= window_size
+    assert len(plan) == planner(count, window_size).windows_per_epoch()
+
+
+def test_a_plan_is_pure_in_seed_and_epoch_and_differs_between_them():
+    plans = [as_lists(planner(seed=seed).plan_epoch(epoch)) for seed in (1, 2) for epoch in range(4)]
+    again = [as_lists(planner(seed=seed).plan_epoch(epoch)) for seed in (2, 1) for epoch in (3, 2, 1, 0)]
+    assert plans == again[::-1]
+    assert all(one != other for i, one in enumerate(plans) for other in plans[:i])
+    windows = [{frozenset(window) for window in plan} for plan in plans]
+    assert len(windows[0] & windows[1]) <= 2  # other utterances meet, not only another order
+
+
+def test_utterances_of_like_length_share_a_window():
+    plan = planner().plan_epoch(0)
+    spread = np.mean([np.ptp(DURATIONS[window]) for window in plan])
+    shuffled = np.random.default_rng(1).permutation(103)
+    by_chance = np.mean([np.ptp(DURATIONS[shuffled[i : i + 8]]) for i in range(0, 103, 8)])
+    assert spread < 0.6 * by_chance
+
+
+def test_the_digest_changes_with_whatever_changes_a_plan():
+    digests = {planner(*shape).digest() for shape in ((103, 8, 1), (102, 8, 1), (103, 7, 1), (103, 8, 2))}
+    assert len(digests) == 4
+    assert planner().digest() == planner().digest()
+
+
+def test_evaluation_batches_are_a_partition_longest_first_and_keep_to_their_seconds():
+    plan = plan_evaluation(DURATIONS, 40.0)
+    assert sorted(index for batch in plan for index in batch) == list(range(103))
+    longest = [DURATIONS[batch[0]] for batch in plan]
+    assert longest == sorted(longest, reverse=True)
+    assert all(len(batch) * DURATIONS[batch].max() <= 40.0 for batch in plan)
+    assert [len(batch) for batch in plan_evaluation(DURATIONS, 0.1)] == [1] * 103
+
+
+def test_a_subset_is_reproducible_sorted_and_of_the_size_asked_for():
+    assert choose_subset(200, 10, 7).tolist() == choose_subset(200, 10, 7).tolist()
+    assert choose_subset(200, 10, 7).tolist() != choose_subset(200, 10, 8).tolist()
+    for percent, size in ((100, 200), (50, 100), (0.01, 1)):
+        chosen = choose_subset(200, percent, 7)
+        assert len(set(chosen.tolist())) == size and (np.diff(chosen) > 0).all()
+    assert set(choose_subset(200, 10, 7)) <= set(choose_subset(200, 20, 7))
+
+
+# Windows and batches
+
+
+def speeches(lengths: list[int]) -> list[Speech]:
+    return [Speech(f"u{i}", torch.full((n,), float(i + 1)), [4 + i] * (1 + i % 3), i) for i, n in enumerate(lengths)]
+
+
+def test_a_window_is_cut_into_pieces_of_like_length_and_counts_all_of_it():
+    window = cut_window(speeches([800, 100, 500, 300, 900]), 2, start=2, end=3)
+    lengths = [batch.sample_lengths.tolist() for batch in window.micro_batches]
+    assert lengths == [[100, 300], [500, 800], [900]]
+    assert (window.utterances, window.tokens) == (5, 1 + 2 + 3 + 1 + 2)
+    assert window.audio_seconds == 2600 / 16_000
+    assert window.padding_share == pytest.approx(1 - 2600 / (600 + 1600 + 900))
+
+
+def test_a_batch_is_padded_where_it_says_and_nowhere_else():
+    batch = collate(speeches([3, 5]), start=2, end=3)
+    assert batch.waveforms.tolist() == [[1, 1, 1, 0, 0], [2, 2, 2, 2, 2]]
+    assert batch.tokens.tolist() == [[4, 0], [5, 5]]
+    assert batch.decoder_tokens.tolist() == [[2, 4, 0], [2, 5, 5]]
+    assert batch.targets.tolist() == [[4, 3, -1], [5, 5, 3]]
+    assert (batch.token_lengths.tolist(), batch.augment_seeds) == ([1, 2], (0, 1))
+
+
+# The stream
+
+BEGINNING = Cursor(0, 0)
+
+
+@pytest.fixture(scope="module")
+def speech(corpus: Corpus) -> TrainingSpeech:
+    utterances = list(read_manifest(corpus.manifest("train")).utterances)
+    tokenizer = train_tokenizer([u.text for u in utterances], "char", 100)
+    return TrainingSpeech(utterances, tokenizer, (0.9, 1.0, 1.1), seed=3)
+
+
+def stream(speech: TrainingSpeech, workers: int, cursor: Cursor = BEGINNING) -> Iterator[tuple[Window, Cursor]]:
+    plan = EpochPlanner(np.array([u.duration for u in speech.utterances]), 4, seed=3)
+    return WindowStream(speech, plan, 2, LoaderConfig(workers, 60.0, pin_memory=False)).from_cursor(cursor)
+
+
+def first(windows: Iterator[tuple[Window, Cursor]], count: int) -> list[tuple[Window, Cursor]]:
+    """The first windows; the stream is closed behind them."""
+    taken = list(islice(windows, count))
+    windows.close()
+    return taken
+
+
+def is_same(one: Window, other: Window) -> bool:
+    def parts(window: Window) -> list[tuple]:
+        return [(b.utterance_ids, b.augment_seeds, b.sample_lengths.tolist()) for b in window.micro_batches]
+
+    pairs = zip(one.micro_batches, other.micro_batches, strict=True)
+    return parts(one) == parts(other) and all(
+        torch.equal(a.waveforms, b.waveforms) and torch.equal(a.targets, b.targets) for a, b in pairs
+    )
+
+
+def test_any_cursor_gives_the_tail_of_the_whole_bit_for_bit_whatever_the_workers(speech):
+    whole = first(stream(speech, 0), 17)  # 7 windows an epoch
+    assert [cursor for _, cursor in whole][5:8] == [Cursor(0, 6), Cursor(1, 0), Cursor(1, 1)]
+    for workers, skipped in ((0, 3), (0, 7), (2, 0), (2, 10)):
+        cursor = whole[skipped - 1][1] if skipped else Cursor(0, 0)
+        tail = first(stream(speech, workers, cursor), 17 - skipped)
+        for (window, behind), (expected, expected_behind) in zip(tail, whole[skipped:], strict=True):
+            assert behind == expected_behind and is_same(window, expected)
+    assert multiprocessing.active_children() == []
+
+
+def test_negative_control_another_seed_or_epoch_is_another_stream(speech):
+    here = first(stream(speech, 0), 7)
+    later = first(stream(speech, 0, Cursor(1, 0)), 7)
+    assert not any(is_same(one, other) for (one, _), (other, _) in zip(here, later, strict=True))
+    for epoch in (here, later):
+        batches = [batch for window, _ in epoch for batch in window.micro_batches]
+        assert sorted(i for batch in batches for i in batch.utterance_ids) == sorted(u.id for u in speech.utterances)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_audio_file_that_goes_missing_is_named_and_the_workers_end(speech, workers, tmp_path):
+    gone = Utterance("gone.flac", str(tmp_path / "gone.flac"), 2.0, "एक")
+    spoilt = TrainingSpeech([gone] * 4, speech.tokenizer, (1.0,), 3)
+    with pytest.raises(DataError, match="gone.flac cannot be read: it does not exist"):
+        next(stream(spoilt, workers))
+    assert multiprocessing.active_children() == []
+
+
+# Lengths
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 60_000), st.integers(50, 200))
+def test_the_predicted_length_after_speed_perturbation_is_the_resamplers(samples, percent):
+    perturbed = perturb_speed(torch.zeros(samples), percent / 100)
+    assert len(perturbed) == speed_perturbed_samples(samples, percent / 100)
+
+
+def test_a_faster_speed_is_a_higher_pitch():
+    time = torch.arange(16_000) / 16_000
+    fast = perturb_speed(torch.sin(2 * torch.pi * 440 * time), 1.1)
+    spectrum = torch.fft.rfft(fast * torch.hann_window(len(fast))).abs()
+    assert spectrum.argmax() * 16_000 / len(fast) == pytest.approx(484, abs=2)
+
+
+@pytest.fixture(scope="module")
+def front_end() -> FrontEnd:
+    return FrontEnd(AugmentConfig())
+
+
+SUBSAMPLING = Subsampling(80, 2, 4)
+
+
+@settings(max_examples=80, deadline=None)
+@given(samples=st.integers(512, 40_000))
+def test_predicted_feature_and_encoder_lengths_are_the_shapes_of_the_tensors(front_end, samples):
+    features, lengths = front_end(torch.randn(1, samples), torch.tensor([samples]), None)
+    assert features.shape == (1, feature_length(samples), 80)
+    assert lengths.tolist() == [feature_length(samples)]
+    if features.shape[1] >= 7:
+        assert SUBSAMPLING(features).shape[1] == subsampled_length(features.shape[1])
+    else:
+        assert subsampled_length(features.shape[1]) == 0
+
+
+def test_lengths_are_the_same_for_numbers_and_tensors_and_never_negative():
+    samples = torch.arange(0, 3000)
+    assert feature_length(samples).tolist() == [feature_length(n) for n in range(3000)]
+    frames = torch.arange(0, 300)
+    assert subsampled_length(frames).tolist() == [subsampled_length(n) for n in range(300)]
+    assert (feature_length(511), feature_length(512), subsampled_length(6), subsampled_length(7)) == (0, 1, 0, 1)
+    assert feature_length(0) == subsampled_length(0) == 0
+
+
+def test_ctc_needs_a_frame_a_token_and_one_between_equal_ones():
+    assert [ctc_frames_needed(tokens) for tokens in ([], [5], [5, 6], [5, 5], [5, 5, 5, 6])] == [0, 1, 2, 3, 6]
+
+
+# Augmentation
+
+
+def test_transforms_of_an_utterance_do_not_depend_on_the_thread_count():
+    waveform, results = torch.randn(30_000, generator=torch.Generator().manual_seed(0)), []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append(perturb_speed(waveform, 0.9))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*results)
+
+
+def test_one_thread_gives_the_threads_back_even_after_an_error():
+    before = torch.get_num_threads()
+    with pytest.raises(ZeroDivisionError), one_thread():
+        assert torch.get_num_threads() == 1
+        raise ZeroDivisionError
+    assert torch.get_num_threads() == before
+
+
+def test_speeds_are_all_drawn_and_belong_to_seed_epoch_and_utterance():
+    def draw(epoch: int, number: int) -> float:
+        return choose_speed((0.9, 1.0, 1.1), utterance_generator(3, epoch, f"u{number}", "speed"))
+
+    drawn = [draw(0, number) for number in range(300)]
+    assert drawn == [draw(0, number) for number in range(300)] != [draw(1, number) for number in range(300)]
+    assert all(70 < drawn.count(speed) < 130 for speed in (0.9, 1.0, 1.1))
+
+
+def test_masks_of_an_utterance_depend_on_its_seed_and_length_alone():
+    augment = SpecAugment(AugmentConfig(time_mask_share=0.3))
+    time, frequency = augment.draw_masks((11, 22), [40, 90])
+    alone, alone_frequency = augment.draw_masks((11,), [40])
+    assert torch.equal(time[0, :40], alone[0]) and torch.equal(frequency[0], alone_frequency[0])
+    assert not time[0, 40:].any()
+    others = [augment.draw_masks((seed,), [40]) for seed in range(20)]
+    assert len({(t.numpy().tobytes(), f.numpy().tobytes()) for t, f in others}) > 15
+
+
+# Audio files
+
+
+@pytest.mark.parametrize("rate", [8_000, 16_000, 22_050, 44_100, 48_000])
+@pytest.mark.parametrize("name, subtype", [("a.wav", "PCM_16"), ("a.flac", "PCM_16"), ("a.wav", "FLOAT")])
+def test_any_rate_becomes_16_khz_with_length_loudness_and_pitch_kept(rate, name, subtype, tmp_path):
+    time = np.arange(int(1.5 * rate)) / rate
+    soundfile.write(tmp_path / name, 0.5 * np.sin(2 * np.pi * 1000 * time), rate, subtype=subtype)
+    waveform = load_audio(tmp_path / name)
+    assert waveform.dtype == torch.float32 and abs(len(waveform) - 24_000) <= 1
+    assert waveform[1000:-1000].square().mean().sqrt().item() == pytest.approx(0.5 / 2**0.5, rel=0.01)
+    spectrum = torch.fft.rfft(waveform[:16_000] * torch.hann_window(16_000)).abs()
+    assert spectrum.argmax().item() == pytest.approx(1000, abs=1)
+
+
+def test_channels_are_averaged(tmp_path):
+    left, right = np.full(8000, 0.5), np.full(8000, -0.25)
+    soundfile.write(tmp_path / "stereo.wav", np.stack([left, right], axis=1), 16_000, subtype="FLOAT")
+    assert torch.equal(load_audio(tmp_path / "stereo.wav"), torch.full((8000,), 0.125))
+
+
+# Manifests
+
+
+def test_a_manifest_that_is_written_reads_back_the_same(tmp_path: Path):
+    utterances = [
+        Utterance("audio/एक.flac", str(tmp_path / "audio/एक.flac"), 1.25, 'एक "दोन"', "आवय", "seen"),
+        Utterance("/elsewhere/b.wav", "/elsewhere/b.wav", 0.5, "तीन"),
+    ]
+    write_manifest(tmp_path / "m.jsonl", utterances)
+    assert list(read_manifest(tmp_path / "m.jsonl").utterances) == utterances
+    assert [u.row for u in read_manifest(tmp_path / "m.jsonl").utterances] == [1, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["m.jsonl"]

@@ -1,0 +1,204 @@
+"""--init_from: what is taken whole, what is cut and how, and what begins anew."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from konkanivani.checkpoint import LAST, read_checkpoint
+from konkanivani.config import ModelConfig
+from konkanivani.errors import CheckpointError
+from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.model.attention import RotaryPositions
+from konkanivani.recipe import build_run, evaluate_manifest, load_recognizer, resolve_start
+from konkanivani.training.loop import finish_epoch, train
+from konkanivani.weights import Takeover, take_over
+from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer
+
+LARGE = ModelConfig(
+    d_model=32, encoder_layers=4, decoder_layers=2, attention_heads=4, convolution_kernel=7, subsampling_channels=8
+)
+VOCABULARY = 10
+HEADS_OF_THE_VOCABULARY = {"ctc_head.weight", "ctc_head.bias", "decoder.embedding.weight", "decoder.output.weight"}
+
+
+def build(vocab_size: int = VOCABULARY, **changes: object) -> KonkaniVaniASR:
+    torch.manual_seed(5)
+    return KonkaniVaniASR(dataclasses.replace(LARGE, **changes), vocab_size, 80)
+
+
+def numbered() -> dict[str, torch.Tensor]:
+    """A large model's tensors, each element the number of its own place."""
+    state = build().state_dict()
+    return {name: torch.arange(w.numel(), dtype=torch.float64).view(w.shape) for name, w in state.items()}
+
+
+def cut(weights: dict[str, torch.Tensor], **changes: object) -> tuple[dict[str, torch.Tensor], Takeover]:
+    """A smaller model's tensors cut from `weights`."""
+    model = build(**changes).double()
+    takeover = take_over(model, weights, LARGE.attention_heads, is_same_vocabulary=True)
+    return model.state_dict(), takeover
+
+
+def test_the_same_shape_takes_everything_bit_for_bit():
+    source, target = build(), build(dropout=0.5)
+    for weight in source.state_dict().values():
+        weight.add_(1.0)
+    takeover = take_over(target, source.state_dict(), 4, is_same_vocabulary=True)
+    assert set(takeover.taken) == source.state_dict().keys() and not takeover.cut and not takeover.left_out
+    assert all(torch.equal(w, source.state_dict()[name]) for name, w in target.state_dict().items())
+
+
+def test_another_vocabulary_leaves_out_the_tensors_over_it_even_of_the_same_size():
+    takeover = take_over(build(), build().state_dict(), 4, is_same_vocabulary=False)
+    assert set(takeover.left_out) == HEADS_OF_THE_VOCABULARY | {"decoder.output.bias"}
+    larger = take_over(build(vocab_size=12), build().state_dict(), 4, is_same_vocabulary=False)
+    assert larger.left_out == takeover.left_out
+
+
+def test_a_larger_model_leaves_out_what_is_not_there_and_takes_the_rest():
+    model = build(encoder_layers=5, feedforward_dim=256)
+    takeover = take_over(model, build().state_dict(), 4, is_same_vocabulary=True)
+    assert {name.split(".")[2] for name in takeover.left_out if "feedforward" not in name} == {"4"}
+    assert "encoder.blocks.3.attention.output.weight" in takeover.taken
+    assert any("first_feedforward.expand" in name for name in takeover.left_out)
+    wide = take_over(build(d_model=64), build().state_dict(), 4, is_same_vocabulary=True)
+    assert not wide.cut and not any("blocks" in name for name in wide.taken)
+    assert "encoder.subsampling.first.weight" in wide.taken
+
+
+def test_layers_are_taken_evenly_spaced_first_and_last_included():
+    def layers(count: int, asked: int) -> list[int]:
+        small = dict(d_model=8, attention_heads=2, decoder_layers=1, subsampling_channels=4)
+        weights = build(encoder_layers=count, **small).state_dict()
+        for layer in range(count):
+            weights[f"encoder.blocks.{layer}.final_norm.bias"].fill_(layer)
+        model = build(encoder_layers=asked, **small)
+        take_over(model, weights, 2, is_same_vocabulary=True)
+        return [int(block.final_norm.bias[0]) for block in model.encoder.blocks]
+
+    assert layers(12, 6) == [0, 2, 4, 7, 9, 11]
+    assert layers(12, 8) == [0, 2, 3, 5, 6, 8, 9, 11]
+    assert layers(4, 1) == [0]
+    assert layers(4, 4) == [0, 1, 2, 3]
+
+
+def test_query_key_and_value_of_each_head_give_a_part_of_their_own():
+    # 4 heads of width 8, cut to 4 heads of width 4. A head's components are rotated in pairs (j, j + 4), so the
+    # kept ones are 0, 2 and 4, 6: pairs stay pairs, and keep their frequencies.
+    head = [0, 2, 4, 6]
+    rows = [part * 32 + h * 8 + component for part in range(3) for h in range(4) for component in head]
+    weights = numbered()
+    state, _ = cut(weights, d_model=16)
+    name = "encoder.blocks.0.attention.query_key_value"
+    assert state[f"{name}.bias"].tolist() == rows
+    assert torch.equal(state[f"{name}.weight"], weights[f"{name}.weight"][rows][:, :16])
+    columns = [h * 8 + component for h in range(4) for component in head]
+    name = "encoder.blocks.0.attention.output.weight"
+    assert torch.equal(state[name], weights[name][:16][:, columns])
+
+
+def test_cross_attention_is_cut_as_self_attention_is():
+    columns = [h * 8 + component for h in range(4) for component in (0, 2, 4, 6)]
+    state, _ = cut(numbered(), d_model=16)
+    name = "decoder.blocks.0.cross_attention"
+    assert state[f"{name}.query.bias"].tolist() == columns
+    assert state[f"{name}.key_value.bias"].tolist() == [part * 32 + column for part in range(2) for column in columns]
+
+
+def test_fewer_heads_are_the_first_ones_whole():
+    state, _ = cut(numbered(), d_model=16, attention_heads=2)
+    rows = [part * 32 + h * 8 + component for part in range(3) for h in range(2) for component in range(8)]
+    assert state["encoder.blocks.0.attention.query_key_value.bias"].tolist() == rows
+
+
+def test_kept_components_keep_their_rotary_frequencies():
+    like = torch.zeros(1, dtype=torch.float64)
+    large, small = (torch.stack(RotaryPositions(width)(50, like)) for width in (8, 4))
+    assert torch.allclose(small, large[:, :, [0, 2, 4, 6]], rtol=0, atol=1e-12)
+    assert not torch.allclose(small, large[:, :, [0, 1, 4, 5]])  # the leading ones would not
+
+
+def test_gate_kernel_and_mel_bands_are_cut_by_their_structure():
+    state, takeover = cut(numbered(), d_model=16, convolution_kernel=3, subsampling_channels=4)
+    gate = state["encoder.blocks.0.convolution.gate.bias"]
+    assert gate.tolist() == [*range(16), *range(32, 48)]  # the leading part of either half
+    kernel = state["encoder.blocks.0.convolution.depthwise.weight"]
+    assert kernel[1, 0].tolist() == [7 + 2, 7 + 3, 7 + 4]  # the taps around the frame itself, of 7
+    bands = state["encoder.subsampling.output.weight"][0]
+    assert bands.tolist() == list(range(4 * 19))  # 19 bands of each of the first 4 channels
+    assert takeover.left_out == ()
+
+
+def test_a_cut_feedforward_computes_what_its_hidden_units_computed():
+    """Cut in the inner width alone, it is the large one with the other hidden units silenced."""
+    model, source = build(feedforward_dim=16), build(feedforward_dim=32)
+    take_over(model, source.state_dict(), 4, is_same_vocabulary=True)
+    ours, theirs = model.encoder.blocks[0].first_feedforward, source.encoder.blocks[0].first_feedforward
+    x = torch.randn(2, 3, 32)
+    expected = theirs.eval()(x)
+    assert not torch.allclose(ours.eval()(x), expected, atol=1e-6)
+    theirs.contract.weight.data[:, 16:] = 0
+    assert torch.allclose(ours(x), theirs(x), atol=1e-6)
+
+
+# The real script
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which a run of one epoch has ended."""
+    directory = tmp_path_factory.mktemp("trained")
+    train(build_run(resolve_start(list(flags(corpus, directory)))))
+    return directory
+
+
+def flags(corpus: Corpus, directory: Path) -> tuple[str, ...]:
+    return (*TINY_MODEL, *corpus.flags(), *run_folders(directory), "--epochs", "1", "--num_workers", "0")
+
+
+def test_the_same_shape_begins_with_the_checkpoints_validation_loss(corpus, trained, tmp_path, capsys):
+    path = trained / "checkpoints" / LAST
+    run = build_run(resolve_start([*flags(corpus, tmp_path), "--init_from", str(path)]))
+    finish_epoch(run)
+    (validation,) = read_log(tmp_path, "validation")
+    recognizer = load_recognizer(path, torch.device("cpu"))
+    expected = evaluate_manifest(recognizer, corpus.manifest("valid"))
+    assert validation["loss"] == expected.loss == read_log(trained, "validation")[-1]["loss"]
+    assert run.state.step == 0 and run.tokenizer.model == recognizer.checkpoint.tokenizer
+    assert "left out (begin anew): 0 tensors" in capsys.readouterr().out
+
+
+def test_negative_control_without_it_the_validation_loss_is_another(corpus, trained, tmp_path):
+    run = build_run(resolve_start(list(flags(corpus, tmp_path))))
+    finish_epoch(run)
+    assert read_log(tmp_path, "validation")[0]["loss"] != read_log(trained, "validation")[-1]["loss"]
+
+
+def test_a_smaller_model_is_cut_from_the_checkpoint_by_the_script_which_tells_what_it_did(corpus, trained, tmp_path):
+    path = trained / "checkpoints" / LAST
+    smaller = ("--d_model", "16", "--encoder_layers", "1", "--max_steps", "1", "--init_from", str(path))
+    done = run_trainer(*flags(corpus, tmp_path), *smaller)
+    assert done.returncode == 0, done.stderr
+    assert "Weights from the checkpoint of step" in done.stdout
+    for kind in ("taken whole:", "cut to the asked shape:", "left out (begin anew): 0 tensors"):
+        assert kind in done.stdout
+    assert read_checkpoint(tmp_path / "checkpoints" / LAST).step == 1
+
+
+def test_another_tokenizer_leaves_out_its_heads_and_says_so(corpus, trained, tmp_path, capsys):
+    more = ("--tokenizer_type", "char", "--init_from", str(trained / "checkpoints" / LAST))
+    build_run(resolve_start([*flags(corpus, tmp_path), *more]))
+    assert "left out (begin anew): 5 tensors: ctc_head.weight" in capsys.readouterr().out
+
+
+def test_init_from_a_damaged_checkpoint_is_refused_and_leaves_it_alone(corpus, trained, tmp_path):
+    path = tmp_path / "copy.pt"
+    shutil.copy(trained / "checkpoints" / LAST, path)
+    path.write_bytes(path.read_bytes()[:-50])
+    before = path.read_bytes()
+    with pytest.raises(CheckpointError, match="copy.pt is damaged"):
+        resolve_start([*flags(corpus, tmp_path), "--init_from", str(path)])
+    assert path.read_bytes() == before

@@ -1,0 +1,202 @@
+"""Which flags a resumed run may change, which it takes from its checkpoint, and what a used folder asks for."""
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from konkanivani.checkpoint import LAST, Checkpoint, read_checkpoint, write_checkpoint
+from konkanivani.config import PRESETS, TrainConfig
+from konkanivani.errors import CheckpointError, DataError
+from konkanivani.flags import config_from_text, config_to_text, contradictions, parse_flags, settings_of, with_setting
+from konkanivani.recipe import build_run, load_states, resolve_start
+from konkanivani.training.loop import train
+from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer
+
+STEPS = 3
+
+
+def base_flags(corpus: Corpus, directory: Path) -> tuple[str, ...]:
+    run = ("--batch_size", "2", "--gradient_accumulation_steps", "2", "--max_steps", str(STEPS), "--num_workers", "0")
+    return (*TINY_MODEL, "--train_manifest", corpus.manifest("train"), *run, *run_folders(directory))
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which a run of three steps has ended."""
+    directory = tmp_path_factory.mktemp("trained")
+    train(build_run(resolve_start(list(base_flags(corpus, directory)))))
+    return directory
+
+
+@pytest.fixture
+def copy(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it to spoil."""
+    shutil.copytree(trained, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_every_setting_survives_the_text_that_a_checkpoint_carries():
+    config = TrainConfig()
+    for setting in settings_of(config):
+        changed = {bool: True, int: 7, float: 0.25, str: setting.value, tuple: (1.0, 1.5), type(None): None}
+        config = with_setting(config, dataclasses.replace(setting, value=changed[type(setting.value)]))
+    assert config_from_text(config_to_text(config)) == config != TrainConfig()
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [("--wings 2", "--wings"), ("--epochs __import__('os')", "not a value"), ("--epochs 'x'", "wrong kind")],
+)
+def test_a_checkpoints_settings_that_this_version_does_not_know_are_named(line, said):
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        config_from_text(line + "\n")
+
+
+def test_flags_that_are_not_given_take_the_checkpoints_value_before_preset_and_default():
+    given = ("--preset", "minimal", "--learning_rate", "0.5", "--train_manifest", "a", "--init_from", "x")
+    stored = parse_flags(list(given))
+    assert stored.model == PRESETS["minimal"]
+    resumed = parse_flags(["--resume", "auto", "--dropout", "0.3"], stored)
+    assert resumed.model == dataclasses.replace(PRESETS["minimal"], dropout=0.3)
+    assert (resumed.optimizer.learning_rate, resumed.data.train_manifest) == (0.5, "a")
+    assert resumed.run.init_from is None  # how a process starts is never taken over
+    same = parse_flags(["--resume", "auto", "--preset", "minimal", "--d_model", "64"], stored)
+    assert (same.model.d_model, same.model.encoder_layers) == (64, 6)
+    assert parse_flags([]).model == PRESETS["original"]
+
+
+ALLOWED = ("learning_rate", "dropout", "num_workers", "epochs", "mixed_precision", "max_duration", "seed", "ctc_weight")
+REFUSED = ("d_model", "encoder_layers", "attention_heads", "convolution_kernel", "feedforward_dim", "encoder_type")
+
+
+def test_contradictions_are_shape_tokens_and_window_and_nothing_else():
+    stored, found = TrainConfig(), set()
+    for setting in settings_of(stored):
+        asked = with_setting(stored, dataclasses.replace(setting, value="another"))
+        if setting.name not in ("batch_size", "gradient_accumulation_steps") and contradictions(stored, asked):
+            found.add(setting.name)
+    assert found.issuperset((*REFUSED, "tokenizer_type", "vocab_size", "digits"))
+    assert not found.intersection(ALLOWED)
+    data = dataclasses.replace(stored.data, batch_size=1, gradient_accumulation_steps=8)
+    assert contradictions(stored, dataclasses.replace(stored, data=data)) == []
+    data = dataclasses.replace(stored.data, batch_size=4)
+    assert "is 16 here and 8 in the checkpoint" in contradictions(stored, dataclasses.replace(stored, data=data))[0]
+
+
+def test_a_contradiction_ends_with_4_and_lists_each_difference_with_the_way_out(corpus, copy):
+    different = ("--d_model", "64", "--vocab_size", "40", "--batch_size", "3", "--learning_rate", "0.1")
+    done = run_trainer(*base_flags(corpus, copy), "--resume", "auto", *different)
+    assert done.returncode == 4 and "Traceback" not in done.stderr, done.stderr
+    for part in ("--d_model is 64 here and 32 in", "--vocab_size is 40 here and 30", "is 6 here and 4", "--init_from"):
+        assert part in done.stderr
+    assert "learning_rate" not in done.stderr
+    assert read_checkpoint(copy / "checkpoints" / LAST).step == STEPS
+
+
+def test_resume_with_a_path_alone_takes_all_else_from_the_checkpoint_and_goes_on(trained, corpus, copy, tmp_path):
+    path = copy / "checkpoints" / LAST
+    only = run_trainer("--resume", str(path), "--max_steps", "5", *run_folders(copy), cwd=tmp_path)
+    assert only.returncode == 0, only.stderr
+    assert f"Going on from {path}: step {STEPS}." in only.stdout
+    assert [r["step"] for r in read_log(copy)] == [1, 2, 3, 4, 5]
+    config = config_from_text(read_checkpoint(path).config)
+    assert (config.model.d_model, config.data.train_manifest) == (32, corpus.manifest("train"))
+
+
+def test_learning_rate_dropout_and_workers_may_change_on_resume(corpus, copy):
+    changed = ("--learning_rate", "0.1", "--dropout", "0.3", "--num_workers", "1", "--max_steps", "4")
+    train(build_run(resolve_start([*base_flags(corpus, copy), "--resume", "auto", *changed])))
+    config = config_from_text(read_checkpoint(copy / "checkpoints" / LAST).config)
+    assert (config.optimizer.learning_rate, config.model.dropout, config.data.num_workers) == (0.1, 0.3, 1)
+
+
+def test_a_finished_run_resumed_trains_nothing_more_and_reports(corpus, copy):
+    before = read_checkpoint(copy / "checkpoints" / LAST)
+    done = run_trainer(*base_flags(corpus, copy), "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["steps"] == STEPS
+    after = read_checkpoint(copy / "checkpoints" / LAST)
+    assert after.states["progress"] == before.states["progress"]
+    assert all(torch.equal(after.states["model"][name], w) for name, w in before.states["model"].items())
+    assert len(read_log(copy)) == STEPS
+
+
+def test_more_epochs_can_be_asked_for_on_resume(corpus, copy):
+    more = ("--resume", "auto", "--max_steps", "None", "--epochs", "1")
+    run = build_run(resolve_start([*base_flags(corpus, copy), *more]))
+    train(run)
+    assert (run.state.step, run.state.epochs_finished) == (7, 1)
+    run = build_run(resolve_start([*base_flags(corpus, copy), *more, "--epochs", "2"]))
+    train(run)
+    assert (run.state.step, run.state.epochs_finished) == (14, 2)
+
+
+def test_a_used_folder_asks_for_resume_or_fresh_with_2(corpus, copy):
+    done = run_trainer(*base_flags(corpus, copy))
+    assert done.returncode == 2, done.stderr
+    assert "--resume auto" in done.stderr and "--fresh" in done.stderr
+    assert read_checkpoint(copy / "checkpoints" / LAST).step == STEPS
+
+
+def test_fresh_moves_the_old_checkpoints_aside_where_they_stay_readable(corpus, copy):
+    done = run_trainer(*base_flags(corpus, copy), "--fresh", "--max_steps", "1")
+    assert done.returncode == 0, done.stderr
+    folder = copy / "checkpoints"
+    assert f"The old checkpoints are now in {folder / 'replaced_1'}" in done.stdout
+    assert read_checkpoint(folder / "replaced_1" / LAST).step == STEPS
+    assert read_checkpoint(folder / LAST).step == 1
+
+
+def test_fresh_with_a_mistake_beside_it_moves_nothing(corpus, copy):
+    flags = [*base_flags(corpus, copy), "--fresh", "--train_manifest", str(copy / "mistyped.jsonl")]
+    with pytest.raises(DataError, match="mistyped"):
+        build_run(resolve_start(flags))
+    assert read_checkpoint(copy / "checkpoints" / LAST).step == STEPS
+
+
+def test_resume_auto_in_an_empty_folder_begins_and_says_so(corpus, tmp_path, capsys):
+    start = resolve_start([*base_flags(corpus, tmp_path), "--resume", "auto"])
+    assert start.resumed is None
+    assert "No checkpoint in" in capsys.readouterr().out
+
+
+def test_resume_auto_goes_past_a_damaged_last_one(corpus, copy, capsys):
+    folder = copy / "checkpoints"
+    shutil.copy(folder / LAST, folder / "checkpoint_previous.pt")
+    (folder / LAST).write_bytes((folder / LAST).read_bytes()[:-100])
+    start = resolve_start([*base_flags(corpus, copy), "--resume", "auto"])
+    assert start.resumed.step == STEPS
+    said = capsys.readouterr().out
+    assert f"{LAST}.damaged" in said and "Going on from" in said and "checkpoint_previous.pt" in said
+
+
+def test_other_data_begins_the_epoch_again_and_says_so(corpus, copy, capsys):
+    flags = [*base_flags(corpus, copy), "--resume", "auto", "--train_subset", "50"]
+    assert build_run(resolve_start(flags)).state.cursor.window == 0
+    assert "epoch 1 begins again" in capsys.readouterr().out
+
+
+def test_a_checkpoint_saved_without_loss_scaling_goes_on_with_it():
+    scaler = torch.amp.GradScaler("cpu", enabled=True)
+    load_states(Checkpoint("", b"", 5, 0, 0, {"scaler": {}}), {"scaler": scaler})
+    scaler.scale(torch.ones(()))
+    assert scaler.get_scale() == 2.0**16
+    other = torch.amp.GradScaler("cpu", enabled=True, init_scale=8.0)
+    other.scale(torch.ones(()))
+    load_states(Checkpoint("", b"", 5, 0, 0, {"scaler": other.state_dict()}), {"scaler": scaler})
+    assert scaler.state_dict()["scale"] == 8.0
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer", "progress"])
+def test_a_checkpoint_with_a_part_missing_is_refused(part, corpus, copy):
+    path = copy / "checkpoints" / LAST
+    checkpoint = read_checkpoint(path)
+    states = {name: state for name, state in checkpoint.states.items() if name != part}
+    write_checkpoint(path, dataclasses.replace(checkpoint, states=states))
+    with pytest.raises(CheckpointError, match=part):
+        build_run(resolve_start([*base_flags(corpus, copy), "--resume", "auto"]))

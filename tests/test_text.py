@@ -1,0 +1,153 @@
+"""Normalisation as a table of cases, and tokenizers that give back what they were given."""
+
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from konkanivani.checkpoint import LAST, read_checkpoint
+from konkanivani.errors import DataError, UsageError
+from konkanivani.recipe import build_run, resolve_start
+from konkanivani.text import DIGIT_WORDS, Tokenizer, normalize_text, train_tokenizer
+from konkanivani.training.loop import train
+from tests.conftest import TINY_MODEL, WORDS, Corpus, run_folders
+
+ZWNJ, ZWJ, NUKTA, VIRAMA = "\u200c", "\u200d", "\u093c", "\u094d"
+CASES = [
+    ("म्हजें नांव", "म्हजें नांव", "plain text stays"),
+    ("  एक \t दोन\n\nतीन ", "एक दोन तीन", "runs of white space"),
+    ("एक\u00a0दोन\u3000तीन", "एक दोन तीन", "spaces of other widths"),
+    (f"क{VIRAMA}{ZWJ}ष", f"क{VIRAMA}ष", "zero-width joiner"),
+    (f"क{VIRAMA}{ZWNJ}ष", f"क{VIRAMA}ष", "zero-width non-joiner"),
+    ("\ufeffएक\u200bदोन\u00adतीन", "एकदोनतीन", "byte order mark, zero-width space, soft hyphen"),
+    ("आयलो। गेलो॥", "आयलो गेलो", "danda and double danda"),
+    ("किदें? व्हय! (ना) “बरें” – ‘कशें’…", "किदें व्हय ना बरें कशें", "punctuation"),
+    ("एक-दोन/तीन", "एक दोन तीन", "punctuation between words parts them"),
+    ("₹५००", "५००", "a symbol"),
+    ("घर 🏠", "घर", "an emoji"),
+    ("GOA गोंय Café", "goa गोंय café", "Latin letters in lower case"),
+    ("Cafe\u0301", "café", "decomposed Latin is composed"),
+    (f"ड{NUKTA}", f"ड{NUKTA}", "a nukta stays apart, as NFC has it"),
+    ("\u095c", f"ड{NUKTA}", "a precomposed nukta letter is taken apart, as NFC has it"),
+    ("\u0928\u093c", "\u0929", "but this one is composed"),
+    ("आँ अं अः ऽ ॐ", "आँ अं अः ऽ ॐ", "candrabindu, anusvara, visarga, avagraha, om"),
+    ("e\u200d\u0301", "é", "removing a joiner lets letters compose"),
+    ("। ! …", "", "nothing but punctuation"),
+    ("", "", "nothing"),
+    ("a\u0000b\u0007", "a b", "control characters"),
+    ("\ud800a", "a", "half a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize("text, expected", [case[:2] for case in CASES], ids=[case[2] for case in CASES])
+def test_normalisation(text, expected):
+    assert normalize_text(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text, kept, spelt",
+    [
+        ("५", "५", "पांच"),
+        ("५2", "५2", "पांच दोन"),
+        ("वर्स १९", "वर्स १९", "वर्स एक णव"),
+        ("क१ख", "क१ख", "क एक ख"),
+        ("0123456789", "0123456789", " ".join(DIGIT_WORDS)),
+        ("٣", "٣", "तीन"),  # Arabic-Indic
+        ("½", "½", "½"),  # a number, but no digit
+    ],
+)
+def test_digits_are_kept_or_spelt_one_by_one(text, kept, spelt):
+    assert normalize_text(text, "keep") == kept
+    assert normalize_text(text, "spell") == spelt
+
+
+LETTERS = "कखगशाळएाीें़्ऽ॒०९।॥ \u200c\u200d\u0928\u0930\u0933\u095cABİßΣς'-.´\u0301\u0323"
+INDIC = st.text(st.sampled_from(LETTERS), max_size=30)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.one_of(st.text(max_size=40), INDIC), st.sampled_from(["keep", "spell"]))
+def test_normalisation_is_idempotent_composed_and_single_spaced(text, digits):
+    once = normalize_text(text, digits)
+    assert normalize_text(once, digits) == once
+    assert unicodedata.is_normalized("NFC", once)
+    assert once == " ".join(once.split())
+    assert all(character == " " or unicodedata.category(character)[0] in "LMN" for character in once)
+
+
+@settings(max_examples=200, deadline=None)
+@given(INDIC)
+def test_normalisation_does_not_see_how_the_text_was_encoded(text):
+    assert normalize_text(unicodedata.normalize("NFD", text)) == normalize_text(text)
+
+
+TEXTS = [normalize_text(f"{a} {b} {c}") for a in WORDS for b in WORDS[:4] for c in WORDS[5:9]]
+
+
+@pytest.fixture(scope="module", params=["char", "bpe", "unigram"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return train_tokenizer(TEXTS, request.param, 40)
+
+
+def test_a_round_trip_gives_the_text_back(tokenizer):
+    for text in (*TEXTS, *WORDS):
+        tokens = tokenizer.encode(text)
+        assert tokenizer.decode(tokens) == text
+        assert min(tokens) > Tokenizer.end
+        assert tokenizer.decode([Tokenizer.start, *tokens, Tokenizer.blank, Tokenizer.end]) == text
+    assert tokenizer.size <= 40
+    assert Tokenizer.unknown in tokenizer.encode("xyz")  # the negative control: what is not in the text is unknown
+
+
+@settings(max_examples=100, deadline=None)
+@given(words=st.lists(st.sampled_from(WORDS), min_size=1, max_size=12))
+def test_any_sentence_of_the_words_survives(tokenizer, words):
+    assert tokenizer.decode(tokenizer.encode(" ".join(words))) == " ".join(words)
+
+
+@pytest.mark.parametrize("kind", ["char", "bpe", "unigram"])
+def test_training_is_the_same_bytes_in_any_order_of_the_texts(kind):
+    there, back = (train_tokenizer(order, kind, 40).model for order in (TEXTS, [*TEXTS[::-1], TEXTS[0]]))
+    assert there == back
+    assert there != train_tokenizer(TEXTS[:60], kind, 40).model
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize("texts", [["अ"], ["एक दोन तीन"], ["a" * 50], TEXTS], ids=["one", "three", "long", "many"])
+def test_a_vocabulary_that_the_text_does_not_allow_is_lowered_and_says_so(kind, texts, capsys):
+    tokenizer = train_tokenizer(texts, kind, 5000)
+    assert tokenizer.size < 5000
+    assert f"--vocab_size 5000 lowered to {tokenizer.size}" in capsys.readouterr().out
+    assert tokenizer.decode(tokenizer.encode(texts[0])) == texts[0]
+
+
+def test_a_vocabulary_that_fits_says_nothing(capsys):
+    assert train_tokenizer(TEXTS, "bpe", 40).size == 40
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("kind", ["char", "bpe", "unigram"])
+def test_a_vocabulary_smaller_than_the_alphabet_is_a_usage_error_that_says_how_many_it_takes(kind):
+    smallest = len(set("".join(TEXTS)) - {" "}) + 5
+    with pytest.raises(UsageError, match=f"at least {smallest}"):
+        train_tokenizer(TEXTS, kind, smallest - 1)
+    assert train_tokenizer(TEXTS, kind, smallest).size == smallest
+
+
+def test_bytes_that_are_no_tokenizer_or_not_ours_are_refused():
+    for model in (b"", b"not a model", bytes(100)):
+        with pytest.raises(DataError, match="tokenizer"):
+            Tokenizer(model)
+
+
+def test_the_checkpoint_carries_the_tokenizer_byte_for_byte(corpus: Corpus, tmp_path: Path):
+    flags = [*TINY_MODEL, "--train_manifest", corpus.manifest("train"), *run_folders(tmp_path), "--max_steps", "1"]
+    run = build_run(resolve_start(flags))
+    train(run)
+    checkpoint = read_checkpoint(tmp_path / "checkpoints" / LAST)
+    assert checkpoint.tokenizer == run.tokenizer.model
+    assert checkpoint.vocab_size == Tokenizer(checkpoint.tokenizer).size == run.step.model.vocab_size
+    resumed = build_run(resolve_start([*flags, "--resume", "auto"]))
+    assert resumed.tokenizer.model == run.tokenizer.model
