@@ -1,7 +1,7 @@
 """One `log()` fanned out to TensorBoard, JSONL and the console.
 
-A record is a frozen dataclass. A number that TensorBoard draws carries its tag in its field's metadata; a value of None
-is not logged. JSONL gets every field of a step or a validation, exactly, and null where a number is not finite.
+TensorBoard draws the numbers that carry a tag (see records.py). JSONL gets every field of a step or a validation,
+exactly, and null where a number is not finite.
 
 A logger that fails never stops training. So nothing here stays open between two records, and there is no thread:
 a record is appended to each file in one piece, or taken back whole. torch's `SummaryWriter` is not used because it
@@ -17,21 +17,28 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
 from tqdm import tqdm
 
+from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.pictures import draw_utterance
+from konkanivani.records import (
+    HypothesisPair,
+    Record,
+    SettingsRecord,
+    SpectrogramRecord,
+    StepRecord,
+    ValidationRecord,
+)
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-SAMPLE_RATE = 16_000
 PAIRS_ON_CONSOLE = 5
 
 # Regular expressions over tags: TensorBoard anchors them at the start only.
@@ -46,95 +53,6 @@ CUSTOM_LAYOUT = {
         name: ["Multiline", [f"memory/.*/{name}_mib$"]] for name in ("peak", "allocated", "reserved", "resident")
     },
 }
-
-
-def tagged(tag: str) -> Any:
-    """A dataclass field drawn by TensorBoard as `tag`."""
-    return field(metadata={"tag": tag})
-
-
-@dataclass(frozen=True)
-class PhaseMemory:
-    """Memory in MiB at the end of a phase ("forward", "backward", "update", "validation"); None = does not apply here.
-
-    allocated, reserved and peak are the accelerator's; resident is the process's. On a CPU, peak is the peak resident.
-    """
-
-    phase: str
-    allocated_mib: float | None = tagged("memory/{phase}/allocated_mib")
-    reserved_mib: float | None = tagged("memory/{phase}/reserved_mib")
-    peak_mib: float | None = tagged("memory/{phase}/peak_mib")
-    resident_mib: float | None = tagged("memory/{phase}/resident_mib")
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One optimizer step. Losses are per token; `seconds` is the step's wall time; `scale` is 1.0 without a scaler."""
-
-    step: int
-    epoch: int
-    loss: float | None = tagged("loss/total")
-    ctc_loss: float | None = tagged("loss/ctc")
-    attention_loss: float | None = tagged("loss/attention")
-    learning_rate: float | None = tagged("optimizer/learning_rate")
-    gradient_norm: float | None = tagged("optimizer/gradient_norm")
-    scale: float | None = tagged("optimizer/scale")
-    skipped_steps: int | None = tagged("optimizer/skipped_steps")
-    skipped: bool
-    audio_seconds_per_second: float | None = tagged("speed/audio_seconds_per_second")
-    padding_share: float | None = tagged("data/padding_share")
-    tokens: int | None = tagged("data/tokens")
-    utterances: int | None = tagged("data/utterances")
-    seconds: float | None = tagged("speed/step_seconds")
-    memory: tuple[PhaseMemory, ...] = ()
-
-
-@dataclass(frozen=True)
-class HypothesisPair:
-    """What was said and what was heard."""
-
-    reference: str
-    hypothesis: str
-    utterance_id: str
-
-
-@dataclass(frozen=True)
-class ValidationRecord:
-    """One pass over the validation set after `step` steps. WER and CER are fractions (0.345 = 34.5 %)."""
-
-    step: int
-    epoch: int
-    loss: float | None = tagged("validation/loss")
-    ctc_loss: float | None = tagged("validation/ctc_loss")
-    attention_loss: float | None = tagged("validation/attention_loss")
-    wer: float | None = tagged("validation/wer")
-    cer: float | None = tagged("validation/cer")
-    utterances: int | None = None
-    seconds: float | None = None
-    hypotheses: tuple[HypothesisPair, ...] = ()
-    memory: PhaseMemory | None = None
-
-
-@dataclass(frozen=True)
-class SpectrogramRecord:
-    """One utterance to look at and to listen to: waveform (samples,) at 16 kHz, features (T, F), posteriors (T', V)."""
-
-    step: int
-    utterance_id: str
-    waveform: Tensor
-    features: Tensor
-    posteriors: Tensor
-
-
-@dataclass(frozen=True)
-class SettingsRecord:
-    """The flags of this run, as text, from `step` on."""
-
-    step: int
-    text: str
-
-
-Record = StepRecord | ValidationRecord | SpectrogramRecord | SettingsRecord
 
 
 class Sink(Protocol):

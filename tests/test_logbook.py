@@ -17,17 +17,9 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 from konkanivani import logbook as logbook_module
-from konkanivani.logbook import (
-    HypothesisPair,
-    Logbook,
-    PhaseMemory,
-    SpectrogramRecord,
-    StepRecord,
-    ValidationRecord,
-    hypotheses_table,
-    tagged_numbers,
-)
+from konkanivani.logbook import Logbook, hypotheses_table, tagged_numbers
 from konkanivani.pictures import BIN_HEIGHT, ROW_HEIGHT, RULER_HEIGHT, colour, draw_utterance, most_active_tokens
+from konkanivani.records import HypothesisPair, PhaseMemory, SpectrogramRecord, StepRecord, ValidationRecord
 
 
 def a_step(step: int, loss: float | None = 0.1) -> StepRecord:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.logbook import PhaseMemory
+from konkanivani.records import PhaseMemory
 
 MIB = 2**20
 

@@ -8,7 +8,7 @@ import torch
 from konkanivani.checkpoint import LAST
 from konkanivani.data.batch import Window
 from konkanivani.errors import Interrupted, NumericsError, ResourceError
-from konkanivani.logbook import HypothesisPair, SpectrogramRecord, StepRecord, ValidationRecord
+from konkanivani.records import HypothesisPair, SpectrogramRecord, StepRecord, ValidationRecord
 from konkanivani.training.evaluation import Evaluation
 from konkanivani.training.run import Run
 from konkanivani.training.step import StepReport, train_step

@@ -1,0 +1,98 @@
+"""What can be logged: one frozen dataclass a kind of record.
+
+A number that TensorBoard draws carries its tag in its field's metadata; a value of None is not logged.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+def tagged(tag: str) -> Any:
+    """A dataclass field drawn by TensorBoard as `tag`."""
+    return field(metadata={"tag": tag})
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Memory in MiB at the end of a phase ("forward", "backward", "update", "validation"); None = does not apply here.
+
+    allocated, reserved and peak are the accelerator's; resident is the process's. On a CPU, peak is the peak resident.
+    """
+
+    phase: str
+    allocated_mib: float | None = tagged("memory/{phase}/allocated_mib")
+    reserved_mib: float | None = tagged("memory/{phase}/reserved_mib")
+    peak_mib: float | None = tagged("memory/{phase}/peak_mib")
+    resident_mib: float | None = tagged("memory/{phase}/resident_mib")
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step. Losses are per token; `seconds` is the step's wall time; `scale` is 1.0 without a scaler."""
+
+    step: int
+    epoch: int
+    loss: float | None = tagged("loss/total")
+    ctc_loss: float | None = tagged("loss/ctc")
+    attention_loss: float | None = tagged("loss/attention")
+    learning_rate: float | None = tagged("optimizer/learning_rate")
+    gradient_norm: float | None = tagged("optimizer/gradient_norm")
+    scale: float | None = tagged("optimizer/scale")
+    skipped_steps: int | None = tagged("optimizer/skipped_steps")
+    skipped: bool
+    audio_seconds_per_second: float | None = tagged("speed/audio_seconds_per_second")
+    padding_share: float | None = tagged("data/padding_share")
+    tokens: int | None = tagged("data/tokens")
+    utterances: int | None = tagged("data/utterances")
+    seconds: float | None = tagged("speed/step_seconds")
+    memory: tuple[PhaseMemory, ...] = ()
+
+
+@dataclass(frozen=True)
+class HypothesisPair:
+    """What was said and what was heard."""
+
+    reference: str
+    hypothesis: str
+    utterance_id: str
+
+
+@dataclass(frozen=True)
+class ValidationRecord:
+    """One pass over the validation set after `step` steps. WER and CER are fractions (0.345 = 34.5 %)."""
+
+    step: int
+    epoch: int
+    loss: float | None = tagged("validation/loss")
+    ctc_loss: float | None = tagged("validation/ctc_loss")
+    attention_loss: float | None = tagged("validation/attention_loss")
+    wer: float | None = tagged("validation/wer")
+    cer: float | None = tagged("validation/cer")
+    utterances: int | None = None
+    seconds: float | None = None
+    hypotheses: tuple[HypothesisPair, ...] = ()
+    memory: PhaseMemory | None = None
+
+
+@dataclass(frozen=True)
+class SpectrogramRecord:
+    """One utterance to look at and to listen to: waveform (samples,) at 16 kHz, features (T, F), posteriors (T', V)."""
+
+    step: int
+    utterance_id: str
+    waveform: Tensor
+    features: Tensor
+    posteriors: Tensor
+
+
+@dataclass(frozen=True)
+class SettingsRecord:
+    """The flags of this run, as text, from `step` on."""
+
+    step: int
+    text: str
+
+
+Record = StepRecord | ValidationRecord | SpectrogramRecord | SettingsRecord
