@@ -85,11 +85,7 @@ def _parse_row(line: bytes, path: Path, row: int) -> Utterance:
     if not isinstance(text, str):
         raise DataError(f"{where}: text must be the transcript in quotes, not {text!r}. Mend or delete the row.")
     duration = fields.get("duration")
-    if (
-        isinstance(duration, bool)
-        or not isinstance(duration, (int, float))
-        or not 0 <= duration < LONGEST_SECONDS
-    ):
+    if isinstance(duration, bool) or not isinstance(duration, (int, float)) or not 0 <= duration < LONGEST_SECONDS:
         raise DataError(f"{where}: duration must be a number of seconds, not {duration!r}. Mend or delete the row.")
     return Utterance(
         id=audio,
