@@ -21,6 +21,10 @@ LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoi
 EPOCH_NAME = re.compile(r"checkpoint_epoch_(\d+)\.pt")
 
 
+class OtherVersionError(CheckpointError):
+    """A checkpoint of another version of this trainer: sound, as far as this one can tell."""
+
+
 class Stateful(Protocol):
     """A part of the training run whose state is saved: torch's own protocol."""
 
@@ -94,9 +98,13 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _parse_record(record: object, path: Path) -> Checkpoint:
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        found = record.get("format", "no format at all") if isinstance(record, dict) else type(record).__name__
-        raise CheckpointError(f"The checkpoint {path} is of format {found!s:.40}; this version reads format {FORMAT}.")
+    if not isinstance(record, dict) or type(record.get("format")) is not int:
+        raise CheckpointError(f"The file {path} is no checkpoint of this trainer. Give the path of one.")
+    if record["format"] != FORMAT:
+        raise OtherVersionError(
+            f"The checkpoint {path} is of format {record['format']}; this version reads format {FORMAT}. "
+            "Use the version that wrote it, or another --checkpoint_dir."
+        )
     tokenizer, states = record["tokenizer"], record["states"]
     sound = (
         isinstance(record["config"], str)
@@ -164,6 +172,8 @@ class Checkpointer:
         for path in self._candidates():
             try:
                 return path, read_checkpoint(path)
+            except OtherVersionError:
+                raise
             except CheckpointError as error:
                 aside = path.with_name(path.name + ".damaged")
                 os.replace(path, aside)
@@ -181,9 +191,7 @@ class Checkpointer:
         names = [path for path in self.directory.glob("checkpoint_*") if path.is_file()]
         if not names:
             return None
-        number = 1
-        while (aside := self.directory / f"replaced_{number}").exists():
-            number += 1
+        aside = first_free_name(self.directory, "replaced")
         aside.mkdir()
         for path in names:
             os.replace(path, aside / path.name)
@@ -206,6 +214,14 @@ class Checkpointer:
     def _prune(self) -> None:
         for path in self._epochs()[self.keep :]:
             path.unlink(missing_ok=True)
+
+
+def first_free_name(directory: Path, name: str) -> Path:
+    """`name`_1 in `directory`, or the first number after it that nothing has."""
+    number = 1
+    while (path := directory / f"{name}_{number}").exists():
+        number += 1
+    return path
 
 
 def _link(source: Path, target: Path) -> None:

@@ -3,11 +3,45 @@
 import re
 import sys
 
-from konkanivani.errors import ResourceError
+import torch
+
+from konkanivani.config import MemoryConfig
+from konkanivani.errors import ResourceError, UsageError
 
 TORCH_RANGE = ">=2.10,<2.12"  # that of setup.cfg; a test holds the two together
 OLDEST_OF_DEFAULT_BUILD = (7, 5)  # CUDA 13 ends below Turing; the CUDA 12.6 build reaches back to Maxwell
 OLDEST_OF_ALL_BUILDS = (5, 0)
+
+
+def choose_device(asked: str) -> torch.device:
+    """The device to train on; a ResourceError or UsageError says why the asked one cannot be had."""
+    has_cuda = torch.cuda.is_available()
+    if asked == "cuda" and not has_cuda:
+        raise UsageError(
+            "--device cuda: PyTorch finds no usable NVIDIA GPU here. Train with --device cpu, or mend the driver."
+        )
+    if asked == "cpu" or not has_cuda:
+        return torch.device("cpu")
+    check_gpu_architecture(
+        torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.cuda.get_arch_list(), torch.__version__
+    )
+    torch.set_float32_matmul_precision("high")  # TF32 where the card has it
+    return torch.device("cuda")
+
+
+def choose_precision(config: MemoryConfig, device: torch.device) -> torch.dtype | None:
+    """The autocast format, None for full precision."""
+    if not config.mixed_precision:
+        return None
+    if device.type == "cpu":
+        print("--mixed_precision on a CPU means bf16 autocast, without loss scaling.", flush=True)
+        return torch.bfloat16
+    # torch.cuda.is_bf16_supported() is also true where PyTorch only emulates it.
+    if config.amp_dtype == "bf16" and torch.cuda.get_device_capability(device) < (8, 0):
+        raise UsageError(
+            f"--amp_dtype bf16: {torch.cuda.get_device_name(device)} has no bf16 (architecture below 8.0). Use fp16."
+        )
+    return torch.bfloat16 if config.amp_dtype == "bf16" else torch.float16
 
 
 def check_gpu_architecture(

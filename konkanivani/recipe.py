@@ -1,9 +1,8 @@
-"""Composition root: a command line becomes a `Run`, a checkpoint becomes something to evaluate with."""
+"""Composition root: every part of a run, built from its settings and the checkpoint that it begins with."""
 
 import dataclasses
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,8 @@ import torch
 
 from konkanivani.audio import MEL_BINS
 from konkanivani.augment import FrontEnd
-from konkanivani.checkpoint import BEST, LAST, Checkpoint, Checkpointer, read_checkpoint
-from konkanivani.config import MemoryConfig, TrainConfig
+from konkanivani.checkpoint import Checkpoint, Checkpointer, first_free_name
+from konkanivani.config import TrainConfig
 from konkanivani.data.batching import EpochPlanner, choose_subset, plan_evaluation
 from konkanivani.data.checking import (
     Limits,
@@ -26,92 +25,23 @@ from konkanivani.data.loading import EvaluationSpeech, LoaderConfig, TrainingSpe
 from konkanivani.data.manifest import Utterance, read_manifest
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.errors import CheckpointError, DataError, ResourceError, UsageError
-from konkanivani.flags import config_from_text, config_to_text, contradictions, parse_flags
+from konkanivani.flags import config_from_text, config_to_text
 from konkanivani.logbook import Logbook
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.optimizer import OptimizerState, build_optimizer
-from konkanivani.preflight import check_gpu_architecture
+from konkanivani.preflight import choose_device, choose_precision
 from konkanivani.randomness import seed_of
+from konkanivani.start import Start
 from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
-from konkanivani.training.evaluation import Evaluation
 from konkanivani.training.forward import ForwardPass
-from konkanivani.training.interruption import Interruption, RunLock
+from konkanivani.training.interruption import Interruption
 from konkanivani.training.progress import Progress
 from konkanivani.training.run import EvaluationSet, Run
 from konkanivani.training.state import TrainState
 from konkanivani.training.step import StepParts
 from konkanivani.weights import take_over
-
-
-@dataclass(frozen=True)
-class Start:
-    """How a run begins: its settings, its folder's lock, the checkpoint it goes on from or takes weights from."""
-
-    config: TrainConfig
-    lock: RunLock
-    resumed: Checkpoint | None
-    initial: Checkpoint | None
-
-
-def resolve_start(arguments: list[str]) -> Start:
-    """What a command line asks for, the checkpoint it names read and held against it."""
-    asked = parse_flags(arguments)
-    if asked.run.resume == "auto":
-        return _resume_newest(arguments, asked)
-    if asked.run.resume:
-        checkpoint = read_checkpoint(asked.run.resume)
-        config = _resumed_config(arguments, checkpoint, Path(asked.run.resume))
-        return Start(config, RunLock(config.run.checkpoint_dir), checkpoint, None)
-    initial = read_checkpoint(asked.run.init_from) if asked.run.init_from else None
-    lock = RunLock(asked.run.checkpoint_dir)
-    _claim_folder(Checkpointer(asked.run.checkpoint_dir, asked.run.keep_checkpoints), asked)
-    return Start(asked, lock, None, initial)
-
-
-def _resume_newest(arguments: list[str], asked: TrainConfig) -> Start:
-    folder = asked.run.checkpoint_dir
-    lock = RunLock(folder)
-    found = Checkpointer(folder, asked.run.keep_checkpoints).read_newest_sound()
-    if found is None:
-        print(f"No checkpoint in {folder} yet: training begins.", flush=True)
-        return Start(asked, lock, None, None)
-    path, checkpoint = found
-    config = _resumed_config(arguments, checkpoint, path)
-    # The folder may have been moved since the checkpoint wrote down its name.
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, checkpoint_dir=folder))
-    return Start(config, lock, checkpoint, None)
-
-
-def _resumed_config(arguments: list[str], checkpoint: Checkpoint, path: Path) -> TrainConfig:
-    """The checkpoint's settings under the flags that are given; a CheckpointError lists what contradicts it."""
-    stored = config_from_text(checkpoint.config)
-    config = parse_flags(arguments, stored)
-    found = contradictions(stored, config)
-    if found:
-        listed = "".join(f"\n  {difference}" for difference in found)
-        raise CheckpointError(
-            f"The flags contradict the checkpoint {path}:{listed}\nLeave these flags out to go on with it, or begin "
-            f"anew from its weights with --init_from {path} and another --checkpoint_dir (or --fresh)."
-        )
-    print(f"Going on from {path}: step {checkpoint.step}.", flush=True)
-    return config
-
-
-def _claim_folder(checkpointer: Checkpointer, asked: TrainConfig) -> None:
-    if checkpointer.has_checkpoints() and not asked.run.fresh:
-        raise UsageError(
-            f"{checkpointer.directory} holds checkpoints of a run. Go on with --resume auto, begin anew with --fresh "
-            "(they are moved into a folder beside), or give another --checkpoint_dir."
-        )
-
-
-def _clear_folder(checkpointer: Checkpointer) -> None:
-    """Moves the old checkpoints aside, once all that can go wrong with the new run's beginning has gone right."""
-    aside = checkpointer.move_aside()
-    if aside:
-        print(f"The old checkpoints are now in {aside}.", flush=True)
 
 
 def build_run(start: Start) -> Run:
@@ -144,8 +74,8 @@ def build_run(start: Start) -> Run:
         _take_weights(start.initial, step.model, tokenizer)
     _tell_plan(config, step, speech, planner)
     checkpointer = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints)
-    if config.run.fresh:
-        _clear_folder(checkpointer)
+    if not start.resumed:
+        _move_aside(checkpointer, run_directory)
     logbook = Logbook(run_directory, resumed_step=state.step)
     logbook.log_settings(config_to_text(config))
     return Run(
@@ -167,35 +97,18 @@ def build_run(start: Start) -> Run:
     )
 
 
-def choose_device(asked: str) -> torch.device:
-    """The device to train on; a ResourceError or UsageError says why the asked one cannot be had."""
-    has_cuda = torch.cuda.is_available()
-    if asked == "cuda" and not has_cuda:
-        raise UsageError(
-            "--device cuda: PyTorch finds no usable NVIDIA GPU here. Train with --device cpu, or mend the driver."
-        )
-    if asked == "cpu" or not has_cuda:
-        return torch.device("cpu")
-    check_gpu_architecture(
-        torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.cuda.get_arch_list(), torch.__version__
-    )
-    torch.set_float32_matmul_precision("high")  # TF32 where the card has it
-    return torch.device("cuda")
-
-
-def choose_precision(config: MemoryConfig, device: torch.device) -> torch.dtype | None:
-    """The autocast format, None for full precision."""
-    if not config.mixed_precision:
-        return None
-    if device.type == "cpu":
-        print("--mixed_precision on a CPU means bf16 autocast, without loss scaling.", flush=True)
-        return torch.bfloat16
-    # torch.cuda.is_bf16_supported() is also true where PyTorch only emulates it.
-    if config.amp_dtype == "bf16" and torch.cuda.get_device_capability(device) < (8, 0):
-        raise UsageError(
-            f"--amp_dtype bf16: {torch.cuda.get_device_name(device)} has no bf16 (architecture below 8.0). Use fp16."
-        )
-    return torch.bfloat16 if config.amp_dtype == "bf16" else torch.float16
+def _move_aside(checkpointer: Checkpointer, run_directory: Path) -> None:
+    """Moves an old run's files aside, once all that can go wrong with the new one's beginning has gone right."""
+    checkpoints = checkpointer.move_aside()
+    if checkpoints:
+        print(f"The old checkpoints are now in {checkpoints}.", flush=True)
+    logs = [path for path in run_directory.iterdir() if path.name != "rejected.jsonl"]
+    if logs:
+        aside = first_free_name(run_directory.parent, f"{run_directory.name}_replaced")
+        aside.mkdir()
+        for path in logs:
+            path.rename(aside / path.name)
+        print(f"The old logs of this run's name are now in {aside}.", flush=True)
 
 
 def make_run_directory(config: TrainConfig) -> Path:
@@ -352,39 +265,3 @@ def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainingSpeech, pla
         f"{step.total_steps} in all.",
         flush=True,
     )
-
-
-@dataclass(frozen=True)
-class Recognizer:
-    """A checkpoint's model, ready to be evaluated."""
-
-    checkpoint: Checkpoint
-    config: TrainConfig
-    tokenizer: Tokenizer
-    forward: ForwardPass
-
-
-def load_recognizer(path: str | Path, device: torch.device) -> Recognizer:
-    """The model of the checkpoint at `path` on `device`, in full precision there."""
-    checkpoint = read_checkpoint(path)
-    config = config_from_text(checkpoint.config)
-    # The card that it was trained on may have had formats that this device lacks.
-    config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, mixed_precision=False))
-    forward = build_forward(config, checkpoint.vocab_size, device)
-    load_states(checkpoint, {"model": forward.model})
-    return Recognizer(checkpoint, config, Tokenizer(checkpoint.tokenizer), forward)
-
-
-def evaluate_manifest(recognizer: Recognizer, manifest: str) -> Evaluation:
-    """The recognizer's losses and error rates over a manifest, by greedy CTC."""
-    config, forward = recognizer.config, recognizer.forward
-    utterances, rejections = build_evaluation_set(manifest, config, recognizer.tokenizer, forward.device)
-    for rejection in rejections:
-        print(f"Left out: {manifest}, row {rejection.row}, {rejection.audio_filepath}: {rejection.reason}", flush=True)
-    return utterances.evaluate(forward, greedy_ctc)
-
-
-def best_checkpoint(directory: str | Path) -> Path:
-    """The best checkpoint of a folder by validation, or its last where nothing was validated."""
-    best = Path(directory) / BEST
-    return best if best.is_file() else Path(directory) / LAST

@@ -2,7 +2,9 @@
 
 import json
 
-from konkanivani.recipe import best_checkpoint, build_run, evaluate_manifest, load_recognizer, resolve_start
+from konkanivani.recipe import build_run
+from konkanivani.recognizer import best_checkpoint, evaluate_manifest, load_recognizer
+from konkanivani.start import resolve_start
 from konkanivani.training.evaluation import Evaluation
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run

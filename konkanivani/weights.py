@@ -52,7 +52,7 @@ def take_over(
             not is_same_vocabulary and name.startswith(("ctc_head", "decoder.embedding", "decoder.output"))
         ):
             left_out.append(name)
-        elif source.shape == target.shape and heads == model.config.attention_heads:
+        elif source.shape == target.shape and (heads == model.config.attention_heads or "attention" not in name):
             target.copy_(source)
             taken.append(name)
         elif (piece := _cut_to(name, source, target.shape, heads, model.config.attention_heads)) is not None:

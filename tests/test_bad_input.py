@@ -21,7 +21,8 @@ from konkanivani.data.checking import Limits, reason_to_reject
 from konkanivani.data.manifest import Utterance, read_manifest
 from konkanivani.errors import CheckpointError, DataError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.flags import parse_flags
-from konkanivani.recipe import build_run, resolve_start
+from konkanivani.recipe import build_run
+from konkanivani.start import resolve_start
 from konkanivani.training.interruption import RunLock
 from konkanivani.training.loop import PeriodicSaver, train
 from tests.conftest import ROOT, TINY_MODEL, Corpus, run_folders, run_trainer, script_command, write_corpus

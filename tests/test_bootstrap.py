@@ -98,7 +98,7 @@ class TestWheels:
             ('echo "12.0, 570.86.10"', "cu128", None),
             ('echo "3.7, 535.10.02"', "cpu", "No PyTorch build drives"),
             ('echo "7.0, 470.82.01"', "cu126", "470 is too old"),
-            (f"echo \"{NO_DRIVER}\"; exit 9", "cpu", "couldn't communicate"),
+            (f'echo "{NO_DRIVER}"; exit 9', "cpu", "couldn't communicate"),
             ('echo "No devices were found"', "cpu", None),
             ("echo $$; echo 'segmentation what, ever'", "cpu", "shows no card"),
             ("exit 1", "cpu", "no output"),

@@ -12,7 +12,9 @@ from konkanivani.config import ModelConfig
 from konkanivani.errors import CheckpointError
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.attention import RotaryPositions
-from konkanivani.recipe import build_run, evaluate_manifest, load_recognizer, resolve_start
+from konkanivani.recipe import build_run
+from konkanivani.recognizer import evaluate_manifest, load_recognizer
+from konkanivani.start import resolve_start
 from konkanivani.training.loop import finish_epoch, train
 from konkanivani.weights import Takeover, take_over
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer

@@ -13,7 +13,8 @@ from konkanivani.checkpoint import LAST, Checkpoint, read_checkpoint, write_chec
 from konkanivani.config import PRESETS, TrainConfig
 from konkanivani.errors import CheckpointError, DataError
 from konkanivani.flags import config_from_text, config_to_text, contradictions, parse_flags, settings_of, with_setting
-from konkanivani.recipe import build_run, load_states, resolve_start
+from konkanivani.recipe import build_run, load_states
+from konkanivani.start import resolve_start
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from konkanivani.checkpoint import LAST, read_checkpoint
 from konkanivani.errors import DataError, UsageError
-from konkanivani.recipe import build_run, resolve_start
+from konkanivani.recipe import build_run
+from konkanivani.start import resolve_start
 from konkanivani.text import DIGIT_WORDS, Tokenizer, normalize_text, train_tokenizer
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, WORDS, Corpus, run_folders

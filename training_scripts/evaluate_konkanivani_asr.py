@@ -75,7 +75,8 @@ def score(flags: Flags) -> str:
     manifest = read_manifest(flags.manifest)
     from torch import OutOfMemoryError
 
-    from konkanivani.recipe import choose_device, evaluate_manifest, load_recognizer
+    from konkanivani.preflight import choose_device
+    from konkanivani.recognizer import evaluate_manifest, load_recognizer
 
     try:
         recognizer = load_recognizer(flags.checkpoint, choose_device(flags.device))

@@ -19,7 +19,8 @@ from konkanivani.data.batch import Speech, Window, collate
 from konkanivani.errors import NumericsError
 from konkanivani.memory.monitor import MIB, MemoryMonitor, peak_resident_mib, resident_mib
 from konkanivani.model.asr import parameter_count
-from konkanivani.recipe import build_step_parts, choose_device
+from konkanivani.preflight import choose_device
+from konkanivani.recipe import build_step_parts
 from konkanivani.text import Tokenizer
 from konkanivani.training.forward import ForwardPass
 from konkanivani.training.step import StepParts, StepReport, train_step

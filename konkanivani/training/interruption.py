@@ -1,5 +1,6 @@
 """Signals that ask a run to stop, and the lock that keeps a second run out of its folder."""
 
+import errno
 import fcntl
 import os
 import signal
@@ -51,7 +52,10 @@ class RunLock:
         try:
             # Not flock: its locks pass to forked audio workers, which outlive a killed trainer by seconds.
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                print(f"{directory} has no locks ({error.strerror}): see to it that no other run uses it.", flush=True)
+                return
             self._file.seek(0)
             holder = self._file.read().strip() or "unknown"
             raise ResourceError(

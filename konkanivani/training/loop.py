@@ -1,13 +1,15 @@
 """The training loop: windows in, steps, validation, checkpoints and logs out, in the order in which they happen."""
 
 import time
+from collections.abc import Iterator
 from contextlib import closing
 
 import torch
 
 from konkanivani.checkpoint import LAST
 from konkanivani.data.batch import Window
-from konkanivani.errors import Interrupted, NumericsError, ResourceError
+from konkanivani.data.batching import Cursor
+from konkanivani.errors import DataError, Interrupted, NumericsError, ResourceError
 from konkanivani.records import HypothesisPair, SpectrogramRecord, StepRecord, ValidationRecord
 from konkanivani.training.evaluation import Evaluation
 from konkanivani.training.run import Run
@@ -21,14 +23,15 @@ MOST_FAILED_SAVES_IN_A_ROW = 3
 def train(run: Run) -> None:
     """Trains until `run.is_finished()`; what it has learned is in the newest checkpoint when it returns."""
     state, saver = run.state, PeriodicSaver(run)
-    with closing(run.windows.from_cursor(state.cursor)) as windows:  # an error too must end the workers
+    # An error too must end the workers, and leave the progress bar's line.
+    with closing(run.progress), closing(run.windows.from_cursor(state.cursor)) as windows:
         while True:
             if state.has_epoch_to_finish:
                 is_best = finish_epoch(run)
                 saver.save(epoch=state.epoch, is_best=is_best)
             if run.is_finished():
                 break
-            window, cursor = next(windows)
+            window, cursor = next_window(windows, saver)
             report = train_step(run.step, window, state.step, run.interruption.is_requested)
             if report is None:
                 saver.save(is_final=True)
@@ -41,7 +44,15 @@ def train(run: Run) -> None:
             check_numerics(run, report)
             saver.save_if_due()
     saver.save(is_final=True)
-    run.progress.close()
+
+
+def next_window(windows: Iterator[tuple[Window, Cursor]], saver: "PeriodicSaver") -> tuple[Window, Cursor]:
+    """The next window and the cursor behind it; audio that cannot be read costs none of the steps before it."""
+    try:
+        return next(windows)
+    except (DataError, ResourceError):
+        saver.save(is_final=True)
+        raise
 
 
 def finish_epoch(run: Run) -> bool:

@@ -1,0 +1,52 @@
+"""A checkpoint's model, ready to be evaluated."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from konkanivani.checkpoint import BEST, LAST, Checkpoint, read_checkpoint
+from konkanivani.config import TrainConfig
+from konkanivani.decoding.ctc import greedy_ctc
+from konkanivani.flags import config_from_text
+from konkanivani.recipe import build_evaluation_set, build_forward, load_states
+from konkanivani.text import Tokenizer
+from konkanivani.training.evaluation import Evaluation
+from konkanivani.training.forward import ForwardPass
+
+
+@dataclass(frozen=True)
+class Recognizer:
+    """A checkpoint's model, ready to be evaluated."""
+
+    checkpoint: Checkpoint
+    config: TrainConfig
+    tokenizer: Tokenizer
+    forward: ForwardPass
+
+
+def load_recognizer(path: str | Path, device: torch.device) -> Recognizer:
+    """The model of the checkpoint at `path` on `device`, in full precision there."""
+    checkpoint = read_checkpoint(path)
+    config = config_from_text(checkpoint.config)
+    # The card that it was trained on may have had formats that this device lacks.
+    config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, mixed_precision=False))
+    forward = build_forward(config, checkpoint.vocab_size, device)
+    load_states(checkpoint, {"model": forward.model})
+    return Recognizer(checkpoint, config, Tokenizer(checkpoint.tokenizer), forward)
+
+
+def evaluate_manifest(recognizer: Recognizer, manifest: str) -> Evaluation:
+    """The recognizer's losses and error rates over a manifest, by greedy CTC."""
+    config, forward = recognizer.config, recognizer.forward
+    utterances, rejections = build_evaluation_set(manifest, config, recognizer.tokenizer, forward.device)
+    for rejection in rejections:
+        print(f"Left out: {manifest}, row {rejection.row}, {rejection.audio_filepath}: {rejection.reason}", flush=True)
+    return utterances.evaluate(forward, greedy_ctc)
+
+
+def best_checkpoint(directory: str | Path) -> Path:
+    """The best checkpoint of a folder by validation, or its last where nothing was validated."""
+    best = Path(directory) / BEST
+    return best if best.is_file() else Path(directory) / LAST
