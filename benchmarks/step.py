@@ -20,8 +20,9 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
+from konkanivani.command_line import read_flags, run_script
 from konkanivani.config import PRESETS, DataConfig, MemoryConfig, RunConfig, TrainConfig
-from konkanivani.errors import KonkaniVaniError, UsageError
+from konkanivani.errors import UsageError
 from konkanivani.flags import check_config
 
 
@@ -49,31 +50,13 @@ class Flags:
     """Print one line of JSON instead of a sentence."""
 
 
-def read_flags(arguments: list[str]) -> Flags:
-    """The command line; unknown or mistyped flags end the process with exit code 2."""
-    import tyro
+def measure_step(flags: Flags) -> str:
+    """Measures; returns what is to be printed."""
+    config = config_of(flags)
+    from benchmarks.measuring.fixed_step import measure
 
-    return tyro.cli(
-        Flags, args=arguments, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,), use_underscores=True
-    )
-
-
-def main(arguments: list[str]) -> int:
-    """Measures and prints; returns the exit code."""
-    flags = read_flags(arguments)
-    try:
-        config = config_of(flags)
-        from benchmarks.measuring.fixed_step import measure
-
-        result = measure(config, flags.steps)
-    except KonkaniVaniError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("Interrupted: nothing was measured.", file=sys.stderr)
-        return 130
-    print(json.dumps(dataclasses.asdict(result)) if flags.json else result.sentence(), flush=True)
-    return 0
+    result = measure(config, flags.steps)
+    return json.dumps(dataclasses.asdict(result)) if flags.json else result.sentence()
 
 
 def config_of(flags: Flags) -> TrainConfig:
@@ -92,4 +75,5 @@ def config_of(flags: Flags) -> TrainConfig:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    flags = read_flags(Flags, sys.argv[1:])
+    sys.exit(run_script(lambda: measure_step(flags)))

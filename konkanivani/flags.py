@@ -2,10 +2,10 @@
 
 import ast
 import dataclasses
-import sys
 from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
+from konkanivani.command_line import read_flags
 from konkanivani.config import PRESETS, DataConfig, ModelConfig, RunConfig, TrainConfig
 from konkanivani.errors import CheckpointError, UsageError
 
@@ -64,19 +64,7 @@ def parse_flags(arguments: list[str], stored: TrainConfig | None = None) -> Trai
 
     A flag that is not given takes `stored`'s value (the resumed checkpoint's), else the preset's, else the default.
     """
-    import tyro
-
-    def parse(default: TrainConfig) -> TrainConfig:
-        return tyro.cli(
-            TrainConfig,
-            args=arguments,
-            default=default,
-            description=(sys.modules["__main__"].__doc__ or "").strip(),
-            config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
-            use_underscores=True,
-        )
-
-    first = parse(TrainConfig())
+    first = read_flags(TrainConfig, arguments, TrainConfig())
     preset_is_given = any(a == "--preset" or a.startswith("--preset=") for a in arguments)
     if stored is None:
         base = dataclasses.replace(TrainConfig(), model=PRESETS[first.run.preset])
@@ -87,7 +75,7 @@ def parse_flags(arguments: list[str], stored: TrainConfig | None = None) -> Trai
     for setting in settings_of(TrainConfig()):
         if setting.name in SESSION_FLAGS:
             base = with_setting(base, setting)
-    config = parse(base)
+    config = read_flags(TrainConfig, arguments, base)
     check_config(config)
     return config
 

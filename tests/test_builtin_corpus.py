@@ -245,4 +245,4 @@ def test_the_script_ends_with_the_error_s_exit_code(tmp_path):
     script = [sys.executable, str(ROOT / "training_scripts" / "prepare_builtin_corpus.py")]
     done = subprocess.run([*script, "--output", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == UsageError.exit_code
-    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    assert done.stderr.startswith("The built-in corpus cannot be put at ") and "Traceback" not in done.stderr

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from konkanivani.errors import KonkaniVaniError, ResourceError, UsageError
+from konkanivani.command_line import read_flags, run_script
+from konkanivani.errors import ResourceError, UsageError
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
     from konkanivani.averaging import NamedCheckpoint
@@ -41,23 +42,6 @@ class Flags:
     """How many of the folder's epoch checkpoints to take, the newest ones."""
 
 
-def main(arguments: list[str]) -> int:
-    """Averages and says where the result is; returns the exit code."""
-    flags = tyro.cli(
-        Flags, args=arguments, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,), use_underscores=True
-    )
-    try:
-        check_flags(flags)
-        print(average(flags), flush=True)
-    except KonkaniVaniError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("Interrupted: nothing was written.", file=sys.stderr)
-        return 130
-    return 0
-
-
 def check_flags(flags: Flags) -> None:
     """Raises a UsageError where the flags do not say which checkpoints."""
     if bool(flags.checkpoints) == (flags.checkpoint_dir is not None):
@@ -68,6 +52,7 @@ def check_flags(flags: Flags) -> None:
 
 def average(flags: Flags) -> str:
     """Writes the averaged checkpoint beside its place and renames it; returns a sentence about it."""
+    check_flags(flags)
     from konkanivani.averaging import average_checkpoints, is_name_of_a_run, newest_epochs
     from konkanivani.checkpoint import write_checkpoint
 
@@ -99,4 +84,5 @@ def read_each(paths: list[Path]) -> Iterator["NamedCheckpoint"]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    flags = read_flags(Flags, sys.argv[1:])
+    sys.exit(run_script(lambda: average(flags)))

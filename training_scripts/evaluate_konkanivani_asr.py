@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from konkanivani.command_line import read_flags, run_script
 from konkanivani.data.manifest import Manifest, read_manifest
-from konkanivani.errors import KonkaniVaniError, ResourceError
+from konkanivani.errors import ResourceError
 from konkanivani.metrics import ErrorRates, error_rates
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
@@ -47,44 +48,15 @@ class Flags:
         return Path(self.output) if self.output else checkpoint.parent / name
 
 
-def read_flags(arguments: list[str]) -> Flags:
-    """The command line; unknown or mistyped flags end the process with exit code 2."""
-    import tyro
-
-    return tyro.cli(
-        Flags, args=arguments, description=__doc__, config=(tyro.conf.FlagCreatePairsOff,), use_underscores=True
-    )
-
-
-def main(arguments: list[str]) -> int:
-    """Scores, writes the hypotheses and prints the rates; returns the exit code."""
-    flags = read_flags(arguments)
-    try:
-        print(score(flags), flush=True)
-    except KonkaniVaniError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("Interrupted: no hypotheses were written.", file=sys.stderr)
-        return 130
-    return 0
-
-
 def score(flags: Flags) -> str:
     """Evaluates just as training's final scoring does, writes the hypotheses, and returns what is to be printed."""
     manifest = read_manifest(flags.manifest)
-    from torch import OutOfMemoryError
-
     from konkanivani.preflight import choose_device
     from konkanivani.recognizer import evaluate_manifest, load_recognizer
 
-    try:
-        recognizer = load_recognizer(flags.checkpoint, choose_device(flags.device))
-        check_output(flags.hypotheses_path)
-        evaluation = evaluate_manifest(recognizer, flags.manifest)
-    except OutOfMemoryError as error:
-        reason = str(error).splitlines()[0]
-        raise ResourceError(f"The GPU's memory does not suffice: {reason} Evaluate with --device cpu.") from None
+    recognizer = load_recognizer(flags.checkpoint, choose_device(flags.device))
+    check_output(flags.hypotheses_path)
+    evaluation = evaluate_manifest(recognizer, flags.manifest)
     write_hypotheses(flags.hypotheses_path, evaluation, manifest)
     if flags.json:
         left_out = len(manifest.utterances) - len(evaluation.scored)
@@ -156,4 +128,5 @@ def _rates_in_words(rates: ErrorRates) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    flags = read_flags(Flags, sys.argv[1:])
+    sys.exit(run_script(lambda: score(flags)))

@@ -8,47 +8,40 @@ import bootstrap
 
 bootstrap.rerun_under_venv()
 
-import argparse  # noqa: E402
-import sys  # noqa: E402
-import time  # noqa: E402
+import sys
+import time
+from dataclasses import dataclass
 
-from konkanivani.data.builtin_corpus import WHAT_IT_IS, CorpusSize, build_builtin_corpus  # noqa: E402
-from konkanivani.errors import KonkaniVaniError  # noqa: E402
+from konkanivani.command_line import read_flags, run_script
+from konkanivani.data.builtin_corpus import WHAT_IT_IS, CorpusSize, build_builtin_corpus
 
-
-def read_flags() -> argparse.Namespace:
-    """The command line; ends with code 2 and one sentence for a flag that cannot be used."""
-    size = CorpusSize()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--output", default="data/builtin", help="folder to make (default: %(default)s)")
-    for split, count in (("train", size.train), ("valid", size.valid), ("test", size.test)):
-        parser.add_argument(
-            f"--{split}_utterances", type=int, default=count, metavar="N", help=f"{split} utterances (default: {count})"
-        )
-    return parser.parse_args()
+FULL = CorpusSize()
 
 
-def main() -> int:
-    """Builds the corpus; returns the exit code."""
-    flags = read_flags()
+@dataclass(frozen=True)
+class Flags:
+    """Where the corpus goes, and how large it is."""
+
+    output: str = "data/builtin"
+    """Folder to make."""
+    train_utterances: int = FULL.train
+    """Utterances in train.jsonl."""
+    valid_utterances: int = FULL.valid
+    """Utterances in valid.jsonl."""
+    test_utterances: int = FULL.test
+    """Utterances in test.jsonl."""
+
+
+def prepare(flags: Flags) -> str:
+    """Builds the corpus where it is not there yet; returns a sentence about it."""
     size = CorpusSize(flags.train_utterances, flags.valid_utterances, flags.test_utterances)
     started = time.monotonic()
-    try:
-        is_new = build_builtin_corpus(flags.output, size)
-    except KonkaniVaniError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        return 130
-    seconds = time.monotonic() - started
-    count = size.train + size.valid + size.test
+    is_new = build_builtin_corpus(flags.output, size)
+    count, seconds = size.train + size.valid + size.test, time.monotonic() - started
     done = f"{count} utterances written in {seconds:.0f} s" if is_new else f"{count} utterances are there already"
-    print(f"{flags.output}: {done} ({WHAT_IT_IS})")
-    return 0
+    return f"{flags.output}: {done} ({WHAT_IT_IS})"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    flags = read_flags(Flags, sys.argv[1:])
+    sys.exit(run_script(lambda: prepare(flags)))

@@ -11,22 +11,17 @@ bootstrap.rerun_under_venv()
 
 import sys
 
-from konkanivani.errors import KonkaniVaniError
+from konkanivani.command_line import run_script
 from konkanivani.flags import parse_flags
 
 
-def main(arguments: list[str]) -> int:
-    """Trains, scores the test manifest if there is one, and prints one JSON line; returns the exit code."""
-    try:
-        parse_flags(arguments)  # usage errors do not wait for torch
-        from konkanivani.reporting import train_and_report
+def main(arguments: list[str]) -> str:
+    """Trains, and scores the test manifest if there is one; one line of JSON."""
+    parse_flags(arguments)  # usage errors do not wait for torch
+    from konkanivani.reporting import train_and_report
 
-        print(train_and_report(arguments), flush=True)
-    except KonkaniVaniError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
+    return train_and_report(arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_script(lambda: main(sys.argv[1:])))

@@ -1,0 +1,62 @@
+"""What every script does: flags from a dataclass, and errors as one sentence and an exit code. No torch here."""
+
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+from konkanivani.errors import KonkaniVaniError, ResourceError
+
+Flags = TypeVar("Flags")
+
+
+def read_flags(kind: type[Flags], arguments: list[str], default: Flags | None = None) -> Flags:
+    """A `kind` from the command line, fields that are not given from `default`; nested fields have no prefix.
+
+    An unknown or mistyped flag ends the process with exit code 2 and the nearest name. The script's own docstring
+    stands in --help.
+    """
+    import tyro
+
+    return tyro.cli(
+        kind,
+        args=arguments,
+        default=tyro.MISSING_NONPROP if default is None else default,
+        description=(sys.modules["__main__"].__doc__ or "").strip(),
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+        use_underscores=True,
+    )
+
+
+def run_script(action: Callable[[], str]) -> int:
+    """Prints what `action` returns; the exit code, after one sentence on stderr where it failed in a known way."""
+    try:
+        print(action(), flush=True)
+        return 0
+    except KonkaniVaniError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return 130
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = (str(error) or "the system gave no more").splitlines()[0]
+        print(
+            f"Out of memory: {reason} Give a smaller --batch_size with more --gradient_accumulation_steps (the result "
+            "is the same), --gradient_checkpointing always, a lower --max_duration, or a smaller --preset.",
+            file=sys.stderr,
+        )
+        return ResourceError.exit_code
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that memory ran out, on a CPU or a GPU; by name, so that torch need not be imported."""
+    said = str(error)
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in said
+        or "CUBLAS_STATUS_ALLOC_FAILED" in said
+        or "CUDNN_STATUS_ALLOC_FAILED" in said
+    )
