@@ -12,7 +12,15 @@ import torch
 import torchaudio
 
 from konkanivani.errors import DataError
-from konkanivani.lengths import FFT_SAMPLES, HOP_SAMPLES, SAMPLE_RATE, WINDOW_SAMPLES, feature_length, padding_mask
+from konkanivani.lengths import (
+    FFT_SAMPLES,
+    HOP_SAMPLES,
+    SAMPLE_RATE,
+    WINDOW_SAMPLES,
+    Lengths,
+    feature_length,
+    padding_mask,
+)
 
 MEL_BINS = 80
 
@@ -47,7 +55,7 @@ def load_audio(path: str | Path) -> torch.Tensor:
 
 
 class LogMel(torch.nn.Module):
-    """Waveforms (B, S) with lengths (B,) -> features (B, T, F) and feature_lengths (B,).
+    """Waveforms (B, S) with their lengths -> features (B, T, F) and their lengths.
 
     80 mel bins over 25 ms every 10 ms. No frame reaches past the waveform's ends (`center=False`), so nothing of the
     padding enters a valid frame. Each bin is brought to mean 0 and variance 1 over the utterance's valid frames.
@@ -64,11 +72,11 @@ class LogMel(torch.nn.Module):
             center=False,
         )
 
-    def forward(self, waveforms: torch.Tensor, sample_lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
         features = self.power(waveforms).clamp_min_(1e-10).log_().transpose(1, 2)
-        feature_lengths = feature_length(sample_lengths)
-        padding = padding_mask(feature_lengths.to(features.device), features.shape[1])[:, :, None]
-        frames = feature_lengths.to(features.device, features.dtype)[:, None, None]
+        feature_lengths = tuple(map(feature_length, sample_lengths))
+        padding = padding_mask(feature_lengths, features.shape[1], features.device)[:, :, None]
+        frames = torch.tensor(feature_lengths, dtype=features.dtype).to(features.device)[:, None, None]
         features = features.masked_fill(padding, 0.0)
         features = features - features.sum(dim=1, keepdim=True) / frames
         features = features.masked_fill(padding, 0.0)

@@ -10,6 +10,7 @@ import torchaudio
 
 from konkanivani.audio import MEL_BINS, LogMel, one_thread
 from konkanivani.config import AugmentConfig
+from konkanivani.lengths import Lengths
 
 
 def choose_speed(speeds: tuple[float, ...], generator: torch.Generator) -> float:
@@ -32,7 +33,7 @@ class SpecAugment:
 
     config: AugmentConfig
 
-    def draw_masks(self, seeds: tuple[int, ...], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def draw_masks(self, seeds: tuple[int, ...], lengths: Lengths) -> tuple[torch.Tensor, torch.Tensor]:
         """(B, T) and (B, F) bool on the CPU, True where masked; row b depends on seeds[b] and lengths[b] alone."""
         time = torch.zeros(len(seeds), max(lengths), dtype=torch.bool)
         frequency = torch.zeros(len(seeds), MEL_BINS, dtype=torch.bool)
@@ -52,10 +53,9 @@ def _mask_span(row: torch.Tensor, length: int, widest: int, generator: torch.Gen
 
 
 class FrontEnd(torch.nn.Module):
-    """Waveforms (B, S) -> features (B, T, F) and feature_lengths (B,), in full precision on the waveforms' device.
+    """Waveforms (B, S) -> features (B, T, F) and their lengths, in full precision on the waveforms' device.
 
-    `augment_seeds` holds one seed an utterance while training and is None in evaluation. Lengths stay on the CPU,
-    so that reading them never waits for the device.
+    `augment_seeds` holds one seed an utterance while training and is None in evaluation.
     """
 
     def __init__(self, augment: AugmentConfig) -> None:
@@ -65,12 +65,12 @@ class FrontEnd(torch.nn.Module):
 
     @torch.no_grad()
     def forward(
-        self, waveforms: torch.Tensor, sample_lengths: torch.Tensor, augment_seeds: tuple[int, ...] | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, waveforms: torch.Tensor, sample_lengths: Lengths, augment_seeds: tuple[int, ...] | None
+    ) -> tuple[torch.Tensor, Lengths]:
         with torch.autocast(waveforms.device.type, enabled=False):
             features, feature_lengths = self.log_mel(waveforms, sample_lengths)
         if augment_seeds is not None:
-            time, frequency = self.spec_augment.draw_masks(augment_seeds, feature_lengths.tolist())
+            time, frequency = self.spec_augment.draw_masks(augment_seeds, feature_lengths)
             features.masked_fill_(time.to(features.device, non_blocking=True)[:, :, None], 0.0)
             features.masked_fill_(frequency.to(features.device, non_blocking=True)[:, None, :], 0.0)
         return features, feature_lengths

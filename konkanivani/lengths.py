@@ -1,9 +1,8 @@
 """The only place with arithmetic on lengths of frames and tokens.
 
-B batch, T feature frames, T' encoder frames, U tokens. Functions take and return Python ints or integer tensors alike.
+B batch, T feature frames, T' encoder frames, U tokens. The lengths of a batch are plain numbers on the host, one an
+utterance: whatever is decided by them, from a mask to CTC's alignment, waits for no device.
 """
-
-from typing import TypeVar
 
 import torch
 
@@ -12,17 +11,17 @@ HOP_SAMPLES = 160  # 10 ms
 WINDOW_SAMPLES = 400  # 25 ms
 FFT_SAMPLES = 512
 
-Length = TypeVar("Length", int, torch.Tensor)
+Lengths = tuple[int, ...]
 
 
-def feature_length(samples: Length) -> Length:
+def feature_length(samples: int) -> int:
     """Feature frames of a waveform, without any padding at its edges: 1 + (samples - 512) // 160, at least 0."""
-    return _at_least_zero(1 + (samples - FFT_SAMPLES) // HOP_SAMPLES)
+    return max(0, 1 + (samples - FFT_SAMPLES) // HOP_SAMPLES)
 
 
-def subsampled_length(frames: Length) -> Length:
+def subsampled_length(frames: int) -> int:
     """Encoder frames after two convolutions of kernel 3 and stride 2 without padding, at least 0."""
-    return _at_least_zero(((frames - 1) // 2 - 1) // 2)
+    return max(0, ((frames - 1) // 2 - 1) // 2)
 
 
 def speed_perturbed_samples(samples: int, speed: float) -> int:
@@ -36,10 +35,7 @@ def ctc_frames_needed(tokens: list[int]) -> int:
     return len(tokens) + sum(a == b for a, b in zip(tokens, tokens[1:], strict=False))
 
 
-def padding_mask(lengths: torch.Tensor, longest: int) -> torch.Tensor:
-    """(B, longest) bool, True where a position is beyond its row's length."""
-    return torch.arange(longest, device=lengths.device)[None, :] >= lengths[:, None]
-
-
-def _at_least_zero(length: Length) -> Length:
-    return length.clamp(min=0) if isinstance(length, torch.Tensor) else max(length, 0)
+def padding_mask(lengths: Lengths, longest: int, device: torch.device) -> torch.Tensor:
+    """(B, longest) bool on `device`, True where a position is beyond its row's length."""
+    ends = torch.tensor(lengths).to(device, non_blocking=True)
+    return torch.arange(longest, device=device)[None, :] >= ends[:, None]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.config import LossConfig
+from konkanivani.lengths import Lengths
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ def joint_loss(sums: LossSums, counts: LossCounts, ctc_weight: float) -> torch.T
 
 
 def ctc_loss_sum(
-    logits: torch.Tensor, encoded_lengths: torch.Tensor, tokens: torch.Tensor, token_lengths: torch.Tensor
+    logits: torch.Tensor, encoded_lengths: Lengths, tokens: torch.Tensor, token_lengths: Lengths
 ) -> torch.Tensor:
-    """The summed CTC loss of logits (B, T', V) against tokens (B, U); blank is 0; lengths (B,) live on the CPU.
+    """The summed CTC loss of logits (B, T', V) against tokens (B, U); blank is 0.
 
     At least in fp32 whatever the autocast: the forward variables span hundreds of nats (Graves et al., 2006).
     """
@@ -63,9 +64,9 @@ def attention_loss_sum(
 def loss_sums(
     ctc_logits: torch.Tensor,
     attention_logits: torch.Tensor,
-    encoded_lengths: torch.Tensor,
+    encoded_lengths: Lengths,
     tokens: torch.Tensor,
-    token_lengths: torch.Tensor,
+    token_lengths: Lengths,
     targets: torch.Tensor,
     config: LossConfig,
 ) -> LossSums:

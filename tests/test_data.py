@@ -99,7 +99,7 @@ def speeches(lengths: list[int]) -> list[Speech]:
 
 def test_a_window_is_cut_into_pieces_of_like_length_and_counts_all_of_it():
     window = cut_window(speeches([800, 100, 500, 300, 900]), 2, start=2, end=3)
-    lengths = [batch.sample_lengths.tolist() for batch in window.micro_batches]
+    lengths = [list(batch.sample_lengths) for batch in window.micro_batches]
     assert lengths == [[100, 300], [500, 800], [900]]
     assert (window.utterances, window.tokens) == (5, 1 + 2 + 3 + 1 + 2)
     assert window.audio_seconds == 2600 / 16_000
@@ -112,7 +112,7 @@ def test_a_batch_is_padded_where_it_says_and_nowhere_else():
     assert batch.tokens.tolist() == [[4, 0], [5, 5]]
     assert batch.decoder_tokens.tolist() == [[2, 4, 0], [2, 5, 5]]
     assert batch.targets.tolist() == [[4, 3, -1], [5, 5, 3]]
-    assert (batch.token_lengths.tolist(), batch.augment_seeds) == ([1, 2], (0, 1))
+    assert (batch.token_lengths, batch.augment_seeds) == ((1, 2), (0, 1))
 
 
 # The stream
@@ -141,7 +141,7 @@ def first(windows: Iterator[tuple[Window, Cursor]], count: int) -> list[tuple[Wi
 
 def is_same(one: Window, other: Window) -> bool:
     def parts(window: Window) -> list[tuple]:
-        return [(b.utterance_ids, b.augment_seeds, b.sample_lengths.tolist()) for b in window.micro_batches]
+        return [(b.utterance_ids, b.augment_seeds, b.sample_lengths) for b in window.micro_batches]
 
     pairs = zip(one.micro_batches, other.micro_batches, strict=True)
     return parts(one) == parts(other) and all(
@@ -206,20 +206,17 @@ SUBSAMPLING = Subsampling(80, 2, 4)
 @settings(max_examples=80, deadline=None)
 @given(samples=st.integers(512, 40_000))
 def test_predicted_feature_and_encoder_lengths_are_the_shapes_of_the_tensors(front_end, samples):
-    features, lengths = front_end(torch.randn(1, samples), torch.tensor([samples]), None)
+    features, lengths = front_end(torch.randn(1, samples), (samples,), None)
     assert features.shape == (1, feature_length(samples), 80)
-    assert lengths.tolist() == [feature_length(samples)]
+    assert lengths == (feature_length(samples),)
     if features.shape[1] >= 7:
         assert SUBSAMPLING(features).shape[1] == subsampled_length(features.shape[1])
     else:
         assert subsampled_length(features.shape[1]) == 0
 
 
-def test_lengths_are_the_same_for_numbers_and_tensors_and_never_negative():
-    samples = torch.arange(0, 3000)
-    assert feature_length(samples).tolist() == [feature_length(n) for n in range(3000)]
-    frames = torch.arange(0, 300)
-    assert subsampled_length(frames).tolist() == [subsampled_length(n) for n in range(300)]
+def test_lengths_are_never_negative():
+    assert min(map(feature_length, range(3000))) == min(map(subsampled_length, range(300))) == 0
     assert (feature_length(511), feature_length(512), subsampled_length(6), subsampled_length(7)) == (0, 1, 0, 1)
     assert feature_length(0) == subsampled_length(0) == 0
 

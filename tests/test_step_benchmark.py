@@ -86,7 +86,7 @@ def test_the_window_holds_the_whole_batch():
     for batch in window.micro_batches:
         for place in range(2):
             frames, tokens = int(speech.frames[row]), int(speech.token_lengths[row])
-            assert (int(batch.sample_lengths[place]), int(batch.token_lengths[place])) == (frames, tokens)
+            assert (batch.sample_lengths[place], batch.token_lengths[place]) == (frames, tokens)
             assert torch.equal(batch.waveforms[place, :frames], speech.features[row, :frames])
             assert torch.equal(batch.tokens[place, :tokens], speech.tokens[row, :tokens])
             row += 1

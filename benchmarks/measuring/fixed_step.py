@@ -17,6 +17,7 @@ from konkanivani.audio import MEL_BINS
 from konkanivani.config import TrainConfig
 from konkanivani.data.batch import Speech, Window, collate
 from konkanivani.errors import NumericsError
+from konkanivani.lengths import Lengths
 from konkanivani.memory.monitor import MIB, MemoryMonitor, peak_resident_mib, resident_mib
 from konkanivani.model.asr import parameter_count
 from konkanivani.preflight import choose_device
@@ -141,8 +142,8 @@ def build_window(speech: FixedSpeech, micro_batches: int) -> Window:
 
 
 def take_features_as_given(
-    waveforms: torch.Tensor, sample_lengths: torch.Tensor, augment_seeds: tuple[int, ...] | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    waveforms: torch.Tensor, sample_lengths: Lengths, augment_seeds: tuple[int, ...] | None
+) -> tuple[torch.Tensor, Lengths]:
     """A front end for batches that carry features already."""
     return waveforms, sample_lengths
 

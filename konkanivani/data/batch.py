@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from konkanivani.lengths import Lengths
+
 
 @dataclass(frozen=True)
 class Speech:
@@ -23,23 +25,23 @@ class Speech:
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch. Lengths stay on the CPU; tokens are padded with 0, targets with -1.
+    """A micro-batch. Tokens are padded with 0, targets with -1.
 
-    waveforms (B, S) float32, sample_lengths (B,), tokens (B, U), token_lengths (B,), decoder_tokens (B, U + 1) from the
+    waveforms (B, S) float32, tokens (B, U), decoder_tokens (B, U + 1) from the
     start token, targets (B, U + 1) to the end token.
     """
 
     utterance_ids: tuple[str, ...]
     waveforms: torch.Tensor
-    sample_lengths: torch.Tensor
+    sample_lengths: Lengths
     tokens: torch.Tensor
-    token_lengths: torch.Tensor
+    token_lengths: Lengths
     decoder_tokens: torch.Tensor
     targets: torch.Tensor
     augment_seeds: tuple[int, ...] | None
 
     def to(self, device: torch.device) -> Batch:
-        """The batch with its tensors, but not its lengths, on `device`; a copy from pinned memory is not waited for."""
+        """The batch with its tensors, on `device`; a copy from pinned memory is not waited for."""
         moved = {
             name: getattr(self, name).to(device, non_blocking=True)
             for name in ("waveforms", "tokens", "decoder_tokens", "targets")
@@ -78,9 +80,9 @@ def collate(speeches: list[Speech], start: int, end: int) -> Batch:
     return Batch(
         utterance_ids=tuple(speech.utterance_id for speech in speeches),
         waveforms=pad([speech.waveform for speech in speeches], batch_first=True),
-        sample_lengths=torch.tensor([len(speech.waveform) for speech in speeches]),
+        sample_lengths=tuple(len(speech.waveform) for speech in speeches),
         tokens=pad(tokens, batch_first=True),
-        token_lengths=torch.tensor([len(row) for row in tokens]),
+        token_lengths=tuple(len(row) for row in tokens),
         decoder_tokens=pad([torch.cat([edge[0], row]) for row in tokens], batch_first=True),
         targets=pad([torch.cat([row, edge[1]]) for row in tokens], batch_first=True, padding_value=-1),
         augment_seeds=None if None in seeds else tuple(seeds),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from konkanivani.config import ModelConfig
+from konkanivani.lengths import Lengths
 from konkanivani.model.blocks import BlockRunner, run_directly
 from konkanivani.model.decoder import Decoder
 from konkanivani.model.encoder import Encoder
@@ -15,10 +16,10 @@ from konkanivani.model.encoder import Encoder
 
 @dataclass(frozen=True)
 class ASROutput:
-    """What one forward pass gives: CTC logits (B, T', V), their lengths (B,) on the CPU, logits (B, U + 1, V)."""
+    """What one forward pass gives: CTC logits (B, T', V), their lengths, attention logits (B, U + 1, V)."""
 
     ctc_logits: torch.Tensor
-    encoded_lengths: torch.Tensor
+    encoded_lengths: Lengths
     attention_logits: torch.Tensor
 
 
@@ -35,11 +36,11 @@ class KonkaniVaniASR(torch.nn.Module):
     def forward(
         self,
         features: torch.Tensor,
-        feature_lengths: torch.Tensor,
+        feature_lengths: Lengths,
         decoder_tokens: torch.Tensor,
         run_block: BlockRunner = run_directly,
     ) -> ASROutput:
-        """Teacher forcing: features (B, T, F), feature_lengths (B,) on the CPU, decoder_tokens (B, U + 1)."""
+        """Teacher forcing: features (B, T, F) with their lengths, decoder_tokens (B, U + 1)."""
         encoded, encoded_lengths = self.encoder(features, feature_lengths, run_block)
         return ASROutput(
             ctc_logits=self.ctc_head(encoded),
@@ -47,8 +48,8 @@ class KonkaniVaniASR(torch.nn.Module):
             attention_logits=self.decoder(decoder_tokens, encoded, encoded_lengths, run_block),
         )
 
-    def ctc_logits(self, features: torch.Tensor, feature_lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The encoder and the CTC head alone: logits (B, T', V) and their lengths (B,), for greedy decoding."""
+    def ctc_logits(self, features: torch.Tensor, feature_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
+        """The encoder and the CTC head alone: logits (B, T', V) and their lengths, for greedy decoding."""
         encoded, encoded_lengths = self.encoder(features, feature_lengths, run_directly)
         return self.ctc_head(encoded), encoded_lengths
 

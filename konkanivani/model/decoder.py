@@ -6,13 +6,13 @@ B batch, U tokens, T' encoder frames, D model width, V vocabulary.
 import torch
 
 from konkanivani.config import ModelConfig
-from konkanivani.lengths import padding_mask
+from konkanivani.lengths import Lengths, padding_mask
 from konkanivani.model.attention import RotaryPositions
 from konkanivani.model.blocks import BlockRunner, DecoderBlock
 
 
 class Decoder(torch.nn.Module):
-    """Tokens (B, U), encoded (B, T', D), encoded_lengths (B,) on the CPU -> logits (B, U, V)."""
+    """Tokens (B, U), encoded (B, T', D) with their lengths -> logits (B, U, V)."""
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
@@ -24,14 +24,13 @@ class Decoder(torch.nn.Module):
         self.output = torch.nn.Linear(config.d_model, vocab_size)
 
     def forward(
-        self, tokens: torch.Tensor, encoded: torch.Tensor, encoded_lengths: torch.Tensor, run_block: BlockRunner
+        self, tokens: torch.Tensor, encoded: torch.Tensor, encoded_lengths: Lengths, run_block: BlockRunner
     ) -> torch.Tensor:
         x = self.dropout(self.embedding(tokens))
         positions = self.positions(x.shape[1], x)
         encoded_mask = None
-        if int(encoded_lengths.min()) < encoded.shape[1]:
-            mask = ~padding_mask(encoded_lengths, encoded.shape[1])
-            encoded_mask = mask[:, None, None, :].to(encoded.device, non_blocking=True)
+        if min(encoded_lengths) < encoded.shape[1]:
+            encoded_mask = ~padding_mask(encoded_lengths, encoded.shape[1], encoded.device)[:, None, None, :]
         for block in self.blocks:
             x = run_block(block, x, positions, encoded, encoded_mask)
         return self.output(self.norm(x))

@@ -6,7 +6,7 @@ B batch, T feature frames, T' encoder frames, F mel bins, C channels, D model wi
 import torch
 
 from konkanivani.config import ModelConfig
-from konkanivani.lengths import padding_mask, subsampled_length
+from konkanivani.lengths import Lengths, padding_mask, subsampled_length
 from konkanivani.model.attention import RotaryPositions
 from konkanivani.model.blocks import BlockRunner, ConformerBlock, TransformerBlock
 
@@ -32,7 +32,7 @@ class Subsampling(torch.nn.Module):
 
 
 class Encoder(torch.nn.Module):
-    """Features (B, T, F), feature_lengths (B,) on the CPU -> encoded (B, T', D), encoded_lengths (B,) on the CPU."""
+    """Features (B, T, F) with their lengths -> encoded (B, T', D) with their lengths."""
 
     def __init__(self, config: ModelConfig, mel_bins: int) -> None:
         super().__init__()
@@ -44,14 +44,14 @@ class Encoder(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(config.d_model)
 
     def forward(
-        self, features: torch.Tensor, feature_lengths: torch.Tensor, run_block: BlockRunner
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, features: torch.Tensor, feature_lengths: Lengths, run_block: BlockRunner
+    ) -> tuple[torch.Tensor, Lengths]:
         x = self.dropout(self.subsampling(features))
-        encoded_lengths = subsampled_length(feature_lengths)
+        encoded_lengths = tuple(map(subsampled_length, feature_lengths))
         positions = self.positions(x.shape[1], x)
         padding = key_mask = None
-        if int(encoded_lengths.min()) < x.shape[1]:  # without padding, attention takes its fastest kernel
-            padding = padding_mask(encoded_lengths, x.shape[1]).to(x.device, non_blocking=True)
+        if min(encoded_lengths) < x.shape[1]:  # without padding, attention takes its fastest kernel
+            padding = padding_mask(encoded_lengths, x.shape[1], x.device)
             key_mask = ~padding[:, None, None, :]
         for block in self.blocks:
             x = run_block(block, x, positions, key_mask, padding)

@@ -8,12 +8,13 @@ import torch
 
 from konkanivani.data.batch import Batch
 from konkanivani.data.manifest import Utterance
+from konkanivani.lengths import Lengths
 from konkanivani.metrics import ErrorRates, error_rates
 from konkanivani.text import Tokenizer
 from konkanivani.training.forward import ForwardPass
 
-# CTC logits (B, T', V) and encoded_lengths (B,) -> token ids of each utterance.
-Decoder = Callable[[torch.Tensor, torch.Tensor], list[list[int]]]
+# CTC logits (B, T', V) and their lengths -> token ids of each utterance.
+Decoder = Callable[[torch.Tensor, Lengths], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def evaluate(
     for batch, utterances in batches:
         output, sums = forward(batch)
         totals += torch.stack([sums.ctc, sums.attention])
-        tokens += int(batch.token_lengths.sum())
+        tokens += sum(batch.token_lengths)
         hypotheses = decode(output.ctc_logits, output.encoded_lengths)
         scored += [ScoredUtterance(u, tokenizer.decode(h)) for u, h in zip(utterances, hypotheses, strict=True)]
         forward.monitor.end_phase("validation")

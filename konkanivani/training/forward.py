@@ -8,6 +8,7 @@ import torch
 
 from konkanivani.config import LossConfig
 from konkanivani.data.batch import Batch
+from konkanivani.lengths import Lengths
 from konkanivani.losses import LossSums, loss_sums
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
@@ -15,11 +16,11 @@ from konkanivani.model.asr import ASROutput, KonkaniVaniASR
 
 
 class FeatureExtractor(Protocol):
-    """The front end: waveforms (B, S), sample_lengths (B,), seeds -> features (B, T, F), feature_lengths (B,)."""
+    """The front end: waveforms (B, S), their lengths, seeds -> features (B, T, F), their lengths."""
 
     def __call__(
-        self, waveforms: torch.Tensor, sample_lengths: torch.Tensor, augment_seeds: tuple[int, ...] | None
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+        self, waveforms: torch.Tensor, sample_lengths: Lengths, augment_seeds: tuple[int, ...] | None
+    ) -> tuple[torch.Tensor, Lengths]: ...
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def log_spectrogram(run: Run, utterance_id: str) -> None:
     index = next(i for i, utterance in enumerate(speech.utterances) if utterance.id == utterance_id)
     waveform = speech[index].waveform
     forward = run.step.forward
-    features, lengths = forward.front_end(waveform[None].to(forward.device), torch.tensor([len(waveform)]), None)
+    features, lengths = forward.front_end(waveform[None].to(forward.device), (len(waveform),), None)
     forward.model.eval()
     with forward.autocast():
         logits, _ = forward.model.ctc_logits(features, lengths)

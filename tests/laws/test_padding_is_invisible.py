@@ -18,7 +18,7 @@ def outputs(parts: StepParts, spoken: list, batch_size: int) -> dict[str, tuple[
         for batch in window(spoken, batch_size).micro_batches:
             output, _ = parts.forward(batch)
             for row, name in enumerate(batch.utterance_ids):
-                frames, tokens = int(output.encoded_lengths[row]), int(batch.token_lengths[row]) + 1
+                frames, tokens = output.encoded_lengths[row], batch.token_lengths[row] + 1
                 found[name] = output.ctc_logits[row, :frames], output.attention_logits[row, :tokens]
     return found
 
@@ -39,7 +39,7 @@ def test_what_lies_in_the_padding_does_not_matter():
     parts = double_parts()
     batch = window(speeches(4), 4).micro_batches[0]
     filled = batch.waveforms.clone()
-    for row, length in enumerate(batch.sample_lengths.tolist()):
+    for row, length in enumerate(batch.sample_lengths):
         filled[row, length:] = 1e3
     with torch.no_grad():
         _, clean = parts.forward(batch)
