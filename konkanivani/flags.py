@@ -75,7 +75,13 @@ def parse_flags(arguments: list[str], stored: TrainConfig | None = None) -> Trai
     for setting in settings_of(TrainConfig()):
         if setting.name in SESSION_FLAGS:
             base = with_setting(base, setting)
+    # A switch that is on in the checkpoint stays on, and may be given again: there are no negative flags.
+    switched_on = [setting for setting in settings_of(base) if setting.value is True]
+    for setting in switched_on:
+        base = with_setting(base, dataclasses.replace(setting, value=False))
     config = read_flags(TrainConfig, arguments, base)
+    for setting in switched_on:
+        config = with_setting(config, setting)
     check_config(config)
     return config
 

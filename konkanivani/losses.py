@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.config import LossConfig
+from konkanivani.ctc_operator import ctc_loss
 from konkanivani.lengths import Lengths
 
 
@@ -44,7 +45,8 @@ def ctc_loss_sum(
     """
     with torch.autocast(logits.device.type, enabled=False):
         log_probabilities = F.log_softmax(logits, dim=-1, dtype=_at_least_float32(logits)).transpose(0, 1)
-        return F.ctc_loss(log_probabilities, tokens, encoded_lengths, token_lengths, blank=0, reduction="sum")
+        losses, _ = ctc_loss(log_probabilities, tokens, list(encoded_lengths), list(token_lengths))
+        return losses.sum()
 
 
 def attention_loss_sum(

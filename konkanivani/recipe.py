@@ -35,7 +35,7 @@ from konkanivani.preflight import choose_device, choose_precision
 from konkanivani.randomness import seed_of
 from konkanivani.start import Start
 from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
-from konkanivani.training.forward import ForwardPass
+from konkanivani.training.forward import FeatureExtractor, ForwardPass
 from konkanivani.training.interruption import Interruption
 from konkanivani.training.progress import Progress
 from konkanivani.training.run import EvaluationSet, Run
@@ -59,7 +59,8 @@ def build_run(start: Start) -> Run:
         rejections += rejected
     write_rejections(run_directory / "rejected.jsonl", rejections)
     _tell_rejections(rejections, run_directory / "rejected.jsonl")
-    step = build_step_parts(config, tokenizer.size, device, _total_steps(config, planner))
+    front_end = build_front_end(config, device)
+    step = build_step_parts(config, tokenizer.size, device, _total_steps(config, planner), front_end)
     state = TrainState()
     stateful = {
         "model": step.model,
@@ -173,12 +174,20 @@ def build_evaluation_set(
     return EvaluationSet(EvaluationSpeech(kept, tokenizer), plan, _loader(config, device)), rejected
 
 
-def build_forward(config: TrainConfig, vocab_size: int, device: torch.device) -> ForwardPass:
-    """Model and front end, freshly initialised from the seed."""
+def build_front_end(config: TrainConfig, device: torch.device) -> FrontEnd:
+    """Waveforms to features, on the training device."""
+    return FrontEnd(config.augment).to(device)
+
+
+def build_forward(
+    config: TrainConfig, vocab_size: int, device: torch.device, front_end: FeatureExtractor
+) -> ForwardPass:
+    """The model, freshly initialised from the seed, behind a front end."""
     torch.manual_seed(seed_of(config.run.seed, "weights"))
+    model = KonkaniVaniASR(config.model, vocab_size, MEL_BINS)
     return ForwardPass(
-        model=KonkaniVaniASR(config.model, vocab_size, MEL_BINS).to(device),
-        front_end=FrontEnd(config.augment).to(device),
+        model=model if device.type == "cpu" else model.to(device),  # a trace's tensors cannot be moved
+        front_end=front_end,
         recompute=RecomputePolicy(config.memory.gradient_checkpointing),
         monitor=MemoryMonitor(device, config.memory.empty_cache_interval),
         device=device,
@@ -187,9 +196,11 @@ def build_forward(config: TrainConfig, vocab_size: int, device: torch.device) ->
     )
 
 
-def build_step_parts(config: TrainConfig, vocab_size: int, device: torch.device, total_steps: int) -> StepParts:
+def build_step_parts(
+    config: TrainConfig, vocab_size: int, device: torch.device, total_steps: int, front_end: FeatureExtractor
+) -> StepParts:
     """Everything that a step works with, freshly initialised from the seed."""
-    forward = build_forward(config, vocab_size, device)
+    forward = build_forward(config, vocab_size, device, front_end)
     return StepParts(
         forward=forward,
         optimizer=build_optimizer(forward.model, config.optimizer),

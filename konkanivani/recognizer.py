@@ -10,7 +10,7 @@ from konkanivani.checkpoint import BEST, LAST, Checkpoint, read_checkpoint
 from konkanivani.config import TrainConfig
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.flags import config_from_text
-from konkanivani.recipe import build_evaluation_set, build_forward, load_states
+from konkanivani.recipe import build_evaluation_set, build_forward, build_front_end, load_states
 from konkanivani.text import Tokenizer
 from konkanivani.training.evaluation import Evaluation
 from konkanivani.training.forward import ForwardPass
@@ -32,7 +32,7 @@ def load_recognizer(path: str | Path, device: torch.device) -> Recognizer:
     config = config_from_text(checkpoint.config)
     # The card that it was trained on may have had formats that this device lacks.
     config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, mixed_precision=False))
-    forward = build_forward(config, checkpoint.vocab_size, device)
+    forward = build_forward(config, checkpoint.vocab_size, device, build_front_end(config, device))
     load_states(checkpoint, {"model": forward.model})
     return Recognizer(checkpoint, config, Tokenizer(checkpoint.tokenizer), forward)
 

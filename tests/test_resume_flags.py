@@ -75,6 +75,14 @@ ALLOWED = ("learning_rate", "dropout", "num_workers", "epochs", "mixed_precision
 REFUSED = ("d_model", "encoder_layers", "attention_heads", "convolution_kernel", "feedforward_dim", "encoder_type")
 
 
+def test_a_switch_of_the_checkpoint_stays_on_and_may_be_given_again():
+    stored = parse_flags(["--mixed_precision"])
+    assert stored.memory.mixed_precision
+    for given in ([], ["--mixed_precision"]):
+        assert parse_flags([*given, "--batch_size", "1"], stored).memory.mixed_precision
+    assert not parse_flags([], parse_flags([])).memory.mixed_precision
+
+
 def test_contradictions_are_shape_tokens_and_window_and_nothing_else():
     stored, found = TrainConfig(), set()
     for setting in settings_of(stored):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.measuring.fixed_step import build_speech, build_window
-from benchmarks.measuring.live_bytes import LiveBytes
+from konkanivani.memory.live_bytes import LiveBytes
 from tests.conftest import ROOT, script_command
 
 PEERS = ROOT.parent / "shared" / "peers" / "step_bench.py"

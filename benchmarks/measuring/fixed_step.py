@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.measuring.live_bytes import LiveBytes
 from konkanivani.audio import MEL_BINS
 from konkanivani.config import TrainConfig
 from konkanivani.data.batch import Speech, Window, collate
 from konkanivani.errors import NumericsError
 from konkanivani.lengths import Lengths
+from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import MIB, MemoryMonitor, peak_resident_mib, resident_mib
 from konkanivani.model.asr import parameter_count
 from konkanivani.preflight import choose_device
@@ -82,8 +82,7 @@ def measure(config: TrainConfig, steps: int) -> StepResult:
     speech = build_speech(config.window_size)
     window = build_window(speech, config.data.gradient_accumulation_steps)
     resident_before = resident_mib()
-    parts = build_step_parts(config, VOCABULARY, device, TOTAL_STEPS)
-    parts = with_forward(parts, dataclasses.replace(parts.forward, front_end=take_features_as_given))
+    parts = build_step_parts(config, VOCABULARY, device, TOTAL_STEPS, take_features_as_given)
     warm_up(parts, window)
     times, reports = zip(*timed_steps(parts, window, steps), strict=True)
     resident_peak = peak_resident_mib()  # before the tracker, which holds an entry a tensor

@@ -25,6 +25,8 @@ class StepParts:
     schedule: OptimizerConfig
     total_steps: int
     seed: int
+    read: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist
+    """The step's only read from the device; a trace, whose tensors hold no numbers, puts zeros in its place."""
 
     @property
     def model(self) -> KonkaniVaniASR:
@@ -80,8 +82,7 @@ def update(parts: StepParts, totals: torch.Tensor, counts: LossCounts, step: int
     """Unscales, clips, checks and applies the window's gradient; where it is not finite, nothing is applied."""
     parts.scaler.unscale_(parts.optimizer)
     norm = torch.nn.utils.clip_grad_norm_(parts.model.parameters(), parts.schedule.max_grad_norm)
-    # The step's only read from the device.
-    ctc_sum, attention_sum, gradient_norm = torch.cat([totals, norm.detach().double()[None]]).tolist()
+    ctc_sum, attention_sum, gradient_norm = parts.read(torch.cat([totals, norm.detach().double()[None]]))
     is_finite = math.isfinite(gradient_norm) and math.isfinite(ctc_sum + attention_sum)
     rate = learning_rate(parts.schedule, step, parts.total_steps)
     if is_finite:

@@ -7,7 +7,7 @@ import torch
 from konkanivani.config import AugmentConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window
-from konkanivani.recipe import build_step_parts
+from konkanivani.recipe import build_front_end, build_step_parts
 from konkanivani.training.step import StepParts
 
 VOCAB_SIZE = 20
@@ -27,7 +27,8 @@ def double_parts(model: ModelConfig = MODEL, recompute: str = "never") -> StepPa
     config = TrainConfig(model=model, memory=MemoryConfig(gradient_checkpointing=recompute), augment=AugmentConfig())
     torch.set_default_dtype(torch.float64)
     try:
-        return build_step_parts(config, VOCAB_SIZE, torch.device("cpu"), total_steps=100)
+        cpu = torch.device("cpu")
+        return build_step_parts(config, VOCAB_SIZE, cpu, total_steps=100, front_end=build_front_end(config, cpu))
     finally:
         torch.set_default_dtype(torch.float32)
 

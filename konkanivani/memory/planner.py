@@ -1,0 +1,194 @@
+"""The peak of memory predicted by tracing the real training step on tensors without data.
+
+The step that trains is run on PyTorch's fake CPU tensors, and the bytes of the storages that live at each moment are
+counted: no formula of the model is kept beside the model. What only CUDA adds (allocator rounding, workspaces, the
+context, half precision) is not in the figures yet: they are a CPU's, in full precision.
+
+torch.distributed's private MemTracker was read and not taken: it sorts bytes by module and kind through hooks on every
+module, which the step does not need, and does not survive from one PyTorch to the next; a peak takes thirty lines.
+"""
+
+import copy
+import dataclasses
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from konkanivani.audio import MEL_BINS
+from konkanivani.config import PRESETS, TextConfig
+from konkanivani.data.batch import Batch, Window
+from konkanivani.errors import ResourceError, UsageError
+from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.model.asr import KonkaniVaniASR, parameter_count
+from konkanivani.training.forward import FeatureExtractor
+from konkanivani.training.step import StepParts, train_step
+
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+TOKENS_PER_SECOND = 15  # of Konkani read aloud, in characters: the most that a tokenizer makes of it
+LONGEST_SECONDS = 3600.0
+MOST_UTTERANCES = 512
+STATE_BYTES = 16  # a parameter's weight, gradient and two moments in fp32
+
+
+def parse_budget(text: str) -> int:
+    """Bytes of a budget such as `4GiB` or `700 MiB`; a UsageError without a unit or beyond sense."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B)\s*", text)
+    if match is None:
+        raise UsageError(f"--memory_budget {text}: give a number and a unit, for example 4GiB or 700MiB.")
+    size = int(float(match.group(1)) * UNITS[match.group(2)])
+    if not 2**20 <= size <= 2**43:
+        raise UsageError(f"--memory_budget {text} is not a size of a memory: between 1MiB and 8192GiB.")
+    return size
+
+
+@dataclass(frozen=True)
+class Load:
+    """A micro-batch by its size: so many utterances of so many seconds."""
+
+    utterances: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes: weights, buffers and optimizer state, and the peak of a step over a window, state included."""
+
+    state: int
+    peak: int
+
+
+class StepTracer:
+    """Traces steps of one model. Building it takes a second or so, each trace about as long as its layers are many."""
+
+    def __init__(self, build: Callable[[FeatureExtractor], StepParts], front_end: torch.nn.Module) -> None:
+        """`build` makes the step's parts from a front end, inside the trace's mode; `front_end` is a real one."""
+        self._mode = FakeTensorMode()
+        front_end = copy.deepcopy(front_end)
+        with self._mode:
+            for module in front_end.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, self._mode.from_tensor(buffer))
+            parts = build(front_end)
+        self._parts = dataclasses.replace(parts, read=lambda numbers: [0.0] * numbers.numel())
+
+    def state(self) -> int:
+        """Bytes of weights, gradients and optimizer."""
+        return STATE_BYTES * parameter_count(self._parts.model)
+
+    def trace(self, load: Load, recompute: RecomputePolicy) -> Peak:
+        """The peak of a step over two such micro-batches: the second finds the first one's gradients there."""
+        batch = self._batch(load)
+        window = Window((batch, batch), 2 * sum(batch.token_lengths), 2 * load.utterances, 0.0, 0.0)
+        return self.trace_window(window, recompute)
+
+    def trace_window(self, window: Window, recompute: RecomputePolicy) -> Peak:
+        """The peak of a step over a window of real or traced tensors."""
+        parts = dataclasses.replace(self._parts, forward=dataclasses.replace(self._parts.forward, recompute=recompute))
+        live = LiveBytes()
+        live.count([*parts.model.parameters(), *parts.model.buffers()])
+        live.count(tensor for state in parts.optimizer.state.values() for tensor in state.values())
+        state = live.live
+        with self._mode:
+            traced = dataclasses.replace(window, micro_batches=tuple(map(self._traced, window.micro_batches)))
+            with live:
+                train_step(parts, traced, step=0)
+        return Peak(state, live.peak)
+
+    def _batch(self, load: Load) -> Batch:
+        """A batch in which one utterance is shorter, where there are several: padding costs masks."""
+        samples, tokens = round(load.seconds * SAMPLE_RATE), max(1, round(load.seconds * TOKENS_PER_SECOND))
+        shorter = 1 if load.utterances > 1 else 0
+        with self._mode:
+            return Batch(
+                utterance_ids=tuple(map(str, range(load.utterances))),
+                waveforms=torch.empty(load.utterances, samples),
+                sample_lengths=(samples,) * (load.utterances - shorter) + (samples * 9 // 10,) * shorter,
+                tokens=torch.empty(load.utterances, tokens, dtype=torch.long),
+                token_lengths=(tokens,) * load.utterances,
+                decoder_tokens=torch.empty(load.utterances, tokens + 1, dtype=torch.long),
+                targets=torch.empty(load.utterances, tokens + 1, dtype=torch.long),
+                augment_seeds=None,
+            )
+
+    def _traced(self, batch: Batch) -> Batch:
+        names = ("waveforms", "tokens", "decoder_tokens", "targets")
+        tensors = {name: self._mode.from_tensor(getattr(batch, name)) for name in names}
+        return dataclasses.replace(batch, **tensors)
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The largest micro-batch of utterances of `seconds` that fits (0: none), and its peak in bytes."""
+
+    seconds: float
+    utterances: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What fits a budget, with or without activation checkpointing; bytes and seconds."""
+
+    recompute: str
+    state: int
+    buckets: tuple[BucketPlan, ...]
+    longest_seconds: float
+
+
+def plan_memory(tracer: StepTracer, budget: int, recompute: RecomputePolicy, buckets: tuple[float, ...]) -> MemoryPlan:
+    """The plan for one policy. Every answer in it was traced itself, not only reckoned from others.
+
+    A ResourceError where the model's state alone, gradients included, is beyond the budget.
+    """
+    state = tracer.state()
+    if state > budget:
+        raise ResourceError(
+            f"The weights, gradients and optimizer of this model take {state / 2**20:.0f} MiB before any audio, "
+            f"and the budget is {budget / 2**20:.0f} MiB. {_largest_preset(budget)}"
+        )
+    plans = tuple(_largest_batch(tracer, budget, recompute, seconds) for seconds in buckets)
+    return MemoryPlan(recompute.mode, state, plans, _longest_utterance(tracer, budget, recompute))
+
+
+def _largest_preset(budget: int) -> str:
+    """A sentence about the largest preset whose state is within the budget."""
+    for name, shape in PRESETS.items():
+        with torch.device("meta"):
+            parameters = parameter_count(KonkaniVaniASR(shape, TextConfig().vocab_size, MEL_BINS))
+        if STATE_BYTES * parameters <= budget:
+            return f"--preset {name} takes {STATE_BYTES * parameters / 2**20:.0f} MiB."
+    return "No preset is small enough."
+
+
+def _largest_batch(tracer: StepTracer, budget: int, recompute: RecomputePolicy, seconds: float) -> BucketPlan:
+    """Memory is close to affine in the batch: two traces say where to look, one or two more whether it is so."""
+    one, three = (tracer.trace(Load(n, seconds), recompute).peak for n in (1, 3))
+    if one > budget:
+        return BucketPlan(seconds, 0, one)
+    slope = max(1.0, (three - one) / 2)
+    utterances = min(MOST_UTTERANCES, 1 + int((budget - one) / slope))
+    while (peak := tracer.trace(Load(utterances, seconds), recompute).peak) > budget:
+        utterances -= max(1, round((peak - budget) / slope))
+    return BucketPlan(seconds, utterances, peak)
+
+
+def _longest_utterance(tracer: StepTracer, budget: int, recompute: RecomputePolicy) -> float:
+    """The longest utterance that trains alone, in whole seconds, up to an hour; 0 where none does.
+
+    CTC's forward variables and the decoder's attention grow with the square of the length, so a parabola through three
+    traces says where to look.
+    """
+    lengths = np.array([10.0, 40.0, 160.0])
+    peaks = np.array([tracer.trace(Load(1, seconds), recompute).peak for seconds in lengths])
+    roots = (np.polynomial.Polynomial.fit(lengths, peaks, 2) - budget).roots()
+    beyond = [root.real for root in roots if abs(root.imag) < 1e-6 and root.real > 0]
+    seconds = min(LONGEST_SECONDS, float(int(max(beyond, default=lengths[0]))))
+    while seconds >= 1 and tracer.trace(Load(1, seconds), recompute).peak > budget:
+        seconds = float(int(0.98 * seconds))
+    return seconds if seconds >= 1 else 0.0
