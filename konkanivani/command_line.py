@@ -52,11 +52,8 @@ def run_script(action: Callable[[], str]) -> int:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error says that memory ran out, on a CPU or a GPU; by name, so that torch need not be imported."""
-    said = str(error)
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or "can't allocate memory" in said
-        or "CUBLAS_STATUS_ALLOC_FAILED" in said
-        or "CUDNN_STATUS_ALLOC_FAILED" in said
-    )
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    # The allocator of a CPU, C++, the CUDA driver, then cuBLAS, cuFFT and cuDNN (..._ALLOCATION_FAILED from 9 on).
+    signs = ("can't allocate memory", "bad_alloc", "CUDA error: out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED")
+    return any(sign in str(error) for sign in signs)

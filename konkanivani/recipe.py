@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from konkanivani.flags import config_from_text, config_to_text
 from konkanivani.logbook import Logbook
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
+from konkanivani.memory.recovery import RememberedSplits
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.optimizer import OptimizerState, build_optimizer
 from konkanivani.preflight import choose_device, choose_precision
@@ -67,6 +69,7 @@ def build_run(start: Start) -> Run:
         "optimizer": OptimizerState(step.model, step.optimizer),
         "scaler": step.scaler,
         "progress": state,
+        "splits": step.splits,
     }
     if start.resumed:
         load_states(start.resumed, stateful)
@@ -208,12 +211,23 @@ def build_step_parts(
         schedule=config.optimizer,
         total_steps=total_steps,
         seed=config.run.seed,
+        splits=RememberedSplits(_memory_conditions(config, device)),
     )
+
+
+def _memory_conditions(config: TrainConfig, device: torch.device) -> int:
+    """A number that changes with the device's size, the precision and what is recomputed."""
+    size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    memory = config.memory
+    conditions = device.type, size, memory.mixed_precision, memory.amp_dtype, memory.gradient_checkpointing
+    return zlib.crc32(repr(conditions).encode())
 
 
 def load_states(checkpoint: Checkpoint, stateful: dict) -> None:
     """Loads every part's state; a CheckpointError where one is missing or does not fit."""
     for name, part in stateful.items():
+        if name == "splits" and name not in checkpoint.states:
+            continue  # of a version that remembered none
         if name not in checkpoint.states:
             raise CheckpointError(
                 f"The checkpoint holds no state of the {name} (an averaged one does not), and resuming needs it. "

@@ -30,7 +30,8 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step. Losses are per token; `seconds` is the step's wall time; `scale` is 1.0 without a scaler."""
+    """One optimizer step. Losses are per token; `seconds` is the step's wall time; `scale` is 1.0 without a scaler;
+    `splits` counts how often it ran out of memory and was begun again in smaller pieces."""
 
     step: int
     epoch: int
@@ -47,6 +48,7 @@ class StepRecord:
     tokens: int | None = tagged("data/tokens")
     utterances: int | None = tagged("data/utterances")
     seconds: float | None = tagged("speed/step_seconds")
+    splits: int | None = tagged("memory/splits")
     memory: tuple[PhaseMemory, ...] = ()
 
 

@@ -40,6 +40,7 @@ def a_step(step: int, loss: float | None = 0.1) -> StepRecord:
         tokens=4321,
         utterances=16,
         seconds=0.73,
+        splits=1,
         memory=(PhaseMemory("forward", 1.5, 2.5, 3.5, 4.5), PhaseMemory("backward", None, None, 7.5, 8.5)),
     )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.lengths import Lengths
+from konkanivani.lengths import SAMPLE_RATE, Lengths
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,16 @@ class Batch:
     decoder_tokens: torch.Tensor
     targets: torch.Tensor
     augment_seeds: tuple[int, ...] | None
+
+    @property
+    def size(self) -> int:
+        """Utterances in the batch."""
+        return len(self.utterance_ids)
+
+    @property
+    def longest_seconds(self) -> float:
+        """Seconds of its longest utterance, to which the others are padded."""
+        return max(self.sample_lengths) / SAMPLE_RATE
 
     def to(self, device: torch.device) -> Batch:
         """The batch with its tensors, on `device`; a copy from pinned memory is not waited for."""
@@ -86,4 +96,30 @@ def collate(speeches: list[Speech], start: int, end: int) -> Batch:
         decoder_tokens=pad([torch.cat([edge[0], row]) for row in tokens], batch_first=True),
         targets=pad([torch.cat([row, edge[1]]) for row in tokens], batch_first=True, padding_value=-1),
         augment_seeds=None if None in seeds else tuple(seeds),
+    )
+
+
+def split_batch(batch: Batch) -> tuple[Batch, Batch]:
+    """The first and the second half of the batch's rows (the first has the odd one), each padded to its own longest.
+
+    The order stays. Batches are laid out by length, so a half's utterances are of like length. The tensors are views:
+    halving takes no memory. A ValueError where there is one utterance only.
+    """
+    if batch.size < 2:
+        raise ValueError("a batch of one utterance has no halves")
+    middle = (batch.size + 1) // 2
+    return _rows(batch, slice(0, middle)), _rows(batch, slice(middle, batch.size))
+
+
+def _rows(batch: Batch, rows: slice) -> Batch:
+    samples, tokens = max(batch.sample_lengths[rows]), max(batch.token_lengths[rows])
+    return Batch(
+        utterance_ids=batch.utterance_ids[rows],
+        waveforms=batch.waveforms[rows, :samples],
+        sample_lengths=batch.sample_lengths[rows],
+        tokens=batch.tokens[rows, :tokens],
+        token_lengths=batch.token_lengths[rows],
+        decoder_tokens=batch.decoder_tokens[rows, : tokens + 1],
+        targets=batch.targets[rows, : tokens + 1],
+        augment_seeds=None if batch.augment_seeds is None else batch.augment_seeds[rows],
     )

@@ -9,6 +9,7 @@ import torch
 from konkanivani.data.batch import Batch
 from konkanivani.data.manifest import Utterance
 from konkanivani.lengths import Lengths
+from konkanivani.memory.recovery import Cut, RememberedSplits, run_or_split
 from konkanivani.metrics import ErrorRates, error_rates
 from konkanivani.text import Tokenizer
 from konkanivani.training.forward import ForwardPass
@@ -46,6 +47,21 @@ def rates_over(scored: list[ScoredUtterance]) -> ErrorRates:
     return error_rates([s.utterance.text for s in scored], [s.hypothesis for s in scored])
 
 
+@dataclass(frozen=True)
+class RecognizedBatch:
+    """The summed CTC and attention losses (2,) of a batch, on its device, and each utterance's token ids."""
+
+    loss_sums: torch.Tensor
+    hypotheses: list[list[int]]
+
+
+def recognize(forward: ForwardPass, batch: Batch, decode: Decoder) -> RecognizedBatch:
+    """What the model, in the mode in which it is, makes of one batch."""
+    output, sums = forward(batch)
+    hypotheses = decode(output.ctc_logits, output.encoded_lengths)
+    return RecognizedBatch(torch.stack([sums.ctc, sums.attention]).double(), hypotheses)
+
+
 @torch.no_grad()
 def evaluate(
     forward: ForwardPass,
@@ -53,15 +69,24 @@ def evaluate(
     tokenizer: Tokenizer,
     decode: Decoder,
 ) -> Evaluation:
-    """Evaluates `batches`, each with its utterances in order; the weights stay as they are."""
+    """Evaluates `batches`, each with its utterances in order; the weights stay as they are.
+
+    A batch that does not fit in memory is cut smaller; a ResourceError names an utterance that does not fit even alone.
+    """
     started = time.perf_counter()
     forward.model.eval()
+    splits = RememberedSplits(conditions=0)  # not training's: without gradients far more fits
     totals, tokens, scored = torch.zeros(2, dtype=torch.float64, device=forward.device), 0, []
     for batch, utterances in batches:
-        output, sums = forward(batch)
-        totals += torch.stack([sums.ctc, sums.attention])
+        pieces, _ = run_or_split(
+            attempt=lambda cut: [recognize(forward, piece, decode) for piece in cut.micro_batches],
+            cut=Cut((batch,), recomputes_all=True),  # nothing is kept, so there is nothing to recompute
+            splits=splits,
+            undo=lambda: None,
+        )
+        totals += sum(piece.loss_sums for piece in pieces)
         tokens += sum(batch.token_lengths)
-        hypotheses = decode(output.ctc_logits, output.encoded_lengths)
+        hypotheses = [hypothesis for piece in pieces for hypothesis in piece.hypotheses]
         scored += [ScoredUtterance(u, tokenizer.decode(h)) for u, h in zip(utterances, hypotheses, strict=True)]
         forward.monitor.end_phase("validation")
     ctc_loss, attention_loss = totals[0].item() / tokens, totals[1].item() / (tokens + len(scored))

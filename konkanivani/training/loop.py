@@ -2,13 +2,12 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import torch
 
 from konkanivani.checkpoint import LAST
 from konkanivani.data.batch import Window
-from konkanivani.data.batching import Cursor
 from konkanivani.errors import DataError, Interrupted, NumericsError, ResourceError
 from konkanivani.records import HypothesisPair, SpectrogramRecord, StepRecord, ValidationRecord
 from konkanivani.training.evaluation import Evaluation
@@ -27,12 +26,14 @@ def train(run: Run) -> None:
     with closing(run.progress), closing(run.windows.from_cursor(state.cursor)) as windows:
         while True:
             if state.has_epoch_to_finish:
-                is_best = finish_epoch(run)
+                with steps_kept(saver):
+                    is_best = finish_epoch(run)
                 saver.save(epoch=state.epoch, is_best=is_best)
             if run.is_finished():
                 break
-            window, cursor = next_window(windows, saver)
-            report = train_step(run.step, window, state.step, run.interruption.is_requested)
+            with steps_kept(saver):
+                window, cursor = next(windows)
+                report = train_step(run.step, window, state.step, run.interruption.is_requested)
             if report is None:
                 saver.save(is_final=True)
                 raise Interrupted(
@@ -46,10 +47,11 @@ def train(run: Run) -> None:
     saver.save(is_final=True)
 
 
-def next_window(windows: Iterator[tuple[Window, Cursor]], saver: "PeriodicSaver") -> tuple[Window, Cursor]:
-    """The next window and the cursor behind it; audio that cannot be read costs none of the steps before it."""
+@contextmanager
+def steps_kept(saver: "PeriodicSaver") -> Iterator[None]:
+    """Audio that cannot be read and memory that runs out cost none of the steps before: those are saved first."""
     try:
-        return next(windows)
+        yield
     except (DataError, ResourceError):
         saver.save(is_final=True)
         raise
@@ -102,6 +104,7 @@ def log_step(run: Run, window: Window, report: StepReport) -> None:
         tokens=window.tokens,
         utterances=window.utterances,
         seconds=seconds,
+        splits=report.splits,
         memory=run.step.forward.monitor.report(),
     )
     run.logbook.log(record)

@@ -1,5 +1,9 @@
-"""ONE optimizer step: window -> micro-batches -> gradients -> clip -> update."""
+"""ONE optimizer step: window -> micro-batches -> gradients -> clip -> update.
 
+Where memory runs out before the update, all of it is done again in smaller micro-batches; the update needs none.
+"""
+
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +13,8 @@ import torch
 from konkanivani.config import OptimizerConfig
 from konkanivani.data.batch import Batch, Window
 from konkanivani.losses import LossCounts, LossSums, joint_loss
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.recovery import Cut, RememberedSplits, run_or_split
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.optimizer import learning_rate, set_learning_rate
 from konkanivani.randomness import seed_step
@@ -25,6 +31,7 @@ class StepParts:
     schedule: OptimizerConfig
     total_steps: int
     seed: int
+    splits: RememberedSplits
     read: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist
     """The step's only read from the device; a trace, whose tensors hold no numbers, puts zeros in its place."""
 
@@ -35,8 +42,25 @@ class StepParts:
 
 
 @dataclass(frozen=True)
+class WindowGradient:
+    """The window's summed losses in nats and the norm of its gradient, which lies clipped in each `.grad`."""
+
+    ctc_sum: float
+    attention_sum: float
+    norm: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it can be applied."""
+        return math.isfinite(self.norm) and math.isfinite(self.ctc_sum + self.attention_sum)
+
+
+@dataclass(frozen=True)
 class StepReport:
-    """What a step did; losses in nats a token over the window. A skipped step has changed no weight."""
+    """What a step did; losses in nats a token over the window. A skipped step has changed no weight.
+
+    `splits` counts how often it ran out of memory and was begun again.
+    """
 
     loss: float
     ctc_loss: float
@@ -45,6 +69,7 @@ class StepReport:
     learning_rate: float
     scale: float
     is_skipped: bool
+    splits: int
 
 
 def train_step(
@@ -52,21 +77,44 @@ def train_step(
 ) -> StepReport | None:
     """Updates the weights from one window, or, interrupted between two micro-batches, changes nothing and returns None.
 
-    The losses are divided by the counts of the whole window, so the gradient does not depend on how it is cut.
+    The losses are divided by the counts of the whole window, so the gradient does not depend on how it is cut, and
+    out of memory it is cut smaller. A ResourceError names an utterance that does not fit even alone.
     """
+    counts = LossCounts(window.tokens, window.utterances)
+    gradient, splits = run_or_split(
+        attempt=lambda cut: compute_gradient(parts, cut, counts, step, is_interrupted),
+        cut=Cut(window.micro_batches, recomputes_all=parts.forward.recompute == RecomputePolicy("always")),
+        splits=parts.splits,
+        undo=lambda: drop_gradient(parts),
+    )
+    return None if gradient is None else update(parts, gradient, counts, step, splits)
+
+
+def compute_gradient(
+    parts: StepParts, cut: Cut, counts: LossCounts, step: int, is_interrupted: Callable[[], bool]
+) -> WindowGradient | None:
+    """The window's gradient, unscaled and clipped, in the parameters' `.grad`; None, and none there, if interrupted."""
     seed_step(parts.seed, step)
     parts.model.train()
     parts.optimizer.zero_grad(set_to_none=True)
-    counts = LossCounts(window.tokens, window.utterances)
+    if cut.recomputes_all:
+        parts = recomputing_all(parts)
     totals = torch.zeros(2, dtype=torch.float64, device=parts.forward.device)
-    for batch in window.micro_batches:
+    for batch in cut.micro_batches:
         if is_interrupted():
             parts.optimizer.zero_grad(set_to_none=True)
             return None
         sums = add_gradients(parts, batch, counts)
         totals += torch.stack([sums.ctc.detach(), sums.attention.detach()])
         parts.forward.monitor.tend_cache()
-    return update(parts, totals, counts, step)
+    parts.scaler.unscale_(parts.optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(parts.model.parameters(), parts.schedule.max_grad_norm)
+    return WindowGradient(*parts.read(torch.cat([totals, norm.detach().double()[None]])))
+
+
+def recomputing_all(parts: StepParts) -> StepParts:
+    """The same step with every block recomputed in the backward pass."""
+    return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, recompute=RecomputePolicy("always")))
 
 
 def add_gradients(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
@@ -78,27 +126,34 @@ def add_gradients(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSum
     return sums
 
 
-def update(parts: StepParts, totals: torch.Tensor, counts: LossCounts, step: int) -> StepReport:
-    """Unscales, clips, checks and applies the window's gradient; where it is not finite, nothing is applied."""
-    parts.scaler.unscale_(parts.optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(parts.model.parameters(), parts.schedule.max_grad_norm)
-    ctc_sum, attention_sum, gradient_norm = parts.read(torch.cat([totals, norm.detach().double()[None]]))
-    is_finite = math.isfinite(gradient_norm) and math.isfinite(ctc_sum + attention_sum)
+def drop_gradient(parts: StepParts) -> None:
+    """Takes back a gradient that was not finished: a part of it would count twice."""
+    parts.optimizer.zero_grad(set_to_none=True)
+    if parts.scaler.is_enabled():
+        # Set to what it is, the scale forgets that a gradient was unscaled; only scale() makes it exist.
+        parts.scaler.scale(torch.zeros((), device=parts.forward.device))
+        parts.scaler.update(parts.scaler.get_scale())
+
+
+def update(parts: StepParts, gradient: WindowGradient, counts: LossCounts, step: int, splits: int) -> StepReport:
+    """Applies the window's gradient if it is finite. Allocates nothing (see optimizer.py): never half done."""
     rate = learning_rate(parts.schedule, step, parts.total_steps)
-    if is_finite:
+    if gradient.is_finite:
         set_learning_rate(parts.optimizer, rate)
         parts.optimizer.step()
     parts.optimizer.zero_grad(set_to_none=True)
     parts.scaler.update()
     parts.forward.monitor.end_phase("update")
-    ctc_loss, attention_loss = ctc_sum / counts.tokens, attention_sum / (counts.tokens + counts.utterances)
+    ctc_loss = gradient.ctc_sum / counts.tokens
+    attention_loss = gradient.attention_sum / (counts.tokens + counts.utterances)
     ctc_weight = parts.forward.loss.ctc_weight
     return StepReport(
         loss=ctc_weight * ctc_loss + (1 - ctc_weight) * attention_loss,
         ctc_loss=ctc_loss,
         attention_loss=attention_loss,
-        gradient_norm=gradient_norm,
+        gradient_norm=gradient.norm,
         learning_rate=rate,
         scale=parts.scaler.get_scale(),
-        is_skipped=not is_finite,
+        is_skipped=not gradient.is_finite,
+        splits=splits,
     )

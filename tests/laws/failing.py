@@ -1,0 +1,83 @@
+"""Parts of a step that run out of memory when a test wants them to."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from konkanivani.training.step import StepParts
+
+ERRORS = {
+    "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total of 3.81 GiB."),
+    "cpu": RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+        "allocate 6553600000 bytes. Error code 12 (Cannot allocate memory)"
+    ),
+    "python": MemoryError(),
+    "cublas": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "cudnn": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+}
+
+# (number of the micro-batch since the beginning, its utterances) -> whether it fails
+When = Callable[[int, int], bool]
+
+
+def once_at(number: int) -> When:
+    """Fails at one micro-batch, and never again."""
+    return lambda calls, _size: calls == number
+
+
+def above(size: int) -> When:
+    """Fails whenever a micro-batch holds more than `size` utterances."""
+    return lambda _calls, held: held > size
+
+
+@dataclass
+class FailingFrontEnd:
+    """A front end that raises `error` in the forward pass."""
+
+    front_end: Callable
+    when: When
+    error: BaseException
+    sizes: list[int] = field(default_factory=list)
+
+    def __call__(self, waveforms, sample_lengths, augment_seeds):
+        self.sizes.append(len(waveforms))
+        if self.when(len(self.sizes) - 1, len(waveforms)):
+            raise self.error
+        return self.front_end(waveforms, sample_lengths, augment_seeds)
+
+
+@dataclass
+class FailingBackward:
+    """A block runner that raises `error` in the backward pass, when half of a micro-batch's gradients are there."""
+
+    blocks: int
+    when: When
+    error: BaseException
+    runs: int = 0
+
+    def __call__(self, block, x, *others):
+        output = block(x, *others)
+        number, place = divmod(self.runs, self.blocks)
+        self.runs += 1
+        if place == 0 and self.when(number, len(x)):
+            output.register_hook(self._fail)
+        return output
+
+    def _fail(self, _gradient: torch.Tensor) -> None:
+        raise self.error
+
+
+def failing_forward(parts: StepParts, when: When, error: BaseException) -> StepParts:
+    """The step with a front end that fails."""
+    front_end = FailingFrontEnd(parts.forward.front_end, when, error)
+    return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, front_end=front_end))
+
+
+def failing_backward(parts: StepParts, when: When, error: BaseException) -> StepParts:
+    """The step with a block whose backward pass fails."""
+    blocks = len(parts.model.encoder.blocks) + len(parts.model.decoder.blocks)
+    runner = FailingBackward(blocks, when, error)
+    return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, recompute=runner))

@@ -1,0 +1,150 @@
+"""Recovery beside its law: batches in halves, remembered sizes, and what a whole run makes of both."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from konkanivani.checkpoint import LAST, read_checkpoint, write_checkpoint
+from konkanivani.command_line import is_out_of_memory
+from konkanivani.data.batch import Batch, split_batch
+from konkanivani.errors import CheckpointError, ResourceError
+from konkanivani.memory.recovery import Cut, RememberedSplits
+from konkanivani.recipe import build_run
+from konkanivani.start import resolve_start
+from konkanivani.training.loop import train
+from konkanivani.training.run import Run
+from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders
+from tests.laws.failing import ERRORS, When, above, failing_forward, once_at
+from tests.laws.parts import speeches, window
+
+
+def batch_of(seconds: list[float]) -> Batch:
+    """A batch of silence."""
+    spoken = [
+        dataclasses.replace(speech, waveform=torch.zeros(int(16_000 * length)))
+        for speech, length in zip(speeches(len(seconds)), seconds, strict=True)
+    ]
+    return window(spoken, len(seconds)).micro_batches[0]
+
+
+@pytest.mark.parametrize("augmented", [False, True])
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_halves_are_what_collating_them_gives(size, augmented):
+    spoken = speeches(size, augmented=augmented)
+    whole = window(spoken, size).micro_batches[0]
+    collated = window(spoken, (size + 1) // 2).micro_batches
+    for half, expected in zip(split_batch(whole), collated, strict=True):
+        for field in dataclasses.fields(Batch):
+            mine, theirs = getattr(half, field.name), getattr(expected, field.name)
+            assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs, field.name
+        assert half.waveforms.untyped_storage().data_ptr() == whole.waveforms.untyped_storage().data_ptr()
+
+
+def test_one_utterance_has_no_halves():
+    with pytest.raises(ValueError):
+        split_batch(batch_of([1.0]))
+
+
+def test_a_cut_goes_from_halves_to_single_utterances_to_recomputing_to_nothing():
+    sizes, cut = [], Cut((batch_of([1, 2, 3]), batch_of([4])), recomputes_all=False)
+    while cut is not None:
+        sizes.append([batch.size for batch in cut.micro_batches])
+        last, cut = cut, cut.smaller()
+    assert sizes == [[3, 1], [2, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]] and last.recomputes_all
+
+
+def test_what_is_as_long_and_as_many_as_what_did_not_fit_does_not_fit():
+    splits = RememberedSplits(conditions=0)
+    assert splits.remember(batch_of([5.2, 5.9, 6.7, 6.9]))
+    assert splits.is_too_large(batch_of([6.1] * 4)) and splits.is_too_large(batch_of([9.0] * 5))
+    assert not splits.is_too_large(batch_of([5.9] * 4)) and not splits.is_too_large(batch_of([9.0] * 3))
+    assert not splits.remember(batch_of([7.5] * 4)) and splits.remember(batch_of([6.5] * 2))
+    cut = splits.cut_to_fit(Cut((batch_of([5.0] * 4), batch_of([6.5] * 4)), recomputes_all=False))
+    assert [batch.size for batch in cut.micro_batches] == [4, 1, 1, 1, 1] and not cut.recomputes_all
+    splits.remember(batch_of([20.0]))
+    assert splits.cut_to_fit(Cut((batch_of([3.0]), batch_of([21.0])), recomputes_all=False)).recomputes_all
+
+
+def test_remembered_sizes_survive_a_checkpoint_and_not_another_device():
+    splits, same, other = (RememberedSplits(conditions) for conditions in (7, 7, 8))
+    splits.remember(batch_of([6.5] * 4))
+    for loaded in (same, other):
+        loaded.load_state_dict(splits.state_dict())
+    assert same.is_too_large(batch_of([6.5] * 4)) and same.state_dict() == splits.state_dict()
+    assert not other.is_too_large(batch_of([6.5] * 4)) and other.conditions == 8
+    for broken in ({"conditions": 7, "6": "four"}, {"conditions": 7, "six": 4}):
+        with pytest.raises(CheckpointError, match="split"):
+            same.load_state_dict(broken)
+
+
+@pytest.mark.parametrize("error", [*ERRORS.values(), RuntimeError("std::bad_alloc")], ids=repr)
+def test_what_says_that_memory_ran_out(error):
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("said", ["CUDA error: an illegal memory access was encountered", "stack expects each tensor"])
+def test_what_does_not(said):
+    assert not is_out_of_memory(RuntimeError(said))
+
+
+def built(corpus: Corpus, directory: Path, *more: str) -> Run:
+    cut = ("--batch_size", "4", "--gradient_accumulation_steps", "1", "--num_workers", "0", "--max_steps", "9")
+    flags = (*TINY_MODEL, *corpus.flags(), *cut, *run_folders(directory), "--save_steps", "1", *more)
+    return build_run(resolve_start(list(flags)))
+
+
+def failing(run: Run, when: When) -> Run:
+    return dataclasses.replace(run, step=failing_forward(run.step, when, ERRORS["cuda"]))
+
+
+def test_a_run_with_splits_has_the_cursor_the_counts_and_the_steps_of_one_without(corpus, tmp_path, capsys):
+    train(built(corpus, tmp_path / "whole"))
+    train(failing(built(corpus, tmp_path / "split"), above(2)))
+    whole, split = read_log(tmp_path / "whole"), read_log(tmp_path / "split")
+    for name in ("step", "epoch", "tokens", "utterances", "learning_rate", "padding_share"):
+        assert [record[name] for record in whole] == [record[name] for record in split], name
+    assert all(record["splits"] == 0 for record in whole)
+    assert {record["splits"] for record in split} == {0, 1}, "a size that is known was not cut beforehand"
+    states = [read_checkpoint(tmp_path / name / "checkpoints" / LAST).states for name in ("whole", "split")]
+    for name in ("step", "epoch", "window", "audio_seconds", "skipped_steps"):
+        assert states[0]["progress"][name] == states[1]["progress"][name]
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Out of memory at 4 x")]
+    # One line for each retried step and for the one validation, which remembers for itself.
+    assert sum(record["splits"] for record in split) <= len(told) <= len(states[1]["splits"]) + 3
+
+    resumed = failing(built(corpus, tmp_path / "split", "--resume", "auto", "--max_steps", "11"), above(2))
+    assert resumed.step.splits.state_dict() == states[1]["splits"]
+    train(resumed)
+    assert [record["splits"] for record in read_log(tmp_path / "split")][9:] == [0, 0]
+
+
+def test_an_old_checkpoint_without_splits_can_be_gone_on_from(corpus, tmp_path):
+    train(built(corpus, tmp_path, "--max_steps", "2"))
+    path = tmp_path / "checkpoints" / LAST
+    checkpoint = read_checkpoint(path)
+    states = {name: state for name, state in checkpoint.states.items() if name != "splits"}
+    write_checkpoint(path, dataclasses.replace(checkpoint, states=states))
+    run = built(corpus, tmp_path, "--resume", "auto", "--max_steps", "3")
+    train(run)
+    assert run.state.step == 3
+
+
+def test_steps_before_an_utterance_that_does_not_fit_are_saved(corpus, tmp_path):
+    run = built(corpus, tmp_path, "--save_steps", "0", "--save_minutes", "0")
+    calls = []
+
+    def from_the_third_step_on(_number: int, size: int) -> bool:
+        calls.append(size)
+        return run.state.step >= 2
+
+    with pytest.raises(ResourceError, match="Out of memory with one utterance at a time"):
+        train(failing(run, from_the_third_step_on))
+    assert read_checkpoint(tmp_path / "checkpoints" / LAST).states["progress"]["window"] == 2
+    assert calls[2:] == [4, 2, 1, 1]
+
+
+def test_one_failure_costs_one_retry(corpus, tmp_path):
+    train(failing(built(corpus, tmp_path, "--max_steps", "3"), once_at(1)))
+    assert [record["splits"] for record in read_log(tmp_path)] == [0, 1, 0]
