@@ -60,8 +60,8 @@ def plan(flags: Flags) -> str:
         state = f"weights, gradients and optimizer {p.state / 2**20:.0f} MiB"
         lines.append(f"\n--gradient_checkpointing {p.recompute}: {state}")
         for bucket in p.buckets:
-            fits = f"up to {bucket.utterances} x {bucket.seconds:g} s" if bucket.utterances else "nothing fits: 1 takes"
-            lines.append(f"  {bucket.seconds:4g} s utterances: {fits}, peak {bucket.peak / 2**20:.0f} MiB")
+            fits = f"up to {bucket.utterances} at once, peak {bucket.peak / 2**20:.0f} MiB"
+            lines.append(f"  utterances of {bucket.seconds:2g} s: {fits if bucket.utterances else 'none fits'}")
         lines.append(f"  longest utterance that trains alone: {p.longest_seconds:g} s")
     return "\n".join(lines)
 

@@ -39,5 +39,6 @@ class LiveBytes(TorchDispatchMode):
         self, operation: Callable, types: tuple, args: tuple = (), kwargs: Mapping | None = None
     ) -> object:
         result = operation(*args, **(kwargs or {}))
-        self.count(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        leaves = (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
+        self.count(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         return result

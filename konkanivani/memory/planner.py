@@ -10,6 +10,7 @@ module, which the step does not need, and does not survive from one PyTorch to t
 
 import copy
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ class StepTracer:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The largest micro-batch of utterances of `seconds` that fits (0: none), and its peak in bytes."""
+    """The largest micro-batch of utterances of `seconds` that fits, and its peak in bytes; 0 and 0 where none does."""
 
     seconds: float
     utterances: int
@@ -152,8 +153,9 @@ def plan_memory(tracer: StepTracer, budget: int, recompute: RecomputePolicy, buc
             f"The weights, gradients and optimizer of this model take {state / 2**20:.0f} MiB before any audio, "
             f"and the budget is {budget / 2**20:.0f} MiB. {_largest_preset(budget)}"
         )
-    plans = tuple(_largest_batch(tracer, budget, recompute, seconds) for seconds in buckets)
-    return MemoryPlan(recompute.mode, state, plans, _longest_utterance(tracer, budget, recompute))
+    growth = fit_growth(tracer, recompute)
+    plans = tuple(_largest_batch(tracer, growth, budget, recompute, seconds) for seconds in buckets)
+    return MemoryPlan(recompute.mode, state, plans, _longest_utterance(tracer, growth, budget, recompute))
 
 
 def _largest_preset(budget: int) -> str:
@@ -166,29 +168,70 @@ def _largest_preset(budget: int) -> str:
     return "No preset is small enough."
 
 
-def _largest_batch(tracer: StepTracer, budget: int, recompute: RecomputePolicy, seconds: float) -> BucketPlan:
-    """Memory is close to affine in the batch: two traces say where to look, one or two more whether it is so."""
-    one, three = (tracer.trace(Load(n, seconds), recompute).peak for n in (1, 3))
-    if one > budget:
-        return BucketPlan(seconds, 0, one)
-    slope = max(1.0, (three - one) / 2)
-    utterances = min(MOST_UTTERANCES, 1 + int((budget - one) / slope))
-    while (peak := tracer.trace(Load(utterances, seconds), recompute).peak) > budget:
-        utterances -= max(1, round((peak - budget) / slope))
-    return BucketPlan(seconds, utterances, peak)
+@dataclass(frozen=True)
+class Growth:
+    """A peak in bytes reckoned as base + utterances x (linear x seconds + square x seconds^2).
+
+    The square is that of CTC's forward variables and the decoder's attention over the frames.
+    """
+
+    base: float
+    linear: float
+    square: float
+
+    def of_utterance(self, seconds: float) -> float:
+        """Bytes that one more utterance of `seconds` adds."""
+        return max(1.0, self.linear * seconds + self.square * seconds**2)
+
+    def longest(self, budget: int) -> float:
+        """The seconds at which one utterance reaches the budget."""
+        room = budget - self.base
+        if self.square <= 0:
+            return room / max(1.0, self.linear)
+        return (math.sqrt(self.linear**2 + 4 * self.square * room) - self.linear) / (2 * self.square)
 
 
-def _longest_utterance(tracer: StepTracer, budget: int, recompute: RecomputePolicy) -> float:
+def fit_growth(tracer: StepTracer, recompute: RecomputePolicy) -> Growth:
+    """The growth through three traces of one utterance."""
+    seconds = np.array([10.0, 60.0, 240.0])
+    peaks = [tracer.trace(Load(1, length), recompute).peak for length in seconds]
+    base, linear, square = np.linalg.solve(np.stack([seconds**0, seconds, seconds**2], axis=1), np.array(peaks, float))
+    return Growth(float(base), float(linear), float(square))
+
+
+def _largest_batch(
+    tracer: StepTracer, growth: Growth, budget: int, recompute: RecomputePolicy, seconds: float
+) -> BucketPlan:
+    """The largest batch that fits, to within what a straight line from the state through the last trace tells."""
+    utterances = int(np.clip((budget - growth.base) / growth.of_utterance(seconds), 1, MOST_UTTERANCES))
+    state, fits, too_large = tracer.state(), BucketPlan(seconds, 0, 0), MOST_UTTERANCES + 1
+    while fits.utterances < utterances < too_large:
+        peak = tracer.trace(Load(utterances, seconds), recompute).peak
+        if peak <= budget:
+            fits = BucketPlan(seconds, utterances, peak)
+        else:
+            too_large = utterances
+        reached = int(utterances * (budget - state) / max(1, peak - state))
+        utterances = min(reached, too_large - 1)
+    return fits
+
+
+def _longest_utterance(tracer: StepTracer, growth: Growth, budget: int, recompute: RecomputePolicy) -> float:
     """The longest utterance that trains alone, in whole seconds, up to an hour; 0 where none does.
 
-    CTC's forward variables and the decoder's attention grow with the square of the length, so a parabola through three
-    traces says where to look.
+    Between a length that fits and one that does not, a straight line says where to look next; a twentieth is close
+    enough.
     """
-    lengths = np.array([10.0, 40.0, 160.0])
-    peaks = np.array([tracer.trace(Load(1, seconds), recompute).peak for seconds in lengths])
-    roots = (np.polynomial.Polynomial.fit(lengths, peaks, 2) - budget).roots()
-    beyond = [root.real for root in roots if abs(root.imag) < 1e-6 and root.real > 0]
-    seconds = min(LONGEST_SECONDS, float(int(max(beyond, default=lengths[0]))))
-    while seconds >= 1 and tracer.trace(Load(1, seconds), recompute).peak > budget:
-        seconds = float(int(0.98 * seconds))
-    return seconds if seconds >= 1 else 0.0
+    fits, too_long = (0.0, growth.base), None
+    seconds = min(LONGEST_SECONDS, float(int(growth.longest(budget))))
+    while seconds > fits[0]:
+        peak = tracer.trace(Load(1, seconds), recompute).peak
+        if peak <= budget:
+            fits = (seconds, float(peak))
+        else:
+            too_long = (seconds, float(peak))
+        if too_long is None or too_long[0] - fits[0] <= max(1.0, too_long[0] / 20):
+            break
+        slope = (too_long[1] - fits[1]) / (too_long[0] - fits[0])
+        seconds = float(int(fits[0] + 0.99 * (budget - fits[1]) / slope))
+    return fits[0]
