@@ -1,6 +1,7 @@
 """A whole training run from its command line to the JSON line that sums it up."""
 
 import json
+import math
 
 from konkanivani.recipe import build_run
 from konkanivani.recognizer import best_checkpoint, evaluate_manifest, load_recognizer
@@ -28,7 +29,7 @@ def train_and_report(arguments: list[str]) -> str:
 
 
 def summary_line(run: Run, test: Evaluation | None, checkpoint: str, tensorboard: str) -> str:
-    """One line of JSON; error rates are shares, null where nothing was tested."""
+    """One line of JSON; error rates are shares, null where nothing was tested or validated."""
     rates = test.rates if test else None
     patterns = {s.utterance.pattern for s in test.scored} if test else set()
     summary = {
@@ -43,4 +44,11 @@ def summary_line(run: Run, test: Evaluation | None, checkpoint: str, tensorboard
         "checkpoint": checkpoint,
         "tensorboard": tensorboard,
     }
-    return json.dumps({name: round(v, 4) if isinstance(v, float) else v for name, v in summary.items()})
+    return json.dumps({name: as_json(value) for name, value in summary.items()}, allow_nan=False)
+
+
+def as_json(value: object) -> object:
+    """The value, numbers to four places; null where a number is not finite, which JSON cannot say."""
+    if isinstance(value, float):
+        return round(value, 4) if math.isfinite(value) else None
+    return value

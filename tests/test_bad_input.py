@@ -464,7 +464,9 @@ def test_gradients_that_are_never_finite_end_with_5(corpus, tmp_path):
 def test_negative_control_good_input_ends_with_0(corpus, tmp_path):
     done = run_trainer(*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), "--max_steps", "1", "--num_workers", "0")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["steps"] == 1
+    summary = done.stdout.splitlines()[-1]
+    assert json.loads(summary)["steps"] == 1
+    assert json.loads(summary)["best_valid_score"] is None and "NaN" not in summary and "Infinity" not in summary
     assert "Traceback" not in done.stderr
 
 
