@@ -17,7 +17,10 @@ Positions = tuple[torch.Tensor, torch.Tensor]
 
 
 class BlockRunner(Protocol):
-    """How a block is run: directly, or with its activations recomputed in the backward pass."""
+    """How a block is run: directly, or with its activations recomputed in the backward pass.
+
+    A block of a whole model carries its `number`, counted through the encoder and on through the decoder.
+    """
 
     def __call__(self, block: torch.nn.Module, *inputs: object) -> torch.Tensor: ...
 

@@ -1,6 +1,7 @@
 """The forward pass that training and evaluation share: waveforms in, logits and summed losses out."""
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,9 +11,9 @@ from konkanivani.config import LossConfig
 from konkanivani.data.batch import Batch
 from konkanivani.lengths import Lengths
 from konkanivani.losses import LossSums, loss_sums
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.model.asr import ASROutput, KonkaniVaniASR
+from konkanivani.model.blocks import BlockRunner
 
 
 class FeatureExtractor(Protocol):
@@ -25,11 +26,14 @@ class FeatureExtractor(Protocol):
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """Model and front end on one device, in one precision; `amp_dtype` is None in full precision."""
+    """Model and front end on one device, in one precision; `amp_dtype` is None in full precision.
+
+    `recompute` says how the blocks are run, by the seconds of a batch's longest utterance.
+    """
 
     model: KonkaniVaniASR
     front_end: FeatureExtractor
-    recompute: RecomputePolicy
+    recompute: Callable[[float], BlockRunner]
     monitor: MemoryMonitor
     device: torch.device
     amp_dtype: torch.dtype | None
@@ -40,7 +44,8 @@ class ForwardPass:
         batch = batch.to(self.device)
         features, feature_lengths = self.front_end(batch.waveforms, batch.sample_lengths, batch.augment_seeds)
         with self.autocast():
-            output = self.model(features, feature_lengths, batch.decoder_tokens, self.recompute)
+            run_block = self.recompute(batch.longest_seconds)
+            output = self.model(features, feature_lengths, batch.decoder_tokens, run_block)
         sums = loss_sums(
             output.ctc_logits,
             output.attention_logits,
