@@ -34,7 +34,6 @@ def choose_precision(config: MemoryConfig, device: torch.device) -> torch.dtype 
     if not config.mixed_precision:
         return None
     if device.type == "cpu":
-        print("--mixed_precision on a CPU means bf16 autocast, without loss scaling.", flush=True)
         return torch.bfloat16
     # torch.cuda.is_bf16_supported() is also true where PyTorch only emulates it.
     if config.amp_dtype == "bf16" and torch.cuda.get_device_capability(device) < (8, 0):

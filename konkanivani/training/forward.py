@@ -58,5 +58,10 @@ class ForwardPass:
         return output, sums
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """The precision in which the model runs."""
-        return torch.autocast(self.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None)
+        """The precision in which the model runs.
+
+        Without autocast's cache of weights in half precision: a forward pass uses each weight once, and the cache would
+        hold all of them until its end, two bytes a parameter, where recomputing keeps nothing else.
+        """
+        enabled = self.amp_dtype is not None
+        return torch.autocast(self.device.type, dtype=self.amp_dtype, enabled=enabled, cache_enabled=False)

@@ -98,7 +98,7 @@ def compute_gradient(
     parts.model.train()
     parts.optimizer.zero_grad(set_to_none=True)
     if cut.recomputes_all:
-        parts = recomputing_all(parts)
+        parts = recomputing(parts, RecomputePolicy("always"))
     totals = torch.zeros(2, dtype=torch.float64, device=parts.forward.device)
     for batch in cut.micro_batches:
         if is_interrupted():
@@ -112,9 +112,9 @@ def compute_gradient(
     return WindowGradient(*parts.read(torch.cat([totals, norm.detach().double()[None]])))
 
 
-def recomputing_all(parts: StepParts) -> StepParts:
-    """The same step with every block recomputed in the backward pass."""
-    return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, recompute=RecomputePolicy("always")))
+def recomputing(parts: StepParts, policy: RecomputePolicy) -> StepParts:
+    """The same step under another policy of what is recomputed in the backward pass."""
+    return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, recompute=policy))
 
 
 def add_gradients(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
