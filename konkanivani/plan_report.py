@@ -76,7 +76,8 @@ class Report:
 
 def plan_for(config: TrainConfig, costs: DeviceCosts, budget: int) -> Report:
     """What of this configuration fits `budget` bytes; a ResourceError where not even its state does."""
-    planner = Planner(build_tracer(config, config.text.vocab_size, costs), budget)
+    rate = TOKENS_PER_SECOND[config.text.tokenizer_type]
+    planner = Planner(build_tracer(config, config.text.vocab_size, costs), budget, rate)
     check_state(planner)
     answers = tuple(_answer(planner, mode, config) for mode in ("never", "always"))
     longest = config.data.max_validation_duration
@@ -106,7 +107,8 @@ def plan_presets(config: TrainConfig, costs: DeviceCosts) -> str:
     ]
     for name, shape in PRESETS.items():
         shaped = dataclasses.replace(config, model=shape)
-        planner = Planner(build_tracer(shaped, config.text.vocab_size, costs), 0)
+        rate = TOKENS_PER_SECOND[config.text.tokenizer_type]
+        planner = Planner(build_tracer(shaped, config.text.vocab_size, costs), 0, rate)
         cells = []
         for gib in TABLE_BUDGETS:
             planner.budget = int(gib * GIB)

@@ -55,7 +55,8 @@ def resolve_plan(
         print("The checkpoint's memory plan was made under other conditions: a new one is made.", flush=True)
     budget = config.memory.memory_budget
     budget = parse_budget(budget) if budget else available_bytes(device)
-    planner = Planner(build_tracer(config, vocab_size, costs_of(device)), budget)
+    rate = float(train.tokens.sum() / train.seconds.sum())
+    planner = Planner(build_tracer(config, vocab_size, costs_of(device)), budget, rate)
     check_state(planner)
     plan = _plan_buckets(config, planner, conditions, train, validation)
     _check_every_utterance_fits(plan.buckets, train, config, budget)

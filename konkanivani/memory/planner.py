@@ -39,10 +39,13 @@ class Growth:
 
 
 class Planner:
-    """Answers about one model on one device, under one budget in bytes."""
+    """Answers about one model on one device, under one budget in bytes.
 
-    def __init__(self, tracer: StepTracer, budget: int) -> None:
-        self.tracer, self.budget = tracer, budget
+    `tokens_per_second` is what utterances hold about; it only makes the first guesses good.
+    """
+
+    def __init__(self, tracer: StepTracer, budget: int, tokens_per_second: float) -> None:
+        self.tracer, self.budget, self.tokens_per_second = tracer, budget, tokens_per_second
         self._traced: dict[tuple[Load, RecomputePolicy], Peak] = {}
         self._growths: dict[RecomputePolicy, Growth] = {}
 
@@ -102,7 +105,7 @@ class Planner:
                 fits = (seconds, float(peak))
             else:
                 too_long = (seconds, float(peak))
-            if too_long is None or too_long[0] - fits[0] <= max(1.0, too_long[0] / 20):
+            if too_long is None or too_long[0] - fits[0] <= max(1.0, too_long[0] / 20) or fits[1] > 0.97 * self.budget:
                 break
             slope = (too_long[1] - fits[1]) / (too_long[0] - fits[0])
             seconds = float(int(fits[0] + 0.99 * (self.budget - fits[1]) / slope))
@@ -124,7 +127,8 @@ class Planner:
     def _growth(self, recompute: RecomputePolicy) -> Growth:
         """The growth through three traces; lengths and numbers between which most questions lie."""
         if recompute not in self._growths:
-            loads = [Load(1, 5.0, 50), Load(1, 30.0, 300), Load(4, 10.0, 100)]
+            sizes = ((2, 5.0), (2, 20.0), (6, 10.0))
+            loads = [Load(count, seconds, round(seconds * self.tokens_per_second)) for count, seconds in sizes]
             rows = np.array([[1.0, load.utterances, load.utterances * load.seconds] for load in loads])
             peaks = np.array([self.peak(load, recompute) for load in loads], dtype=float)
             self._growths[recompute] = Growth(*map(float, np.linalg.solve(rows, peaks)))
