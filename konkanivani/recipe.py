@@ -33,7 +33,7 @@ from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.recovery import RememberedSplits
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.optimizer import OptimizerState, build_optimizer
-from konkanivani.preflight import choose_device, choose_precision
+from konkanivani.preflight import announce_card, choose_device, choose_precision
 from konkanivani.randomness import seed_of
 from konkanivani.start import Start
 from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
@@ -50,6 +50,7 @@ def build_run(start: Start) -> Run:
     """Every part of the run, the checkpoint's state loaded."""
     config = start.config
     device = choose_device(config.run.device)
+    announce_card(device)
     run_directory = make_run_directory(config)
     train = load_utterances(config.data.train_manifest, config, "--train_manifest")
     tokenizer = choose_tokenizer(start, train)

@@ -351,6 +351,13 @@ class TestRerun:
         bootstrap.set_allocator_defaults(environment)
         assert environment == {name: "max_split_size_mb:64"}
 
+    def test_notices_a_requirement_that_was_added_since(self, bootstrap, monkeypatch):
+        real = importlib.util.find_spec
+        requirements = bootstrap.read_requirements([])
+        assert "nvidia-ml-py" in requirements and bootstrap.missing_requirements(requirements) == []
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pynvml" else real(name))
+        assert bootstrap.missing_requirements(requirements) == ["nvidia-ml-py"]
+
     def test_versions_count(self, bootstrap):
         assert bootstrap.is_version_in("2.11.0+cu126", ">=2.10,<2.12")
         assert not bootstrap.is_version_in("2.9.1", ">=2.10,<2.12")

@@ -36,7 +36,7 @@ RERUN_MARK = "KONKANIVANI_RERUN"
 HOW_TO_SET_UP = "Run ./run_training_memory_optimized.sh or python3 training_scripts/bootstrap.py in %s" % ROOT
 
 # The module that a distribution brings, where it is not the distribution's name with "-" turned to "_".
-MODULE_NAMES = {"import-linter": "importlinter"}
+MODULE_NAMES = {"import-linter": "importlinter", "nvidia-ml-py": "pynvml"}
 
 GIB = 1024**3
 Build = collections.namedtuple("Build", "words disk_bytes")
