@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from konkanivani import preflight
+from konkanivani import preflight, recipe
 from konkanivani.memory.card import GIB, Card, CardProcess, read_card
+from konkanivani.start import resolve_start
+from tests.conftest import TINY_MODEL, Corpus, run_folders
 
 UUID, ADDRESS = "5b2f6a1c-0000-1111-2222-333344445555", "00000000:01:00.0"
 
@@ -186,3 +188,10 @@ def test_without_nvml_the_free_bytes_are_pytorchs(card_of_torch, capsys):
 
 def test_a_cpu_has_no_card(capsys):
     assert preflight.announce_card(torch.device("cpu")) is None and capsys.readouterr().out == ""
+
+
+def test_every_run_begins_with_it(corpus: Corpus, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(recipe, "announce_card", asked.append)
+    recipe.build_run(resolve_start([*corpus.flags(), *TINY_MODEL, *run_folders(tmp_path)]))
+    assert asked == [torch.device("cpu")]

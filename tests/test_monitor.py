@@ -11,7 +11,7 @@ from konkanivani.errors import CheckpointError
 from konkanivani.memory import monitor as monitor_module
 from konkanivani.memory.monitor import MIB, CacheClearing, MemoryMonitor, PlannedPeak, reset_peak_resident
 from konkanivani.memory.monitor import peak_resident_mib as system_peak_mib
-from konkanivani.reporting import allocator_retries, memory_table
+from konkanivani.reporting import allocator_retries, memory_table, summary_line
 from konkanivani.training.state import TrainState
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer
 
@@ -167,9 +167,10 @@ def test_nothing_is_cleared_or_waited_for_on_a_cpu_or_without_an_interval(alloca
 
 
 def run_with(monitor: MemoryMonitor, splits: int = 0) -> SimpleNamespace:
-    """As much of a run as the table asks for."""
-    forward = SimpleNamespace(monitor=monitor)
-    return SimpleNamespace(state=TrainState(splits=splits), step=SimpleNamespace(forward=forward))
+    """As much of a run as the table and the summary ask for."""
+    forward, progress = SimpleNamespace(monitor=monitor), SimpleNamespace(audio_seconds_per_second=lambda: 1.0)
+    step = SimpleNamespace(forward=forward)
+    return SimpleNamespace(state=TrainState(splits=splits), step=step, validation=None, progress=progress)
 
 
 def test_the_table_at_the_end_on_a_card(allocator):
@@ -187,6 +188,13 @@ def test_the_table_at_the_end_on_a_card(allocator):
     assert lines[4].endswith("out of memory: 4.") and lines[5] == (
         f"Clearings of the cache: 1, in {monitor.report_clearing_of_run().seconds:.2f} s."
     )
+
+
+def test_the_summary_has_the_splits_and_the_retries(allocator):
+    monitor = MemoryMonitor(torch.device("cuda"), 0)
+    forward_with(monitor, allocator, allocated=10, peak=30, reserved=80, retries=2)
+    summary = json.loads(summary_line(run_with(monitor, splits=4), None, "checkpoint", "runs"))
+    assert (summary["memory_splits"], summary["allocator_retries"], summary["peak_memory_mib"]) == (4, 2, 30)
 
 
 def test_the_table_at_the_end_on_a_cpu_has_no_empty_columns():

@@ -173,10 +173,11 @@ class PeriodicSaver:
         self.run.logbook.flush()
         try:
             self.run.checkpointer.save(self.run.checkpoint(), epoch, is_best)
-            self.run.step.forward.monitor.end_phase("save")
             self._failures = 0
         except ResourceError as error:
             self._failures += 1
             if is_final or self._failures >= MOST_FAILED_SAVES_IN_A_ROW:
                 raise
             print(f"{error} Training goes on; the checkpoint before stays, the next save tries again.", flush=True)
+        finally:
+            self.run.step.forward.monitor.end_phase("save")
