@@ -49,8 +49,11 @@ CUSTOM_LAYOUT = {
         "attention": ["Multiline", ["loss/attention$", "validation/attention_loss$"]],
     },
     "Error rates": {"WER and CER": ["Multiline", ["validation/wer$", "validation/cer$"]]},
-    "Memory (MiB)": {
-        name: ["Multiline", [f"memory/.*/{name}_mib$"]] for name in ("peak", "allocated", "reserved", "resident")
+    # One expression for both lines of a phase: one that matches nothing, as where nothing is planned, is complained of.
+    "Memory (MiB)": {"peak and planned": ["Multiline", ["memory/.*/(peak|planned)_mib$"]]}
+    | {
+        name: ["Multiline", [f"memory/.*/{name}_mib$"]]
+        for name in ("allocated", "reserved", "fragmentation", "resident")
     },
 }
 

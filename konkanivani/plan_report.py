@@ -99,8 +99,8 @@ def plan_for(config: TrainConfig, costs: DeviceCosts, budget: int) -> Report:
 def plan_presets(config: TrainConfig, costs: DeviceCosts) -> str:
     """A table of presets by budgets: utterances of 10 s at once, and the longest that trains, in seconds."""
     lines = [
-        f"Traced for {costs.name}, {config.text.vocab_size} tokens: utterances of 10 s at once / longest utterance that "
-        "trains, in seconds;",
+        f"Traced for {costs.name}, {config.text.vocab_size} tokens: utterances of 10 s at once / longest utterance, in "
+        "seconds, that trains;",
         "each pair first keeping activations, then recomputing every block.",
         "",
         f"{'':12}" + "".join(f"{f'{gib:g} GiB':>26}" for gib in TABLE_BUDGETS),

@@ -28,7 +28,7 @@ from konkanivani.flags import config_from_text, config_to_text
 from konkanivani.logbook import Logbook
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.optimizer import OptimizerState
-from konkanivani.preflight import choose_device
+from konkanivani.preflight import announce_card, choose_device
 from konkanivani.run_plan import SpeechSizes, plan_sentences, resolve_plan
 from konkanivani.start import Start
 from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
@@ -44,6 +44,7 @@ def build_run(start: Start) -> Run:
     """Every part of the run, the checkpoint's state loaded."""
     config = start.config
     device = choose_device(config.run.device)
+    announce_card(device)
     run_directory = make_run_directory(config)
     train = load_utterances(config.data.train_manifest, config, "--train_manifest")
     tokenizer = choose_tokenizer(start, train)
