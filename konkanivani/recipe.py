@@ -26,10 +26,12 @@ from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.errors import CheckpointError, DataError, ResourceError, UsageError
 from konkanivani.flags import config_from_text, config_to_text
 from konkanivani.logbook import Logbook
+from konkanivani.memory.available import BudgetWatch, enforce_budget
+from konkanivani.memory.monitor import MIB, resident_mib
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.optimizer import OptimizerState
 from konkanivani.preflight import announce_card, choose_device
-from konkanivani.run_plan import SpeechSizes, plan_sentences, resolve_plan
+from konkanivani.run_plan import SpeechSizes, costs_of, plan_sentences, resolve_plan
 from konkanivani.start import Start
 from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
 from konkanivani.training.interruption import Interruption
@@ -44,7 +46,8 @@ def build_run(start: Start) -> Run:
     """Every part of the run, the checkpoint's state loaded."""
     config = start.config
     device = choose_device(config.run.device)
-    announce_card(device)
+    resident_before = resident_mib()
+    costs = costs_of(device, announce_card(device))
     run_directory = make_run_directory(config)
     train = load_utterances(config.data.train_manifest, config, "--train_manifest")
     tokenizer = choose_tokenizer(start, train)
@@ -61,6 +64,7 @@ def build_run(start: Start) -> Run:
         plan = resolve_plan(
             config,
             tokenizer.size,
+            costs,
             device,
             train=sizes_of(speech.utterances, tokenizer, slowest=min(speech.speeds)),
             validation=sizes_of(validation.speech.utterances, tokenizer, slowest=1.0) if validation else None,
@@ -71,6 +75,8 @@ def build_run(start: Start) -> Run:
     step = build_step_parts(config, tokenizer.size, device, _total_steps(config, planner), front_end)
     if plan:
         step = recomputing(step, plan.recompute_policy())
+        step.forward.monitor.expect(plan.planned_peaks(before=0.0 if costs.is_cuda else resident_before))
+        enforce_budget(device, plan.budget, costs.context)
     state = TrainState()
     stateful = {
         "model": step.model,
@@ -102,6 +108,7 @@ def build_run(start: Start) -> Run:
         step=step,
         windows=WindowStream(speech, planner, limits, _loader(config, device)),
         plan=plan,
+        watch=BudgetWatch(plan.budget / MIB if plan and not costs.is_cuda else float("inf"), resident_before),
         validation=validation,
         decode=greedy_ctc,
         stateful=stateful,

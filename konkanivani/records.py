@@ -88,6 +88,14 @@ class ValidationRecord:
 
 
 @dataclass(frozen=True)
+class RehearsalRecord:
+    """What the costliest batches took by phase, before the first epoch."""
+
+    step: int
+    memory: tuple[PhaseMemory, ...]
+
+
+@dataclass(frozen=True)
 class SpectrogramRecord:
     """One utterance to look at and to listen to: waveform (samples,) at 16 kHz, features (T, F), posteriors (T', V)."""
 
@@ -106,4 +114,4 @@ class SettingsRecord:
     text: str
 
 
-Record = StepRecord | ValidationRecord | SpectrogramRecord | SettingsRecord
+Record = StepRecord | ValidationRecord | RehearsalRecord | SpectrogramRecord | SettingsRecord

@@ -4,9 +4,10 @@ import json
 import math
 from collections.abc import Iterator
 
+from konkanivani.memory.rehearsal import rehearse
 from konkanivani.recipe import build_run
 from konkanivani.recognizer import best_checkpoint, evaluate_manifest, load_recognizer
-from konkanivani.records import PhaseMemory
+from konkanivani.records import PhaseMemory, RehearsalRecord
 from konkanivani.start import resolve_start
 from konkanivani.training.evaluation import Evaluation
 from konkanivani.training.loop import train
@@ -19,6 +20,8 @@ def train_and_report(arguments: list[str]) -> str:
     run = build_run(start)
     run.interruption.install()
     with run.logbook:
+        if start.config.is_rehearsed and (run.state.step == 0 or start.config.memory.replan):
+            tell_rehearsal(run)
         train(run)
     print(memory_table(run), flush=True)
     best = best_checkpoint(start.config.run.checkpoint_dir)
@@ -29,6 +32,21 @@ def train_and_report(arguments: list[str]) -> str:
     log_directory = start.config.run.log_dir
     print(f"Look at the run with: .venv/bin/tensorboard --logdir {log_directory} --host 127.0.0.1", flush=True)
     return summary_line(run, test, str(best), f"{log_directory}/{start.config.run.run_name}")
+
+
+def tell_rehearsal(run: Run) -> None:
+    """Tries the costliest batches and says and logs what they took, beside what was planned for them."""
+    tried = rehearse(run)
+    phases = run.step.forward.monitor.report()
+    run.logbook.log(RehearsalRecord(run.state.step, memory=phases))
+    measured = ", ".join(
+        f"{phase.phase} {phase.peak_mib:.0f}" + (f" (planned {phase.planned_mib:.0f})" if phase.planned_mib else "")
+        for phase in phases
+    )
+    print(
+        f"Rehearsed and undone: {'; '.join(trial.sentence() for trial in tried)}.\nPeaks in MiB: {measured}.",
+        flush=True,
+    )
 
 
 def memory_table(run: Run) -> str:

@@ -14,6 +14,7 @@ from konkanivani.config import PRESETS, TextConfig, TrainConfig
 from konkanivani.errors import ResourceError
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.available import available_bytes
+from konkanivani.memory.card import Card
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
 from konkanivani.memory.planner import Planner, plan_bucket
@@ -24,6 +25,7 @@ BUCKET_RATIO = 0.7  # of the longest utterances of neighbouring buckets
 MOST_BUCKETS = 8
 # Longer micro-batches only cost a CPU more padding (docs/LOG.md); a GPU is the faster the fuller it is.
 MOST_CPU_SECONDS = 24.0
+LATER_KERNELS = 64 * MIB  # the driver loads a library's kernels when they are first used
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class SpeechSizes:
 def resolve_plan(
     config: TrainConfig,
     vocab_size: int,
+    costs: DeviceCosts,
     device: torch.device,
     train: SpeechSizes,
     validation: SpeechSizes | None,
@@ -56,7 +59,7 @@ def resolve_plan(
     budget = config.memory.memory_budget
     budget = parse_budget(budget) if budget else available_bytes(device)
     rate = float(train.tokens.sum() / train.seconds.sum())
-    planner = Planner(build_tracer(config, vocab_size, costs_of(device)), budget, rate)
+    planner = Planner(build_tracer(config, vocab_size, costs), budget, rate)
     check_state(planner)
     plan = _plan_buckets(config, planner, conditions, train, validation)
     _check_every_utterance_fits(plan.buckets, train, config, budget)
@@ -69,11 +72,14 @@ def plan_conditions(config: TrainConfig, device: torch.device) -> int:
     return zlib.crc32(repr((memory_conditions(config, device), asked)).encode())
 
 
-def costs_of(device: torch.device) -> DeviceCosts:
-    """What training takes on this device beside its tensors."""
+def costs_of(device: torch.device, card: Card | None) -> DeviceCosts:
+    """What training takes on this device beside its tensors; the context as the driver tells it, where it does."""
     if device.type == "cpu":
         return cpu_costs()
-    return cuda_costs(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+    context = None
+    if card is not None and card.own is not None:
+        context = card.own - torch.cuda.memory_reserved(device) + LATER_KERNELS
+    return cuda_costs(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), context)
 
 
 def build_tracer(config: TrainConfig, vocab_size: int, costs: DeviceCosts) -> StepTracer:
@@ -137,7 +143,7 @@ def _plan_buckets(
         forward=peak.forward + beside,
         backward=peak.backward + beside,
         update=peak.update + beside,
-        validation=validation_peak,
+        validation=max(0, validation_peak - planner.tracer.costs.context),
     )
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from konkanivani.errors import ResourceError
 
@@ -32,6 +33,25 @@ def enforce_budget(device: torch.device, budget: int, context: int) -> None:
             f"{context / 2**20:.0f} MiB. Give a larger --memory_budget."
         )
     torch.cuda.set_per_process_memory_fraction(min(1.0, (budget - context) / total), device)
+
+
+class BudgetWatch:
+    """Says once when a process on a CPU has grown beyond its budget, where nothing refuses it memory; sizes in MiB."""
+
+    def __init__(self, budget: float, resident_before: float) -> None:
+        self._allowed, self._before, self._has_told = budget + resident_before, resident_before, False
+
+    def look(self, peak: float) -> bool:
+        """Whether the resident peak is beyond what is allowed; the first time it is, the person is told."""
+        is_beyond = peak > self._allowed
+        if is_beyond and not self._has_told:
+            self._has_told = True
+            tqdm.write(
+                f"Training has taken {peak - self._before:.0f} MiB, more than its budget of "
+                f"{self._allowed - self._before:.0f} MiB, and a CPU refuses nothing. Stop it (nothing is lost) and go "
+                "on with --resume auto --replan and a lower --memory_budget, or with --gradient_checkpointing auto."
+            )
+        return is_beyond
 
 
 def _system_available() -> int:

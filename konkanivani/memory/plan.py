@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from konkanivani.budget import MIB
 from konkanivani.data.batching import SizeLimit
 from konkanivani.errors import CheckpointError
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.monitor import PlannedPeak
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,12 @@ class MemoryPlan:
     def recompute_policy(self) -> RecomputePolicy:
         """How many blocks are recomputed at what length."""
         return RecomputePolicy("auto", tuple((bucket.seconds, bucket.recomputed_blocks) for bucket in self.buckets))
+
+    def planned_peaks(self, before: float) -> tuple[PlannedPeak, ...]:
+        """The planned peak of each phase in MiB as the monitor measures it, on a process that took `before` MiB."""
+        phases = ("forward", self.forward), ("backward", self.backward), ("update", self.update)
+        validation = (("validation", self.validation),) if self.validation else ()
+        return tuple(PlannedPeak(name, before + size / MIB) for name, size in (*phases, *validation))
 
     @property
     def peak(self) -> int:

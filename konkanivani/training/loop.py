@@ -87,6 +87,7 @@ def log_step(run: Run, window: Window, report: StepReport) -> None:
     """Logs one consumed window; a skipped one has no step of its own and shows up in the next one's count."""
     seconds, monitor = run.progress.lap(), run.step.forward.monitor
     run.progress.show(report, window.audio_seconds, seconds, monitor.overall_peak_mib())
+    run.watch.look(monitor.overall_peak_mib())
     if report.is_skipped:
         return
     clearing = monitor.report_clearing()

@@ -12,6 +12,7 @@ from konkanivani.config import RunConfig
 from konkanivani.data.batching import plan_evaluation
 from konkanivani.data.loading import EvaluationSpeech, LoaderConfig, WindowStream, load_batches
 from konkanivani.logbook import Logbook
+from konkanivani.memory.available import BudgetWatch
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.text import Tokenizer
 from konkanivani.training.evaluation import Decoder, Evaluation, evaluate
@@ -53,6 +54,7 @@ class Run:
     step: StepParts
     windows: WindowStream
     plan: MemoryPlan | None
+    watch: BudgetWatch
     validation: EvaluationSet | None
     decode: Decoder
     stateful: Mapping[str, Stateful]
