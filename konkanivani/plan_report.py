@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from konkanivani.budget import MIB, budget_text
-from konkanivani.config import PRESETS, TrainConfig
+from konkanivani.config import PRESETS, ModelConfig, TrainConfig
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.plan import BucketPlan
 from konkanivani.memory.planner import ALWAYS, MOST_UTTERANCES, NEVER, Planner
@@ -96,21 +97,26 @@ def plan_for(config: TrainConfig, costs: DeviceCosts, budget: int) -> Report:
     )
 
 
-def plan_presets(config: TrainConfig, costs: DeviceCosts) -> str:
-    """A table of presets by budgets: utterances of 10 s at once, and the longest that trains, in seconds."""
+def plan_presets(
+    config: TrainConfig,
+    costs: DeviceCosts,
+    presets: Mapping[str, ModelConfig] = PRESETS,
+    budgets: tuple[float, ...] = TABLE_BUDGETS,
+) -> str:
+    """A table of presets by budgets in GiB: utterances of 10 s at once, and the longest that trains, in seconds."""
     lines = [
         f"Traced for {costs.name}, {config.text.vocab_size} tokens: utterances of 10 s at once / longest utterance, in "
         "seconds, that trains;",
         "each pair first keeping activations, then recomputing every block.",
         "",
-        f"{'':12}" + "".join(f"{f'{gib:g} GiB':>26}" for gib in TABLE_BUDGETS),
+        f"{'':12}" + "".join(f"{f'{gib:g} GiB':>26}" for gib in budgets),
     ]
-    for name, shape in PRESETS.items():
+    for name, shape in presets.items():
         shaped = dataclasses.replace(config, model=shape)
         rate = TOKENS_PER_SECOND[config.text.tokenizer_type]
         planner = Planner(build_tracer(shaped, config.text.vocab_size, costs), 0, rate)
         cells = []
-        for gib in TABLE_BUDGETS:
+        for gib in budgets:
             planner.budget = int(gib * GIB)
             cells.append("  ".join(_cell(planner, mode, shaped) for mode in ("never", "always")))
         lines.append(f"{name:12}" + "".join(f"{cell:>26}" for cell in cells))

@@ -1,69 +1,119 @@
-"""The traced peak against the real step's, and the plan from the command line."""
+"""The plan's answers: each fits, more does not; and the plan from the command line."""
 
+import dataclasses
 import json
 
 import pytest
-import torch
 
-from konkanivani.assembly import build_front_end, build_step_parts
-from konkanivani.config import PRESETS, ModelConfig, TrainConfig
-from konkanivani.data.batching import cut_window
+from konkanivani.budget import MIB, parse_budget
+from konkanivani.config import PRESETS, MemoryConfig, ModelConfig, TextConfig, TrainConfig
 from konkanivani.errors import ResourceError, UsageError
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.live_bytes import LiveBytes
-from konkanivani.memory.planner import Load, StepTracer, parse_budget, plan_memory
-from konkanivani.training.step import train_step
+from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs, find_gpu
+from konkanivani.memory.planner import ALWAYS, NEVER, Planner, plan_bucket
+from konkanivani.memory.tracer import Load, StepTracer
+from konkanivani.plan_report import plan_presets
+from konkanivani.run_plan import build_tracer, check_state
 from tests.conftest import TINY_MODEL, run_script
-from tests.laws.parts import speeches
 
-CPU = torch.device("cpu")
-SMALL = ModelConfig(d_model=32, encoder_layers=2, decoder_layers=1, attention_heads=2, subsampling_channels=8)
-
-
-def tracer_of(model: ModelConfig) -> StepTracer:
-    config = TrainConfig(model=model)
-    return StepTracer(lambda front: build_step_parts(config, 40, CPU, 1, front), build_front_end(config, CPU))
+SMALL = ModelConfig(d_model=32, encoder_layers=3, decoder_layers=1, attention_heads=2, subsampling_channels=8)
+NOTHING_BESIDE = DeviceCosts("a device", is_cuda=False, rounding=1, workspace=0, context=0)
 
 
-@pytest.mark.parametrize("mode", ["never", "always"])
-@pytest.mark.parametrize("model", [SMALL, PRESETS["minimal"]], ids=["small", "minimal"])
-def test_the_traced_peak_is_the_real_steps_peak(model, mode):
-    config, policy = TrainConfig(model=model), RecomputePolicy(mode)
-    spoken = [s for s in speeches(4, augmented=False)]
-    window = cut_window([type(s)(s.utterance_id, s.waveform.float(), s.tokens, None) for s in spoken], 2, 2, 3)
-    parts = build_step_parts(config, 40, CPU, 1, build_front_end(config, CPU))
-    object.__setattr__(parts.forward, "recompute", policy)
-    live = LiveBytes()
-    live.count([*parts.model.parameters(), *parts.model.buffers()])
-    live.count(tensor for state in parts.optimizer.state.values() for tensor in state.values())
-    with live:
-        train_step(parts, window, 0)
-    traced = tracer_of(model).trace_window(window, policy).peak
-    assert live.peak > live.live > 0
-    assert abs(traced - live.peak) <= 0.02 * live.peak
+def tracer_of(model: ModelConfig, costs: DeviceCosts = NOTHING_BESIDE, half: bool = False) -> StepTracer:
+    config = TrainConfig(model=model, memory=MemoryConfig(mixed_precision=half))
+    return build_tracer(config, 40, costs)
+
+
+def planner_of(model: ModelConfig, budget: str) -> Planner:
+    return Planner(tracer_of(model), parse_budget(budget), tokens_per_second=10.0)
 
 
 def test_recomputing_needs_less_and_more_audio_needs_more():
     tracer = tracer_of(PRESETS["minimal"])
-    never, always = RecomputePolicy("never"), RecomputePolicy("always")
-    assert tracer.trace(Load(2, 5.0), always).peak < 0.8 * tracer.trace(Load(2, 5.0), never).peak
-    assert tracer.trace(Load(2, 5.0), never).peak < tracer.trace(Load(4, 5.0), never).peak
+    kept = tracer.trace(Load(2, 5.0, 50), NEVER).bytes
+    assert (
+        tracer.trace(Load(2, 5.0, 50), ALWAYS).bytes < 0.8 * kept < kept < tracer.trace(Load(4, 5.0, 50), NEVER).bytes
+    )
 
 
-def test_every_answer_fits_and_one_utterance_more_does_not():
-    tracer, policy, budget = tracer_of(SMALL), RecomputePolicy("never"), parse_budget("48MiB")
-    plan = plan_memory(tracer, budget, policy, (2.0, 8.0))
-    for bucket in plan.buckets:
-        assert bucket.utterances > 1
-        assert tracer.trace(Load(bucket.utterances, bucket.seconds), policy).peak == bucket.peak <= budget
-        assert tracer.trace(Load(bucket.utterances + 1, bucket.seconds), policy).peak > budget
-    assert tracer.trace(Load(1, plan.longest_seconds), policy).peak <= budget
-    assert tracer.trace(Load(1, 1.1 * plan.longest_seconds), policy).peak > budget
+def test_each_block_more_that_is_recomputed_takes_less():
+    tracer = tracer_of(PRESETS["minimal"])
+    peaks = [tracer.trace(Load(2, 8.0, 80), RecomputePolicy.first(count)).bytes for count in range(0, 7, 2)]
+    assert peaks == sorted(set(peaks), reverse=True)
+    assert tracer.trace(Load(2, 8.0, 80), RecomputePolicy.first(tracer.blocks)) == tracer.trace(
+        Load(2, 8.0, 80), ALWAYS
+    )
+
+
+@pytest.mark.parametrize("policy", [NEVER, ALWAYS], ids=["never", "always"])
+@pytest.mark.parametrize("seconds", [2.0, 8.0])
+def test_the_largest_batch_fits_and_one_utterance_more_does_not(seconds, policy):
+    planner = planner_of(SMALL, "48MiB")
+    plan = planner.largest_batch(seconds, round(10 * seconds), policy, most=512)
+    assert plan.utterances > 1
+    fits = planner.tracer.trace(Load(plan.utterances, seconds, plan.tokens), policy).bytes
+    more = planner.tracer.trace(Load(plan.utterances + 1, seconds, plan.tokens), policy).bytes
+    assert fits == plan.peak <= planner.budget < more
+
+
+def test_the_longest_utterance_fits_and_a_twentieth_more_does_not():
+    planner = planner_of(SMALL, "24MiB")
+    longest = planner.longest_utterance(lambda seconds: round(10 * seconds), NEVER)
+    assert longest > 5
+    assert planner.peak(Load(1, longest, round(10 * longest)), NEVER) <= planner.budget
+    assert planner.peak(Load(1, 1.06 * longest, round(10.6 * longest)), NEVER) > planner.budget
+
+
+def test_auto_recomputes_as_few_blocks_as_the_budget_asks_for():
+    tracer, load = tracer_of(SMALL), Load(1, 20.0, 200)
+    peaks = [tracer.trace(load, RecomputePolicy.first(count)).bytes for count in range(tracer.blocks + 1)]
+    for count in (0, 1, 2):
+        planner = Planner(tracer, peaks[count], tokens_per_second=10.0)
+        plan = plan_bucket(planner, 20.0, 200, "auto", most=1)
+        assert (plan.utterances, plan.recomputed_blocks, plan.peak) == (1, count, peaks[count])
+    assert plan_bucket(Planner(tracer, peaks[1], 10.0), 20.0, 200, "never", most=1).utterances == 0
+    assert plan_bucket(Planner(tracer, peaks[-1] - 1, 10.0), 20.0, 200, "auto", most=1).utterances == 0
+
+
+def test_no_more_go_at_once_than_are_asked_for():
+    assert planner_of(SMALL, "1GiB").largest_batch(2.0, 20, NEVER, most=3).utterances == 3
 
 
 def test_a_budget_below_the_models_state_is_refused_with_a_preset_that_fits():
-    with pytest.raises(ResourceError, match="1.. MiB.*budget is 60 MiB.*--preset minimal"):
-        plan_memory(tracer_of(PRESETS["optimized"]), parse_budget("60MiB"), RecomputePolicy("never"), (2.0,))
+    planner = Planner(tracer_of(PRESETS["optimized"]), parse_budget("60MiB"), 10.0)
+    with pytest.raises(ResourceError, match="1.. MiB before any audio.*budget of 60 MiB.*--preset minimal"):
+        check_state(planner)
+
+
+def test_a_card_rounds_and_takes_workspaces_and_a_context():
+    costs = cuda_costs("T4", (7, 5), context=300 * MIB)
+    here, there = tracer_of(SMALL), tracer_of(SMALL, costs)
+    load = Load(2, 5.0, 50)
+    assert here.trace(load, NEVER).bytes < there.trace(load, NEVER).bytes < 1.1 * here.trace(load, NEVER).bytes
+    planner = Planner(there, 2**32, 10.0)
+    assert planner.peak(load, NEVER) - there.trace(load, NEVER).bytes == costs.workspace + costs.context
+    assert cuda_costs("H100", (9, 0)).workspace > costs.workspace > 8 * MIB
+
+
+def test_half_precision_on_a_card_takes_less_than_full_and_more_than_on_a_cpu():
+    """Layer norms are in fp32 there; attention's backward pass adds up in fp32."""
+    costs, load = cuda_costs("T4", (7, 5)), Load(2, 10.0, 100)
+    model = PRESETS["minimal"]
+    full, half = tracer_of(model, costs).trace(load, NEVER), tracer_of(model, costs, half=True).trace(load, NEVER)
+    on_cpu = tracer_of(model, half=True).trace(load, NEVER)
+    assert on_cpu.bytes < half.bytes < full.bytes
+    assert costs.attention_workspace(2, 100, 64, is_half=True) == 3 * 4 * 2 * 100 * 64
+    assert costs.attention_workspace(2, 100, 64, is_half=False) == cpu_costs().attention_workspace(2, 9, 9, True) == 0
+
+
+def test_validation_takes_less_than_training_and_shrinks_to_fit():
+    planner = planner_of(PRESETS["minimal"], "1GiB")
+    seconds, peak = planner.validation_seconds(10.0, 100, asked=60.0)
+    assert seconds == 60.0 and peak < planner.peak(Load(6, 10.0, 100), ALWAYS)
+    planner.budget = peak - 1
+    smaller, less = planner.validation_seconds(10.0, 100, asked=60.0)
+    assert smaller == 30.0 and less <= planner.budget
 
 
 @pytest.mark.parametrize("text", ["4", "4 gigs", "0GiB", "-1GiB", "99999GiB", "", "1e3MiB"])
@@ -76,12 +126,59 @@ def test_budgets_have_binary_and_decimal_units():
     assert (parse_budget("4GiB"), parse_budget("1.5 MiB"), parse_budget("2GB")) == (2**32, 3 * 2**19, 2 * 10**9)
 
 
-def test_the_plan_from_the_command_line():
-    flags = ("--memory_budget", "24MiB", *TINY_MODEL, "--json")
-    done = run_script("training_scripts/plan_memory.py", *flags)
+def test_cards_are_known_by_the_names_that_people_write():
+    assert find_gpu("gtx 980") == find_gpu("NVIDIA GeForce GTX 980") == find_gpu("GTX-980")
+    assert find_gpu("Tesla T4").memory < 15 * 2**30
+    with pytest.raises(UsageError, match="--gpu Voodoo 2 is not a card known here.*T4"):
+        find_gpu("Voodoo 2")
+
+
+def test_the_plan_from_the_command_line_and_the_trainer_takes_its_flags(corpus, tmp_path):
+    flags = ("--memory_budget", "240MiB", *TINY_MODEL)
+    done = run_script("training_scripts/plan_memory.py", *flags, "--json")
     assert done.returncode == 0, done.stderr
-    plans = json.loads(done.stdout)["plans"]
-    assert [plan["recompute"] for plan in plans] == ["never", "always"]
-    pairs = zip(plans[0]["buckets"], plans[1]["buckets"], strict=True)
-    assert all(0 < never["utterances"] < always["utterances"] for never, always in pairs)
-    assert run_script("training_scripts/plan_memory.py", "--memory_budget", "4").returncode == 2
+    report = json.loads(done.stdout)
+    never, always = report["answers"]
+    assert (never["gradient_checkpointing"], always["gradient_checkpointing"]) == ("never", "always")
+    assert 0 < never["longest_seconds"] < always["longest_seconds"]
+    for kept, recomputed in zip(never["buckets"], always["buckets"], strict=True):
+        assert 0 < kept["utterances"] < recomputed["utterances"] and kept["peak"] <= report["budget"]
+    table = run_script("training_scripts/plan_memory.py", *flags)
+    assert report["flags"] in table.stdout and f"{never['longest_seconds']:g} s" in table.stdout
+    folders = "--checkpoint_dir", str(tmp_path / "c"), "--log_dir", str(tmp_path / "r")
+    trained = run_script(
+        "training_scripts/train_konkanivani_asr.py",
+        *(*TINY_MODEL, *report["flags"].split(), *corpus.flags(), *folders, "--max_steps", "1"),
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert "Memory plan for 240MiB" in trained.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ((), "Give --memory_budget"),
+        (("--memory_budget", "4"), "give a number and a unit"),
+        (("--gpu", "Voodoo 2"), "not a card known here"),
+        (("--gpu", "T4", "--device", "cpu"), "contradicts"),
+    ],
+)
+def test_what_the_plan_cannot_answer_is_one_sentence(flags, sentence):
+    done = run_script("training_scripts/plan_memory.py", *flags)
+    assert done.returncode == 2 and sentence in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_card_by_name_is_its_own_budget():
+    done = run_script("training_scripts/plan_memory.py", *TINY_MODEL[:-2], "--gpu", "T4", "--mixed_precision", "--json")
+    report = json.loads(done.stdout)
+    assert report["budget"] == find_gpu("T4").memory and report["context"] > 0
+    assert report["device"] == "T4" and report["precision"] == "half precision"
+
+
+def test_the_table_holds_a_dash_where_the_state_does_not_fit_and_grows_to_the_right():
+    config = dataclasses.replace(TrainConfig(), text=TextConfig(vocab_size=40))
+    table = plan_presets(config, cpu_costs(), {"small": SMALL}, budgets=(0.1, 0.25, 0.3))
+    cells = table.splitlines()[-1].split()
+    assert cells[0] == "small" and cells[1:7] == ["-", "/", "-", "-", "/", "-"]
+    numbers = [float(cell) for cell in cells[7:] if cell != "/"]
+    assert len(numbers) == 8 and all(less < more for less, more in zip(numbers[:4], numbers[4:], strict=True))

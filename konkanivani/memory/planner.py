@@ -84,11 +84,13 @@ class Planner:
         none, every = self.peak(load, NEVER), self.peak(load, ALWAYS)
         if every > self.budget:
             return BucketPlan(seconds, tokens, 0, blocks, every)
-        count = int(np.clip(np.ceil(blocks * (none - self.budget) / max(1, none - every)), 1, blocks))
-        while count < blocks and self.peak(load, RecomputePolicy.first(count)) > self.budget:
+        a_block = max(1, none - self.peak(load, RecomputePolicy.first(1)))
+        count = int(np.clip(np.ceil((none - self.budget) / a_block), 1, blocks))
+        while self.peak(load, RecomputePolicy.first(count)) > self.budget:
             count += 1
-        peak = every if count == blocks else self.peak(load, RecomputePolicy.first(count))
-        return BucketPlan(seconds, tokens, 1, count, peak)
+        while count > 1 and self.peak(load, RecomputePolicy.first(count - 1)) <= self.budget:
+            count -= 1
+        return BucketPlan(seconds, tokens, 1, count, self.peak(load, RecomputePolicy.first(count)))
 
     def longest_utterance(self, tokens: TokenCount, recompute: RecomputePolicy) -> float:
         """The longest utterance that trains alone, in whole seconds, up to an hour; 0 where none does.

@@ -66,6 +66,7 @@ class StepTracer:
             for module in front_end.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, self._mode.from_tensor(buffer))
+            self._front_end_buffers = list(front_end.buffers())
             parts = build(front_end)
             gradients = [torch.empty_like(parameter) for parameter in parts.model.parameters()]
         # As a second micro-batch finds them: the first one's gradients are there, and nothing takes them away.
@@ -99,7 +100,7 @@ class StepTracer:
         return self.trace_window(Window((batch,), load.utterances * load.tokens, load.utterances, 0.0, 0.0), recompute)
 
     def trace_window(self, window: Window, recompute: RecomputePolicy) -> Peak:
-        """The peaks of a step over a window of real or traced tensors."""
+        """The peaks of a step over a window of real or traced tensors; its other micro-batches wait elsewhere."""
         live = LiveBytes(self.costs.rounding)
         phases = _Phases(live)
         forward = dataclasses.replace(self._parts.forward, recompute=recompute, monitor=phases)
@@ -107,11 +108,19 @@ class StepTracer:
         self._count_state(live, with_gradients=True)
         with self._mode:
             traced = dataclasses.replace(window, micro_batches=tuple(map(self._traced, window.micro_batches)))
+            inputs = [_input_tensors(batch) for batch in traced.micro_batches]
+            live.count(tensor for tensors in inputs for tensor in tensors)
+            sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in inputs]
             with live:
                 train_step(parts, traced, step=0)
-        longest = max(window.micro_batches, key=lambda batch: batch.size * batch.longest_seconds)
-        beside = self._attention_workspace(longest)
-        return Peak(self.state(), phases.peaks["forward"], phases.peaks["backward"] + beside, phases.peaks["update"])
+        others = sum(sizes) - max(sizes)
+        largest = max(window.micro_batches, key=lambda batch: batch.size * batch.longest_seconds)
+        return Peak(
+            state=self.state(),
+            forward=phases.peaks["forward"] - others,
+            backward=phases.peaks["backward"] - others + self._attention_workspace(largest),
+            update=phases.peaks["update"] - others,
+        )
 
     def trace_validation(self, load: Load) -> int:
         """Bytes at the peak of recognising such a batch, weights and optimizer included; no gradients are there."""
@@ -126,7 +135,7 @@ class StepTracer:
         return live.peak
 
     def _count_state(self, live: LiveBytes, with_gradients: bool) -> None:
-        live.count([*self._parts.model.parameters(), *self._parts.model.buffers()])
+        live.count([*self._parts.model.parameters(), *self._parts.model.buffers(), *self._front_end_buffers])
         if with_gradients:
             live.count(parameter.grad for parameter in self._parts.model.parameters())
         live.count(tensor for state in self._parts.optimizer.state.values() for tensor in state.values())
@@ -168,6 +177,10 @@ class _Phases:
         self.peaks[phase] = max(self.peaks.get(phase, 0), self._live.restart_peak())
 
     def tend_cache(self) -> None: ...
+
+
+def _input_tensors(batch: Batch) -> tuple[torch.Tensor, ...]:
+    return batch.waveforms, batch.tokens, batch.decoder_tokens, batch.targets
 
 
 def _best_path_on_the_device(logits: torch.Tensor, _lengths: Lengths) -> list[list[int]]:

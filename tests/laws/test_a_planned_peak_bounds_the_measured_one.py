@@ -1,0 +1,110 @@
+"""Law 6: a planned peak bounds the measured one, closely: a CPU's live bytes, and what CUDA's allocator gave."""
+
+import pytest
+import torch
+
+from konkanivani.assembly import build_front_end, build_step_parts
+from konkanivani.config import PRESETS, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.data.batch import Speech, Window
+from konkanivani.data.batching import cut_window, same_size
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.devices import DeviceCosts, cuda_costs
+from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.memory.tracer import Load, StepTracer
+from konkanivani.run_plan import build_tracer
+from konkanivani.training.step import StepParts, recomputing, train_step
+
+CPU = torch.device("cpu")
+ONLY_TENSORS = DeviceCosts("a CPU", is_cuda=False, rounding=1, workspace=0, context=0)
+SMALL = ModelConfig(d_model=32, encoder_layers=2, decoder_layers=1, attention_heads=2, subsampling_channels=8)
+POLICIES = {"never": RecomputePolicy("never"), "some": RecomputePolicy.first(2), "always": RecomputePolicy("always")}
+MODELS = {"small": SMALL, "minimal": PRESETS["minimal"]}
+
+
+def config_of(model: ModelConfig, half: bool) -> TrainConfig:
+    return TrainConfig(model=model, memory=MemoryConfig(mixed_precision=half))
+
+
+def parts_of(config: TrainConfig, policy: RecomputePolicy, device: torch.device = CPU) -> StepParts:
+    parts = build_step_parts(config, 40, device, 100, build_front_end(config, device))
+    return recomputing(parts, policy)
+
+
+def tracer_of(config: TrainConfig, costs: DeviceCosts = ONLY_TENSORS) -> StepTracer:
+    return build_tracer(config, 40, costs)
+
+
+def window_of(lengths: tuple[float, ...], batch_size: int) -> Window:
+    """Utterances of these seconds, ten tokens each."""
+    spoken = [
+        Speech(str(number), torch.randn(round(16_000 * seconds)), list(range(4, 14)), augment_seed=None)
+        for number, seconds in enumerate(lengths)
+    ]
+    return cut_window(spoken, same_size(batch_size), start=2, end=3)
+
+
+def measured_peak(parts: StepParts, window: Window) -> int:
+    """Live bytes at the peak of a second step, with weights, gradients, optimizer state and the largest micro-batch."""
+    train_step(parts, window, 0)
+    live = LiveBytes()
+    live.count([*parts.model.parameters(), *parts.model.buffers(), *parts.forward.front_end.buffers()])
+    live.count(tensor for state in parts.optimizer.state.values() for tensor in state.values())
+    before = live.live
+    batches = [(b.waveforms, b.tokens, b.decoder_tokens, b.targets) for b in window.micro_batches]
+    live.count(tensor for tensors in batches for tensor in tensors)
+    with live:
+        train_step(parts, window, 1)
+    assert live.peak > live.live > before
+    sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in batches]
+    return live.peak - sum(sizes) + max(sizes)
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_traced_window_is_the_real_one(model, policy, half):
+    config = config_of(MODELS[model], half)
+    window = window_of((1.0, 1.3, 2.4, 2.5), 2)
+    measured = measured_peak(parts_of(config, POLICIES[policy]), window)
+    planned = tracer_of(config).trace_window(window, POLICIES[policy]).bytes
+    assert 0.999 * measured <= planned <= 1.02 * measured
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("lengths", [(6.0,), (2.0, 2.0, 2.0), (3.0, 2.7)], ids=["1 x 6", "3 x 2", "2 x 3"])
+def test_a_planned_size_bounds_every_batch_of_that_size(lengths, policy):
+    config = config_of(MODELS["minimal"], half=False)
+    load = Load(len(lengths), max(lengths), 10)
+    measured = measured_peak(parts_of(config, POLICIES[policy]), window_of(2 * lengths, len(lengths)))
+    planned = tracer_of(config).trace(load, POLICIES[policy]).bytes
+    assert 0.999 * measured <= planned <= 1.02 * measured
+
+
+def test_negative_control_the_plan_of_another_size_or_policy_is_not_within_the_bound():
+    config = config_of(MODELS["minimal"], half=False)
+    measured = measured_peak(parts_of(config, POLICIES["never"]), window_of((6.0, 6.0), 1))
+    tracer = tracer_of(config)
+    for load, policy in ((Load(1, 5.0, 10), "never"), (Load(1, 6.0, 10), "some"), (Load(2, 6.0, 10), "never")):
+        planned = tracer.trace(load, POLICIES[policy]).bytes
+        assert not 0.999 * measured <= planned <= 1.02 * measured
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the CPU's bound is tested above")
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_on_cuda_the_plan_bounds_what_the_allocator_gave(policy, half):
+    device, config = torch.device("cuda"), config_of(PRESETS["minimal"], half)
+    costs = cuda_costs("this card", torch.cuda.get_device_capability())
+    parts, window = parts_of(config, POLICIES[policy], device), window_of((8.0, 8.0), 1)
+    train_step(parts, window, 0)
+    parts.forward.monitor.report()
+    train_step(parts, window, 1)
+    measured = max(phase.peak_mib for phase in parts.forward.monitor.report()) * 2**20
+    planned = tracer_of(config, costs).trace(Load(1, 8.0, 10), POLICIES[policy]).bytes + costs.workspace
+    assert measured <= planned <= 1.1 * measured + 32 * 2**20
+
+
+def test_the_state_is_sixteen_bytes_a_parameter():
+    tracer = tracer_of(config_of(SMALL, half=False))
+    parts = parts_of(config_of(SMALL, half=False), POLICIES["never"])
+    assert tracer.state() == 16 * sum(parameter.numel() for parameter in parts.model.parameters())
