@@ -20,10 +20,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from konkanivani.audio import MEL_BINS
+from konkanivani.chunks import CHUNK_FRAMES
 from konkanivani.config import PRESETS, TextConfig
 from konkanivani.data.batch import Batch, Window
 from konkanivani.errors import ResourceError, UsageError
-from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.lengths import HOP_SAMPLES, SAMPLE_RATE, SUBSAMPLING
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
@@ -172,7 +173,7 @@ def _largest_preset(budget: int) -> str:
 class Growth:
     """A peak in bytes reckoned as base + utterances x (linear x seconds + square x seconds^2).
 
-    The square is that of CTC's forward variables and the decoder's attention over the frames.
+    The square is that of CTC's forward variables, and below zero where the longest of the three is run in chunks.
     """
 
     base: float
@@ -219,11 +220,15 @@ def _largest_batch(
 def _longest_utterance(tracer: StepTracer, growth: Growth, budget: int, recompute: RecomputePolicy) -> float:
     """The longest utterance that trains alone, in whole seconds, up to an hour; 0 where none does.
 
-    Between a length that fits and one that does not, a straight line says where to look next; a twentieth is close
-    enough.
+    An utterance just long enough for chunks takes less than a somewhat shorter one, so it is tried first. Between a
+    length that fits and one that does not, a straight line says where to look next; a twentieth is close enough.
     """
     fits, too_long = (0.0, growth.base), None
     seconds = min(LONGEST_SECONDS, float(int(growth.longest(budget))))
+    in_chunks = math.ceil(CHUNK_FRAMES * SUBSAMPLING * HOP_SAMPLES / SAMPLE_RATE) + 1.0
+    peak = tracer.trace(Load(1, in_chunks), recompute).peak
+    if peak <= budget:
+        fits, seconds = (in_chunks, float(peak)), max(seconds, 2 * in_chunks)
     while seconds > fits[0]:
         peak = tracer.trace(Load(1, seconds), recompute).peak
         if peak <= budget:

@@ -13,7 +13,6 @@ import torch
 from konkanivani.config import OptimizerConfig
 from konkanivani.data.batch import Batch, Window
 from konkanivani.losses import LossCounts, LossSums, joint_loss
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.recovery import Cut, RememberedSplits, run_or_split
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.optimizer import learning_rate, set_learning_rate
@@ -83,7 +82,7 @@ def train_step(
     counts = LossCounts(window.tokens, window.utterances)
     gradient, splits = run_or_split(
         attempt=lambda cut: compute_gradient(parts, cut, counts, step, is_interrupted),
-        cut=Cut(window.micro_batches, recomputes_all=parts.forward.recompute == RecomputePolicy("always")),
+        cut=parts.forward.cut(window.micro_batches),
         splits=parts.splits,
         undo=lambda: drop_gradient(parts),
     )
@@ -97,8 +96,7 @@ def compute_gradient(
     seed_step(parts.seed, step)
     parts.model.train()
     parts.optimizer.zero_grad(set_to_none=True)
-    if cut.recomputes_all:
-        parts = recomputing_all(parts)
+    parts = dataclasses.replace(parts, forward=parts.forward.run_as(cut))
     totals = torch.zeros(2, dtype=torch.float64, device=parts.forward.device)
     for batch in cut.micro_batches:
         if is_interrupted():
@@ -110,11 +108,6 @@ def compute_gradient(
     parts.scaler.unscale_(parts.optimizer)
     norm = torch.nn.utils.clip_grad_norm_(parts.model.parameters(), parts.schedule.max_grad_norm)
     return WindowGradient(*parts.read(torch.cat([totals, norm.detach().double()[None]])))
-
-
-def recomputing_all(parts: StepParts) -> StepParts:
-    """The same step with every block recomputed in the backward pass."""
-    return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, recompute=RecomputePolicy("always")))
 
 
 def add_gradients(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
