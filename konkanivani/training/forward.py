@@ -10,9 +10,10 @@ import torch
 from konkanivani.chunks import CHUNK_FRAMES
 from konkanivani.config import LossConfig
 from konkanivani.data.batch import Batch
-from konkanivani.lengths import Lengths
+from konkanivani.lengths import Lengths, subsampled_length
 from konkanivani.losses import LossSums, attention_loss_sum, ctc_loss_sum
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.host_allocator import map_large_blocks
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.recovery import Cut
 from konkanivani.model.asr import ASROutput, KonkaniVaniASR
@@ -46,6 +47,8 @@ class ForwardPass:
         """The model's output for a batch, and its summed losses, all on the device."""
         batch = batch.to(self.device)
         features, feature_lengths = self.front_end(batch.waveforms, batch.sample_lengths, batch.augment_seeds)
+        if self.device.type == "cpu" and subsampled_length(max(feature_lengths)) > self.chunk_frames:
+            map_large_blocks()
         with self.autocast():
             output = self.model(features, feature_lengths, batch.decoder_tokens, self.recompute, self.chunk_frames)
             return output, self.loss_sums(output, batch)
