@@ -12,10 +12,12 @@ from konkanivani.config import ModelConfig, TrainConfig
 from konkanivani.data.batch import Window
 from konkanivani.losses import LossCounts
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.planner import Load, StepTracer
 from konkanivani.randomness import seed_step
 from konkanivani.recipe import build_front_end, build_step_parts
-from konkanivani.training.step import StepParts, add_gradients
+from konkanivani.training.forward import FeatureExtractor
+from konkanivani.training.step import StepParts, add_gradients, train_step
 from tests.laws.parts import MODEL, double_parts, relative_difference, speeches, window, with_dropout
 
 BOUND = 1e-9
@@ -87,6 +89,26 @@ def test_a_minute_is_run_in_one_piece(monkeypatch):
     losses_and_gradients(parts, window([spoken], 1))
     with pytest.raises(TypeError):
         losses_and_gradients(in_chunks(parts, CHUNK_FRAMES - 10), window([spoken], 1))
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_in_chunks_too_the_traced_peak_is_the_real_steps_peak(mode):
+    config, cpu = TrainConfig(model=SMALL), torch.device("cpu")
+    spoken = [dataclasses.replace(s, waveform=s.waveform.float()) for s in speeches(4, augmented=False)]
+
+    def build(front_end: FeatureExtractor) -> StepParts:
+        return in_chunks(build_step_parts(config, 40, cpu, 1, front_end), 9)
+
+    front_end = build_front_end(config, cpu)
+    parts = build(front_end)
+    parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, recompute=RecomputePolicy(mode)))
+    live = LiveBytes()
+    live.count([*parts.model.parameters(), *parts.model.buffers()])
+    live.count(tensor for state in parts.optimizer.state.values() for tensor in state.values())
+    with live:
+        train_step(parts, window(spoken, 2), 0)
+    traced = StepTracer(build, front_end).trace_window(window(spoken, 2), RecomputePolicy(mode)).peak
+    assert abs(traced - live.peak) <= 0.02 * live.peak
 
 
 SMALL = ModelConfig(d_model=32, encoder_layers=2, decoder_layers=2, attention_heads=2, subsampling_channels=16)

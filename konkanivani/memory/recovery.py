@@ -19,8 +19,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Cut:
-    """How the work on some utterances is run: in which micro-batches, whether every block is recomputed, and from how
-    many encoder frames on what is long is run in chunks of as many."""
+    """How the work on some utterances is run: in which micro-batches, and whether every block is recomputed.
+
+    What is longer than `chunk_frames` encoder frames or tokens is run in chunks of as many.
+    """
 
     micro_batches: tuple[Batch, ...]
     recomputes_all: bool
