@@ -6,6 +6,8 @@ The command line is this file: `flags.py` makes one flag of each field, under th
 from dataclasses import dataclass, field
 from typing import Literal
 
+DEFAULT_EFFECTIVE_BATCH_SIZE = 8
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -46,10 +48,12 @@ class DataConfig:
     """JSONL manifest for validation after each epoch."""
     test_manifest: str | None = None
     """JSONL manifest scored once at the end."""
-    batch_size: int = 2
-    """Utterances in one micro-batch."""
+    batch_size: int | Literal["auto"] = 2
+    """Utterances in one micro-batch; auto: by their length, as many as --memory_budget (or what is free) allows."""
     gradient_accumulation_steps: int = 4
     """Micro-batches in one optimizer step; the effective batch is the product."""
+    effective_batch_size: int | None = None
+    """Utterances in one optimizer step, with --batch_size auto (None: 8)."""
     train_subset: float = 100.0
     """Percent of the training utterances to use, chosen by the seed."""
     min_duration: float = 0.2
@@ -130,8 +134,15 @@ class MemoryConfig:
     """Autocast: fp16 with loss scaling on CUDA, bf16 on a CPU."""
     amp_dtype: Literal["fp16", "bf16"] = "fp16"
     """Number format of --mixed_precision."""
-    gradient_checkpointing: Literal["always", "never"] = "never"
-    """Recompute every block's activations in the backward pass instead of keeping them."""
+    gradient_checkpointing: Literal["always", "auto", "never"] = "never"
+    """Recompute blocks' activations in the backward pass instead of keeping them: all, or as few as must be (auto)."""
+    memory_budget: str | None = None
+    """Memory that training may take, such as 4GiB: on a GPU all that the process has there, on a CPU all that it adds
+    to itself (None: no bound; with auto, what is free)."""
+    rehearsal: Literal["always", "auto", "never"] = "auto"
+    """Try the costliest batches before the first epoch and undo them; auto: when a budget or auto is given."""
+    replan: bool = False
+    """Make a new memory plan and forget what did not fit, instead of going on with the checkpoint's."""
     empty_cache_interval: int = 50
     """Return cached GPU memory every so many micro-batches (0: never)."""
 
@@ -188,7 +199,20 @@ class TrainConfig:
     @property
     def window_size(self) -> int:
         """Utterances in one optimizer step."""
+        if self.data.batch_size == "auto":
+            return self.data.effective_batch_size or DEFAULT_EFFECTIVE_BATCH_SIZE
         return self.data.batch_size * self.data.gradient_accumulation_steps
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the run's micro-batches and recomputed blocks follow from a memory plan."""
+        asks = self.data.batch_size, self.memory.gradient_checkpointing
+        return "auto" in asks or self.memory.memory_budget is not None
+
+    @property
+    def is_rehearsed(self) -> bool:
+        """Whether the costliest batches are tried before the first epoch."""
+        return self.memory.rehearsal == "always" or (self.memory.rehearsal == "auto" and self.is_planned)
 
 
 PRESETS = {

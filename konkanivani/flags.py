@@ -5,12 +5,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
+from konkanivani.budget import parse_budget
 from konkanivani.command_line import read_flags
 from konkanivani.config import PRESETS, DataConfig, ModelConfig, RunConfig, TrainConfig
 from konkanivani.errors import CheckpointError, UsageError
 
 # These say how this one process starts; a checkpoint's values for them are never taken over.
-SESSION_FLAGS = ("resume", "fresh", "init_from")
+SESSION_FLAGS = ("resume", "fresh", "init_from", "replan")
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,9 @@ def parse_flags(arguments: list[str], stored: TrainConfig | None = None) -> Trai
     A flag that is not given takes `stored`'s value (the resumed checkpoint's), else the preset's, else the default.
     """
     first = read_flags(TrainConfig, arguments, TrainConfig())
-    preset_is_given = any(a == "--preset" or a.startswith("--preset=") for a in arguments)
     if stored is None:
         base = dataclasses.replace(TrainConfig(), model=PRESETS[first.run.preset])
-    elif preset_is_given and first.run.preset != stored.run.preset:
+    elif is_given("preset", arguments) and first.run.preset != stored.run.preset:
         base = dataclasses.replace(stored, model=PRESETS[first.run.preset])
     else:
         base = stored
@@ -82,8 +82,35 @@ def parse_flags(arguments: list[str], stored: TrainConfig | None = None) -> Trai
     config = read_flags(TrainConfig, arguments, base)
     for setting in switched_on:
         config = with_setting(config, setting)
+    config = _settle_effective_batch(config, arguments, stored)
     check_config(config)
     return config
+
+
+def is_given(name: str, arguments: list[str]) -> bool:
+    """Whether the command line holds the flag."""
+    return any(a.split("=")[0].replace("-", "_") == f"__{name}" for a in arguments)
+
+
+def _settle_effective_batch(config: TrainConfig, arguments: list[str], stored: TrainConfig | None) -> TrainConfig:
+    """The configuration with one word only on the utterances of a step; a UsageError where two contradict."""
+    data, effective = config.data, config.data.effective_batch_size
+    if data.batch_size == "auto":
+        if is_given("gradient_accumulation_steps", arguments):
+            raise UsageError(
+                "--batch_size auto chooses the micro-batches itself, so --gradient_accumulation_steps contradicts it: "
+                "give --effective_batch_size, the utterances in one optimizer step, instead."
+            )
+        if stored and not is_given("effective_batch_size", arguments):
+            effective = stored.window_size
+    else:
+        if is_given("effective_batch_size", arguments) and effective != config.window_size:
+            raise UsageError(
+                f"--effective_batch_size {effective} contradicts --batch_size x --gradient_accumulation_steps, "
+                f"{config.window_size}: leave it out, or give --batch_size auto."
+            )
+        effective = None
+    return dataclasses.replace(config, data=dataclasses.replace(data, effective_batch_size=effective))
 
 
 def check_config(config: TrainConfig) -> None:
@@ -96,6 +123,8 @@ def check_config(config: TrainConfig) -> None:
         *_run_rules(config.run),
         Rule(not finite, f"{', '.join('--' + name for name in finite)} must be a finite number"),
     ]
+    if config.memory.memory_budget is not None:
+        parse_budget(config.memory.memory_budget)
     broken = [rule.message for rule in rules if not rule.holds]
     if broken:
         raise UsageError("These flags cannot work: " + "; ".join(broken) + ".")
@@ -111,7 +140,7 @@ def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
     ]
     if stored.window_size != asked.window_size:
         found.append(
-            f"--batch_size x --gradient_accumulation_steps is {asked.window_size} here "
+            f"the effective batch (--batch_size x --gradient_accumulation_steps) is {asked.window_size} here "
             f"and {stored.window_size} in the checkpoint"
         )
     return found
@@ -146,8 +175,12 @@ def _model_rules(model: ModelConfig) -> list[Rule]:
 def _data_rules(data: DataConfig) -> list[Rule]:
     return [
         Rule(
-            min(data.batch_size, data.gradient_accumulation_steps) > 0,
+            min(data.gradient_accumulation_steps, 1 if data.batch_size == "auto" else data.batch_size) > 0,
             "--batch_size and --gradient_accumulation_steps must be at least 1",
+        ),
+        Rule(
+            data.effective_batch_size is None or data.effective_batch_size > 0,
+            "--effective_batch_size must be at least 1",
         ),
         Rule(0 < data.train_subset <= 100, "--train_subset is a percentage: above 0, at most 100"),
         Rule(0 <= data.min_duration < data.max_duration, "--min_duration must be below --max_duration"),
@@ -213,7 +246,9 @@ def _has_type(setting: Setting) -> bool:
         return setting.value in get_args(declared)
     if get_origin(declared) is tuple:
         return isinstance(setting.value, tuple) and all(isinstance(v, (int, float)) for v in setting.value)
-    kinds = tuple(get_args(declared)) or (declared,)
+    if any(get_origin(kind) is Literal and setting.value in get_args(kind) for kind in get_args(declared)):
+        return True
+    kinds = tuple(kind for kind in get_args(declared) if isinstance(kind, type)) or (declared,)
     if isinstance(setting.value, bool):
         return bool in kinds
     return isinstance(setting.value, kinds) or (float in kinds and isinstance(setting.value, int))

@@ -29,6 +29,7 @@ from konkanivani.pictures import draw_utterance
 from konkanivani.records import (
     HypothesisPair,
     Record,
+    RehearsalRecord,
     SettingsRecord,
     SpectrogramRecord,
     StepRecord,
@@ -49,8 +50,11 @@ CUSTOM_LAYOUT = {
         "attention": ["Multiline", ["loss/attention$", "validation/attention_loss$"]],
     },
     "Error rates": {"WER and CER": ["Multiline", ["validation/wer$", "validation/cer$"]]},
-    "Memory (MiB)": {
-        name: ["Multiline", [f"memory/.*/{name}_mib$"]] for name in ("peak", "allocated", "reserved", "resident")
+    # One expression for both lines of a phase: one that matches nothing, as where nothing is planned, is complained of.
+    "Memory (MiB)": {"peak and planned": ["Multiline", ["memory/.*/(peak|planned)_mib$"]]}
+    | {
+        name: ["Multiline", [f"memory/.*/{name}_mib$"]]
+        for name in ("allocated", "reserved", "fragmentation", "resident")
     },
 }
 
@@ -161,6 +165,8 @@ class JsonLinesSink:
                 kind = "step"
             case ValidationRecord():
                 kind = "validation"
+            case RehearsalRecord():
+                kind = "rehearsal"
             case _:
                 return
         self.open()
@@ -197,7 +203,7 @@ class TensorBoardSink:
         from torch.utils.tensorboard import summary
 
         match record:
-            case StepRecord():
+            case StepRecord() | RehearsalRecord():
                 values = _scalars(record)
             case ValidationRecord():
                 table = summary.text("hypotheses", hypotheses_table(record.hypotheses)).value
@@ -267,7 +273,7 @@ def hypotheses_table(pairs: tuple[HypothesisPair, ...]) -> str:
     return "\n".join(["| utterance | reference | hypothesis |", "|---|---|---|", *rows])
 
 
-def tagged_numbers(record: StepRecord | ValidationRecord) -> Iterator[tuple[str, float]]:
+def tagged_numbers(record: StepRecord | ValidationRecord | RehearsalRecord) -> Iterator[tuple[str, float]]:
     """(tag, number) of each field that TensorBoard draws and that has a value."""
     memory = record.memory if isinstance(record.memory, tuple) else (record.memory,)
     for part in (record, *(phase for phase in memory if phase is not None)):
@@ -339,7 +345,7 @@ def _framed(events: "list[Event]") -> bytes:
     return buffer.getvalue()
 
 
-def _scalars(record: StepRecord | ValidationRecord) -> "list[Summary.Value]":
+def _scalars(record: StepRecord | ValidationRecord | RehearsalRecord) -> "list[Summary.Value]":
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     return [Summary.Value(tag=tag, simple_value=number) for tag, number in tagged_numbers(record)]

@@ -2,11 +2,13 @@
 
 import re
 import sys
+from typing import Any
 
 import torch
 
 from konkanivani.config import MemoryConfig
 from konkanivani.errors import ResourceError, UsageError
+from konkanivani.memory.card import Card, read_card
 
 TORCH_RANGE = ">=2.10,<2.12"  # that of setup.cfg; a test holds the two together
 OLDEST_OF_DEFAULT_BUILD = (7, 5)  # CUDA 13 ends below Turing; the CUDA 12.6 build reaches back to Maxwell
@@ -29,12 +31,28 @@ def choose_device(asked: str) -> torch.device:
     return torch.device("cuda")
 
 
+def announce_card(device: torch.device, nvml: Any = None) -> Card | None:
+    """The card as it is now, told to the person who starts a run; None on a CPU. Who else is on it is left alone.
+
+    `nvml` is for read_card. Without NVML PyTorch still knows the free bytes.
+    """
+    if device.type != "cuda":
+        return None
+    known = torch.cuda.get_device_properties(device)
+    address = f"{known.pci_domain_id:08x}:{known.pci_bus_id:02x}:{known.pci_device_id:02x}.0"
+    card = read_card(str(known.uuid), address, nvml)
+    if card is None:
+        free, total = torch.cuda.mem_get_info(device)
+        card = Card(known.name, total, free, processes=())
+    print(card.sentences(), flush=True)
+    return card
+
+
 def choose_precision(config: MemoryConfig, device: torch.device) -> torch.dtype | None:
     """The autocast format, None for full precision."""
     if not config.mixed_precision:
         return None
     if device.type == "cpu":
-        print("--mixed_precision on a CPU means bf16 autocast, without loss scaling.", flush=True)
         return torch.bfloat16
     # torch.cuda.is_bf16_supported() is also true where PyTorch only emulates it.
     if config.amp_dtype == "bf16" and torch.cuda.get_device_capability(device) < (8, 0):

@@ -3,17 +3,15 @@
 import dataclasses
 import os
 import re
-import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from konkanivani.audio import MEL_BINS
-from konkanivani.augment import FrontEnd
+from konkanivani.assembly import build_front_end, build_step_parts
 from konkanivani.checkpoint import Checkpoint, Checkpointer, first_free_name
 from konkanivani.config import TrainConfig
-from konkanivani.data.batching import EpochPlanner, choose_subset, plan_evaluation
+from konkanivani.data.batching import EpochPlanner, choose_subset, plan_evaluation, same_size
 from konkanivani.data.checking import (
     Limits,
     Rejection,
@@ -28,21 +26,19 @@ from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.errors import CheckpointError, DataError, ResourceError, UsageError
 from konkanivani.flags import config_from_text, config_to_text
 from konkanivani.logbook import Logbook
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.monitor import MemoryMonitor
-from konkanivani.memory.recovery import RememberedSplits
+from konkanivani.memory.available import BudgetWatch, enforce_budget
+from konkanivani.memory.monitor import MIB, resident_mib
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
-from konkanivani.optimizer import OptimizerState, build_optimizer
-from konkanivani.preflight import choose_device, choose_precision
-from konkanivani.randomness import seed_of
+from konkanivani.optimizer import OptimizerState
+from konkanivani.preflight import announce_card, choose_device
+from konkanivani.run_plan import SpeechSizes, costs_of, plan_sentences, resolve_plan
 from konkanivani.start import Start
 from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
-from konkanivani.training.forward import FeatureExtractor, ForwardPass
 from konkanivani.training.interruption import Interruption
 from konkanivani.training.progress import Progress
 from konkanivani.training.run import EvaluationSet, Run
 from konkanivani.training.state import TrainState
-from konkanivani.training.step import StepParts
+from konkanivani.training.step import StepParts, recomputing
 from konkanivani.weights import take_over
 
 
@@ -50,6 +46,8 @@ def build_run(start: Start) -> Run:
     """Every part of the run, the checkpoint's state loaded."""
     config = start.config
     device = choose_device(config.run.device)
+    resident_before = resident_mib()
+    costs = costs_of(device, announce_card(device))
     run_directory = make_run_directory(config)
     train = load_utterances(config.data.train_manifest, config, "--train_manifest")
     tokenizer = choose_tokenizer(start, train)
@@ -61,8 +59,24 @@ def build_run(start: Start) -> Run:
         rejections += rejected
     write_rejections(run_directory / "rejected.jsonl", rejections)
     _tell_rejections(rejections, run_directory / "rejected.jsonl")
+    plan = None
+    if config.is_planned:
+        plan = resolve_plan(
+            config,
+            tokenizer.size,
+            costs,
+            device,
+            train=sizes_of(speech.utterances, tokenizer, slowest=min(speech.speeds)),
+            validation=sizes_of(validation.speech.utterances, tokenizer, slowest=1.0) if validation else None,
+            stored=start.resumed.states.get("plan") if start.resumed else None,
+        )
+        validation = validation and validation.within(plan.validation_seconds)
     front_end = build_front_end(config, device)
     step = build_step_parts(config, tokenizer.size, device, _total_steps(config, planner), front_end)
+    if plan:
+        step = recomputing(step, plan.recompute_policy())
+        step.forward.monitor.expect(plan.planned_peaks(before=0.0 if costs.is_cuda else resident_before))
+        enforce_budget(device, plan.budget, costs.context)
     state = TrainState()
     stateful = {
         "model": step.model,
@@ -72,14 +86,18 @@ def build_run(start: Start) -> Run:
         "splits": step.splits,
     }
     if start.resumed:
-        load_states(start.resumed, stateful)
+        forgotten = {"splits"} if config.memory.replan else set()
+        load_states(start.resumed, {name: part for name, part in stateful.items() if name not in forgotten})
         _fit_cursor(state, start.resumed, planner)
     if start.initial:
         _take_weights(start.initial, step.model, tokenizer)
     _tell_plan(config, step, speech, planner)
+    if plan:
+        print(plan_sentences(plan, blocks=config.model.encoder_layers + config.model.decoder_layers), flush=True)
     checkpointer = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints)
     if not start.resumed:
         _move_aside(checkpointer, run_directory)
+    limits = plan.size_limits() if plan else same_size(config.data.batch_size)
     logbook = Logbook(run_directory, resumed_step=state.step)
     logbook.log_settings(config_to_text(config))
     return Run(
@@ -88,7 +106,9 @@ def build_run(start: Start) -> Run:
         tokenizer=tokenizer,
         state=state,
         step=step,
-        windows=WindowStream(speech, planner, config.data.batch_size, _loader(config, device)),
+        windows=WindowStream(speech, planner, limits, _loader(config, device)),
+        plan=plan,
+        watch=BudgetWatch(plan.budget / MIB if plan and not costs.is_cuda else float("inf"), resident_before),
         validation=validation,
         decode=greedy_ctc,
         stateful=stateful,
@@ -167,6 +187,15 @@ def build_training_speech(
     return TrainingSpeech(kept, tokenizer, config.augment.speed_perturbation, config.run.seed), rejected
 
 
+def sizes_of(utterances: list[Utterance], tokenizer: Tokenizer, slowest: float) -> SpeechSizes:
+    """The utterances' sizes, played at the slowest speed."""
+    return SpeechSizes(
+        ids=tuple(utterance.id for utterance in utterances),
+        seconds=np.array([utterance.duration for utterance in utterances]) / slowest,
+        tokens=np.array([len(tokenizer.encode(utterance.text)) for utterance in utterances]),
+    )
+
+
 def build_evaluation_set(
     manifest: str, config: TrainConfig, tokenizer: Tokenizer, device: torch.device
 ) -> tuple[EvaluationSet, list[Rejection]]:
@@ -175,52 +204,6 @@ def build_evaluation_set(
     kept, rejected = check_utterances(load_utterances(manifest, config, "manifest"), manifest, tokenizer, limits)
     plan = plan_evaluation(np.array([u.duration for u in kept]), config.data.validation_batch_seconds)
     return EvaluationSet(EvaluationSpeech(kept, tokenizer), plan, _loader(config, device)), rejected
-
-
-def build_front_end(config: TrainConfig, device: torch.device) -> FrontEnd:
-    """Waveforms to features, on the training device."""
-    return FrontEnd(config.augment).to(device)
-
-
-def build_forward(
-    config: TrainConfig, vocab_size: int, device: torch.device, front_end: FeatureExtractor
-) -> ForwardPass:
-    """The model, freshly initialised from the seed, behind a front end."""
-    torch.manual_seed(seed_of(config.run.seed, "weights"))
-    model = KonkaniVaniASR(config.model, vocab_size, MEL_BINS)
-    return ForwardPass(
-        model=model if device.type == "cpu" else model.to(device),  # a trace's tensors cannot be moved
-        front_end=front_end,
-        recompute=RecomputePolicy(config.memory.gradient_checkpointing),
-        monitor=MemoryMonitor(device, config.memory.empty_cache_interval),
-        device=device,
-        amp_dtype=choose_precision(config.memory, device),
-        loss=config.loss,
-    )
-
-
-def build_step_parts(
-    config: TrainConfig, vocab_size: int, device: torch.device, total_steps: int, front_end: FeatureExtractor
-) -> StepParts:
-    """Everything that a step works with, freshly initialised from the seed."""
-    forward = build_forward(config, vocab_size, device, front_end)
-    return StepParts(
-        forward=forward,
-        optimizer=build_optimizer(forward.model, config.optimizer),
-        scaler=torch.amp.GradScaler(device.type, enabled=forward.amp_dtype == torch.float16),
-        schedule=config.optimizer,
-        total_steps=total_steps,
-        seed=config.run.seed,
-        splits=RememberedSplits(_memory_conditions(config, device)),
-    )
-
-
-def _memory_conditions(config: TrainConfig, device: torch.device) -> int:
-    """A number that changes with the device's size, the precision and what is recomputed."""
-    size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    memory = config.memory
-    conditions = device.type, size, memory.mixed_precision, memory.amp_dtype, memory.gradient_checkpointing
-    return zlib.crc32(repr(conditions).encode())
 
 
 def load_states(checkpoint: Checkpoint, stateful: dict) -> None:
@@ -281,12 +264,15 @@ def _tell_rejections(rejections: list[Rejection], path: Path) -> None:
 
 def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainingSpeech, planner: EpochPlanner) -> None:
     model, hours = config.model, planner.durations.sum() / 3600
+    cut = f"{config.data.batch_size} x {config.data.gradient_accumulation_steps}"
+    cut = str(config.window_size) if config.data.batch_size == "auto" else cut
+    amp = {None: "", torch.float16: " in fp16", torch.bfloat16: " in bf16"}[step.forward.amp_dtype]
     print(
         f"{model.encoder_type} {model.d_model}, {model.encoder_layers}+{model.decoder_layers} layers, "
         f"{parameter_count(step.model) / 1e6:.1f} M parameters, {step.model.vocab_size} tokens, "
-        f"on {step.forward.device}; "
-        f"{len(speech.utterances)} utterances, {hours:.2f} h; {config.data.batch_size} x "
-        f"{config.data.gradient_accumulation_steps} utterances a step, {planner.windows_per_epoch()} steps an epoch, "
+        f"on {step.forward.device}{amp}; "
+        f"{len(speech.utterances)} utterances, {hours:.2f} h; {cut} utterances a step, "
+        f"{planner.windows_per_epoch()} steps an epoch, "
         f"{step.total_steps} in all.",
         flush=True,
     )

@@ -3,22 +3,25 @@
 A number that TensorBoard draws carries its tag in its field's metadata; a value of None is not logged.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 
-def tagged(tag: str) -> Any:
+def tagged(tag: str, default: Any = MISSING) -> Any:
     """A dataclass field drawn by TensorBoard as `tag`."""
-    return field(metadata={"tag": tag})
+    return field(default=default, metadata={"tag": tag})
 
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Memory in MiB at the end of a phase ("forward", "backward", "update", "validation"); None = does not apply here.
+    """Memory in MiB at the end of a phase ("start", "forward", "backward", "update", "validation", "save").
 
-    allocated, reserved and peak are the accelerator's; resident is the process's. On a CPU, peak is the peak resident.
+    None = does not apply here. allocated, reserved and peak are the accelerator's; resident is the process's. On a CPU,
+    peak is the peak resident. Of a phase's moments the one of highest peak counts; of fragmentation = reserved -
+    allocated, what the allocator holds and no tensor is in, the largest.
+    `allocator_retries` counts how often CUDA refused memory until the allocator had emptied its cache.
     """
 
     phase: str
@@ -26,12 +29,16 @@ class PhaseMemory:
     reserved_mib: float | None = tagged("memory/{phase}/reserved_mib")
     peak_mib: float | None = tagged("memory/{phase}/peak_mib")
     resident_mib: float | None = tagged("memory/{phase}/resident_mib")
+    planned_mib: float | None = tagged("memory/{phase}/planned_mib", default=None)
+    fragmentation_mib: float | None = tagged("memory/{phase}/fragmentation_mib", default=None)
+    allocator_retries: int | None = tagged("memory/{phase}/allocator_retries", default=None)
 
 
 @dataclass(frozen=True)
 class StepRecord:
     """One optimizer step. Losses are per token; `seconds` is the step's wall time; `scale` is 1.0 without a scaler;
-    `splits` counts how often it ran out of memory and was begun again in smaller pieces."""
+    `splits` counts how often it ran out of memory and was begun again in smaller pieces. The periodic clearing of the
+    cache on CUDA: how often in this step, and the seconds spent in it; None on a CPU."""
 
     step: int
     epoch: int
@@ -49,6 +56,8 @@ class StepRecord:
     utterances: int | None = tagged("data/utterances")
     seconds: float | None = tagged("speed/step_seconds")
     splits: int | None = tagged("memory/splits")
+    cache_clearings: int | None = tagged("memory/cache_clearings", default=None)
+    cache_clearing_seconds: float | None = tagged("memory/cache_clearing_seconds", default=None)
     memory: tuple[PhaseMemory, ...] = ()
 
 
@@ -79,6 +88,14 @@ class ValidationRecord:
 
 
 @dataclass(frozen=True)
+class RehearsalRecord:
+    """What the costliest batches took by phase, before the first epoch."""
+
+    step: int
+    memory: tuple[PhaseMemory, ...]
+
+
+@dataclass(frozen=True)
 class SpectrogramRecord:
     """One utterance to look at and to listen to: waveform (samples,) at 16 kHz, features (T, F), posteriors (T', V)."""
 
@@ -97,4 +114,4 @@ class SettingsRecord:
     text: str
 
 
-Record = StepRecord | ValidationRecord | SpectrogramRecord | SettingsRecord
+Record = StepRecord | ValidationRecord | RehearsalRecord | SpectrogramRecord | SettingsRecord

@@ -427,9 +427,13 @@ class FlakyRun:
 
     def __init__(self, failing: set[int]):
         self.failing, self.saves = failing, 0
-        self.logbook = self.checkpointer = self
+        self.logbook = self.checkpointer = self.step = self.forward = self.monitor = self
+        self.phases: list[str] = []
 
     def flush(self) -> None: ...
+
+    def end_phase(self, phase: str) -> None:
+        self.phases.append(phase)
 
     def checkpoint(self) -> None: ...
 
@@ -446,6 +450,7 @@ def test_a_failed_save_is_a_warning_and_three_in_a_row_are_an_error(capsys):
     assert capsys.readouterr().out.count("The disk is full. Training goes on") == 4
     with pytest.raises(ResourceError, match="disk is full"):
         saver.save()
+    assert saver.run.phases == ["save"] * 6, "a save that failed took memory too"
 
 
 # Numerics: 5

@@ -351,10 +351,83 @@ class TestRerun:
         bootstrap.set_allocator_defaults(environment)
         assert environment == {name: "max_split_size_mb:64"}
 
+    def test_notices_a_requirement_that_was_added_since(self, bootstrap, monkeypatch):
+        real = importlib.util.find_spec
+        requirements = bootstrap.read_requirements([])
+        assert "nvidia-ml-py" in requirements and bootstrap.missing_requirements(requirements) == []
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pynvml" else real(name))
+        assert bootstrap.missing_requirements(requirements) == ["nvidia-ml-py"]
+
     def test_versions_count(self, bootstrap):
         assert bootstrap.is_version_in("2.11.0+cu126", ">=2.10,<2.12")
         assert not bootstrap.is_version_in("2.9.1", ">=2.10,<2.12")
         assert not bootstrap.is_version_in("2.12.0", ">=2.10,<2.12")
+
+
+class TestMalloc:
+    # Blocks of mixed sizes, kept apart by small ones; malloc has seen one of 30 MiB freed, as in every training.
+    PROGRAM = (
+        "import os, sys; sys.path.insert(0, 'training_scripts'); import bootstrap\n"
+        "status = lambda: int(open('/proc/self/status').read().split('VmRSS:')[1].split()[0])\n"
+        "answer = bootstrap.set_malloc_thresholds(os.environ) if sys.argv[1] == 'set' else None\n"
+        "bytearray(30 << 20)\n"
+        "before, blocks, apart = status(), [], []\n"
+        "for number in range(50):\n"
+        "    blocks.append(bytearray((2 << 20) + number * 65536)); apart.append(bytearray(8192))\n"
+        "full = status(); blocks.clear(); print(answer, full - before, status() - before)\n"
+    )
+
+    def grown(self, mode: str, **variables: str) -> tuple[str, int, int]:
+        """What the setting answered; resident KiB with the blocks, and when they are freed."""
+        if not os.path.exists("/proc/self/status") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""):
+            pytest.skip("no glibc on Linux here")
+        plain = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
+        command = [sys.executable, "-c", self.PROGRAM, mode]
+        done = subprocess.run(command, cwd=ROOT, env=plain | variables, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        answer, full, freed = done.stdout.split()
+        return answer, int(full), int(freed)
+
+    def test_freed_blocks_of_mixed_sizes_go_back_to_the_system(self):
+        answer, full, freed = self.grown("set")
+        assert answer == "True" and full > 100_000 and freed < 8_000
+
+    def test_without_it_they_stay(self):
+        _, full, freed = self.grown("leave")
+        assert full > 100_000 and freed > 30_000
+
+    @pytest.mark.parametrize(
+        "variables",
+        [
+            {"MALLOC_MMAP_THRESHOLD_": "33554432"},
+            {"MALLOC_TRIM_THRESHOLD_": "67108864"},
+            {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0:glibc.malloc.mmap_threshold=33554432"},
+        ],
+        ids=str,
+    )
+    def test_a_users_own_setting_stays(self, variables):
+        assert self.grown("set", **variables)[0] == "False"
+
+    def test_a_users_setting_of_something_else_is_no_hindrance(self):
+        assert self.grown("set", GLIBC_TUNABLES="glibc.malloc.perturb=0")[0] == "True"
+
+    @pytest.mark.parametrize("absent", [None, ValueError, OSError])
+    def test_elsewhere_than_on_glibc_nothing_happens(self, bootstrap, monkeypatch, absent):
+        def confstr(name):
+            if absent is not None:
+                raise absent(name)
+
+        monkeypatch.setattr(bootstrap.os, "confstr", confstr)
+        assert bootstrap.set_malloc_thresholds({}) is False
+
+    def test_every_script_sets_it_and_hands_nothing_on(self, checkout):
+        script = checkout / "training_scripts" / "script.py"
+        script.write_text(
+            "import bootstrap; asked = []; bootstrap.set_malloc_thresholds = asked.append\n"
+            "bootstrap.rerun_under_venv(); import os\n"
+            "print(len(asked), [name for name in os.environ if 'MALLOC' in name or 'GLIBC' in name])\n"
+        )
+        assert run(sys.executable, [str(script)], checkout).stdout == "1 []\n"
 
 
 def head_of(path: Path) -> subprocess.CompletedProcess:

@@ -16,7 +16,7 @@ from konkanivani.audio import load_audio, one_thread
 from konkanivani.augment import FrontEnd, SpecAugment, choose_speed, perturb_speed
 from konkanivani.config import AugmentConfig
 from konkanivani.data.batch import Speech, Window, collate
-from konkanivani.data.batching import Cursor, EpochPlanner, choose_subset, cut_window, plan_evaluation
+from konkanivani.data.batching import Cursor, EpochPlanner, choose_subset, cut_window, plan_evaluation, same_size
 from konkanivani.data.loading import LoaderConfig, TrainingSpeech, WindowStream
 from konkanivani.data.manifest import Utterance, read_manifest, write_manifest
 from konkanivani.errors import DataError
@@ -98,7 +98,7 @@ def speeches(lengths: list[int]) -> list[Speech]:
 
 
 def test_a_window_is_cut_into_pieces_of_like_length_and_counts_all_of_it():
-    window = cut_window(speeches([800, 100, 500, 300, 900]), 2, start=2, end=3)
+    window = cut_window(speeches([800, 100, 500, 300, 900]), same_size(2), start=2, end=3)
     lengths = [list(batch.sample_lengths) for batch in window.micro_batches]
     assert lengths == [[100, 300], [500, 800], [900]]
     assert (window.utterances, window.tokens) == (5, 1 + 2 + 3 + 1 + 2)
@@ -129,7 +129,7 @@ def speech(corpus: Corpus) -> TrainingSpeech:
 
 def stream(speech: TrainingSpeech, workers: int, cursor: Cursor = BEGINNING) -> Iterator[tuple[Window, Cursor]]:
     plan = EpochPlanner(np.array([u.duration for u in speech.utterances]), 4, seed=3)
-    return WindowStream(speech, plan, 2, LoaderConfig(workers, 60.0, pin_memory=False)).from_cursor(cursor)
+    return WindowStream(speech, plan, same_size(2), LoaderConfig(workers, 60.0, pin_memory=False)).from_cursor(cursor)
 
 
 def first(windows: Iterator[tuple[Window, Cursor]], count: int) -> list[tuple[Window, Cursor]]:

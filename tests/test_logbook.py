@@ -41,7 +41,12 @@ def a_step(step: int, loss: float | None = 0.1) -> StepRecord:
         utterances=16,
         seconds=0.73,
         splits=1,
-        memory=(PhaseMemory("forward", 1.5, 2.5, 3.5, 4.5), PhaseMemory("backward", None, None, 7.5, 8.5)),
+        cache_clearings=2,
+        cache_clearing_seconds=0.0123,
+        memory=(
+            PhaseMemory("forward", 1.5, 2.5, 3.5, 4.5, 5.5, 1.0, 3),
+            PhaseMemory("backward", None, None, 7.5, 8.5),
+        ),
     )
 
 
@@ -109,7 +114,10 @@ def test_every_tagged_number_comes_back_from_tensorboard(tmp_path):
         (event,) = events.Scalars(tag)
         assert (event.step, event.value) == (7, pytest.approx(number, rel=1e-6))
     assert {"loss/total", "validation/wer", "memory/backward/peak_mib"} <= set(expected)
-    assert "memory/backward/allocated_mib" not in expected  # None is not logged
+    forward = ("planned_mib", "fragmentation_mib", "allocator_retries")
+    assert [expected[f"memory/forward/{name}"] for name in forward] == [5.5, 1.0, 3]
+    assert (expected["memory/cache_clearings"], expected["memory/cache_clearing_seconds"]) == (2, 0.0123)
+    assert not {"memory/backward/allocated_mib", "memory/backward/planned_mib"} & set(expected)  # None is not logged
 
 
 def test_a_number_that_is_not_finite_is_null_in_jsonl_and_itself_in_tensorboard(tmp_path, warnings_heard):
@@ -409,6 +417,10 @@ def test_the_custom_charts_are_there_and_name_tags_that_exist(tmp_path):
             for expression in chart.multiline.tag:
                 assert [tag for tag in events.Tags()["scalars"] if re.match(expression, tag)], expression
     assert not re.match(layout.category[0].chart[0].multiline.tag[1], "validation/loss_of_another_kind")
+    (both,) = layout.category[2].chart[0].multiline.tag
+    shown = [tag for tag in events.Tags()["scalars"] if re.match(both, tag)]
+    phases = ("forward/peak", "forward/planned", "backward/peak", "validation/peak")
+    assert set(shown) == {f"memory/{phase}_mib" for phase in phases} - {"memory/validation/peak_mib"}
 
 
 def test_the_picture_shows_a_certain_token_bright_where_it_is_and_dark_elsewhere():

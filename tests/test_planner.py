@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 
+from konkanivani.assembly import build_front_end, build_step_parts
 from konkanivani.config import PRESETS, ModelConfig, TrainConfig
 from konkanivani.data.batching import cut_window
 from konkanivani.errors import ResourceError, UsageError
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.planner import Load, StepTracer, parse_budget, plan_memory
-from konkanivani.recipe import build_front_end, build_step_parts
 from konkanivani.training.step import train_step
 from tests.conftest import TINY_MODEL, run_script
 from tests.laws.parts import speeches

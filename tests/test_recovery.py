@@ -150,6 +150,8 @@ def test_a_run_with_splits_has_the_cursor_the_counts_and_the_steps_of_one_withou
     states = [read_checkpoint(tmp_path / name / "checkpoints" / LAST).states for name in ("whole", "split")]
     for name in ("step", "epoch", "window", "audio_seconds", "skipped_steps"):
         assert states[0]["progress"][name] == states[1]["progress"][name]
+    counted = [state["progress"]["splits"] for state in states]
+    assert counted == [0, sum(record["splits"] for record in split)]
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Out of memory at 4 x")]
     # One line for each retried step and for the one validation, which remembers for itself.
     assert sum(record["splits"] for record in split) <= len(told) <= len(states[1]["splits"]) + 3

@@ -74,7 +74,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_its_counter():
     assert all_equal(before[0], weights_of(parts))
     assert all_equal(before[1], list(OptimizerState(parts.model, parts.optimizer).state_dict().values()))
     state = TrainState(step=1)
-    state.advance(Cursor(0, 2), 1.0, report.is_skipped)
+    state.advance(Cursor(0, 2), 1.0, report.is_skipped, report.splits)
     assert (state.step, state.window, state.skipped_steps, state.consecutive_skips) == (1, 2, 1, 1)
     assert not train_step(parts, window(spoken, 1), step=1).is_skipped
 

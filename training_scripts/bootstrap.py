@@ -36,7 +36,9 @@ RERUN_MARK = "KONKANIVANI_RERUN"
 HOW_TO_SET_UP = "Run ./run_training_memory_optimized.sh or python3 training_scripts/bootstrap.py in %s" % ROOT
 
 # The module that a distribution brings, where it is not the distribution's name with "-" turned to "_".
-MODULE_NAMES = {"import-linter": "importlinter"}
+MODULE_NAMES = {"import-linter": "importlinter", "nvidia-ml-py": "pynvml"}
+
+MALLOC_THRESHOLD = 1024**2  # bytes: larger blocks are mapped one by one, and go back when they are freed
 
 GIB = 1024**3
 Build = collections.namedtuple("Build", "words disk_bytes")
@@ -128,11 +130,33 @@ def set_allocator_defaults(environment):
         environment.update((name, "expandable_segments:True") for name in names)
 
 
+def set_malloc_thresholds(environment):
+    """Has glibc return the memory of freed tensors to the system; whether it was told so. A user's own setting stays.
+
+    By itself malloc soon keeps blocks of up to 32 MiB in its heap, where freed tensors of mixed sizes leave holes that
+    none of the next fit: more memory is resident than is in use (docs/LOG.md). Not by the environment: that counts only
+    before a process starts, and other programs would inherit it. Elsewhere than on glibc nothing happens.
+    """
+    tunables = environment.get("GLIBC_TUNABLES", "")
+    is_set = "MALLOC_MMAP_THRESHOLD_" in environment or "MALLOC_TRIM_THRESHOLD_" in environment
+    if is_set or re.search(r"glibc\.malloc\.(mmap|trim)_threshold", tunables):
+        return False
+    try:
+        import ctypes
+
+        is_glibc = os.confstr("CS_GNU_LIBC_VERSION").startswith("glibc")
+        mallopt = ctypes.CDLL(None).mallopt
+    except (ImportError, AttributeError, OSError, ValueError, TypeError):  # another system, or another C library
+        return False
+    m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h; either one alone ends the growth of both
+    return is_glibc and all([mallopt(m_trim_threshold, MALLOC_THRESHOLD), mallopt(m_mmap_threshold, MALLOC_THRESHOLD)])
+
+
 def rerun_under_venv():
     """Returns if the running Python has all that is needed; else runs the same command line under .venv instead.
 
     Ends the process with exit code 6 and one sentence when there is no environment to run in. Also puts the
-    repository's root first on sys.path and sets the allocator's defaults.
+    repository's root first on sys.path and sets the allocators' defaults.
     """
     sys.path.insert(0, ROOT)
     set_allocator_defaults(os.environ)
@@ -143,6 +167,7 @@ def rerun_under_venv():
     missing = missing_requirements(read_requirements([])) if is_suitable(sys.version_info) else None
     is_unfinished = os.path.exists(UNFINISHED)
     if missing == [] and not (is_in_venv() and is_unfinished):
+        set_malloc_thresholds(os.environ)
         return
     if os.path.exists(VENV_PYTHON) and not is_unfinished and not is_in_venv() and not was_rerun:
         os.environ[RERUN_MARK] = "1"

@@ -9,23 +9,25 @@ import bootstrap
 bootstrap.rerun_under_venv()
 
 import dataclasses
-import json
 import sys
 from dataclasses import dataclass, field
 
+from konkanivani.budget import parse_budget
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.config import PRESETS, TrainConfig
+from konkanivani.errors import UsageError
 from konkanivani.flags import check_config
-
-BUCKETS = (2.0, 5.0, 10.0, 20.0)
+from konkanivani.memory.devices import Gpu, cpu_costs, cuda_costs, find_gpu
 
 
 @dataclass(frozen=True)
 class Flags:
-    """The budget, and the trainer's flags."""
+    """The card, the way to print, and the trainer's flags, of which --memory_budget is one."""
 
-    memory_budget: str
-    """Memory that training may take, weights included: 4GiB, 700MiB."""
+    gpu: str | None = None
+    """A card by its name, such as "GTX 980" or T4, in whose memory to plan (--device cuda: a card without a name)."""
+    presets: bool = False
+    """Print what fits for every preset in 2, 4, 8, 14.7 and 24 GiB."""
     json: bool = False
     """Print one line of JSON instead of a table; bytes and seconds."""
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -33,37 +35,30 @@ class Flags:
 
 def read_plan_flags(arguments: list[str]) -> Flags:
     """The command line; a preset's shape stands where a single flag does not override it."""
-    first = read_flags(Flags, arguments)
+    first = read_flags(Flags, arguments, Flags())
     train = dataclasses.replace(TrainConfig(), model=PRESETS[first.train.run.preset])
-    return read_flags(Flags, arguments, Flags(first.memory_budget, train=train))
+    return read_flags(Flags, arguments, Flags(train=train))
 
 
 def plan(flags: Flags) -> str:
-    """The plan with and without activation checkpointing, as it is to be printed."""
+    """The plan, as it is to be printed."""
     check_config(flags.train)
-    import torch
+    gpu, budget = find_gpu(flags.gpu) if flags.gpu else None, flags.train.memory.memory_budget
+    if not (gpu or budget or flags.presets):
+        raise UsageError("Give --memory_budget, for example 4GiB, or --gpu with the name of a card.")
+    if gpu and flags.train.run.device == "cpu":
+        raise UsageError(f"--device cpu contradicts --gpu {flags.gpu}: give one of them.")
+    size = parse_budget(budget) if budget else gpu.memory if gpu else 0
+    from konkanivani.plan_report import plan_for, plan_presets
 
-    from konkanivani.memory.activation_checkpointing import RecomputePolicy
-    from konkanivani.memory.planner import StepTracer, parse_budget, plan_memory
-    from konkanivani.recipe import build_front_end, build_step_parts
-
-    budget, config, cpu = parse_budget(flags.memory_budget), flags.train, torch.device("cpu")
-    tracer = StepTracer(
-        lambda front_end: build_step_parts(config, config.text.vocab_size, cpu, 1, front_end),
-        build_front_end(config, cpu),
-    )
-    plans = [plan_memory(tracer, budget, RecomputePolicy(mode), BUCKETS) for mode in ("never", "always")]
-    if flags.json:
-        return json.dumps({"budget": budget, "plans": [dataclasses.asdict(p) for p in plans]})
-    lines = [f"Traced for a CPU in full precision, {config.text.vocab_size} tokens; budget {budget / 2**20:.0f} MiB."]
-    for p in plans:
-        state = f"weights, gradients and optimizer {p.state / 2**20:.0f} MiB"
-        lines.append(f"\n--gradient_checkpointing {p.recompute}: {state}")
-        for bucket in p.buckets:
-            fits = f"up to {bucket.utterances} at once, peak {bucket.peak / 2**20:.0f} MiB"
-            lines.append(f"  utterances of {bucket.seconds:2g} s: {fits if bucket.utterances else 'none fits'}")
-        lines.append(f"  longest utterance that trains alone: {p.longest_seconds:g} s")
-    return "\n".join(lines)
+    costs = cpu_costs()
+    if gpu or flags.train.run.device == "cuda":
+        gpu = gpu or Gpu("a CUDA card", size, (7, 5))
+        costs = cuda_costs(gpu.name, gpu.capability)
+    if flags.presets:
+        return plan_presets(flags.train, costs)
+    report = plan_for(flags.train, costs, size)
+    return report.as_json() if flags.json else report.as_table()
 
 
 if __name__ == "__main__":

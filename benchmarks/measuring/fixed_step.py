@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from konkanivani.assembly import build_step_parts
 from konkanivani.audio import MEL_BINS
 from konkanivani.config import TrainConfig
 from konkanivani.data.batch import Speech, Window, collate
@@ -21,7 +22,6 @@ from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import MIB, MemoryMonitor, peak_resident_mib, resident_mib
 from konkanivani.model.asr import parameter_count
 from konkanivani.preflight import choose_device
-from konkanivani.recipe import build_step_parts
 from konkanivani.text import Tokenizer
 from konkanivani.training.forward import ForwardPass
 from konkanivani.training.step import StepParts, StepReport, train_step
@@ -85,7 +85,8 @@ def measure(config: TrainConfig, steps: int) -> StepResult:
     parts = build_step_parts(config, VOCABULARY, device, TOTAL_STEPS, take_features_as_given)
     warm_up(parts, window)
     times, reports = zip(*timed_steps(parts, window, steps), strict=True)
-    resident_peak = peak_resident_mib()  # before the tracker, which holds an entry a tensor
+    # Before the tracker, which holds an entry a tensor. On a CPU the monitor begins the system's peak anew each phase.
+    resident_peak = peak_resident_mib() if device.type == "cuda" else parts.forward.monitor.overall_peak_mib()
     step_seconds = statistics.median(times)
     return StepResult(
         peer="konkanivani",

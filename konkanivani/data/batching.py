@@ -69,10 +69,35 @@ def plan_evaluation(durations: np.ndarray, batch_seconds: float) -> list[np.ndar
     return [np.array(batch) for batch in batches]
 
 
-def cut_window(speeches: list[Speech], batch_size: int, start: int, end: int) -> Window:
-    """The window in micro-batches of `batch_size` utterances of like length (the last may be smaller)."""
-    ordered = sorted(speeches, key=lambda speech: (len(speech.waveform), speech.utterance_id))
-    pieces = [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
+@dataclass(frozen=True)
+class SizeLimit:
+    """Utterances of up to `seconds` go at most `utterances` at once."""
+
+    seconds: float
+    utterances: int
+
+
+def same_size(utterances: int) -> tuple[SizeLimit, ...]:
+    """So many at once, whatever their length."""
+    return (SizeLimit(float("inf"), utterances),)
+
+
+def largest_size(seconds: float, limits: tuple[SizeLimit, ...]) -> int:
+    """How many utterances of up to `seconds` go at once; one where they are longer than any limit says."""
+    return next((limit.utterances for limit in limits if seconds <= limit.seconds), 1)
+
+
+def cut_window(speeches: list[Speech], limits: tuple[SizeLimit, ...], start: int, end: int) -> Window:
+    """The window in micro-batches of utterances of like length, each as large as its longest one allows.
+
+    `limits` ascend in seconds. The shortest utterances come first; the last micro-batch may be smaller.
+    """
+    pieces: list[list[Speech]] = []
+    for speech in sorted(speeches, key=lambda speech: (len(speech.waveform), speech.utterance_id)):
+        if pieces and len(pieces[-1]) < largest_size(len(speech.waveform) / SAMPLE_RATE, limits):
+            pieces[-1].append(speech)
+        else:
+            pieces.append([speech])
     micro_batches = tuple(collate(piece, start, end) for piece in pieces)
     samples = sum(len(speech.waveform) for speech in speeches)
     padded = sum(batch.waveforms.numel() for batch in micro_batches)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from konkanivani.audio import load_audio
 from konkanivani.augment import choose_speed, perturb_speed
 from konkanivani.data.batch import Batch, Speech, Window, collate
-from konkanivani.data.batching import Cursor, EpochPlanner, cut_window
+from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit, cut_window
 from konkanivani.data.checking import encoder_frames
 from konkanivani.data.manifest import Utterance
 from konkanivani.errors import DataError, ResourceError
@@ -75,29 +75,31 @@ class _Fetcher(Dataset):
     """A whole window or batch per item; a DataError comes back as a value, since workers wrap what they raise."""
 
     speech: TrainingSpeech | EvaluationSpeech
-    batch_size: int | None
+    limits: tuple[SizeLimit, ...] | None
 
     def __getitem__(self, keys: list) -> Window | Batch | DataError:
         try:
             speeches = [self.speech[key] for key in keys]
         except DataError as error:
             return error
-        if self.batch_size is None:
+        if self.limits is None:
             return collate(speeches, Tokenizer.start, Tokenizer.end)
-        return cut_window(speeches, self.batch_size, Tokenizer.start, Tokenizer.end)
+        return cut_window(speeches, self.limits, Tokenizer.start, Tokenizer.end)
 
 
 class WindowStream:
     """The training data from any cursor onward, epoch after epoch, each window with the cursor behind it."""
 
-    def __init__(self, speech: TrainingSpeech, planner: EpochPlanner, batch_size: int, loader: LoaderConfig) -> None:
-        self.speech, self.planner, self.batch_size, self.loader = speech, planner, batch_size, loader
+    def __init__(
+        self, speech: TrainingSpeech, planner: EpochPlanner, limits: tuple[SizeLimit, ...], loader: LoaderConfig
+    ) -> None:
+        self.speech, self.planner, self.limits, self.loader = speech, planner, limits, loader
 
     def from_cursor(self, cursor: Cursor) -> Iterator[tuple[Window, Cursor]]:
         """Endless. Closing the generator ends the workers."""
         keys = (keys for _, keys in self._planned(cursor))
         behind = (position for position, _ in self._planned(cursor))
-        windows = _load(_Fetcher(self.speech, self.batch_size), keys, self.loader)
+        windows = _load(_Fetcher(self.speech, self.limits), keys, self.loader)
         # The planned cursors are drawn a second time because the loader runs ahead of the loop.
         yield from zip(windows, behind, strict=False)
 

@@ -11,13 +11,15 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Counts every storage that an operation returns while this mode is on, until it is freed.
 
-    `live` and `peak` are bytes. Views and in-place results share a storage and count once. What existed before must be
-    given to `count`. A kernel's own workspace never reaches the dispatcher and is not counted.
+    `live` and `peak` are bytes, each storage rounded up to a multiple of `rounding`, as an allocator hands it out.
+    Views and in-place results share a storage and count once. What existed before must be given to `count`. A kernel's
+    own workspace never reaches the dispatcher and is not counted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rounding: int = 1) -> None:
         super().__init__()
         self.live = self.peak = 0
+        self._rounding = rounding
         self._sizes: dict[int, int] = {}
 
     def count(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -26,11 +28,17 @@ class LiveBytes(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata in self._sizes:
                 continue
-            self._sizes[storage._cdata] = storage.nbytes()
-            self.live += storage.nbytes()
+            size = -(-storage.nbytes() // self._rounding) * self._rounding
+            self._sizes[storage._cdata] = size
+            self.live += size
             self.peak = max(self.peak, self.live)
             # PyTorch keeps a storage's Python object for as long as C++ (autograd, say) holds the storage.
             weakref.finalize(storage, self._forget, storage._cdata).atexit = False
+
+    def restart_peak(self) -> int:
+        """The peak so far, in bytes; from here on it is counted anew."""
+        peak, self.peak = self.peak, self.live
+        return peak
 
     def _forget(self, address: int) -> None:
         self.live -= self._sizes.pop(address)

@@ -1,6 +1,10 @@
 """How much memory each phase of training takes, and the periodic return of cached GPU memory."""
 
+import dataclasses
 import resource
+import time
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,59 +23,139 @@ def resident_mib() -> float:
 
 
 def peak_resident_mib() -> float:
-    """The process's largest resident memory so far (VmHWM), in MiB."""
+    """The process's largest resident memory since the last reset, else since it began (VmHWM), in MiB."""
     try:
         return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
     except (OSError, ValueError, IndexError):  # no /proc: a figure that a larger parent process passes on to its child
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def reset_peak_resident() -> None:
+    """Begins the process's VmHWM anew where the system lets it (Linux 4.0; proc(5), clear_refs); else nothing."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+@dataclass(frozen=True)
+class PlannedPeak:
+    """What a phase was planned to take at most, in MiB, counted as PhaseMemory.peak_mib is."""
+
+    phase: str
+    mib: float
+
+
+@dataclass(frozen=True)
+class CacheClearing:
+    """How often cached GPU memory was returned, and the seconds that took."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: "CacheClearing") -> "CacheClearing":
+        return CacheClearing(self.count + other.count, self.seconds + other.seconds)
+
+
 class MemoryMonitor:
-    """Peaks per phase since the last report. On CUDA the allocator's figures, on a CPU the resident memory."""
+    """Peaks per phase. On CUDA the allocator's figures, on a CPU the resident memory.
+
+    Each phase begins the system's peak anew; `overall_peak_mib` keeps the largest of all.
+    """
 
     def __init__(self, device: torch.device, empty_cache_interval: int) -> None:
         self.device, self.empty_cache_interval = device, empty_cache_interval
         self.peak_mib = 0.0
-        self._phases: dict[str, PhaseMemory] = {}
-        self._micro_batches = 0
+        self._planned: dict[str, float] = {}
+        self._phases: dict[str, PhaseMemory] = {}  # since the last report
+        self._phases_of_run: dict[str, PhaseMemory] = {}
+        self._micro_batches = self._retries = 0
+        self._clearing = self._clearing_of_run = CacheClearing()
+
+    def expect(self, planned: tuple[PlannedPeak, ...]) -> None:
+        """Shows these beside the measured peaks from now on, in place of what was expected before."""
+        self._planned = {peak.phase: peak.mib for peak in planned}
 
     def end_phase(self, phase: str) -> None:
         """Books what has happened since the last call under `phase`."""
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device) / MIB
-            now = PhaseMemory(
-                phase=phase,
-                allocated_mib=torch.cuda.memory_allocated(self.device) / MIB,
-                reserved_mib=torch.cuda.memory_reserved(self.device) / MIB,
-                peak_mib=peak,
-                resident_mib=None,
-            )
-            torch.cuda.reset_peak_memory_stats(self.device)
-        else:
-            resident, peak = resident_mib(), peak_resident_mib()
-            now = PhaseMemory(phase=phase, allocated_mib=None, reserved_mib=None, peak_mib=peak, resident_mib=resident)
-        self.peak_mib = max(self.peak_mib, peak)
-        before = self._phases.get(phase)
-        self._phases[phase] = now if before is None else _larger(before, now)
+        now = self._measure_cuda(phase) if self.device.type == "cuda" else self._measure_resident(phase)
+        self.peak_mib = max(self.peak_mib, now.peak_mib)
+        for phases in (self._phases, self._phases_of_run):
+            phases[phase] = _joined(phases[phase], now) if phase in phases else now
 
     def report(self) -> tuple[PhaseMemory, ...]:
         """The largest of each phase since the last report."""
         phases, self._phases = tuple(self._phases.values()), {}
         return phases
 
+    def report_run(self) -> tuple[PhaseMemory, ...]:
+        """The largest of each phase since the monitor was made."""
+        return tuple(self._phases_of_run.values())
+
     def tend_cache(self) -> None:
         """Counts a micro-batch; every `empty_cache_interval` of them, cached GPU memory is returned to the driver."""
         self._micro_batches += 1
         is_due = self.empty_cache_interval and self._micro_batches % self.empty_cache_interval == 0
         if is_due and self.device.type == "cuda":
+            # The driver waits for all kernels before it takes memory back. Waiting here keeps that out of the figure.
+            torch.cuda.synchronize(self.device)
+            started = time.perf_counter()
             torch.cuda.empty_cache()
+            clearing = CacheClearing(1, time.perf_counter() - started)
+            self._clearing += clearing
+            self._clearing_of_run += clearing
+
+    def report_clearing(self) -> CacheClearing | None:
+        """What `tend_cache` has cost since the last such report; None on a CPU.
+
+        Asking the driver for the memory again is not in it: the next micro-batch pays for that.
+        """
+        clearing, self._clearing = self._clearing, CacheClearing()
+        return clearing if self.device.type == "cuda" else None
+
+    def report_clearing_of_run(self) -> CacheClearing | None:
+        """What `tend_cache` has cost since the monitor was made; None on a CPU."""
+        return self._clearing_of_run if self.device.type == "cuda" else None
 
     def overall_peak_mib(self) -> float:
-        """The run's peak: allocated on CUDA, VmHWM on a CPU."""
-        return self.peak_mib if self.device.type == "cuda" else peak_resident_mib()
+        """The run's peak: allocated on CUDA, resident on a CPU."""
+        return self.peak_mib if self.device.type == "cuda" else max(self.peak_mib, peak_resident_mib())
+
+    def _measure_cuda(self, phase: str) -> PhaseMemory:
+        stats = torch.cuda.memory_stats(self.device)  # all of it at once: each named function reads it anew
+        allocated, reserved = stats.get("allocated_bytes.all.current", 0), stats.get("reserved_bytes.all.current", 0)
+        retries = stats.get("num_alloc_retries", 0)
+        new_retries, self._retries = retries - self._retries, retries
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return PhaseMemory(
+            phase=phase,
+            allocated_mib=allocated / MIB,
+            reserved_mib=reserved / MIB,
+            peak_mib=stats.get("allocated_bytes.all.peak", 0) / MIB,
+            resident_mib=None,
+            planned_mib=self._planned.get(phase),
+            fragmentation_mib=(reserved - allocated) / MIB,
+            allocator_retries=new_retries,
+        )
+
+    def _measure_resident(self, phase: str) -> PhaseMemory:
+        resident, peak = resident_mib(), peak_resident_mib()
+        reset_peak_resident()
+        return PhaseMemory(
+            phase=phase,
+            allocated_mib=None,
+            reserved_mib=None,
+            peak_mib=peak,
+            resident_mib=resident,
+            planned_mib=self._planned.get(phase),
+        )
 
 
-def _larger(before: PhaseMemory, now: PhaseMemory) -> PhaseMemory:
-    """Of two moments of a phase, the one that took more."""
-    use = [m.resident_mib if m.resident_mib is not None else m.peak_mib for m in (before, now)]
-    return now if use[1] >= use[0] else before
+def _joined(before: PhaseMemory, now: PhaseMemory) -> PhaseMemory:
+    """Of two moments of a phase the one that took more, with the retries of both and the larger fragmentation."""
+    larger = max(now, before, key=lambda moment: (moment.peak_mib, moment.resident_mib or 0.0))
+    if now.allocator_retries is None:
+        return larger
+    return dataclasses.replace(
+        larger,
+        allocator_retries=before.allocator_retries + now.allocator_retries,
+        fragmentation_mib=max(before.fragmentation_mib, now.fragmentation_mib),
+    )

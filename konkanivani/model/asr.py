@@ -36,6 +36,8 @@ class KonkaniVaniASR(torch.nn.Module):
         self.encoder = Encoder(config, mel_bins)
         self.ctc_head = torch.nn.Linear(config.d_model, vocab_size)
         self.decoder = Decoder(config, vocab_size)
+        for number, block in enumerate([*self.encoder.blocks, *self.decoder.blocks]):
+            block.number = number
 
     def forward(
         self,

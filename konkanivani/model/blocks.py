@@ -11,12 +11,16 @@ import torch.nn.functional as F
 
 from konkanivani.config import ModelConfig
 from konkanivani.model.attention import CrossAttention, SelfAttention
+from konkanivani.model.dropout import Dropout
 
 Positions = tuple[torch.Tensor, torch.Tensor]
 
 
 class BlockRunner(Protocol):
-    """How a block is run: directly, or with its activations recomputed in the backward pass."""
+    """How a block is run: directly, or with its activations recomputed in the backward pass.
+
+    A block of a whole model carries its `number`, counted through the encoder and on through the decoder.
+    """
 
     def __call__(self, block: torch.nn.Module, *inputs: object) -> torch.Tensor: ...
 
@@ -34,7 +38,7 @@ class FeedForward(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(d_model)
         self.expand = torch.nn.Linear(d_model, inner)
         self.contract = torch.nn.Linear(inner, d_model)
-        self.dropout = torch.nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.dropout(self.contract(F.silu(self.expand(self.norm(x)))))
@@ -54,7 +58,7 @@ class ConvolutionModule(torch.nn.Module):
         self.depthwise = torch.nn.Conv1d(d_model, d_model, kernel, padding=kernel // 2, groups=d_model)
         self.depthwise_norm = torch.nn.LayerNorm(d_model)
         self.output = torch.nn.Linear(d_model, d_model)
-        self.dropout = torch.nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         x = F.glu(self.gate(self.norm(x)), dim=-1)
@@ -73,7 +77,7 @@ class ConformerBlock(torch.nn.Module):
         self.first_feedforward = FeedForward(d_model, inner, config.dropout)
         self.attention_norm = torch.nn.LayerNorm(d_model)
         self.attention = SelfAttention(d_model, config.attention_heads, causal=False)
-        self.dropout = torch.nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.convolution = ConvolutionModule(d_model, config.convolution_kernel, config.dropout)
         self.second_feedforward = FeedForward(d_model, inner, config.dropout)
         self.final_norm = torch.nn.LayerNorm(d_model)
@@ -95,7 +99,7 @@ class TransformerBlock(torch.nn.Module):
         super().__init__()
         self.attention_norm = torch.nn.LayerNorm(config.d_model)
         self.attention = SelfAttention(config.d_model, config.attention_heads, causal=False)
-        self.dropout = torch.nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.feedforward = FeedForward(config.d_model, config.resolved_feedforward_dim, config.dropout)
 
     def forward(
@@ -114,7 +118,7 @@ class DecoderBlock(torch.nn.Module):
         self.self_attention = SelfAttention(config.d_model, config.attention_heads, causal=True)
         self.cross_attention_norm = torch.nn.LayerNorm(config.d_model)
         self.cross_attention = CrossAttention(config.d_model, config.attention_heads)
-        self.dropout = torch.nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.feedforward = FeedForward(config.d_model, config.resolved_feedforward_dim, config.dropout)
 
     def forward(

@@ -9,6 +9,7 @@ from konkanivani.config import ModelConfig
 from konkanivani.lengths import Lengths, padding_mask
 from konkanivani.model.attention import RotaryPositions
 from konkanivani.model.blocks import BlockRunner, DecoderBlock
+from konkanivani.model.dropout import Dropout
 
 
 class Decoder(torch.nn.Module):
@@ -20,7 +21,7 @@ class Decoder(torch.nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(vocab_size, config.d_model)
-        self.dropout = torch.nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.positions = RotaryPositions(config.d_model // config.attention_heads)
         self.blocks = torch.nn.ModuleList(DecoderBlock(config) for _ in range(config.decoder_layers))
         self.norm = torch.nn.LayerNorm(config.d_model)

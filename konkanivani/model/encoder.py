@@ -10,6 +10,7 @@ from konkanivani.config import ModelConfig
 from konkanivani.lengths import Lengths, padding_mask, subsampled_length
 from konkanivani.model.attention import RotaryPositions
 from konkanivani.model.blocks import BlockRunner, ConformerBlock, TransformerBlock
+from konkanivani.model.dropout import Dropout
 
 
 class Subsampling(torch.nn.Module):
@@ -50,7 +51,7 @@ class Encoder(torch.nn.Module):
         super().__init__()
         block = ConformerBlock if config.encoder_type == "conformer" else TransformerBlock
         self.subsampling = Subsampling(mel_bins, config.subsampling_channels, config.d_model)
-        self.dropout = torch.nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.positions = RotaryPositions(config.d_model // config.attention_heads)
         self.blocks = torch.nn.ModuleList(block(config) for _ in range(config.encoder_layers))
         self.norm = torch.nn.LayerNorm(config.d_model)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,13 +11,13 @@ import torch
 from konkanivani.chunks import CHUNK_FRAMES
 from konkanivani.config import LossConfig
 from konkanivani.data.batch import Batch
-from konkanivani.lengths import Lengths, subsampled_length
+from konkanivani.lengths import Lengths
 from konkanivani.losses import LossSums, attention_loss_sum, ctc_loss_sum
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.host_allocator import map_large_blocks
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.recovery import Cut
 from konkanivani.model.asr import ASROutput, KonkaniVaniASR
+from konkanivani.model.blocks import BlockRunner
 
 
 class FeatureExtractor(Protocol):
@@ -31,12 +32,13 @@ class FeatureExtractor(Protocol):
 class ForwardPass:
     """Model and front end on one device, in one precision; `amp_dtype` is None in full precision.
 
-    What is longer than `chunk_frames` encoder frames or tokens is run in chunks of as many, with the same result.
+    `recompute` says how the blocks are run, by the seconds of a batch's longest utterance. What is longer than
+    `chunk_frames` encoder frames or tokens is run in chunks of as many, with the same result.
     """
 
     model: KonkaniVaniASR
     front_end: FeatureExtractor
-    recompute: RecomputePolicy
+    recompute: Callable[[float], BlockRunner]
     monitor: MemoryMonitor
     device: torch.device
     amp_dtype: torch.dtype | None
@@ -47,10 +49,9 @@ class ForwardPass:
         """The model's output for a batch, and its summed losses, all on the device."""
         batch = batch.to(self.device)
         features, feature_lengths = self.front_end(batch.waveforms, batch.sample_lengths, batch.augment_seeds)
-        if self.device.type == "cpu" and subsampled_length(max(feature_lengths)) > self.chunk_frames:
-            map_large_blocks()
         with self.autocast():
-            output = self.model(features, feature_lengths, batch.decoder_tokens, self.recompute, self.chunk_frames)
+            run_block = self.recompute(batch.longest_seconds)
+            output = self.model(features, feature_lengths, batch.decoder_tokens, run_block, self.chunk_frames)
             return output, self.loss_sums(output, batch)
 
     def loss_sums(self, output: ASROutput, batch: Batch) -> LossSums:
@@ -74,5 +75,11 @@ class ForwardPass:
         return dataclasses.replace(self, recompute=recompute, chunk_frames=cut.chunk_frames)
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """The precision in which the model runs."""
-        return torch.autocast(self.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None)
+        """The precision in which the model runs.
+
+        Without autocast's cache of weights in half precision: a forward pass uses each weight once (a head's
+        once a chunk), and the cache would hold all of them until its end, two bytes a parameter, where recomputing
+        keeps nothing else.
+        """
+        enabled = self.amp_dtype is not None
+        return torch.autocast(self.device.type, dtype=self.amp_dtype, enabled=enabled, cache_enabled=False)

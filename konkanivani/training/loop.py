@@ -22,6 +22,7 @@ MOST_FAILED_SAVES_IN_A_ROW = 3
 def train(run: Run) -> None:
     """Trains until `run.is_finished()`; what it has learned is in the newest checkpoint when it returns."""
     state, saver = run.state, PeriodicSaver(run)
+    run.step.forward.monitor.end_phase("start")
     # An error too must end the workers, and leave the progress bar's line.
     with closing(run.progress), closing(run.windows.from_cursor(state.cursor)) as windows:
         while True:
@@ -40,7 +41,7 @@ def train(run: Run) -> None:
                     f"Stopped by a signal at step {state.step}; --resume auto goes on from there.",
                     run.interruption.signal_number,
                 )
-            state.advance(cursor, window.audio_seconds, report.is_skipped)
+            state.advance(cursor, window.audio_seconds, report.is_skipped, report.splits)
             log_step(run, window, report)
             check_numerics(run, report)
             saver.save_if_due()
@@ -84,10 +85,12 @@ def check_numerics(run: Run, report: StepReport) -> None:
 
 def log_step(run: Run, window: Window, report: StepReport) -> None:
     """Logs one consumed window; a skipped one has no step of its own and shows up in the next one's count."""
-    seconds = run.progress.lap()
-    run.progress.show(report, window.audio_seconds, seconds, run.step.forward.monitor.overall_peak_mib())
+    seconds, monitor = run.progress.lap(), run.step.forward.monitor
+    run.progress.show(report, window.audio_seconds, seconds, monitor.overall_peak_mib())
+    run.watch.look(monitor.overall_peak_mib())
     if report.is_skipped:
         return
+    clearing = monitor.report_clearing()
     record = StepRecord(
         step=run.state.step,
         epoch=run.state.epoch,
@@ -105,7 +108,9 @@ def log_step(run: Run, window: Window, report: StepReport) -> None:
         utterances=window.utterances,
         seconds=seconds,
         splits=report.splits,
-        memory=run.step.forward.monitor.report(),
+        cache_clearings=clearing.count if clearing else None,
+        cache_clearing_seconds=clearing.seconds if clearing else None,
+        memory=monitor.report(),
     )
     run.logbook.log(record)
 
@@ -175,3 +180,5 @@ class PeriodicSaver:
             if is_final or self._failures >= MOST_FAILED_SAVES_IN_A_ROW:
                 raise
             print(f"{error} Training goes on; the checkpoint before stays, the next save tries again.", flush=True)
+        finally:
+            self.run.step.forward.monitor.end_phase("save")

@@ -1,5 +1,6 @@
 """The parts of a run, built once by the recipe and never changed."""
 
+import dataclasses
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -8,8 +9,11 @@ import numpy as np
 
 from konkanivani.checkpoint import Checkpoint, Checkpointer, Stateful
 from konkanivani.config import RunConfig
+from konkanivani.data.batching import plan_evaluation
 from konkanivani.data.loading import EvaluationSpeech, LoaderConfig, WindowStream, load_batches
 from konkanivani.logbook import Logbook
+from konkanivani.memory.available import BudgetWatch
+from konkanivani.memory.plan import MemoryPlan
 from konkanivani.text import Tokenizer
 from konkanivani.training.evaluation import Decoder, Evaluation, evaluate
 from konkanivani.training.forward import ForwardPass
@@ -26,6 +30,11 @@ class EvaluationSet:
     speech: EvaluationSpeech
     plan: list[np.ndarray]
     loader: LoaderConfig
+
+    def within(self, batch_seconds: float) -> "EvaluationSet":
+        """The same set in batches of so much padded audio."""
+        durations = np.array([utterance.duration for utterance in self.speech.utterances])
+        return dataclasses.replace(self, plan=plan_evaluation(durations, batch_seconds))
 
     def evaluate(self, forward: ForwardPass, decode: Decoder) -> Evaluation:
         """The model's losses and error rates over the set."""
@@ -44,6 +53,8 @@ class Run:
     state: TrainState
     step: StepParts
     windows: WindowStream
+    plan: MemoryPlan | None
+    watch: BudgetWatch
     validation: EvaluationSet | None
     decode: Decoder
     stateful: Mapping[str, Stateful]
@@ -62,7 +73,8 @@ class Run:
             vocab_size=self.tokenizer.size,
             step=self.state.step,
             plan_digest=self.plan_digest,
-            states={name: part.state_dict() for name, part in self.stateful.items()},
+            states={name: part.state_dict() for name, part in self.stateful.items()}
+            | ({"plan": self.plan.state_dict()} if self.plan else {}),
         )
 
     def is_finished(self) -> bool:

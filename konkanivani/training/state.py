@@ -13,7 +13,7 @@ class TrainState:
     """Counters of a run; every field is a plain number, and all of them are in the checkpoint.
 
     `epoch` and `window` are the cursor; `epochs_finished` counts those validated; `best_score` is the lowest
-    validation score so far.
+    validation score so far; `splits` counts how often a step ran out of memory and was begun again in smaller pieces.
     """
 
     step: int = 0
@@ -25,6 +25,7 @@ class TrainState:
     skipped_steps: int = 0
     consecutive_skips: int = 0
     audio_seconds: float = 0.0
+    splits: int = 0
 
     @property
     def cursor(self) -> Cursor:
@@ -36,10 +37,11 @@ class TrainState:
         """Whether every window of an epoch is consumed and its validation is still to come."""
         return self.window == 0 and self.epoch > self.epochs_finished
 
-    def advance(self, cursor: Cursor, audio_seconds: float, is_skipped: bool) -> None:
+    def advance(self, cursor: Cursor, audio_seconds: float, is_skipped: bool, splits: int) -> None:
         """Counts a consumed window; a skipped update holds the step, and with it the learning rate."""
         self.epoch, self.window = cursor.epoch, cursor.window
         self.audio_seconds += audio_seconds
+        self.splits += splits
         if is_skipped:
             self.skipped_steps += 1
             self.consecutive_skips += 1
@@ -61,6 +63,7 @@ class TrainState:
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Takes every counter from `state`; a CheckpointError where one is missing or of another kind."""
+        state = {"splits": 0} | dict(state)  # older versions did not count them
         for field in dataclasses.fields(self):
             value = state.get(field.name)
             if type(value) is not field.type:

@@ -13,6 +13,7 @@ import torch
 from konkanivani.config import OptimizerConfig
 from konkanivani.data.batch import Batch, Window
 from konkanivani.losses import LossCounts, LossSums, joint_loss
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.recovery import Cut, RememberedSplits, run_or_split
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.optimizer import learning_rate, set_learning_rate
@@ -108,6 +109,11 @@ def compute_gradient(
     parts.scaler.unscale_(parts.optimizer)
     norm = torch.nn.utils.clip_grad_norm_(parts.model.parameters(), parts.schedule.max_grad_norm)
     return WindowGradient(*parts.read(torch.cat([totals, norm.detach().double()[None]])))
+
+
+def recomputing(parts: StepParts, policy: RecomputePolicy) -> StepParts:
+    """The same step under another policy of what is recomputed in the backward pass."""
+    return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, recompute=policy))
 
 
 def add_gradients(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:

@@ -117,4 +117,4 @@ def failing_backward(parts: StepParts, when: When, error: BaseException) -> Step
     """The step with a block whose backward pass fails."""
     blocks = len(parts.model.encoder.blocks) + len(parts.model.decoder.blocks)
     runner = FailingBackward(blocks, when, error)
-    return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, recompute=runner))
+    return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, recompute=lambda _seconds: runner))

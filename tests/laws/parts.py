@@ -4,10 +4,10 @@ import dataclasses
 
 import torch
 
+from konkanivani.assembly import build_front_end, build_step_parts
 from konkanivani.config import AugmentConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.data.batch import Speech, Window
-from konkanivani.data.batching import cut_window
-from konkanivani.recipe import build_front_end, build_step_parts
+from konkanivani.data.batching import cut_window, same_size
 from konkanivani.training.step import StepParts
 
 VOCAB_SIZE = 20
@@ -67,7 +67,7 @@ def long_speeches() -> list[Speech]:
 
 def window(spoken: list[Speech], batch_size: int) -> Window:
     """These utterances as one window in micro-batches of `batch_size`."""
-    return cut_window(spoken, batch_size, start=2, end=3)
+    return cut_window(spoken, same_size(batch_size), start=2, end=3)
 
 
 def relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -196,7 +196,7 @@ def tensors_alive_at_the_retry(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         alive.append(sum(output() is not None for output in outputs))
 
     monkeypatch.setattr("konkanivani.memory.recovery.release_memory", release_memory)
-    parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, recompute=run_block))
+    parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, recompute=lambda _seconds: run_block))
     assert train_step(parts, window(SPOKEN, 2), step=3).splits == 1
     return alive
 

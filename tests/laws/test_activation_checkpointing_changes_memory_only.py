@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from konkanivani.losses import LossCounts
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.randomness import seed_step
 from konkanivani.training.step import StepParts, add_gradients
 from tests.laws.parts import MODEL, double_parts, speeches, window, with_dropout
@@ -44,6 +45,21 @@ def test_bit_for_bit_with_dropout_and_really_recomputed():
     assert more_products > 1.2 * products
 
 
+def test_some_blocks_recomputed_lie_between_by_the_length_of_each_micro_batch():
+    model = with_dropout(MODEL, 0.3)
+    counted = []
+    for count in range(5):
+        parts = double_parts(model)
+        forward = dataclasses.replace(parts.forward, recompute=RecomputePolicy.first(count))
+        tensors, products = trained(dataclasses.replace(parts, forward=forward))
+        counted.append(products)
+        assert all(torch.equal(one, other) for one, other in zip(trained(double_parts(model))[0], tensors, strict=True))
+    assert counted == sorted(set(counted))
+    policy = RecomputePolicy("auto", ((5.0, 0), (9.0, 3)))
+    assert [policy(seconds).count for seconds in (4.9, 5.0, 5.1, 9.0)] == [0, 0, 3, 3]
+    assert policy(9.1) == RecomputePolicy("always")(1.0)
+
+
 def test_negative_control_dropout_drawn_anew_is_another_gradient():
     model = with_dropout(MODEL, 0.3)
     kept, _ = trained(double_parts(model, "never"))
@@ -52,6 +68,6 @@ def test_negative_control_dropout_drawn_anew_is_another_gradient():
     def forgetful(block, *inputs):
         return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
 
-    forward = dataclasses.replace(parts.forward, recompute=forgetful)
+    forward = dataclasses.replace(parts.forward, recompute=lambda _seconds: forgetful)
     other, _ = trained(dataclasses.replace(parts, forward=forward))
     assert not all(torch.equal(one, two) for one, two in zip(kept, other, strict=True))

@@ -1,0 +1,64 @@
+"""The parts of a training step, built from their settings."""
+
+import zlib
+
+import torch
+
+from konkanivani.audio import MEL_BINS
+from konkanivani.augment import FrontEnd
+from konkanivani.config import TrainConfig
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.monitor import MemoryMonitor
+from konkanivani.memory.recovery import RememberedSplits
+from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.optimizer import build_optimizer
+from konkanivani.preflight import choose_precision
+from konkanivani.randomness import seed_of
+from konkanivani.training.forward import FeatureExtractor, ForwardPass
+from konkanivani.training.step import StepParts
+
+
+def build_front_end(config: TrainConfig, device: torch.device) -> FrontEnd:
+    """Waveforms to features, on the training device."""
+    return FrontEnd(config.augment).to(device)
+
+
+def build_forward(
+    config: TrainConfig, vocab_size: int, device: torch.device, front_end: FeatureExtractor
+) -> ForwardPass:
+    """The model, freshly initialised from the seed, behind a front end."""
+    torch.manual_seed(seed_of(config.run.seed, "weights"))
+    model = KonkaniVaniASR(config.model, vocab_size, MEL_BINS)
+    return ForwardPass(
+        model=model if device.type == "cpu" else model.to(device),  # a trace's tensors cannot be moved
+        front_end=front_end,
+        recompute=RecomputePolicy(config.memory.gradient_checkpointing),
+        monitor=MemoryMonitor(device, config.memory.empty_cache_interval),
+        device=device,
+        amp_dtype=choose_precision(config.memory, device),
+        loss=config.loss,
+    )
+
+
+def build_step_parts(
+    config: TrainConfig, vocab_size: int, device: torch.device, total_steps: int, front_end: FeatureExtractor
+) -> StepParts:
+    """Everything that a step works with, freshly initialised from the seed."""
+    forward = build_forward(config, vocab_size, device, front_end)
+    return StepParts(
+        forward=forward,
+        optimizer=build_optimizer(forward.model, config.optimizer),
+        scaler=torch.amp.GradScaler(device.type, enabled=forward.amp_dtype == torch.float16),
+        schedule=config.optimizer,
+        total_steps=total_steps,
+        seed=config.run.seed,
+        splits=RememberedSplits(memory_conditions(config, device)),
+    )
+
+
+def memory_conditions(config: TrainConfig, device: torch.device) -> int:
+    """A number that changes with the device's size, the precision and what is recomputed."""
+    size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    memory = config.memory
+    conditions = device.type, size, memory.mixed_precision, memory.amp_dtype, memory.gradient_checkpointing
+    return zlib.crc32(repr(conditions).encode())

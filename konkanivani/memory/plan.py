@@ -1,0 +1,91 @@
+"""What is planned for a run: how its micro-batches are cut and which blocks they recompute, by length."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from konkanivani.budget import MIB
+from konkanivani.data.batching import SizeLimit
+from konkanivani.errors import CheckpointError
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.monitor import PlannedPeak
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Utterances of up to `seconds` and `tokens`: so many at once, the first blocks recomputed, the peak in bytes.
+
+    0 utterances where not even one fits; `peak` is then what one would take.
+    """
+
+    seconds: float
+    tokens: int
+    utterances: int
+    recomputed_blocks: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The plan of a run, buckets ascending in seconds.
+
+    `budget` is in bytes, `forward`, `backward` and `update` are the planned peaks of the costliest bucket in bytes, as
+    the device's allocator counts (without its context), `validation` that of validating `validation_seconds` of padded
+    audio at once. `conditions` is a number that stands for the device and all settings that the plan depends on.
+    """
+
+    conditions: int
+    budget: int
+    buckets: tuple[BucketPlan, ...]
+    validation_seconds: float
+    forward: int
+    backward: int
+    update: int
+    validation: int
+
+    def size_limits(self) -> tuple[SizeLimit, ...]:
+        """How many utterances of what length go at once."""
+        return tuple(SizeLimit(bucket.seconds, bucket.utterances) for bucket in self.buckets)
+
+    def recompute_policy(self) -> RecomputePolicy:
+        """How many blocks are recomputed at what length."""
+        return RecomputePolicy("auto", tuple((bucket.seconds, bucket.recomputed_blocks) for bucket in self.buckets))
+
+    def planned_peaks(self, before: float) -> tuple[PlannedPeak, ...]:
+        """The planned peak of each phase in MiB as the monitor measures it, on a process that took `before` MiB."""
+        phases = ("forward", self.forward), ("backward", self.backward), ("update", self.update)
+        validation = (("validation", self.validation),) if self.validation else ()
+        return tuple(PlannedPeak(name, before + size / MIB) for name, size in (*phases, *validation))
+
+    @property
+    def peak(self) -> int:
+        """The largest planned peak of training, everything included."""
+        return max(bucket.peak for bucket in self.buckets)
+
+    def state_dict(self) -> dict[str, object]:
+        """The plan's numbers, for the checkpoint."""
+        return {
+            "conditions": self.conditions,
+            "budget": self.budget,
+            "buckets": [[b.seconds, b.tokens, b.utterances, b.recomputed_blocks, b.peak] for b in self.buckets],
+            "validation_seconds": self.validation_seconds,
+            "peaks": [self.forward, self.backward, self.update, self.validation],
+        }
+
+
+def read_plan(state: Mapping[str, object]) -> MemoryPlan:
+    """The plan that `state_dict` wrote; a CheckpointError where it is none."""
+    try:
+        buckets = tuple(
+            BucketPlan(float(seconds), int(tokens), int(utterances), int(blocks), int(peak))
+            for seconds, tokens, utterances, blocks, peak in state["buckets"]
+        )
+        peaks = [int(peak) for peak in state["peaks"]]
+        plan = MemoryPlan(
+            int(state["conditions"]), int(state["budget"]), buckets, float(state["validation_seconds"]), *peaks
+        )
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError("The checkpoint's memory plan is no plan. Give --replan to make a new one.") from None
+    ascending = all(one.seconds < other.seconds for one, other in zip(buckets, buckets[1:], strict=False))
+    if not buckets or not ascending or min(bucket.utterances for bucket in buckets) < 1:
+        raise CheckpointError("The checkpoint's memory plan is not sound. Give --replan to make a new one.")
+    return plan

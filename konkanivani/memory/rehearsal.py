@@ -1,0 +1,116 @@
+"""The costliest batches of a run tried for real before its first epoch, and undone.
+
+What a plan can't know (a driver's own habits, another program, audio longer than its manifest says) shows in the first
+minute instead of in the third hour. Everything that a step changes is read back from a file, bit for bit.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from konkanivani.checkpoint import read_checkpoint, write_checkpoint
+from konkanivani.data.batch import Speech, Window
+from konkanivani.data.batching import cut_window, largest_size
+from konkanivani.data.loading import TrainingSpeech
+from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.text import Tokenizer
+from konkanivani.training.run import Run
+from konkanivani.training.step import train_step
+
+SAVED = "rehearsal.partial"
+# The counters are not touched by a rehearsal, and sizes that did not fit are worth remembering.
+KEPT = ("progress", "splits")
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What was tried, so many utterances at once of so many seconds, and how often it ran out of memory."""
+
+    name: str
+    utterances: int
+    seconds: float
+    splits: int
+
+    def sentence(self) -> str:
+        """The trial for a person."""
+        again = f", begun again {self.splits} times in smaller pieces" if self.splits else ""
+        return f"{self.name}: {self.utterances} x {self.seconds:.1f} s{again}"
+
+
+def rehearse(run: Run) -> tuple[Rehearsal, ...]:
+    """Trains on the costliest windows and validates the costliest batch, then puts everything back as it was.
+
+    A ResourceError names an utterance that does not fit even alone, a DataError one that cannot be read.
+    """
+    saved = run.checkpointer.directory / SAVED
+    saved.parent.mkdir(parents=True, exist_ok=True)
+    write_checkpoint(saved, run.checkpoint())
+    try:
+        tried = [_try_window(run, name, window) for name, window in costliest_windows(run)]
+        if run.validation is not None:
+            tried.append(_try_validation(run))
+    finally:
+        states = read_checkpoint(saved).states
+        for name, part in run.stateful.items():
+            if name not in KEPT and states[name]:
+                part.load_state_dict(states[name])
+        saved.unlink()
+    return tuple(tried)
+
+
+def costliest_windows(run: Run) -> list[tuple[str, Window]]:
+    """The longest utterances, those with the most tokens, and those of the bucket with the highest planned peak.
+
+    Each window holds its micro-batch twice: the second one finds the first one's gradients there, as most do.
+    """
+    speech = run.windows.speech
+    slowest = dataclasses.replace(speech, speeds=(min(speech.speeds),))
+    durations = np.array([utterance.duration for utterance in speech.utterances])
+    tokens = np.array([len(speech.tokenizer.encode(utterance.text)) for utterance in speech.utterances])
+    orders = [("the longest utterances", np.argsort(-durations, kind="stable"))]
+    orders.append(("the most tokens", np.lexsort((-durations, -tokens))))
+    if run.plan:
+        costliest = max(run.plan.buckets, key=lambda bucket: bucket.peak)
+        inside = np.flatnonzero(durations / min(speech.speeds) <= costliest.seconds)
+        orders.append(("the highest planned peak", inside[np.argsort(-durations[inside], kind="stable")]))
+    windows = [(name, _window_of(run, slowest, order)) for name, order in orders]
+    return [pair for number, pair in enumerate(windows) if _ids(pair[1]) not in [_ids(w) for _, w in windows[:number]]]
+
+
+def _ids(window: Window) -> list[tuple[str, ...]]:
+    return [batch.utterance_ids for batch in window.micro_batches]
+
+
+def _window_of(run: Run, speech: TrainingSpeech, order: np.ndarray) -> Window:
+    """The first utterances of the order, as many as go at once, as two micro-batches."""
+    first = speech[0, int(order[0])]
+    count = largest_size(_seconds(first), run.windows.limits)
+    speeches = [first, *(speech[0, int(index)] for index in order[1 : min(count, run.windows.planner.window_size)])]
+    piece = cut_window(speeches, run.windows.limits, Tokenizer.start, Tokenizer.end)
+    return dataclasses.replace(
+        piece,
+        micro_batches=piece.micro_batches * 2,
+        tokens=2 * piece.tokens,
+        utterances=2 * piece.utterances,
+        audio_seconds=2 * piece.audio_seconds,
+    )
+
+
+def _seconds(speech: Speech) -> float:
+    return len(speech.waveform) / SAMPLE_RATE
+
+
+def _try_window(run: Run, name: str, window: Window) -> Rehearsal:
+    report = train_step(run.step, window, run.state.step)
+    largest = max(window.micro_batches, key=lambda batch: batch.size * batch.longest_seconds)
+    return Rehearsal(name, largest.size, largest.longest_seconds, report.splits)
+
+
+def _try_validation(run: Run) -> Rehearsal:
+    """The batch of most padded audio: the first, since the longest utterances come first."""
+    speech, plan = run.validation.speech, run.validation.plan
+    longest = max(plan, key=lambda batch: len(batch) * speech.utterances[batch[0]].duration)
+    one_batch = dataclasses.replace(run.validation, plan=[longest])
+    one_batch.evaluate(run.step.forward, run.decode)
+    return Rehearsal("validation", len(longest), speech.utterances[longest[0]].duration, 0)

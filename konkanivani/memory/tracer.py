@@ -1,0 +1,183 @@
+"""The peak of memory found by running the real training step on tensors without data.
+
+The step that trains is run on PyTorch's fake CPU tensors, and the bytes of the storages that live at each moment are
+counted: no formula of the model is kept beside the model. For a CUDA card the sizes are rounded as its allocator does,
+and autocast is made to do what it does there; what no trace sees is in devices.py.
+
+torch.distributed's private MemTracker was read and not taken: it sorts bytes by module and kind through hooks on every
+module, which the step does not need, and does not survive from one PyTorch to the next; a peak takes thirty lines.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from konkanivani.data.batch import Batch, Window
+from konkanivani.lengths import SAMPLE_RATE, Lengths, feature_length, subsampled_length
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.devices import DeviceCosts
+from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.model.asr import parameter_count
+from konkanivani.training.evaluation import recognize
+from konkanivani.training.forward import FeatureExtractor
+from konkanivani.training.step import StepParts, train_step
+
+STATE_BYTES = 16  # a parameter's weight, gradient and two moments in fp32
+
+
+@dataclass(frozen=True)
+class Load:
+    """A micro-batch by its size: so many utterances of so many seconds, with so many tokens each."""
+
+    utterances: int
+    seconds: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of tensors: the state (weights, gradients, optimizer) and the peaks of the phases, state included."""
+
+    state: int
+    forward: int
+    backward: int
+    update: int
+
+    @property
+    def bytes(self) -> int:
+        """The peak of the whole step."""
+        return max(self.forward, self.backward, self.update)
+
+
+class StepTracer:
+    """Traces steps of one model for one device. Building it takes a second, a trace half a second or more."""
+
+    def __init__(
+        self, build: Callable[[FeatureExtractor], StepParts], front_end: torch.nn.Module, costs: DeviceCosts
+    ) -> None:
+        """`build` makes the step's parts on a CPU from a front end, inside the trace's mode; `front_end` is real."""
+        self._mode, self.costs = FakeTensorMode(), costs
+        front_end = copy.deepcopy(front_end).cpu()
+        with self._mode:
+            for module in front_end.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, self._mode.from_tensor(buffer))
+            parts = build(front_end)
+            gradients = [torch.empty_like(parameter) for parameter in parts.model.parameters()]
+        # As a second micro-batch finds them: the first one's gradients are there, and nothing takes them away.
+        parts.optimizer.zero_grad = lambda set_to_none=True: None
+        for parameter, gradient in zip(parts.model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        if costs.is_cuda and parts.forward.amp_dtype is not None:
+            for module in parts.model.modules():
+                if isinstance(module, torch.nn.LayerNorm):
+                    module.__class__ = LayerNormInFull
+        self._parts = dataclasses.replace(parts, read=lambda numbers: [0.0] * numbers.numel())
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the model that can be recomputed."""
+        config = self._parts.model.config
+        return config.encoder_layers + config.decoder_layers
+
+    @property
+    def is_half(self) -> bool:
+        """Whether the model runs in half precision."""
+        return self._parts.forward.amp_dtype is not None
+
+    def state(self) -> int:
+        """Bytes of weights, gradients and optimizer."""
+        return STATE_BYTES * parameter_count(self._parts.model)
+
+    def trace(self, load: Load, recompute: RecomputePolicy) -> Peak:
+        """The peaks of a step at a micro-batch of this size, not the step's first."""
+        batch = self._batch(load)
+        return self.trace_window(Window((batch,), load.utterances * load.tokens, load.utterances, 0.0, 0.0), recompute)
+
+    def trace_window(self, window: Window, recompute: RecomputePolicy) -> Peak:
+        """The peaks of a step over a window of real or traced tensors."""
+        live = LiveBytes(self.costs.rounding)
+        phases = _Phases(live)
+        forward = dataclasses.replace(self._parts.forward, recompute=recompute, monitor=phases)
+        parts = dataclasses.replace(self._parts, forward=forward)
+        self._count_state(live, with_gradients=True)
+        with self._mode:
+            traced = dataclasses.replace(window, micro_batches=tuple(map(self._traced, window.micro_batches)))
+            with live:
+                train_step(parts, traced, step=0)
+        longest = max(window.micro_batches, key=lambda batch: batch.size * batch.longest_seconds)
+        beside = self._attention_workspace(longest)
+        return Peak(self.state(), phases.peaks["forward"], phases.peaks["backward"] + beside, phases.peaks["update"])
+
+    def trace_validation(self, load: Load) -> int:
+        """Bytes at the peak of recognising such a batch, weights and optimizer included; no gradients are there."""
+        live = LiveBytes(self.costs.rounding)
+        self._count_state(live, with_gradients=False)
+        forward = dataclasses.replace(self._parts.forward, monitor=_Phases(live))
+        forward.model.eval()
+        with self._mode, torch.no_grad():
+            batch = self._batch(load)
+            with live:
+                recognize(forward, batch, _best_path_on_the_device)
+        return live.peak
+
+    def _count_state(self, live: LiveBytes, with_gradients: bool) -> None:
+        live.count([*self._parts.model.parameters(), *self._parts.model.buffers()])
+        if with_gradients:
+            live.count(parameter.grad for parameter in self._parts.model.parameters())
+        live.count(tensor for state in self._parts.optimizer.state.values() for tensor in state.values())
+
+    def _attention_workspace(self, batch: Batch) -> int:
+        frames = subsampled_length(feature_length(max(batch.sample_lengths)))
+        return self.costs.attention_workspace(batch.size, frames, self._parts.model.config.d_model, self.is_half)
+
+    def _batch(self, load: Load) -> Batch:
+        """A batch in which one utterance is shorter, where there are several: padding costs masks."""
+        samples, tokens = round(load.seconds * SAMPLE_RATE), max(1, load.tokens)
+        shorter = 1 if load.utterances > 1 else 0
+        with self._mode:
+            return Batch(
+                utterance_ids=tuple(map(str, range(load.utterances))),
+                waveforms=torch.empty(load.utterances, samples),
+                sample_lengths=(samples,) * (load.utterances - shorter) + (samples * 9 // 10,) * shorter,
+                tokens=torch.empty(load.utterances, tokens, dtype=torch.long),
+                token_lengths=(tokens,) * load.utterances,
+                decoder_tokens=torch.empty(load.utterances, tokens + 1, dtype=torch.long),
+                targets=torch.empty(load.utterances, tokens + 1, dtype=torch.long),
+                augment_seeds=None,
+            )
+
+    def _traced(self, batch: Batch) -> Batch:
+        names = ("waveforms", "tokens", "decoder_tokens", "targets")
+        tensors = {name: self._mode.from_tensor(getattr(batch, name)) for name in names}
+        return dataclasses.replace(batch, **tensors)
+
+
+class _Phases:
+    """In the place of the monitor: the traced peak of each phase, in bytes."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self.peaks: dict[str, int] = {}
+        self._live = live
+
+    def end_phase(self, phase: str) -> None:
+        self.peaks[phase] = max(self.peaks.get(phase, 0), self._live.restart_peak())
+
+    def tend_cache(self) -> None: ...
+
+
+def _best_path_on_the_device(logits: torch.Tensor, _lengths: Lengths) -> list[list[int]]:
+    """What greedy decoding does on the device; the rest of it is the host's."""
+    logits.argmax(dim=-1)
+    return []
+
+
+class LayerNormInFull(torch.nn.LayerNorm):
+    """Under a CPU's autocast, what CUDA's does and a CPU's does not: takes and gives fp32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float() if torch.is_autocast_enabled("cpu") else x)

@@ -1,0 +1,149 @@
+"""What fits a memory budget, as a table for a person or as JSON, before anything is trained."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from konkanivani.budget import MIB, budget_text
+from konkanivani.config import PRESETS, TrainConfig
+from konkanivani.memory.devices import DeviceCosts
+from konkanivani.memory.plan import BucketPlan
+from konkanivani.memory.planner import ALWAYS, MOST_UTTERANCES, NEVER, Planner
+from konkanivani.run_plan import build_tracer, check_state
+
+BUCKETS = (2.0, 5.0, 10.0, 20.0)
+GIB = 2**30
+TABLE_BUDGETS = (2.0, 4.0, 8.0, 14.7, 24.0)
+# Of Konkani read aloud: 15 characters a second at the most, and a subword holds at least two and a half of them.
+TOKENS_PER_SECOND = {"char": 15, "bpe": 6, "unigram": 6}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What fits with or without recomputing every block; bytes and seconds."""
+
+    gradient_checkpointing: str
+    buckets: tuple[BucketPlan, ...]
+    longest_seconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """The answers under one budget; bytes. `flags` is a line for the trainer."""
+
+    device: str
+    precision: str
+    budget: int
+    state: int
+    workspace: int
+    context: int
+    validation_peak: int
+    answers: tuple[Answer, ...]
+    flags: str
+
+    def as_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    def as_table(self) -> str:
+        """The lines for a person."""
+        beside = f"workspaces {_mib(self.workspace)}" + (f", context {_mib(self.context)}" if self.context else "")
+        lines = [
+            f"Traced for {self.device} in {self.precision}; budget {_mib(self.budget)}.",
+            f"State: weights, gradients and optimizer {_mib(self.state)}. Beside the tensors: {beside}.",
+            "",
+            f"{'':24}{'utterances of':>14}{'at once':>9}{'audio':>9}{'activations':>13}{'peak':>11}",
+        ]
+        for answer in self.answers:
+            title = f"{'keeping activations' if answer.gradient_checkpointing == 'never' else 'recomputing all'}"
+            for bucket in answer.buckets:
+                lines.append(f"{title:24}{self._row(bucket)}")
+                title = ""
+            longest = f"{answer.longest_seconds:g} s" if answer.longest_seconds else "none"
+            lines.append(f"{'':24}longest utterance that trains: {longest}")
+        lines += ["", f"Validation: peak {_mib(self.validation_peak)}.", "", f"Flags for the trainer: {self.flags}"]
+        return "\n".join(lines)
+
+    def _row(self, bucket: BucketPlan) -> str:
+        if not bucket.utterances:
+            return f"{bucket.seconds:12.0f} s{'none':>9}{'':22}{_mib(bucket.peak):>11}"
+        activations = bucket.peak - self.state - self.workspace - self.context
+        return (
+            f"{bucket.seconds:12.0f} s{bucket.utterances:9}{bucket.utterances * bucket.seconds:7.0f} s"
+            f"{_mib(activations):>13}{_mib(bucket.peak):>11}"
+        )
+
+
+def plan_for(config: TrainConfig, costs: DeviceCosts, budget: int) -> Report:
+    """What of this configuration fits `budget` bytes; a ResourceError where not even its state does."""
+    rate = TOKENS_PER_SECOND[config.text.tokenizer_type]
+    planner = Planner(build_tracer(config, config.text.vocab_size, costs), budget, rate)
+    check_state(planner)
+    answers = tuple(_answer(planner, mode, config) for mode in ("never", "always"))
+    longest = config.data.max_validation_duration
+    tokens = _tokens(config, longest)
+    _, validation_peak = planner.validation_seconds(longest, tokens, config.data.validation_batch_seconds)
+    return Report(
+        device=costs.name,
+        precision="half precision" if planner.tracer.is_half else "full precision",
+        budget=budget,
+        state=planner.tracer.state(),
+        workspace=costs.workspace,
+        context=costs.context,
+        validation_peak=validation_peak,
+        answers=answers,
+        flags=_flags(config, answers, budget),
+    )
+
+
+def plan_presets(config: TrainConfig, costs: DeviceCosts) -> str:
+    """A table of presets by budgets: utterances of 10 s at once, and the longest that trains, in seconds."""
+    lines = [
+        f"Traced for {costs.name}, {config.text.vocab_size} tokens: utterances of 10 s at once / longest utterance, in "
+        "seconds, that trains;",
+        "each pair first keeping activations, then recomputing every block.",
+        "",
+        f"{'':12}" + "".join(f"{f'{gib:g} GiB':>26}" for gib in TABLE_BUDGETS),
+    ]
+    for name, shape in PRESETS.items():
+        shaped = dataclasses.replace(config, model=shape)
+        rate = TOKENS_PER_SECOND[config.text.tokenizer_type]
+        planner = Planner(build_tracer(shaped, config.text.vocab_size, costs), 0, rate)
+        cells = []
+        for gib in TABLE_BUDGETS:
+            planner.budget = int(gib * GIB)
+            cells.append("  ".join(_cell(planner, mode, shaped) for mode in ("never", "always")))
+        lines.append(f"{name:12}" + "".join(f"{cell:>26}" for cell in cells))
+    return "\n".join(lines)
+
+
+def _cell(planner: Planner, mode: str, config: TrainConfig) -> str:
+    if planner.tracer.state() + planner.beside() > planner.budget:
+        return "- / -"
+    policy = NEVER if mode == "never" else ALWAYS
+    at_once = planner.largest_batch(10.0, _tokens(config, 10.0), policy, MOST_UTTERANCES).utterances
+    longest = planner.longest_utterance(lambda seconds: _tokens(config, seconds), policy)
+    return f"{at_once}{'+' if at_once == MOST_UTTERANCES else ''} / {longest:g}"
+
+
+def _answer(planner: Planner, mode: str, config: TrainConfig) -> Answer:
+    policy = NEVER if mode == "never" else ALWAYS
+    buckets = tuple(planner.largest_batch(s, _tokens(config, s), policy, MOST_UTTERANCES) for s in BUCKETS)
+    return Answer(mode, buckets, planner.longest_utterance(lambda seconds: _tokens(config, seconds), policy))
+
+
+def _tokens(config: TrainConfig, seconds: float) -> int:
+    return max(1, round(seconds * TOKENS_PER_SECOND[config.text.tokenizer_type]))
+
+
+def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int) -> str:
+    """The flags with which the trainer keeps to the budget, at the duration asked for or the longest that trains."""
+    longest = min(config.data.max_duration, answers[-1].longest_seconds * min(config.augment.speed_perturbation))
+    words = ["--preset", config.run.preset, "--memory_budget", budget_text(budget)]
+    words += ["--batch_size", "auto", "--effective_batch_size", str(config.window_size)]
+    words += ["--gradient_checkpointing", "auto", "--max_duration", f"{longest:g}"]
+    return " ".join(words + (["--mixed_precision"] if config.memory.mixed_precision else []))
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:.0f} MiB"

@@ -1,0 +1,192 @@
+"""The memory plan of a run, from its utterances, its settings and its device; or the checkpoint's again."""
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from konkanivani.assembly import build_front_end, build_step_parts, memory_conditions
+from konkanivani.audio import MEL_BINS
+from konkanivani.budget import MIB, budget_text, parse_budget
+from konkanivani.config import PRESETS, TextConfig, TrainConfig
+from konkanivani.errors import ResourceError
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.available import available_bytes
+from konkanivani.memory.card import Card
+from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
+from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
+from konkanivani.memory.planner import Planner, plan_bucket
+from konkanivani.memory.tracer import STATE_BYTES, Load, StepTracer
+from konkanivani.model.asr import KonkaniVaniASR, parameter_count
+
+BUCKET_RATIO = 0.7  # of the longest utterances of neighbouring buckets
+MOST_BUCKETS = 8
+# Longer micro-batches only cost a CPU more padding (docs/LOG.md); a GPU is the faster the fuller it is.
+MOST_CPU_SECONDS = 24.0
+LATER_KERNELS = 64 * MIB  # the driver loads a library's kernels when they are first used
+
+
+@dataclass(frozen=True)
+class SpeechSizes:
+    """The sizes of a set of utterances: ids, seconds as they are longest played, and tokens."""
+
+    ids: tuple[str, ...]
+    seconds: np.ndarray
+    tokens: np.ndarray
+
+
+def resolve_plan(
+    config: TrainConfig,
+    vocab_size: int,
+    costs: DeviceCosts,
+    device: torch.device,
+    train: SpeechSizes,
+    validation: SpeechSizes | None,
+    stored: Mapping[str, object] | None,
+) -> MemoryPlan:
+    """The run's plan: the checkpoint's where it was made under these conditions, else a new one, told to the person.
+
+    A ResourceError where the model's state or an utterance is beyond the budget says what would help.
+    """
+    conditions = plan_conditions(config, device)
+    if stored and not config.memory.replan:
+        plan = read_plan(stored)
+        if plan.conditions == conditions:
+            return plan
+        print("The checkpoint's memory plan was made under other conditions: a new one is made.", flush=True)
+    budget = config.memory.memory_budget
+    budget = parse_budget(budget) if budget else available_bytes(device)
+    rate = float(train.tokens.sum() / train.seconds.sum())
+    planner = Planner(build_tracer(config, vocab_size, costs), budget, rate)
+    check_state(planner)
+    plan = _plan_buckets(config, planner, conditions, train, validation)
+    _check_every_utterance_fits(plan.buckets, train, config, budget)
+    return plan
+
+
+def plan_conditions(config: TrainConfig, device: torch.device) -> int:
+    """A number that changes with everything that a plan depends on, but the data and the model."""
+    asked = config.memory.memory_budget, config.data.batch_size, config.window_size
+    return zlib.crc32(repr((memory_conditions(config, device), asked)).encode())
+
+
+def costs_of(device: torch.device, card: Card | None) -> DeviceCosts:
+    """What training takes on this device beside its tensors; the context as the driver tells it, where it does."""
+    if device.type == "cpu":
+        return cpu_costs()
+    context = None
+    if card is not None and card.own is not None:
+        context = card.own - torch.cuda.memory_reserved(device) + LATER_KERNELS
+    return cuda_costs(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), context)
+
+
+def build_tracer(config: TrainConfig, vocab_size: int, costs: DeviceCosts) -> StepTracer:
+    """A tracer of this configuration's step."""
+    cpu = torch.device("cpu")
+    return StepTracer(
+        lambda front_end: build_step_parts(config, vocab_size, cpu, 1, front_end), build_front_end(config, cpu), costs
+    )
+
+
+def check_state(planner: Planner) -> None:
+    """A ResourceError where the model's state alone, gradients included, is beyond the budget."""
+    state, beside = planner.tracer.state(), planner.beside()
+    if state + beside > planner.budget:
+        raise ResourceError(
+            f"The weights, gradients and optimizer of this model take {state / MIB:.0f} MiB before any audio, and "
+            f"{planner.tracer.costs.name} takes {beside / MIB:.0f} MiB for itself: more than the budget of "
+            f"{planner.budget / MIB:.0f} MiB. {_largest_preset(planner.budget - beside)}"
+        )
+
+
+def _largest_preset(room: int) -> str:
+    """A sentence about the largest preset whose state is within the room."""
+    for name, shape in PRESETS.items():
+        with torch.device("meta"):
+            parameters = parameter_count(KonkaniVaniASR(shape, TextConfig().vocab_size, MEL_BINS))
+        if STATE_BYTES * parameters <= room:
+            return f"--preset {name} takes {STATE_BYTES * parameters / MIB:.0f} MiB."
+    return "No preset is small enough."
+
+
+def bucket_edges(seconds: np.ndarray) -> list[float]:
+    """The longest utterance of each bucket, ascending, in hundredths of a second rounded up."""
+    edges = [float(np.ceil(100 * seconds.max()) / 100)]
+    while len(edges) < MOST_BUCKETS and (seconds <= BUCKET_RATIO * edges[-1]).any():
+        edges.append(float(np.ceil(100 * seconds[seconds <= BUCKET_RATIO * edges[-1]].max()) / 100))
+    return edges[::-1]
+
+
+def _plan_buckets(
+    config: TrainConfig, planner: Planner, conditions: int, train: SpeechSizes, validation: SpeechSizes | None
+) -> MemoryPlan:
+    buckets = []
+    for edge in bucket_edges(train.seconds):
+        tokens = int(train.tokens[train.seconds <= edge].max())
+        most = most_at_once(config, planner, edge)
+        buckets.append(plan_bucket(planner, edge, tokens, config.memory.gradient_checkpointing, most))
+    costliest = max(buckets, key=lambda bucket: bucket.peak)
+    load = Load(max(1, costliest.utterances), costliest.seconds, costliest.tokens)
+    peak = planner.traced(load, RecomputePolicy.first(costliest.recomputed_blocks))
+    seconds, validation_peak = config.data.validation_batch_seconds, 0
+    if validation is not None:
+        longest = float(validation.seconds.max())
+        seconds, validation_peak = planner.validation_seconds(longest, int(validation.tokens.max()), seconds)
+    beside = planner.tracer.costs.workspace
+    return MemoryPlan(
+        conditions=conditions,
+        budget=planner.budget,
+        buckets=tuple(buckets),
+        validation_seconds=seconds,
+        forward=peak.forward + beside,
+        backward=peak.backward + beside,
+        update=peak.update + beside,
+        validation=max(0, validation_peak - planner.tracer.costs.context),
+    )
+
+
+def most_at_once(config: TrainConfig, planner: Planner, seconds: float) -> int:
+    """The most utterances of so many seconds that go at once, whatever the memory."""
+    if config.data.batch_size != "auto":
+        return config.data.batch_size
+    if planner.tracer.costs.is_cuda:
+        return config.window_size
+    return int(np.clip(MOST_CPU_SECONDS // seconds, 1, config.window_size))
+
+
+def _check_every_utterance_fits(
+    buckets: tuple[BucketPlan, ...], train: SpeechSizes, config: TrainConfig, budget: int
+) -> None:
+    too_long = [bucket for bucket in buckets if not bucket.utterances]
+    if not too_long:
+        return
+    limit = max((bucket.seconds for bucket in buckets if bucket.utterances), default=0.0)
+    as_recorded = int(10 * limit * min(config.augment.speed_perturbation)) / 10
+    rows = [i for i in np.argsort(-train.seconds) if train.seconds[i] > limit]
+    named = ", ".join(f"{train.ids[i]} ({train.seconds[i]:.1f} s)" for i in rows[:3])
+    helps = []
+    if config.memory.gradient_checkpointing == "never":
+        helps.append("--gradient_checkpointing auto")
+    if as_recorded > config.data.min_duration:
+        helps.append(f"--max_duration {as_recorded:g}")
+    if not config.memory.mixed_precision:
+        helps.append("--mixed_precision")
+    raise ResourceError(
+        f"{len(rows)} training utterances do not fit the budget of {budget_text(budget)} even one at a time: {named}"
+        f"{' and others' if len(rows) > 3 else ''}; the longest would take {budget_text(too_long[-1].peak)}. "
+        f"Give {', '.join(helps)} or a smaller --preset."
+    )
+
+
+def plan_sentences(plan: MemoryPlan, blocks: int) -> str:
+    """The plan for a person."""
+    lines = [f"Memory plan for {budget_text(plan.budget)}, planned peak {budget_text(plan.peak)}:"]
+    for bucket in plan.buckets:
+        recomputed = f", {min(bucket.recomputed_blocks, blocks)} of {blocks} blocks recomputed"
+        lines.append(
+            f"  up to {bucket.seconds:6.2f} s: {bucket.utterances} at once, {budget_text(bucket.peak)}"
+            f"{recomputed if bucket.recomputed_blocks else ''}"
+        )
+    return "\n".join(lines)

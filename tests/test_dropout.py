@@ -1,0 +1,43 @@
+"""Our dropout against what dropout is: the share, the scale, the gradient, and independence of neighbours."""
+
+import pytest
+import torch
+
+from konkanivani.model.dropout import Dropout, draw_mask
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.5])
+def test_the_share_is_met_and_the_mean_stays(share):
+    torch.manual_seed(1)
+    dropped = Dropout(share)(torch.ones(1_000_003))
+    zeros = float((dropped == 0).double().mean())
+    assert abs(zeros - share) < 4 * (share * (1 - share) / 1e6) ** 0.5
+    assert torch.allclose(dropped[dropped != 0], torch.tensor(1 / (1 - share)))
+    assert abs(float(dropped.double().mean()) - 1) < 0.01
+
+
+def test_every_position_of_the_64_bits_is_drawn_alike_and_on_its_own():
+    torch.manual_seed(2)
+    mask = draw_mask(torch.empty(400_000, 4), 0.5).double() - 0.5
+    assert float(mask.mean(dim=0).abs().max()) < 0.004
+    correlation = mask.T @ mask / len(mask) * 4 - torch.eye(4, dtype=torch.float64)
+    assert float(correlation.abs().max()) < 0.01
+    assert float((mask[1:] * mask[:-1]).mean().abs()) < 0.002
+
+
+def test_the_gradient_passes_where_the_number_did():
+    torch.manual_seed(3)
+    x = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    y = Dropout(0.3)(x)
+    y.backward(torch.ones_like(y))
+    assert torch.allclose(x.grad * x.detach(), y.detach())
+    assert 0 < int((x.grad == 0).sum()) < x.numel()
+
+
+def test_the_seed_decides_and_evaluation_drops_nothing():
+    x, dropout = torch.randn(33, 3), Dropout(0.4)
+    torch.manual_seed(4)
+    first, second = dropout(x), dropout(x)
+    torch.manual_seed(4)
+    assert torch.equal(first, dropout(x)) and not torch.equal(first, second)
+    assert dropout.eval()(x) is x and Dropout(0.0)(x) is x
