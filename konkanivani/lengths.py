@@ -10,6 +10,7 @@ SAMPLE_RATE = 16_000
 HOP_SAMPLES = 160  # 10 ms
 WINDOW_SAMPLES = 400  # 25 ms
 FFT_SAMPLES = 512
+SUBSAMPLING = 4  # feature frames an encoder frame
 
 Lengths = tuple[int, ...]
 

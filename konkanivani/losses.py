@@ -1,6 +1,9 @@
 """The CTC and the attention loss as sums, with the counts that a whole window divides them by.
 
-B batch, T' encoder frames, U tokens, V vocabulary.
+Both take hidden states and the head that makes logits of them, since the logits of a long utterance are never there all
+at once.
+
+B batch, T' encoder frames, D model width, U tokens, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -8,9 +11,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from konkanivani.config import LossConfig
+from konkanivani.chunks import CHUNK_FRAMES, recomputed
 from konkanivani.ctc_operator import ctc_loss
 from konkanivani.lengths import Lengths
+from konkanivani.long_ctc import Head, long_ctc_losses
+
+TARGET_PADDING = -1
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,22 @@ def joint_loss(sums: LossSums, counts: LossCounts, ctc_weight: float) -> torch.T
 
 
 def ctc_loss_sum(
-    logits: torch.Tensor, encoded_lengths: Lengths, tokens: torch.Tensor, token_lengths: Lengths
+    encoded: torch.Tensor,
+    head: Head,
+    encoded_lengths: Lengths,
+    tokens: torch.Tensor,
+    token_lengths: Lengths,
+    chunk_frames: int = CHUNK_FRAMES,
 ) -> torch.Tensor:
-    """The summed CTC loss of logits (B, T', V) against tokens (B, U); blank is 0.
+    """The summed CTC loss of head(encoded (B, T', D)) against tokens (B, U); blank is 0.
 
-    At least in fp32 whatever the autocast: the forward variables span hundreds of nats (Graves et al., 2006).
+    At least in fp32 whatever the autocast: the forward variables span hundreds of nats (Graves et al., 2006). Beyond
+    `chunk_frames` frames in memory that grows linearly, with the same result.
     """
+    if encoded.shape[1] > chunk_frames:
+        losses = long_ctc_losses(encoded, head, encoded_lengths, tokens, token_lengths)
+        return losses.sum().to(_at_least_float32(encoded))
+    logits = head(encoded)
     with torch.autocast(logits.device.type, enabled=False):
         log_probabilities = F.log_softmax(logits, dim=-1, dtype=_at_least_float32(logits)).transpose(0, 1)
         losses, _ = ctc_loss(log_probabilities, tokens, list(encoded_lengths), list(token_lengths))
@@ -50,33 +66,35 @@ def ctc_loss_sum(
 
 
 def attention_loss_sum(
-    logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float, ignored: int
+    decoded: torch.Tensor,
+    head: Head,
+    targets: torch.Tensor,
+    label_smoothing: float,
+    chunk_frames: int = CHUNK_FRAMES,
 ) -> torch.Tensor:
-    """The summed, smoothed cross entropy of logits (B, U + 1, V) against targets (B, U + 1); `ignored` is padding."""
+    """The summed, smoothed cross entropy of head(decoded (B, U + 1, D)) against targets (B, U + 1); padding is -1.
+
+    At least in fp32 whatever the autocast. Beyond `chunk_frames` tokens chunk by chunk, with the same result.
+    """
+    if decoded.shape[1] <= chunk_frames:
+        return _cross_entropy_sum(decoded, head, targets, label_smoothing)
+    chunks = zip(decoded.split(chunk_frames, dim=1), targets.split(chunk_frames, dim=1), strict=True)
+    sums = [recomputed(_cross_entropy_sum, chunk, head, aims, label_smoothing) for chunk, aims in chunks]
+    return torch.stack(sums).sum()
+
+
+def _cross_entropy_sum(
+    decoded: torch.Tensor, head: Head, targets: torch.Tensor, label_smoothing: float
+) -> torch.Tensor:
+    logits = head(decoded)
     with torch.autocast(logits.device.type, enabled=False):
         return F.cross_entropy(
             logits.flatten(0, 1).to(_at_least_float32(logits)),
             targets.flatten(),
             reduction="sum",
             label_smoothing=label_smoothing,
-            ignore_index=ignored,
+            ignore_index=TARGET_PADDING,
         )
-
-
-def loss_sums(
-    ctc_logits: torch.Tensor,
-    attention_logits: torch.Tensor,
-    encoded_lengths: Lengths,
-    tokens: torch.Tensor,
-    token_lengths: Lengths,
-    targets: torch.Tensor,
-    config: LossConfig,
-) -> LossSums:
-    """Both losses of one micro-batch; shapes as in the two functions above, token padding in `targets` is -1."""
-    return LossSums(
-        ctc=ctc_loss_sum(ctc_logits, encoded_lengths, tokens, token_lengths),
-        attention=attention_loss_sum(attention_logits, targets, config.label_smoothing, ignored=-1),
-    )
 
 
 def _at_least_float32(tensor: torch.Tensor) -> torch.dtype:

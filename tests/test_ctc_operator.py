@@ -17,7 +17,7 @@ def test_loss_and_gradient_are_those_of_torch_bit_for_bit(dtype):
     logits = torch.randn(3, 30, 11, dtype=dtype)
     tokens = torch.randint(1, 11, (3, 7))
     ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    loss = ctc_loss_sum(ours, FRAMES, tokens, TOKENS)
+    loss = ctc_loss_sum(ours, torch.nn.Identity(), FRAMES, tokens, TOKENS)
     log_probabilities = theirs.log_softmax(-1).transpose(0, 1)
     expected = F.ctc_loss(log_probabilities, tokens, torch.tensor(FRAMES), torch.tensor(TOKENS), reduction="sum")
     (3 * loss).backward()

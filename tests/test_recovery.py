@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from konkanivani.checkpoint import LAST, read_checkpoint, write_checkpoint
+from konkanivani.chunks import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
 from konkanivani.command_line import is_out_of_memory
 from konkanivani.data.batch import Batch, split_batch
 from konkanivani.errors import CheckpointError, ResourceError
@@ -29,6 +30,11 @@ def batch_of(seconds: list[float]) -> Batch:
     return window(spoken, len(seconds)).micro_batches[0]
 
 
+def cut_of(seconds: list[float]) -> Cut:
+    """The batch as it is, nothing recomputed."""
+    return Cut((batch_of(seconds),), recomputes_all=False)
+
+
 @pytest.mark.parametrize("augmented", [False, True])
 @pytest.mark.parametrize("size", [2, 5, 8])
 def test_halves_are_what_collating_them_gives(size, augmented):
@@ -47,36 +53,70 @@ def test_one_utterance_has_no_halves():
         split_batch(batch_of([1.0]))
 
 
-def test_a_cut_goes_from_halves_to_single_utterances_to_recomputing_to_nothing():
-    sizes, cut = [], Cut((batch_of([1, 2, 3]), batch_of([4])), recomputes_all=False)
+def test_a_cut_goes_from_halves_to_single_utterances_to_recomputing_to_small_chunks_to_nothing():
+    cuts, cut = [], Cut((batch_of([1, 2, 3]), batch_of([4])), recomputes_all=False)
     while cut is not None:
-        sizes.append([batch.size for batch in cut.micro_batches])
-        last, cut = cut, cut.smaller()
-    assert sizes == [[3, 1], [2, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]] and last.recomputes_all
+        cuts.append(cut)
+        cut = cut.smaller()
+    sizes = [[batch.size for batch in cut.micro_batches] for cut in cuts]
+    assert sizes == [[3, 1], [2, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]
+    assert [cut.recomputes_all for cut in cuts] == [False] * 3 + [True] * 2
+    assert [cut.chunk_frames for cut in cuts] == [CHUNK_FRAMES] * 4 + [SMALL_CHUNK_FRAMES]
+
+
+def test_chunks_that_are_smaller_already_stay_as_they_are():
+    assert Cut((batch_of([1]),), recomputes_all=True, chunk_frames=7).smaller() is None
+    assert Cut((batch_of([1]),), recomputes_all=True, chunk_frames=7).in_small_chunks().chunk_frames == 7
 
 
 def test_what_is_as_long_and_as_many_as_what_did_not_fit_does_not_fit():
     splits = RememberedSplits(conditions=0)
-    assert splits.remember(batch_of([5.2, 5.9, 6.7, 6.9]))
+    assert splits.remember(cut_of([5.2, 5.9, 6.7, 6.9]))
     assert splits.is_too_large(batch_of([6.1] * 4)) and splits.is_too_large(batch_of([9.0] * 5))
     assert not splits.is_too_large(batch_of([5.9] * 4)) and not splits.is_too_large(batch_of([9.0] * 3))
-    assert not splits.remember(batch_of([7.5] * 4)) and splits.remember(batch_of([6.5] * 2))
+    assert not splits.remember(cut_of([7.5] * 4)) and splits.remember(cut_of([6.5] * 2))
     cut = splits.cut_to_fit(Cut((batch_of([5.0] * 4), batch_of([6.5] * 4)), recomputes_all=False))
     assert [batch.size for batch in cut.micro_batches] == [4, 1, 1, 1, 1] and not cut.recomputes_all
-    splits.remember(batch_of([20.0]))
+    splits.remember(cut_of([20.0]))
     assert splits.cut_to_fit(Cut((batch_of([3.0]), batch_of([21.0])), recomputes_all=False)).recomputes_all
+
+
+def test_what_did_not_fit_recomputed_is_run_in_small_chunks_from_then_on():
+    splits = RememberedSplits(conditions=0)
+    assert splits.remember(cut_of([20.0])) and not splits.remember(cut_of([20.0]))
+    assert splits.cut_to_fit(cut_of([20.0])).chunk_frames == CHUNK_FRAMES
+    # Several at once that do not fit say nothing of one alone.
+    assert splits.remember(dataclasses.replace(cut_of([8.0] * 3), recomputes_all=True))
+    assert not splits.cut_to_fit(cut_of([8.0])).recomputes_all
+
+    recomputed = dataclasses.replace(cut_of([20.0]), recomputes_all=True)
+    assert splits.remember(recomputed) and not splits.remember(recomputed)
+    fitting = splits.cut_to_fit(cut_of([3.0, 20.5]))
+    assert fitting.recomputes_all and fitting.chunk_frames == SMALL_CHUNK_FRAMES
+    assert splits.cut_to_fit(cut_of([19.5])).chunk_frames == CHUNK_FRAMES
+    loaded = RememberedSplits(conditions=0)
+    loaded.load_state_dict(splits.state_dict())
+    assert loaded.state_dict() == splits.state_dict() and all(type(n) is int for n in splits.state_dict().values())
+    assert loaded.needs_small_chunks(batch_of([20.0])) and not loaded.needs_small_chunks(batch_of([19.5]))
+
+
+def test_sizes_of_a_checkpoint_from_before_there_were_chunks_mean_what_they_meant():
+    splits = RememberedSplits(conditions=7)
+    splits.load_state_dict({"conditions": 7, "6": 4, "20": 1})
+    assert splits.is_too_large(batch_of([6.5] * 4)) and splits.is_too_large(batch_of([20.0]))
+    assert not splits.needs_small_chunks(batch_of([30.0]))
 
 
 def test_remembered_sizes_survive_a_checkpoint_and_not_another_device():
     splits, same, other = (RememberedSplits(conditions) for conditions in (7, 7, 8))
-    splits.remember(batch_of([6.5] * 4))
+    splits.remember(cut_of([6.5] * 4))
     for loaded in (same, other):
         loaded.load_state_dict(splits.state_dict())
     assert same.is_too_large(batch_of([6.5] * 4)) and same.state_dict() == splits.state_dict()
     assert not other.is_too_large(batch_of([6.5] * 4)) and other.conditions == 8
-    for broken in ({"conditions": 7, "6": "four"}, {"conditions": 7, "six": 4}):
+    for broken in ({"6": "four"}, {"six": 4}, {"6": -1}, {"6": True}, {"6": 4.0}, {"-6": 4}):
         with pytest.raises(CheckpointError, match="split"):
-            same.load_state_dict(broken)
+            same.load_state_dict({"conditions": 7} | broken)
 
 
 @pytest.mark.parametrize("error", [*ERRORS.values(), RuntimeError("std::bad_alloc")], ids=repr)
@@ -144,7 +184,7 @@ def test_steps_before_an_utterance_that_does_not_fit_are_saved(corpus, tmp_path)
     with pytest.raises(ResourceError, match="Out of memory with one utterance at a time"):
         train(failing(run, from_the_third_step_on))
     assert read_checkpoint(tmp_path / "checkpoints" / LAST).states["progress"]["window"] == 2
-    assert calls[2:] == [4, 2, 1, 1]
+    assert calls[2:] == [4, 2, 1, 1, 1]
 
 
 def test_one_failure_costs_one_retry(corpus, tmp_path):

@@ -4,17 +4,21 @@ Between traces the peak is taken as base + utterances x (fixed + slope x seconds
 the trace that counts.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from konkanivani.chunks import CHUNK_FRAMES
+from konkanivani.lengths import HOP_SAMPLES, SAMPLE_RATE, SUBSAMPLING
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.plan import BucketPlan
 from konkanivani.memory.tracer import Load, Peak, StepTracer
 
 LONGEST_SECONDS = 3600.0
 MOST_UTTERANCES = 512
+IN_CHUNKS_SECONDS = math.ceil(CHUNK_FRAMES * SUBSAMPLING * HOP_SAMPLES / SAMPLE_RATE) + 1.0
 NEVER, ALWAYS = RecomputePolicy("never"), RecomputePolicy("always")
 
 # Seconds of an utterance -> its tokens, at the most.
@@ -95,12 +99,15 @@ class Planner:
     def longest_utterance(self, tokens: TokenCount, recompute: RecomputePolicy) -> float:
         """The longest utterance that trains alone, in whole seconds, up to an hour; 0 where none does.
 
-        Between a length that fits and one that does not, a straight line says where to look next; a twentieth is close
-        enough.
+        An utterance just long enough for chunks takes less than a somewhat shorter one, so it is tried first. Between a
+        length that fits and one that does not, a straight line says where to look next; a twentieth is close enough.
         """
         growth = self._growth(recompute)
         fits, too_long = (0.0, growth.base), None
         seconds = min(LONGEST_SECONDS, float(int(growth.seconds(self.budget))))
+        peak = self.peak(Load(1, IN_CHUNKS_SECONDS, tokens(IN_CHUNKS_SECONDS)), recompute)
+        if peak <= self.budget:
+            fits, seconds = (IN_CHUNKS_SECONDS, float(peak)), max(seconds, 2 * IN_CHUNKS_SECONDS)
         while seconds > fits[0]:
             peak = self.peak(Load(1, seconds, tokens(seconds)), recompute)
             if peak <= self.budget:

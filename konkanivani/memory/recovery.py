@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
+from konkanivani.chunks import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
 from konkanivani.command_line import is_out_of_memory
 from konkanivani.data.batch import Batch, split_batch
 from konkanivani.errors import CheckpointError, ResourceError
@@ -18,10 +19,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Cut:
-    """How the work on some utterances is run: in which micro-batches, and whether every block is recomputed."""
+    """How the work on some utterances is run: in which micro-batches, and whether every block is recomputed.
+
+    What is longer than `chunk_frames` encoder frames or tokens is run in chunks of as many.
+    """
 
     micro_batches: tuple[Batch, ...]
     recomputes_all: bool
+    chunk_frames: int = CHUNK_FRAMES
 
     @property
     def largest(self) -> Batch:
@@ -29,23 +34,30 @@ class Cut:
         return max(self.micro_batches, key=lambda batch: (batch.size * batch.longest_seconds, batch.longest_seconds))
 
     def smaller(self) -> "Cut | None":
-        """The next smaller way: every micro-batch in halves, then all blocks recomputed, then None."""
+        """The next smaller way: every micro-batch in halves, then all blocks recomputed, small chunks, then None."""
         if self.largest_size > 1:
             halves = (split_batch(batch) if batch.size > 1 else (batch,) for batch in self.micro_batches)
             return dataclasses.replace(self, micro_batches=tuple(half for pair in halves for half in pair))
-        return None if self.recomputes_all else dataclasses.replace(self, recomputes_all=True)
+        if not self.recomputes_all:
+            return dataclasses.replace(self, recomputes_all=True)
+        return self.in_small_chunks() if self.chunk_frames > SMALL_CHUNK_FRAMES else None
 
     @property
     def largest_size(self) -> int:
         """The most utterances in one micro-batch."""
         return max(batch.size for batch in self.micro_batches)
 
+    def in_small_chunks(self) -> "Cut":
+        """The same in chunks of SMALL_CHUNK_FRAMES."""
+        return dataclasses.replace(self, chunk_frames=min(self.chunk_frames, SMALL_CHUNK_FRAMES))
+
 
 class RememberedSplits:
     """The sizes of micro-batches that did not fit, so that the next ones of such a size are cut beforehand.
 
     A size is the whole seconds of the longest utterance and the number of utterances; what is as long and as many does
-    not fit either. `conditions` is a number that stands for the device and all else that the memory taken depends on
+    not fit either. No utterances at all stand for one that did not fit although every block was recomputed: it needs
+    small chunks. `conditions` is a number that stands for the device and all else that the memory taken depends on
     (but the model, which no resumed run changes): under other conditions a checkpoint's sizes mean nothing.
     """
 
@@ -55,21 +67,27 @@ class RememberedSplits:
 
     def is_too_large(self, batch: Batch) -> bool:
         """Whether a micro-batch that was no longer and held no more did not fit."""
-        return any(
-            seconds <= batch.longest_seconds and fewest <= batch.size for seconds, fewest in self._fewest.items()
-        )
+        return self._is_known(batch, batch.size)
 
-    def remember(self, batch: Batch) -> bool:
-        """Books a micro-batch that did not fit; whether that is news."""
-        is_news = not self.is_too_large(batch)
+    def needs_small_chunks(self, batch: Batch) -> bool:
+        """Whether an utterance that was no longer did not fit although every block was recomputed."""
+        return self._is_known(batch, 0)
+
+    def remember(self, cut: Cut) -> bool:
+        """Books the largest micro-batch of a cut that did not fit; whether that is news."""
+        batch = cut.largest
+        fewest = 0 if batch.size == 1 and cut.recomputes_all else batch.size
+        is_news = not self._is_known(batch, fewest)
         if is_news:
-            self._fewest[int(batch.longest_seconds)] = batch.size
+            self._fewest[int(batch.longest_seconds)] = fewest
         return is_news
 
     def cut_to_fit(self, cut: Cut) -> Cut:
         """The cut with everything known to be too large in smaller pieces."""
         pieces = tuple(piece for batch in cut.micro_batches for piece in self._pieces(batch))
-        return Cut(pieces, cut.recomputes_all or any(self.is_too_large(piece) for piece in pieces))
+        recomputes_all = cut.recomputes_all or any(map(self.is_too_large, pieces))
+        fitting = dataclasses.replace(cut, micro_batches=pieces, recomputes_all=recomputes_all)
+        return fitting.in_small_chunks() if any(map(self.needs_small_chunks, pieces)) else fitting
 
     def state_dict(self) -> dict[str, int]:
         """The fewest utterances that did not fit by whole seconds, and the conditions."""
@@ -79,12 +97,16 @@ class RememberedSplits:
         """Takes the sizes of a checkpoint saved under the same conditions; a CheckpointError where they are none."""
         sizes = {name: fewest for name, fewest in state.items() if name != "conditions"}
         for seconds, fewest in sizes.items():
-            if not seconds.isdecimal() or type(fewest) is not int:
+            if not seconds.isdecimal() or type(fewest) is not int or fewest < 0:
                 raise CheckpointError(
                     f"The checkpoint's split {seconds!r:.40}: {fewest!r:.40} is no size. Use another checkpoint."
                 )
         is_same = state.get("conditions") == self.conditions
         self._fewest = {int(seconds): fewest for seconds, fewest in sizes.items()} if is_same else {}
+
+    def _is_known(self, batch: Batch, size: int) -> bool:
+        longest = batch.longest_seconds
+        return any(seconds <= longest and fewest <= size for seconds, fewest in self._fewest.items())
 
     def _pieces(self, batch: Batch) -> tuple[Batch, ...]:
         if batch.size == 1 or not self.is_too_large(batch):
@@ -110,7 +132,7 @@ def run_or_split(
         smaller = cut.smaller()
         if smaller is None:
             raise _does_not_fit(cut.largest, reason)
-        if splits.remember(cut.largest):
+        if splits.remember(cut):
             _tell(cut, smaller)
         cut, retries = smaller, retries + 1
 
@@ -137,7 +159,12 @@ def release_memory() -> None:
 
 def _tell(cut: Cut, smaller: Cut) -> None:
     size, seconds = cut.largest.size, cut.largest.longest_seconds
-    way = f"at most {smaller.largest_size} at once" if size > 1 else "every block recomputed"
+    if size > 1:
+        way = f"at most {smaller.largest_size} at once"
+    elif not cut.recomputes_all:
+        way = "every block recomputed"
+    else:
+        way = f"subsampling, logits and CTC in chunks of {smaller.chunk_frames} frames"
     tqdm.write(f"Out of memory at {size} x {seconds:.1f} s: the same again with {way}; the result does not change.")
 
 

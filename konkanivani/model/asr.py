@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from konkanivani.chunks import CHUNK_FRAMES
 from konkanivani.config import ModelConfig
 from konkanivani.lengths import Lengths
 from konkanivani.model.blocks import BlockRunner, run_directly
@@ -16,11 +17,14 @@ from konkanivani.model.encoder import Encoder
 
 @dataclass(frozen=True)
 class ASROutput:
-    """What one forward pass gives: CTC logits (B, T', V), their lengths, attention logits (B, U + 1, V)."""
+    """What one forward pass gives: encoded (B, T', D), their lengths, decoded (B, U + 1, D).
 
-    ctc_logits: torch.Tensor
+    `ctc_head` makes CTC logits (B, T', V) of the first, `decoder.output` attention logits (B, U + 1, V) of the last.
+    """
+
+    encoded: torch.Tensor
     encoded_lengths: Lengths
-    attention_logits: torch.Tensor
+    decoded: torch.Tensor
 
 
 class KonkaniVaniASR(torch.nn.Module):
@@ -41,14 +45,12 @@ class KonkaniVaniASR(torch.nn.Module):
         feature_lengths: Lengths,
         decoder_tokens: torch.Tensor,
         run_block: BlockRunner = run_directly,
+        chunk_frames: int = CHUNK_FRAMES,
     ) -> ASROutput:
         """Teacher forcing: features (B, T, F) with their lengths, decoder_tokens (B, U + 1)."""
-        encoded, encoded_lengths = self.encoder(features, feature_lengths, run_block)
-        return ASROutput(
-            ctc_logits=self.ctc_head(encoded),
-            encoded_lengths=encoded_lengths,
-            attention_logits=self.decoder(decoder_tokens, encoded, encoded_lengths, run_block),
-        )
+        encoded, encoded_lengths = self.encoder(features, feature_lengths, run_block, chunk_frames)
+        decoded = self.decoder(decoder_tokens, encoded, encoded_lengths, run_block)
+        return ASROutput(encoded, encoded_lengths, decoded)
 
     def ctc_logits(self, features: torch.Tensor, feature_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
         """The encoder and the CTC head alone: logits (B, T', V) and their lengths, for greedy decoding."""

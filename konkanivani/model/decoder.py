@@ -1,4 +1,4 @@
-"""Tokens and encoded frames to logits of the next token.
+"""Tokens and encoded frames to hidden states, and those to logits of the next token.
 
 B batch, U tokens, T' encoder frames, D model width, V vocabulary.
 """
@@ -13,7 +13,10 @@ from konkanivani.model.dropout import Dropout
 
 
 class Decoder(torch.nn.Module):
-    """Tokens (B, U), encoded (B, T', D) with their lengths -> logits (B, U, V)."""
+    """Tokens (B, U), encoded (B, T', D) with their lengths -> decoded (B, U, D); `output` makes logits (B, U, V) of it.
+
+    Apart, since the logits of a long transcript are never there all at once.
+    """
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
@@ -34,4 +37,4 @@ class Decoder(torch.nn.Module):
             encoded_mask = ~padding_mask(encoded_lengths, encoded.shape[1], encoded.device)[:, None, None, :]
         for block in self.blocks:
             x = run_block(block, x, positions, encoded, encoded_mask)
-        return self.output(self.norm(x))
+        return self.norm(x)

@@ -5,6 +5,7 @@ B batch, T feature frames, T' encoder frames, F mel bins, C channels, D model wi
 
 import torch
 
+from konkanivani.chunks import CHUNK_FRAMES, recomputed
 from konkanivani.config import ModelConfig
 from konkanivani.lengths import Lengths, padding_mask, subsampled_length
 from konkanivani.model.attention import RotaryPositions
@@ -17,6 +18,9 @@ class Subsampling(torch.nn.Module):
 
     Neither pads, so a valid frame never sees padding. Depthwise-separable as in FastConformer (Rekesh et al., 2023):
     two full convolutions cost more than half of the encoder's arithmetic.
+
+    The first convolution makes sixteen numbers of one; beyond `chunk_frames` encoder frames they exist for one chunk of
+    as many at a time. Frame t' sees the features 4 t' to 4 t' + 6, so neighbouring chunks share three features.
     """
 
     def __init__(self, mel_bins: int, channels: int, d_model: int) -> None:
@@ -26,7 +30,15 @@ class Subsampling(torch.nn.Module):
         self.pointwise = torch.nn.Conv2d(channels, channels, 1)
         self.output = torch.nn.Linear(channels * subsampled_length(mel_bins), d_model)
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: torch.Tensor, chunk_frames: int = CHUNK_FRAMES) -> torch.Tensor:
+        frames = subsampled_length(features.shape[1])
+        if frames <= chunk_frames:
+            return self._one_piece(features)
+        starts = range(0, frames, chunk_frames)
+        spans = [(4 * start, 4 * min(start + chunk_frames, frames) + 3) for start in starts]
+        return torch.cat([recomputed(self._one_piece, features[:, first:end]) for first, end in spans], dim=1)
+
+    def _one_piece(self, features: torch.Tensor) -> torch.Tensor:
         x = torch.relu(self.first(features[:, None]))
         x = torch.relu(self.pointwise(self.depthwise(x)))
         return self.output(x.transpose(1, 2).flatten(2))
@@ -45,9 +57,13 @@ class Encoder(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(config.d_model)
 
     def forward(
-        self, features: torch.Tensor, feature_lengths: Lengths, run_block: BlockRunner
+        self,
+        features: torch.Tensor,
+        feature_lengths: Lengths,
+        run_block: BlockRunner,
+        chunk_frames: int = CHUNK_FRAMES,
     ) -> tuple[torch.Tensor, Lengths]:
-        x = self.dropout(self.subsampling(features))
+        x = self.dropout(self.subsampling(features, chunk_frames))
         encoded_lengths = tuple(map(subsampled_length, feature_lengths))
         positions = self.positions(x.shape[1], x)
         padding = key_mask = None

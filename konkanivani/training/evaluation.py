@@ -58,7 +58,9 @@ class RecognizedBatch:
 def recognize(forward: ForwardPass, batch: Batch, decode: Decoder) -> RecognizedBatch:
     """What the model, in the mode in which it is, makes of one batch."""
     output, sums = forward(batch)
-    hypotheses = decode(output.ctc_logits, output.encoded_lengths)
+    with forward.autocast():
+        logits = forward.model.ctc_head(output.encoded)
+    hypotheses = decode(logits, output.encoded_lengths)
     return RecognizedBatch(torch.stack([sums.ctc, sums.attention]).double(), hypotheses)
 
 
@@ -79,8 +81,9 @@ def evaluate(
     totals, tokens, scored = torch.zeros(2, dtype=torch.float64, device=forward.device), 0, []
     for batch, utterances in batches:
         pieces, _ = run_or_split(
-            attempt=lambda cut: [recognize(forward, piece, decode) for piece in cut.micro_batches],
-            cut=Cut((batch,), recomputes_all=True),  # nothing is kept, so there is nothing to recompute
+            attempt=lambda cut: [recognize(forward.run_as(cut), piece, decode) for piece in cut.micro_batches],
+            # Nothing is kept, so there is nothing to recompute.
+            cut=Cut((batch,), recomputes_all=True, chunk_frames=forward.chunk_frames),
             splits=splits,
             undo=lambda: None,
         )

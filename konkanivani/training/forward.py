@@ -1,17 +1,21 @@
-"""The forward pass that training and evaluation share: waveforms in, logits and summed losses out."""
+"""The forward pass that training and evaluation share: waveforms in, hidden states and summed losses out."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from konkanivani.chunks import CHUNK_FRAMES
 from konkanivani.config import LossConfig
 from konkanivani.data.batch import Batch
 from konkanivani.lengths import Lengths
-from konkanivani.losses import LossSums, loss_sums
+from konkanivani.losses import LossSums, attention_loss_sum, ctc_loss_sum
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
+from konkanivani.memory.recovery import Cut
 from konkanivani.model.asr import ASROutput, KonkaniVaniASR
 from konkanivani.model.blocks import BlockRunner
 
@@ -28,7 +32,8 @@ class FeatureExtractor(Protocol):
 class ForwardPass:
     """Model and front end on one device, in one precision; `amp_dtype` is None in full precision.
 
-    `recompute` says how the blocks are run, by the seconds of a batch's longest utterance.
+    `recompute` says how the blocks are run, by the seconds of a batch's longest utterance. What is longer than
+    `chunk_frames` encoder frames or tokens is run in chunks of as many, with the same result.
     """
 
     model: KonkaniVaniASR
@@ -38,6 +43,7 @@ class ForwardPass:
     device: torch.device
     amp_dtype: torch.dtype | None
     loss: LossConfig
+    chunk_frames: int = CHUNK_FRAMES
 
     def __call__(self, batch: Batch) -> tuple[ASROutput, LossSums]:
         """The model's output for a batch, and its summed losses, all on the device."""
@@ -45,23 +51,35 @@ class ForwardPass:
         features, feature_lengths = self.front_end(batch.waveforms, batch.sample_lengths, batch.augment_seeds)
         with self.autocast():
             run_block = self.recompute(batch.longest_seconds)
-            output = self.model(features, feature_lengths, batch.decoder_tokens, run_block)
-        sums = loss_sums(
-            output.ctc_logits,
-            output.attention_logits,
-            output.encoded_lengths,
-            batch.tokens,
-            batch.token_lengths,
-            batch.targets,
-            self.loss,
+            output = self.model(features, feature_lengths, batch.decoder_tokens, run_block, self.chunk_frames)
+            return output, self.loss_sums(output, batch)
+
+    def loss_sums(self, output: ASROutput, batch: Batch) -> LossSums:
+        """Both summed losses of the model's output for a batch on the device."""
+        lengths = output.encoded_lengths, batch.tokens, batch.token_lengths
+        smoothing = self.loss.label_smoothing
+        return LossSums(
+            ctc=ctc_loss_sum(output.encoded, self.model.ctc_head, *lengths, self.chunk_frames),
+            attention=attention_loss_sum(
+                output.decoded, self.model.decoder.output, batch.targets, smoothing, self.chunk_frames
+            ),
         )
-        return output, sums
+
+    def cut(self, micro_batches: tuple[Batch, ...]) -> Cut:
+        """These micro-batches run as this forward pass runs them."""
+        return Cut(micro_batches, self.recompute == RecomputePolicy("always"), self.chunk_frames)
+
+    def run_as(self, cut: Cut) -> "ForwardPass":
+        """The same forward pass with as much recomputed and in as small chunks as the cut says."""
+        recompute = RecomputePolicy("always") if cut.recomputes_all else self.recompute
+        return dataclasses.replace(self, recompute=recompute, chunk_frames=cut.chunk_frames)
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """The precision in which the model runs.
 
-        Without autocast's cache of weights in half precision: a forward pass uses each weight once, and the cache would
-        hold all of them until its end, two bytes a parameter, where recomputing keeps nothing else.
+        Without autocast's cache of weights in half precision: a forward pass uses each weight once (a head's
+        once a chunk), and the cache would hold all of them until its end, two bytes a parameter, where recomputing
+        keeps nothing else.
         """
         enabled = self.amp_dtype is not None
         return torch.autocast(self.device.type, dtype=self.amp_dtype, enabled=enabled, cache_enabled=False)

@@ -83,7 +83,7 @@ def train_step(
     counts = LossCounts(window.tokens, window.utterances)
     gradient, splits = run_or_split(
         attempt=lambda cut: compute_gradient(parts, cut, counts, step, is_interrupted),
-        cut=Cut(window.micro_batches, recomputes_all=parts.forward.recompute == RecomputePolicy("always")),
+        cut=parts.forward.cut(window.micro_batches),
         splits=parts.splits,
         undo=lambda: drop_gradient(parts),
     )
@@ -97,8 +97,7 @@ def compute_gradient(
     seed_step(parts.seed, step)
     parts.model.train()
     parts.optimizer.zero_grad(set_to_none=True)
-    if cut.recomputes_all:
-        parts = recomputing(parts, RecomputePolicy("always"))
+    parts = dataclasses.replace(parts, forward=parts.forward.run_as(cut))
     totals = torch.zeros(2, dtype=torch.float64, device=parts.forward.device)
     for batch in cut.micro_batches:
         if is_interrupted():

@@ -70,6 +70,43 @@ class FailingBackward:
         raise self.error
 
 
+@dataclass(frozen=True)
+class FailingPiece:
+    """A module's forward hook that raises `error` on pieces of more than `frames` frames, here or in the backward pass.
+
+    `axis` is that of the frames in the module's output.
+    """
+
+    frames: int
+    axis: int
+    is_in_backward: bool
+    error: BaseException
+
+    def __call__(self, _module: torch.nn.Module, _inputs: tuple, output: torch.Tensor) -> None:
+        if output.shape[self.axis] <= self.frames:
+            return
+        if not self.is_in_backward:
+            raise self.error
+        if output.requires_grad:
+            output.register_hook(self._fail)
+
+    def _fail(self, _gradient: torch.Tensor) -> None:
+        raise self.error
+
+
+def failing_pieces(parts: StepParts, where: str, frames: int, error: BaseException) -> StepParts:
+    """The step with a model that fails on more than so many encoder frames or tokens at once; `where` as below."""
+    modules = {
+        "subsampling": (parts.model.encoder.subsampling.depthwise, 2),
+        "ctc": (parts.model.ctc_head, 1),
+        "attention": (parts.model.decoder.output, 1),
+    }
+    name, pass_ = where.split(" ")
+    module, axis = modules[name]
+    module.register_forward_hook(FailingPiece(frames, axis, pass_ == "backward", error))
+    return parts
+
+
 def failing_forward(parts: StepParts, when: When, error: BaseException) -> StepParts:
     """The step with a front end that fails."""
     front_end = FailingFrontEnd(parts.forward.front_end, when, error)

@@ -51,6 +51,20 @@ def speeches(count: int, seed: int = 0, augmented: bool = True) -> list[Speech]:
     ]
 
 
+def long_speeches() -> list[Speech]:
+    """Four utterances of 4.4 to 5.6 s with 60 to 140 tokens: three sides of a small chunk."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        Speech(
+            utterance_id=f"long{number}",
+            waveform=torch.randn(samples, generator=generator, dtype=torch.float64),
+            tokens=torch.arange(tokens).remainder(VOCAB_SIZE - 4).add(4).tolist(),
+            augment_seed=number,
+        )
+        for number, (samples, tokens) in enumerate([(70_400, 105), (76_800, 60), (83_200, 120), (90_000, 130)])
+    ]
+
+
 def window(spoken: list[Speech], batch_size: int) -> Window:
     """These utterances as one window in micro-batches of `batch_size`."""
     return cut_window(spoken, same_size(batch_size), start=2, end=3)

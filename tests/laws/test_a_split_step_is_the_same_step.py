@@ -7,10 +7,14 @@ import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
 
+from konkanivani import long_ctc
+from konkanivani.chunks import SMALL_CHUNK_FRAMES
+from konkanivani.data.batch import Speech
 from konkanivani.data.manifest import Utterance
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.errors import ResourceError
@@ -19,12 +23,13 @@ from konkanivani.optimizer import OptimizerState
 from konkanivani.training.evaluation import Evaluation, evaluate
 from konkanivani.training.step import StepParts, StepReport, train_step
 from tests.conftest import ROOT
-from tests.laws.failing import ERRORS, above, failing_backward, failing_forward, once_at
-from tests.laws.parts import MODEL, double_parts, relative_difference, speeches, window, with_dropout
+from tests.laws.failing import ERRORS, above, failing_backward, failing_forward, failing_pieces, once_at
+from tests.laws.parts import MODEL, double_parts, long_speeches, relative_difference, speeches, window, with_dropout
 
 BOUND = 1e-9
 FAILING = {"forward": failing_forward, "backward": failing_backward}
 SPOKEN = speeches(6)
+LONG = long_speeches()
 
 
 def state_of(parts: StepParts) -> dict[str, torch.Tensor]:
@@ -37,10 +42,10 @@ def largest_difference(one: StepParts, other: StepParts) -> float:
     return max(relative_difference(mine[name], theirs[name]) for name in mine)
 
 
-def assert_same_step(parts: StepParts, report: StepReport, batch_size: int) -> None:
+def assert_same_step(parts: StepParts, report: StepReport, batch_size: int, spoken: list[Speech] = SPOKEN) -> None:
     """That these weights and this report are those of the step without any failure."""
     undisturbed = double_parts()
-    expected = train_step(undisturbed, window(SPOKEN, batch_size), step=3)
+    expected = train_step(undisturbed, window(spoken, batch_size), step=3)
     assert expected.splits == 0 and not report.is_skipped
     for name in ("loss", "ctc_loss", "attention_loss", "gradient_norm", "learning_rate", "scale"):
         assert getattr(report, name) == pytest.approx(getattr(expected, name), rel=BOUND, abs=0), name
@@ -116,16 +121,54 @@ def test_one_utterance_that_does_not_fit_even_so_is_named_and_nothing_has_change
     for part in (longest.utterance_id, f"{len(longest.waveform) / 16_000:.1f} s", "CUDA out of memory", "--max_dur"):
         assert part in str(caught.value)
     assert caught.value.exit_code == 6 and caught.value.__context__ is None
-    assert failing.forward.front_end.sizes == [2, 1, 1]
+    assert failing.forward.front_end.sizes == [2, 1, 1, 1]
     assert all(torch.equal(state_of(parts)[name], theirs) for name, theirs in state_of(untouched).items())
     assert all(p.grad is None for p in parts.model.parameters())
 
 
-def test_with_every_block_recomputed_already_there_is_no_third_attempt():
+def test_what_is_done_already_is_not_attempted_again():
     parts = failing_forward(double_parts(recompute="always"), above(0), ERRORS["cuda"])
+    parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, chunk_frames=SMALL_CHUNK_FRAMES))
     with pytest.raises(ResourceError):
         train_step(parts, window(SPOKEN, 2), step=3)
     assert parts.forward.front_end.sizes == [2, 1]
+
+
+PIECES = [f"{what} {where}" for what in ("subsampling", "ctc", "attention") for where in FAILING]
+
+
+@pytest.mark.parametrize("where", PIECES)
+def test_one_utterance_that_does_not_fit_recomputed_is_run_in_small_chunks_from_then_on(where, capsys):
+    parts = failing_pieces(double_parts(), where, SMALL_CHUNK_FRAMES, ERRORS["cpu"])
+    report = train_step(parts, window(LONG, 2), step=3)
+    assert report.splits == 3
+    assert_same_step(parts, report, 2, LONG)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 3 and "every block recomputed" in said[1]
+    assert "subsampling, logits and CTC in chunks of 100 frames" in said[2]
+    assert train_step(parts, window(LONG, 2), step=4).splits == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_small_chunks_are_the_same_step_with_dropout_too():
+    model = with_dropout(MODEL, 0.3)
+    whole = train_step(double_parts(model, "always"), window(LONG, 1), step=3)
+    parts = failing_pieces(double_parts(model, "always"), "ctc backward", SMALL_CHUNK_FRAMES, ERRORS["cuda"])
+    chunked = train_step(parts, window(LONG, 1), step=3)
+    assert (whole.splits, chunked.splits) == (0, 1)
+    assert chunked.loss == pytest.approx(whole.loss, rel=BOUND)
+    assert chunked.gradient_norm == pytest.approx(whole.gradient_norm, rel=BOUND)
+
+
+def test_negative_control_chunks_that_hand_nothing_on_are_another_gradient(monkeypatch):
+    parts, undisturbed = double_parts(), double_parts()
+    through_chunk = long_ctc._through_chunk
+    monkeypatch.setattr(
+        long_ctc, "_through_chunk", lambda *inputs: through_chunk(*inputs[:4], inputs[4].detach(), *inputs[5:])
+    )
+    train_step(failing_pieces(parts, "ctc forward", SMALL_CHUNK_FRAMES, ERRORS["cpu"]), window(LONG, 2), step=3)
+    train_step(undisturbed, window(LONG, 2), step=3)
+    assert largest_difference(undisturbed, parts) > 1e-3
 
 
 @pytest.mark.parametrize("where", FAILING)
@@ -205,10 +248,10 @@ class NumberTokenizer:
         return " ".join(map(str, tokens))
 
 
-def evaluated(parts: StepParts) -> Evaluation:
-    spoken = sorted(speeches(7, augmented=False), key=lambda speech: -len(speech.waveform))
+def evaluated(parts: StepParts, spoken: Sequence[Speech] = tuple(speeches(7, augmented=False))) -> Evaluation:
+    spoken = sorted(spoken, key=lambda speech: -len(speech.waveform))
     batches = []
-    for some in (spoken[:5], spoken[5:]):
+    for some in filter(None, (spoken[:5], spoken[5:])):
         batch = window(some, len(some)).micro_batches[0]
         batches.append((batch, [Utterance(name, name, 1.0, "words") for name in batch.utterance_ids]))
     return evaluate(parts.forward, batches, NumberTokenizer(), greedy_ctc)
@@ -225,6 +268,17 @@ def test_validation_in_pieces_is_the_same_validation(error, when):
         assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=BOUND, abs=0)
     assert found.scored == expected.scored and found.rates == expected.rates
     assert any(scored.hypothesis for scored in expected.scored)
+
+
+@pytest.mark.parametrize("where", ["subsampling forward", "attention forward"])
+def test_validation_in_small_chunks_is_the_same_validation(where, capsys):
+    spoken = [dataclasses.replace(speech, augment_seed=None) for speech in LONG]
+    expected = evaluated(double_parts(), spoken)
+    found = evaluated(failing_pieces(double_parts(), where, SMALL_CHUNK_FRAMES, ERRORS["cuda"]), spoken)
+    assert "in chunks of 100 frames" in capsys.readouterr().out
+    for name in ("loss", "ctc_loss", "attention_loss"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=BOUND, abs=0)
+    assert found.scored == expected.scored and any(scored.hypothesis for scored in expected.scored)
 
 
 def test_validation_names_the_utterance_that_does_not_fit():

@@ -19,7 +19,8 @@ def outputs(parts: StepParts, spoken: list, batch_size: int) -> dict[str, tuple[
             output, _ = parts.forward(batch)
             for row, name in enumerate(batch.utterance_ids):
                 frames, tokens = output.encoded_lengths[row], batch.token_lengths[row] + 1
-                found[name] = output.ctc_logits[row, :frames], output.attention_logits[row, :tokens]
+                ctc, attention = parts.model.ctc_head(output.encoded), parts.model.decoder.output(output.decoded)
+                found[name] = ctc[row, :frames], attention[row, :tokens]
     return found
 
 

@@ -1,0 +1,92 @@
+#!/usr/bin/env python3
+"""Measures the memory of one optimizer step on one utterance, for several lengths, each in a process of its own.
+
+    python3 benchmarks/long_audio.py --seconds 60 600 --tokens_per_second 4 --json
+
+The step is the product's own `train_step`, from a random waveform on, after a step on a short one. The live peak counts
+tensors, above what the model takes anyway (weights, gradients, optimizer); the growth is that of the resident memory
+from before the model is built to the process's largest (VmHWM). Attention's time grows with the square of the length:
+ten minutes take minutes.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "training_scripts"))
+import bootstrap
+
+bootstrap.rerun_under_venv()
+
+import dataclasses
+import json
+import subprocess
+from dataclasses import dataclass
+from typing import Literal
+
+from konkanivani.command_line import read_flags, run_script
+from konkanivani.config import PRESETS, MemoryConfig, RunConfig, TrainConfig
+from konkanivani.errors import ResourceError, UsageError
+
+SHORTEST, LONGEST = 1.0, 7200.0
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What is measured."""
+
+    seconds: tuple[float, ...] = (60.0, 600.0)
+    """Lengths of the utterance."""
+    tokens_per_second: float = 4.0
+    """Tokens of its transcript; at most 15, which is reading in characters."""
+    preset: Literal["original", "optimized", "minimal"] = "original"
+    """Model shape."""
+    gradient_checkpointing: Literal["always", "never"] = "always"
+    """Recompute every block's activations in the backward pass."""
+    json: bool = False
+    """Print one line of JSON instead of sentences."""
+
+
+def measure_lengths(flags: Flags) -> str:
+    """Measures; returns what is to be printed."""
+    if not flags.seconds or not all(SHORTEST <= seconds <= LONGEST for seconds in flags.seconds):
+        raise UsageError(f"--seconds must be one or more lengths from {SHORTEST:g} to {LONGEST:g}.")
+    if not 0 < flags.tokens_per_second <= 15:
+        raise UsageError("--tokens_per_second must be above 0 and at most 15.")
+    steps = [measure_in_child(flags, seconds) for seconds in flags.seconds] if len(flags.seconds) > 1 else [own(flags)]
+    ratio = round(steps[-1]["peak_above_state_mib"] / steps[0]["peak_above_state_mib"], 2)
+    if flags.json:
+        return json.dumps({"preset": flags.preset, "steps": steps, "ratio": ratio})
+    lines = [
+        f"{step['seconds']:g} s, {step['tokens']} tokens: live peak {step['peak_above_state_mib']} MiB above the "
+        f"state, resident +{step['rss_growth_mib']} MiB"
+        for step in steps
+    ]
+    return "\n".join([*lines, f"last over first: {ratio}"])
+
+
+def own(flags: Flags) -> dict[str, float]:
+    """The one length of these flags, measured in this process."""
+    from benchmarks.measuring.long_step import measure
+
+    config = dataclasses.replace(
+        TrainConfig(),
+        run=RunConfig(preset=flags.preset, device="cpu"),
+        model=PRESETS[flags.preset],
+        memory=MemoryConfig(gradient_checkpointing=flags.gradient_checkpointing),
+    )
+    return dataclasses.asdict(measure(config, flags.seconds[0], flags.tokens_per_second))
+
+
+def measure_in_child(flags: Flags, seconds: float) -> dict[str, float]:
+    """This length, measured by this script in another process; a ResourceError where that one did not end well."""
+    one = ("--seconds", str(seconds), "--tokens_per_second", str(flags.tokens_per_second), "--preset", flags.preset)
+    command = [sys.executable, __file__, *one, "--gradient_checkpointing", flags.gradient_checkpointing, "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise ResourceError(f"The step on {seconds:g} s ended with exit code {done.returncode}. Give fewer --seconds.")
+    return json.loads(done.stdout.splitlines()[-1])["steps"][0]
+
+
+if __name__ == "__main__":
+    flags = read_flags(Flags, sys.argv[1:])
+    sys.exit(run_script(lambda: measure_lengths(flags)))

@@ -1,0 +1,72 @@
+"""One optimizer step on one utterance of any length: its peak of live tensors, the growth of resident memory."""
+
+from dataclasses import dataclass
+
+import torch
+
+from konkanivani.assembly import build_front_end, build_step_parts
+from konkanivani.config import TrainConfig
+from konkanivani.data.batch import Speech, Window
+from konkanivani.data.batching import cut_window
+from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.memory.monitor import MIB, peak_resident_mib, resident_mib
+from konkanivani.model.asr import parameter_count
+from konkanivani.text import Tokenizer
+from konkanivani.training.step import train_step
+
+VOCABULARY = 1000
+FIRST_TOKEN = 5
+WARM_UP_SECONDS = 2.0
+STATE_BYTES = 16  # a parameter's weight, gradient and two moments in fp32
+
+
+@dataclass(frozen=True)
+class LongStep:
+    """What was measured: memory in MiB, loss in nats a token, `splits` how often it was begun again in less memory."""
+
+    seconds: float
+    tokens: int
+    params: int
+    peak_above_state_mib: int
+    rss_growth_mib: int
+    loss: float
+    is_skipped: bool
+    splits: int
+
+
+def measure(config: TrainConfig, seconds: float, tokens_per_second: float) -> LongStep:
+    """Builds the model that `config` describes, trains a step on a short utterance, and then one on `seconds`."""
+    resident_before, cpu = resident_mib(), torch.device("cpu")
+    parts = build_step_parts(config, VOCABULARY, cpu, 100, build_front_end(config, cpu))
+    train_step(parts, build_window(WARM_UP_SECONDS, tokens_per_second), step=0)
+    window = build_window(seconds, tokens_per_second)
+    live = LiveBytes()
+    live.count([*parts.model.parameters(), *parts.model.buffers()])
+    live.count(value for state in parts.optimizer.state.values() for value in state.values())
+    with live:
+        report = train_step(parts, window, step=1)
+    params = parameter_count(parts.model)
+    return LongStep(
+        seconds=seconds,
+        tokens=window.tokens,
+        params=params,
+        peak_above_state_mib=round((live.peak - STATE_BYTES * params) / MIB),
+        rss_growth_mib=round(peak_resident_mib() - resident_before),
+        loss=round(report.loss, 3),
+        is_skipped=report.is_skipped,
+        splits=report.splits,
+    )
+
+
+def build_window(seconds: float, tokens_per_second: float) -> Window:
+    """One utterance of noise with random tokens, the same numbers on every machine."""
+    generator = torch.Generator().manual_seed(0)
+    count = max(1, round(seconds * tokens_per_second))
+    speech = Speech(
+        utterance_id="noise",
+        waveform=0.1 * torch.randn(round(seconds * SAMPLE_RATE), generator=generator),
+        tokens=torch.randint(FIRST_TOKEN, VOCABULARY, (count,), generator=generator).tolist(),
+        augment_seed=0,
+    )
+    return cut_window([speech], 1, Tokenizer.start, Tokenizer.end)

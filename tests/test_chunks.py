@@ -1,0 +1,128 @@
+"""What is long in chunks of any size: the losses and gradients of one piece, to 1e-9 in float64, and less memory."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from konkanivani.assembly import build_front_end, build_step_parts
+from konkanivani.chunks import CHUNK_FRAMES
+from konkanivani.config import ModelConfig, TrainConfig
+from konkanivani.data.batch import Window
+from konkanivani.losses import LossCounts
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.devices import cpu_costs
+from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.memory.tracer import Load, StepTracer
+from konkanivani.randomness import seed_step
+from konkanivani.run_plan import build_tracer
+from konkanivani.training.forward import FeatureExtractor
+from konkanivani.training.step import StepParts, add_gradients, train_step
+from tests.laws.parts import MODEL, double_parts, relative_difference, speeches, window, with_dropout
+
+BOUND = 1e-9
+
+
+def in_chunks(parts: StepParts, chunk_frames: int) -> StepParts:
+    return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, chunk_frames=chunk_frames))
+
+
+def losses_and_gradients(parts: StepParts, cut: Window) -> dict[str, torch.Tensor]:
+    seed_step(parts.seed, 0)
+    parts.model.train()
+    counts = LossCounts(cut.tokens, cut.utterances)
+    sums = [add_gradients(parts, batch, counts) for batch in cut.micro_batches]
+    found = {name: p.grad for name, p in parts.model.named_parameters()}
+    return found | {"ctc": sum(s.ctc.detach() for s in sums), "attention": sum(s.attention.detach() for s in sums)}
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return max(relative_difference(tensor, other[name]) for name, tensor in one.items())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    chunk_frames=st.integers(1, 60),
+    utterances=st.integers(1, 4),
+    seed=st.integers(0, 99),
+    encoder_type=st.sampled_from(["conformer", "transformer"]),
+    recompute=st.sampled_from(["always", "never"]),
+    dropout=st.sampled_from([0.0, 0.3]),
+)
+def test_any_chunks_give_the_losses_and_gradients_of_one_piece(
+    chunk_frames, utterances, seed, encoder_type, recompute, dropout
+):
+    model = dataclasses.replace(with_dropout(MODEL, dropout), encoder_type=encoder_type)
+    cut = window(speeches(utterances, seed), utterances)
+    whole = losses_and_gradients(double_parts(model), cut)
+    chunked = losses_and_gradients(in_chunks(double_parts(model, recompute), chunk_frames), cut)
+    assert largest_difference(whole, chunked) < BOUND
+
+
+def test_negative_control_chunks_without_common_features_are_another_gradient(monkeypatch):
+    parts, cut = double_parts(), window(speeches(2), 2)
+    whole = losses_and_gradients(double_parts(), cut)
+    one_piece = parts.model.encoder.subsampling._one_piece
+
+    def without_the_last_three(features: torch.Tensor) -> torch.Tensor:
+        return one_piece(torch.cat([features[:, :-3], torch.zeros_like(features[:, -3:])], dim=1))
+
+    monkeypatch.setattr(parts.model.encoder.subsampling, "_one_piece", without_the_last_three)
+    assert largest_difference(whole, losses_and_gradients(in_chunks(parts, 9), cut)) > 1e-3
+
+
+@pytest.mark.parametrize("frames", [7, 8, 9, 10, 11, 23, 24, 25, 26])
+@pytest.mark.parametrize("chunk_frames", [1, 2, 3, 5])
+def test_subsampled_in_chunks_no_frame_is_lost_at_any_length(frames, chunk_frames):
+    subsampling = double_parts().model.encoder.subsampling
+    features = torch.randn(2, frames, 80, dtype=torch.float64)
+    whole = subsampling(features, CHUNK_FRAMES)
+    assert relative_difference(whole, subsampling(features, chunk_frames)) < BOUND
+
+
+def test_a_minute_is_run_in_one_piece(monkeypatch):
+    """Up to CHUNK_FRAMES nothing is recomputed that was not recomputed before."""
+    for module in ("konkanivani.model.encoder", "konkanivani.losses", "konkanivani.long_ctc"):
+        monkeypatch.setattr(f"{module}.recomputed", None)
+    parts = double_parts()
+    spoken = dataclasses.replace(speeches(1)[0], waveform=torch.randn(60 * 16_000, dtype=torch.float64))
+    losses_and_gradients(parts, window([spoken], 1))
+    with pytest.raises(TypeError):
+        losses_and_gradients(in_chunks(parts, CHUNK_FRAMES - 10), window([spoken], 1))
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_in_chunks_too_the_traced_peak_is_the_real_steps_peak(mode):
+    config, cpu = TrainConfig(model=SMALL), torch.device("cpu")
+    spoken = [dataclasses.replace(s, waveform=s.waveform.float()) for s in speeches(4, augmented=False)]
+
+    def build(front_end: FeatureExtractor) -> StepParts:
+        return in_chunks(build_step_parts(config, 40, cpu, 1, front_end), 9)
+
+    front_end = build_front_end(config, cpu)
+    parts = build(front_end)
+    parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, recompute=RecomputePolicy(mode)))
+    live = LiveBytes()
+    live.count([*parts.model.parameters(), *parts.model.buffers()])
+    live.count(tensor for state in parts.optimizer.state.values() for tensor in state.values())
+    with live:
+        train_step(parts, window(spoken, 2), 0)
+    traced = StepTracer(build, front_end, cpu_costs()).trace_window(window(spoken, 2), RecomputePolicy(mode)).bytes
+    # The trace has gradients from the beginning, as a step's second micro-batch has.
+    assert abs(traced - live.peak) <= 0.02 * live.peak
+
+
+SMALL = ModelConfig(d_model=32, encoder_layers=2, decoder_layers=2, attention_heads=2, subsampling_channels=16)
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_the_traced_peak_grows_linearly(mode):
+    """Above the state, from one to ten minutes and from ten to twenty, at 15 tokens a second."""
+    tracer = build_tracer(TrainConfig(model=SMALL), 1000, cpu_costs())
+    one, ten, twenty = (
+        tracer.trace(Load(1, seconds, 15 * seconds), RecomputePolicy(mode)).bytes - tracer.state()
+        for seconds in (60, 600, 1200)
+    )
+    assert ten < 10.5 * one and twenty < 2.2 * ten
