@@ -20,5 +20,10 @@ def parse_budget(text: str) -> int:
 
 
 def budget_text(size: int) -> str:
-    """The size as a flag takes it, in whole MiB."""
+    """The size as a flag takes it, in whole MiB, rounded down."""
     return f"{size // MIB}MiB"
+
+
+def peak_text(size: int) -> str:
+    """The size in whole MiB, rounded up."""
+    return f"{-(-size // MIB)} MiB"

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from konkanivani.budget import MIB, budget_text
+from konkanivani.budget import MIB, budget_text, peak_text
 from konkanivani.config import PRESETS, ModelConfig, TrainConfig
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.plan import BucketPlan
@@ -67,11 +67,11 @@ class Report:
 
     def _row(self, bucket: BucketPlan) -> str:
         if not bucket.utterances:
-            return f"{bucket.seconds:12.0f} s{'none':>9}{'':22}{_mib(bucket.peak):>11}"
+            return f"{bucket.seconds:12.0f} s{'none':>9}{'':22}{peak_text(bucket.peak):>11}"
         activations = bucket.peak - self.state - self.workspace - self.context
         return (
             f"{bucket.seconds:12.0f} s{bucket.utterances:9}{bucket.utterances * bucket.seconds:7.0f} s"
-            f"{_mib(activations):>13}{_mib(bucket.peak):>11}"
+            f"{_mib(activations):>13}{peak_text(bucket.peak):>11}"
         )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from konkanivani.assembly import build_front_end, build_step_parts, memory_conditions
 from konkanivani.audio import MEL_BINS
-from konkanivani.budget import MIB, budget_text, parse_budget
+from konkanivani.budget import MIB, budget_text, parse_budget, peak_text
 from konkanivani.config import PRESETS, TextConfig, TrainConfig
 from konkanivani.errors import ResourceError
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
@@ -175,18 +175,18 @@ def _check_every_utterance_fits(
         helps.append("--mixed_precision")
     raise ResourceError(
         f"{len(rows)} training utterances do not fit the budget of {budget_text(budget)} even one at a time: {named}"
-        f"{' and others' if len(rows) > 3 else ''}; the longest would take {budget_text(too_long[-1].peak)}. "
+        f"{' and others' if len(rows) > 3 else ''}; the longest would take {peak_text(too_long[-1].peak)}. "
         f"Give {', '.join(helps)} or a smaller --preset."
     )
 
 
 def plan_sentences(plan: MemoryPlan, blocks: int) -> str:
     """The plan for a person."""
-    lines = [f"Memory plan for {budget_text(plan.budget)}, planned peak {budget_text(plan.peak)}:"]
+    lines = [f"Memory plan for {budget_text(plan.budget)}, planned peak {peak_text(plan.peak)}:"]
     for bucket in plan.buckets:
         recomputed = f", {min(bucket.recomputed_blocks, blocks)} of {blocks} blocks recomputed"
         lines.append(
-            f"  up to {bucket.seconds:6.2f} s: {bucket.utterances} at once, {budget_text(bucket.peak)}"
+            f"  up to {bucket.seconds:6.2f} s: {bucket.utterances} at once, {peak_text(bucket.peak)}"
             f"{recomputed if bucket.recomputed_blocks else ''}"
         )
     return "\n".join(lines)

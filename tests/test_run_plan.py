@@ -1,0 +1,217 @@
+"""A run under a memory budget: its plan, its rehearsal, what a resume takes over, and what does not fit."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from konkanivani import run_plan
+from konkanivani.budget import parse_budget
+from konkanivani.checkpoint import LAST, read_checkpoint
+from konkanivani.config import TrainConfig
+from konkanivani.data.batch import Speech
+from konkanivani.data.batching import SizeLimit, cut_window
+from konkanivani.errors import CheckpointError, ResourceError, UsageError
+from konkanivani.flags import parse_flags
+from konkanivani.memory import rehearsal
+from konkanivani.memory.available import BudgetWatch, available_bytes
+from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
+from konkanivani.recipe import build_run
+from konkanivani.run_plan import bucket_edges
+from konkanivani.start import resolve_start
+from konkanivani.training.loop import train
+from konkanivani.training.run import Run
+from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer
+
+PLAN = MemoryPlan(
+    conditions=5,
+    budget=1000,
+    buckets=(BucketPlan(2.0, 10, 4, 0, 900), BucketPlan(8.0, 40, 1, 3, 1000)),
+    validation_seconds=30.0,
+    forward=1,
+    backward=2,
+    update=3,
+    validation=4,
+)
+
+
+def built(corpus: Corpus, directory: Path, *more: str) -> Run:
+    flags = (*TINY_MODEL, *corpus.flags(), *run_folders(directory), "--num_workers", "0", *more)
+    return build_run(resolve_start(list(flags)))
+
+
+def limits_of(run: Run) -> list[tuple[int, int]]:
+    return [(bucket.utterances, bucket.recomputed_blocks) for bucket in run.plan.buckets]
+
+
+@pytest.mark.parametrize(
+    ("flags", "window"),
+    [
+        (["--batch_size", "auto"], 8),
+        (["--batch-size=auto", "--effective-batch-size=12"], 12),
+        (["--batch_size", "3"], 12),
+        (["--batch_size", "2", "--effective_batch_size", "8"], 8),
+    ],
+)
+def test_the_effective_batch_is_what_was_asked_for(flags, window):
+    assert parse_flags(flags).window_size == window
+
+
+def test_a_resumed_run_keeps_its_effective_batch_however_it_is_cut():
+    stored = parse_flags(["--batch_size", "3"])
+    assert parse_flags(["--batch_size", "auto"], stored).window_size == 12
+    planned = parse_flags(["--batch_size", "auto", "--effective_batch_size", "6"])
+    assert parse_flags(["--batch_size", "3", "--gradient_accumulation_steps", "2"], planned).window_size == 6
+    assert parse_flags([], planned).window_size == 6
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--batch_size", "auto", "--gradient_accumulation_steps", "2"], "chooses the micro-batches itself"),
+        (["--batch_size", "2", "--effective_batch_size", "6"], "contradicts"),
+        (["--effective_batch_size", "0", "--batch_size", "auto"], "at least 1"),
+        (["--memory_budget", "4"], "a number and a unit"),
+        (["--memory_budget", "1KiB"], "not a size of a memory"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(flags, said):
+    with pytest.raises(UsageError, match=said):
+        parse_flags(flags)
+
+
+def test_a_window_is_cut_by_the_length_of_its_utterances():
+    spoken = [Speech(str(n), torch.zeros(16_000 * n), [4], None) for n in (9, 1, 2, 3, 2, 7, 1, 2)]
+    limits = SizeLimit(2.0, 3), SizeLimit(3.0, 2), SizeLimit(8.0, 1)
+    window = cut_window(spoken, limits, start=2, end=3)
+    assert [[len(batch.waveforms[0]) // 16_000, batch.size] for batch in window.micro_batches] == [
+        *([2, 3], [2, 2]),
+        *([3, 1], [7, 1], [9, 1]),
+    ]
+
+
+def test_buckets_end_at_the_longest_utterance_and_hold_all():
+    seconds = np.random.default_rng(0).uniform(0.5, 17.0, size=500)
+    edges = bucket_edges(seconds)
+    assert edges == sorted(set(edges)) and 4 <= len(edges) <= run_plan.MOST_BUCKETS
+    assert seconds.max() <= edges[-1] < seconds.max() + 0.011
+    assert bucket_edges(np.array([3.0])) == [3.0]
+
+
+def test_a_plan_survives_its_checkpoint_and_a_broken_one_is_refused():
+    assert read_plan(PLAN.state_dict()) == PLAN
+    assert [PLAN.recompute_policy()(seconds).count for seconds in (1.0, 5.0)] == [0, 3]
+    for broken in ({"buckets": []}, {"buckets": [[1.0, 2]]}, {"peaks": ["x"] * 4}, {"budget": None}):
+        with pytest.raises(CheckpointError, match="--replan"):
+            read_plan(PLAN.state_dict() | broken)
+    with pytest.raises(CheckpointError, match="not sound"):
+        read_plan(dataclasses.replace(PLAN, buckets=PLAN.buckets[::-1]).state_dict())
+
+
+def test_a_smaller_budget_cuts_smaller_and_then_recomputes(corpus, tmp_path):
+    auto = ("--batch_size", "auto", "--gradient_checkpointing", "auto", "--max_steps", "1")
+    roomy = built(corpus, tmp_path / "roomy", *auto, "--memory_budget", "400MiB")
+    one = run_plan.build_tracer(parse_flags(list(TINY_MODEL)), 30, run_plan.cpu_costs())
+    longest = roomy.plan.buckets[-1]
+    needed = one.trace(run_plan.Load(1, longest.seconds, longest.tokens), run_plan.RecomputePolicy.first(1))
+    tight_budget = f"{(needed.bytes + one.costs.workspace) // 1024 + 1}KiB"
+    tight = built(corpus, tmp_path / "tight", *auto, "--memory_budget", tight_budget)
+    assert limits_of(roomy)[-1][0] > 1 and limits_of(tight)[-1] == (1, 1)
+    for run in (roomy, tight):
+        assert run.plan.peak <= run.plan.budget
+        train(run)
+        step = read_log(Path(run.checkpointer.directory).parent)[0]
+        assert step["utterances"] == 8 and step["splits"] == 0
+        planned = {phase["phase"]: phase["planned_mib"] for phase in step["memory"]}
+        assert planned["forward"] > 0 and planned["backward"] > 0
+    losses = [read_log(tmp_path / name)[0]["loss"] for name in ("roomy", "tight")]
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)  # dropout draws other masks for other micro-batches
+
+
+def test_a_resumed_run_reuses_its_plan_and_replan_makes_a_new_one(corpus, tmp_path, monkeypatch, capsys):
+    train(built(corpus, tmp_path, "--batch_size", "auto", "--memory_budget", "400MiB", "--max_steps", "2"))
+    stored = read_plan(read_checkpoint(tmp_path / "checkpoints" / LAST).states["plan"])
+    shutil.copytree(tmp_path, tmp_path.with_name("copy"))
+    resumed = (*run_folders(tmp_path), "--max_steps", "3", "--resume", "auto")
+
+    def no_tracing(*_):
+        raise AssertionError("a new plan is made")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_plan, "build_tracer", no_tracing)
+        run = build_run(resolve_start(list(resumed)))
+        assert run.plan == stored
+        train(run)
+        assert run.state.step == 3
+        del run
+        with pytest.raises(AssertionError, match="a new plan is made"):
+            build_run(resolve_start([*run_folders(tmp_path.with_name("copy")), "--resume", "auto", "--replan"]))
+    capsys.readouterr()
+    other = [*run_folders(tmp_path.with_name("copy")), "--resume", "auto", "--memory_budget", "300MiB"]
+    assert build_run(resolve_start(other)).plan.budget == parse_budget("300MiB")
+    assert "other conditions" in capsys.readouterr().out
+
+
+def weights_after(corpus: Corpus, directory: Path, *more: str) -> dict[str, torch.Tensor]:
+    flags = ("--batch_size", "auto", "--memory_budget", "400MiB", "--max_steps", "3", *more)
+    done = run_trainer(*TINY_MODEL, *corpus.flags(), *run_folders(directory), *flags)
+    assert done.returncode == 0, done.stderr
+    assert ("Rehearsed and undone: the longest utterances" in done.stdout) == ("never" not in more)
+    return read_checkpoint(directory / "checkpoints" / LAST).states
+
+
+def test_a_run_with_a_rehearsal_is_the_run_without_one_bit_for_bit(corpus, tmp_path):
+    with_one = weights_after(corpus, tmp_path / "with")
+    without = weights_after(corpus, tmp_path / "without", "--rehearsal", "never")
+    for part in ("model", "optimizer"):
+        assert all(torch.equal(with_one[part][name], tensor) for name, tensor in without[part].items())
+    losses = [[step["loss"] for step in read_log(tmp_path / name)] for name in ("with", "without")]
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+    record = read_log(tmp_path / "with", kind="rehearsal")[0]
+    phases = {phase["phase"]: phase for phase in record["memory"]}
+    assert {"forward", "backward", "update", "validation"} <= phases.keys()
+    assert all(phases[name]["planned_mib"] > 0 for name in ("forward", "backward", "validation"))
+    assert not list((tmp_path / "with" / "checkpoints").glob("rehearsal*"))
+
+
+def test_negative_control_a_rehearsal_that_is_not_undone_changes_the_weights(corpus, tmp_path, monkeypatch):
+    run = built(corpus, tmp_path, "--batch_size", "auto", "--memory_budget", "400MiB")
+    before = {name: tensor.clone() for name, tensor in run.step.model.state_dict().items()}
+    tried = rehearsal.rehearse(run)
+    assert all(torch.equal(before[name], tensor) for name, tensor in run.step.model.state_dict().items())
+    assert tried[0].name == "the longest utterances" and tried[-1].name == "validation"
+    monkeypatch.setattr(rehearsal, "KEPT", ("model", "optimizer", "progress", "splits"))
+    rehearsal.rehearse(run)
+    assert not all(torch.equal(before[name], tensor) for name, tensor in run.step.model.state_dict().items())
+
+
+def test_utterances_that_do_not_fit_are_named_with_what_helps(corpus, tmp_path):
+    with pytest.raises(ResourceError) as caught:
+        built(corpus, tmp_path, "--memory_budget", "222MiB")
+    said = str(caught.value)
+    assert "training utterances do not fit the budget of 222MiB even one at a time: audio/train_" in said
+    assert "--gradient_checkpointing auto" in said and "--mixed_precision" in said
+
+
+def test_a_budget_below_the_state_is_refused_from_the_command_line(corpus, tmp_path):
+    flags = (*corpus.flags(), *run_folders(tmp_path), "--preset", "optimized", "--device", "cpu")
+    done = run_trainer(*flags, "--memory_budget", "300MiB", "--tokenizer_type", "char")
+    assert done.returncode == 6 and "--preset minimal" in done.stderr
+    assert "before any audio" in done.stderr and "300 MiB" in done.stderr
+
+
+def test_the_watch_tells_once_that_a_budget_is_exceeded(capsys):
+    watch = BudgetWatch(budget=100.0, resident_before=500.0)
+    assert not watch.look(599.0) and watch.look(601.0) and watch.look(700.0)
+    assert capsys.readouterr().out.count("more than its budget of 100 MiB") == 1
+    assert not BudgetWatch(float("inf"), 1.0).look(1e9)
+
+
+def test_there_is_memory_and_a_run_without_a_wish_has_no_plan():
+    assert 2**28 < available_bytes(torch.device("cpu")) < 2**44
+    assert not TrainConfig().is_planned and not TrainConfig().is_rehearsed
+    assert parse_flags(["--gradient_checkpointing", "auto"]).is_rehearsed
+    assert not parse_flags(["--memory_budget", "1GiB", "--rehearsal", "never"]).is_rehearsed
