@@ -40,6 +40,8 @@ class Flags:
     """Timed steps, after a warm-up."""
     gradient_checkpointing: Literal["always", "never"] = "never"
     """Recompute every block's activations in the backward pass."""
+    recomputed_blocks: int | None = None
+    """Recompute so many blocks, the first ones, in place of all or none: what the trainer's auto does."""
     dropout: float = 0.1
     """Dropout of the model."""
     device: Literal["auto", "cuda", "cpu"] = "cpu"
@@ -55,7 +57,7 @@ def measure_step(flags: Flags) -> str:
     config = config_of(flags)
     from benchmarks.measuring.fixed_step import measure
 
-    result = measure(config, flags.steps)
+    result = measure(config, flags.steps, flags.recomputed_blocks)
     return json.dumps(dataclasses.asdict(result)) if flags.json else result.sentence()
 
 

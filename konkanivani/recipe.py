@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from konkanivani.assembly import build_front_end, build_step_parts
+from konkanivani.budget import MIB
 from konkanivani.checkpoint import Checkpoint, Checkpointer, first_free_name
 from konkanivani.config import TrainConfig
 from konkanivani.data.batching import EpochPlanner, choose_subset, plan_evaluation, same_size
@@ -27,7 +28,7 @@ from konkanivani.errors import CheckpointError, DataError, ResourceError, UsageE
 from konkanivani.flags import config_from_text, config_to_text
 from konkanivani.logbook import Logbook
 from konkanivani.memory.available import BudgetWatch, enforce_budget
-from konkanivani.memory.monitor import MIB, resident_mib
+from konkanivani.memory.monitor import resident_mib
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.optimizer import OptimizerState
 from konkanivani.preflight import announce_card, choose_device

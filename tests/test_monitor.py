@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from konkanivani.budget import MIB
 from konkanivani.errors import CheckpointError
 from konkanivani.memory import monitor as monitor_module
-from konkanivani.memory.monitor import MIB, CacheClearing, MemoryMonitor, PlannedPeak, reset_peak_resident
+from konkanivani.memory.monitor import CacheClearing, MemoryMonitor, PlannedPeak, reset_peak_resident
 from konkanivani.memory.monitor import peak_resident_mib as system_peak_mib
 from konkanivani.reporting import allocator_retries, memory_table, summary_line
 from konkanivani.training.state import TrainState

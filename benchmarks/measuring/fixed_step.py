@@ -14,17 +14,18 @@ import torch
 
 from konkanivani.assembly import build_step_parts
 from konkanivani.audio import MEL_BINS
+from konkanivani.budget import MIB
 from konkanivani.config import TrainConfig
 from konkanivani.data.batch import Speech, Window, collate
 from konkanivani.errors import NumericsError
 from konkanivani.lengths import Lengths
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.live_bytes import LiveBytes
-from konkanivani.memory.monitor import MIB, MemoryMonitor, peak_resident_mib, resident_mib
+from konkanivani.memory.monitor import MemoryMonitor, peak_resident_mib, resident_mib
 from konkanivani.model.asr import parameter_count
 from konkanivani.preflight import choose_device
 from konkanivani.text import Tokenizer
-from konkanivani.training.forward import ForwardPass
-from konkanivani.training.step import StepParts, StepReport, train_step
+from konkanivani.training.step import StepParts, StepReport, recomputing, train_step
 
 VOCABULARY = 1000
 FIRST_TOKEN = 5
@@ -64,6 +65,7 @@ class StepResult:
     device: str
     mixed_precision: bool
     gradient_checkpointing: str
+    recomputed_blocks: int | None
     dropout: float
     skipped_steps: int
 
@@ -76,13 +78,18 @@ class StepResult:
         )
 
 
-def measure(config: TrainConfig, steps: int) -> StepResult:
-    """Builds the model that `config` describes, warms up, times `steps` steps and then takes the peak of one more."""
+def measure(config: TrainConfig, steps: int, recomputed_blocks: int | None = None) -> StepResult:
+    """Builds the model that `config` describes, warms up, times `steps` steps and then takes the peak of one more.
+
+    `recomputed_blocks` recomputes so many blocks, whatever the configuration says.
+    """
     device = choose_device(config.run.device)
     speech = build_speech(config.window_size)
     window = build_window(speech, config.data.gradient_accumulation_steps)
     resident_before = resident_mib()
     parts = build_step_parts(config, VOCABULARY, device, TOTAL_STEPS, take_features_as_given)
+    if recomputed_blocks is not None:
+        parts = recomputing(parts, RecomputePolicy.first(recomputed_blocks))
     warm_up(parts, window)
     times, reports = zip(*timed_steps(parts, window, steps), strict=True)
     # Before the tracker, which holds an entry a tensor. On a CPU the monitor begins the system's peak anew each phase.
@@ -105,6 +112,7 @@ def measure(config: TrainConfig, steps: int) -> StepResult:
         device=device.type,
         mixed_precision=config.memory.mixed_precision,
         gradient_checkpointing=config.memory.gradient_checkpointing,
+        recomputed_blocks=recomputed_blocks,
         dropout=config.model.dropout,
         skipped_steps=sum(report.is_skipped for report in reports),
     )
@@ -148,11 +156,6 @@ def take_features_as_given(
     return waveforms, sample_lengths
 
 
-def with_forward(parts: StepParts, forward: ForwardPass) -> StepParts:
-    """The same step with another forward pass."""
-    return dataclasses.replace(parts, forward=forward)
-
-
 def warm_up(parts: StepParts, window: Window) -> None:
     """Steps until one has changed the weights: the first steps in fp16 only find the loss scale."""
     for step in range(MOST_WARM_UP_STEPS):
@@ -183,7 +186,8 @@ def peak_mib(parts: StepParts, window: Window) -> float:
         # The monitor resets the allocator's peak at the end of each phase, and keeps the largest.
         monitor = MemoryMonitor(parts.forward.device, parts.forward.monitor.empty_cache_interval)
         torch.cuda.reset_peak_memory_stats(parts.forward.device)
-        train_step(with_forward(parts, dataclasses.replace(parts.forward, monitor=monitor)), window, step=0)
+        monitored = dataclasses.replace(parts.forward, monitor=monitor)
+        train_step(dataclasses.replace(parts, forward=monitored), window, step=0)
         return monitor.overall_peak_mib()
     live = LiveBytes()
     live.count([*parts.model.parameters(), *parts.model.buffers()])

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 import torch
 
 from konkanivani.assembly import build_front_end, build_step_parts
+from konkanivani.budget import MIB
 from konkanivani.config import TrainConfig
 from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.memory.live_bytes import LiveBytes
-from konkanivani.memory.monitor import MIB, peak_resident_mib, resident_mib
+from konkanivani.memory.monitor import peak_resident_mib, resident_mib
 from konkanivani.model.asr import parameter_count
 from konkanivani.text import Tokenizer
 from konkanivani.training.step import train_step

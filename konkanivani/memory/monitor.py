@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
+from konkanivani.budget import MIB
 from konkanivani.records import PhaseMemory
-
-MIB = 2**20
 
 
 def resident_mib() -> float:

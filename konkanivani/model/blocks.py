@@ -85,10 +85,10 @@ class ConformerBlock(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, positions: Positions, key_mask: torch.Tensor | None, padding: torch.Tensor | None
     ) -> torch.Tensor:
-        x = x + 0.5 * self.first_feedforward(x)
+        x = torch.add(x, self.first_feedforward(x), alpha=0.5)
         x = x + self.dropout(self.attention(self.attention_norm(x), positions, key_mask))
         x = x + self.convolution(x, padding)
-        x = x + 0.5 * self.second_feedforward(x)
+        x = torch.add(x, self.second_feedforward(x), alpha=0.5)
         return self.final_norm(x)
 
 

@@ -8,7 +8,8 @@ from konkanivani.assembly import build_front_end, build_step_parts
 from konkanivani.config import AugmentConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, same_size
-from konkanivani.training.step import StepParts
+from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.training.step import StepParts, train_step
 
 VOCAB_SIZE = 20
 MODEL = ModelConfig(
@@ -78,3 +79,19 @@ def relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
 def with_dropout(model: ModelConfig, dropout: float) -> ModelConfig:
     """The same shape with dropout."""
     return dataclasses.replace(model, dropout=dropout)
+
+
+def measured_peak(parts: StepParts, window: Window) -> int:
+    """Live bytes at the peak of a second step, with weights, gradients, optimizer state and the largest micro-batch."""
+    train_step(parts, window, 0)
+    live = LiveBytes()
+    live.count([*parts.model.parameters(), *parts.model.buffers(), *parts.forward.front_end.buffers()])
+    live.count(tensor for state in parts.optimizer.state.values() for tensor in state.values())
+    before = live.live
+    batches = [(b.waveforms, b.tokens, b.decoder_tokens, b.targets) for b in window.micro_batches]
+    live.count(tensor for tensors in batches for tensor in tensors)
+    with live:
+        train_step(parts, window, 1)
+    assert live.peak > live.live > before
+    sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in batches]
+    return live.peak - sum(sizes) + max(sizes)

@@ -9,10 +9,10 @@ from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, same_size
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts, cuda_costs
-from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.tracer import Load, StepTracer
 from konkanivani.run_plan import build_tracer
 from konkanivani.training.step import StepParts, recomputing, train_step
+from tests.laws.parts import measured_peak
 
 CPU = torch.device("cpu")
 ONLY_TENSORS = DeviceCosts("a CPU", is_cuda=False, rounding=1, workspace=0, context=0)
@@ -41,22 +41,6 @@ def window_of(lengths: tuple[float, ...], batch_size: int) -> Window:
         for number, seconds in enumerate(lengths)
     ]
     return cut_window(spoken, same_size(batch_size), start=2, end=3)
-
-
-def measured_peak(parts: StepParts, window: Window) -> int:
-    """Live bytes at the peak of a second step, with weights, gradients, optimizer state and the largest micro-batch."""
-    train_step(parts, window, 0)
-    live = LiveBytes()
-    live.count([*parts.model.parameters(), *parts.model.buffers(), *parts.forward.front_end.buffers()])
-    live.count(tensor for state in parts.optimizer.state.values() for tensor in state.values())
-    before = live.live
-    batches = [(b.waveforms, b.tokens, b.decoder_tokens, b.targets) for b in window.micro_batches]
-    live.count(tensor for tensors in batches for tensor in tensors)
-    with live:
-        train_step(parts, window, 1)
-    assert live.peak > live.live > before
-    sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in batches]
-    return live.peak - sum(sizes) + max(sizes)
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
