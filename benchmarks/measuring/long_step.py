@@ -11,7 +11,7 @@ from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.memory.live_bytes import LiveBytes
-from konkanivani.memory.monitor import peak_resident_mib, resident_mib
+from konkanivani.memory.monitor import resident_mib
 from konkanivani.model.asr import parameter_count
 from konkanivani.text import Tokenizer
 from konkanivani.training.step import train_step
@@ -53,7 +53,7 @@ def measure(config: TrainConfig, seconds: float, tokens_per_second: float) -> Lo
         tokens=window.tokens,
         params=params,
         peak_above_state_mib=round((live.peak - STATE_BYTES * params) / MIB),
-        rss_growth_mib=round(peak_resident_mib() - resident_before),
+        rss_growth_mib=round(parts.forward.monitor.overall_peak_mib() - resident_before),
         loss=round(report.loss, 3),
         is_skipped=report.is_skipped,
         splits=report.splits,

@@ -102,23 +102,26 @@ class Planner:
         An utterance just long enough for chunks takes less than a somewhat shorter one, so it is tried first. Between a
         length that fits and one that does not, a straight line says where to look next; a twentieth is close enough.
         """
-        growth = self._growth(recompute)
-        fits, too_long = (0.0, growth.base), None
-        seconds = min(LONGEST_SECONDS, float(int(growth.seconds(self.budget))))
+        fits, too_long = (0.0, self._growth(recompute).base), None
+        seconds = min(LONGEST_SECONDS, float(int(self._growth(recompute).seconds(self.budget))))
         peak = self.peak(Load(1, IN_CHUNKS_SECONDS, tokens(IN_CHUNKS_SECONDS)), recompute)
         if peak <= self.budget:
             fits, seconds = (IN_CHUNKS_SECONDS, float(peak)), max(seconds, 2 * IN_CHUNKS_SECONDS)
         while seconds > fits[0]:
-            peak = self.peak(Load(1, seconds, tokens(seconds)), recompute)
-            if peak <= self.budget:
-                fits = (seconds, float(peak))
-            else:
-                too_long = (seconds, float(peak))
-            if too_long is None or too_long[0] - fits[0] <= max(1.0, too_long[0] / 20) or fits[1] > 0.97 * self.budget:
+            before, reached = fits, (seconds, float(self.peak(Load(1, seconds, tokens(seconds)), recompute)))
+            fits, too_long = (reached, too_long) if reached[1] <= self.budget else (fits, reached)
+            if self._is_close_enough(fits, too_long):
                 break
-            slope = (too_long[1] - fits[1]) / (too_long[0] - fits[0])
-            seconds = float(int(fits[0] + 0.99 * (self.budget - fits[1]) / slope))
+            one, other = (before, reached) if too_long is None else (fits, too_long)
+            slope = max(1.0, (other[1] - one[1]) / (other[0] - one[0]))
+            seconds = min(LONGEST_SECONDS, float(int(fits[0] + 0.99 * (self.budget - fits[1]) / slope)))
         return fits[0]
+
+    def _is_close_enough(self, fits: tuple[float, float], too_long: tuple[float, float] | None) -> bool:
+        """Whether what fits, as (seconds, bytes), is near the budget or near what does not."""
+        if too_long is not None and too_long[0] - fits[0] <= max(1.0, too_long[0] / 20):
+            return True
+        return fits[1] > 0.97 * self.budget
 
     def validation_seconds(self, longest: float, tokens: int, asked: float) -> tuple[float, int]:
         """Padded seconds, at most `asked`, that validate at once, and the peak in bytes at the longest utterances.
