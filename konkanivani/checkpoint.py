@@ -16,7 +16,7 @@ import torch
 
 from konkanivani.errors import CheckpointError, ResourceError
 
-FORMAT = 1
+FORMAT = 2  # 1: the norm now at a block's beginning stood at its end
 LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
 EPOCH_NAME = re.compile(r"checkpoint_epoch_(\d+)\.pt")
 

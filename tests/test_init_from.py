@@ -76,10 +76,10 @@ def test_layers_are_taken_evenly_spaced_first_and_last_included():
         small = dict(d_model=8, attention_heads=2, decoder_layers=1, subsampling_channels=4)
         weights = build(encoder_layers=count, **small).state_dict()
         for layer in range(count):
-            weights[f"encoder.blocks.{layer}.final_norm.bias"].fill_(layer)
+            weights[f"encoder.blocks.{layer}.entry_norm.bias"].fill_(layer)
         model = build(encoder_layers=asked, **small)
         take_over(model, weights, 2, is_same_vocabulary=True)
-        return [int(block.final_norm.bias[0]) for block in model.encoder.blocks]
+        return [int(block.entry_norm.bias[0]) for block in model.encoder.blocks]
 
     assert layers(12, 6) == [0, 2, 4, 7, 9, 11]
     assert layers(12, 8) == [0, 2, 3, 5, 6, 8, 9, 11]

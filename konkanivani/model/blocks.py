@@ -31,14 +31,14 @@ def run_directly(block: Callable[..., torch.Tensor], *inputs: object) -> torch.T
 
 
 class FeedForward(torch.nn.Module):
-    """(B, T, D) -> (B, T, D): LayerNorm, D -> inner, SiLU, inner -> D."""
+    """(B, T, D) -> (B, T, D): LayerNorm, D -> inner, SiLU, inner -> D; `ends_block` where it is a block's last."""
 
-    def __init__(self, d_model: int, inner: int, dropout: float) -> None:
+    def __init__(self, d_model: int, inner: int, dropout: float, ends_block: bool) -> None:
         super().__init__()
         self.norm = torch.nn.LayerNorm(d_model)
         self.expand = torch.nn.Linear(d_model, inner)
         self.contract = torch.nn.Linear(inner, d_model)
-        self.dropout = Dropout(dropout)
+        self.dropout = Dropout(dropout, ends_block)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.dropout(self.contract(F.silu(self.expand(self.norm(x)))))
@@ -69,27 +69,31 @@ class ConvolutionModule(torch.nn.Module):
 
 
 class ConformerBlock(torch.nn.Module):
-    """(B, T, D) -> (B, T, D): half a feed-forward, self-attention, convolution, half a feed-forward, LayerNorm."""
+    """(B, T, D) -> (B, T, D): LayerNorm, half a feed-forward, self-attention, convolution, half a feed-forward.
+
+    The norm with which a Conformer's block ends stands at the beginning of the next one, so that a block that is
+    recomputed need not be recomputed to its very end.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         d_model, inner = config.d_model, config.resolved_feedforward_dim
-        self.first_feedforward = FeedForward(d_model, inner, config.dropout)
+        self.entry_norm = torch.nn.LayerNorm(d_model)
+        self.first_feedforward = FeedForward(d_model, inner, config.dropout, ends_block=False)
         self.attention_norm = torch.nn.LayerNorm(d_model)
         self.attention = SelfAttention(d_model, config.attention_heads, causal=False)
         self.dropout = Dropout(config.dropout)
         self.convolution = ConvolutionModule(d_model, config.convolution_kernel, config.dropout)
-        self.second_feedforward = FeedForward(d_model, inner, config.dropout)
-        self.final_norm = torch.nn.LayerNorm(d_model)
+        self.second_feedforward = FeedForward(d_model, inner, config.dropout, ends_block=True)
 
     def forward(
         self, x: torch.Tensor, positions: Positions, key_mask: torch.Tensor | None, padding: torch.Tensor | None
     ) -> torch.Tensor:
+        x = self.entry_norm(x)
         x = torch.add(x, self.first_feedforward(x), alpha=0.5)
         x = x + self.dropout(self.attention(self.attention_norm(x), positions, key_mask))
         x = x + self.convolution(x, padding)
-        x = torch.add(x, self.second_feedforward(x), alpha=0.5)
-        return self.final_norm(x)
+        return torch.add(x, self.second_feedforward(x), alpha=0.5)
 
 
 class TransformerBlock(torch.nn.Module):
@@ -100,7 +104,7 @@ class TransformerBlock(torch.nn.Module):
         self.attention_norm = torch.nn.LayerNorm(config.d_model)
         self.attention = SelfAttention(config.d_model, config.attention_heads, causal=False)
         self.dropout = Dropout(config.dropout)
-        self.feedforward = FeedForward(config.d_model, config.resolved_feedforward_dim, config.dropout)
+        self.feedforward = FeedForward(config.d_model, config.resolved_feedforward_dim, config.dropout, ends_block=True)
 
     def forward(
         self, x: torch.Tensor, positions: Positions, key_mask: torch.Tensor | None, padding: torch.Tensor | None
@@ -119,7 +123,7 @@ class DecoderBlock(torch.nn.Module):
         self.cross_attention_norm = torch.nn.LayerNorm(config.d_model)
         self.cross_attention = CrossAttention(config.d_model, config.attention_heads)
         self.dropout = Dropout(config.dropout)
-        self.feedforward = FeedForward(config.d_model, config.resolved_feedforward_dim, config.dropout)
+        self.feedforward = FeedForward(config.d_model, config.resolved_feedforward_dim, config.dropout, ends_block=True)
 
     def forward(
         self, x: torch.Tensor, positions: Positions, encoded: torch.Tensor, encoded_mask: torch.Tensor | None

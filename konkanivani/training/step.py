@@ -104,7 +104,7 @@ def compute_gradient(
             parts.optimizer.zero_grad(set_to_none=True)
             return None
         sums = add_gradients(parts, batch, counts)
-        totals += torch.stack([sums.ctc.detach(), sums.attention.detach()])
+        totals += torch.stack([sums.ctc, sums.attention])
         parts.forward.monitor.tend_cache()
     parts.scaler.unscale_(parts.optimizer)
     norm = torch.nn.utils.clip_grad_norm_(parts.model.parameters(), parts.schedule.max_grad_norm)
@@ -117,12 +117,15 @@ def recomputing(parts: StepParts, policy: RecomputePolicy) -> StepParts:
 
 
 def add_gradients(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
-    """Adds one micro-batch's share of the window's gradient, scaled, to the parameters' `.grad`."""
+    """Adds one micro-batch's share of the window's gradient, scaled, to the parameters' `.grad`.
+
+    The sums that it returns hold nothing of the graph, which would else live on through the next micro-batch.
+    """
     _, sums = parts.forward(batch)
     parts.forward.monitor.end_phase("forward")
     parts.scaler.scale(joint_loss(sums, counts, parts.forward.loss.ctc_weight)).backward()
     parts.forward.monitor.end_phase("backward")
-    return sums
+    return LossSums(sums.ctc.detach(), sums.attention.detach())
 
 
 def drop_gradient(parts: StepParts) -> None:

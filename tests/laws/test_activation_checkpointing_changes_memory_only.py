@@ -45,6 +45,15 @@ def test_bit_for_bit_with_dropout_and_really_recomputed():
     assert more_products > 1.2 * products
 
 
+def test_a_recomputed_block_stops_before_its_last_product():
+    """Forward, twice as much backward, and forward again but for one product a block."""
+    blocks, per_window = MODEL.encoder_layers + MODEL.decoder_layers, 2
+    dropping = with_dropout(MODEL, 0.3)
+    products = [trained(double_parts(dropping, mode))[1] for mode in ("never", "always")]
+    in_blocks = per_window * (8 * MODEL.encoder_layers + 7 * MODEL.decoder_layers)
+    assert products[1] - products[0] == in_blocks - per_window * blocks
+
+
 def test_some_blocks_recomputed_lie_between_by_the_length_of_each_micro_batch():
     model = with_dropout(MODEL, 0.3)
     counted = []
