@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from konkanivani.command_line import read_flags, run_script
-from konkanivani.data.manifest import Manifest, read_manifest
+from konkanivani.data.manifest import read_manifest
 from konkanivani.errors import ResourceError
+from konkanivani.json_lines import write_json_lines
 from konkanivani.metrics import ErrorRates, error_rates
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
@@ -57,7 +58,7 @@ def score(flags: Flags) -> str:
     recognizer = load_recognizer(flags.checkpoint, choose_device(flags.device))
     check_output(flags.hypotheses_path)
     evaluation = evaluate_manifest(recognizer, flags.manifest)
-    write_hypotheses(flags.hypotheses_path, evaluation, manifest)
+    write_hypotheses(flags.hypotheses_path, evaluation)
     if flags.json:
         left_out = len(manifest.utterances) - len(evaluation.scored)
         return summary_json(flags, evaluation, recognizer.checkpoint.step, left_out)
@@ -71,18 +72,15 @@ def check_output(path: Path) -> None:
         raise ResourceError(f"The hypotheses cannot be written to {path}. Give another --output in a folder of yours.")
 
 
-def write_hypotheses(path: Path, evaluation: "Evaluation", manifest: Manifest) -> None:
+def write_hypotheses(path: Path, evaluation: "Evaluation") -> None:
     """Writes one JSON line an utterance, in the manifest's order, beside `path` and renames it into place."""
-    place = {utterance.id: row for row, utterance in enumerate(manifest.utterances)}
-    partial = path.with_name(path.name + ".partial")
+    rows = []
+    for scored in sorted(evaluation.scored, key=lambda scored: scored.utterance.row):
+        reference, hypothesis = scored.utterance.text, scored.hypothesis
+        row = {"audio_filepath": scored.utterance.id, "reference": reference, "hypothesis": hypothesis}
+        rows.append(row | asdict(error_rates([reference], [hypothesis])))
     try:
-        with open(partial, "w", encoding="utf-8") as file:
-            for scored in sorted(evaluation.scored, key=lambda scored: place[scored.utterance.id]):
-                reference, hypothesis = scored.utterance.text, scored.hypothesis
-                row = {"audio_filepath": scored.utterance.id, "reference": reference, "hypothesis": hypothesis}
-                row |= asdict(error_rates([reference], [hypothesis]))
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        os.replace(partial, path)
+        write_json_lines(path, rows)
     except OSError as error:
         raise ResourceError(
             f"The hypotheses could not be written to {path}: {error.strerror or error}. Give another --output."

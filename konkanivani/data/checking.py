@@ -1,6 +1,5 @@
 """Which utterances can be trained on, and why the others cannot."""
 
-import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from konkanivani.config import DataConfig
 from konkanivani.data.manifest import Utterance
 from konkanivani.errors import DataError
+from konkanivani.json_lines import write_json_lines
 from konkanivani.lengths import (
     SAMPLE_RATE,
     ctc_frames_needed,
@@ -96,6 +96,4 @@ def check_utterances(
 
 def write_rejections(path: Path, rejections: list[Rejection]) -> None:
     """Writes one JSON line a rejection."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(json.dumps(asdict(r), ensure_ascii=False) + "\n" for r in rejections), encoding="utf-8")
-    os.replace(partial, path)
+    write_json_lines(path, map(asdict, rejections))

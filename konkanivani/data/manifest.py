@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from konkanivani.errors import DataError
+from konkanivani.json_lines import write_json_lines
 
 LONGEST_SECONDS = 1e9
 
@@ -57,17 +58,13 @@ def read_manifest(path: str | Path) -> Manifest:
 
 def write_manifest(path: str | Path, utterances: list[Utterance]) -> None:
     """Writes one JSON line an utterance beside `path`, renamed into place; audio paths are the utterances' ids."""
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        for utterance in utterances:
-            row = {"audio_filepath": utterance.id, "duration": round(utterance.duration, 4), "text": utterance.text}
-            if utterance.speaker:
-                row["speaker"] = utterance.speaker
-            if utterance.pattern:
-                row["pattern"] = utterance.pattern
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    os.replace(partial, path)
+    write_json_lines(Path(path), map(_row_of, utterances))
+
+
+def _row_of(utterance: Utterance) -> dict[str, object]:
+    row = {"audio_filepath": utterance.id, "duration": round(utterance.duration, 4), "text": utterance.text}
+    marks = {"speaker": utterance.speaker, "pattern": utterance.pattern}
+    return row | {name: mark for name, mark in marks.items() if mark}
 
 
 def _parse_row(line: bytes, path: Path, row: int) -> Utterance:
