@@ -38,14 +38,30 @@ def announce_card(device: torch.device, nvml: Any = None) -> Card | None:
     """
     if device.type != "cuda":
         return None
-    known = torch.cuda.get_device_properties(device)
-    address = f"{known.pci_domain_id:08x}:{known.pci_bus_id:02x}:{known.pci_device_id:02x}.0"
-    card = read_card(str(known.uuid), address, nvml)
+    card = _read_card_of(device, nvml)
     if card is None:
         free, total = torch.cuda.mem_get_info(device)
-        card = Card(known.name, total, free, processes=())
+        card = Card(torch.cuda.get_device_properties(device).name, total, free, processes=())
     print(card.sentences(), flush=True)
     return card
+
+
+def measure_context(device: torch.device, nvml: Any = None) -> int | None:
+    """Bytes that this process holds on a CUDA device beside its tensors' memory; None where the driver does not tell.
+
+    After a first product, so that the context and cuBLAS's kernels are there.
+    """
+    one = torch.ones(1, 1, device=device)
+    torch.mm(one, one)
+    torch.cuda.synchronize(device)
+    card = _read_card_of(device, nvml)
+    return None if card is None or not card.own else card.own - torch.cuda.memory_reserved(device)
+
+
+def _read_card_of(device: torch.device, nvml: Any) -> Card | None:
+    known = torch.cuda.get_device_properties(device)
+    address = f"{known.pci_domain_id:08x}:{known.pci_bus_id:02x}:{known.pci_device_id:02x}.0"
+    return read_card(str(known.uuid), address, nvml)
 
 
 def choose_precision(config: MemoryConfig, device: torch.device) -> torch.dtype | None:

@@ -48,7 +48,8 @@ def build_run(start: Start) -> Run:
     config = start.config
     device = choose_device(config.run.device)
     resident_before = resident_mib()
-    costs = costs_of(device, announce_card(device))
+    announce_card(device)
+    costs = costs_of(device)
     run_directory = make_run_directory(config)
     train = load_utterances(config.data.train_manifest, config, "--train_manifest")
     tokenizer = choose_tokenizer(start, train)

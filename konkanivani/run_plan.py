@@ -14,12 +14,12 @@ from konkanivani.config import PRESETS, TextConfig, TrainConfig
 from konkanivani.errors import ResourceError
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.available import available_bytes
-from konkanivani.memory.card import Card
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
 from konkanivani.memory.planner import Planner, plan_bucket
 from konkanivani.memory.tracer import STATE_BYTES, Load, StepTracer
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
+from konkanivani.preflight import measure_context
 
 BUCKET_RATIO = 0.7  # of the longest utterances of neighbouring buckets
 MOST_BUCKETS = 8
@@ -72,13 +72,12 @@ def plan_conditions(config: TrainConfig, device: torch.device) -> int:
     return zlib.crc32(repr((memory_conditions(config, device), asked)).encode())
 
 
-def costs_of(device: torch.device, card: Card | None) -> DeviceCosts:
+def costs_of(device: torch.device) -> DeviceCosts:
     """What training takes on this device beside its tensors; the context as the driver tells it, where it does."""
     if device.type == "cpu":
         return cpu_costs()
-    context = None
-    if card is not None and card.own is not None:
-        context = card.own - torch.cuda.memory_reserved(device) + LATER_KERNELS
+    context = measure_context(device)
+    context = None if context is None else context + LATER_KERNELS
     return cuda_costs(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), context)
 
 

@@ -195,3 +195,12 @@ def test_every_run_begins_with_it(corpus: Corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "announce_card", asked.append)
     recipe.build_run(resolve_start([*corpus.flags(), *TINY_MODEL, *run_folders(tmp_path)]))
     assert asked == [torch.device("cpu")]
+
+
+def test_the_context_is_what_this_process_holds_beside_its_tensors(card_of_torch, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB // 4)
+    here = torch.device("cpu")  # where the product is made; the card is played
+    assert preflight.measure_context(here, Driver(compute=((os.getpid(), GIB),))) == GIB - GIB // 4
+    assert preflight.measure_context(here, Driver(compute=((os.getpid() + 1, GIB),))) is None
+    assert preflight.measure_context(here, Driver(broken=("nvmlInit",))) is None
