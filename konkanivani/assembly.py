@@ -57,8 +57,9 @@ def build_step_parts(
 
 
 def memory_conditions(config: TrainConfig, device: torch.device) -> int:
-    """A number that changes with the device's size, the precision and what is recomputed."""
+    """A number that changes with the device's size, the budget, the precision and what is recomputed."""
     size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     memory = config.memory
-    conditions = device.type, size, memory.mixed_precision, memory.amp_dtype, memory.gradient_checkpointing
+    precision = memory.mixed_precision, memory.amp_dtype
+    conditions = device.type, size, memory.memory_budget, *precision, memory.gradient_checkpointing
     return zlib.crc32(repr(conditions).encode())

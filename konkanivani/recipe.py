@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,10 +30,11 @@ from konkanivani.flags import config_from_text, config_to_text
 from konkanivani.logbook import Logbook
 from konkanivani.memory.available import BudgetWatch, enforce_budget
 from konkanivani.memory.monitor import resident_mib
+from konkanivani.memory.plan import MemoryPlan
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.optimizer import OptimizerState
 from konkanivani.preflight import announce_card, choose_device
-from konkanivani.run_plan import SpeechSizes, costs_of, plan_sentences, resolve_plan
+from konkanivani.run_plan import SpeechSizes, plan_sentences, resolve_plan
 from konkanivani.start import Start
 from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
 from konkanivani.training.interruption import Interruption
@@ -43,42 +45,29 @@ from konkanivani.training.step import StepParts, recomputing
 from konkanivani.weights import take_over
 
 
+@dataclass(frozen=True)
+class RunSpeech:
+    """What a run trains and validates on, and the tokenizer of its texts."""
+
+    tokenizer: Tokenizer
+    train: TrainingSpeech
+    validation: EvaluationSet | None
+
+
 def build_run(start: Start) -> Run:
     """Every part of the run, the checkpoint's state loaded."""
-    config = start.config
+    config, resident_before = start.config, resident_mib()
     device = choose_device(config.run.device)
-    resident_before = resident_mib()
     announce_card(device)
-    costs = costs_of(device)
     run_directory = make_run_directory(config)
-    train = load_utterances(config.data.train_manifest, config, "--train_manifest")
-    tokenizer = choose_tokenizer(start, train)
-    speech, rejections = build_training_speech(config, train, tokenizer)
-    planner = EpochPlanner(np.array([u.duration for u in speech.utterances]), config.window_size, config.run.seed)
-    validation = None
-    if config.data.valid_manifest:
-        validation, rejected = build_evaluation_set(config.data.valid_manifest, config, tokenizer, device)
-        rejections += rejected
-    write_rejections(run_directory / "rejected.jsonl", rejections)
-    _tell_rejections(rejections, run_directory / "rejected.jsonl")
-    plan = None
-    if config.is_planned:
-        plan = resolve_plan(
-            config,
-            tokenizer.size,
-            costs,
-            device,
-            train=sizes_of(speech.utterances, tokenizer, slowest=min(speech.speeds)),
-            validation=sizes_of(validation.speech.utterances, tokenizer, slowest=1.0) if validation else None,
-            stored=start.resumed.states.get("plan") if start.resumed else None,
-        )
-        validation = validation and validation.within(plan.validation_seconds)
+    speech = build_speech(start, device, run_directory / "rejected.jsonl")
+    durations = np.array([utterance.duration for utterance in speech.train.utterances])
+    planner = EpochPlanner(durations, config.window_size, config.run.seed)
+    plan = plan_memory(start, speech, device) if config.is_planned else None
     front_end = build_front_end(config, device)
-    step = build_step_parts(config, tokenizer.size, device, _total_steps(config, planner), front_end)
+    step = build_step_parts(config, speech.tokenizer.size, device, _total_steps(config, planner), front_end)
     if plan:
-        step = recomputing(step, plan.recompute_policy())
-        step.forward.monitor.expect(plan.planned_peaks(before=0.0 if costs.is_cuda else resident_before))
-        enforce_budget(device, plan.budget, costs.context)
+        step = keep_to_plan(step, plan, resident_before)
     state = TrainState()
     stateful = {
         "model": step.model,
@@ -92,25 +81,28 @@ def build_run(start: Start) -> Run:
         load_states(start.resumed, {name: part for name, part in stateful.items() if name not in forgotten})
         _fit_cursor(state, start.resumed, planner)
     if start.initial:
-        _take_weights(start.initial, step.model, tokenizer)
-    _tell_plan(config, step, speech, planner)
+        _take_weights(start.initial, step.model, speech.tokenizer)
+    _tell_plan(config, step, speech.train, planner)
     if plan:
         print(plan_sentences(plan, blocks=config.model.encoder_layers + config.model.decoder_layers), flush=True)
     checkpointer = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints)
     if not start.resumed:
         _move_aside(checkpointer, run_directory)
     limits = plan.size_limits() if plan else same_size(config.data.batch_size)
+    validation = speech.validation
+    if plan and validation:
+        validation = validation.within(plan.validation_seconds)
     logbook = Logbook(run_directory, resumed_step=state.step)
     logbook.log_settings(config_to_text(config))
     return Run(
         config=config.run,
         config_text=config_to_text(config),
-        tokenizer=tokenizer,
+        tokenizer=speech.tokenizer,
         state=state,
         step=step,
-        windows=WindowStream(speech, planner, limits, _loader(config, device)),
+        windows=WindowStream(speech.train, planner, limits, _loader(config, device)),
         plan=plan,
-        watch=BudgetWatch(plan.budget / MIB if plan and not costs.is_cuda else float("inf"), resident_before),
+        watch=BudgetWatch(plan.budget / MIB if plan and device.type == "cpu" else float("inf"), resident_before),
         validation=validation,
         decode=greedy_ctc,
         stateful=stateful,
@@ -121,6 +113,42 @@ def build_run(start: Start) -> Run:
         interruption=Interruption(),
         progress=Progress(state.step, step.total_steps),
     )
+
+
+def build_speech(start: Start, device: torch.device, rejected: Path) -> RunSpeech:
+    """The run's speech and tokenizer; what cannot be used is told and listed in the file `rejected`."""
+    config = start.config
+    utterances = load_utterances(config.data.train_manifest, config, "--train_manifest")
+    tokenizer = choose_tokenizer(start, utterances)
+    train, rejections = build_training_speech(config, utterances, tokenizer)
+    validation = None
+    if config.data.valid_manifest:
+        validation, more = build_evaluation_set(config.data.valid_manifest, config, tokenizer, device)
+        rejections += more
+    write_rejections(rejected, rejections)
+    _tell_rejections(rejections, rejected)
+    return RunSpeech(tokenizer, train, validation)
+
+
+def plan_memory(start: Start, speech: RunSpeech, device: torch.device) -> MemoryPlan:
+    """The run's memory plan: the checkpoint's, or a new one."""
+    validation = speech.validation
+    return resolve_plan(
+        start.config,
+        speech.tokenizer.size,
+        device,
+        train=sizes_of(speech.train.utterances, speech.tokenizer, slowest=min(speech.train.speeds)),
+        validation=sizes_of(validation.speech.utterances, speech.tokenizer, slowest=1.0) if validation else None,
+        stored=start.resumed.states.get("plan") if start.resumed else None,
+    )
+
+
+def keep_to_plan(step: StepParts, plan: MemoryPlan, resident_before: float) -> StepParts:
+    """The step with the plan's recomputed blocks, its planned peaks shown, its budget enforced where that can be."""
+    device = step.forward.device
+    step.forward.monitor.expect(plan.planned_peaks(before=resident_before if device.type == "cpu" else 0.0))
+    enforce_budget(device, plan.budget, plan.context)
+    return recomputing(step, plan.recompute_policy())
 
 
 def _move_aside(checkpointer: Checkpointer, run_directory: Path) -> None:

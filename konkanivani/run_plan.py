@@ -40,7 +40,6 @@ class SpeechSizes:
 def resolve_plan(
     config: TrainConfig,
     vocab_size: int,
-    costs: DeviceCosts,
     device: torch.device,
     train: SpeechSizes,
     validation: SpeechSizes | None,
@@ -59,7 +58,7 @@ def resolve_plan(
     budget = config.memory.memory_budget
     budget = parse_budget(budget) if budget else available_bytes(device)
     rate = float(train.tokens.sum() / train.seconds.sum())
-    planner = Planner(build_tracer(config, vocab_size, costs), budget, rate)
+    planner = Planner(build_tracer(config, vocab_size, costs_of(device)), budget, rate)
     check_state(planner)
     plan = _plan_buckets(config, planner, conditions, train, validation)
     _check_every_utterance_fits(plan.buckets, train, config, budget)
@@ -137,6 +136,7 @@ def _plan_buckets(
     return MemoryPlan(
         conditions=conditions,
         budget=planner.budget,
+        context=planner.tracer.costs.context,
         buckets=tuple(buckets),
         validation_seconds=seconds,
         forward=peak.forward + beside,

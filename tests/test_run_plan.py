@@ -29,6 +29,7 @@ from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_traine
 PLAN = MemoryPlan(
     conditions=5,
     budget=1000,
+    context=50,
     buckets=(BucketPlan(2.0, 10, 4, 0, 900), BucketPlan(8.0, 40, 1, 3, 1000)),
     validation_seconds=30.0,
     forward=1,

@@ -26,15 +26,16 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The plan of a run, buckets ascending in seconds.
+    """The plan of a run, buckets ascending in seconds; all sizes in bytes.
 
-    `budget` is in bytes, `forward`, `backward` and `update` are the planned peaks of the costliest bucket in bytes, as
-    the device's allocator counts (without its context), `validation` that of validating `validation_seconds` of padded
-    audio at once. `conditions` is a number that stands for the device and all settings that the plan depends on.
+    `forward`, `backward` and `update` are the planned peaks of the costliest bucket as the device's allocator counts
+    them (without `context`, which the device takes for itself), `validation` that of validating `validation_seconds` of
+    padded audio at once. `conditions` is a number that stands for the device and all settings that the plan depends on.
     """
 
     conditions: int
     budget: int
+    context: int
     buckets: tuple[BucketPlan, ...]
     validation_seconds: float
     forward: int
@@ -66,6 +67,7 @@ class MemoryPlan:
         return {
             "conditions": self.conditions,
             "budget": self.budget,
+            "context": self.context,
             "buckets": [[b.seconds, b.tokens, b.utterances, b.recomputed_blocks, b.peak] for b in self.buckets],
             "validation_seconds": self.validation_seconds,
             "peaks": [self.forward, self.backward, self.update, self.validation],
@@ -81,7 +83,10 @@ def read_plan(state: Mapping[str, object]) -> MemoryPlan:
         )
         peaks = [int(peak) for peak in state["peaks"]]
         plan = MemoryPlan(
-            int(state["conditions"]), int(state["budget"]), buckets, float(state["validation_seconds"]), *peaks
+            *(int(state[name]) for name in ("conditions", "budget", "context")),
+            buckets,
+            float(state["validation_seconds"]),
+            *peaks,
         )
     except (KeyError, TypeError, ValueError):
         raise CheckpointError("The checkpoint's memory plan is no plan. Give --replan to make a new one.") from None
