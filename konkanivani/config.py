@@ -144,7 +144,7 @@ class MemoryConfig:
     replan: bool = False
     """Make a new memory plan and forget what did not fit, instead of going on with the checkpoint's."""
     empty_cache_interval: int = 50
-    """Return cached GPU memory every so many micro-batches (0: never)."""
+    """Return cached GPU memory, on a CPU the heap's free pages, every so many micro-batches (0: never)."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """Peaks per phase, on this CPU and on a card whose allocator is played here; what clearing costs; the last table."""
 
 import json
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -14,7 +16,7 @@ from konkanivani.memory.monitor import CacheClearing, MemoryMonitor, PlannedPeak
 from konkanivani.memory.monitor import peak_resident_mib as system_peak_mib
 from konkanivani.reporting import allocator_retries, memory_table, summary_line
 from konkanivani.training.state import TrainState
-from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer
+from tests.conftest import ROOT, TINY_MODEL, Corpus, read_log, run_folders, run_trainer
 
 LARGE = 200 * MIB
 
@@ -233,3 +235,28 @@ def test_a_run_logs_every_phase_and_ends_with_the_table(corpus: Corpus, tmp_path
     assert list(peaks) == ["start", "forward", "backward", "update"]
     logged = {phase["phase"]: phase["peak_mib"] for step in steps for phase in step["memory"]}
     assert set(peaks) <= set(logged) and summary["peak_memory_mib"] >= max(logged.values())
+
+
+def test_on_a_cpu_the_heaps_free_pages_go_back_every_so_many_micro_batches(monkeypatch):
+    trims = []
+    monkeypatch.setattr("konkanivani.memory.monitor.trim_heap", lambda: trims.append(1))
+    for interval, count in ((3, 2), (0, 0)):
+        trims.clear()
+        watched = MemoryMonitor(torch.device("cpu"), interval)
+        for _ in range(8):
+            watched.tend_cache()
+        assert len(trims) == count
+
+
+def test_a_trimmed_heap_is_smaller():
+    script = (
+        "from konkanivani.memory.monitor import resident_mib, trim_heap\n"
+        "pieces = [bytearray(50_000) for _ in range(4_000)]\n"
+        "kept = pieces[::8]\n"
+        "del pieces\n"
+        "before = resident_mib()\n"
+        "trim_heap()\n"
+        "print(before - resident_mib())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(done.stdout) > 100

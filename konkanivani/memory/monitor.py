@@ -1,5 +1,6 @@
 """How much memory each phase of training takes, and the periodic return of cached GPU memory."""
 
+import ctypes
 import dataclasses
 import resource
 import time
@@ -33,6 +34,12 @@ def reset_peak_resident() -> None:
     """Begins the process's VmHWM anew where the system lets it (Linux 4.0; proc(5), clear_refs); else nothing."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
+
+
+def trim_heap() -> None:
+    """Returns the C heap's free pages to the system, where the C library can (glibc; malloc_trim(3))."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @dataclass(frozen=True)
@@ -90,9 +97,14 @@ class MemoryMonitor:
         return tuple(self._phases_of_run.values())
 
     def tend_cache(self) -> None:
-        """Counts a micro-batch; every `empty_cache_interval` of them, cached GPU memory is returned to the driver."""
+        """Counts a micro-batch; every `empty_cache_interval` of them, cached GPU memory is returned to the driver.
+
+        On a CPU the free pages of the heap go back to the system: mixed lengths leave ever more holes there.
+        """
         self._micro_batches += 1
         is_due = self.empty_cache_interval and self._micro_batches % self.empty_cache_interval == 0
+        if is_due and self.device.type == "cpu":
+            trim_heap()
         if is_due and self.device.type == "cuda":
             # The driver waits for all kernels before it takes memory back. Waiting here keeps that out of the figure.
             torch.cuda.synchronize(self.device)
