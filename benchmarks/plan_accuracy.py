@@ -19,29 +19,31 @@ import bootstrap
 bootstrap.rerun_under_venv()
 
 import dataclasses
-import itertools
 import json
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from benchmarks.measuring.cells import (
-    ROW_SECONDS,
-    ROW_UTTERANCES,
     Case,
     CpuCell,
     CudaCell,
+    Device,
     Planned,
+    Precision,
+    Preset,
+    Recompute,
+    full_grid,
+    grid,
     table,
 )
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.errors import ResourceError, UsageError
 
 SHORTEST, LONGEST = 1.0, 600.0
-SEVERAL_SECONDS, SEVERAL_UTTERANCES = 10.0, 4
 Result = TypeVar("Result")
 
 
@@ -51,15 +53,15 @@ class Flags:
 
     full: bool = False
     """The whole grid: all presets, 5, 20 and 60 s, and once several utterances at a time."""
-    presets: tuple[Literal["original", "optimized", "minimal"], ...] = ("minimal",)
+    presets: tuple[Preset, ...] = ("minimal",)
     """Model shapes."""
     seconds: tuple[float, ...] = (5.0, 20.0)
     """Lengths of an utterance."""
-    recompute: tuple[Literal["never", "always"], ...] = ("never", "always")
+    recompute: tuple[Recompute, ...] = ("never", "always")
     """Keep every block's activations, or recompute them."""
-    precisions: tuple[Literal["fp32", "half"], ...] = ("fp32", "half")
+    precisions: tuple[Precision, ...] = ("fp32", "half")
     """Full precision, and autocast: bf16 on a CPU, fp16 with loss scaling on CUDA."""
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Device = "cpu"
     """Where to measure."""
     json: bool = False
     """Print one line of JSON, sizes in bytes, instead of a table in MiB."""
@@ -69,8 +71,11 @@ def compare(flags: Flags) -> str:
     """Plans and measures every cell; returns what is to be printed."""
     if not flags.seconds or not all(SHORTEST <= seconds <= LONGEST for seconds in flags.seconds):
         raise UsageError(f"--seconds must be one or more lengths from {SHORTEST:g} to {LONGEST:g}.")
+    if not (flags.presets and flags.recompute and flags.precisions):
+        raise UsageError("--presets, --recompute and --precisions must each name one or more.")
+    asked = grid(flags.presets, flags.seconds, flags.recompute, flags.precisions, flags.device)
     cells = []
-    for case in grid(flags):
+    for case in full_grid(flags.device) if flags.full else asked:
         cells.append(measure_on_cuda(case) if case.device == "cuda" else measure_on_cpu(case))
         print(" ".join(cells[-1].columns()), file=sys.stderr, flush=True)
     outside = sum(bool(cell.faults()) for cell in cells)
@@ -78,25 +83,6 @@ def compare(flags: Flags) -> str:
         told = [{**dataclasses.asdict(cell), "limit": cell.case.limit, "outside": cell.faults()} for cell in cells]
         return json.dumps({"device": flags.device, "cells": told, "outside": outside})
     return f"{table(cells)}\n{outside} of {len(cells)} cells are outside the bars."
-
-
-def grid(flags: Flags) -> list[Case]:
-    """The cells that these flags ask for."""
-    if flags.full:
-        whole = Flags(presets=("original", "optimized", "minimal"), seconds=(5.0, 20.0, 60.0), device=flags.device)
-        several = [
-            Case("optimized", SEVERAL_SECONDS, SEVERAL_UTTERANCES, 2, "never", is_half, flags.device)
-            for is_half in (False, True)
-        ]
-        return [*grid(whole), *several]
-    choices = itertools.product(flags.presets, flags.seconds, flags.recompute, flags.precisions)
-    return [one_at_a_time(*choice, flags.device) for choice in choices]
-
-
-def one_at_a_time(preset: str, seconds: float, recompute: str, precision: str, device: str) -> Case:
-    """Two utterances, one after the other: the second finds the first one's gradients; or the row that has a limit."""
-    is_row = seconds == ROW_SECONDS and precision == "fp32"
-    return Case(preset, seconds, 1, ROW_UTTERANCES if is_row else 2, recompute, precision == "half", device)
 
 
 def measure_on_cpu(case: Case) -> CpuCell:

@@ -1,6 +1,7 @@
 """The cells in which plan and measure are compared: what is compared, what was found, within which bars. No torch."""
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,21 +16,25 @@ ROW_SECONDS, ROW_UTTERANCES = 20.0, 8
 # Of live bytes for one step on 8 utterances of 20 s, one at a time, in full precision.
 ROW_LIMITS = {"original": GIB, "optimized": int(0.7 * GIB), "minimal": int(0.5 * GIB)}
 
+SEVERAL_SECONDS, SEVERAL_UTTERANCES = 10.0, 4  # of a case with several at once
+
+Preset = Literal["original", "optimized", "minimal"]
+Recompute = Literal["never", "always"]
+Precision = Literal["fp32", "half"]
+Device = Literal["cpu", "cuda"]
+
 
 @dataclass(frozen=True)
 class Case:
-    """A step on `micro_batches` of `utterances` each, every one of them `seconds` long but the last, a tenth shorter.
+    """A step on so many micro-batches of so many utterances of `seconds`; of several one is a tenth shorter."""
 
-    Where a micro-batch is one utterance, it has the full length.
-    """
-
-    preset: Literal["original", "optimized", "minimal"]
+    preset: Preset
     seconds: float
     utterances: int
     micro_batches: int
-    recompute: Literal["never", "always"]
+    recompute: Recompute
     mixed_precision: bool
-    device: Literal["cpu", "cuda"]
+    device: Device
 
     def config(self) -> TrainConfig:
         """The trainer's settings for this step; its allocator keeps what it has, so that its largest size is seen."""
@@ -131,6 +136,32 @@ class CudaCell:
             *(f"{size / MIB:.0f}" for size in sizes),
             ", ".join(self.faults()),
         )
+
+
+def full_grid(device: Device) -> list[Case]:
+    """Every cell: all presets and lengths, and one shape with several utterances at once."""
+    whole = grid(tuple(PRESETS), (5.0, 20.0, 60.0), ("never", "always"), ("fp32", "half"), device)
+    several = SEVERAL_SECONDS, SEVERAL_UTTERANCES, 2, "never"
+    return [*whole, *(Case("optimized", *several, is_half, device) for is_half in (False, True))]
+
+
+def grid(
+    presets: tuple[Preset, ...],
+    seconds: tuple[float, ...],
+    recompute: tuple[Recompute, ...],
+    precisions: tuple[Precision, ...],
+    device: Device,
+) -> list[Case]:
+    """Cells of one utterance at a time: two of them, so that the second finds the first one's gradients.
+
+    Where a number of them has a limit, it is as many.
+    """
+    cases = []
+    for preset, length, policy, precision in itertools.product(presets, seconds, recompute, precisions):
+        has_limit = length == ROW_SECONDS and precision == "fp32"
+        micro_batches = ROW_UTTERANCES if has_limit else 2
+        cases.append(Case(preset, length, 1, micro_batches, policy, precision == "half", device))
+    return cases
 
 
 def table(cells: list[CpuCell] | list[CudaCell]) -> str:
