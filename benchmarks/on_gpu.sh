@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The guide's command lines on a CUDA card, and the peak memory of each preset in fp16. Needs .venv or a Python that has
-# everything, and data/builtin (`python3 training_scripts/prepare_builtin_corpus.py --output data/builtin`).
+# The guide's command lines on a CUDA card, the peak memory of each preset in fp16, plans beside measures, and many steps.
+# Needs .venv or a Python that has everything, pytest included, and data/builtin
+# (`python3 training_scripts/prepare_builtin_corpus.py --output data/builtin`).
 #
 #   benchmarks/on_gpu.sh [FOLDER]      where checkpoints and logs go; a temporary folder by default
 set -euo pipefail
@@ -28,3 +29,12 @@ for preset in original optimized minimal; do
         done
     done
 done
+
+echo "== the plan beside what the allocator gave"
+python3 benchmarks/plan_accuracy.py --full --device cuda
+
+echo "== 2,000 steps of mixed lengths, fp16: what memory does with time"
+python3 benchmarks/drift.py --steps 2000 --preset minimal --device cuda --mixed_precision
+
+echo "== the law that holds plan and measure together"
+"$(python3 training_scripts/bootstrap.py --extras test)" -m pytest tests/laws/test_a_planned_peak_bounds_the_measured_one.py

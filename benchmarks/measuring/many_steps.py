@@ -1,0 +1,159 @@
+"""Many optimizer steps in one process: do its live tensors, or its resident memory, grow with time?"""
+
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from benchmarks.measuring.fixed_step import VOCABULARY
+from benchmarks.measuring.random_speech import build_speech
+from konkanivani.assembly import build_front_end, build_step_parts
+from konkanivani.config import TrainConfig
+from konkanivani.data.batch import Window
+from konkanivani.data.batching import cut_window, same_size
+from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.memory.monitor import resident_mib
+from konkanivani.model.asr import parameter_count
+from konkanivani.preflight import choose_device
+from konkanivani.randomness import seed_of
+from konkanivani.text import Tokenizer
+from konkanivani.training.step import StepParts, StepReport, train_step
+
+GROWTH_PERCENT = 5.0  # that the resident memory may grow by once it has settled
+SETTLED_STEP = 200
+SAMPLES = 20  # steps, of whose resident memory the median is taken
+TOLD_STEPS = 100  # between two lines of progress
+
+
+@dataclass(frozen=True)
+class Moment:
+    """How things stand after a step, its window gone: bytes of live tensors, resident MiB, and what the step did."""
+
+    live: int
+    resident_mib: float
+    audio_seconds: float
+    report: StepReport
+
+
+@dataclass(frozen=True)
+class Drift:
+    """What was measured. Live bytes are those of all tensors between two steps, resident memory is in MiB.
+
+    `settled_mib` is the median over the steps from `settled_step` on, `end_mib` over the last ones.
+    """
+
+    preset: str
+    params: int
+    steps: int
+    skipped_steps: int
+    splits: int
+    audio_seconds: float
+    live_first: int
+    live_last: int
+    live_most: int
+    settled_step: int
+    settled_mib: float
+    end_mib: float
+    largest_mib: float
+    growth_percent: float
+    loss: float
+    is_within: bool
+
+    def sentence(self) -> str:
+        """The result for a person."""
+        return (
+            f"{self.preset}, {self.steps} steps on {self.audio_seconds:.0f} s of audio: live bytes between steps "
+            f"{self.live_first} at first, {self.live_last} at last, {self.live_most} at most; resident "
+            f" {self.settled_mib:.0f} MiB after step {self.settled_step}, "
+            f"{self.end_mib:.0f} MiB at the end ({self.growth_percent:+.1f} %): "
+            f"{'within' if self.is_within else 'OUTSIDE'} the bars."
+        )
+
+
+class Windows(Protocol):
+    """Windows by number."""
+
+    def __getitem__(self, number: int) -> Window: ...
+
+
+@dataclass(frozen=True)
+class RandomWindows:
+    """Windows without end, each a function of (seed, number): `size` utterances of `shortest` to `longest` seconds."""
+
+    seed: int
+    size: int
+    batch_size: int
+    shortest: float
+    longest: float
+
+    def __getitem__(self, number: int) -> Window:
+        seed = seed_of(self.seed, "drift", number)
+        lengths, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        speeches = [
+            build_speech(lengths.uniform(self.shortest, self.longest), VOCABULARY, generator) for _ in range(self.size)
+        ]
+        return cut_window(speeches, same_size(self.batch_size), Tokenizer.start, Tokenizer.end)
+
+
+def measure(config: TrainConfig, steps: int, shortest: float, longest: float) -> Drift:
+    """Builds the model that `config` describes and trains it for so many steps on noise."""
+    device = choose_device(config.run.device)
+    parts = build_step_parts(config, VOCABULARY, device, steps, build_front_end(config, device))
+    windows = RandomWindows(config.run.seed, config.window_size, config.data.batch_size, shortest, longest)
+    return summarize(config.run.preset, parameter_count(parts.model), follow_steps(parts, windows, steps))
+
+
+def follow_steps(parts: StepParts, windows: Windows, steps: int) -> list[Moment]:
+    """Trains on the first windows, every tensor counted from the first step to the last.
+
+    The count is on without a break, since what a step leaves behind is seen only where it was made under the count. It
+    follows storages from their making to their freeing, so what waits for the garbage collector counts as live.
+    """
+    live = LiveBytes()
+    live.count([*parts.model.parameters(), *parts.model.buffers(), *parts.forward.front_end.buffers()])
+    live.count(value for state in parts.optimizer.state.values() for value in state.values())
+    moments = []
+    with live:
+        for step in range(steps):
+            window = windows[step]
+            report, audio_seconds = train_step(parts, window, step), window.audio_seconds
+            del window
+            moments.append(Moment(live_now(parts.forward.device, live), resident_mib(), audio_seconds, report))
+            if not (step + 1) % TOLD_STEPS:
+                print(f"{step + 1} steps, {resident_mib():.0f} MiB resident", file=sys.stderr, flush=True)
+    return moments
+
+
+def live_now(device: torch.device, live: LiveBytes) -> int:
+    """Bytes of live tensors; on CUDA as its allocator knows them."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else live.live
+
+
+def summarize(preset: str, params: int, moments: Sequence[Moment]) -> Drift:
+    """The drift over these moments, which are those of a run from its first step on."""
+    settled = min(SETTLED_STEP, len(moments) // 2)
+    settled_mib = statistics.median(moment.resident_mib for moment in moments[settled : settled + SAMPLES])
+    end_mib = statistics.median(moment.resident_mib for moment in moments[-SAMPLES:])
+    growth, most = 100 * (end_mib / settled_mib - 1), max(moment.live for moment in moments)
+    return Drift(
+        preset=preset,
+        params=params,
+        steps=len(moments),
+        skipped_steps=sum(moment.report.is_skipped for moment in moments),
+        splits=sum(moment.report.splits for moment in moments),
+        audio_seconds=round(sum(moment.audio_seconds for moment in moments), 1),
+        live_first=moments[0].live,
+        live_last=moments[-1].live,
+        live_most=most,
+        settled_step=settled,
+        settled_mib=round(settled_mib, 1),
+        end_mib=round(end_mib, 1),
+        largest_mib=round(max(moment.resident_mib for moment in moments), 1),
+        growth_percent=round(growth, 2),
+        loss=round(moments[-1].report.loss, 3),
+        is_within=most <= moments[0].live and growth <= GROWTH_PERCENT,
+    )

@@ -1,0 +1,101 @@
+"""The benchmark of many steps counts every tensor, and says so where they grow."""
+
+import dataclasses
+import gc
+import json
+
+import pytest
+import torch
+
+from benchmarks.measuring.many_steps import Moment, RandomWindows, follow_steps, summarize
+from konkanivani.assembly import build_front_end, build_step_parts
+from konkanivani.config import ModelConfig, TrainConfig
+from konkanivani.data.batch import Window
+from konkanivani.training.step import StepParts, StepReport
+from tests.conftest import run_script
+
+CPU = torch.device("cpu")
+SMALL = ModelConfig(d_model=32, encoder_layers=1, decoder_layers=1, attention_heads=2, subsampling_channels=8)
+SMALL_FLAGS = ("--d_model", "32", "--encoder_layers", "1", "--decoder_layers", "1", "--attention_heads", "2")
+WINDOWS = RandomWindows(seed=1, size=2, batch_size=1, shortest=0.5, longest=1.5)
+REPORT = StepReport(1.0, 1.0, 1.0, 1.0, 1e-3, 1.0, is_skipped=False, splits=0)
+
+
+def small_parts() -> StepParts:
+    config = TrainConfig(model=SMALL)
+    return build_step_parts(config, 1000, CPU, 100, build_front_end(config, CPU))
+
+
+class KeptWindows:
+    """Windows of which the first tensor is never let go: a leak."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def __getitem__(self, number: int) -> Window:
+        window = WINDOWS[number]
+        self.kept.append(window.micro_batches[0].tokens)
+        return window
+
+
+def test_the_script_finds_no_growth():
+    flags = ("--steps", "6", *SMALL_FLAGS, "--subsampling_channels", "8", "--shortest", "0.5", "--longest", "1.5")
+    done = run_script("benchmarks/drift.py", *flags, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    weights_and_moments = 3 * 4 * found["params"]
+    assert weights_and_moments < found["live_first"] < weights_and_moments + 2**20
+    assert found["live_first"] == found["live_most"] == found["live_last"]
+    assert (found["steps"], found["splits"], found["skipped_steps"], found["settled_step"]) == (6, 0, 0, 3)
+    assert 12 * 0.5 <= found["audio_seconds"] <= 12 * 1.5
+    assert weights_and_moments / 2**20 < found["settled_mib"] <= found["largest_mib"]
+    assert found["is_within"] == (found["growth_percent"] <= 5)
+
+
+def test_what_a_window_leaves_behind_is_seen():
+    windows = KeptWindows()
+    moments = follow_steps(small_parts(), windows, 4)
+    sizes = [tensor.untyped_storage().nbytes() for tensor in windows.kept]
+    grown = [moment.live - moments[0].live for moment in moments]
+    assert grown == [sum(sizes[1:count]) for count in range(1, 5)] and grown[-1] > 0
+    assert not summarize("minimal", 1, moments).is_within
+
+
+def test_what_waits_for_the_garbage_collector_is_seen():
+    class WithCycles:
+        def __getitem__(self, number: int) -> Window:
+            cycle = [torch.zeros(1000)] if number else []
+            cycle.append(cycle)
+            return WINDOWS[number]
+
+    gc.disable()
+    try:
+        first, second = follow_steps(small_parts(), WithCycles(), 2)
+    finally:
+        gc.enable()
+    assert second.live == first.live + 4000
+
+
+@pytest.mark.parametrize(("end", "is_within"), [(104.9, True), (105.1, False)])
+def test_the_resident_memory_may_grow_by_a_twentieth(end, is_within):
+    settled = [Moment(live=7, resident_mib=100.0, audio_seconds=1.0, report=REPORT)] * 250
+    drift = summarize("minimal", 1, settled + [dataclasses.replace(settled[0], resident_mib=end)] * 30)
+    assert (drift.settled_step, drift.settled_mib, drift.end_mib) == (140, 100.0, end)
+    assert drift.is_within is is_within
+
+
+def test_a_window_is_a_function_of_its_number():
+    again = dataclasses.replace(WINDOWS)
+    for number in (0, 5):
+        pairs = zip(WINDOWS[number].micro_batches, again[number].micro_batches, strict=True)
+        for one, other in pairs:
+            assert torch.equal(one.waveforms, other.waveforms) and torch.equal(one.tokens, other.tokens)
+            assert one.augment_seeds == other.augment_seeds is not None
+            assert 0.5 <= one.longest_seconds <= 1.5
+    assert WINDOWS[0].audio_seconds != WINDOWS[1].audio_seconds
+
+
+@pytest.mark.parametrize("flags", [("--steps", "1"), ("--shortest", "0"), ("--longest", "0.7"), ("--batch_size", "0")])
+def test_flags_that_cannot_work_end_with_two(flags):
+    done = run_script("benchmarks/drift.py", *flags)
+    assert done.returncode == 2 and flags[0] in done.stderr and "Traceback" not in done.stderr
