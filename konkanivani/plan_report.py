@@ -1,12 +1,17 @@
 """What fits a memory budget, as a table for a person or as JSON, before anything is trained."""
 
 import dataclasses
+import gc
 import json
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
+from multiprocessing import get_context
 
 from konkanivani.budget import MIB, budget_text, peak_text
 from konkanivani.config import PRESETS, ModelConfig, TrainConfig
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.plan import BucketPlan
 from konkanivani.memory.planner import ALWAYS, MOST_UTTERANCES, NEVER, Planner
@@ -77,13 +82,15 @@ class Report:
 
 def plan_for(config: TrainConfig, costs: DeviceCosts, budget: int) -> Report:
     """What of this configuration fits `budget` bytes; a ResourceError where not even its state does."""
-    rate = TOKENS_PER_SECOND[config.text.tokenizer_type]
-    planner = Planner(build_tracer(config, config.text.vocab_size, costs), budget, rate)
-    check_state(planner)
-    answers = tuple(_answer(planner, mode, config) for mode in ("never", "always"))
+    check_state(config, config.text.vocab_size, costs, budget)
+    questions = [Question(config, costs, budget, mode) for mode in ("never", "always")]
+    with _two_processes() as pool:
+        answers = tuple(pool.map(_answer, questions))
+    planner = questions[0].planner()
     longest = config.data.max_validation_duration
-    tokens = _tokens(config, longest)
-    _, validation_peak = planner.validation_seconds(longest, tokens, config.data.validation_batch_seconds)
+    _, validation_peak = planner.validation_seconds(
+        longest, _tokens(config, longest), config.data.validation_batch_seconds
+    )
     return Report(
         device=costs.name,
         precision="half precision" if planner.tracer.is_half else "full precision",
@@ -97,6 +104,41 @@ def plan_for(config: TrainConfig, costs: DeviceCosts, budget: int) -> Report:
     )
 
 
+@dataclass(frozen=True)
+class Question:
+    """What fits, with or without recomputing every block: what a process of its own needs to answer it."""
+
+    config: TrainConfig
+    costs: DeviceCosts
+    budget: int
+    mode: str
+
+    def planner(self) -> Planner:
+        """A planner of this configuration."""
+        tracer = build_tracer(self.config, self.config.text.vocab_size, self.costs)
+        return Planner(tracer, self.budget, TOKENS_PER_SECOND[self.config.text.tokenizer_type])
+
+    @property
+    def policy(self) -> RecomputePolicy:
+        """What is recomputed."""
+        return NEVER if self.mode == "never" else ALWAYS
+
+
+def _two_processes() -> ProcessPoolExecutor:
+    """Tracing is one thread of Python; forked, since nothing has run on a device or in parallel before.
+
+    What is there at a fork is there to stay: frozen, the garbage collector need not walk through it.
+    """
+    return ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=gc.freeze)
+
+
+def _answer(question: Question) -> Answer:
+    planner, config, policy = question.planner(), question.config, question.policy
+    buckets = tuple(planner.largest_batch(s, _tokens(config, s), policy, MOST_UTTERANCES) for s in BUCKETS)
+    longest = planner.longest_utterance(lambda seconds: _tokens(config, seconds), policy)
+    return Answer(question.mode, buckets, longest)
+
+
 def plan_presets(
     config: TrainConfig,
     costs: DeviceCosts,
@@ -104,6 +146,10 @@ def plan_presets(
     budgets: tuple[float, ...] = TABLE_BUDGETS,
 ) -> str:
     """A table of presets by budgets in GiB: utterances of 10 s at once, and the longest that trains, in seconds."""
+    shaped = [dataclasses.replace(config, model=shape) for shape in presets.values()]
+    questions = [Question(shape, costs, 0, mode) for shape in shaped for mode in ("never", "always")]
+    with _two_processes() as pool:
+        cells = list(pool.map(_cells, questions, repeat(budgets)))
     lines = [
         f"Traced for {costs.name}, {config.text.vocab_size} tokens: utterances of 10 s at once / longest utterance, in "
         "seconds, that trains;",
@@ -111,31 +157,23 @@ def plan_presets(
         "",
         f"{'':12}" + "".join(f"{f'{gib:g} GiB':>26}" for gib in budgets),
     ]
-    for name, shape in presets.items():
-        shaped = dataclasses.replace(config, model=shape)
-        rate = TOKENS_PER_SECOND[config.text.tokenizer_type]
-        planner = Planner(build_tracer(shaped, config.text.vocab_size, costs), 0, rate)
-        cells = []
-        for gib in budgets:
-            planner.budget = int(gib * GIB)
-            cells.append("  ".join(_cell(planner, mode, shaped) for mode in ("never", "always")))
-        lines.append(f"{name:12}" + "".join(f"{cell:>26}" for cell in cells))
+    for name, never, always in zip(presets, cells[::2], cells[1::2], strict=True):
+        lines.append(f"{name:12}" + "".join(f"{'  '.join(pair):>26}" for pair in zip(never, always, strict=True)))
     return "\n".join(lines)
 
 
-def _cell(planner: Planner, mode: str, config: TrainConfig) -> str:
-    if planner.tracer.state() + planner.beside() > planner.budget:
-        return "- / -"
-    policy = NEVER if mode == "never" else ALWAYS
-    at_once = planner.largest_batch(10.0, _tokens(config, 10.0), policy, MOST_UTTERANCES).utterances
-    longest = planner.longest_utterance(lambda seconds: _tokens(config, seconds), policy)
-    return f"{at_once}{'+' if at_once == MOST_UTTERANCES else ''} / {longest:g}"
-
-
-def _answer(planner: Planner, mode: str, config: TrainConfig) -> Answer:
-    policy = NEVER if mode == "never" else ALWAYS
-    buckets = tuple(planner.largest_batch(s, _tokens(config, s), policy, MOST_UTTERANCES) for s in BUCKETS)
-    return Answer(mode, buckets, planner.longest_utterance(lambda seconds: _tokens(config, seconds), policy))
+def _cells(question: Question, budgets: tuple[float, ...]) -> list[str]:
+    """The question's cell for each budget in GiB."""
+    planner, config, policy, cells = question.planner(), question.config, question.policy, []
+    for gib in budgets:
+        planner.budget = int(gib * GIB)
+        if planner.tracer.state() + planner.beside() > planner.budget:
+            cells.append("- / -")
+            continue
+        at_once = planner.largest_batch(10.0, _tokens(config, 10.0), policy, MOST_UTTERANCES).utterances
+        longest = planner.longest_utterance(lambda seconds: _tokens(config, seconds), policy)
+        cells.append(f"{at_once}{'+' if at_once == MOST_UTTERANCES else ''} / {longest:g}")
+    return cells
 
 
 def _tokens(config: TrainConfig, seconds: float) -> int:

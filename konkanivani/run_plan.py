@@ -10,7 +10,7 @@ import torch
 from konkanivani.assembly import build_front_end, build_step_parts, memory_conditions
 from konkanivani.audio import MEL_BINS
 from konkanivani.budget import MIB, budget_text, parse_budget, peak_text
-from konkanivani.config import PRESETS, TextConfig, TrainConfig
+from konkanivani.config import PRESETS, ModelConfig, TextConfig, TrainConfig
 from konkanivani.errors import ResourceError
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.available import available_bytes
@@ -58,8 +58,9 @@ def resolve_plan(
     budget = config.memory.memory_budget
     budget = parse_budget(budget) if budget else available_bytes(device)
     rate = float(train.tokens.sum() / train.seconds.sum())
-    planner = Planner(build_tracer(config, vocab_size, costs_of(device)), budget, rate)
-    check_state(planner)
+    costs = costs_of(device)
+    check_state(config, vocab_size, costs, budget)
+    planner = Planner(build_tracer(config, vocab_size, costs), budget, rate)
     plan = _plan_buckets(config, planner, conditions, train, validation)
     _check_every_utterance_fits(plan.buckets, train, config, budget)
     return plan
@@ -88,24 +89,28 @@ def build_tracer(config: TrainConfig, vocab_size: int, costs: DeviceCosts) -> St
     )
 
 
-def check_state(planner: Planner) -> None:
+def check_state(config: TrainConfig, vocab_size: int, costs: DeviceCosts, budget: int) -> None:
     """A ResourceError where the model's state alone, gradients included, is beyond the budget."""
-    state, beside = planner.tracer.state(), planner.beside()
-    if state + beside > planner.budget:
+    state, beside = _state_bytes(config.model, vocab_size), costs.workspace + costs.context
+    if state + beside > budget:
         raise ResourceError(
             f"The weights, gradients and optimizer of this model take {state / MIB:.0f} MiB before any audio, and "
-            f"{planner.tracer.costs.name} takes {beside / MIB:.0f} MiB for itself: more than the budget of "
-            f"{planner.budget / MIB:.0f} MiB. {_largest_preset(planner.budget - beside)}"
+            f"{costs.name} takes {beside / MIB:.0f} MiB for itself: more than the budget of {budget / MIB:.0f} MiB. "
+            f"{_largest_preset(budget - beside)}"
         )
+
+
+def _state_bytes(shape: ModelConfig, vocab_size: int) -> int:
+    with torch.device("meta"):
+        return STATE_BYTES * parameter_count(KonkaniVaniASR(shape, vocab_size, MEL_BINS))
 
 
 def _largest_preset(room: int) -> str:
     """A sentence about the largest preset whose state is within the room."""
     for name, shape in PRESETS.items():
-        with torch.device("meta"):
-            parameters = parameter_count(KonkaniVaniASR(shape, TextConfig().vocab_size, MEL_BINS))
-        if STATE_BYTES * parameters <= room:
-            return f"--preset {name} takes {STATE_BYTES * parameters / MIB:.0f} MiB."
+        state = _state_bytes(shape, TextConfig().vocab_size)
+        if state <= room:
+            return f"--preset {name} takes {state / MIB:.0f} MiB."
     return "No preset is small enough."
 
 

@@ -81,9 +81,9 @@ def test_no_more_go_at_once_than_are_asked_for():
 
 
 def test_a_budget_below_the_models_state_is_refused_with_a_preset_that_fits():
-    planner = Planner(tracer_of(PRESETS["optimized"]), parse_budget("60MiB"), 10.0)
+    config = TrainConfig(model=PRESETS["optimized"])
     with pytest.raises(ResourceError, match="1.. MiB before any audio.*budget of 60 MiB.*--preset minimal"):
-        check_state(planner)
+        check_state(config, 40, NOTHING_BESIDE, parse_budget("60MiB"))
 
 
 def test_a_card_rounds_and_takes_workspaces_and_a_context():

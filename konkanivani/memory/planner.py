@@ -106,7 +106,7 @@ class Planner:
         seconds = min(LONGEST_SECONDS, float(int(self._growth(recompute).seconds(self.budget))))
         peak = self.peak(Load(1, IN_CHUNKS_SECONDS, tokens(IN_CHUNKS_SECONDS)), recompute)
         if peak <= self.budget:
-            fits, seconds = (IN_CHUNKS_SECONDS, float(peak)), max(seconds, 2 * IN_CHUNKS_SECONDS)
+            fits, seconds = (IN_CHUNKS_SECONDS, float(peak)), 4 * IN_CHUNKS_SECONDS
         while seconds > fits[0]:
             before, reached = fits, (seconds, float(self.peak(Load(1, seconds, tokens(seconds)), recompute)))
             fits, too_long = (reached, too_long) if reached[1] <= self.budget else (fits, reached)
