@@ -29,7 +29,7 @@ from konkanivani.errors import CheckpointError, DataError, ResourceError, UsageE
 from konkanivani.flags import config_from_text, config_to_text
 from konkanivani.logbook import Logbook
 from konkanivani.memory.available import BudgetWatch, enforce_budget
-from konkanivani.memory.monitor import resident_mib
+from konkanivani.memory.monitor import keep_holes_out, resident_mib
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.optimizer import OptimizerState
@@ -146,6 +146,8 @@ def plan_memory(start: Start, speech: RunSpeech, device: torch.device) -> Memory
 def keep_to_plan(step: StepParts, plan: MemoryPlan, resident_before: float) -> StepParts:
     """The step with the plan's recomputed blocks, its planned peaks shown, its budget enforced where that can be."""
     device = step.forward.device
+    if device.type == "cpu":
+        keep_holes_out()
     step.forward.monitor.expect(plan.planned_peaks(before=resident_before if device.type == "cpu" else 0.0))
     enforce_budget(device, plan.budget, plan.context)
     return recomputing(step, plan.recompute_policy())

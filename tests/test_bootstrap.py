@@ -369,6 +369,7 @@ class TestMalloc:
     PROGRAM = (
         "import os, sys; sys.path.insert(0, 'training_scripts'); import bootstrap\n"
         "status = lambda: int(open('/proc/self/status').read().split('VmRSS:')[1].split()[0])\n"
+        "bootstrap.MALLOC_THRESHOLD = 1 << 20\n"
         "answer = bootstrap.set_malloc_thresholds(os.environ) if sys.argv[1] == 'set' else None\n"
         "bytearray(30 << 20)\n"
         "before, blocks, apart = status(), [], []\n"

@@ -1,6 +1,7 @@
 """Peaks per phase, on this CPU and on a card whose allocator is played here; what clearing costs; the last table."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -260,3 +261,21 @@ def test_a_trimmed_heap_is_smaller():
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert float(done.stdout) > 100
+
+
+@pytest.mark.parametrize("call", ["monitor.keep_holes_out()", "pass"])
+def test_a_run_that_keeps_to_its_plan_leaves_no_holes(call):
+    script = (
+        "from konkanivani.memory import monitor\n"
+        f"{call}\n"
+        "bytearray(30 << 20)\n"  # malloc has seen a large block freed, as in every training
+        "before = monitor.resident_mib()\n"
+        "pieces = [bytearray(300_000 + 997 * n) for n in range(400)]\n"
+        "apart = pieces[::20]\n"
+        "del pieces\n"
+        "print(monitor.resident_mib() - before)\n"
+    )
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, check=True)
+    assert (float(done.stdout) < 20) == (call != "pass")

@@ -38,9 +38,9 @@ HOW_TO_SET_UP = "Run ./run_training_memory_optimized.sh or python3 training_scri
 # The module that a distribution brings, where it is not the distribution's name with "-" turned to "_".
 MODULE_NAMES = {"import-linter": "importlinter", "nvidia-ml-py": "pynvml"}
 
-# Bytes: larger blocks are mapped one by one, and go back when they are freed. Below an utterance's activations, which
-# at 20 s and a width of 256 take 500 KiB each.
-MALLOC_THRESHOLD = 256 * 1024
+# Bytes: larger blocks are mapped one by one, and go back when they are freed. Smaller ones come faster from the heap;
+# a run under a memory budget sets a lower threshold itself (konkanivani/memory/monitor.py).
+MALLOC_THRESHOLD = 8 * 1024 * 1024
 
 GIB = 1024**3
 Build = collections.namedtuple("Build", "words disk_bytes")

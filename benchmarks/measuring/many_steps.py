@@ -16,7 +16,7 @@ from konkanivani.config import TrainConfig
 from konkanivani.data.batch import Window
 from konkanivani.data.batching import cut_window, same_size
 from konkanivani.memory.live_bytes import LiveBytes
-from konkanivani.memory.monitor import resident_mib
+from konkanivani.memory.monitor import keep_holes_out, resident_mib
 from konkanivani.model.asr import parameter_count
 from konkanivani.preflight import choose_device
 from konkanivani.randomness import seed_of
@@ -102,6 +102,7 @@ class RandomWindows:
 def measure(config: TrainConfig, steps: int, shortest: float, longest: float) -> Drift:
     """Builds the model that `config` describes and trains it for so many steps on noise."""
     device = choose_device(config.run.device)
+    keep_holes_out()  # as a run under a memory budget does
     parts = build_step_parts(config, VOCABULARY, device, steps, build_front_end(config, device))
     windows = RandomWindows(config.run.seed, config.window_size, config.data.batch_size, shortest, longest)
     return summarize(config.run.preset, parameter_count(parts.model), follow_steps(parts, windows, steps))

@@ -13,7 +13,7 @@ from konkanivani.data.batch import Window, collate
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.live_bytes import LiveBytes
-from konkanivani.memory.monitor import MIB, reset_peak_resident, resident_mib
+from konkanivani.memory.monitor import MIB, keep_holes_out, reset_peak_resident, resident_mib
 from konkanivani.memory.tracer import Load
 from konkanivani.preflight import choose_device
 from konkanivani.run_plan import build_tracer, costs_of
@@ -51,7 +51,11 @@ def measure_live(case: Case) -> tuple[int, int]:
 
 
 def measure_resident(case: Case) -> int:
-    """Bytes from the resident memory before the model is built to the process's largest in a few steps."""
+    """Bytes from the resident memory before the model is built to the process's largest in a few steps.
+
+    As in a run under a memory budget, which keeps holes out of the heap.
+    """
+    keep_holes_out()
     reset_peak_resident()
     before = resident_mib()
     parts, window = build_parts(case), build_window(case)

@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import os
 import resource
 import time
 from contextlib import suppress
@@ -12,6 +13,8 @@ import torch
 
 from konkanivani.budget import MIB
 from konkanivani.records import PhaseMemory
+
+HOLE_BYTES = 256 * 1024  # below an utterance's activations, which at 20 s and a width of 256 take 500 KiB each
 
 
 def resident_mib() -> float:
@@ -34,6 +37,20 @@ def reset_peak_resident() -> None:
     """Begins the process's VmHWM anew where the system lets it (Linux 4.0; proc(5), clear_refs); else nothing."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
+
+
+def keep_holes_out() -> None:
+    """Has glibc map blocks of HOLE_BYTES and more one by one, so that freed tensors leave no holes in its heap.
+
+    For a run on a CPU that is to keep to its plan; page faults cost it up to a fifth of a step's time (docs/LOG.md).
+    A user's own setting stays, and elsewhere than on glibc nothing happens.
+    """
+    if any(name in os.environ for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")):
+        return
+    m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(m_trim_threshold, HOLE_BYTES)
+        ctypes.CDLL(None).mallopt(m_mmap_threshold, HOLE_BYTES)
 
 
 def trim_heap() -> None:
