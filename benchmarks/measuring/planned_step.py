@@ -25,7 +25,7 @@ STEPS = 3  # that the resident memory and CUDA's allocator are watched for
 
 def trace_plan(case: Case) -> Planned:
     """The plan of this case as `--memory_budget` would make it."""
-    costs = costs_of(choose_device(case.device), card=None)
+    costs = costs_of(choose_device(case.device))
     load = Load(case.utterances, case.seconds, round(case.seconds * TOKENS_PER_SECOND))
     peak = build_tracer(case.config(), VOCABULARY, costs).trace(load, RecomputePolicy(case.recompute))
     return Planned(peak.bytes, costs.workspace, costs.context)
