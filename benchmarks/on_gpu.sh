@@ -20,6 +20,13 @@ echo "== 192 wide, 8 + 4 layers, 2 x 4, fp16: two epochs, then on from the first
 "${train[@]}" --batch_size 1 --gradient_accumulation_steps 8 --mixed_precision --device cuda \
     --resume "$folder/checkpoints/checkpoint_epoch_1.pt"
 
+echo "== a card of 4 GB and one of 1.2 GB, played on this one: the plan, the rehearsal, planned and measured peaks"
+for budget in 4GiB 1200MiB; do
+    "${train[@]}" "${corpus[@]}" --preset original --mixed_precision --device cuda --memory_budget "$budget" \
+        --batch_size auto --gradient_checkpointing auto --epochs 1 --run_name "$budget" \
+        --checkpoint_dir "$folder/checkpoints_$budget" --log_dir "$folder/runs"
+done
+
 echo "== peak memory and time of one step, fp16"
 for preset in original optimized minimal; do
     for accum in 8 4 1; do
