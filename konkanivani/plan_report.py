@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import repeat
 from multiprocessing import get_context
 
+import torch
+
 from konkanivani.budget import MIB, budget_text, peak_text
 from konkanivani.config import PRESETS, ModelConfig, TrainConfig
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
@@ -125,11 +127,17 @@ class Question:
 
 
 def _two_processes() -> ProcessPoolExecutor:
-    """Tracing is one thread of Python; forked, since nothing has run on a device or in parallel before.
+    """Tracing is one thread of Python, so two of them take half the time."""
+    return ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=_settle)
 
-    What is there at a fork is there to stay: frozen, the garbage collector need not walk through it.
+
+def _settle() -> None:
+    """What a forked process must do first: OpenMP's threads were not forked with it, and to wait for them has no end.
+
+    What is there at the fork is there to stay: frozen, the garbage collector need not walk through it.
     """
-    return ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=gc.freeze)
+    torch.set_num_threads(1)
+    gc.freeze()
 
 
 def _answer(question: Question) -> Answer:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
 from konkanivani.budget import MIB, parse_budget
 from konkanivani.config import PRESETS, MemoryConfig, ModelConfig, TextConfig, TrainConfig
@@ -12,7 +13,7 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs, find_gpu
 from konkanivani.memory.planner import ALWAYS, NEVER, Planner, plan_bucket
 from konkanivani.memory.tracer import Load, StepTracer
-from konkanivani.plan_report import plan_presets
+from konkanivani.plan_report import plan_for, plan_presets
 from konkanivani.run_plan import build_tracer, check_state
 from tests.conftest import TINY_MODEL, run_script
 
@@ -173,6 +174,12 @@ def test_a_card_by_name_is_its_own_budget():
     report = json.loads(done.stdout)
     assert report["budget"] == find_gpu("T4").memory and report["context"] > 0
     assert report["device"] == "T4" and report["precision"] == "half precision"
+
+
+def test_the_answers_come_from_a_process_whose_threads_are_at_work_as_well():
+    torch.randn(600, 600) @ torch.randn(600, 600)  # from here on OpenMP has threads that a fork does not take along
+    report = plan_for(TrainConfig(model=SMALL, text=TextConfig(vocab_size=40)), cpu_costs(), parse_budget("320MiB"))
+    assert [answer.gradient_checkpointing for answer in report.answers] == ["never", "always"]
 
 
 def test_the_table_holds_a_dash_where_the_state_does_not_fit_and_grows_to_the_right():
