@@ -8,6 +8,8 @@ import torch
 from konkanivani.config import OptimizerConfig
 from konkanivani.errors import CheckpointError
 
+STATE_BYTES = 16  # a parameter's weight, gradient and two moments in fp32
+
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """The rate of optimizer step `step` (0-based) of `total_steps`.

@@ -17,8 +17,9 @@ from konkanivani.memory.available import available_bytes
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
 from konkanivani.memory.planner import Planner, plan_bucket
-from konkanivani.memory.tracer import STATE_BYTES, Load, StepTracer
+from konkanivani.memory.tracer import Load, StepTracer
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
+from konkanivani.optimizer import STATE_BYTES
 from konkanivani.preflight import measure_context
 
 BUCKET_RATIO = 0.7  # of the longest utterances of neighbouring buckets

@@ -8,18 +8,18 @@ from konkanivani.assembly import build_front_end, build_step_parts
 from konkanivani.budget import MIB
 from konkanivani.config import TrainConfig
 from konkanivani.data.batch import Speech, Window
-from konkanivani.data.batching import cut_window
+from konkanivani.data.batching import cut_window, same_size
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
 from konkanivani.model.asr import parameter_count
+from konkanivani.optimizer import STATE_BYTES
 from konkanivani.text import Tokenizer
 from konkanivani.training.step import train_step
 
 VOCABULARY = 1000
 FIRST_TOKEN = 5
 WARM_UP_SECONDS = 2.0
-STATE_BYTES = 16  # a parameter's weight, gradient and two moments in fp32
 
 
 @dataclass(frozen=True)
@@ -71,4 +71,4 @@ def build_window(seconds: float, tokens_per_second: float) -> Window:
         tokens=torch.randint(FIRST_TOKEN, VOCABULARY, (count,), generator=generator).tolist(),
         augment_seed=0,
     )
-    return cut_window([speech], 1, Tokenizer.start, Tokenizer.end)
+    return cut_window([speech], same_size(1), Tokenizer.start, Tokenizer.end)

@@ -41,7 +41,7 @@ def measure_live(case: Case) -> tuple[int, int]:
     live = LiveBytes()
     live.count([*parts.model.parameters(), *parts.model.buffers(), *parts.forward.front_end.buffers()])
     live.count(value for state in parts.optimizer.state.values() for value in state.values())
-    inputs = [(b.waveforms, b.tokens, b.decoder_tokens, b.targets) for b in window.micro_batches]
+    inputs = [batch.tensors() for batch in window.micro_batches]
     live.count(tensor for tensors in inputs for tensor in tensors)
     with live:
         train_step(parts, window, 1)

@@ -6,11 +6,14 @@ B batch, S samples, U tokens.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from konkanivani.lengths import SAMPLE_RATE, Lengths
+
+TENSORS = ("waveforms", "tokens", "decoder_tokens", "targets")
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,11 @@ class Speech:
     waveform: torch.Tensor
     tokens: list[int]
     augment_seed: int | None
+
+    @property
+    def seconds(self) -> float:
+        """The waveform's length."""
+        return len(self.waveform) / SAMPLE_RATE
 
 
 @dataclass(frozen=True)
@@ -52,18 +60,19 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The batch with its tensors, on `device`; a copy from pinned memory is not waited for."""
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("waveforms", "tokens", "decoder_tokens", "targets")
-        }
-        return dataclasses.replace(self, **moved)
+        return self.with_each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
         """The batch in page-locked memory (the DataLoader calls this for CUDA)."""
-        pinned = {
-            name: getattr(self, name).pin_memory() for name in ("waveforms", "tokens", "decoder_tokens", "targets")
-        }
-        return dataclasses.replace(self, **pinned)
+        return self.with_each(torch.Tensor.pin_memory)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that it holds of tensors."""
+        return tuple(getattr(self, name) for name in TENSORS)
+
+    def with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """The batch with each tensor changed."""
+        return dataclasses.replace(self, **{name: change(getattr(self, name)) for name in TENSORS})
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,11 @@ def collate(speeches: list[Speech], start: int, end: int) -> Batch:
         targets=pad([torch.cat([row, edge[1]]) for row in tokens], batch_first=True, padding_value=-1),
         augment_seeds=None if None in seeds else tuple(seeds),
     )
+
+
+def largest_batch(batches: tuple[Batch, ...]) -> Batch:
+    """The one of most padded audio; of equals the longest."""
+    return max(batches, key=lambda batch: (batch.size * batch.longest_seconds, batch.longest_seconds))
 
 
 def split_batch(batch: Batch) -> tuple[Batch, Batch]:

@@ -94,7 +94,7 @@ def cut_window(speeches: list[Speech], limits: tuple[SizeLimit, ...], start: int
     """
     pieces: list[list[Speech]] = []
     for speech in sorted(speeches, key=lambda speech: (len(speech.waveform), speech.utterance_id)):
-        if pieces and len(pieces[-1]) < largest_size(len(speech.waveform) / SAMPLE_RATE, limits):
+        if pieces and len(pieces[-1]) < largest_size(speech.seconds, limits):
             pieces[-1].append(speech)
         else:
             pieces.append([speech])

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from konkanivani.chunks import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
 from konkanivani.command_line import is_out_of_memory
-from konkanivani.data.batch import Batch, split_batch
+from konkanivani.data.batch import Batch, largest_batch, split_batch
 from konkanivani.errors import CheckpointError, ResourceError
 
 Result = TypeVar("Result")
@@ -31,7 +31,7 @@ class Cut:
     @property
     def largest(self) -> Batch:
         """The micro-batch of most padded audio."""
-        return max(self.micro_batches, key=lambda batch: (batch.size * batch.longest_seconds, batch.longest_seconds))
+        return largest_batch(self.micro_batches)
 
     def smaller(self) -> "Cut | None":
         """The next smaller way: every micro-batch in halves, then all blocks recomputed, small chunks, then None."""

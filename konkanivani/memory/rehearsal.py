@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from konkanivani.checkpoint import read_checkpoint, write_checkpoint
-from konkanivani.data.batch import Speech, Window
+from konkanivani.data.batch import Window, largest_batch
 from konkanivani.data.batching import cut_window, largest_size
 from konkanivani.data.loading import TrainingSpeech
-from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.text import Tokenizer
 from konkanivani.training.run import Run
 from konkanivani.training.step import train_step
@@ -85,7 +84,7 @@ def _ids(window: Window) -> list[tuple[str, ...]]:
 def _window_of(run: Run, speech: TrainingSpeech, order: np.ndarray) -> Window:
     """The first utterances of the order, as many as go at once, as two micro-batches."""
     first = speech[0, int(order[0])]
-    count = largest_size(_seconds(first), run.windows.limits)
+    count = largest_size(first.seconds, run.windows.limits)
     speeches = [first, *(speech[0, int(index)] for index in order[1 : min(count, run.windows.planner.window_size)])]
     piece = cut_window(speeches, run.windows.limits, Tokenizer.start, Tokenizer.end)
     return dataclasses.replace(
@@ -97,13 +96,9 @@ def _window_of(run: Run, speech: TrainingSpeech, order: np.ndarray) -> Window:
     )
 
 
-def _seconds(speech: Speech) -> float:
-    return len(speech.waveform) / SAMPLE_RATE
-
-
 def _try_window(run: Run, name: str, window: Window) -> Rehearsal:
     report = train_step(run.step, window, run.state.step)
-    largest = max(window.micro_batches, key=lambda batch: batch.size * batch.longest_seconds)
+    largest = largest_batch(window.micro_batches)
     return Rehearsal(name, largest.size, largest.longest_seconds, report.splits)
 
 

@@ -16,17 +16,16 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from konkanivani.data.batch import Batch, Window
+from konkanivani.data.batch import Batch, Window, largest_batch
 from konkanivani.lengths import SAMPLE_RATE, Lengths, feature_length, subsampled_length
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.model.asr import parameter_count
+from konkanivani.optimizer import STATE_BYTES
 from konkanivani.training.evaluation import recognize
 from konkanivani.training.forward import FeatureExtractor
 from konkanivani.training.step import StepParts, train_step
-
-STATE_BYTES = 16  # a parameter's weight, gradient and two moments in fp32
 
 
 @dataclass(frozen=True)
@@ -107,18 +106,17 @@ class StepTracer:
         parts = dataclasses.replace(self._parts, forward=forward)
         self._count_state(live, with_gradients=True)
         with self._mode:
-            traced = dataclasses.replace(window, micro_batches=tuple(map(self._traced, window.micro_batches)))
-            inputs = [_input_tensors(batch) for batch in traced.micro_batches]
+            batches = tuple(batch.with_each(self._mode.from_tensor) for batch in window.micro_batches)
+            inputs = [batch.tensors() for batch in batches]
             live.count(tensor for tensors in inputs for tensor in tensors)
             sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in inputs]
             with live:
-                train_step(parts, traced, step=0)
+                train_step(parts, dataclasses.replace(window, micro_batches=batches), step=0)
         others = sum(sizes) - max(sizes)
-        largest = max(window.micro_batches, key=lambda batch: batch.size * batch.longest_seconds)
         return Peak(
             state=self.state(),
             forward=phases.peaks["forward"] - others,
-            backward=phases.peaks["backward"] - others + self._attention_workspace(largest),
+            backward=phases.peaks["backward"] - others + self._attention_workspace(largest_batch(window.micro_batches)),
             update=phases.peaks["update"] - others,
         )
 
@@ -160,11 +158,6 @@ class StepTracer:
                 augment_seeds=None,
             )
 
-    def _traced(self, batch: Batch) -> Batch:
-        names = ("waveforms", "tokens", "decoder_tokens", "targets")
-        tensors = {name: self._mode.from_tensor(getattr(batch, name)) for name in names}
-        return dataclasses.replace(batch, **tensors)
-
 
 class _Phases:
     """In the place of the monitor: the traced peak of each phase, in bytes."""
@@ -177,10 +170,6 @@ class _Phases:
         self.peaks[phase] = max(self.peaks.get(phase, 0), self._live.restart_peak())
 
     def tend_cache(self) -> None: ...
-
-
-def _input_tensors(batch: Batch) -> tuple[torch.Tensor, ...]:
-    return batch.waveforms, batch.tokens, batch.decoder_tokens, batch.targets
 
 
 def _best_path_on_the_device(logits: torch.Tensor, _lengths: Lengths) -> list[list[int]]:

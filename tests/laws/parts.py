@@ -88,7 +88,7 @@ def measured_peak(parts: StepParts, window: Window) -> int:
     live.count([*parts.model.parameters(), *parts.model.buffers(), *parts.forward.front_end.buffers()])
     live.count(tensor for state in parts.optimizer.state.values() for tensor in state.values())
     before = live.live
-    batches = [(b.waveforms, b.tokens, b.decoder_tokens, b.targets) for b in window.micro_batches]
+    batches = [batch.tensors() for batch in window.micro_batches]
     live.count(tensor for tensors in batches for tensor in tensors)
     with live:
         train_step(parts, window, 1)
