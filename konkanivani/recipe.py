@@ -84,7 +84,7 @@ def build_run(start: Start) -> Run:
         _take_weights(start.initial, step.model, speech.tokenizer)
     _tell_plan(config, step, speech.train, planner)
     if plan:
-        print(plan_sentences(plan, blocks=config.model.encoder_layers + config.model.decoder_layers), flush=True)
+        print(plan_sentences(plan, blocks=len(step.model.blocks)), flush=True)
     checkpointer = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints)
     if not start.resumed:
         _move_aside(checkpointer, run_directory)

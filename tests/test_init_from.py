@@ -119,8 +119,8 @@ def test_fewer_heads_are_the_first_ones_whole():
 def test_kept_components_keep_their_rotary_frequencies():
     like = torch.zeros(1, dtype=torch.float64)
     large, small = (torch.stack(RotaryPositions(width)(50, like)) for width in (8, 4))
-    assert torch.allclose(small, large[:, :, [0, 2, 4, 6]], rtol=0, atol=1e-12)
-    assert not torch.allclose(small, large[:, :, [0, 1, 4, 5]])  # the leading ones would not
+    assert torch.allclose(small, large[:, :, [0, 2]], rtol=0, atol=1e-12)
+    assert not torch.allclose(small, large[:, :, [0, 1]])  # the leading ones would not
 
 
 def test_gate_kernel_and_mel_bands_are_cut_by_their_structure():

@@ -36,13 +36,13 @@ def test_recomputing_needs_less_and_more_audio_needs_more():
     tracer = tracer_of(PRESETS["minimal"])
     kept = tracer.trace(Load(2, 5.0, 50), NEVER).bytes
     assert (
-        tracer.trace(Load(2, 5.0, 50), ALWAYS).bytes < 0.8 * kept < kept < tracer.trace(Load(4, 5.0, 50), NEVER).bytes
+        tracer.trace(Load(2, 5.0, 50), ALWAYS).bytes < 0.85 * kept < kept < tracer.trace(Load(4, 5.0, 50), NEVER).bytes
     )
 
 
 def test_each_block_more_that_is_recomputed_takes_less():
     tracer = tracer_of(PRESETS["minimal"])
-    peaks = [tracer.trace(Load(2, 8.0, 80), RecomputePolicy.first(count)).bytes for count in range(0, 7, 2)]
+    peaks = [tracer.trace(Load(2, 8.0, 80), RecomputePolicy.first(count)).bytes for count in range(4)]
     assert peaks == sorted(set(peaks), reverse=True)
     assert tracer.trace(Load(2, 8.0, 80), RecomputePolicy.first(tracer.blocks)) == tracer.trace(
         Load(2, 8.0, 80), ALWAYS
@@ -69,9 +69,9 @@ def test_the_longest_utterance_fits_and_a_twentieth_more_does_not():
 
 
 def test_auto_recomputes_as_few_blocks_as_the_budget_asks_for():
-    tracer, load = tracer_of(SMALL), Load(1, 20.0, 200)
+    tracer, load = tracer_of(PRESETS["minimal"]), Load(1, 20.0, 200)
     peaks = [tracer.trace(load, RecomputePolicy.first(count)).bytes for count in range(tracer.blocks + 1)]
-    for count in (0, 1, 2):
+    for count in (0, 1, 3):
         planner = Planner(tracer, peaks[count], tokens_per_second=10.0)
         plan = plan_bucket(planner, 20.0, 200, "auto", most=1)
         assert (plan.utterances, plan.recomputed_blocks, plan.peak) == (1, count, peaks[count])
@@ -137,7 +137,8 @@ def test_cards_are_known_by_the_names_that_people_write():
 
 
 def test_the_plan_from_the_command_line_and_the_trainer_takes_its_flags(corpus, tmp_path):
-    flags = ("--memory_budget", "320MiB", *TINY_MODEL)
+    model = (*TINY_MODEL, "--encoder_layers", "12")
+    flags = ("--memory_budget", "340MiB", *model)
     done = run_script("training_scripts/plan_memory.py", *flags, "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -151,10 +152,10 @@ def test_the_plan_from_the_command_line_and_the_trainer_takes_its_flags(corpus, 
     folders = "--checkpoint_dir", str(tmp_path / "c"), "--log_dir", str(tmp_path / "r")
     trained = run_script(
         "training_scripts/train_konkanivani_asr.py",
-        *(*TINY_MODEL, *report["flags"].split(), *corpus.flags(), *folders, "--max_steps", "1"),
+        *(*model, *report["flags"].split(), *corpus.flags(), *folders, "--max_steps", "1"),
     )
     assert trained.returncode == 0, trained.stderr
-    assert "Memory plan for 320MiB" in trained.stdout
+    assert "Memory plan for 340MiB" in trained.stdout
 
 
 @pytest.mark.parametrize(

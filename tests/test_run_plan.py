@@ -113,9 +113,10 @@ def test_a_plan_survives_its_checkpoint_and_a_broken_one_is_refused():
 
 
 def test_a_smaller_budget_cuts_smaller_and_then_recomputes(corpus, tmp_path):
-    auto = ("--batch_size", "auto", "--gradient_checkpointing", "auto", "--max_steps", "1")
+    deep = ("--encoder_layers", "12")
+    auto = ("--batch_size", "auto", "--gradient_checkpointing", "auto", "--max_steps", "1", *deep)
     roomy = built(corpus, tmp_path / "roomy", *auto, "--memory_budget", "480MiB")
-    one = run_plan.build_tracer(parse_flags(list(TINY_MODEL)), 30, run_plan.cpu_costs())
+    one = run_plan.build_tracer(parse_flags([*TINY_MODEL, *deep]), 30, run_plan.cpu_costs())
     longest = roomy.plan.buckets[-1]
     needed = one.trace(run_plan.Load(1, longest.seconds, longest.tokens), run_plan.RecomputePolicy.first(1))
     tight_budget = f"{(needed.bytes + one.costs.workspace) // 1024 + 1}KiB"

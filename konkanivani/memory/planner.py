@@ -88,7 +88,7 @@ class Planner:
         none, every = self.peak(load, NEVER), self.peak(load, ALWAYS)
         if every > self.budget:
             return BucketPlan(seconds, tokens, 0, blocks, every)
-        a_block = max(1, none - self.peak(load, RecomputePolicy.first(1)))
+        a_block = max(1, (none - self.peak(load, RecomputePolicy.first(2))) / 2)  # the first one is unlike the others
         count = int(np.clip(np.ceil((none - self.budget) / a_block), 1, blocks))
         while self.peak(load, RecomputePolicy.first(count)) > self.budget:
             count += 1

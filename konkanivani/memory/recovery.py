@@ -140,13 +140,15 @@ def run_or_split(
 def _result_or_reason(attempt: Callable[[Cut], Result], cut: Cut) -> tuple[Result | None, str | None]:
     """The attempt's result, or how memory ran out.
 
-    The error must not leave this function: its traceback holds the frames of the attempt, and they hold its tensors.
+    The error leaves its traceback here, whoever keeps it: that holds the frames of the attempt, and they its tensors,
+    and activation checkpointing's hooks on what is saved for the backward pass, which would go on into the next one.
     """
     try:
         return attempt(cut), None
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
+        error.__traceback__ = None
         return None, (str(error) or "the system gave no more").splitlines()[0]
 
 

@@ -81,8 +81,7 @@ class StepTracer:
     @property
     def blocks(self) -> int:
         """Blocks of the model that can be recomputed."""
-        config = self._parts.model.config
-        return config.encoder_layers + config.decoder_layers
+        return len(self._parts.model.blocks)
 
     @property
     def is_half(self) -> bool:

@@ -36,8 +36,13 @@ class KonkaniVaniASR(torch.nn.Module):
         self.encoder = Encoder(config, mel_bins)
         self.ctc_head = torch.nn.Linear(config.d_model, vocab_size)
         self.decoder = Decoder(config, vocab_size)
-        for number, block in enumerate([*self.encoder.blocks, *self.decoder.blocks]):
+        for number, block in enumerate(self.blocks):
             block.number = number
+
+    @property
+    def blocks(self) -> list[torch.nn.Module]:
+        """What can be recomputed in the backward pass, in the order of the forward pass; the subsampling is one."""
+        return [self.encoder.subsampling, *self.encoder.blocks, *self.decoder.blocks]
 
     def forward(
         self,

@@ -6,9 +6,11 @@ B batch, T query frames, S key frames, D model width, H heads, E = D / H head wi
 import torch
 import torch.nn.functional as F
 
+from konkanivani.model.linear import linear_of
+
 
 class RotaryPositions(torch.nn.Module):
-    """Cosines and sines (T, E) for rotary position embedding (Su et al., 2021), base 10000, computed on demand.
+    """Cosines and sines (T, E / 2) for rotary position embedding (Su et al., 2021), base 10000, computed on demand.
 
     Nothing is stored: the tables take a thousandth of a block's time and would otherwise limit the length.
     """
@@ -21,14 +23,36 @@ class RotaryPositions(torch.nn.Module):
         dtype = torch.promote_types(like.dtype, torch.float32)
         exponents = torch.arange(0, self.head_dim, 2, device=like.device, dtype=dtype) / self.head_dim
         angles = torch.arange(length, device=like.device, dtype=dtype)[:, None] * (10_000.0**-exponents)[None, :]
-        return torch.cat([angles, angles], dim=-1).cos(), torch.cat([angles, angles], dim=-1).sin()
+        return angles.cos(), angles.sin()
 
 
-def rotate(vectors: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Vectors (B, H, T, E) turned by their positions' angles."""
-    first, second = vectors.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    return vectors * cosines.to(vectors.dtype) + turned * sines.to(vectors.dtype)
+class _Rotated(torch.autograd.Function):
+    """Vectors (B, T, ..., E) turned in place by their positions' angles, so that they are not kept twice."""
+
+    @staticmethod
+    def forward(ctx, projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int) -> torch.Tensor:
+        ctx.mark_dirty(projected)
+        ctx.save_for_backward(cosines, sines)
+        ctx.heads = heads
+        _turn(projected, cosines, sines, heads)
+        return projected
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        cosines, sines = ctx.saved_tensors
+        gradient = gradient.clone()
+        _turn(gradient, cosines, -sines, ctx.heads)
+        return gradient, None, None, None
+
+
+def _turn(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int) -> None:
+    """Turns the queries and keys of projected (B, T, 3 D), in place."""
+    queries_and_keys = projected.unflatten(-1, (3, heads, -1))[:, :, :2]
+    cosines, sines = (table.to(projected.dtype)[:, None, None, :] for table in (cosines, sines))
+    first, second = queries_and_keys.chunk(2, dim=-1)
+    turned = first * cosines - second * sines
+    second.mul_(cosines).addcmul_(first, sines)
+    first.copy_(turned)
 
 
 class SelfAttention(torch.nn.Module):
@@ -43,13 +67,13 @@ class SelfAttention(torch.nn.Module):
     def forward(
         self,
         x: torch.Tensor,
+        norm: torch.nn.LayerNorm,
         positions: tuple[torch.Tensor, torch.Tensor],
         key_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         batch, length, width = x.shape
-        projected = self.query_key_value(x).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = projected.permute(2, 0, 3, 1, 4)
-        query, key = rotate(query, *positions), rotate(key, *positions)
+        projected = _Rotated.apply(linear_of(x, self.query_key_value, norm), *positions, self.heads)
+        query, key, value = projected.view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask, is_causal=self.causal)
         return self.output(attended.transpose(1, 2).reshape(batch, length, width))
 
@@ -64,9 +88,11 @@ class CrossAttention(torch.nn.Module):
         self.key_value = torch.nn.Linear(d_model, 2 * d_model)
         self.output = torch.nn.Linear(d_model, d_model)
 
-    def forward(self, x: torch.Tensor, encoded: torch.Tensor, key_mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, norm: torch.nn.LayerNorm, encoded: torch.Tensor, key_mask: torch.Tensor | None
+    ) -> torch.Tensor:
         batch, length, width = x.shape
-        query = self.query(x).view(batch, length, self.heads, -1).transpose(1, 2)
+        query = linear_of(x, self.query, norm).view(batch, length, self.heads, -1).transpose(1, 2)
         key, value = self.key_value(encoded).view(batch, -1, 2, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask)
         return self.output(attended.transpose(1, 2).reshape(batch, length, width))

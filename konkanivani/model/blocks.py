@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from konkanivani.config import ModelConfig
 from konkanivani.model.attention import CrossAttention, SelfAttention
 from konkanivani.model.dropout import Dropout
+from konkanivani.model.linear import linear_of
 
 Positions = tuple[torch.Tensor, torch.Tensor]
 
@@ -41,7 +42,7 @@ class FeedForward(torch.nn.Module):
         self.dropout = Dropout(dropout, ends_block)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dropout(self.contract(F.silu(self.expand(self.norm(x)))))
+        return self.dropout(linear_of(linear_of(x, self.expand, self.norm), self.contract, activated=True))
 
 
 class ConvolutionModule(torch.nn.Module):
@@ -61,10 +62,10 @@ class ConvolutionModule(torch.nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-        x = F.glu(self.gate(self.norm(x)), dim=-1)
+        x = F.glu(linear_of(x, self.gate, self.norm), dim=-1)
         if padding is not None:
             x = x.masked_fill(padding[:, :, None], 0.0)
-        return self.dropout(self.output(F.silu(self.depthwise_norm(self._convolve(x)))))
+        return self.dropout(linear_of(self._convolve(x), self.output, self.depthwise_norm, activated=True))
 
     def _convolve(self, x: torch.Tensor) -> torch.Tensor:
         """The depthwise convolution of (B, T, D) along T.
@@ -102,7 +103,7 @@ class ConformerBlock(torch.nn.Module):
     ) -> torch.Tensor:
         x = self.entry_norm(x)
         x = torch.add(x, self.first_feedforward(x), alpha=0.5)
-        x = x + self.dropout(self.attention(self.attention_norm(x), positions, key_mask))
+        x = x + self.dropout(self.attention(x, self.attention_norm, positions, key_mask))
         x = x + self.convolution(x, padding)
         return torch.add(x, self.second_feedforward(x), alpha=0.5)
 
@@ -120,7 +121,7 @@ class TransformerBlock(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, positions: Positions, key_mask: torch.Tensor | None, padding: torch.Tensor | None
     ) -> torch.Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), positions, key_mask))
+        x = x + self.dropout(self.attention(x, self.attention_norm, positions, key_mask))
         return x + self.feedforward(x)
 
 
@@ -139,6 +140,6 @@ class DecoderBlock(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, positions: Positions, encoded: torch.Tensor, encoded_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        x = x + self.dropout(self.self_attention(self.self_attention_norm(x), positions))
-        x = x + self.dropout(self.cross_attention(self.cross_attention_norm(x), encoded, encoded_mask))
+        x = x + self.dropout(self.self_attention(x, self.self_attention_norm, positions))
+        x = x + self.dropout(self.cross_attention(x, self.cross_attention_norm, encoded, encoded_mask))
         return x + self.feedforward(x)

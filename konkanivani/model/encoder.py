@@ -63,7 +63,7 @@ class Encoder(torch.nn.Module):
         run_block: BlockRunner,
         chunk_frames: int = CHUNK_FRAMES,
     ) -> tuple[torch.Tensor, Lengths]:
-        x = self.dropout(self.subsampling(features, chunk_frames))
+        x = self.dropout(run_block(self.subsampling, features, chunk_frames))
         encoded_lengths = tuple(map(subsampled_length, feature_lengths))
         positions = self.positions(x.shape[1], x)
         padding = key_mask = None

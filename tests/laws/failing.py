@@ -115,6 +115,5 @@ def failing_forward(parts: StepParts, when: When, error: BaseException) -> StepP
 
 def failing_backward(parts: StepParts, when: When, error: BaseException) -> StepParts:
     """The step with a block whose backward pass fails."""
-    blocks = len(parts.model.encoder.blocks) + len(parts.model.decoder.blocks)
-    runner = FailingBackward(blocks, when, error)
+    runner = FailingBackward(len(parts.model.blocks), when, error)
     return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, recompute=lambda _seconds: runner))

@@ -205,10 +205,15 @@ def test_the_failed_attempts_tensors_are_gone_before_the_next_attempt(monkeypatc
     assert tensors_alive_at_the_retry(monkeypatch) == [0]
 
 
-def test_negative_control_an_error_that_is_kept_keeps_tensors(monkeypatch):
-    errors = []
+def test_negative_control_a_traceback_that_is_kept_keeps_tensors(monkeypatch):
+    kept = []
     is_out_of_memory = recovery.is_out_of_memory
-    monkeypatch.setattr(recovery, "is_out_of_memory", lambda error: errors.append(error) or is_out_of_memory(error))
+
+    def keep_and_tell(error):
+        kept.append(error.__traceback__)
+        return is_out_of_memory(error)
+
+    monkeypatch.setattr(recovery, "is_out_of_memory", keep_and_tell)
     (alive,) = tensors_alive_at_the_retry(monkeypatch)
     assert alive > 0
 

@@ -1,0 +1,93 @@
+"""A linear layer that keeps what comes before its norm and its activation, and makes them again in the backward pass.
+
+Left to itself, autograd keeps the input and the output of a LayerNorm and of a SiLU, though either takes a moment to
+compute from the other: two fifths of a Conformer block's activations. Here the input alone is kept, which a
+residual connection mostly keeps anyway (the idea: Chen et al., 2016; for norms: Bulò et al., 2018).
+
+B batch, T frames or tokens, D input width.
+"""
+
+import torch
+import torch.nn.functional as F
+
+Backward = tuple[torch.Tensor | None, ...]
+
+
+def linear_of(
+    x: torch.Tensor, linear: torch.nn.Linear, norm: torch.nn.LayerNorm | None = None, activated: bool = False
+) -> torch.Tensor:
+    """linear(silu(norm(x))) of x (B, T, D), without the norm where there is none, without SiLU unless `activated`.
+
+    In autocast the product is in half precision, the norm in at least fp32 on every device.
+    """
+    scale, shift, epsilon = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
+    kept = _Kept.apply(x, linear.weight, scale, shift)
+    return _Linear.apply([kept], x, linear.weight, linear.bias, scale, shift, epsilon, activated)
+
+
+class _Kept(torch.autograd.Function):
+    """Keeps tensors for a backward pass before the forward pass goes on; where nothing needs a gradient, it keeps none.
+
+    A Function's own tensors are kept when its forward is done. Activation checkpointing recomputes until it has seen
+    the last one that was kept: so it stops before a block's last product, not after it.
+    """
+
+    @staticmethod
+    def forward(ctx, *tensors: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        kept: list[torch.Tensor],
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        scale: torch.Tensor | None,
+        shift: torch.Tensor | None,
+        epsilon: float,
+        activated: bool,
+    ) -> torch.Tensor:
+        ctx.kept, ctx.epsilon, ctx.activated = kept, epsilon, activated
+        if scale is not None:
+            x, _, _ = _normalize(x, scale, shift, epsilon)
+        product = F.linear((F.silu(x) if activated else x).flatten(0, -2), weight, bias)
+        # Not a view to autograd, so that the rotation of queries and keys may change it in place.
+        return torch.ops.aten._unsafe_view(product, [*x.shape[:-1], -1])
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> Backward:
+        kept = ctx.kept.pop()  # what it keeps is freed with this call, not at the end of the whole backward pass
+        x, weight, scale, shift = kept.grad_fn.saved_tensors
+        del kept
+        normed = x
+        if scale is not None:
+            normed, mean, inverse_deviation = _normalize(x, scale, shift, ctx.epsilon)
+        inner = (F.silu(normed) if ctx.activated else normed).to(gradient.dtype)
+        rows = gradient.flatten(0, -2)
+        by_weight, by_bias = rows.t() @ inner.flatten(0, -2), rows.sum(0)
+        del inner
+        by_inner = (rows @ weight.to(gradient.dtype)).view_as(x).to(normed.dtype)
+        if ctx.activated:
+            by_inner = torch.ops.aten.silu_backward(by_inner, normed)
+        if scale is None:
+            return None, by_inner, by_weight, by_bias, None, None, None, None
+        del normed
+        by_x, by_scale, by_shift = torch.ops.aten.native_layer_norm_backward(
+            by_inner, _in_full(x), scale.shape, mean, inverse_deviation, scale, shift, [True, True, True]
+        )
+        return None, by_x, by_weight, by_bias, by_scale, by_shift, None, None
+
+
+def _normalize(
+    x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The LayerNorm of x, the means and the inverse standard deviations."""
+    return torch.ops.aten.native_layer_norm(_in_full(x), scale.shape, scale, shift, epsilon)
+
+
+def _in_full(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,119 @@
+"""The linear layer that keeps less, and the rotation in place, against the formulas that autograd differentiates."""
+
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+
+from konkanivani.model.attention import RotaryPositions, SelfAttention
+from konkanivani.model.linear import linear_of
+
+WAYS = [(with_norm, activated) for with_norm in (False, True) for activated in (False, True)]
+
+
+def build(with_norm: bool, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.nn.Linear, object]:
+    torch.manual_seed(0)
+    norm = torch.nn.LayerNorm(6, dtype=dtype) if with_norm else None
+    if norm:
+        torch.nn.init.normal_(norm.weight)
+        torch.nn.init.normal_(norm.bias)
+    return torch.randn(2, 5, 6, dtype=dtype, requires_grad=True), torch.nn.Linear(6, 4, dtype=dtype), norm
+
+
+def plainly(x, linear, norm, activated):
+    x = norm(x) if norm else x
+    return linear(F.silu(x) if activated else x)
+
+
+def result_and_gradients(function, x, linear, norm, activated) -> list[torch.Tensor]:
+    tensors = [x, *linear.parameters(), *(norm.parameters() if norm else ())]
+    output = function(x, linear, norm, activated)
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    return [output.detach(), *torch.autograd.grad((output * weights).sum(), tensors)]
+
+
+@pytest.mark.parametrize("with_norm, activated", WAYS)
+def test_the_same_product_and_gradients_as_autograds(with_norm, activated):
+    parts = build(with_norm)
+    expected = result_and_gradients(plainly, *parts, activated)
+    found = result_and_gradients(linear_of, *parts, activated)
+    assert len(found) == len(expected) == (6 if with_norm else 4)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    another = result_and_gradients(linear_of, *parts, not activated)
+    assert not any(torch.allclose(one, other) for one, other in zip(another[:3], expected[:3], strict=True))
+
+
+@pytest.mark.parametrize("with_norm, activated", WAYS)
+def test_in_autocast_the_product_is_in_half_precision_and_the_gradients_in_the_parameters(with_norm, activated):
+    parts = build(with_norm, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = linear_of(*parts, activated)
+        found = result_and_gradients(linear_of, *parts, activated)
+    assert output.dtype == torch.bfloat16 and all(gradient.dtype == torch.float32 for gradient in found[1:])
+    for one, other in zip(found, result_and_gradients(plainly, *parts, activated), strict=True):
+        assert float((one - other).norm()) < 0.02 * float(other.norm())
+
+
+def kept_bytes(function, x, linear, norm, activated) -> int:
+    """Bytes kept for the backward pass beside x and the parameters."""
+    known = {tensor.untyped_storage()._cdata for tensor in [x, *linear.parameters(), *norm.parameters()]}
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = function(x, linear, norm, activated)
+    assert output.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in known)
+
+
+def test_nothing_but_the_input_is_kept_where_autograd_keeps_three_as_large():
+    parts = build(with_norm=True)
+    assert kept_bytes(linear_of, *parts, activated=True) == 0
+    assert kept_bytes(plainly, *parts, activated=True) >= 2 * parts[0].nbytes
+
+
+def test_what_was_kept_is_gone_when_its_own_backward_is_done():
+    x, linear, norm = build(with_norm=True)
+    events, middle = [], x * 2
+    middle.register_hook(lambda gradient: events.append("the backward pass reaches what comes before"))
+    inner = middle * 3
+    weakref.finalize(inner.untyped_storage(), events.append, "freed")
+    output = linear_of(inner, linear, norm, activated=True).sum()
+    del inner
+    assert events == []
+    output.backward()
+    assert events == ["freed", "the backward pass reaches what comes before"]
+
+
+def turned(vectors: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Vectors (B, T, H, E): components j and j + E / 2 as complex numbers times e^(i angle)."""
+    pairs = torch.complex(*vectors.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)[:, None, :]
+    return torch.cat([pairs.real, pairs.imag], dim=-1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_is_that_of_queries_and_keys_turned_by_their_positions(causal):
+    torch.manual_seed(0)
+    attention, norm = SelfAttention(12, heads=3, causal=causal).double(), torch.nn.LayerNorm(12).double()
+    x = torch.randn(2, 7, 12, dtype=torch.float64, requires_grad=True)
+    angles = torch.arange(7)[:, None] * 10_000.0 ** -(torch.arange(0, 4, 2) / 4)[None, :].double()
+    query, key, value = attention.query_key_value(norm(x)).view(2, 7, 3, 3, 4).unbind(2)
+    scores = torch.einsum("bthe,bshe->bhts", turned(query, angles), turned(key, angles)) / 2
+    if causal:
+        scores = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), float("-inf"))
+    expected = attention.output(torch.einsum("bhts,bshe->bthe", scores.softmax(-1), value).flatten(2))
+    found = attention(x, norm, RotaryPositions(4)(7, x))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    parameters = [x, *attention.parameters(), *norm.parameters()]
+    for one, other in zip(
+        torch.autograd.grad(found.square().sum(), parameters),
+        torch.autograd.grad(expected.square().sum(), parameters),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
