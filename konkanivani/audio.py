@@ -5,13 +5,11 @@ B batch, S samples, T feature frames, F mel bins.
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
-import soundfile
 import torch
 import torchaudio
 
-from konkanivani.errors import DataError
+from konkanivani.audio_file import AudioSource, read_samples
 from konkanivani.lengths import (
     FFT_SAMPLES,
     HOP_SAMPLES,
@@ -36,22 +34,18 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def load_audio(path: str | Path) -> torch.Tensor:
-    """The file's (S,) float32 waveform at 16 kHz, channels averaged; a DataError names a file that cannot be used."""
-    try:
-        samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
-    except (OSError, RuntimeError) as error:  # soundfile's own errors are RuntimeErrors
-        reason = "it does not exist" if not Path(path).exists() else str(error).rstrip(".")
-        raise DataError(f"The audio file {path} cannot be read: {reason}. Mend the file or take its row out.") from None
-    if not len(samples):
-        raise DataError(f"The audio file {path} holds no samples. Mend the file or take its row out.")
-    waveform = torch.from_numpy(samples).mean(dim=1)
-    if not torch.isfinite(waveform).all():
-        raise DataError(f"The audio file {path} holds samples that are not numbers. Mend the file or take its row out.")
-    if rate != SAMPLE_RATE:
-        with one_thread():
-            waveform = torchaudio.functional.resample(waveform, rate, SAMPLE_RATE)
-    return waveform
+def load_audio(source: AudioSource) -> torch.Tensor:
+    """The source's (S,) float32 waveform at 16 kHz, channels averaged; a DataError names one that cannot be used."""
+    samples, rate = read_samples(source)
+    return resample(torch.from_numpy(samples).mean(dim=1), rate)
+
+
+def resample(waveform: torch.Tensor, rate: int) -> torch.Tensor:
+    """The waveform (S,) of `rate` Hz at 16 kHz."""
+    if rate == SAMPLE_RATE:
+        return waveform
+    with one_thread():
+        return torchaudio.functional.resample(waveform, rate, SAMPLE_RATE)
 
 
 class LogMel(torch.nn.Module):

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from konkanivani.audio import load_audio, one_thread
+from konkanivani.audio_file import AudioSource
 from konkanivani.augment import FrontEnd, SpecAugment, choose_speed, perturb_speed
 from konkanivani.config import AugmentConfig
 from konkanivani.data.batch import Speech, Window, collate
@@ -276,7 +277,7 @@ def test_masks_of_an_utterance_depend_on_its_seed_and_length_alone():
 def test_any_rate_becomes_16_khz_with_length_loudness_and_pitch_kept(rate, name, subtype, tmp_path):
     time = np.arange(int(1.5 * rate)) / rate
     soundfile.write(tmp_path / name, 0.5 * np.sin(2 * np.pi * 1000 * time), rate, subtype=subtype)
-    waveform = load_audio(tmp_path / name)
+    waveform = load_audio(AudioSource(str(tmp_path / name)))
     assert waveform.dtype == torch.float32 and abs(len(waveform) - 24_000) <= 1
     assert waveform[1000:-1000].square().mean().sqrt().item() == pytest.approx(0.5 / 2**0.5, rel=0.01)
     spectrum = torch.fft.rfft(waveform[:16_000] * torch.hann_window(16_000)).abs()
@@ -286,7 +287,7 @@ def test_any_rate_becomes_16_khz_with_length_loudness_and_pitch_kept(rate, name,
 def test_channels_are_averaged(tmp_path):
     left, right = np.full(8000, 0.5), np.full(8000, -0.25)
     soundfile.write(tmp_path / "stereo.wav", np.stack([left, right], axis=1), 16_000, subtype="FLOAT")
-    assert torch.equal(load_audio(tmp_path / "stereo.wav"), torch.full((8000,), 0.125))
+    assert torch.equal(load_audio(AudioSource(str(tmp_path / "stereo.wav"))), torch.full((8000,), 0.125))
 
 
 # Manifests

@@ -238,7 +238,7 @@ def write_split(sentences: Sequence[SpokenSentence], manifest: Path, synthesizer
         duration = write_audio(sentence, path, synthesizer)
         utterances.append(
             Utterance(
-                id=f"audio/{path.name}",
+                audio_filepath=f"audio/{path.name}",
                 audio_path=str(path),
                 duration=duration,
                 text=sentence.text,

@@ -42,7 +42,7 @@ class TrainingSpeech(Dataset):
         epoch, index = key
         utterance = self.utterances[index]
         speed = choose_speed(self.speeds, utterance_generator(self.seed, epoch, utterance.id, "speed"))
-        waveform = perturb_speed(load_audio(utterance.audio_path), speed)
+        waveform = perturb_speed(load_audio(utterance.source), speed)
         seed = seed_of(self.seed, epoch, "specaugment", utterance.id)
         return _checked(Speech(utterance.id, waveform, self.tokenizer.encode(utterance.text), seed), utterance)
 
@@ -57,7 +57,7 @@ class EvaluationSpeech(Dataset):
     def __getitem__(self, index: int) -> Speech:
         utterance = self.utterances[index]
         tokens = self.tokenizer.encode(utterance.text)
-        return _checked(Speech(utterance.id, load_audio(utterance.audio_path), tokens, None), utterance)
+        return _checked(Speech(utterance.id, load_audio(utterance.source), tokens, None), utterance)
 
 
 def _checked(speech: Speech, utterance: Utterance) -> Speech:

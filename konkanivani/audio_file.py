@@ -1,0 +1,132 @@
+"""Audio files by their headers and their samples: a whole file, a span of it, or a file inside a tar shard.
+
+No torch here. Nothing is decoded before its header has passed the limits below.
+"""
+
+import io
+import os
+import stat
+from dataclasses import dataclass
+
+import numpy as np
+import soundfile
+
+from konkanivani.errors import DataError
+
+MOST_CHANNELS = 32
+LOWEST_RATE, HIGHEST_RATE = 4_000, 384_000  # Hz
+MOST_BYTES = 2**30  # of samples decoded at once
+LONGEST_FILE_SECONDS = 1e6  # eleven days: a header that claims more is wrong
+
+
+@dataclass(frozen=True)
+class AudioSource:
+    """Where an utterance's audio lies.
+
+    `byte_count` > 0: the audio file is those bytes of the file at `path`, from `byte_offset` on (a tar shard's member).
+    `seconds` None: all of the audio file; else the span of so many seconds from `start` on.
+    """
+
+    path: str
+    byte_offset: int = 0
+    byte_count: int = 0
+    start: float = 0.0
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        inside = f" at byte {self.byte_offset}" if self.byte_count else ""
+        span = "" if self.seconds is None else f" from {self.start:g} s to {self.start + self.seconds:g} s"
+        return f"{self.path}{inside}{span}"
+
+
+@dataclass(frozen=True)
+class AudioHeader:
+    """What an audio file says of itself; `frames` samples a channel, `rate` in Hz."""
+
+    frames: int
+    rate: int
+    channels: int
+
+    @property
+    def seconds(self) -> float:
+        """Its duration."""
+        return self.frames / self.rate
+
+
+def read_header(source: AudioSource) -> AudioHeader:
+    """The header of the audio file (not of a span of it); a DataError says why it cannot be used."""
+    with _open(source) as file:
+        return _header(file, source)
+
+
+def read_samples(source: AudioSource) -> tuple[np.ndarray, int]:
+    """The source's samples (frames, channels) float32 and their rate in Hz; a span is all that is decoded of a file.
+
+    A DataError names the source and says what is wrong with it.
+    """
+    with _open(source) as file:
+        header = _header(file, source)
+        first, count = 0, header.frames
+        if source.seconds is not None:
+            first, count = round(source.start * header.rate), round(source.seconds * header.rate)
+            if first + count > header.frames:
+                # A manifest rounds its seconds.
+                if first + count > header.frames + 0.1 * header.rate or first >= header.frames:
+                    raise _unusable(source, f"the file ends at {header.seconds:.2f} s")
+                count = header.frames - first
+        if 4 * count * header.channels > MOST_BYTES:
+            raise _unusable(source, f"{count / header.rate:.0f} s of {header.channels} channels are too much at once")
+        try:
+            if first:
+                file.seek(first)
+            samples = file.read(count, dtype="float32", always_2d=True)
+        except (OSError, RuntimeError, ValueError, MemoryError) as error:
+            raise _unusable(source, str(error).rstrip(".") or "it cannot be decoded") from None
+    if not len(samples):
+        raise _unusable(source, "it holds no samples")
+    if len(samples) < 0.9 * count:
+        raise _unusable(source, f"it breaks off after {len(samples) / header.rate:.2f} s")
+    if not np.isfinite(samples).all():
+        raise _unusable(source, "it holds samples that are not numbers")
+    return samples, header.rate
+
+
+def _open(source: AudioSource) -> soundfile.SoundFile:
+    try:
+        is_file = stat.S_ISREG(os.stat(source.path).st_mode)
+    except (OSError, ValueError) as error:
+        reason = "it does not exist" if isinstance(error, FileNotFoundError) else str(error)
+        raise _unusable(source, reason) from None
+    if not is_file:
+        raise _unusable(source, "it is no file")
+    try:
+        return soundfile.SoundFile(_member(source) if source.byte_count else source.path)
+    except (OSError, RuntimeError, TypeError, ValueError) as error:  # soundfile's own errors are RuntimeErrors
+        reason = str(error).rsplit(": ", 1)[-1].rstrip(".") if isinstance(error, soundfile.LibsndfileError) else error
+        raise _unusable(source, f"it cannot be opened as audio ({reason})") from None
+
+
+def _header(file: soundfile.SoundFile, source: AudioSource) -> AudioHeader:
+    header = AudioHeader(file.frames, file.samplerate, file.channels)
+    if not 1 <= header.channels <= MOST_CHANNELS:
+        raise _unusable(source, f"{header.channels} channels are more than {MOST_CHANNELS}")
+    if not LOWEST_RATE <= header.rate <= HIGHEST_RATE:
+        raise _unusable(source, f"{header.rate} Hz is not between {LOWEST_RATE} and {HIGHEST_RATE} Hz")
+    if header.frames <= 0:
+        raise _unusable(source, "it holds no samples")
+    if header.seconds > LONGEST_FILE_SECONDS:
+        raise _unusable(source, f"its header claims {header.seconds / 3600:.0f} hours")
+    return header
+
+
+def _member(source: AudioSource) -> io.BytesIO:
+    """The bytes of a shard's member."""
+    if source.byte_count > MOST_BYTES:
+        raise _unusable(source, f"its {source.byte_count} bytes are too many")
+    with open(source.path, "rb") as file:
+        file.seek(source.byte_offset)
+        return io.BytesIO(file.read(source.byte_count))
+
+
+def _unusable(source: AudioSource, reason: object) -> DataError:
+    return DataError(f"The audio file {source} cannot be read: {reason}. Mend the file or take its row out.")
