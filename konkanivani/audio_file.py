@@ -24,19 +24,31 @@ class AudioSource:
     """Where an utterance's audio lies.
 
     `byte_count` > 0: the audio file is those bytes of the file at `path`, from `byte_offset` on (a tar shard's member).
-    `seconds` None: all of the audio file; else the span of so many seconds from `start` on.
+    `start` None: all of the audio file, which lasts `seconds` where those are known; else the span of `seconds` from
+    there on.
     """
 
     path: str
     byte_offset: int = 0
     byte_count: int = 0
-    start: float = 0.0
+    start: float | None = None
     seconds: float | None = None
 
     def __str__(self) -> str:
         inside = f" at byte {self.byte_offset}" if self.byte_count else ""
-        span = "" if self.seconds is None else f" from {self.start:g} s to {self.start + self.seconds:g} s"
+        span = "" if self.start is None else f" from {self.start:g} s to {self.start + self.seconds:g} s"
         return f"{self.path}{inside}{span}"
+
+
+class UnusableAudio(DataError):
+    """An audio file that cannot be read, or is not what is said of it; `reason` is without its name."""
+
+    def __init__(self, source: AudioSource, reason: str) -> None:
+        super().__init__(f"The audio file {source} cannot be read: {reason}. Mend the file or take its row out.")
+        self.reason = reason
+
+    def __reduce__(self) -> tuple:
+        return DataError, self.args
 
 
 @dataclass(frozen=True)
@@ -54,7 +66,7 @@ class AudioHeader:
 
 
 def read_header(source: AudioSource) -> AudioHeader:
-    """The header of the audio file (not of a span of it); a DataError says why it cannot be used."""
+    """The header of the audio file (not of a span of it); an UnusableAudio says why it cannot be used."""
     with _open(source) as file:
         return _header(file, source)
 
@@ -62,18 +74,11 @@ def read_header(source: AudioSource) -> AudioHeader:
 def read_samples(source: AudioSource) -> tuple[np.ndarray, int]:
     """The source's samples (frames, channels) float32 and their rate in Hz; a span is all that is decoded of a file.
 
-    A DataError names the source and says what is wrong with it.
+    An UnusableAudio names the source and says what is wrong with it.
     """
     with _open(source) as file:
         header = _header(file, source)
-        first, count = 0, header.frames
-        if source.seconds is not None:
-            first, count = round(source.start * header.rate), round(source.seconds * header.rate)
-            if first + count > header.frames:
-                # A manifest rounds its seconds.
-                if first + count > header.frames + 0.1 * header.rate or first >= header.frames:
-                    raise _unusable(source, f"the file ends at {header.seconds:.2f} s")
-                count = header.frames - first
+        first, count = _span(header, source)
         if 4 * count * header.channels > MOST_BYTES:
             raise _unusable(source, f"{count / header.rate:.0f} s of {header.channels} channels are too much at once")
         try:
@@ -89,6 +94,21 @@ def read_samples(source: AudioSource) -> tuple[np.ndarray, int]:
     if not np.isfinite(samples).all():
         raise _unusable(source, "it holds samples that are not numbers")
     return samples, header.rate
+
+
+def _span(header: AudioHeader, source: AudioSource) -> tuple[int, int]:
+    """The first frame to read and how many; an UnusableAudio where the file does not hold what is said of it.
+
+    Manifests round their seconds, and formats with loss add a few at the ends.
+    """
+    if source.start is None:
+        if source.seconds is not None and abs(header.seconds - source.seconds) > 0.1 + 0.02 * source.seconds:
+            raise _unusable(source, f"it lasts {header.seconds:.2f} s, not the {source.seconds:.2f} s of its row")
+        return 0, header.frames
+    first, count = round(source.start * header.rate), round(source.seconds * header.rate)
+    if first >= header.frames or first + count > header.frames + 0.1 * header.rate:
+        raise _unusable(source, f"it ends at {header.seconds:.2f} s")
+    return first, min(count, header.frames - first)
 
 
 def _open(source: AudioSource) -> soundfile.SoundFile:
@@ -128,5 +148,5 @@ def _member(source: AudioSource) -> io.BytesIO:
         return io.BytesIO(file.read(source.byte_count))
 
 
-def _unusable(source: AudioSource, reason: object) -> DataError:
-    return DataError(f"The audio file {source} cannot be read: {reason}. Mend the file or take its row out.")
+def _unusable(source: AudioSource, reason: object) -> UnusableAudio:
+    return UnusableAudio(source, str(reason))

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
-from konkanivani.errors import KonkaniVaniError, ResourceError
+from konkanivani.errors import KonkaniVaniError, ResourceError, UsageError
 
 Flags = TypeVar("Flags")
 
@@ -25,6 +25,17 @@ def read_flags(kind: type[Flags], arguments: list[str], default: Flags | None = 
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
         use_underscores=True,
     )
+
+
+def parse_share(text: str, flag: str) -> float:
+    """The share that a person writes as 1% or 0.01; a UsageError where it is none between 0 and 1."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise UsageError(f"{flag} {text} is no share. Write a percentage such as 1%, or a number between 0 and 1.")
+    return share
 
 
 def run_script(action: Callable[[], str]) -> int:

@@ -66,6 +66,8 @@ class DataConfig:
     """Longest utterance validated and tested on, in seconds."""
     validation_batch_seconds: float = 60.0
     """Padded audio in one validation batch, in seconds."""
+    max_rejected: str = "1%"
+    """Share of a manifest's rows that may be broken and are left out, such as 1% or 0.01; more end the run."""
     num_workers: int = 2
     """Processes that read and resample audio (0: the training process does)."""
     loader_timeout: float = 300.0

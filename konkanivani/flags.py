@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from konkanivani.budget import parse_budget
-from konkanivani.command_line import read_flags
+from konkanivani.command_line import parse_share, read_flags
 from konkanivani.config import PRESETS, DataConfig, ModelConfig, RunConfig, TrainConfig
 from konkanivani.errors import CheckpointError, UsageError
 
@@ -123,6 +123,7 @@ def check_config(config: TrainConfig) -> None:
         *_run_rules(config.run),
         Rule(not finite, f"{', '.join('--' + name for name in finite)} must be a finite number"),
     ]
+    parse_share(config.data.max_rejected, "--max_rejected")
     if config.memory.memory_budget is not None:
         parse_budget(config.memory.memory_budget)
     broken = [rule.message for rule in rules if not rule.holds]

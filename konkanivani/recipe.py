@@ -1,8 +1,7 @@
 """Composition root: every part of a run, built from its settings and the checkpoint that it begins with."""
 
-import dataclasses
 import os
-import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,18 +11,21 @@ import torch
 from konkanivani.assembly import build_front_end, build_step_parts
 from konkanivani.budget import MIB
 from konkanivani.checkpoint import Checkpoint, Checkpointer, first_free_name
+from konkanivani.command_line import parse_share
 from konkanivani.config import TrainConfig
 from konkanivani.data.batching import EpochPlanner, choose_subset, plan_evaluation, same_size
 from konkanivani.data.checking import (
     Limits,
-    Rejection,
+    check_any_usable,
     check_utterances,
     evaluation_limits,
     training_limits,
-    write_rejections,
 )
 from konkanivani.data.loading import EvaluationSpeech, LoaderConfig, TrainingSpeech, WindowStream
-from konkanivani.data.manifest import Utterance, read_manifest
+from konkanivani.data.manifest import Manifest, read_manifest
+from konkanivani.data.rejections import Rejections
+from konkanivani.data.selection import Selection
+from konkanivani.data.token_counts import Digits
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.errors import CheckpointError, DataError, ResourceError, UsageError
 from konkanivani.flags import config_from_text, config_to_text
@@ -44,14 +46,17 @@ from konkanivani.training.state import TrainState
 from konkanivani.training.step import StepParts, recomputing
 from konkanivani.weights import take_over
 
+MOST_TOKENIZER_TEXTS = 500_000
+
 
 @dataclass(frozen=True)
 class RunSpeech:
-    """What a run trains and validates on, and the tokenizer of its texts."""
+    """What a run trains and validates on, the tokenizer of its texts, and what is left out."""
 
     tokenizer: Tokenizer
     train: TrainingSpeech
     validation: EvaluationSet | None
+    rejections: Rejections
 
 
 def build_run(start: Start) -> Run:
@@ -61,8 +66,7 @@ def build_run(start: Start) -> Run:
     announce_card(device)
     run_directory = make_run_directory(config)
     speech = build_speech(start, device, run_directory / "rejected.jsonl")
-    durations = np.array([utterance.duration for utterance in speech.train.utterances])
-    planner = EpochPlanner(durations, config.window_size, config.run.seed)
+    planner = EpochPlanner(speech.train.utterances.durations, config.window_size, config.run.seed)
     plan = plan_memory(start, speech, device) if config.is_planned else None
     front_end = build_front_end(config, device)
     step = build_step_parts(config, speech.tokenizer.size, device, _total_steps(config, planner), front_end)
@@ -100,7 +104,7 @@ def build_run(start: Start) -> Run:
         tokenizer=speech.tokenizer,
         state=state,
         step=step,
-        windows=WindowStream(speech.train, planner, limits, _loader(config, device)),
+        windows=WindowStream(speech.train, planner, limits, _loader(config, device), speech.rejections),
         plan=plan,
         watch=BudgetWatch(plan.budget / MIB if plan and device.type == "cpu" else float("inf"), resident_before),
         validation=validation,
@@ -118,16 +122,20 @@ def build_run(start: Start) -> Run:
 def build_speech(start: Start, device: torch.device, rejected: Path) -> RunSpeech:
     """The run's speech and tokenizer; what cannot be used is told and listed in the file `rejected`."""
     config = start.config
-    utterances = load_utterances(config.data.train_manifest, config, "--train_manifest")
-    tokenizer = choose_tokenizer(start, utterances)
-    train, rejections = build_training_speech(config, utterances, tokenizer)
+    if config.data.train_manifest is None:
+        raise UsageError(
+            "No --train_manifest is given. Give your JSONL manifest, or write the built-in corpus with "
+            "python3 training_scripts/prepare_builtin_corpus.py and give data/builtin/train.jsonl."
+        )
+    rejections = Rejections(rejected, parse_share(config.data.max_rejected, "--max_rejected"))
+    manifest = read_manifest(config.data.train_manifest)
+    rejections.begin(manifest)
+    tokenizer = choose_tokenizer(start, manifest)
+    train = build_training_speech(config, manifest, tokenizer, rejections)
     validation = None
     if config.data.valid_manifest:
-        validation, more = build_evaluation_set(config.data.valid_manifest, config, tokenizer, device)
-        rejections += more
-    write_rejections(rejected, rejections)
-    _tell_rejections(rejections, rejected)
-    return RunSpeech(tokenizer, train, validation)
+        validation = build_evaluation_set(config.data.valid_manifest, config, tokenizer, device, rejections)
+    return RunSpeech(tokenizer, train, validation, rejections)
 
 
 def plan_memory(start: Start, speech: RunSpeech, device: torch.device) -> MemoryPlan:
@@ -137,8 +145,8 @@ def plan_memory(start: Start, speech: RunSpeech, device: torch.device) -> Memory
         start.config,
         speech.tokenizer.size,
         device,
-        train=sizes_of(speech.train.utterances, speech.tokenizer, slowest=min(speech.train.speeds)),
-        validation=sizes_of(validation.speech.utterances, speech.tokenizer, slowest=1.0) if validation else None,
+        train=sizes_of(speech.train.utterances, slowest=min(speech.train.speeds)),
+        validation=sizes_of(validation.speech.utterances, slowest=1.0) if validation else None,
         stored=start.resumed.states.get("plan") if start.resumed else None,
     )
 
@@ -181,61 +189,65 @@ def make_run_directory(config: TrainConfig) -> Path:
     return directory
 
 
-def load_utterances(manifest: str | None, config: TrainConfig, flag: str) -> tuple[Utterance, ...]:
-    """The manifest's utterances with normalised texts."""
-    if manifest is None:
-        raise UsageError(
-            f"No {flag} is given. Give your JSONL manifest, or write the built-in corpus with "
-            "python3 training_scripts/prepare_builtin_corpus.py and give data/builtin/train.jsonl."
-        )
-    return tuple(
-        dataclasses.replace(utterance, text=normalize_text(utterance.text, config.text.digits))
-        for utterance in read_manifest(manifest).utterances
-    )
-
-
-def choose_tokenizer(start: Start, utterances: tuple[Utterance, ...]) -> Tokenizer:
-    """The checkpoint's tokenizer where there is one that serves, else one trained on these texts."""
+def choose_tokenizer(start: Start, manifest: Manifest) -> Tokenizer:
+    """The checkpoint's tokenizer where there is one that serves, else one trained on the manifest's texts."""
     if start.resumed:
         return Tokenizer(start.resumed.tokenizer)
-    texts = [utterance.text for utterance in utterances if utterance.text]
+    text = start.config.text
+    texts = [normalized for normalized in (normalize_text(t, text.digits) for t in texts_of(manifest)) if normalized]
     if not texts:
-        raise DataError(f"No transcript of {start.config.data.train_manifest} has any text after normalisation.")
-    if start.initial and config_from_text(start.initial.config).text == start.config.text:
+        raise DataError(f"No transcript of {manifest.path} has any text after normalisation.")
+    if start.initial and config_from_text(start.initial.config).text == text:
         tokenizer = Tokenizer(start.initial.tokenizer)
         if not any(Tokenizer.unknown in tokenizer.encode(text) for text in texts):
             return tokenizer
-    return train_tokenizer(texts, start.config.text.tokenizer_type, start.config.text.vocab_size)
+    return train_tokenizer(texts, text.tokenizer_type, text.vocab_size)
+
+
+def texts_of(manifest: Manifest) -> Iterator[str]:
+    """The transcripts that a tokenizer is trained on: all, of very many rows some, evenly apart."""
+    if len(manifest) <= MOST_TOKENIZER_TEXTS:
+        return (utterance.text for utterance in manifest)
+    places = np.linspace(0, len(manifest) - 1, MOST_TOKENIZER_TEXTS).astype(np.int64)
+    return (manifest[int(place)].text for place in places)
 
 
 def build_training_speech(
-    config: TrainConfig, utterances: tuple[Utterance, ...], tokenizer: Tokenizer
-) -> tuple[TrainingSpeech, list[Rejection]]:
-    """The utterances to train on, and those left out."""
+    config: TrainConfig, manifest: Manifest, tokenizer: Tokenizer, rejections: Rejections
+) -> TrainingSpeech:
+    """The utterances to train on; those left out are added to the rejections."""
     limits = training_limits(config.data, config.augment.speed_perturbation)
-    kept, rejected = check_utterances(utterances, config.data.train_manifest, tokenizer, limits)
+    kept = choose_usable(manifest, tokenizer, limits, config.text.digits, rejections)
     if config.data.train_subset < 100:
-        kept = [kept[i] for i in choose_subset(len(kept), config.data.train_subset, config.run.seed)]
-    return TrainingSpeech(kept, tokenizer, config.augment.speed_perturbation, config.run.seed), rejected
+        kept = kept.part(choose_subset(len(kept), config.data.train_subset, config.run.seed))
+    return TrainingSpeech(kept, tokenizer, config.augment.speed_perturbation, config.run.seed, manifest.path)
 
 
-def sizes_of(utterances: list[Utterance], tokenizer: Tokenizer, slowest: float) -> SpeechSizes:
+def choose_usable(
+    manifest: Manifest, tokenizer: Tokenizer, limits: Limits, digits: Digits, rejections: Rejections
+) -> Selection:
+    """The manifest's utterances that keep to the limits; the others are added to the rejections."""
+    kept, left_out = check_utterances(manifest, tokenizer, limits, digits)
+    rejections.add_many(left_out)
+    check_any_usable(kept, left_out)
+    return kept
+
+
+def sizes_of(utterances: Selection, slowest: float) -> SpeechSizes:
     """The utterances' sizes, played at the slowest speed."""
-    return SpeechSizes(
-        ids=tuple(utterance.id for utterance in utterances),
-        seconds=np.array([utterance.duration for utterance in utterances]) / slowest,
-        tokens=np.array([len(tokenizer.encode(utterance.text)) for utterance in utterances]),
-    )
+    return SpeechSizes(utterances, utterances.durations / slowest, utterances.tokens.astype(np.int64))
 
 
 def build_evaluation_set(
-    manifest: str, config: TrainConfig, tokenizer: Tokenizer, device: torch.device
-) -> tuple[EvaluationSet, list[Rejection]]:
-    """The manifest's utterances laid into batches for evaluation, and those left out."""
-    limits: Limits = evaluation_limits(config.data)
-    kept, rejected = check_utterances(load_utterances(manifest, config, "manifest"), manifest, tokenizer, limits)
-    plan = plan_evaluation(np.array([u.duration for u in kept]), config.data.validation_batch_seconds)
-    return EvaluationSet(EvaluationSpeech(kept, tokenizer), plan, _loader(config, device)), rejected
+    path: str, config: TrainConfig, tokenizer: Tokenizer, device: torch.device, rejections: Rejections
+) -> EvaluationSet:
+    """The manifest's utterances laid into batches for evaluation; those left out are added to the rejections."""
+    limits, digits = evaluation_limits(config.data), config.text.digits
+    manifest = read_manifest(path)
+    rejections.begin(manifest)
+    kept = choose_usable(manifest, tokenizer, limits, digits, rejections)
+    plan = plan_evaluation(kept.durations, config.data.validation_batch_seconds)
+    return EvaluationSet(EvaluationSpeech(kept, tokenizer, path), plan, _loader(config, device), rejections)
 
 
 def load_states(checkpoint: Checkpoint, stateful: dict) -> None:
@@ -282,16 +294,6 @@ def _total_steps(config: TrainConfig, planner: EpochPlanner) -> int:
 
 def _loader(config: TrainConfig, device: torch.device) -> LoaderConfig:
     return LoaderConfig(config.data.num_workers, config.data.loader_timeout, pin_memory=device.type == "cuda")
-
-
-def _tell_rejections(rejections: list[Rejection], path: Path) -> None:
-    if rejections:
-        kinds: dict[str, int] = {}
-        for rejection in rejections:
-            kind = re.sub(r"\d+(\.\d+)?", "N", rejection.reason)
-            kinds[kind] = kinds.get(kind, 0) + 1
-        listed = "".join(f"\n  {count} x {kind}" for kind, count in kinds.items())
-        print(f"{len(rejections)} utterances are left out, listed in {path}:{listed}", flush=True)
 
 
 def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainingSpeech, planner: EpochPlanner) -> None:

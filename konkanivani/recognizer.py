@@ -8,7 +8,9 @@ import torch
 
 from konkanivani.assembly import build_forward, build_front_end
 from konkanivani.checkpoint import BEST, LAST, Checkpoint, read_checkpoint
+from konkanivani.command_line import parse_share
 from konkanivani.config import TrainConfig
+from konkanivani.data.rejections import Rejections
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.flags import config_from_text
 from konkanivani.recipe import build_evaluation_set, load_states
@@ -39,11 +41,10 @@ def load_recognizer(path: str | Path, device: torch.device) -> Recognizer:
 
 
 def evaluate_manifest(recognizer: Recognizer, manifest: str) -> Evaluation:
-    """The recognizer's losses and error rates over a manifest, by greedy CTC."""
+    """The recognizer's losses and error rates over a manifest, by greedy CTC; what is left out is told row by row."""
     config, forward = recognizer.config, recognizer.forward
-    utterances, rejections = build_evaluation_set(manifest, config, recognizer.tokenizer, forward.device)
-    for rejection in rejections:
-        print(f"Left out: {manifest}, row {rejection.row}, {rejection.audio_filepath}: {rejection.reason}", flush=True)
+    rejections = Rejections(None, parse_share(config.data.max_rejected, "--max_rejected"))
+    utterances = build_evaluation_set(manifest, config, recognizer.tokenizer, forward.device, rejections)
     return utterances.evaluate(forward, greedy_ctc)
 
 

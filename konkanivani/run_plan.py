@@ -1,7 +1,7 @@
 """The memory plan of a run, from its utterances, its settings and its device; or the checkpoint's again."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ from konkanivani.assembly import build_front_end, build_step_parts, memory_condi
 from konkanivani.audio import MEL_BINS
 from konkanivani.budget import MIB, budget_text, parse_budget, peak_text
 from konkanivani.config import PRESETS, ModelConfig, TextConfig, TrainConfig
+from konkanivani.data.utterance import Utterance
 from konkanivani.errors import ResourceError
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.available import available_bytes
@@ -31,9 +32,9 @@ LATER_KERNELS = 64 * MIB  # the driver loads a library's kernels when they are f
 
 @dataclass(frozen=True)
 class SpeechSizes:
-    """The sizes of a set of utterances: ids, seconds as they are longest played, and tokens."""
+    """The sizes of a set of utterances (N,): seconds as they are longest played, and tokens."""
 
-    ids: tuple[str, ...]
+    utterances: Sequence[Utterance]
     seconds: np.ndarray
     tokens: np.ndarray
 
@@ -169,8 +170,8 @@ def _check_every_utterance_fits(
         return
     limit = max((bucket.seconds for bucket in buckets if bucket.utterances), default=0.0)
     as_recorded = int(10 * limit * min(config.augment.speed_perturbation)) / 10
-    rows = [i for i in np.argsort(-train.seconds) if train.seconds[i] > limit]
-    named = ", ".join(f"{train.ids[i]} ({train.seconds[i]:.1f} s)" for i in rows[:3])
+    rows = [int(i) for i in np.argsort(-train.seconds) if train.seconds[i] > limit]
+    named = ", ".join(f"{train.utterances[i].id} ({train.seconds[i]:.1f} s)" for i in rows[:3])
     helps = []
     if config.memory.gradient_checkpointing == "never":
         helps.append("--gradient_checkpointing auto")

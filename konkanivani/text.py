@@ -35,6 +35,16 @@ def normalize_text(text: str, digits: Literal["keep", "spell"] = "keep") -> str:
     return " ".join(unicodedata.normalize("NFC", "".join(characters)).split())
 
 
+# Control characters but tab and line ends, marks that turn the direction of writing, and halves of characters.
+_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def forbidden_character(text: str) -> str | None:
+    """The first character that no transcript may hold, None where there is none. Joiners are letters' own affair."""
+    found = _FORBIDDEN.search(text)
+    return found.group() if found else None
+
+
 class Tokenizer:
     """SentencePiece over normalised text. Ids: 0 CTC blank, 1 unknown, 2 start, 3 end, then the pieces."""
 
@@ -53,6 +63,9 @@ class Tokenizer:
             raise DataError(
                 f"The tokenizer's special ids are {ids}, not (0, 1, 2, 3): it was not made by this trainer."
             )
+
+    def __reduce__(self) -> tuple:
+        return Tokenizer, (self.model,)
 
     @property
     def size(self) -> int:

@@ -18,7 +18,8 @@ import torch
 
 from konkanivani.checkpoint import LAST, Checkpoint, Checkpointer, read_checkpoint, write_checkpoint
 from konkanivani.data.checking import Limits, reason_to_reject
-from konkanivani.data.manifest import Utterance, read_manifest
+from konkanivani.data.manifest import read_manifest
+from konkanivani.data.utterance import Utterance
 from konkanivani.errors import CheckpointError, DataError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.flags import parse_flags
 from konkanivani.recipe import build_run
@@ -110,29 +111,35 @@ MANIFESTS = {
     "negative": (b'\n{"audio_filepath": "a", "duration": -1, "text": "a"}', "row 3: duration must be"),
     "huge": (b'\n{"audio_filepath": "a", "duration": 1' + b"0" * 400 + b', "text": "a"}', "row 3: duration must be"),
     "audio with NUL": (b'\n{"audio_filepath": "a\\u0000", "duration": 1, "text": "a"}', "row 3: audio_filepath must"),
-    "latin-1": (b'\n{"audio_filepath": "caf\xe9", "duration": 1, "text": "a"}', "row 3: not a line of JSON"),
-    "binary": (b"\n" + bytes(range(11, 256)), "row 3: not a line of JSON"),
+    "latin-1": (b'\n{"audio_filepath": "caf\xe9", "duration": 1, "text": "a"}', "row 3: not UTF-8"),
+    "binary": (b"\n" + bytes(range(11, 256)), "row 3: not UTF-8"),
     "nested": (b"\n" + b"[" * 100_000, "row 3: not a line of JSON"),
 }
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_a_bad_manifest_is_refused_with_path_row_and_reason(name, tmp_path):
+def test_a_bad_row_is_left_out_with_its_number_and_the_reason(name, tmp_path):
     path = tmp_path / "train.jsonl"
     content, said = MANIFESTS[name]
     good = b"" if said == "empty" else json.dumps(GOOD_ROW).encode() + b"\n"
     path.write_bytes(good + content)
-    with pytest.raises(DataError) as caught:
-        read_manifest(path)
-    assert str(path) in str(caught.value) and said in str(caught.value)
-    assert str(caught.value).count("\n") == 0 and len(str(caught.value)) < 1000
+    (tmp_path / "a.flac").touch()
+    if not good:
+        with pytest.raises(DataError, match="is empty"):
+            read_manifest(path)
+        return
+    manifest = read_manifest(path)
+    (broken,) = manifest.broken
+    assert f"row {broken.row}: {broken.reason}".startswith(said) and len(manifest) == 1
+    assert "\n" not in broken.reason and len(broken.reason) < 1000
 
 
 def test_a_sound_manifest_is_read_with_byte_order_mark_blank_lines_and_windows_line_ends(tmp_path):
     path = tmp_path / "train.jsonl"
+    (tmp_path / "a.flac").touch()
     row = json.dumps(GOOD_ROW, ensure_ascii=False).encode()
     path.write_bytes(b"\xef\xbb\xbf" + row + b"\r\n\r\n" + row + b"\r\n")
-    assert [u.text for u in read_manifest(path).utterances] == ["एक", "एक"]
+    assert [u.text for u in list(read_manifest(path))] == ["एक", "एक"]
 
 
 def test_a_manifest_that_is_missing_a_folder_or_names_missing_audio_ends_with_3(corpus, tmp_path):
@@ -142,7 +149,7 @@ def test_a_manifest_that_is_missing_a_folder_or_names_missing_audio_ends_with_3(
     row = json.dumps(GOOD_ROW)
     (tmp_path / "train.jsonl").write_text(row + "\n")
     message = refused(3, tmp_path, *TINY_MODEL, "--train_manifest", str(tmp_path / "train.jsonl"))
-    assert str(tmp_path / "a.flac") in message and "take the rows out" in message
+    assert "row 1, a.flac: the audio file does not exist" in message and "take them out" in message
 
 
 def test_all_utterances_rejected_ends_with_3(corpus, tmp_path):
@@ -167,18 +174,23 @@ def _truncated_flac(path: Path) -> None:
 
 
 def _with_nan(path: Path) -> None:
-    samples = np.zeros(32_000, np.float32)
+    samples = np.zeros(48_000, np.float32)
     samples[100] = np.nan
     soundfile.write(path, samples, 16_000, subtype="FLOAT")
 
 
 SPOILT_AUDIO: dict[str, tuple[Callable[[Path], object], str]] = {
-    "text": (lambda path: path.write_text("not audio"), "cannot be read"),
-    "empty file": (lambda path: path.write_bytes(b""), "cannot be read"),
-    "truncated": (_truncated_flac, "cannot be read"),
+    "text": (lambda path: path.write_text("not audio"), "cannot be opened as audio"),
+    "empty file": (lambda path: path.write_bytes(b""), "cannot be opened as audio"),
+    "truncated": (_truncated_flac, "spoilt.wav: "),
     "no samples": (lambda path: soundfile.write(path, np.zeros(0), 16_000), "holds no samples"),
+    "a folder": (Path.mkdir, "it is no file"),
+    "a pipe": (os.mkfifo, "it is no file"),
     "NaN": (_with_nan, "not numbers"),
-    "too short": (lambda path: soundfile.write(path, np.zeros(3200), 16_000), "its manifest says 3.00 s"),
+    "too short": (
+        lambda path: soundfile.write(path, np.zeros(3200), 16_000),
+        "it lasts 0.20 s, not the 3.00 s of its row",
+    ),
 }
 SHORT_RUN = ("--batch_size", "2", "--gradient_accumulation_steps", "1", "--epochs", "1")
 
@@ -189,14 +201,18 @@ def test_audio_that_cannot_be_used_is_named(name, tmp_path):
     corpus = replace_row(tmp_path / "corpus", write, duration=3.0)
     flags = ("--train_manifest", corpus.manifest("train"), *SHORT_RUN, "--num_workers", "0")
     message = refusal(DataError, tmp_path, *flags)
-    assert str(corpus.directory / "audio" / "spoilt.wav") in message and said in message, message
+    assert "1 of the 6 rows" in message and "row 4, audio/spoilt.wav" in message and said in message, message
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_audio_that_cannot_be_used_ends_with_3_whatever_the_worker_count(workers, tmp_path):
     corpus = replace_row(tmp_path / "corpus", _truncated_flac, duration=3.0)
     flags = ("--train_manifest", corpus.manifest("train"), *SHORT_RUN, "--num_workers", workers)
-    assert "spoilt.wav cannot be read" in refused(3, tmp_path, *TINY_MODEL, *flags)
+    assert "row 4, audio/spoilt.wav: " in refused(3, tmp_path, *TINY_MODEL, *flags)
+    allowed = run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path / "allowed"), "--max_rejected", "20%")
+    assert allowed.returncode == 0 and "Left out: audio/spoilt.wav (row 4 of" in allowed.stdout
+    listed = (tmp_path / "allowed/runs/default/rejected.jsonl").read_text().splitlines()
+    assert [json.loads(line)["row"] for line in listed] == [4]
 
 
 def test_unusable_utterances_are_left_out_counted_and_listed_while_training_goes_on(tmp_path):
@@ -210,10 +226,20 @@ def test_unusable_utterances_are_left_out_counted_and_listed_while_training_goes
     rows[9]["text"] = "एक " * 200  # 60 are enough for CTC, 200 for --max_tokens
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")  # a blank line counts as a row
-    flags = ("--train_manifest", str(path), *SHORT_RUN, "--max_tokens", "150", "--max_steps", "1")
+    flags = (
+        "--train_manifest",
+        str(path),
+        *SHORT_RUN,
+        "--max_tokens",
+        "150",
+        "--max_steps",
+        "1",
+        "--max_rejected",
+        "10%",
+    )
     done = run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert "5 utterances are left out" in done.stdout
+    assert f"5 utterances of {path} are left out" in done.stdout
     found = [json.loads(line) for line in (tmp_path / "runs/default/rejected.jsonl").read_text().splitlines()]
     assert [r["row"] for r in found] == [3, 7, 11, 15, 19]
     assert [r["audio_filepath"] for r in found] == [rows[i]["audio_filepath"] for i in (1, 3, 5, 7, 9)]

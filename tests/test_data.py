@@ -1,6 +1,11 @@
 """The plan of an epoch, the stream that follows it, and the lengths on which both rely."""
 
+import dataclasses
 import multiprocessing
+import os
+import re
+import signal
+import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,11 +21,15 @@ from konkanivani.audio import load_audio, one_thread
 from konkanivani.audio_file import AudioSource
 from konkanivani.augment import FrontEnd, SpecAugment, choose_speed, perturb_speed
 from konkanivani.config import AugmentConfig
+from konkanivani.data import loading
 from konkanivani.data.batch import Speech, Window, collate
 from konkanivani.data.batching import Cursor, EpochPlanner, choose_subset, cut_window, plan_evaluation, same_size
+from konkanivani.data.index import ARRAYS, ManifestIndex
 from konkanivani.data.loading import LoaderConfig, TrainingSpeech, WindowStream
-from konkanivani.data.manifest import Utterance, read_manifest, write_manifest
-from konkanivani.errors import DataError
+from konkanivani.data.manifest import Manifest, read_manifest, write_manifest
+from konkanivani.data.rejections import Rejections
+from konkanivani.data.utterance import Utterance
+from konkanivani.errors import DataError, ResourceError
 from konkanivani.lengths import ctc_frames_needed, feature_length, speed_perturbed_samples, subsampled_length
 from konkanivani.model.encoder import Subsampling
 from konkanivani.randomness import utterance_generator
@@ -43,7 +52,7 @@ def as_lists(plan: list[np.ndarray]) -> list[list[int]]:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 103), st.integers(1, 20), st.integers(0, 5), st.integers(0, 2**63 - 1))
 def test_an_epoch_is_a_partition_into_full_windows_and_a_ragged_last_one(count, window_size, epoch, seed):
-    plan = planner(count, window_size, seed).plan_epoch(epoch)
+    plan = list(planner(count, window_size, seed).plan_epoch(epoch))
     assert sorted(index for window in plan for index in window) == list(range(count))
     assert all(len(window) == window_size for window in plan[:-1])
     assert 1 <= len(plan[-1]) <= window_size
@@ -123,14 +132,20 @@ BEGINNING = Cursor(0, 0)
 
 @pytest.fixture(scope="module")
 def speech(corpus: Corpus) -> TrainingSpeech:
-    utterances = list(read_manifest(corpus.manifest("train")).utterances)
+    utterances = list(read_manifest(corpus.manifest("train")))
     tokenizer = train_tokenizer([u.text for u in utterances], "char", 100)
     return TrainingSpeech(utterances, tokenizer, (0.9, 1.0, 1.1), seed=3)
 
 
-def stream(speech: TrainingSpeech, workers: int, cursor: Cursor = BEGINNING) -> Iterator[tuple[Window, Cursor]]:
+def stream(
+    speech: TrainingSpeech, workers: int, cursor: Cursor = BEGINNING, timeout: float = 60.0
+) -> Iterator[tuple[Window, Cursor]]:
     plan = EpochPlanner(np.array([u.duration for u in speech.utterances]), 4, seed=3)
-    return WindowStream(speech, plan, same_size(2), LoaderConfig(workers, 60.0, pin_memory=False)).from_cursor(cursor)
+    rejections = Rejections(None, most=0.5)
+    columns = (np.zeros(len(speech.utterances), kind) for kind in ARRAYS.values())
+    rejections.begin(Manifest(speech.manifest, ManifestIndex(*columns, broken=(), folder=None)))
+    loader = LoaderConfig(workers, timeout, pin_memory=False)
+    return WindowStream(speech, plan, same_size(2), loader, rejections).from_cursor(cursor)
 
 
 def first(windows: Iterator[tuple[Window, Cursor]], count: int) -> list[tuple[Window, Cursor]]:
@@ -172,10 +187,44 @@ def test_negative_control_another_seed_or_epoch_is_another_stream(speech):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_audio_file_that_goes_missing_is_named_and_the_workers_end(speech, workers, tmp_path):
-    gone = Utterance("gone.flac", str(tmp_path / "gone.flac"), 2.0, "एक")
-    spoilt = TrainingSpeech([gone] * 4, speech.tokenizer, (1.0,), 3)
-    with pytest.raises(DataError, match="gone.flac cannot be read: it does not exist"):
+    gone = [Utterance(f"gone{row}.flac", str(tmp_path / "gone"), 2.0, "एक", row=row) for row in range(1, 5)]
+    spoilt = TrainingSpeech(gone, speech.tokenizer, (1.0,), 3)
+    with pytest.raises(DataError, match=r"4 of the 4 rows of .*\n  row \d, gone\d.flac: it does not exist"):
         next(stream(spoilt, workers))
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_cannot_be_read_is_left_out_of_its_window_and_told_once(speech, workers, tmp_path, capsys):
+    missing = dataclasses.replace(speech.utterances[3], audio_path=str(tmp_path / "gone"))
+    spoilt = dataclasses.replace(speech, utterances=[*speech.utterances[:3], missing, *speech.utterances[4:]])
+    windows = stream(spoilt, workers)
+    for (window, behind), (expected, expected_behind) in zip(
+        first(windows, 15), first(stream(speech, workers), 15), strict=True
+    ):
+        ids = [i for batch in window.micro_batches for i in batch.utterance_ids]
+        expected_ids = [i for batch in expected.micro_batches for i in batch.utterance_ids]
+        assert behind == expected_behind and ids == [i for i in expected_ids if i != missing.id]
+        assert window.utterances == len(ids)
+    told = capsys.readouterr().out
+    assert told.count(missing.id) == 1 and "it does not exist" in told
+
+
+def hang() -> None:
+    time.sleep(60)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("fail", [hang, die])
+def test_a_worker_that_hangs_or_dies_is_an_error_that_names_what_it_was_reading(speech, fail, monkeypatch):
+    monkeypatch.setattr(loading, "load_audio", lambda source: fail() if source.path == "x" else load_audio(source))
+    odd = dataclasses.replace(speech.utterances[5], audio_path="x")
+    spoilt = dataclasses.replace(speech, utterances=[*speech.utterances[:5], odd, *speech.utterances[6:]])
+    with pytest.raises(ResourceError, match=rf"while they were reading .*{re.escape(odd.id)}"):
+        first(stream(spoilt, 2, timeout=2.0), 10)
     assert multiprocessing.active_children() == []
 
 
@@ -294,11 +343,15 @@ def test_channels_are_averaged(tmp_path):
 
 
 def test_a_manifest_that_is_written_reads_back_the_same(tmp_path: Path):
+    for name in ("a", "b", "c"):
+        (tmp_path / name).touch()
     utterances = [
-        Utterance("audio/एक.flac", str(tmp_path / "audio/एक.flac"), 1.25, 'एक "दोन"', "आवय", "seen"),
-        Utterance("/elsewhere/b.wav", "/elsewhere/b.wav", 0.5, "तीन"),
+        Utterance("a", str(tmp_path / "a"), 1.25, 'एक "दोन"', "आवय", "seen"),
+        Utterance(str(tmp_path / "b"), str(tmp_path / "b"), 0.5, "तीन", offset=0.0),
+        Utterance("c", str(tmp_path / "c"), 0.75, "चार", offset=2.5, byte_offset=512, byte_count=4096),
     ]
     write_manifest(tmp_path / "m.jsonl", utterances)
-    assert list(read_manifest(tmp_path / "m.jsonl").utterances) == utterances
-    assert [u.row for u in read_manifest(tmp_path / "m.jsonl").utterances] == [1, 2]
-    assert [path.name for path in tmp_path.iterdir()] == ["m.jsonl"]
+    assert list(read_manifest(tmp_path / "m.jsonl")) == utterances
+    assert [u.row for u in read_manifest(tmp_path / "m.jsonl")] == [1, 2, 3]
+    assert [u.id for u in utterances] == ["a", f"{tmp_path / 'b'}@0", "c#512@2.5"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", "m.jsonl"]

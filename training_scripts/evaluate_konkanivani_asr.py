@@ -60,7 +60,7 @@ def score(flags: Flags) -> str:
     evaluation = evaluate_manifest(recognizer, flags.manifest)
     write_hypotheses(flags.hypotheses_path, evaluation)
     if flags.json:
-        left_out = len(manifest.utterances) - len(evaluation.scored)
+        left_out = len(manifest) + len(manifest.broken) - len(evaluation.scored)
         return summary_json(flags, evaluation, recognizer.checkpoint.step, left_out)
     return summary_text(flags, evaluation)
 

@@ -25,7 +25,7 @@ from konkanivani.training.step import StepParts, StepReport, train_step
 
 GROWTH_PERCENT = 5.0  # that the resident memory may grow by once it has settled
 SETTLED_STEP = 200
-SAMPLES = 20  # steps, of whose resident memory the median is taken
+SAMPLES = 50  # steps, of whose resident memory the median is taken: whole cycles of the clearing of the heap
 TOLD_STEPS = 100  # between two lines of progress
 
 

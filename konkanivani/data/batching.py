@@ -1,6 +1,7 @@
 """The plan of an epoch: which utterances form which optimizer step, and how a step is cut into micro-batches."""
 
 import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.randomness import seed_of
 
 MOST_BUCKETS = 50
+PLAN_VERSION = 2  # counts changes of how a plan follows from its numbers
 
 
 @dataclass(frozen=True, order=True)
@@ -22,40 +24,66 @@ class Cursor:
 
 
 @dataclass(frozen=True)
+class EpochPlan(Sequence[np.ndarray]):
+    """The windows of one epoch as arrays of utterance indices; `order` has them window after window."""
+
+    order: np.ndarray
+    window_order: np.ndarray
+    window_size: int
+
+    def __len__(self) -> int:
+        return -(-len(self.order) // self.window_size)
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        number = range(len(self))[number]
+        place = int(self.window_order[number]) if number < len(self.window_order) else number  # the ragged one is last
+        return self.order[place * self.window_size : (place + 1) * self.window_size]
+
+
+@dataclass(frozen=True)
 class EpochPlanner:
-    """Everything that the plan of any epoch follows from. `durations` are seconds, one an utterance."""
+    """Everything that the plan of any epoch follows from. `durations` (N,) are seconds, one an utterance."""
 
     durations: np.ndarray
     window_size: int
     seed: int
 
-    def plan_epoch(self, epoch: int) -> list[np.ndarray]:
-        """The epoch's windows: arrays of utterance indices, each utterance once, utterances of like length together.
+    def plan_epoch(self, epoch: int) -> EpochPlan:
+        """The epoch's windows: each utterance once, utterances of like length together.
 
-        Pure in (seed, epoch). Utterances are shuffled, sorted into buckets of like duration, and dealt out bucket by
-        bucket; the windows are then shuffled, the ragged one last.
+        Pure in (seed, epoch). Utterances are sorted into buckets of like duration, shuffled in their bucket, and dealt
+        out bucket by bucket; the windows are then shuffled, the ragged one last.
         """
         generator = np.random.default_rng(seed_of(self.seed, "plan", epoch))
-        order = generator.permutation(len(self.durations))
-        order = order[np.argsort(self._buckets()[order], kind="stable")]
-        windows = [order[i : i + self.window_size] for i in range(0, len(order), self.window_size)]
-        ragged = [windows.pop()] if len(windows[-1]) < self.window_size else []
-        return [windows[i] for i in generator.permutation(len(windows))] + ragged
+        buckets = self._buckets()
+        order = np.argsort(buckets, kind="stable").astype(np.int32)
+        ends = np.cumsum(np.bincount(buckets, minlength=MOST_BUCKETS))
+        for first, end in zip([0, *ends], ends, strict=False):
+            generator.shuffle(order[first:end])
+        whole = len(order) // self.window_size
+        return EpochPlan(order, generator.permutation(whole).astype(np.int32), self.window_size)
 
     def windows_per_epoch(self) -> int:
         """Optimizer steps in an epoch."""
         return -(-len(self.durations) // self.window_size)
 
+    def cursors_behind(self, cursor: Cursor) -> Iterator[Cursor]:
+        """The cursor behind each window from `cursor` on, without end."""
+        epoch, number = cursor.epoch, cursor.window
+        while True:
+            epoch, number = (epoch, number + 1) if number + 1 < self.windows_per_epoch() else (epoch + 1, 0)
+            yield Cursor(epoch, number)
+
     def digest(self) -> int:
         """A number that changes when any plan does."""
-        return zlib.crc32(repr((self.window_size, self.seed)).encode(), zlib.crc32(self.durations.tobytes()))
+        recipe = repr((PLAN_VERSION, self.window_size, self.seed))
+        return zlib.crc32(recipe.encode(), zlib.crc32(np.ascontiguousarray(self.durations)))
 
     def _buckets(self) -> np.ndarray:
-        """The bucket of each utterance: buckets hold equally many, at least four windows' worth."""
+        """The bucket (N,) of each utterance: buckets hold about equally many, at least four windows' worth."""
         count = int(np.clip(len(self.durations) // (4 * self.window_size), 1, MOST_BUCKETS))
-        rank = np.empty(len(self.durations), dtype=np.int64)
-        rank[np.argsort(self.durations, kind="stable")] = np.arange(len(self.durations))
-        return rank * count // len(self.durations)
+        edges = np.sort(self.durations)[len(self.durations) * np.arange(1, count) // count]
+        return np.searchsorted(edges, self.durations, side="right").astype(np.uint8)
 
 
 def plan_evaluation(durations: np.ndarray, batch_seconds: float) -> list[np.ndarray]:

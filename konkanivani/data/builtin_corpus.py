@@ -22,8 +22,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from konkanivani.data.manifest import Utterance, write_manifest
+from konkanivani.data.manifest import write_manifest
 from konkanivani.data.speech_synthesis import SpeakingStyle, SpeechSynthesizer, reads_signs_by_name
+from konkanivani.data.utterance import Utterance
 from konkanivani.errors import DataError, ResourceError, UsageError
 
 WHAT_IT_IS = "synthetic, Marathi voice"

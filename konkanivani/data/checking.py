@@ -1,14 +1,19 @@
 """Which utterances can be trained on, and why the others cannot."""
 
-import os
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+
+import numpy as np
 
 from konkanivani.config import DataConfig
-from konkanivani.data.manifest import Utterance
+from konkanivani.data.manifest import Manifest
+from konkanivani.data.rejections import Rejection
+from konkanivani.data.selection import Selection
+from konkanivani.data.token_counts import Digits, count_tokens
+from konkanivani.data.utterance import Utterance
 from konkanivani.errors import DataError
-from konkanivani.json_lines import write_json_lines
 from konkanivani.lengths import (
+    FFT_SAMPLES,
+    HOP_SAMPLES,
     SAMPLE_RATE,
     ctc_frames_needed,
     feature_length,
@@ -16,16 +21,6 @@ from konkanivani.lengths import (
     subsampled_length,
 )
 from konkanivani.text import Tokenizer
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """An utterance left out of training, with its manifest, its row (from 1) and the reason."""
-
-    manifest: str
-    row: int
-    audio_filepath: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -70,30 +65,36 @@ def reason_to_reject(utterance: Utterance, tokens: list[int], limits: Limits) ->
     return None
 
 
+def encoder_frames_of(durations: np.ndarray, speed: float) -> np.ndarray:
+    """`encoder_frames` of each of many durations (N,) at once."""
+    samples = np.round(durations * SAMPLE_RATE).astype(np.int64)
+    percent = round(speed * 100)
+    features = np.maximum(0, 1 + (-(-samples * 100 // percent) - FFT_SAMPLES) // HOP_SAMPLES)
+    return np.maximum(0, ((features - 1) // 2 - 1) // 2)
+
+
 def check_utterances(
-    utterances: tuple[Utterance, ...], manifest: str, tokenizer: Tokenizer, limits: Limits
-) -> tuple[list[Utterance], list[Rejection]]:
-    """The utterances that can be used, texts already normalised, and the others with their reasons."""
-    missing = [u for u in utterances if not os.path.isfile(u.audio_path)]
-    if missing:
-        raise DataError(
-            f"{manifest} names {len(missing)} audio files that do not exist, the first {missing[0].audio_path}. "
-            "Paths are relative to the manifest's folder; mend them or take the rows out."
-        )
-    kept, rejected = [], []
-    for utterance in utterances:
-        reason = reason_to_reject(utterance, tokenizer.encode(utterance.text), limits)
-        if reason is None:
-            kept.append(utterance)
-        else:
-            rejected.append(Rejection(manifest, utterance.row, utterance.id, reason))
-    if not kept:
-        raise DataError(
-            f"None of the {len(utterances)} utterances of {manifest} can be used; the first: {rejected[0].reason}."
-        )
-    return kept, rejected
+    manifest: Manifest, tokenizer: Tokenizer, limits: Limits, digits: Digits
+) -> tuple[Selection, list[Rejection]]:
+    """The utterances that can be used, and the others with their reasons; an empty transcript counts as broken."""
+    counts, durations = count_tokens(manifest, tokenizer, digits), manifest.durations
+    usable = (counts.tokens > 0) & (counts.tokens <= limits.max_tokens)
+    usable &= (durations >= limits.min_duration) & (durations <= limits.max_duration)
+    usable &= encoder_frames_of(durations, limits.fastest_speed) >= np.maximum(counts.frames_needed, 1)
+    rejections = []
+    everything = Selection(manifest, np.arange(len(manifest), dtype=np.int32), counts, digits)
+    for place in np.flatnonzero(~usable):
+        utterance = everything[place]
+        tokens = tokenizer.encode(utterance.text)
+        reason = reason_to_reject(utterance, tokens, limits)
+        rejections.append(Rejection(manifest.path, utterance.row, utterance.id, reason, not utterance.text))
+    return everything.part(np.flatnonzero(usable).astype(np.int32)), rejections
 
 
-def write_rejections(path: Path, rejections: list[Rejection]) -> None:
-    """Writes one JSON line a rejection."""
-    write_json_lines(path, map(asdict, rejections))
+def check_any_usable(selection: Selection, rejections: list[Rejection]) -> None:
+    """Raises a DataError where nothing is left."""
+    if not len(selection):
+        raise DataError(
+            f"None of the {len(rejections)} utterances of {selection.manifest.path} can be used; the first: "
+            f"{rejections[0].reason}."
+        )

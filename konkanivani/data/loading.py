@@ -1,21 +1,23 @@
 """Utterances read, resampled and batched by worker processes, from any cursor onward."""
 
+import dataclasses
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from konkanivani.audio import load_audio
+from konkanivani.audio_file import UnusableAudio
 from konkanivani.augment import choose_speed, perturb_speed
 from konkanivani.data.batch import Batch, Speech, Window, collate
 from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit, cut_window
-from konkanivani.data.checking import encoder_frames
-from konkanivani.data.manifest import Utterance
-from konkanivani.errors import DataError, ResourceError
-from konkanivani.lengths import SAMPLE_RATE, ctc_frames_needed
+from konkanivani.data.rejections import Rejection, Rejections
+from konkanivani.data.utterance import Utterance
+from konkanivani.errors import ResourceError
 from konkanivani.randomness import seed_of, utterance_generator
 from konkanivani.text import Tokenizer
 
@@ -31,57 +33,84 @@ class LoaderConfig:
 
 @dataclass(frozen=True)
 class TrainingSpeech(Dataset):
-    """Map-style: (epoch, index) -> Speech, speed-perturbed; random only in (seed, epoch, utterance)."""
+    """Map-style: (epoch, index) -> Speech, speed-perturbed, random only in (seed, epoch, utterance); or a Rejection."""
 
-    utterances: list[Utterance]
+    utterances: Sequence[Utterance]
     tokenizer: Tokenizer
     speeds: tuple[float, ...]
     seed: int
+    manifest: str = ""
 
-    def __getitem__(self, key: tuple[int, int]) -> Speech:
+    def __getitem__(self, key: tuple[int, int]) -> Speech | Rejection:
         epoch, index = key
         utterance = self.utterances[index]
+        waveform = _read(utterance, self.manifest)
+        if isinstance(waveform, Rejection):
+            return waveform
         speed = choose_speed(self.speeds, utterance_generator(self.seed, epoch, utterance.id, "speed"))
-        waveform = perturb_speed(load_audio(utterance.source), speed)
         seed = seed_of(self.seed, epoch, "specaugment", utterance.id)
-        return _checked(Speech(utterance.id, waveform, self.tokenizer.encode(utterance.text), seed), utterance)
+        return Speech(utterance.id, perturb_speed(waveform, speed), self.tokenizer.encode(utterance.text), seed)
 
 
 @dataclass(frozen=True)
 class EvaluationSpeech(Dataset):
-    """Map-style: index -> Speech as it is in the file."""
+    """Map-style: index -> Speech as it is in the file, or a Rejection."""
 
-    utterances: list[Utterance]
+    utterances: Sequence[Utterance]
     tokenizer: Tokenizer
+    manifest: str = ""
 
-    def __getitem__(self, index: int) -> Speech:
+    def __getitem__(self, index: int) -> Speech | Rejection:
         utterance = self.utterances[index]
-        tokens = self.tokenizer.encode(utterance.text)
-        return _checked(Speech(utterance.id, load_audio(utterance.source), tokens, None), utterance)
+        waveform = _read(utterance, self.manifest)
+        if isinstance(waveform, Rejection):
+            return waveform
+        return Speech(utterance.id, waveform, self.tokenizer.encode(utterance.text), None)
 
 
-def _checked(speech: Speech, utterance: Utterance) -> Speech:
-    """The speech, unless the file is so much shorter than its manifest says that CTC cannot align it."""
-    if encoder_frames(len(speech.waveform) / SAMPLE_RATE, 1.0) < max(1, ctc_frames_needed(speech.tokens)):
-        raise DataError(
-            f"The audio file {utterance.audio_path} holds {len(speech.waveform) / SAMPLE_RATE:.2f} s, too short for "
-            f"its {len(speech.tokens)} tokens; its manifest says {utterance.duration:.2f} s. Mend the row."
-        )
-    return speech
+def _read(utterance: Utterance, manifest: str) -> torch.Tensor | Rejection:
+    """The utterance's waveform (S,), or why it is left out after all."""
+    try:
+        return load_audio(utterance.source)
+    except UnusableAudio as error:
+        return Rejection(manifest, utterance.row, utterance.id, error.reason, is_broken=True)
 
 
 @dataclass(frozen=True)
+class Loaded:
+    """What was made of some utterances (None: none of them could be read), and those that were left out."""
+
+    value: Window | Batch | None
+    rejections: tuple[Rejection, ...]
+
+    def pin_memory(self) -> "Loaded":
+        """The same in page-locked memory (the DataLoader calls this for CUDA)."""
+        return dataclasses.replace(self, value=self.value and self.value.pin_memory())
+
+
 class _Fetcher(Dataset):
-    """A whole window or batch per item; a DataError comes back as a value, since workers wrap what they raise."""
+    """A whole window or batch per item. `being_read` (workers,) is the utterance that each worker reads now, or -1."""
 
-    speech: TrainingSpeech | EvaluationSpeech
-    limits: tuple[SizeLimit, ...] | None
+    def __init__(
+        self, speech: TrainingSpeech | EvaluationSpeech, limits: tuple[SizeLimit, ...] | None, workers: int
+    ) -> None:
+        self.speech, self.limits = speech, limits
+        self.being_read = torch.full((workers,), -1).share_memory_()
 
-    def __getitem__(self, keys: list) -> Window | Batch | DataError:
-        try:
-            speeches = [self.speech[key] for key in keys]
-        except DataError as error:
-            return error
+    def __getitem__(self, keys: list) -> Loaded:
+        worker = get_worker_info()
+        found = []
+        for key in keys:
+            if worker:
+                self.being_read[worker.id] = key[1] if isinstance(key, tuple) else key
+            found.append(self.speech[key])
+        if worker:
+            self.being_read[worker.id] = -1
+        speeches = [speech for speech in found if isinstance(speech, Speech)]
+        rejections = tuple(rejection for rejection in found if isinstance(rejection, Rejection))
+        return Loaded(self._combined(speeches) if speeches else None, rejections)
+
+    def _combined(self, speeches: list[Speech]) -> Window | Batch:
         if self.limits is None:
             return collate(speeches, Tokenizer.start, Tokenizer.end)
         return cut_window(speeches, self.limits, Tokenizer.start, Tokenizer.end)
@@ -91,35 +120,50 @@ class WindowStream:
     """The training data from any cursor onward, epoch after epoch, each window with the cursor behind it."""
 
     def __init__(
-        self, speech: TrainingSpeech, planner: EpochPlanner, limits: tuple[SizeLimit, ...], loader: LoaderConfig
+        self,
+        speech: TrainingSpeech,
+        planner: EpochPlanner,
+        limits: tuple[SizeLimit, ...],
+        loader: LoaderConfig,
+        rejections: Rejections,
     ) -> None:
         self.speech, self.planner, self.limits, self.loader = speech, planner, limits, loader
+        self.rejections = rejections
 
     def from_cursor(self, cursor: Cursor) -> Iterator[tuple[Window, Cursor]]:
-        """Endless. Closing the generator ends the workers."""
-        keys = (keys for _, keys in self._planned(cursor))
-        behind = (position for position, _ in self._planned(cursor))
-        windows = _load(_Fetcher(self.speech, self.limits), keys, self.loader)
-        # The planned cursors are drawn a second time because the loader runs ahead of the loop.
-        yield from zip(windows, behind, strict=False)
+        """Endless. Closing the generator ends the workers. A window of which nothing can be read is passed over."""
+        fetcher = _Fetcher(self.speech, self.limits, self.loader.workers)
+        with closing(_load(fetcher, self._planned(cursor), self.loader)) as loaded:
+            for found, behind in zip(loaded, self.planner.cursors_behind(cursor), strict=False):
+                self.rejections.add(found.rejections)
+                if found.value is not None:
+                    yield found.value, behind
 
-    def _planned(self, cursor: Cursor) -> Iterator[tuple[Cursor, list[tuple[int, int]]]]:
+    def _planned(self, cursor: Cursor) -> Iterator[list[tuple[int, int]]]:
+        """The keys of each window from the cursor on; the loader runs ahead of the loop."""
         epoch, consumed = cursor.epoch, cursor.window
         while True:
             plan = self.planner.plan_epoch(epoch)
             for number in range(consumed, len(plan)):
-                last = number + 1 == len(plan)
-                behind = Cursor(epoch + 1, 0) if last else Cursor(epoch, number + 1)
-                yield behind, [(epoch, int(index)) for index in plan[number]]
+                yield [(epoch, int(index)) for index in np.sort(plan[number])]  # as they lie in their files
             epoch, consumed = epoch + 1, 0
 
 
-def load_batches(speech: EvaluationSpeech, plan: list[np.ndarray], loader: LoaderConfig) -> Iterator[Batch]:
-    """The planned evaluation batches, in order."""
-    return _load(_Fetcher(speech, None), ([int(index) for index in batch] for batch in plan), loader)
+def load_batches(
+    speech: EvaluationSpeech, plan: list[np.ndarray], loader: LoaderConfig, rejections: Rejections
+) -> Iterator[tuple[Batch, list[Utterance]]]:
+    """The planned evaluation batches in order, each with its utterances; those that cannot be read are left out."""
+    keys = ([int(number) for number in batch] for batch in plan)
+    with closing(_load(_Fetcher(speech, None, loader.workers), keys, loader)) as loaded:
+        for found, numbers in zip(loaded, plan, strict=True):
+            rejections.add(found.rejections)
+            if found.value is not None:
+                left_out = {rejection.row for rejection in found.rejections}
+                utterances = [speech.utterances[int(number)] for number in numbers]
+                yield found.value, [utterance for utterance in utterances if utterance.row not in left_out]
 
 
-def _load(fetcher: _Fetcher, keys: Iterator[list], loader: LoaderConfig) -> Iterator:
+def _load(fetcher: _Fetcher, keys: Iterator[list], loader: LoaderConfig) -> Iterator[Loaded]:
     batches = DataLoader(
         fetcher,
         sampler=keys,
@@ -132,31 +176,31 @@ def _load(fetcher: _Fetcher, keys: Iterator[list], loader: LoaderConfig) -> Iter
     )
     iterator = iter(batches)
     try:
-        while True:
-            batch = _next_batch(iterator)
-            if batch is None:
-                return
-            yield batch
+        while (loaded := _next(iterator, fetcher)) is not None:
+            yield loaded
     finally:
         # Left to the garbage collector, workers that ignore SIGTERM keep a process from ending.
         if loader.workers:
             iterator._shutdown_workers()
+            for worker in iterator._workers:  # one that hangs has not heard of it
+                worker.kill()
+                worker.join()
 
 
-def _next_batch(iterator: Iterator) -> Window | Batch | None:
-    """The loader's next batch, None at its end; errors of the data and of the workers are raised."""
+def _next(iterator: Iterator[Loaded], fetcher: _Fetcher) -> Loaded | None:
+    """What the loader gives next, None at its end; a ResourceError names what a worker was reading when it failed."""
     try:
-        batch = next(iterator, None)
-    except RuntimeError as error:
-        if "DataLoader" not in str(error):
+        return next(iterator, None)
+    except (RuntimeError, OSError, EOFError) as error:
+        # A connection that breaks off is how a worker's death shows where a tensor of its was just being taken over.
+        if not len(fetcher.being_read) or (isinstance(error, RuntimeError) and "DataLoader" not in str(error)):
             raise
-        reason = str(error).splitlines()[0]
+        reading = [fetcher.speech.utterances[number].id for number in fetcher.being_read.tolist() if number >= 0]
+        what = f" while they were reading {', '.join(reading)}" if reading else ""
         raise ResourceError(
-            f"The audio workers failed: {reason}. Try --num_workers 0 or a longer --loader_timeout."
+            f"The audio workers failed{what}: {str(error).splitlines()[0].rstrip('.')}. Try --num_workers 0 to see the "
+            "error itself, or a longer --loader_timeout."
         ) from None
-    if isinstance(batch, DataError):
-        raise DataError(str(batch))
-    return batch
 
 
 def _ignore_signals(_worker: int) -> None:

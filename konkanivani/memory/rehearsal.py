@@ -5,14 +5,17 @@ minute instead of in the third hour. Everything that a step changes is read back
 """
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from konkanivani.checkpoint import read_checkpoint, write_checkpoint
-from konkanivani.data.batch import Window, largest_batch
+from konkanivani.data.batch import Speech, Window, largest_batch
 from konkanivani.data.batching import cut_window, largest_size
 from konkanivani.data.loading import TrainingSpeech
+from konkanivani.data.rejections import Rejection
 from konkanivani.text import Tokenizer
 from konkanivani.training.run import Run
 from konkanivani.training.step import train_step
@@ -65,8 +68,7 @@ def costliest_windows(run: Run) -> list[tuple[str, Window]]:
     """
     speech = run.windows.speech
     slowest = dataclasses.replace(speech, speeds=(min(speech.speeds),))
-    durations = np.array([utterance.duration for utterance in speech.utterances])
-    tokens = np.array([len(speech.tokenizer.encode(utterance.text)) for utterance in speech.utterances])
+    durations, tokens = speech.utterances.durations, speech.utterances.tokens.astype(np.int64)
     orders = [("the longest utterances", np.argsort(-durations, kind="stable"))]
     orders.append(("the most tokens", np.lexsort((-durations, -tokens))))
     if run.plan:
@@ -83,9 +85,10 @@ def _ids(window: Window) -> list[tuple[str, ...]]:
 
 def _window_of(run: Run, speech: TrainingSpeech, order: np.ndarray) -> Window:
     """The first utterances of the order, as many as go at once, as two micro-batches."""
-    first = speech[0, int(order[0])]
-    count = largest_size(first.seconds, run.windows.limits)
-    speeches = [first, *(speech[0, int(index)] for index in order[1 : min(count, run.windows.planner.window_size)])]
+    readable = _readable(run, speech, order)
+    first = next(readable)
+    count = min(largest_size(first.seconds, run.windows.limits), run.windows.planner.window_size)
+    speeches = [first, *islice(readable, count - 1)]
     piece = cut_window(speeches, run.windows.limits, Tokenizer.start, Tokenizer.end)
     return dataclasses.replace(
         piece,
@@ -94,6 +97,16 @@ def _window_of(run: Run, speech: TrainingSpeech, order: np.ndarray) -> Window:
         utterances=2 * piece.utterances,
         audio_seconds=2 * piece.audio_seconds,
     )
+
+
+def _readable(run: Run, speech: TrainingSpeech, order: np.ndarray) -> Iterator[Speech]:
+    """The order's utterances one by one; those that cannot be read are left out, as in training."""
+    for number in order:
+        found = speech[0, int(number)]
+        if isinstance(found, Rejection):
+            run.windows.rejections.add([found])
+        else:
+            yield found
 
 
 def _try_window(run: Run, name: str, window: Window) -> Rehearsal:
@@ -105,7 +118,8 @@ def _try_window(run: Run, name: str, window: Window) -> Rehearsal:
 def _try_validation(run: Run) -> Rehearsal:
     """The batch of most padded audio: the first, since the longest utterances come first."""
     speech, plan = run.validation.speech, run.validation.plan
-    longest = max(plan, key=lambda batch: len(batch) * speech.utterances[batch[0]].duration)
+    durations = speech.utterances.durations
+    longest = max(plan, key=lambda batch: len(batch) * durations[batch[0]])
     one_batch = dataclasses.replace(run.validation, plan=[longest])
     one_batch.evaluate(run.step.forward, run.decode)
-    return Rehearsal("validation", len(longest), speech.utterances[longest[0]].duration, 0)
+    return Rehearsal("validation", len(longest), float(durations[longest[0]]), 0)

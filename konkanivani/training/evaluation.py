@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from konkanivani.data.batch import Batch
-from konkanivani.data.manifest import Utterance
+from konkanivani.data.utterance import Utterance
 from konkanivani.lengths import Lengths
 from konkanivani.memory.recovery import Cut, RememberedSplits, run_or_split
 from konkanivani.metrics import ErrorRates, error_rates

@@ -11,6 +11,7 @@ from konkanivani.checkpoint import Checkpoint, Checkpointer, Stateful
 from konkanivani.config import RunConfig
 from konkanivani.data.batching import plan_evaluation
 from konkanivani.data.loading import EvaluationSpeech, LoaderConfig, WindowStream, load_batches
+from konkanivani.data.rejections import Rejections
 from konkanivani.logbook import Logbook
 from konkanivani.memory.available import BudgetWatch
 from konkanivani.memory.plan import MemoryPlan
@@ -30,17 +31,16 @@ class EvaluationSet:
     speech: EvaluationSpeech
     plan: list[np.ndarray]
     loader: LoaderConfig
+    rejections: Rejections
 
     def within(self, batch_seconds: float) -> "EvaluationSet":
         """The same set in batches of so much padded audio."""
-        durations = np.array([utterance.duration for utterance in self.speech.utterances])
-        return dataclasses.replace(self, plan=plan_evaluation(durations, batch_seconds))
+        return dataclasses.replace(self, plan=plan_evaluation(self.speech.utterances.durations, batch_seconds))
 
     def evaluate(self, forward: ForwardPass, decode: Decoder) -> Evaluation:
         """The model's losses and error rates over the set."""
-        utterances = ([self.speech.utterances[index] for index in batch] for batch in self.plan)
-        with closing(load_batches(self.speech, self.plan, self.loader)) as batches:
-            return evaluate(forward, zip(batches, utterances, strict=True), self.speech.tokenizer, decode)
+        with closing(load_batches(self.speech, self.plan, self.loader, self.rejections)) as batches:
+            return evaluate(forward, batches, self.speech.tokenizer, decode)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from konkanivani import long_ctc
 from konkanivani.chunks import SMALL_CHUNK_FRAMES
 from konkanivani.data.batch import Speech
-from konkanivani.data.manifest import Utterance
+from konkanivani.data.utterance import Utterance
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.errors import ResourceError
 from konkanivani.memory import recovery

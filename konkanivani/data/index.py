@@ -1,0 +1,183 @@
+"""Where each row of a manifest begins, and how long its audio is: found once, then mapped into memory.
+
+A manifest of more than a few MiB gets a folder beside it, MANIFEST.index, of plain arrays: opening it takes no longer
+for millions of rows than for one, and every process shares the same pages. It is built again when the manifest changes.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import repeat
+from multiprocessing import get_context
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from konkanivani.data.utterance import BadRow, parse_row
+
+VERSION = 1
+SMALL_BYTES = 4 * 2**20  # read anew at each start: it takes less than a second, and nothing is left beside the file
+BLOCK_BYTES = 16 * 2**20
+MISSING = "the audio file does not exist"
+ARRAYS = {"starts": np.int64, "sizes": np.int32, "rows": np.int32, "durations": np.float64}
+
+
+@dataclass(frozen=True)
+class BrokenRow:
+    """A row that is no utterance: its line from 1, its audio where it names one, and why.
+
+    `is_missing` where its audio file does not exist, which may change.
+    """
+
+    row: int
+    audio_filepath: str
+    reason: str
+    is_missing: bool = False
+
+
+@dataclass(frozen=True)
+class ManifestIndex:
+    """The sound rows: the byte at which each line starts, its bytes, its number from 1, its seconds; and the others.
+
+    `folder` is where the arrays are kept, None where they are not.
+    """
+
+    starts: np.ndarray
+    sizes: np.ndarray
+    rows: np.ndarray
+    durations: np.ndarray
+    broken: tuple[BrokenRow, ...]
+    folder: Path | None
+
+
+def open_index(manifest: Path) -> ManifestIndex:
+    """The manifest's index, from beside it where that fits; an OSError where the manifest cannot be read."""
+    found = manifest.stat()
+    if found.st_size < SMALL_BYTES or not manifest.is_file():
+        return _joined(list(_scanned(manifest)), folder=None)
+    identity = {"version": VERSION, "bytes": found.st_size, "changed_ns": found.st_mtime_ns}
+    folder = manifest.with_name(manifest.name + ".index")
+    index = _read(folder, manifest, identity)
+    if index is not None:
+        return index
+    print(f"{manifest} is indexed, once: {found.st_size / 2**30:.2f} GiB.", flush=True)
+    try:
+        return _write(folder, manifest, identity)
+    except OSError as error:
+        print(
+            f"The index cannot be kept in {folder} ({error.strerror or error}); it is made at each start.", flush=True
+        )
+        return _joined(list(_scanned(manifest)), folder=None)
+
+
+def _read(folder: Path, manifest: Path, identity: dict[str, int]) -> ManifestIndex | None:
+    """The index in the folder; None where there is none, it is of another manifest, or a missing file is there now."""
+    try:
+        if json.loads((folder / "index.json").read_text()) != identity:
+            return None
+        lines = (folder / "broken.jsonl").read_text(encoding="utf-8").splitlines()
+        broken = tuple(BrokenRow(**json.loads(line)) for line in lines)
+        arrays = {name: _mapped(folder / name, kind) for name, kind in ARRAYS.items()}
+    except (OSError, ValueError, TypeError):
+        return None
+    is_mended = any(row.is_missing and os.path.exists(manifest.parent / row.audio_filepath) for row in broken)
+    return None if is_mended else ManifestIndex(**arrays, broken=broken, folder=folder)
+
+
+def _mapped(path: Path, kind: type) -> np.ndarray:
+    return np.memmap(path, kind, mode="r") if path.stat().st_size else np.empty(0, kind)
+
+
+def _write(folder: Path, manifest: Path, identity: dict[str, int]) -> ManifestIndex:
+    """Writes the index beside its place and renames it there, block by block: memory does not grow with the rows."""
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    broken: list[BrokenRow] = []
+    for block in _scanned(manifest):
+        for name in ARRAYS:
+            with open(partial / name, "ab") as file:
+                getattr(block, name).tofile(file)
+        broken += block.broken
+    with open(partial / "broken.jsonl", "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(row)) + "\n" for row in broken)
+    (partial / "index.json").write_text(json.dumps(identity))
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    arrays = {name: _mapped(folder / name, kind) for name, kind in ARRAYS.items()}
+    return ManifestIndex(**arrays, broken=tuple(broken), folder=folder)
+
+
+def _joined(blocks: list[ManifestIndex], folder: Path | None) -> ManifestIndex:
+    empty = {name: np.empty(0, kind) for name, kind in ARRAYS.items()}
+    arrays = {name: np.concatenate([empty[name], *(getattr(block, name) for block in blocks)]) for name in ARRAYS}
+    return ManifestIndex(**arrays, broken=tuple(row for block in blocks for row in block.broken), folder=folder)
+
+
+def _scanned(manifest: Path) -> Iterator[ManifestIndex]:
+    """The index of one block of lines after the other, scanned side by side where there are several."""
+    edges = _block_edges(manifest)
+    lines_before = 0
+    with _processes(len(edges) - 1) as run_each:
+        for block, lines in run_each(_scan, repeat(str(manifest)), edges[:-1], edges[1:]):
+            broken = tuple(replace(row, row=row.row + lines_before) for row in block.broken)
+            yield replace(block, rows=block.rows + np.int32(lines_before), broken=broken)
+            lines_before += lines
+
+
+@contextmanager
+def _processes(blocks: int) -> Iterator[Callable[..., Iterator]]:
+    """A `map` over as many processes as there are processors, in this one where there is one block."""
+    if blocks == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
+        yield pool.map
+
+
+def _block_edges(manifest: Path) -> list[int]:
+    """The bytes at which blocks of about BLOCK_BYTES begin, each behind a line's end, and the file's size."""
+    edges, size = [0], manifest.stat().st_size
+    with open(manifest, "rb") as file:
+        while edges[-1] + BLOCK_BYTES < size:
+            file.seek(edges[-1] + BLOCK_BYTES)
+            file.readline()
+            edges.append(file.tell())
+    return edges if edges[-1] == size and len(edges) > 1 else [*edges, size]
+
+
+def _scan(manifest: str, first: int, end: int) -> tuple[ManifestIndex, int]:
+    """The index of the lines in these bytes, rows numbered from 1, and how many lines there are."""
+    columns: dict[str, list] = {name: [] for name in ARRAYS}
+    broken, start, row, known = [], first, 0, ""
+    folder = os.path.dirname(manifest)
+    with open(manifest, "rb") as file:
+        file.seek(first)
+        for row, line in enumerate(_lines(file, end), start=1):
+            if line.strip():
+                try:
+                    utterance = parse_row(line, folder, row)
+                    if utterance.audio_path != known and not os.path.exists(utterance.audio_path):
+                        raise BadRow(MISSING, utterance.audio_filepath)
+                    known = utterance.audio_path
+                    for column, value in zip(
+                        columns.values(), (start, len(line), row, utterance.duration), strict=True
+                    ):
+                        column.append(value)
+                except BadRow as error:
+                    broken.append(BrokenRow(row, error.audio_filepath, str(error), str(error) == MISSING))
+            start += len(line)
+    arrays = {name: np.array(columns[name], kind) for name, kind in ARRAYS.items()}
+    return ManifestIndex(**arrays, broken=tuple(broken), folder=None), row
+
+
+def _lines(file: BinaryIO, end: int) -> Iterator[bytes]:
+    position = file.tell()
+    while position < end and (line := file.readline()):
+        position += len(line)
+        yield line

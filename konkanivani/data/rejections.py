@@ -1,0 +1,87 @@
+"""The utterances that are left out, and how many of them are too many."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from konkanivani.data.manifest import Manifest
+from konkanivani.errors import DataError
+from konkanivani.json_lines import write_json_lines
+
+NAMED = 3
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """An utterance left out, with its manifest, its row (from 1) and the reason.
+
+    `is_broken` where something is wrong with it; else it is only longer, shorter or faster than training allows.
+    """
+
+    manifest: str
+    row: int
+    audio_filepath: str
+    reason: str
+    is_broken: bool
+
+
+class Rejections:
+    """All that a run has left out, listed in a file; a DataError when too large a share of a manifest is broken."""
+
+    def __init__(self, path: Path | None, most: float) -> None:
+        """`most` is the share of a manifest's rows that may be broken. Without a path nothing is listed."""
+        self._path, self._most = path, most
+        self._rows: dict[str, int] = {}
+        self._broken: dict[str, dict[int, Rejection]] = {}
+
+    def begin(self, manifest: Manifest) -> None:
+        """Takes the manifest's broken rows; further ones of it may follow."""
+        if self._path and not self._rows:
+            write_json_lines(self._path, ())
+        self._rows[manifest.path], self._broken[manifest.path] = len(manifest) + len(manifest.broken), {}
+        self.add_many([Rejection(manifest.path, b.row, b.audio_filepath, b.reason, True) for b in manifest.broken])
+
+    def add_many(self, rejections: list[Rejection]) -> None:
+        """Takes what is left out of a manifest before any audio is read, and says so by kinds."""
+        if rejections:
+            where = f", listed in {self._path}" if self._path else ""
+            manifest = rejections[0].manifest
+            print(f"{len(rejections)} utterances of {manifest} are left out{where}:{_kinds(rejections)}", flush=True)
+            self._take(rejections)
+
+    def add(self, rejections: Iterable[Rejection]) -> None:
+        """Takes what turned out broken when it was read, one by one; what is known already is not told again."""
+        new = [found for found in rejections if found.row not in self._broken[found.manifest]]
+        for found in new:
+            print(f"Left out: {found.audio_filepath} (row {found.row} of {found.manifest}): {found.reason}", flush=True)
+        self._take(new)
+
+    def _take(self, rejections: list[Rejection]) -> None:
+        if self._path and rejections:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(asdict(found), ensure_ascii=False) + "\n" for found in rejections)
+        for found in rejections:
+            if found.is_broken:
+                self._broken[found.manifest][found.row] = found
+        for manifest in {found.manifest for found in rejections}:
+            self._check(manifest)
+
+    def _check(self, manifest: str) -> None:
+        broken, rows = list(self._broken[manifest].values()), self._rows[manifest]
+        if len(broken) <= self._most * rows:
+            return
+        named = "".join(f"\n  row {found.row}, {found.audio_filepath}: {found.reason}" for found in broken[:NAMED])
+        others = f"\n  and {len(broken) - NAMED} others" if len(broken) > NAMED else ""
+        raise DataError(
+            f"{len(broken)} of the {rows} rows of {manifest} are broken, more than --max_rejected {self._most:.4g} "
+            f"allows:{named}{others}\nMend them or take them out, or allow more with --max_rejected."
+        )
+
+
+def _kinds(rejections: list[Rejection]) -> str:
+    """The reasons with their counts, numbers left out of them."""
+    kinds = Counter(re.sub(r"\d+(\.\d+)?", "N", rejection.reason) for rejection in rejections)
+    return "".join(f"\n  {count} x {kind}" for kind, count in kinds.items())

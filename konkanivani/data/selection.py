@@ -1,0 +1,43 @@
+"""The utterances of a manifest that a run uses, their texts normalised."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from konkanivani.data.manifest import Manifest
+from konkanivani.data.token_counts import Digits, TokenCounts
+from konkanivani.data.utterance import Utterance
+from konkanivani.text import normalize_text
+
+
+@dataclass(frozen=True)
+class Selection(Sequence[Utterance]):
+    """The manifest's utterances at `places` (N,), each read when it is asked for; `counts` are the whole manifest's."""
+
+    manifest: Manifest
+    places: np.ndarray
+    counts: TokenCounts
+    digits: Digits
+
+    @property
+    def durations(self) -> np.ndarray:
+        """(N,) float64 seconds."""
+        return self.manifest.durations[self.places]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """(N,) tokens of each transcript."""
+        return self.counts.tokens[self.places]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, number: int) -> Utterance:
+        utterance = self.manifest[int(self.places[number])]
+        return dataclasses.replace(utterance, text=normalize_text(utterance.text, self.digits))
+
+    def part(self, numbers: np.ndarray) -> "Selection":
+        """These of its utterances."""
+        return dataclasses.replace(self, places=self.places[numbers])

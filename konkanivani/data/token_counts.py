@@ -1,0 +1,74 @@
+"""How many tokens each row of a manifest has, and how many frames CTC needs for them: counted once a tokenizer."""
+
+import hashlib
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import repeat
+from multiprocessing import get_context
+from typing import Literal
+
+import numpy as np
+
+from konkanivani.data.manifest import Manifest
+from konkanivani.lengths import ctc_frames_needed
+from konkanivani.text import Tokenizer, normalize_text
+
+Digits = Literal["keep", "spell"]
+FEW_ROWS = 20_000  # counted here, without processes to help
+BLOCK_ROWS = 100_000
+MOST = 2**16 - 1
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """(rows,) each, uint16: tokens of the normalised transcript, and encoder frames that CTC needs; 65,535 at most."""
+
+    tokens: np.ndarray
+    frames_needed: np.ndarray
+
+
+def count_tokens(manifest: Manifest, tokenizer: Tokenizer, digits: Digits) -> TokenCounts:
+    """The counts of every row, kept beside the manifest's index where it has one."""
+    kept = manifest.index.folder
+    path = kept and kept / f"tokens-{_digest(tokenizer, digits)}"
+    if path and path.exists():
+        both = np.memmap(path, np.uint16, mode="r").reshape(2, -1)
+        return TokenCounts(both[0], both[1])
+    if path:
+        print(f"The transcripts of {manifest.path} are counted in tokens, once for this tokenizer.", flush=True)
+    counts = np.concatenate(list(_counted(manifest, tokenizer, digits)), axis=1)
+    if path:
+        _keep(path, counts)
+    return TokenCounts(counts[0], counts[1])
+
+
+def _digest(tokenizer: Tokenizer, digits: Digits) -> str:
+    return hashlib.sha256(tokenizer.model + digits.encode()).hexdigest()[:16]
+
+
+def _keep(path: os.PathLike, counts: np.ndarray) -> None:
+    partial = path.with_name(path.name + ".partial")
+    try:
+        counts.tofile(partial)
+        os.replace(partial, path)
+    except OSError as error:
+        print(f"They cannot be kept in {path} ({error.strerror or error}) and are counted at each start.", flush=True)
+
+
+def _counted(manifest: Manifest, tokenizer: Tokenizer, digits: Digits) -> list[np.ndarray]:
+    if len(manifest) <= FEW_ROWS:
+        return [_count(manifest, 0, len(manifest), tokenizer, digits)]
+    firsts = range(0, len(manifest), BLOCK_ROWS)
+    ends = [min(first + BLOCK_ROWS, len(manifest)) for first in firsts]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
+        return list(pool.map(_count, repeat(manifest), firsts, ends, repeat(tokenizer), repeat(digits)))
+
+
+def _count(manifest: Manifest, first: int, end: int, tokenizer: Tokenizer, digits: Digits) -> np.ndarray:
+    """(2, end - first) uint16: tokens and frames needed of these rows."""
+    counts = np.empty((2, end - first), np.uint16)
+    for place, utterance in enumerate(manifest.between(first, end)):
+        tokens = tokenizer.encode(normalize_text(utterance.text, digits))
+        counts[:, place] = min(MOST, len(tokens)), min(MOST, ctc_frames_needed(tokens))
+    return counts

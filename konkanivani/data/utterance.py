@@ -1,0 +1,133 @@
+"""One row of a JSONL manifest in NeMo's layout: an utterance, read from its line and written as one.
+
+A row is a JSON object: `audio_filepath` (relative to the manifest's folder, or absolute), `duration` in seconds,
+`text`, and optionally `speaker` and `pattern` (`seen` or `unseen` in training; the built-in corpus sets it).
+With `offset` an utterance is the `duration` seconds of its file that begin `offset` seconds into it. With `byte_offset`
+and `byte_count` the audio file is a part of the file named: a member of a tar shard.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+
+from konkanivani.audio_file import AudioSource
+from konkanivani.text import forbidden_character
+
+LONGEST_SECONDS = 1e9
+
+
+class BadRow(Exception):
+    """What is wrong with a row; `audio_filepath` is its own where it names one."""
+
+    def __init__(self, reason: str, audio_filepath: str = "") -> None:
+        super().__init__(reason)
+        self.audio_filepath = audio_filepath
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """One row of a manifest; `duration` and `offset` are in seconds, `offset` None stands for the whole audio file.
+
+    `audio_filepath` is the path as the manifest writes it, `audio_path` the one to open. `row` is the line in its file,
+    from 1 (0: from no file), and no part of what the utterance is.
+    """
+
+    audio_filepath: str
+    audio_path: str
+    duration: float
+    text: str
+    speaker: str = ""
+    pattern: str = ""
+    offset: float | None = None
+    byte_offset: int = 0
+    byte_count: int = 0
+    row: int = field(default=0, compare=False)
+
+    @property
+    def id(self) -> str:
+        """Its name: the path, with the byte and the second at which it begins where it is a part of the file."""
+        member = f"#{self.byte_offset}" if self.byte_count else ""
+        return f"{self.audio_filepath}{member}" + ("" if self.offset is None else f"@{self.offset:g}")
+
+    @property
+    def source(self) -> AudioSource:
+        """Where its audio lies."""
+        return AudioSource(self.audio_path, self.byte_offset, self.byte_count, self.offset, self.duration)
+
+
+def row_of(utterance: Utterance) -> dict[str, object]:
+    """The utterance as the fields of its row."""
+    row = {
+        "audio_filepath": utterance.audio_filepath,
+        "duration": round(utterance.duration, 4),
+        "text": utterance.text,
+    }
+    if utterance.offset is not None:
+        row["offset"] = round(utterance.offset, 4)
+    if utterance.byte_count:
+        row |= {"byte_offset": utterance.byte_offset, "byte_count": utterance.byte_count}
+    marks = {"speaker": utterance.speaker, "pattern": utterance.pattern}
+    return row | {name: mark for name, mark in marks.items() if mark}
+
+
+def parse_row(line: bytes, folder: str, row: int) -> Utterance:
+    """The utterance of a manifest's line; `folder` is the manifest's. A BadRow says what is wrong with it."""
+    try:
+        fields = json.loads(line)
+    except UnicodeDecodeError:
+        raise BadRow("not UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"not a line of JSON ({error})") from None
+    if not isinstance(fields, dict):
+        raise BadRow(f"a {type(fields).__name__} where a JSON object is expected")
+    audio = fields.get("audio_filepath")
+    if not isinstance(audio, str) or not audio or "\0" in audio or not _is_encodable(audio):
+        raise BadRow(f"audio_filepath must be a path in quotes, not {audio!r}")
+    reason = _reason_to_refuse(fields)
+    if reason:
+        raise BadRow(reason, audio)
+    offset = fields.get("offset")
+    return Utterance(
+        audio_filepath=audio,
+        audio_path=os.path.join(folder, audio),
+        duration=float(fields["duration"]),
+        text=fields["text"],
+        speaker=str(fields.get("speaker") or ""),
+        pattern=str(fields.get("pattern") or ""),
+        offset=None if offset is None else float(offset),
+        byte_offset=fields.get("byte_offset", 0),
+        byte_count=fields.get("byte_count", 0),
+        row=row,
+    )
+
+
+def _reason_to_refuse(fields: dict[str, object]) -> str | None:
+    """What is wrong with a row's fields beside the path; None where nothing is."""
+    text, duration, offset = fields.get("text"), fields.get("duration"), fields.get("offset")
+    if not isinstance(text, str):
+        return f"text must be the transcript in quotes, not {text!r}"
+    character = forbidden_character(text)
+    if character:
+        return f"the transcript holds U+{ord(character):04X}, which controls a screen and is no part of any text"
+    if not _is_seconds(duration):
+        return f"duration must be a number of seconds, not {duration!r}"
+    if offset is not None and not _is_seconds(offset):
+        return f"offset must be a number of seconds, not {offset!r}"
+    for name in ("byte_offset", "byte_count"):
+        value = fields.get(name, 0)
+        if type(value) is not int or not 0 <= value < 2**63:
+            return f"{name} must be a number of bytes, not {value!r}"
+    return None
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < LONGEST_SECONDS
+
+
+def _is_encodable(path: str) -> bool:
+    """Whether a file can have this path: JSON can write halves of characters."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
