@@ -2,8 +2,10 @@
 
 import dataclasses
 import signal
+import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +22,8 @@ from konkanivani.data.utterance import Utterance
 from konkanivani.errors import ResourceError
 from konkanivani.randomness import seed_of, utterance_generator
 from konkanivani.text import Tokenizer
+
+POLL_SECONDS = 5.0  # after so long without a batch, the workers are looked after
 
 
 @dataclass(frozen=True)
@@ -169,14 +173,15 @@ def _load(fetcher: _Fetcher, keys: Iterator[list], loader: LoaderConfig) -> Iter
         sampler=keys,
         batch_size=None,
         num_workers=loader.workers,
-        timeout=loader.timeout if loader.workers else 0,
+        timeout=min(POLL_SECONDS, loader.timeout) if loader.workers else 0,
         pin_memory=loader.pin_memory,
         worker_init_fn=_ignore_signals,
         generator=torch.Generator(),  # the default one belongs to the training step
     )
-    iterator = iter(batches)
+    with _no_exceptions_from_signals():
+        iterator = iter(batches)
     try:
-        while (loaded := _next(iterator, fetcher)) is not None:
+        while (loaded := _next(iterator, fetcher, loader)) is not None:
             yield loaded
     finally:
         # Left to the garbage collector, workers that ignore SIGTERM keep a process from ending.
@@ -187,20 +192,38 @@ def _load(fetcher: _Fetcher, keys: Iterator[list], loader: LoaderConfig) -> Iter
                 worker.join()
 
 
-def _next(iterator: Iterator[Loaded], fetcher: _Fetcher) -> Loaded | None:
+@contextmanager
+def _no_exceptions_from_signals() -> Iterator[None]:
+    """Takes back the DataLoader's handler of SIGCHLD, which raises in the middle of whatever runs, a step or a save.
+
+    A worker's death is seen all the same: where its work is waited for.
+    """
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, before)
+
+
+def _next(iterator: Iterator[Loaded], fetcher: _Fetcher, loader: LoaderConfig) -> Loaded | None:
     """What the loader gives next, None at its end; a ResourceError names what a worker was reading when it failed."""
-    try:
-        return next(iterator, None)
-    except (RuntimeError, OSError, EOFError) as error:
-        # A connection that breaks off is how a worker's death shows where a tensor of its was just being taken over.
-        if not len(fetcher.being_read) or (isinstance(error, RuntimeError) and "DataLoader" not in str(error)):
-            raise
-        reading = [fetcher.speech.utterances[number].id for number in fetcher.being_read.tolist() if number >= 0]
-        what = f" while they were reading {', '.join(reading)}" if reading else ""
+    deadline = time.monotonic() + loader.timeout
+    while True:
+        try:
+            return next(iterator, None)
+        except (RuntimeError, OSError, EOFError) as error:
+            # A connection that breaks off is how a death shows where a worker's tensor was just being taken over.
+            if not loader.workers or (isinstance(error, RuntimeError) and "DataLoader" not in str(error)):
+                raise
+            is_late = "timed out" in str(error)
+            if is_late and time.monotonic() < deadline:
+                continue
+            numbers = [number for number in fetcher.being_read.tolist() if number >= 0]
+            reading = ", ".join(fetcher.speech.utterances[number].id for number in numbers)
+            reason = f"nothing came for {loader.timeout:g} s" if is_late else str(error).splitlines()[0].rstrip(".")
         raise ResourceError(
-            f"The audio workers failed{what}: {str(error).splitlines()[0].rstrip('.')}. Try --num_workers 0 to see the "
-            "error itself, or a longer --loader_timeout."
-        ) from None
+            f"The audio workers failed{f' while they were reading {reading}' if reading else ''}: {reason}. "
+            "Try --num_workers 0 to see what is wrong with it, or a longer --loader_timeout."
+        )
 
 
 def _ignore_signals(_worker: int) -> None:
