@@ -24,6 +24,7 @@ from konkanivani.data.checking import (
 )
 from konkanivani.data.loading import EvaluationSpeech, LoaderConfig, TrainingSpeech, WindowStream
 from konkanivani.data.manifest import Utterance, read_manifest
+from konkanivani.data.surroundings import read_surroundings
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.errors import CheckpointError, DataError, ResourceError, UsageError
 from konkanivani.flags import config_from_text, config_to_text
@@ -216,7 +217,8 @@ def build_training_speech(
     kept, rejected = check_utterances(utterances, config.data.train_manifest, tokenizer, limits)
     if config.data.train_subset < 100:
         kept = [kept[i] for i in choose_subset(len(kept), config.data.train_subset, config.run.seed)]
-    return TrainingSpeech(kept, tokenizer, config.augment.speed_perturbation, config.run.seed), rejected
+    surroundings = read_surroundings(config.augment, config.run.seed)
+    return TrainingSpeech(kept, tokenizer, config.augment.speed_perturbation, config.run.seed, surroundings), rejected
 
 
 def sizes_of(utterances: list[Utterance], tokenizer: Tokenizer, slowest: float) -> SpeechSizes:

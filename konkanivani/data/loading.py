@@ -14,6 +14,7 @@ from konkanivani.data.batch import Batch, Speech, Window, collate
 from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit, cut_window
 from konkanivani.data.checking import encoder_frames
 from konkanivani.data.manifest import Utterance
+from konkanivani.data.surroundings import Surroundings
 from konkanivani.errors import DataError, ResourceError
 from konkanivani.lengths import SAMPLE_RATE, ctc_frames_needed
 from konkanivani.randomness import seed_of, utterance_generator
@@ -31,18 +32,20 @@ class LoaderConfig:
 
 @dataclass(frozen=True)
 class TrainingSpeech(Dataset):
-    """Map-style: (epoch, index) -> Speech, speed-perturbed; random only in (seed, epoch, utterance)."""
+    """Map-style: (epoch, index) -> Speech, speed-perturbed, then in its surroundings; random only in (seed, epoch,
+    utterance)."""
 
     utterances: list[Utterance]
     tokenizer: Tokenizer
     speeds: tuple[float, ...]
     seed: int
+    surroundings: Surroundings = Surroundings()
 
     def __getitem__(self, key: tuple[int, int]) -> Speech:
         epoch, index = key
         utterance = self.utterances[index]
         speed = choose_speed(self.speeds, utterance_generator(self.seed, epoch, utterance.id, "speed"))
-        waveform = perturb_speed(load_audio(utterance.source), speed)
+        waveform = self.surroundings(perturb_speed(load_audio(utterance.source), speed), epoch, utterance.id)
         seed = seed_of(self.seed, epoch, "specaugment", utterance.id)
         return _checked(Speech(utterance.id, waveform, self.tokenizer.encode(utterance.text), seed), utterance)
 

@@ -58,8 +58,11 @@ class Manifest:
     utterances: tuple[Utterance, ...]
 
 
-def read_manifest(path: str | Path) -> Manifest:
-    """The manifest at `path`; a DataError names the row and the field of the first thing wrong with it."""
+def read_manifest(path: str | Path, needs_text: bool = True) -> Manifest:
+    """The manifest at `path`; a DataError names the row and the field of the first thing wrong with it.
+
+    Without `needs_text` a row may leave out its text: noise has none.
+    """
     path = Path(path)
     try:
         lines = path.read_bytes().split(b"\n")
@@ -67,11 +70,10 @@ def read_manifest(path: str | Path) -> Manifest:
         raise DataError(
             f"The manifest {path} cannot be read: {error.strerror or error}. Give the path of a JSONL manifest."
         ) from None
-    utterances = [_parse_row(line, path, row) for row, line in enumerate(lines, start=1) if line.strip()]
+    utterances = [_parse_row(line, path, row, needs_text) for row, line in enumerate(lines, start=1) if line.strip()]
     if not utterances:
-        raise DataError(
-            f"The manifest {path} is empty. Each line must be a JSON object with audio_filepath, duration and text."
-        )
+        fields = "audio_filepath, duration and text" if needs_text else "audio_filepath and duration"
+        raise DataError(f"The manifest {path} is empty. Each line must be a JSON object with {fields}.")
     return Manifest(str(path), tuple(utterances))
 
 
@@ -94,7 +96,7 @@ def _row_of(utterance: Utterance) -> dict[str, object]:
     return row | {name: mark for name, mark in marks.items() if mark}
 
 
-def _parse_row(line: bytes, path: Path, row: int) -> Utterance:
+def _parse_row(line: bytes, path: Path, row: int, needs_text: bool) -> Utterance:
     where = f"{path}, row {row}"
     try:
         fields = json.loads(line)
@@ -102,6 +104,8 @@ def _parse_row(line: bytes, path: Path, row: int) -> Utterance:
         raise DataError(f"{where}: not a line of JSON ({error}). Mend or delete the row.") from None
     if not isinstance(fields, dict):
         raise DataError(f"{where}: a {type(fields).__name__} where a JSON object is expected. Mend or delete the row.")
+    if not needs_text and fields.get("text") is None:
+        fields["text"] = ""
     reason = _reason_to_refuse(fields)
     if reason:
         raise DataError(f"{where}: {reason}. Mend or delete the row.")
