@@ -97,7 +97,7 @@ class AugmentConfig:
     noise_manifest: str | None = None
     """JSONL manifest of noise to mix with speech: audio_filepath, duration; text may be left out."""
     noise_snr: str = "5:25"
-    """Lowest and highest signal-to-noise ratio in dB, drawn evenly, with --noise_manifest (below 0: --noise_snr=-5:10)."""
+    """Lowest and highest signal-to-noise ratio in dB, drawn evenly, with --noise_manifest."""
     noise_share: float = 0.5
     """Share of the utterances that get noise, with --noise_manifest."""
     gain: float = 0.0

@@ -86,7 +86,8 @@ def parse_flags(arguments: list[str], stored: TrainConfig | None = None) -> Trai
     for setting in switched_on:
         config = with_setting(config, setting)
     config = _settle_effective_batch(config, arguments, stored)
-    _check_idle_flags(config.augment, arguments)
+    if stored or not config.run.resume:  # else the checkpoint may yet bring what they work on
+        check_idle_flags(config.augment, arguments)
     check_config(config)
     return config
 
@@ -117,7 +118,7 @@ def _settle_effective_batch(config: TrainConfig, arguments: list[str], stored: T
     return dataclasses.replace(config, data=dataclasses.replace(data, effective_batch_size=effective))
 
 
-def _check_idle_flags(augment: AugmentConfig, arguments: list[str]) -> None:
+def check_idle_flags(augment: AugmentConfig, arguments: list[str]) -> None:
     """Raises a UsageError for a flag that is given and has nothing to work on."""
     for name, manifest in MANIFEST_OF.items():
         if is_given(name, arguments) and getattr(augment, manifest) is None:
