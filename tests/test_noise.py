@@ -201,7 +201,7 @@ def test_gain_is_in_dB_and_clips_at_full_scale():
 
 
 def test_the_same_seed_epoch_and_utterance_are_the_same_bits_and_any_other_is_another(everything):
-    speech = speech_of(1.7)
+    speech = speech_of(6.0)  # long enough for sums to be shared among threads, were they
     here = [everything(speech, epoch, f"u{number}") for epoch in range(3) for number in range(4)]
     torch.manual_seed(99)  # the default generator has no say
     threads = torch.get_num_threads()
@@ -215,6 +215,30 @@ def test_the_same_seed_epoch_and_utterance_are_the_same_bits_and_any_other_is_an
     reseeded = dataclasses.replace(everything, seed=4)
     assert not torch.equal(reseeded(speech, 0, "u0"), here[0])
     assert all(waveform.isfinite().all() and len(waveform) == len(speech) for waveform in here)
+
+
+@pytest.mark.parametrize("kind", ["rooms", "noise", "gain"])
+def test_each_kind_by_itself_is_another_for_another_seed_epoch_or_utterance(kind, everything):
+    rooms, noise = (dataclasses.replace(corpus, share=1.0) for corpus in (everything.rooms, everything.noise))
+    alone = {
+        "rooms": Surroundings(3, rooms=rooms),
+        "noise": Surroundings(3, noise=noise),
+        "gain": Surroundings(3, gain=6.0),
+    }
+    speech = speech_of(0.3)
+
+    def heard(seed: int, epoch: int, name: str) -> bytes:
+        return dataclasses.replace(alone[kind], seed=seed)(speech, epoch, name).numpy().tobytes()
+
+    # Twenty draws find each of the room's three channels.
+    for others in (
+        [(n, 0, "u") for n in range(20)],
+        [(0, n, "u") for n in range(20)],
+        [(0, 0, f"{n}") for n in range(20)],
+    ):
+        found = [heard(*other) for other in others]
+        assert found == [heard(*other) for other in others]
+        assert len(set(found)) == (3 if kind == "rooms" else 20)
 
 
 def test_shares_are_kept_and_one_kind_does_not_move_another(everything):
@@ -299,8 +323,17 @@ def test_a_run_with_noise_rooms_and_gain_resumes_exactly_with_other_workers(corp
 
 
 def test_a_checkpoint_from_before_noise_resumes_without_it():
-    old = "".join(line for line in config_to_text(parse_flags([])).splitlines(True) if "noise" not in line)
-    assert config_from_text(old).augment == AugmentConfig()
+    lines = config_to_text(parse_flags([])).splitlines(True)
+    old = [line for line in lines if not line.startswith(("--noise_", "--rir_", "--gain "))]
+    assert len(lines) - len(old) == 6 and config_from_text("".join(old)) == parse_flags([])
+
+
+def test_a_resumed_run_can_leave_its_noise_behind():
+    stored = parse_flags(["--noise_manifest", "n", "--noise_share", "0.7"])
+    assert parse_flags(["--resume", "auto", "--noise_share", "0.2"], stored).augment.noise_share == 0.2
+    assert parse_flags(["--resume", "auto", "--noise_manifest", "None"], stored).augment.noise_manifest is None
+    with pytest.raises(UsageError, match="--rir_share does nothing"):
+        parse_flags(["--resume", "auto", "--rir_share", "0.2"], stored)
 
 
 # What is refused

@@ -130,9 +130,9 @@ def load_response(sound: Sound, generator: torch.Generator) -> torch.Tensor:
 def read_surroundings(config: AugmentConfig, seed: int) -> Surroundings:
     """What the configuration asks for, every header read, nothing decoded; a DataError names row and reason."""
     rooms = noise = None
-    if config.rir_manifest:
+    if config.rir_manifest is not None:
         rooms = RoomCorpus(read_sounds(config.rir_manifest, LONGEST_RESPONSE_SECONDS), config.rir_share)
-    if config.noise_manifest:
+    if config.noise_manifest is not None:
         noise = NoiseCorpus(read_sounds(config.noise_manifest), parse_snr(config.noise_snr), config.noise_share)
     return Surroundings(seed, rooms, noise, config.gain)
 
