@@ -101,8 +101,7 @@ class AugmentConfig:
     noise_share: float = 0.5
     """Share of the utterances that get noise, with --noise_manifest."""
     gain: float = 0.0
-    """Speech is made louder or quieter by up to so many dB, then clipped at full scale (0: neither). Features are
-    normalised, so that of the gain itself only what it clips and what it takes below their floor is to be seen."""
+    """Up to so many dB louder or quieter, then clipped at full scale (0: off); normalised features show little else."""
     frequency_masks: int = 2
     """SpecAugment: bands masked per utterance."""
     frequency_mask_bins: int = 15
