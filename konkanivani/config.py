@@ -92,6 +92,18 @@ class AugmentConfig:
 
     speed_perturbation: tuple[float, ...] = (0.9, 1.0, 1.1)
     """Playing speeds to choose from."""
+    rir_manifest: str | None = None
+    """JSONL manifest of room impulse responses, to make speech sound as in a room: audio_filepath, duration."""
+    rir_share: float = 0.3
+    """Share of the utterances that are put into a room, with --rir_manifest."""
+    noise_manifest: str | None = None
+    """JSONL manifest of noise to mix with speech: audio_filepath, duration; text may be left out."""
+    noise_snr: str = "5:25"
+    """Lowest and highest signal-to-noise ratio in dB, drawn evenly, with --noise_manifest."""
+    noise_share: float = 0.5
+    """Share of the utterances that get noise, with --noise_manifest."""
+    gain: float = 0.0
+    """Up to so many dB louder or quieter, then clipped at full scale (0: off); normalised features show little else."""
     frequency_masks: int = 2
     """SpecAugment: bands masked per utterance."""
     frequency_mask_bins: int = 15

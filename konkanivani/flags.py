@@ -7,11 +7,14 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from konkanivani.budget import parse_budget
 from konkanivani.command_line import parse_share, read_flags
-from konkanivani.config import PRESETS, DataConfig, ModelConfig, RunConfig, TrainConfig
+from konkanivani.config import PRESETS, AugmentConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
+from konkanivani.decibels import parse_snr
 from konkanivani.errors import CheckpointError, UsageError
 
 # These say how this one process starts; a checkpoint's values for them are never taken over.
 SESSION_FLAGS = ("resume", "fresh", "init_from", "replan")
+# These say how a manifest's audio is used, and nothing without it.
+MANIFEST_OF = {"rir_share": "rir_manifest", "noise_snr": "noise_manifest", "noise_share": "noise_manifest"}
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ def parse_flags(arguments: list[str], stored: TrainConfig | None = None) -> Trai
     for setting in switched_on:
         config = with_setting(config, setting)
     config = _settle_effective_batch(config, arguments, stored)
+    if stored or not config.run.resume:  # else the checkpoint may yet bring what they work on
+        check_idle_flags(config.augment, arguments)
     check_config(config)
     return config
 
@@ -113,12 +118,20 @@ def _settle_effective_batch(config: TrainConfig, arguments: list[str], stored: T
     return dataclasses.replace(config, data=dataclasses.replace(data, effective_batch_size=effective))
 
 
+def check_idle_flags(augment: AugmentConfig, arguments: list[str]) -> None:
+    """Raises a UsageError for a flag that is given and has nothing to work on."""
+    for name, manifest in MANIFEST_OF.items():
+        if is_given(name, arguments) and getattr(augment, manifest) is None:
+            raise UsageError(f"--{name} does nothing without --{manifest}: give both, or leave it out.")
+
+
 def check_config(config: TrainConfig) -> None:
     """Raises a UsageError that lists every setting that cannot work, each with what is allowed."""
     finite = [s.name for s in settings_of(config) if isinstance(s.value, float) and not abs(s.value) < float("inf")]
     rules = [
         *_model_rules(config.model),
         *_data_rules(config.data),
+        *_augment_rules(config.augment),
         *_learning_rules(config),
         *_run_rules(config.run),
         Rule(not finite, f"{', '.join('--' + name for name in finite)} must be a finite number"),
@@ -126,6 +139,7 @@ def check_config(config: TrainConfig) -> None:
     parse_share(config.data.max_rejected, "--max_rejected")
     if config.memory.memory_budget is not None:
         parse_budget(config.memory.memory_budget)
+    parse_snr(config.augment.noise_snr)
     broken = [rule.message for rule in rules if not rule.holds]
     if broken:
         raise UsageError("These flags cannot work: " + "; ".join(broken) + ".")
@@ -194,11 +208,9 @@ def _data_rules(data: DataConfig) -> list[Rule]:
     ]
 
 
-def _learning_rules(config: TrainConfig) -> list[Rule]:
-    augment, loss, optimizer = config.augment, config.loss, config.optimizer
+def _augment_rules(augment: AugmentConfig) -> list[Rule]:
     speeds = augment.speed_perturbation
     return [
-        Rule(config.text.vocab_size > 4, "--vocab_size must be above 4"),
         Rule(
             len(speeds) > 0 and all(0.5 <= speed <= 2 for speed in speeds),
             "--speed_perturbation takes speeds between 0.5 and 2",
@@ -211,6 +223,18 @@ def _learning_rules(config: TrainConfig) -> list[Rule]:
             augment.time_masks >= 0 and 0 <= augment.time_mask_share <= 1,
             "--time_masks must be at least 0 and --time_mask_share between 0 and 1",
         ),
+        Rule(
+            0 <= augment.rir_share <= 1 and 0 <= augment.noise_share <= 1,
+            "--rir_share and --noise_share must be between 0 and 1",
+        ),
+        Rule(0 <= augment.gain <= 40, "--gain must be between 0 and 40 dB"),
+    ]
+
+
+def _learning_rules(config: TrainConfig) -> list[Rule]:
+    loss, optimizer = config.loss, config.optimizer
+    return [
+        Rule(config.text.vocab_size > 4, "--vocab_size must be above 4"),
         Rule(0 <= loss.ctc_weight <= 1, "--ctc_weight must be between 0 and 1"),
         Rule(0 <= loss.label_smoothing < 1, "--label_smoothing must be at least 0 and below 1"),
         Rule(optimizer.learning_rate > 0, "--learning_rate must be above 0"),

@@ -25,6 +25,7 @@ from konkanivani.data.loading import EvaluationSpeech, LoaderConfig, TrainingSpe
 from konkanivani.data.manifest import Manifest, read_manifest
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.selection import Selection
+from konkanivani.data.surroundings import read_surroundings
 from konkanivani.data.token_counts import Digits
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.errors import CheckpointError, DataError, ResourceError, UsageError
@@ -220,7 +221,14 @@ def build_training_speech(
     kept = choose_usable(manifest, tokenizer, limits, config.text.digits, rejections)
     if config.data.train_subset < 100:
         kept = kept.part(choose_subset(len(kept), config.data.train_subset, config.run.seed))
-    return TrainingSpeech(kept, tokenizer, config.augment.speed_perturbation, config.run.seed, manifest.path)
+    return TrainingSpeech(
+        kept,
+        tokenizer,
+        config.augment.speed_perturbation,
+        config.run.seed,
+        manifest.path,
+        read_surroundings(config.augment, config.run.seed),
+    )
 
 
 def choose_usable(

@@ -7,7 +7,7 @@ from pathlib import Path
 from konkanivani.checkpoint import Checkpoint, Checkpointer, read_checkpoint
 from konkanivani.config import TrainConfig
 from konkanivani.errors import CheckpointError, UsageError
-from konkanivani.flags import config_from_text, contradictions, parse_flags
+from konkanivani.flags import check_idle_flags, config_from_text, contradictions, parse_flags
 from konkanivani.training.interruption import RunLock
 
 
@@ -43,6 +43,7 @@ def _resume_newest(arguments: list[str], asked: TrainConfig) -> Start:
     lock = RunLock(folder)
     found = Checkpointer(folder, asked.run.keep_checkpoints).read_newest_sound()
     if found is None:
+        check_idle_flags(asked.augment, arguments)
         print(f"No checkpoint in {folder} yet: training begins.", flush=True)
         return Start(asked, lock, None, None)
     path, checkpoint = found

@@ -1,7 +1,11 @@
 #!/usr/bin/env python3
 """Writes the built-in corpus: synthetic, Marathi voice. It shows that the machine works, not how well it hears Konkani.
 
-python3 training_scripts/prepare_builtin_corpus.py --output data/builtin
+    python3 training_scripts/prepare_builtin_corpus.py --output data/builtin
+
+With --sentences it makes such a corpus of your own text, one sentence a line:
+
+    python3 training_scripts/prepare_builtin_corpus.py --sentences mine.txt --output data/mine
 """
 
 import bootstrap
@@ -14,32 +18,78 @@ from dataclasses import dataclass
 
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.data.builtin_corpus import WHAT_IT_IS, CorpusSize, build_builtin_corpus
+from konkanivani.data.sentence_corpus import SentenceReport, build_sentence_corpus
+from konkanivani.errors import UsageError
 
 FULL = CorpusSize()
+MOST_NAMED = 10  # lines left out; the others stand in left_out.jsonl
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Where the corpus goes, and how large it is."""
+    """Where the corpus goes, what is said in it, and how large it is."""
 
-    output: str = "data/builtin"
-    """Folder to make."""
-    train_utterances: int = FULL.train
-    """Utterances in train.jsonl."""
-    valid_utterances: int = FULL.valid
-    """Utterances in valid.jsonl."""
-    test_utterances: int = FULL.test
-    """Utterances in test.jsonl."""
+    output: str | None = None
+    """Folder to make (None: data/builtin, or data/sentences with --sentences)."""
+    sentences: tuple[str, ...] | None = None
+    """Text files in UTF-8, one sentence a line, to be spoken instead of the built-in sentences."""
+    train_utterances: int | None = None
+    """Utterances in train.jsonl (None: 1250; with --sentences always all that the others leave)."""
+    valid_utterances: int | None = None
+    """Utterances in valid.jsonl (None: 60, or 5 % of --sentences)."""
+    test_utterances: int | None = None
+    """Utterances in test.jsonl (None: 140, or 10 % of --sentences)."""
 
 
 def prepare(flags: Flags) -> str:
     """Builds the corpus where it is not there yet; returns a sentence about it."""
-    size = CorpusSize(flags.train_utterances, flags.valid_utterances, flags.test_utterances)
-    started = time.monotonic()
-    is_new = build_builtin_corpus(flags.output, size)
+    return prepare_builtin(flags) if flags.sentences is None else prepare_sentences(flags)
+
+
+def prepare_builtin(flags: Flags) -> str:
+    """Builds the built-in corpus."""
+    size = CorpusSize(
+        train=FULL.train if flags.train_utterances is None else flags.train_utterances,
+        valid=FULL.valid if flags.valid_utterances is None else flags.valid_utterances,
+        test=FULL.test if flags.test_utterances is None else flags.test_utterances,
+    )
+    output, started = flags.output or "data/builtin", time.monotonic()
+    is_new = build_builtin_corpus(output, size)
+    return told(output, size, is_new, started)
+
+
+def prepare_sentences(flags: Flags) -> str:
+    """Builds a corpus of the person's own sentences."""
+    if not flags.sentences:
+        raise UsageError("--sentences names no file: give one or more text files, one sentence a line, in UTF-8.")
+    if flags.train_utterances is not None:
+        raise UsageError(
+            "--train_utterances does not go with --sentences: all that is not for validation or testing is trained on. "
+            "Leave it out, or give fewer sentences."
+        )
+    output, started = flags.output or "data/sentences", time.monotonic()
+    report = build_sentence_corpus(flags.sentences, output, flags.valid_utterances, flags.test_utterances)
+    return told(output, report.size, report.is_new, started) + losses_told(output, report)
+
+
+def told(output: str, size: CorpusSize, is_new: bool, started: float) -> str:
+    """A sentence about the corpus."""
     count, seconds = size.train + size.valid + size.test, time.monotonic() - started
     done = f"{count} utterances written in {seconds:.0f} s" if is_new else f"{count} utterances are there already"
-    return f"{flags.output}: {done} ({WHAT_IT_IS})"
+    return f"{output}: {done} ({WHAT_IT_IS})"
+
+
+def losses_told(output: str, report: SentenceReport) -> str:
+    """What the splits hold, and which lines are in none of them."""
+    size, left_out = report.size, report.left_out
+    text = f"; {size.train} train, {size.valid} valid, {size.test} test"
+    if report.blank or report.repeated:
+        text += f"; {report.blank} blank and {report.repeated} repeated lines dropped"
+    if left_out:
+        text += f"; {len(left_out)} lines left out, listed in {output}/left_out.jsonl:"
+        text += "".join(f"\n  {line.file}, line {line.row}: {line.reason}" for line in left_out[:MOST_NAMED])
+        text += f"\n  and {len(left_out) - MOST_NAMED} more" if len(left_out) > MOST_NAMED else ""
+    return text
 
 
 if __name__ == "__main__":

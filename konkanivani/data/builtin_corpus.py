@@ -18,16 +18,17 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from konkanivani.data.manifest import write_manifest
-from konkanivani.data.speech_synthesis import SpeakingStyle, SpeechSynthesizer, reads_signs_by_name
+from konkanivani.data.speech_synthesis import SpeakingStyle, SpeechSynthesizer, UnspeakableError, reads_signs_by_name
 from konkanivani.data.utterance import Utterance
 from konkanivani.errors import DataError, ResourceError, UsageError
 
 WHAT_IT_IS = "synthetic, Marathi voice"
+BUILT_IN = "built-in corpus"
 RECIPE_VERSION = 1  # counts changes of how sentences become files; changes of sentences and styles are seen without it
 PATTERNS_FILE = Path(__file__).with_name("builtin_patterns.txt")
 
@@ -84,6 +85,32 @@ class CorpusPlan:
         """A hash of everything that the audio follows from but espeak-ng itself."""
         recipe = json.dumps([RECIPE_VERSION, asdict(self)], ensure_ascii=False)
         return hashlib.sha256(recipe.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class CorpusRecipe:
+    """What a corpus is made from: what it is called, its plan, and a hash that changes when any file of it would.
+
+    `files` must lie in a corpus that is whole, beside audio/.
+    """
+
+    name: str
+    plan: CorpusPlan
+    digest: str
+    files: tuple[str, ...] = ("train.jsonl", "valid.jsonl", "test.jsonl")
+
+
+@dataclass(frozen=True)
+class CorpusDescription:
+    """What corpus.json says; `sentences` is the SHA-256 of what is spoken, one sentence a line."""
+
+    name: str
+    engine: str
+    utterances: CorpusSize
+    sentences: str
+    recipe: str
+    what: str = WHAT_IT_IS
+    shows: str = "that the machine works, not how well it hears Konkani"
 
 
 # ------------------------------------------------------------------------------------------------------------ sentences
@@ -225,18 +252,33 @@ def synthesize_corpus(
     """
     manifest = Path(directory) / f"{name}.jsonl"
     with explained_disk_errors(manifest.parent), SpeechSynthesizer() as synthesizer:
-        write_split(assign_styles(sentences, voices), manifest, synthesizer)
+        refuse_unspoken(write_split(assign_styles(sentences, voices), manifest, synthesizer))
     return manifest
 
 
-def write_split(sentences: Sequence[SpokenSentence], manifest: Path, synthesizer: SpeechSynthesizer) -> None:
-    """Writes `manifest` and beside it audio/<its name>-<number>.flac, 16 kHz mono 16-bit."""
+def refuse_unspoken(errors: Sequence[UnspeakableError]) -> None:
+    """Raises the first of the errors, if there is one."""
+    if errors:
+        raise errors[0]
+
+
+def write_split(
+    sentences: Sequence[SpokenSentence], manifest: Path, synthesizer: SpeechSynthesizer
+) -> list[UnspeakableError]:
+    """Writes `manifest` and beside it audio/<its name>-<number>.flac, 16 kHz mono 16-bit.
+
+    Sentences that cannot be spoken are left out; their errors come back.
+    """
     audio = manifest.parent / "audio"
     audio.mkdir(parents=True, exist_ok=True)
-    utterances = []
-    for number, sentence in enumerate(sentences):
-        path = audio / f"{manifest.stem}-{number:04d}.flac"
-        duration = write_audio(sentence, path, synthesizer)
+    utterances, errors = [], []
+    for sentence in sentences:
+        path = audio / f"{manifest.stem}-{len(utterances):04d}.flac"
+        try:
+            duration = write_audio(sentence, path, synthesizer)
+        except UnspeakableError as error:
+            errors.append(error)
+            continue
         utterances.append(
             Utterance(
                 audio_filepath=f"audio/{path.name}",
@@ -248,6 +290,7 @@ def write_split(sentences: Sequence[SpokenSentence], manifest: Path, synthesizer
             )
         )
     write_manifest(manifest, utterances)
+    return errors
 
 
 def write_audio(sentence: SpokenSentence, path: Path, synthesizer: SpeechSynthesizer) -> float:
@@ -275,31 +318,44 @@ def write_audio(sentence: SpokenSentence, path: Path, synthesizer: SpeechSynthes
 def build_builtin_corpus(directory: str | Path, size: CorpusSize = CorpusSize()) -> bool:
     """Puts the built-in corpus at `directory`; False where it was there already, whole and of the same recipe.
 
+    Raises a UsageError for a size that cannot be had, and what publish_corpus does.
+    """
+    plan = plan_corpus(size)
+    recipe = CorpusRecipe(BUILT_IN, plan, plan.digest())
+    return publish_corpus(Path(directory), recipe, lambda partial: refuse_unspoken(write_corpus(recipe, partial)))
+
+
+def publish_corpus(directory: Path, recipe: CorpusRecipe, write: Callable[[Path], None]) -> bool:
+    """Puts at `directory` what `write` makes; False where it was there already, whole and of the same recipe.
+
     The folder gets audio/, train.jsonl, valid.jsonl, test.jsonl and corpus.json. It is made beside `directory` and
     renamed into place, so a build that is killed leaves nothing half-written there; the next one clears up after it.
-    Two builds at a time wait for each other. Raises a UsageError for a size that cannot be had or a folder that holds
-    something else, and a ResourceError where espeakng-loader is not installed or the disk cannot be written.
+    Two builds at a time wait for each other. Raises a UsageError for a folder that holds something else, and a
+    ResourceError where espeakng-loader is not installed or the disk cannot be written.
     """
     directory = Path(os.path.abspath(directory))
-    plan = plan_corpus(size)
     with explained_disk_errors(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)
         with held_folder(directory.parent):
-            if is_complete(directory, plan):
+            if is_complete(directory, recipe):
                 return False
-            check_replaceable(directory)
+            check_replaceable(directory, recipe.name)
             partial = directory.with_name(f".{directory.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
             try:
-                write_corpus(plan, size, partial)
+                write(partial)
                 put_in_place(partial, directory)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     return True
 
 
-def write_corpus(plan: CorpusPlan, size: CorpusSize, directory: Path) -> None:
-    """Writes the three splits and corpus.json to `directory`; a DataError where the voice misreads Devanagari."""
+def write_corpus(recipe: CorpusRecipe, directory: Path) -> list[UnspeakableError]:
+    """Writes the three splits and corpus.json to `directory`; the errors of what cannot be spoken come back.
+
+    Raises a DataError where the voice misreads Devanagari.
+    """
+    errors, counts, texts = [], [], []
     with SpeechSynthesizer() as synthesizer:
         if reads_signs_by_name(PROBE, synthesizer.phonemes(PROBE, "mr")):
             raise DataError(
@@ -307,15 +363,17 @@ def write_corpus(plan: CorpusPlan, size: CorpusSize, directory: Path) -> None:
                 "so its speech is of no use. Install another version of espeakng-loader."
             )
         for split in ("train", "valid", "test"):
-            write_split(getattr(plan, split), directory / f"{split}.jsonl", synthesizer)
-        description = {
-            "what": WHAT_IT_IS,
-            "shows": "that the machine works, not how well it hears Konkani",
-            "engine": synthesizer.engine,
-            "utterances": asdict(size),
-            "recipe": plan.digest(),
-        }
-    (directory / "corpus.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+            sentences = getattr(recipe.plan, split)
+            refused = write_split(sentences, directory / f"{split}.jsonl", synthesizer)
+            unspoken = {error.text for error in refused}
+            texts += [sentence.text for sentence in sentences if sentence.text not in unspoken]
+            counts.append(len(sentences) - len(refused))
+            errors += refused
+        engine = synthesizer.engine
+    digest = hashlib.sha256("".join(f"{text}\n" for text in texts).encode()).hexdigest()
+    description = CorpusDescription(recipe.name, engine, CorpusSize(*counts), digest, recipe.digest)
+    (directory / "corpus.json").write_text(json.dumps(asdict(description), indent=2) + "\n", encoding="utf-8")
+    return errors
 
 
 def read_description(directory: Path) -> dict[str, object]:
@@ -327,22 +385,26 @@ def read_description(directory: Path) -> dict[str, object]:
     return description if isinstance(description, dict) and description.get("what") == WHAT_IT_IS else {}
 
 
-def is_complete(directory: Path, plan: CorpusPlan) -> bool:
-    """Whether `directory` holds the corpus of `plan`, no file missing."""
-    if read_description(directory).get("recipe") != plan.digest():
+def is_complete(directory: Path, recipe: CorpusRecipe) -> bool:
+    """Whether `directory` holds the corpus of `recipe`, no file missing."""
+    description = read_description(directory)
+    if description.get("recipe") != recipe.digest:
         return False
-    count = len(plan.train) + len(plan.valid) + len(plan.test)
-    has_manifests = all((directory / f"{split}.jsonl").is_file() for split in ("train", "valid", "test"))
-    return has_manifests and (directory / "audio").is_dir() and len(os.listdir(directory / "audio")) == count
+    has_files = all((directory / name).is_file() for name in recipe.files)
+    count = sum(description["utterances"].values())
+    return has_files and (directory / "audio").is_dir() and len(os.listdir(directory / "audio")) == count
 
 
-def check_replaceable(directory: Path) -> None:
-    """Raises a UsageError where `directory` holds anything but an older or damaged built-in corpus."""
-    if not os.path.lexists(directory) or read_description(directory):
+def check_replaceable(directory: Path, name: str) -> None:
+    """Raises a UsageError where `directory` holds anything but an older or damaged corpus of this name."""
+    if not os.path.lexists(directory):
+        return
+    description = read_description(directory)
+    if description and description.get("name", BUILT_IN) == name:  # before there were others, it had no name
         return
     if not directory.is_dir() or directory.is_symlink() or any(directory.iterdir()):
         raise UsageError(
-            f"The built-in corpus cannot be put at {directory}: something else is there, and it would be lost. "
+            f"The {name} cannot be put at {directory}: something else is there, and it would be lost. "
             "Give --output a path where nothing is."
         )
 

@@ -18,8 +18,9 @@ from konkanivani.augment import choose_speed, perturb_speed
 from konkanivani.data.batch import Batch, Speech, Window, collate
 from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit, cut_window
 from konkanivani.data.rejections import Rejection, Rejections
+from konkanivani.data.surroundings import Surroundings
 from konkanivani.data.utterance import Utterance
-from konkanivani.errors import ResourceError
+from konkanivani.errors import DataError, ResourceError
 from konkanivani.randomness import seed_of, utterance_generator
 from konkanivani.text import Tokenizer
 
@@ -37,13 +38,17 @@ class LoaderConfig:
 
 @dataclass(frozen=True)
 class TrainingSpeech(Dataset):
-    """Map-style: (epoch, index) -> Speech, speed-perturbed, random only in (seed, epoch, utterance); or a Rejection."""
+    """Map-style: (epoch, index) -> Speech, or a Rejection.
+
+    Speed-perturbed, then put into surroundings; random only in (seed, epoch, utterance).
+    """
 
     utterances: Sequence[Utterance]
     tokenizer: Tokenizer
     speeds: tuple[float, ...]
     seed: int
     manifest: str = ""
+    surroundings: Surroundings = Surroundings()
 
     def __getitem__(self, key: tuple[int, int]) -> Speech | Rejection:
         epoch, index = key
@@ -52,8 +57,9 @@ class TrainingSpeech(Dataset):
         if isinstance(waveform, Rejection):
             return waveform
         speed = choose_speed(self.speeds, utterance_generator(self.seed, epoch, utterance.id, "speed"))
+        waveform = self.surroundings(perturb_speed(waveform, speed), epoch, utterance.id)
         seed = seed_of(self.seed, epoch, "specaugment", utterance.id)
-        return Speech(utterance.id, perturb_speed(waveform, speed), self.tokenizer.encode(utterance.text), seed)
+        return Speech(utterance.id, waveform, self.tokenizer.encode(utterance.text), seed)
 
 
 @dataclass(frozen=True)
@@ -82,10 +88,14 @@ def _read(utterance: Utterance, manifest: str) -> torch.Tensor | Rejection:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was made of some utterances (None: none of them could be read), and those that were left out."""
+    """What was made of some utterances (None: none of them could be read), and those that were left out.
+
+    An `error` comes back as a sentence, since a worker's exceptions lose theirs on the way.
+    """
 
     value: Window | Batch | None
     rejections: tuple[Rejection, ...]
+    error: str = ""
 
     def pin_memory(self) -> "Loaded":
         """The same in page-locked memory (the DataLoader calls this for CUDA)."""
@@ -107,7 +117,10 @@ class _Fetcher(Dataset):
         for key in keys:
             if worker:
                 self.being_read[worker.id] = key[1] if isinstance(key, tuple) else key
-            found.append(self.speech[key])
+            try:
+                found.append(self.speech[key])
+            except DataError as error:
+                return Loaded(None, (), str(error))
         if worker:
             self.being_read[worker.id] = -1
         speeches = [speech for speech in found if isinstance(speech, Speech)]
@@ -182,6 +195,8 @@ def _load(fetcher: _Fetcher, keys: Iterator[list], loader: LoaderConfig) -> Iter
         iterator = iter(batches)
     try:
         while (loaded := _next(iterator, fetcher, loader)) is not None:
+            if loaded.error:
+                raise DataError(loaded.error)
             yield loaded
     finally:
         # Left to the garbage collector, workers that ignore SIGTERM keep a process from ending.

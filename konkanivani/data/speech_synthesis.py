@@ -33,11 +33,21 @@ from konkanivani.errors import DataError, ResourceError
 
 HEADER = struct.Struct("<BI")
 DONE, REFUSED = 0, 1
+LONGEST_SECONDS = 30.0  # of speech: what validation takes at most by default; longer speech is stopped and refused
 REQUEST_SECONDS = 60  # a request that takes longer is given up: one sentence takes about 5 ms
 
 # Constants of espeak-ng's speak_lib.h.
 SYNCHRONOUS, POSITION_IN_CHARACTERS, UTF8_TEXT, IPA_PHONEMES = 2, 1, 1, 0x02
 RATE, VOLUME, PITCH, PITCH_RANGE = 1, 2, 3, 4
+
+
+class UnspeakableError(DataError):
+    """A text that espeak-ng cannot speak, and the `reason`."""
+
+    def __init__(self, text: str, voice: str, reason: str) -> None:
+        shown = text if len(text) <= 60 else text[:60] + "…"
+        super().__init__(f"espeak-ng cannot speak {shown!r} with the voice {voice}: {reason}.")
+        self.text, self.reason = text, reason
 
 
 @dataclass(frozen=True)
@@ -105,7 +115,9 @@ class SpeechSynthesizer:
         self._stop()
 
     def speak(self, text: str, style: SpeakingStyle) -> bytes:
-        """`text` as 16-bit mono PCM in the machine's byte order; a DataError where it cannot be spoken so."""
+        """`text` as 16-bit mono PCM in the machine's byte order; an UnspeakableError where it cannot be
+        spoken so, or takes longer than 30 s.
+        """
         return self._ask(Request("speech", text, style.voice, style.rate, style.pitch))
 
     def phonemes(self, text: str, voice: str = "mr") -> str:
@@ -129,8 +141,7 @@ class SpeechSynthesizer:
                 "Reinstall it with `pip install --force-reinstall espeakng-loader`."
             ) from None
         if status == REFUSED:
-            reason = payload.decode("utf-8")
-            raise DataError(f"espeak-ng cannot speak {request.text!r} with the voice {request.voice}: {reason}.")
+            raise UnspeakableError(request.text, request.voice, payload.decode("utf-8"))
         return payload
 
     def _stop(self) -> None:
@@ -187,6 +198,7 @@ class Espeak:
         self._library.espeak_TextToPhonemes.restype = ctypes.c_char_p
         self._library.espeak_Info.restype = ctypes.c_char_p
         self._chunks: list[bytes] = []
+        self._heard = 0  # samples
         listener = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
         self._listener = listener(self._hear)  # kept: ctypes frees what nobody holds
         self.sample_rate = self._library.espeak_Initialize(SYNCHRONOUS, 0, os.fsencode(self.data_path), 0)
@@ -195,10 +207,14 @@ class Espeak:
         self._library.espeak_SetSynthCallback(self._listener)
 
     def _hear(self, samples: int | None, count: int, events: int | None) -> int:
-        """Keeps `count` 16-bit samples at the address `samples`; 0 tells espeak-ng to go on."""
+        """Keeps `count` 16-bit samples at the address `samples`; 0 tells espeak-ng to go on, 1 to stop."""
         if samples and count > 0:
             self._chunks.append(ctypes.string_at(samples, 2 * count))
-        return 0
+            self._heard += count
+        return int(self._is_too_long())
+
+    def _is_too_long(self) -> bool:
+        return self._heard > LONGEST_SECONDS * self.sample_rate
 
     def answer(self, request: Request) -> bytes:
         """What `request` wants; a ValueError says why it cannot be had."""
@@ -235,6 +251,8 @@ class Espeak:
         status = library.espeak_Synth(
             text, ctypes.c_size_t(len(text)), 0, POSITION_IN_CHARACTERS, 0, UTF8_TEXT, None, None
         )
+        if self._is_too_long():
+            raise ValueError(f"its speech is longer than {LONGEST_SECONDS:g} s")
         if status != 0 or not self._chunks:
             raise ValueError(f"it returned status {status} and {len(self._chunks)} pieces of audio")
         return b"".join(self._chunks)

@@ -70,8 +70,11 @@ def row_of(utterance: Utterance) -> dict[str, object]:
     return row | {name: mark for name, mark in marks.items() if mark}
 
 
-def parse_row(line: bytes, folder: str, row: int) -> Utterance:
-    """The utterance of a manifest's line; `folder` is the manifest's. A BadRow says what is wrong with it."""
+def parse_row(line: bytes, folder: str, row: int, needs_text: bool = True) -> Utterance:
+    """The utterance of a manifest's line; `folder` is the manifest's. A BadRow says what is wrong with it.
+
+    Without `needs_text` a row may leave out its text: noise has none.
+    """
     try:
         fields = json.loads(line)
     except UnicodeDecodeError:
@@ -80,6 +83,8 @@ def parse_row(line: bytes, folder: str, row: int) -> Utterance:
         raise BadRow(f"not a line of JSON ({error})") from None
     if not isinstance(fields, dict):
         raise BadRow(f"a {type(fields).__name__} where a JSON object is expected")
+    if not needs_text and fields.get("text") is None:
+        fields["text"] = ""
     audio = fields.get("audio_filepath")
     if not isinstance(audio, str) or not audio or "\0" in audio or not _is_encodable(audio):
         raise BadRow(f"audio_filepath must be a path in quotes, not {audio!r}")

@@ -1,0 +1,197 @@
+"""A corpus of any sentences, spoken like the built-in ones: synthetic, Marathi voice.
+
+It is made of text files, one sentence a line. No sentence is in two splits (sentences that normalise to the same text
+are one), no voice is in two splits. A line that cannot be used is left out, with its reason.
+"""
+
+import hashlib
+import json
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from konkanivani.data.builtin_corpus import (
+    TEST_VOICES,
+    TRAIN_VOICES,
+    VALID_VOICES,
+    CorpusPlan,
+    CorpusRecipe,
+    CorpusSize,
+    SpokenSentence,
+    assign_styles,
+    publish_corpus,
+    read_description,
+    spread,
+    write_corpus,
+)
+from konkanivani.errors import DataError, UsageError
+from konkanivani.json_lines import write_json_lines
+from konkanivani.text import normalize_text
+
+SENTENCE_CORPUS = "corpus of sentences"
+LEFT_OUT = "left_out.jsonl"
+VALID_SHARE, TEST_SHARE = 0.05, 0.1  # of the sentences, where nothing else is asked for
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a text file, from 1, its runs of spaces made one."""
+
+    file: str
+    row: int
+    text: str
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A line that is not spoken, the beginning of its text, and why."""
+
+    file: str
+    row: int
+    reason: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """The different sentences of some files, the lines left out, and how many were blank or said again."""
+
+    kept: tuple[Line, ...]
+    left_out: tuple[LeftOut, ...]
+    blank: int
+    repeated: int
+
+
+@dataclass(frozen=True)
+class SentenceReport:
+    """What has become of the sentences; `is_new` False where the corpus was there already."""
+
+    is_new: bool
+    size: CorpusSize
+    blank: int
+    repeated: int
+    left_out: tuple[LeftOut, ...]
+
+
+def build_sentence_corpus(
+    files: Sequence[str], directory: str | Path, valid: int | None = None, test: int | None = None
+) -> SentenceReport:
+    """Puts a corpus of the files' sentences at `directory`, as publish_corpus does, with left_out.jsonl.
+
+    `valid` and `test` sentences (None: 5 % and 10 %) are taken evenly from all places; the others are for training.
+    Raises a DataError for a file that cannot be read as UTF-8 or holds too few sentences, a UsageError for a size that
+    cannot be had.
+    """
+    directory, sentences = Path(directory), read_sentences(files)
+    plan = plan_splits([line.text for line in sentences.kept], valid, test)
+    files_made = (*CorpusRecipe.files, LEFT_OUT)
+    recipe = CorpusRecipe(SENTENCE_CORPUS, plan, digest_of(plan, sentences), files_made)
+    is_new = publish_corpus(directory, recipe, lambda partial: write_sentence_corpus(recipe, sentences, partial))
+    size = CorpusSize(**read_description(directory)["utterances"])
+    return SentenceReport(is_new, size, sentences.blank, sentences.repeated, read_left_out(directory))
+
+
+def read_sentences(files: Sequence[str]) -> Sentences:
+    """The sentences of UTF-8 text files, in order; a DataError names the file, and the line that is not UTF-8."""
+    kept: dict[str, Line] = {}
+    left_out, blank, repeated = [], 0, 0
+    for line in (line for file in files for line in read_lines(file)):
+        normalised = normalize_text(line.text)
+        reason = reason_to_leave_out(line.text)
+        if not line.text:
+            blank += 1
+        elif reason:
+            left_out.append(leave_out(line, reason))
+        elif normalised in kept:
+            repeated += 1
+        else:
+            kept[normalised] = line
+    if not kept:
+        raise DataError(f"There is no sentence in {', '.join(files)}. Write one on each line, in UTF-8.")
+    return Sentences(tuple(kept.values()), tuple(left_out), blank, repeated)
+
+
+def read_lines(file: str) -> Iterator[Line]:
+    """The lines of a text file, whichever line ends it has; a DataError names the one that is not UTF-8."""
+    try:
+        content = Path(file).read_bytes().removeprefix(b"\xef\xbb\xbf")  # a byte order mark
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"The sentences in {file} cannot be read: {reason}. Give the path of a text file.") from None
+    for row, line in enumerate(content.splitlines(), start=1):
+        try:
+            yield Line(file, row, " ".join(line.decode("utf-8").split()))
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{file}, line {row}: not UTF-8 from byte {error.start + 1} of the line on ({error.reason}). "
+                "Save the file as UTF-8."
+            ) from None
+
+
+def reason_to_leave_out(text: str) -> str | None:
+    """Why a line cannot become an utterance, as far as its text says; None where it may."""
+    if any(unicodedata.category(character) == "Cc" for character in text):
+        return "there is a control character in it"
+    if not normalize_text(text):
+        return "nothing is left of it after normalisation"
+    return None
+
+
+def leave_out(line: Line, reason: str) -> LeftOut:
+    """The line as one that is left out; of a long one the beginning will do."""
+    return LeftOut(line.file, line.row, reason, line.text[:80])
+
+
+def plan_splits(sentences: Sequence[str], valid: int | None, test: int | None) -> CorpusPlan:
+    """What is said in which split and voice; the same for the same sentences. A UsageError where training gets none."""
+    valid = max(1, round(VALID_SHARE * len(sentences))) if valid is None else valid
+    test = max(1, round(TEST_SHARE * len(sentences))) if test is None else test
+    if min(valid, test) < 1 or valid + test >= len(sentences):
+        raise UsageError(
+            f"{len(sentences)} different sentences cannot be split into {valid} valid, {test} test and the others for "
+            "training: each split needs at least 1. Give more --sentences, or other --valid_utterances and "
+            "--test_utterances."
+        )
+    held_out = spread(valid + test, len(sentences))
+    for_valid = {held_out[place] for place in spread(valid, len(held_out))}
+    for_test = set(held_out) - for_valid
+    for_training = set(range(len(sentences))) - for_valid - for_test
+
+    def speak(places: set[int], voices: Sequence[str]) -> tuple[SpokenSentence, ...]:
+        return tuple(assign_styles([sentences[place] for place in sorted(places)], voices))
+
+    return CorpusPlan(
+        train=speak(for_training, TRAIN_VOICES), valid=speak(for_valid, VALID_VOICES), test=speak(for_test, TEST_VOICES)
+    )
+
+
+def digest_of(plan: CorpusPlan, sentences: Sentences) -> str:
+    """A hash of everything that the corpus follows from, the rows in left_out.jsonl included."""
+    rows = [(line.row, line.text) for line in sentences.kept + sentences.left_out]
+    return hashlib.sha256(json.dumps([plan.digest(), rows], ensure_ascii=False).encode()).hexdigest()
+
+
+def write_sentence_corpus(recipe: CorpusRecipe, sentences: Sentences, directory: Path) -> None:
+    """Writes the corpus and left_out.jsonl to `directory`; a DataError where a split has no sentence that is spoken."""
+    reasons = {error.text: error.reason for error in write_corpus(recipe, directory)}
+    for name in ("train", "valid", "test"):
+        if all(sentence.text in reasons for sentence in getattr(recipe.plan, name)):
+            raise DataError(
+                f"None of the sentences for {name} can be spoken; the first: "
+                f"{reasons[getattr(recipe.plan, name)[0].text]}. Give more --sentences."
+            )
+    unspoken = [leave_out(line, reasons[line.text]) for line in sentences.kept if line.text in reasons]
+    left_out = sorted([*sentences.left_out, *unspoken], key=lambda line: (line.file, line.row))
+    write_json_lines(directory / LEFT_OUT, map(asdict, left_out))
+
+
+def read_left_out(directory: Path) -> tuple[LeftOut, ...]:
+    """What left_out.jsonl in `directory` lists; a DataError where it is no longer what was written."""
+    try:
+        lines = (directory / LEFT_OUT).read_text(encoding="utf-8").split("\n")
+        return tuple(LeftOut(**json.loads(line)) for line in lines if line)
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(
+            f"{directory / LEFT_OUT} cannot be read: {error}. Delete {directory} and make it anew."
+        ) from None

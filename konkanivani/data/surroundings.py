@@ -1,0 +1,177 @@
+"""What surrounds speech when it is trained on: a room, noise, and how loud it was recorded.
+
+Everything drawn is a function of (seed, epoch, utterance), each kind from a generator of its own: to turn one on
+changes nothing in the others.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from konkanivani.audio import load_audio, resample
+from konkanivani.audio_file import AudioHeader, AudioSource, read_header, read_samples
+from konkanivani.augment import add_noise, add_room, scale_and_clip
+from konkanivani.config import AugmentConfig
+from konkanivani.data.manifest import read_recordings
+from konkanivani.data.utterance import Utterance
+from konkanivani.decibels import DecibelRange, parse_snr
+from konkanivani.errors import DataError
+from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.randomness import utterance_generator
+
+LONGEST_RESPONSE_SECONDS = 20.0  # the longest halls on record ring so long; it is read whole for each utterance
+
+
+@dataclass(frozen=True)
+class Sound:
+    """A row of a manifest of noise or of impulse responses: `frames` of its file's own `rate`, from `first` on."""
+
+    file: AudioSource
+    rate: int
+    first: int
+    frames: int
+
+    def span(self, first: int, count: int) -> AudioSource:
+        """Its `count` frames from its frame `first` on."""
+        return dataclasses.replace(self.file, start=(self.first + first) / self.rate, seconds=count / self.rate)
+
+
+@dataclass(frozen=True)
+class NoiseCorpus:
+    """Sounds to mix with a share of the utterances, at a signal-to-noise ratio drawn evenly from `snr`."""
+
+    sounds: tuple[Sound, ...]
+    snr: DecibelRange
+    share: float
+
+    def add_to(self, waveform: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """(S,) -> (S,): the waveform, with noise where the generator says so."""
+        if draw_number(generator) >= self.share:
+            return waveform
+        sound = self.sounds[draw_index(len(self.sounds), generator)]
+        snr = self.snr.low + (self.snr.high - self.snr.low) * draw_number(generator)
+        return add_noise(waveform, load_excerpt(sound, len(waveform), generator), snr)
+
+
+@dataclass(frozen=True)
+class RoomCorpus:
+    """Impulse responses of rooms, for a share of the utterances."""
+
+    responses: tuple[Sound, ...]
+    share: float
+
+    def add_to(self, waveform: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """(S,) -> (S,): the waveform, in a room where the generator says so."""
+        if draw_number(generator) >= self.share:
+            return waveform
+        sound = self.responses[draw_index(len(self.responses), generator)]
+        return add_room(waveform, load_response(sound, generator))
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """A waveform (S,) at 16 kHz as recorded elsewhere: in a room, then with noise, then `gain` dB up or down at most.
+
+    Length and timing stay. What is None or 0 is not done.
+    """
+
+    seed: int = 0
+    rooms: RoomCorpus | None = None
+    noise: NoiseCorpus | None = None
+    gain: float = 0.0
+
+    def __call__(self, waveform: torch.Tensor, epoch: int, utterance_id: str) -> torch.Tensor:
+        """The waveform in its surroundings of this epoch; a DataError names an audio file that cannot be read."""
+        if self.rooms:
+            waveform = self.rooms.add_to(waveform, utterance_generator(self.seed, epoch, utterance_id, "room"))
+        if self.noise:
+            waveform = self.noise.add_to(waveform, utterance_generator(self.seed, epoch, utterance_id, "noise"))
+        if self.gain:
+            number = draw_number(utterance_generator(self.seed, epoch, utterance_id, "gain"))
+            waveform = scale_and_clip(waveform, self.gain * (2 * number - 1))
+        return waveform
+
+
+def draw_number(generator: torch.Generator) -> float:
+    """Evenly from 0 up to, not including, 1."""
+    return float(torch.rand((), dtype=torch.float64, generator=generator))
+
+
+def draw_index(count: int, generator: torch.Generator) -> int:
+    """Evenly from 0 to count - 1."""
+    return int(torch.randint(count, (), generator=generator))
+
+
+def load_excerpt(sound: Sound, samples: int, generator: torch.Generator) -> torch.Tensor:
+    """`samples` of the sound at 16 kHz, channels averaged, from anywhere in it; only they are decoded.
+
+    A sound that is too short goes round and round, from anywhere in it.
+    """
+    wanted = -(-samples * sound.rate // SAMPLE_RATE)
+    if sound.frames >= wanted:
+        loaded = load_audio(sound.span(draw_index(sound.frames - wanted + 1, generator), wanted))
+        start = 0
+    else:
+        loaded = load_audio(sound.span(0, sound.frames))
+        start = draw_index(len(loaded), generator)
+    return loaded[(torch.arange(samples) + start) % len(loaded)]  # a file may hold a little less than its header says
+
+
+def load_response(sound: Sound, generator: torch.Generator) -> torch.Tensor:
+    """The impulse response (R,) at 16 kHz, one of its channels: their average would be of no place in the room."""
+    samples, rate = read_samples(sound.span(0, sound.frames))
+    channel = draw_index(samples.shape[1], generator)
+    return resample(torch.from_numpy(samples[:, channel].copy()), rate)
+
+
+# ------------------------------------------------------------------------------------------------------------ manifests
+
+
+def read_surroundings(config: AugmentConfig, seed: int) -> Surroundings:
+    """What the configuration asks for, every header read, nothing decoded; a DataError names row and reason."""
+    rooms = noise = None
+    if config.rir_manifest is not None:
+        rooms = RoomCorpus(read_sounds(config.rir_manifest, LONGEST_RESPONSE_SECONDS), config.rir_share)
+    if config.noise_manifest is not None:
+        noise = NoiseCorpus(read_sounds(config.noise_manifest), parse_snr(config.noise_snr), config.noise_share)
+    return Surroundings(seed, rooms, noise, config.gain)
+
+
+def read_sounds(manifest: str, longest: float = float("inf")) -> tuple[Sound, ...]:
+    """The manifest's rows with what their headers say; a DataError for one that cannot be used or lasts too long."""
+    sounds = []
+    for row in read_recordings(manifest):
+        try:
+            header = read_header(row.source)
+        except DataError as error:
+            raise DataError(f"{manifest}, row {row.row}: {error}") from None
+        sound = sound_of(row, header)
+        reason = reason_to_refuse(sound, header, longest)
+        if reason:
+            raise DataError(f"{manifest}, row {row.row}: {row.audio_path} {reason}. Mend or delete the row.")
+        sounds.append(sound)
+    return tuple(sounds)
+
+
+def sound_of(row: Utterance, header: AudioHeader) -> Sound:
+    """The row in frames; without an offset all of its file, whatever the row says of its duration."""
+    file = dataclasses.replace(row.source, start=None, seconds=None)
+    if row.offset is None:
+        return Sound(file, header.rate, 0, header.frames)
+    first, frames = round(row.offset * header.rate), round(row.duration * header.rate)
+    slack = round(0.1 * header.rate)  # a manifest rounds its seconds
+    if header.frames < first + frames <= header.frames + slack:
+        frames = header.frames - first
+    return Sound(file, header.rate, first, frames)
+
+
+def reason_to_refuse(sound: Sound, header: AudioHeader, longest: float) -> str | None:
+    """Why the sound cannot be used; None where it can."""
+    if sound.first + sound.frames > header.frames:
+        return f"ends at {header.seconds:.2f} s, before the row does"
+    if sound.frames < 1:
+        return "has no samples in the row's span"
+    if sound.frames > longest * sound.rate:
+        return f"lasts {sound.frames / sound.rate:.1f} s, no impulse response of at most {longest:g} s"
+    return None

@@ -1,0 +1,423 @@
+"""Noise, rooms and loudness: at the ratio asked for, pure in (seed, epoch, utterance), read no further than needed."""
+
+import dataclasses
+import json
+import multiprocessing
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from konkanivani.audio_file import AudioSource
+from konkanivani.augment import add_noise, add_room, scale_and_clip
+from konkanivani.config import AugmentConfig
+from konkanivani.data import surroundings as surroundings_module
+from konkanivani.data.batch import Window
+from konkanivani.data.batching import Cursor, EpochPlanner, same_size
+from konkanivani.data.loading import LoaderConfig, TrainingSpeech, WindowStream
+from konkanivani.data.manifest import read_manifest
+from konkanivani.data.rejections import Rejections
+from konkanivani.data.surroundings import Sound, Surroundings, load_excerpt, read_sounds, read_surroundings
+from konkanivani.decibels import DecibelRange, parse_snr
+from konkanivani.errors import DataError, UsageError
+from konkanivani.flags import config_from_text, config_to_text, parse_flags
+from konkanivani.text import train_tokenizer
+from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer
+
+RATE = 16_000
+
+
+def speech_of(seconds: float, seed: int = 0) -> torch.Tensor:
+    return 0.1 * torch.randn(round(seconds * RATE), generator=torch.Generator().manual_seed(seed))
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def write_row(directory: Path, name: str, samples: np.ndarray, rate: int = RATE, **fields: object) -> dict:
+    soundfile.write(directory / name, samples, rate, subtype="PCM_16")
+    return {"audio_filepath": name, "duration": len(samples) / rate, **fields}
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def noises(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Noise and impulse responses at several rates; noise.jsonl and rooms.jsonl."""
+    directory = tmp_path_factory.mktemp("noises")
+    random = np.random.default_rng(5)
+    long, short = (0.2 * random.standard_normal(length).clip(-4, 4) for length in (44_100 * 6, 8_000 // 3))
+    stereo = 0.1 * random.standard_normal((16_000, 2)).clip(-4, 4)
+    write_rows(
+        directory / "noise.jsonl",
+        [
+            write_row(directory, "long.wav", long, 44_100),
+            write_row(directory, "short.wav", short, 8_000, text=""),
+            write_row(directory, "stereo.flac", stereo, RATE, text=None),
+            {"audio_filepath": "long.wav", "offset": 1.0, "duration": 2.5},
+        ],
+    )
+    decay = np.exp(-np.arange(4_000) / 600)[:, None] * random.standard_normal((4_000, 3)) * 0.1
+    decay[300] = 0.9
+    write_rows(directory / "rooms.jsonl", [write_row(directory, "room.wav", decay)])
+    return directory
+
+
+@pytest.fixture(scope="module")
+def everything(noises: Path) -> Surroundings:
+    """Noise, room and gain for most utterances."""
+    config = AugmentConfig(
+        rir_manifest=str(noises / "rooms.jsonl"),
+        rir_share=0.7,
+        noise_manifest=str(noises / "noise.jsonl"),
+        noise_share=0.8,
+        gain=6.0,
+    )
+    return read_surroundings(config, seed=3)
+
+
+# Noise
+
+
+@pytest.mark.parametrize("snr", [-10.0, 0.0, 5.0, 17.3, 40.0])
+@pytest.mark.parametrize("level", [1e-12, 1.0, 1e6])
+def test_the_measured_ratio_is_the_one_asked_for(snr, level):
+    speech, noise = speech_of(1.3), level * speech_of(1.3, seed=1)
+    added = add_noise(speech, noise, snr).double() - speech.double()
+    measured = 10 * torch.log10(speech.double().square().mean() / added.square().mean())
+    assert float(measured) == pytest.approx(snr, abs=0.01)
+
+
+def test_silence_is_left_as_it_is():
+    speech, silence = speech_of(0.5), torch.zeros(RATE // 2)
+    assert torch.equal(add_noise(speech, silence, 5.0), speech)
+    assert torch.equal(add_noise(silence, speech, 5.0), silence)
+    assert torch.equal(add_room(speech, torch.zeros(100)), speech)
+    assert torch.equal(add_room(silence, speech[:100]), silence)
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.31, 1.0, 2.5, 5.9999, 7.3])
+def test_the_length_stays_whatever_the_noises_rate_and_length(seconds, noises):
+    speech = speech_of(seconds)
+    for sound in read_sounds(str(noises / "noise.jsonl")):
+        for seed in range(4):
+            assert len(load_excerpt(sound, len(speech), generator(seed))) == len(speech)
+
+
+def test_short_noise_goes_round_from_anywhere(tmp_path):
+    ramp = np.arange(1, 101) / 200
+    sounds = read_sounds(write_rows(tmp_path / "n.jsonl", [write_row(tmp_path, "ramp.wav", ramp)]))
+    heard = [load_excerpt(sounds[0], 250, generator(seed)) for seed in range(8)]
+    assert all(torch.equal(excerpt[:150], excerpt[100:]) for excerpt in heard)
+    assert len({float(excerpt[0]) for excerpt in heard}) > 4
+
+
+def decoded_frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows by the frames of every read."""
+    frames, read = [], soundfile.SoundFile.read
+
+    def recorded(self: soundfile.SoundFile, count: int = -1, *arguments: object, **options: object) -> np.ndarray:
+        frames.append(count)
+        return read(self, count, *arguments, **options)
+
+    monkeypatch.setattr(soundfile.SoundFile, "read", recorded)
+    return frames
+
+
+def test_only_the_excerpt_of_long_noise_is_decoded_and_it_is_that_of_the_file(noises, tmp_path, monkeypatch):
+    steps = np.arange(-30_000, 30_000) / 2**15
+    sound = read_sounds(write_rows(tmp_path / "n.jsonl", [write_row(tmp_path, "steps.wav", steps)]))[0]
+    excerpts = [load_excerpt(sound, 4_000, generator(seed)) * 2**15 for seed in range(5)]
+    assert all((excerpt.diff() == 1).all() for excerpt in excerpts)
+    assert len({float(excerpt[0]) for excerpt in excerpts}) == 5
+    frames = decoded_frames(monkeypatch)
+    sound = read_sounds(str(noises / "noise.jsonl"))[0]
+    assert frames == []  # of headers nothing is decoded
+    load_excerpt(sound, RATE, generator())
+    assert frames == [44_100]  # of 6 s one, in the file's own rate
+
+
+def test_a_row_with_an_offset_gives_nothing_from_outside_its_span(tmp_path):
+    samples = np.concatenate([np.full(RATE, 0.25), np.full(RATE, 0.5), np.full(RATE, 0.25)])
+    row = {**write_row(tmp_path, "steps.wav", samples), "offset": 1.0, "duration": 1.0}
+    sound = read_sounds(write_rows(tmp_path / "n.jsonl", [row]))[0]
+    for length in (RATE // 2, RATE, 3 * RATE):
+        assert load_excerpt(sound, length, generator(length)).tolist() == [0.5] * length
+
+
+def test_noise_inside_a_shard(tmp_path):
+    row = write_row(tmp_path, "tone.wav", np.full(RATE, 0.5))
+    content = (tmp_path / "tone.wav").read_bytes()
+    (tmp_path / "shard.tar").write_bytes(b"x" * 512 + content + b"y" * 512)
+    row |= {"audio_filepath": "shard.tar", "byte_offset": 512, "byte_count": len(content)}
+    sound = read_sounds(write_rows(tmp_path / "n.jsonl", [row]))[0]
+    assert sound.file.byte_offset == 512
+    assert load_excerpt(sound, 1000, generator()).tolist() == [0.5] * 1000
+
+
+# Rooms and gain
+
+
+@pytest.mark.parametrize("delay", [0, 1, 37, 4_000])
+@pytest.mark.parametrize("height", [1.0, 1e-30, 0.3])
+def test_a_unit_impulse_at_any_delay_changes_nothing(delay, height):
+    response = torch.zeros(5_000)
+    response[delay] = height
+    speech = speech_of(2.1)
+    heard = add_room(speech, response)
+    assert heard.shape == speech.shape and (heard - speech).abs().max() < 1e-6
+
+
+def test_a_room_keeps_length_timing_and_energy_and_brings_echoes():
+    click = torch.zeros(RATE)
+    click[5_000] = 1.0
+    response = torch.zeros(3_000)
+    response[200], response[100], response[1_200] = 0.8, 0.1, 0.4  # the direct path, what came before it, an echo
+    heard = add_room(click, response)
+    assert len(heard) == RATE and int(heard.abs().argmax()) == 5_000
+    assert float(heard.square().sum()) == pytest.approx(1.0, rel=1e-5)
+    assert float(heard[6_000] / heard[5_000]) == pytest.approx(0.5, rel=1e-4)
+    assert float(heard[4_900] / heard[5_000]) == pytest.approx(0.125, rel=1e-4)
+
+
+def test_one_channel_of_a_room_is_chosen(noises):
+    response = read_sounds(str(noises / "rooms.jsonl"))[0]
+    found = {surroundings_module.load_response(response, generator(seed)).numpy().tobytes() for seed in range(20)}
+    assert len(found) == 3
+
+
+def test_gain_is_in_dB_and_clips_at_full_scale():
+    assert scale_and_clip(torch.tensor([0.1, -0.6]), 6.0).tolist() == pytest.approx([0.1 * 10**0.3, -1.0])
+    assert scale_and_clip(torch.tensor([0.5]), -20.0).tolist() == pytest.approx([0.05])
+
+
+# Purity
+
+
+def test_the_same_seed_epoch_and_utterance_are_the_same_bits_and_any_other_is_another(everything):
+    speech = speech_of(6.0)  # long enough for sums to be shared among threads, were they
+    here = [everything(speech, epoch, f"u{number}") for epoch in range(3) for number in range(4)]
+    torch.manual_seed(99)  # the default generator has no say
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1 if threads > 1 else 2)
+        again = [everything(speech, epoch, f"u{number}") for epoch in range(3) for number in range(4)]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(torch.equal, here, again))
+    assert len({waveform.numpy().tobytes() for waveform in here}) == len(here)
+    reseeded = dataclasses.replace(everything, seed=4)
+    assert not torch.equal(reseeded(speech, 0, "u0"), here[0])
+    assert all(waveform.isfinite().all() and len(waveform) == len(speech) for waveform in here)
+
+
+@pytest.mark.parametrize("kind", ["rooms", "noise", "gain"])
+def test_each_kind_by_itself_is_another_for_another_seed_epoch_or_utterance(kind, everything):
+    rooms, noise = (dataclasses.replace(corpus, share=1.0) for corpus in (everything.rooms, everything.noise))
+    alone = {
+        "rooms": Surroundings(3, rooms=rooms),
+        "noise": Surroundings(3, noise=noise),
+        "gain": Surroundings(3, gain=6.0),
+    }
+    speech = speech_of(0.3)
+
+    def heard(seed: int, epoch: int, name: str) -> bytes:
+        return dataclasses.replace(alone[kind], seed=seed)(speech, epoch, name).numpy().tobytes()
+
+    # Twenty draws find each of the room's three channels.
+    for others in (
+        [(n, 0, "u") for n in range(20)],
+        [(0, n, "u") for n in range(20)],
+        [(0, 0, f"{n}") for n in range(20)],
+    ):
+        found = [heard(*other) for other in others]
+        assert found == [heard(*other) for other in others]
+        assert len(set(found)) == (3 if kind == "rooms" else 20)
+
+
+def test_shares_are_kept_and_one_kind_does_not_move_another(everything):
+    speech = speech_of(0.2)
+    only_noise = dataclasses.replace(everything, rooms=None, gain=0.0)
+    changed = [not torch.equal(only_noise(speech, 0, f"u{number}"), speech) for number in range(300)]
+    assert 210 < sum(changed) < 270  # 0.8
+    louder = dataclasses.replace(only_noise, gain=6.0)
+    assert changed == [
+        not torch.allclose(waveform / waveform.norm(), speech / speech.norm(), atol=1e-5)
+        for waveform in (louder(speech, 0, f"u{number}") for number in range(300))
+    ]
+    never = dataclasses.replace(only_noise, noise=dataclasses.replace(everything.noise, share=0.0))
+    assert all(torch.equal(never(speech, 0, f"u{number}"), speech) for number in range(20))
+    assert torch.equal(Surroundings()(speech, 0, "u"), speech)
+
+
+def test_ratios_are_drawn_from_the_whole_range(everything, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(surroundings_module, "add_noise", lambda waveform, noise, snr: drawn.append(snr) or waveform)
+    for number in range(200):
+        everything(torch.ones(100), 0, f"u{number}")
+    assert all(5 <= snr <= 25 for snr in drawn) and min(drawn) < 7 and max(drawn) > 23
+
+
+# Law 1: resuming is exact with all of it, for any worker count
+
+
+@pytest.fixture(scope="module")
+def speech(corpus: Corpus, everything: Surroundings) -> TrainingSpeech:
+    utterances = list(read_manifest(corpus.manifest("train")))
+    tokenizer = train_tokenizer([u.text for u in utterances], "char", 100)
+    return TrainingSpeech(utterances, tokenizer, (0.9, 1.0, 1.1), 3, surroundings=everything)
+
+
+def windows(speech: TrainingSpeech, workers: int, cursor: Cursor, count: int) -> list[list[bytes]]:
+    """The bytes of the waveforms of so many windows from the cursor on."""
+    planner = EpochPlanner(np.array([u.duration for u in speech.utterances]), 4, seed=3)
+    loader = LoaderConfig(workers, 60.0, pin_memory=False)
+    stream = WindowStream(speech, planner, same_size(2), loader, Rejections(None, most=0.0))
+    opened = stream.from_cursor(cursor)
+    taken: list[Window] = [window for window, _ in islice(opened, count)]
+    opened.close()
+    return [[batch.waveforms.numpy().tobytes() for batch in window.micro_batches] for window in taken]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 4])
+def test_windows_are_the_same_bits_for_any_worker_count_from_any_cursor(speech, workers):
+    whole = windows(speech, 0, Cursor(0, 0), 9)  # 7 windows an epoch
+    assert windows(speech, workers, Cursor(0, 0), 9) == whole
+    assert windows(speech, workers, Cursor(0, 3), 6) == whole[3:]
+    assert multiprocessing.active_children() == []
+
+
+def test_negative_control_drawn_from_the_default_generator_the_windows_differ(speech, monkeypatch):
+    whole = windows(speech, 0, Cursor(0, 0), 5)
+    monkeypatch.setattr(
+        surroundings_module, "utterance_generator", lambda seed, epoch, name, purpose: torch.default_generator
+    )
+    assert windows(speech, 2, Cursor(0, 0), 5)[2:] != windows(speech, 2, Cursor(0, 2), 3)
+    assert windows(speech, 0, Cursor(0, 0), 5) != whole
+
+
+def flags(noises: Path) -> tuple[str, ...]:
+    rooms = ("--rir_manifest", str(noises / "rooms.jsonl"), "--rir_share", "0.5", "--gain", "6")
+    return "--noise_manifest", str(noises / "noise.jsonl"), "--noise_snr", "0:20", *rooms
+
+
+def test_a_run_with_noise_rooms_and_gain_resumes_exactly_with_other_workers(corpus, noises, tmp_path):
+    shape = (*TINY_MODEL, *corpus.flags(), "--batch_size", "2", "--gradient_accumulation_steps", "2")
+    for name, first, workers in (("whole", "5", "0"), ("parted", "2", "2")):
+        begun = run_trainer(
+            *shape, *flags(noises), *run_folders(tmp_path / name), "--max_steps", first, "--num_workers", workers
+        )
+        assert begun.returncode == 0, begun.stderr
+    folders = run_folders(tmp_path / "parted")
+    more = run_trainer("--resume", "auto", *folders, "--max_steps", "5", "--num_workers", "1", "--noise_share", "0.5")
+    assert more.returncode == 0, more.stderr  # a flag whose manifest the checkpoint brings is not idle
+    whole, parted = ([record["loss"] for record in read_log(tmp_path / name)] for name in ("whole", "parted"))
+    assert len(whole) == 5 and whole == parted
+    clean = run_trainer(*shape, *run_folders(tmp_path / "clean"), "--max_steps", "1", "--num_workers", "0")
+    assert clean.returncode == 0 and read_log(tmp_path / "clean")[0]["loss"] != whole[0]
+
+
+def test_a_checkpoint_from_before_noise_resumes_without_it():
+    lines = config_to_text(parse_flags([])).splitlines(True)
+    old = [line for line in lines if not line.startswith(("--noise_", "--rir_", "--gain "))]
+    assert len(lines) - len(old) == 6 and config_from_text("".join(old)) == parse_flags([])
+
+
+def test_a_resumed_run_can_leave_its_noise_behind():
+    stored = parse_flags(["--noise_manifest", "n", "--noise_share", "0.7"])
+    assert parse_flags(["--resume", "auto", "--noise_share", "0.2"], stored).augment.noise_share == 0.2
+    assert parse_flags(["--resume", "auto", "--noise_manifest", "None"], stored).augment.noise_manifest is None
+    with pytest.raises(UsageError, match="--rir_share does nothing"):
+        parse_flags(["--resume", "auto", "--rir_share", "0.2"], stored)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (("--noise_snr", "5:25"), "--noise_snr does nothing without --noise_manifest"),
+        (("--noise_share", "0.5"), "--noise_share does nothing without --noise_manifest"),
+        (("--rir_share=0.5",), "--rir_share does nothing without --rir_manifest"),
+        (("--noise_manifest", "n", "--noise_snr", "loud"), "--noise_snr loud: give the lowest and the highest"),
+        (("--noise_manifest", "n", "--noise_snr", "5"), "--noise_snr 5: give the lowest and the highest"),
+        (("--noise_manifest", "n", "--noise_snr", "25:5"), "--noise_snr 25:5: give the lower ratio first"),
+        (("--noise_manifest", "n", "--noise_snr", "5:1000"), "both between -50 and 100 dB"),
+        (("--noise_manifest", "n", "--noise_snr", "nan:5"), "--noise_snr nan:5: give"),
+        (("--noise_manifest", "n", "--noise_share", "1.5"), "--noise_share must be between 0 and 1"),
+        (("--rir_manifest", "n", "--rir_share", "-0.5"), "--rir_share and"),
+        (("--gain", "-1"), "--gain must be between 0 and 40 dB"),
+        (("--gain", "inf"), "--gain"),
+    ],
+)
+def test_flags_that_cannot_work_are_usage_errors(given, said):
+    with pytest.raises(UsageError) as caught:
+        parse_flags(list(given))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_ranges_of_decibels():
+    assert parse_snr("5:25") == DecibelRange(5.0, 25.0)
+    assert parse_snr(" -5 : 0.5") == DecibelRange(-5.0, 0.5)
+    assert parse_flags(["--noise_snr", "-5:5", "--noise_manifest", "n"]).augment.noise_snr == "-5:5"
+
+
+def test_the_script_ends_with_2_for_flags_and_3_for_noise_that_cannot_be_used(corpus, tmp_path):
+    idle = run_trainer(
+        *corpus.flags(), "--resume", "auto", "--noise_share", "0.5", *run_folders(tmp_path), cwd=tmp_path
+    )
+    assert idle.returncode == 2 and "does nothing without --noise_manifest" in idle.stderr
+    empty = write_rows(tmp_path / "empty.jsonl", [])
+    done = run_trainer(*TINY_MODEL, *corpus.flags(), "--noise_manifest", empty, *run_folders(tmp_path), cwd=tmp_path)
+    assert done.returncode == 3 and "empty.jsonl is empty" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        ({"audio_filepath": "gone.wav", "duration": 1}, "it does not exist"),
+        ({"audio_filepath": "text.wav", "duration": 1}, "it cannot be opened as audio"),
+        ({"audio_filepath": "empty.wav", "duration": 1}, "it holds no samples"),
+        ({"audio_filepath": ".", "duration": 1}, "it is no file"),
+        ({"audio_filepath": "good.wav", "duration": 1, "offset": 1.5}, "ends at 2.00 s, before the row does"),
+        ({"audio_filepath": "good.wav", "duration": 0, "offset": 1.5}, "has no samples in the row's span"),
+        ({"audio_filepath": "good.wav"}, "duration must be a number"),
+        ({"audio_filepath": "good.wav", "duration": 1, "text": 5}, "text must be"),
+        ({"audio_filepath": "hall.wav", "duration": 1}, "lasts 21.0 s, no impulse response"),
+    ],
+)
+def test_noise_that_cannot_be_used_is_refused_at_the_start_by_row_and_reason(row, said, tmp_path, monkeypatch):
+    good = write_row(tmp_path, "good.wav", np.full(2 * RATE, 0.5))
+    write_row(tmp_path, "hall.wav", np.zeros(21 * RATE))
+    write_row(tmp_path, "empty.wav", np.zeros(0))
+    (tmp_path / "text.wav").write_text("no audio")
+    manifest = write_rows(tmp_path / "rooms.jsonl", [good, row])
+    frames = decoded_frames(monkeypatch)
+    with pytest.raises(DataError) as caught:
+        read_surroundings(AugmentConfig(rir_manifest=manifest), seed=1)
+    assert f"{manifest}, row 2: " in str(caught.value) and said in str(caught.value)
+    assert "\n" not in str(caught.value) and frames == []
+
+
+def test_a_row_whose_seconds_are_rounded_up_ends_where_its_file_ends(tmp_path):
+    row = {**write_row(tmp_path, "a.wav", np.full(RATE, 0.5)), "offset": 0.5, "duration": 0.55}
+    assert read_sounds(write_rows(tmp_path / "n.jsonl", [row])) == (
+        Sound(AudioSource(str(tmp_path / "a.wav")), RATE, 8_000, 8_000),
+    )
+
+
+def test_noise_that_goes_missing_during_training_is_named(corpus, speech, tmp_path):
+    row = write_row(tmp_path, "a.wav", np.full(RATE, 0.5))
+    manifest = write_rows(tmp_path / "n.jsonl", [row])
+    noisy = read_surroundings(AugmentConfig(noise_manifest=manifest, noise_share=1.0), seed=1)
+    (tmp_path / "a.wav").unlink()
+    with pytest.raises(DataError, match="a.wav from .* cannot be read: it does not exist"):
+        windows(dataclasses.replace(speech, surroundings=noisy), 1, Cursor(0, 0), 1)

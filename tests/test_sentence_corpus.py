@@ -1,0 +1,278 @@
+"""A corpus of any sentences: nothing twice, nothing in two splits, what is left out named by line and reason."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import soundfile
+
+from konkanivani.data.builtin_corpus import (
+    TEST_VOICES,
+    TRAIN_VOICES,
+    VALID_VOICES,
+    CorpusPlan,
+    CorpusSize,
+    build_builtin_corpus,
+    plan_corpus,
+)
+from konkanivani.data.manifest import Utterance, read_manifest
+from konkanivani.data.sentence_corpus import build_sentence_corpus, plan_splits, read_sentences
+from konkanivani.data.speech_synthesis import SpeakingStyle, SpeechSynthesizer, UnspeakableError
+from konkanivani.errors import DataError, UsageError
+from konkanivani.text import normalize_text
+from tests.conftest import ROOT, TINY_MODEL, run_folders, run_script, run_trainer
+
+SCRIPT = "training_scripts/prepare_builtin_corpus.py"
+SPLITS = (("train", TRAIN_VOICES), ("valid", VALID_VOICES), ("test", TEST_VOICES))
+WORDS = "हांव बाजारांत वता आनी उदक हाडटां "
+LONG = " ".join([WORDS] * 40)
+STUDENTS = (
+    "हांव घरा वतां",
+    "",
+    "Hello world, he Konkani Latin lipint",
+    "हांव घरा वतां।",  # the first again, once normalised
+    "!!! ... ---",
+    "\N{DEVANAGARI VOWEL SIGN II}",
+    LONG,
+    "ny\x00ul घर",
+    "  आवय   शाळेंत  गेली ",
+    "तूं खंय वता?",
+    "माका १२ जाय",
+    "\N{ZERO WIDTH JOINER}",
+)
+
+
+@pytest.fixture(scope="module")
+def synthesizer():
+    pytest.importorskip("espeakng_loader", reason="espeakng-loader is not installed")
+    with SpeechSynthesizer() as synthesizer:
+        yield synthesizer
+
+
+@pytest.fixture
+def students(tmp_path: Path, synthesizer: SpeechSynthesizer) -> str:
+    """A file as a student may write it: byte order mark, Windows line ends, all sorts of lines."""
+    path = tmp_path / "students.txt"
+    path.write_bytes(("\ufeff" + "\r\n".join(STUDENTS) + "\r\n").encode())
+    return str(path)
+
+
+def write_sentences(path: Path, count: int = 12) -> str:
+    """A file of so many different sentences of the built-in corpus."""
+    sentences = plan_corpus(CorpusSize(train=90, valid=3, test=9)).train[:count]
+    path.write_text("".join(f"{sentence.text}\n" for sentence in sentences), encoding="utf-8")
+    return str(path)
+
+
+def utterances(directory: Path, split: str) -> tuple[Utterance, ...]:
+    return list(read_manifest(directory / f"{split}.jsonl"))
+
+
+def file_digests(directory: Path) -> dict[str, str]:
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+# Reading and splitting
+
+
+def test_blank_and_repeated_lines_are_counted_and_the_others_kept_in_their_order(tmp_path):
+    (tmp_path / "one.txt").write_text("एक\n\n  \nदोन\nएक\n", encoding="utf-8")
+    (tmp_path / "two.txt").write_bytes("\ufeffदोन !\r\n तीन  चार\r\n".encode())
+    sentences = read_sentences([str(tmp_path / "one.txt"), str(tmp_path / "two.txt")])
+    assert [(Path(line.file).name, line.row, line.text) for line in sentences.kept] == [
+        ("one.txt", 1, "एक"),
+        ("one.txt", 4, "दोन"),
+        ("two.txt", 2, "तीन चार"),
+    ]
+    assert (sentences.blank, sentences.repeated, sentences.left_out) == (2, 2, ())
+
+
+def all_sentences(plan: CorpusPlan) -> list[str]:
+    return [sentence.text for split in (plan.train, plan.valid, plan.test) for sentence in split]
+
+
+@pytest.mark.parametrize("count", [3, 4, 20, 750])
+def test_splits_are_a_partition_with_voices_of_their_own(count):
+    sentences = [f"वाक्य {number}" for number in range(count)]
+    plan = plan_splits(sentences, None, None)
+    assert sorted(all_sentences(plan)) == sorted(sentences)
+    assert len(plan.valid) == max(1, round(0.05 * count)) and len(plan.test) == max(1, round(0.1 * count))
+    for name, voices in SPLITS:
+        assert {sentence.style.voice for sentence in getattr(plan, name)} <= set(voices)
+    assert plan == plan_splits(sentences, None, None)
+    if count == 750:  # from all places of the file
+        places = [sentences.index(sentence.text) for sentence in plan.test]
+        assert min(places) < 20 and max(places) > 730
+
+
+def test_a_size_that_cannot_be_had_is_a_usage_error():
+    assert len(plan_splits(["एक", "दोन", "तीन", "चार"], 2, 1).valid) == 2
+    for valid, test in ((None, None), (0, 1), (1, 0), (1, 1), (-1, 1)):
+        with pytest.raises(UsageError, match="cannot be split"):
+            plan_splits(["एक", "दोन"], valid, test)
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("एक\nदोन ".encode() + b"caf\xe9 \xff\n", "line 2: not UTF-8 from byte 14 of the line on"),
+        ("एक\n".encode("utf-16"), "line 1: not UTF-8"),
+        (b"", "There is no sentence in"),
+        (b"\n\n...\n", "There is no sentence in"),
+    ],
+)
+def test_a_file_that_is_no_text_or_empty_is_a_data_error(content, said, tmp_path):
+    (tmp_path / "bad.txt").write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read_sentences([str(tmp_path / "bad.txt")])
+    assert said in str(caught.value) and "bad.txt" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_a_data_error(tmp_path):
+    for path in (tmp_path / "gone.txt", tmp_path):
+        with pytest.raises(DataError, match="cannot be read"):
+            read_sentences([str(path)])
+
+
+# Speaking
+
+
+def test_speech_of_more_than_30_s_is_stopped_and_refused(synthesizer):
+    style = SpeakingStyle("mr", 130)
+    for text in (LONG, LONG * 500):  # the second would be hours
+        with pytest.raises(UnspeakableError, match="longer than 30 s") as caught:
+            synthesizer.speak(text, style)
+        assert caught.value.text == text and len(str(caught.value)) < 200
+    assert synthesizer.speak(WORDS * 5, style)
+
+
+def test_a_students_file_becomes_a_corpus_and_every_line_is_accounted_for(students, tmp_path):
+    report = build_sentence_corpus([students], tmp_path / "corpus")
+    assert report.is_new and (report.blank, report.repeated) == (1, 1)
+    assert [(line.row, line.reason) for line in report.left_out] == [
+        (5, "nothing is left of it after normalisation"),
+        (6, "there is no letter in it"),
+        (7, "its speech is longer than 30 s"),
+        (8, "there is a control character in it"),
+        (12, "nothing is left of it after normalisation"),
+    ]
+    spoken = [utterance for split, _ in SPLITS for utterance in utterances(tmp_path / "corpus", split)]
+    assert sorted(utterance.text for utterance in spoken) == sorted(
+        ["हांव घरा वतां", "Hello world, he Konkani Latin lipint", "आवय शाळेंत गेली", "तूं खंय वता?", "माका १२ जाय"]
+    )
+    assert report.size.train + report.size.valid + report.size.test == len(spoken) == 5
+    assert len(STUDENTS) == len(spoken) + len(report.left_out) + report.blank + report.repeated
+    for utterance in spoken:
+        information = soundfile.info(utterance.audio_path)
+        assert (information.samplerate, information.channels) == (16_000, 1)
+        assert utterance.duration == pytest.approx(information.duration, abs=1e-4) and utterance.duration > 0.5
+    assert not build_sentence_corpus([students], tmp_path / "corpus").is_new
+    again = build_sentence_corpus([students], tmp_path / "corpus")
+    assert (again.size, again.left_out) == (report.size, report.left_out)
+
+
+def test_no_sentence_and_no_voice_is_in_two_splits(synthesizer, tmp_path):
+    path = write_sentences(tmp_path / "s.txt", 40)
+    report = build_sentence_corpus([path], tmp_path / "corpus", valid=4, test=6)
+    assert report.size == CorpusSize(30, 4, 6) and report.left_out == ()
+    for kind in (lambda utterance: normalize_text(utterance.text), lambda utterance: utterance.speaker):
+        values = [{kind(utterance) for utterance in utterances(tmp_path / "corpus", split)} for split, _ in SPLITS]
+        assert sum(map(len, values)) == len(set.union(*values))
+
+
+def test_corpus_json_says_what_it_is_and_the_digest_of_the_sentences(synthesizer, tmp_path):
+    build_sentence_corpus([write_sentences(tmp_path / "s.txt")], tmp_path / "corpus")
+    description = json.loads((tmp_path / "corpus" / "corpus.json").read_text(encoding="utf-8"))
+    assert description["what"] == "synthetic, Marathi voice" and description["name"] == "corpus of sentences"
+    texts = [utterance.text for split, _ in SPLITS for utterance in utterances(tmp_path / "corpus", split)]
+    assert description["sentences"] == hashlib.sha256("".join(f"{text}\n" for text in texts).encode()).hexdigest()
+    assert description["utterances"] == {"train": 10, "valid": 1, "test": 1}
+
+
+def test_two_builds_have_the_same_bytes_and_other_sentences_another_corpus(synthesizer, tmp_path):
+    path = write_sentences(tmp_path / "s.txt")
+    for name in ("one", "two"):
+        assert build_sentence_corpus([path], tmp_path / name).is_new
+    assert file_digests(tmp_path / "one") == file_digests(tmp_path / "two")
+    (tmp_path / "two" / "left_out.jsonl").unlink()
+    assert build_sentence_corpus([path], tmp_path / "two").is_new
+    write_sentences(tmp_path / "s.txt", 13)
+    assert build_sentence_corpus([path], tmp_path / "two").is_new
+    assert len(utterances(tmp_path / "two", "train")) == 11
+
+
+def test_neither_corpus_takes_the_others_place_nor_that_of_anything_else(synthesizer, tmp_path):
+    path, miniature = write_sentences(tmp_path / "s.txt"), CorpusSize(train=4, valid=1, test=2)
+    build_builtin_corpus(tmp_path / "builtin", miniature)
+    build_sentence_corpus([path], tmp_path / "mine")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "kept.txt").write_text("kept")
+    before = file_digests(tmp_path)
+    for name in ("builtin", "other"):
+        with pytest.raises(UsageError, match="The corpus of sentences cannot be put at"):
+            build_sentence_corpus([path], tmp_path / name)
+    with pytest.raises(UsageError, match="The built-in corpus cannot be put at"):
+        build_builtin_corpus(tmp_path / "mine", miniature)
+    assert file_digests(tmp_path) == before
+
+
+def test_a_split_of_which_nothing_can_be_spoken_leaves_nothing(synthesizer, tmp_path):
+    (tmp_path / "mute.txt").write_text("\u093e\n\u0940\n\u0941\n", encoding="utf-8")
+    with pytest.raises(DataError, match="None of the sentences for train can be spoken; the first: there is no letter"):
+        build_sentence_corpus([str(tmp_path / "mute.txt")], tmp_path / "corpus")
+    assert [path.name for path in tmp_path.iterdir()] == ["mute.txt"]
+
+
+def test_a_killed_build_leaves_nothing_half_written(synthesizer, tmp_path):
+    path, directory = write_sentences(tmp_path / "s.txt", 80), tmp_path / "corpus"
+    program = f"from konkanivani.data.sentence_corpus import *; build_sentence_corpus([{path!r}], {str(directory)!r})"
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    try:
+        while not list(tmp_path.glob(".corpus.partial/audio/*.flac")):
+            assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+    assert not directory.exists()
+    assert build_sentence_corpus([path], directory).is_new
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "s.txt"]
+
+
+# The command line
+
+
+def test_from_a_text_file_to_two_steps_of_training(students, tmp_path):
+    more, corpus = write_sentences(tmp_path / "more.txt"), tmp_path / "corpus"
+    done = run_script(SCRIPT, "--sentences", students, more, "--output", str(corpus), "--valid_utterances", "2")
+    assert done.returncode == 0, done.stderr
+    assert "17 utterances written in " in done.stdout and "(synthetic, Marathi voice)" in done.stdout
+    assert "1 blank and 1 repeated lines dropped; 5 lines left out" in done.stdout
+    assert f"{students}, line 7: its speech is longer than 30 s" in done.stdout
+    manifests = ("--train_manifest", str(corpus / "train.jsonl"), "--valid_manifest", str(corpus / "valid.jsonl"))
+    shape = (*TINY_MODEL, "--vocab_size", "200", "--max_steps", "2", "--num_workers", "0")
+    trained = run_trainer(*shape, *manifests, *run_folders(tmp_path))
+    assert trained.returncode == 0, trained.stderr
+    assert json.loads(trained.stdout.splitlines()[-1])["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    "flags, code, said",
+    [
+        (("--sentences",), 2, "--sentences names no file"),
+        (("--sentences", "bad.txt", "--train_utterances", "5"), 2, "--train_utterances does not go with --sentences"),
+        (("--sentences", "few.txt"), 2, "cannot be split"),
+        (("--sentences", "bad.txt"), 3, "bad.txt, line 2: not UTF-8"),
+        (("--sentences", "gone.txt"), 3, "gone.txt cannot be read"),
+    ],
+)
+def test_what_cannot_work_ends_with_one_sentence_and_its_exit_code(flags, code, said, tmp_path):
+    (tmp_path / "bad.txt").write_bytes("एक\n".encode() + b"\xff\n")
+    (tmp_path / "few.txt").write_text("एक\nदोन\n", encoding="utf-8")
+    done = run_script(SCRIPT, *flags, cwd=tmp_path)
+    assert done.returncode == code and said in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.txt", "few.txt"]
