@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -115,18 +116,32 @@ def largest_size(seconds: float, limits: tuple[SizeLimit, ...]) -> int:
     return next((limit.utterances for limit in limits if seconds <= limit.seconds), 1)
 
 
+def cut_sizes(seconds: Sequence[float], limits: tuple[SizeLimit, ...]) -> list[int]:
+    """How many go into each micro-batch of a window, shortest utterances first; `seconds` and `limits` ascend."""
+    sizes: list[int] = []
+    for longest in seconds:
+        if sizes and sizes[-1] < largest_size(longest, limits):
+            sizes[-1] += 1
+        else:
+            sizes.append(1)
+    return sizes
+
+
+def padded_seconds(seconds: np.ndarray, limits: tuple[SizeLimit, ...]) -> float:
+    """Seconds of audio and padding of a window (N,) that is cut by these limits."""
+    ordered = np.sort(seconds)
+    sizes = np.array(cut_sizes(ordered.tolist(), limits))
+    return float((ordered[np.cumsum(sizes) - 1] * sizes).sum())
+
+
 def cut_window(speeches: list[Speech], limits: tuple[SizeLimit, ...], start: int, end: int) -> Window:
     """The window in micro-batches of utterances of like length, each as large as its longest one allows.
 
     `limits` ascend in seconds. The shortest utterances come first; the last micro-batch may be smaller.
     """
-    pieces: list[list[Speech]] = []
-    for speech in sorted(speeches, key=lambda speech: (len(speech.waveform), speech.utterance_id)):
-        if pieces and len(pieces[-1]) < largest_size(speech.seconds, limits):
-            pieces[-1].append(speech)
-        else:
-            pieces.append([speech])
-    micro_batches = tuple(collate(piece, start, end) for piece in pieces)
+    rest = iter(sorted(speeches, key=lambda speech: (len(speech.waveform), speech.utterance_id)))
+    sizes = cut_sizes(sorted(speech.seconds for speech in speeches), limits)
+    micro_batches = tuple(collate(list(islice(rest, size)), start, end) for size in sizes)
     samples = sum(len(speech.waveform) for speech in speeches)
     padded = sum(batch.waveforms.numel() for batch in micro_batches)
     return Window(

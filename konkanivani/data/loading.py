@@ -150,13 +150,13 @@ class WindowStream:
     def from_cursor(self, cursor: Cursor) -> Iterator[tuple[Window, Cursor]]:
         """Endless. Closing the generator ends the workers. A window of which nothing can be read is passed over."""
         fetcher = _Fetcher(self.speech, self.limits, self.loader.workers)
-        with closing(_load(fetcher, self._planned(cursor), self.loader)) as loaded:
+        with closing(_load(fetcher, self.planned(cursor), self.loader)) as loaded:
             for found, behind in zip(loaded, self.planner.cursors_behind(cursor), strict=False):
                 self.rejections.add(found.rejections)
                 if found.value is not None:
                     yield found.value, behind
 
-    def _planned(self, cursor: Cursor) -> Iterator[list[tuple[int, int]]]:
+    def planned(self, cursor: Cursor) -> Iterator[list[tuple[int, int]]]:
         """The keys of each window from the cursor on; the loader runs ahead of the loop."""
         epoch, consumed = cursor.epoch, cursor.window
         while True:

@@ -1,0 +1,167 @@
+"""A manifest of very many rows: its index, its token counts, its opening, its epochs."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from konkanivani.config import DataConfig, TextConfig
+from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit, padded_seconds
+from konkanivani.data.builtin_corpus import interleave_sentences, read_patterns
+from konkanivani.data.checking import check_utterances, training_limits
+from konkanivani.data.loading import LoaderConfig, TrainingSpeech, WindowStream
+from konkanivani.data.manifest import read_manifest
+from konkanivani.data.rejections import Rejections
+from konkanivani.data.token_counts import count_tokens
+from konkanivani.memory.monitor import peak_resident_mib, resident_mib
+from konkanivani.recipe import texts_of
+from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
+
+SHARD_ROWS, MEMBER_BYTES = 1000, 40_960
+MEDIAN_SECONDS, SPREAD, SHORTEST, LONGEST = 5.0, 0.6, 1.0, 20.0  # lognormal
+WORDS_PER_SECOND = 2.0
+MICRO_BATCH_SECONDS = 40.0
+WINDOW_SIZE, SEED = 32, 1234
+PADDING_WINDOWS = 5000
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What opening it a second time took: seconds, and MiB that the process grew by, at the end and at most."""
+
+    open_s: float
+    check_s: float
+    plan_s: float
+    start_s: float
+    middle_s: float
+    resident_mib: float
+    peak_mib: float
+    padding_share: float
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What was measured; seconds, and `opening` in a process of its own."""
+
+    rows: int
+    manifest_gib: float
+    index_s: float
+    tokens_s: float
+    opening: Opening
+
+    def sentence(self) -> str:
+        """The result for a person."""
+        opening = self.opening
+        return (
+            f"{self.rows} rows, {self.manifest_gib:.2f} GiB: indexed in {self.index_s:.1f} s, tokens counted in "
+            f"{self.tokens_s:.1f} s, both once. Then opened in {opening.open_s:.2f} s, checked in "
+            f"{opening.check_s:.2f} s, an epoch planned in {opening.plan_s:.2f} s; the first window's rows after "
+            f"{opening.start_s:.2f} s, from the middle of the epoch after {opening.middle_s:.2f} s; resident "
+            f"+{opening.resident_mib:.0f} MiB, at most +{opening.peak_mib:.0f} MiB; padding {opening.padding_share:.1%}"
+        )
+
+
+def measure(rows: int, folder: Path) -> Scale:
+    """Writes the manifest where it is not there yet, measures, and leaves it and its index behind."""
+    manifest = folder / f"{rows}.jsonl"
+    if not manifest.exists():
+        write_rows(manifest, rows)
+    index_s, found = timed(lambda: read_manifest(manifest))
+    tokenizer = train_tokenizer(
+        [normalize_text(text) for text in texts_of(found)], TextConfig().tokenizer_type, TextConfig().vocab_size
+    )
+    (folder / "tokenizer.model").write_bytes(tokenizer.model)
+    tokens_s, _ = timed(lambda: count_tokens(found, tokenizer, "keep"))
+    again = subprocess.run(
+        [sys.executable, "-m", "benchmarks.measuring.many_rows", str(manifest), str(folder / "tokenizer.model")],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    opening = Opening(**json.loads(again.stdout.splitlines()[-1]))
+    return Scale(rows, round(manifest.stat().st_size / 2**30, 2), round(index_s, 2), round(tokens_s, 2), opening)
+
+
+def write_rows(manifest: Path, rows: int) -> None:
+    """Rows of shards that exist and hold nothing: 1 to 20 s, lognormal, sentences of the built-in patterns joined."""
+    generator = np.random.default_rng(SEED)
+    seconds = np.clip(generator.lognormal(np.log(MEDIAN_SECONDS), SPREAD, rows), SHORTEST, LONGEST).round(3)
+    book = read_patterns()
+    words = " ".join(interleave_sentences(book.seen, book.slots, 1000)).split()
+    begins = generator.integers(0, len(words) - int(LONGEST * WORDS_PER_SECOND), rows)
+    partial = manifest.with_suffix(".partial")
+    with open(partial, "w", encoding="utf-8") as file:
+        for row, (duration, begin) in enumerate(zip(seconds.tolist(), begins.tolist(), strict=True)):
+            shard, member = divmod(row, SHARD_ROWS)
+            if member == 0:
+                (manifest.parent / f"shard_{shard:05}.tar").touch()
+            text = " ".join(words[begin : begin + max(1, int(duration * WORDS_PER_SECOND))])
+            file.write(
+                f'{{"audio_filepath": "shard_{shard:05}.tar", "byte_offset": {512 + member * MEMBER_BYTES}, '
+                f'"byte_count": {MEMBER_BYTES - 512}, "duration": {duration}, "text": "{text}", '
+                f'"speaker": "s{row % 4000}"}}\n'
+            )
+    partial.rename(manifest)
+
+
+def timed(action: Callable[[], Result]) -> tuple[float, Result]:
+    """Seconds, and what the action gives."""
+    started = time.perf_counter()
+    result = action()
+    return time.perf_counter() - started, result
+
+
+def open_again(manifest: str, tokenizer: Tokenizer) -> Opening:
+    """Opens the manifest as a run does, plans an epoch, and takes the keys of windows at its start and its middle."""
+    limits = training_limits(DataConfig(), speeds=(1.0,))
+    before = resident_mib()
+    open_s, found = timed(lambda: read_manifest(manifest))
+    check_s, (kept, _) = timed(lambda: check_utterances(found, tokenizer, limits, "keep"))
+    planner = EpochPlanner(kept.durations, WINDOW_SIZE, SEED)
+    plan_s, plan = timed(lambda: planner.plan_epoch(0))
+    share = padding_share(
+        planner, [plan[number] for number in range(0, len(plan), max(1, len(plan) // PADDING_WINDOWS))]
+    )
+    del plan
+    speech = TrainingSpeech(kept, tokenizer, (1.0,), SEED, manifest)
+    loader = LoaderConfig(workers=0, timeout=60.0, pin_memory=False)
+    stream = WindowStream(speech, planner, (), loader, Rejections(None, most=1.0))
+    start_s, _ = timed(lambda: first_ids(stream, Cursor(0, 0)))
+    middle_s, _ = timed(lambda: first_ids(stream, Cursor(0, planner.windows_per_epoch() // 2)))
+    return Opening(
+        open_s=round(open_s, 3),
+        check_s=round(check_s, 3),
+        plan_s=round(plan_s, 3),
+        start_s=round(start_s, 3),
+        middle_s=round(middle_s, 3),
+        resident_mib=round(resident_mib() - before, 1),
+        peak_mib=round(peak_resident_mib() - before, 1),
+        padding_share=round(share, 4),
+    )
+
+
+def first_ids(stream: WindowStream, cursor: Cursor) -> list[str]:
+    """The ids of the first window from the cursor on: its rows are read, its audio is not."""
+    keys = next(stream.planned(cursor))
+    return [stream.speech.utterances[index].id for _, index in keys]
+
+
+def padding_share(planner: EpochPlanner, windows: list[np.ndarray]) -> float:
+    """Padding in these windows, cut into micro-batches of at most MICRO_BATCH_SECONDS, padding included."""
+    tenths = [tenth / 10 for tenth in range(10, int(10 * LONGEST) + 1)]
+    limits = tuple(SizeLimit(seconds, int(MICRO_BATCH_SECONDS / seconds)) for seconds in tenths)
+    seconds = [planner.durations[window] for window in windows]
+    return 1 - sum(part.sum() for part in seconds) / sum(padded_seconds(part, limits) for part in seconds)
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(open_again(sys.argv[1], Tokenizer(Path(sys.argv[2]).read_bytes())))))
