@@ -36,9 +36,12 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step. Losses are per token; `seconds` is the step's wall time; `scale` is 1.0 without a scaler;
-    `splits` counts how often it ran out of memory and was begun again in smaller pieces. The periodic clearing of the
-    cache on CUDA: how often in this step, and the seconds spent in it; None on a CPU."""
+    """One optimizer step. Losses are per token; `scale` is 1.0 without a scaler.
+
+    `seconds` is the step's wall time, `waiting_seconds` what of it passed until its data was there. `splits` counts how
+    often it ran out of memory and was begun again in smaller pieces. The periodic clearing of the cache on CUDA: how
+    often in this step, and the seconds spent in it; None on a CPU.
+    """
 
     step: int
     epoch: int
@@ -56,6 +59,7 @@ class StepRecord:
     utterances: int | None = tagged("data/utterances")
     seconds: float | None = tagged("speed/step_seconds")
     splits: int | None = tagged("memory/splits")
+    waiting_seconds: float | None = tagged("speed/waiting_for_data_seconds", default=None)
     cache_clearings: int | None = tagged("memory/cache_clearings", default=None)
     cache_clearing_seconds: float | None = tagged("memory/cache_clearing_seconds", default=None)
     memory: tuple[PhaseMemory, ...] = ()

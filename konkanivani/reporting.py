@@ -91,6 +91,7 @@ def summary_line(run: Run, test: Evaluation | None, checkpoint: str, tensorboard
         "epochs": run.state.epochs_finished,
         "best_valid_score": run.state.best_score if run.validation else None,
         "audio_seconds_per_second": run.progress.audio_seconds_per_second(),
+        "waiting_for_data_share": run.progress.waiting_share(),
         "peak_memory_mib": run.step.forward.monitor.overall_peak_mib(),
         "memory_splits": run.state.splits,
         "allocator_retries": allocator_retries(run.step.forward.monitor.report_run()),

@@ -172,7 +172,10 @@ def test_nothing_is_cleared_or_waited_for_on_a_cpu_or_without_an_interval(alloca
 
 def run_with(monitor: MemoryMonitor, splits: int = 0) -> SimpleNamespace:
     """As much of a run as the table and the summary ask for."""
-    forward, progress = SimpleNamespace(monitor=monitor), SimpleNamespace(audio_seconds_per_second=lambda: 1.0)
+    forward, progress = (
+        SimpleNamespace(monitor=monitor),
+        SimpleNamespace(audio_seconds_per_second=lambda: 1.0, waiting_share=lambda: 0.0),
+    )
     step = SimpleNamespace(forward=forward)
     return SimpleNamespace(state=TrainState(splits=splits), step=step, validation=None, progress=progress)
 

@@ -33,7 +33,7 @@ def train(run: Run) -> None:
             if run.is_finished():
                 break
             with steps_kept(saver):
-                window, cursor = next(windows)
+                window, cursor = run.progress.wait_for_next(windows)
                 report = train_step(run.step, window, state.step, run.interruption.is_requested)
             if report is None:
                 saver.save(is_final=True)
@@ -107,6 +107,7 @@ def log_step(run: Run, window: Window, report: StepReport) -> None:
         tokens=window.tokens,
         utterances=window.utterances,
         seconds=seconds,
+        waiting_seconds=run.progress.last_wait,
         splits=report.splits,
         cache_clearings=clearing.count if clearing else None,
         cache_clearing_seconds=clearing.seconds if clearing else None,

@@ -2,10 +2,14 @@
 
 import sys
 import time
+from collections.abc import Iterator
+from typing import TypeVar
 
 from tqdm import tqdm
 
 from konkanivani.training.step import StepReport
+
+Item = TypeVar("Item")
 
 
 class Progress:
@@ -20,7 +24,8 @@ class Progress:
             dynamic_ncols=True,
             mininterval=0.5 if sys.stderr.isatty() else 60.0,
         )
-        self._audio_seconds = self._seconds = 0.0
+        self._audio_seconds = self._seconds = self._waited = 0.0
+        self.last_wait = 0.0
         self._last = time.perf_counter()
 
     def lap(self) -> float:
@@ -29,10 +34,18 @@ class Progress:
         seconds, self._last = now - self._last, now
         return seconds
 
+    def wait_for_next(self, windows: Iterator[Item]) -> Item:
+        """The next window, the seconds until it is there counted as waiting for data."""
+        started = time.perf_counter()
+        item = next(windows)
+        self.last_wait = time.perf_counter() - started
+        return item
+
     def show(self, report: StepReport, audio_seconds: float, seconds: float, peak_mib: float) -> None:
         """Moves the bar on by one window of `audio_seconds` that took `seconds`."""
         self._audio_seconds += audio_seconds
         self._seconds += seconds
+        self._waited += self.last_wait
         postfix = f"loss {report.loss:.3f}, {audio_seconds / seconds:.0f} audio s/s, {peak_mib:.0f} MiB"
         self._bar.set_postfix_str(postfix, refresh=False)
         self._bar.update(0 if report.is_skipped else 1)
@@ -40,6 +53,10 @@ class Progress:
     def audio_seconds_per_second(self) -> float:
         """Over all windows shown so far; 0 before the first."""
         return self._audio_seconds / self._seconds if self._seconds else 0.0
+
+    def waiting_share(self) -> float:
+        """The share of that time in which no data was there to train on; 0 before the first window."""
+        return self._waited / self._seconds if self._seconds else 0.0
 
     def close(self) -> None:
         """Leaves the bar as it stands."""

@@ -1,0 +1,59 @@
+"""Audio files to batches of waveforms on one core: seconds of audio a second."""
+
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+
+from konkanivani.data.batching import Cursor, EpochPlanner, same_size
+from konkanivani.data.loading import LoaderConfig, TrainingSpeech, WindowStream
+from konkanivani.data.manifest import read_manifest
+from konkanivani.data.rejections import Rejections
+from konkanivani.text import normalize_text, train_tokenizer
+
+WINDOW_SIZE, MICRO_BATCH, SEED = 8, 2, 1234
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What was read: utterances and seconds of audio, and seconds of audio a second of one core, and of the clock."""
+
+    manifest: str
+    speeds: tuple[float, ...]
+    utterances: int
+    audio_s: float
+    audio_s_per_core_s: float
+    audio_s_per_s: float
+
+    def sentence(self) -> str:
+        """The result for a person."""
+        return (
+            f"{self.utterances} utterances, {self.audio_s:.0f} s of audio at speeds {self.speeds}: "
+            f"{self.audio_s_per_core_s:.0f} audio s a second of one core ({self.audio_s_per_s:.0f} by the clock)"
+        )
+
+
+def measure(manifest: str, utterances: int, speeds: tuple[float, ...]) -> Loading:
+    """Reads them twice, the second time against the clock."""
+    torch.set_num_threads(1)
+    rows = list(islice(read_manifest(manifest), utterances))
+    rows = [row for row in rows if normalize_text(row.text)]
+    tokenizer = train_tokenizer([normalize_text(row.text) for row in rows], "char", 10_000)
+    speech = TrainingSpeech(rows, tokenizer, speeds, SEED, manifest)
+    planner = EpochPlanner(np.array([row.duration for row in rows]), WINDOW_SIZE, SEED)
+    loader = LoaderConfig(workers=0, timeout=60.0, pin_memory=False)
+    stream = WindowStream(speech, planner, same_size(MICRO_BATCH), loader, Rejections(None, most=1.0))
+    count = planner.windows_per_epoch()
+    with closing(stream.from_cursor(Cursor(0, 0))) as windows:
+        for _ in islice(windows, count):
+            pass
+        began, used = time.perf_counter(), time.process_time()
+        for _ in islice(windows, count):
+            pass
+        seconds, core_seconds = time.perf_counter() - began, time.process_time() - used
+    audio = float(planner.durations.sum())
+    rates = round(audio / core_seconds, 1), round(audio / seconds, 1)
+    return Loading(manifest, speeds, len(rows), round(audio, 1), *rates)
