@@ -14,17 +14,21 @@ from konkanivani.text import normalize_text
 
 @dataclass(frozen=True)
 class Selection(Sequence[Utterance]):
-    """The manifest's utterances at `places` (N,), each read when it is asked for; `counts` are the whole manifest's."""
+    """The manifest's utterances at `places` (N,), each read when it is asked for; `counts` are the whole manifest's.
+
+    Where it is all of them in their order (`is_whole`), nothing is copied.
+    """
 
     manifest: Manifest
     places: np.ndarray
     counts: TokenCounts
     digits: Digits
+    is_whole: bool = False
 
     @property
     def durations(self) -> np.ndarray:
         """(N,) float64 seconds."""
-        return self.manifest.durations[self.places]
+        return self.manifest.durations if self.is_whole else self.manifest.durations[self.places]
 
     @property
     def tokens(self) -> np.ndarray:
@@ -40,4 +44,4 @@ class Selection(Sequence[Utterance]):
 
     def part(self, numbers: np.ndarray) -> "Selection":
         """These of its utterances."""
-        return dataclasses.replace(self, places=self.places[numbers])
+        return dataclasses.replace(self, places=self.places[numbers], is_whole=False)

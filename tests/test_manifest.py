@@ -1,0 +1,193 @@
+"""The index of a manifest, the token counts beside it, and what is chosen by them: the same as reading every row."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from konkanivani.data import index, token_counts
+from konkanivani.data.batching import SizeLimit, cut_sizes, padded_seconds
+from konkanivani.data.checking import Limits, check_utterances, encoder_frames, encoder_frames_of, reason_to_reject
+from konkanivani.data.index import MISSING, open_index
+from konkanivani.data.manifest import Manifest, read_manifest
+from konkanivani.data.token_counts import count_tokens
+from konkanivani.lengths import ctc_frames_needed
+from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
+
+WORDS = ("एक", "दोन", "तीन", "चार", "पांच", "सात", "आठ", "णव")
+
+
+@pytest.fixture
+def kept_beside(monkeypatch):
+    """Every manifest counts as large, and a block is a few rows."""
+    monkeypatch.setattr(index, "SMALL_BYTES", 0)
+    monkeypatch.setattr(index, "BLOCK_BYTES", 700)
+    monkeypatch.setattr(token_counts, "FEW_ROWS", 0)
+    monkeypatch.setattr(token_counts, "BLOCK_ROWS", 7)
+
+
+def write_rows(folder: Path, rows: int = 40) -> Path:
+    """A manifest whose rows 5 and 12 are broken, with blank lines and Windows line ends between."""
+    generator = np.random.default_rng(0)
+    lines = []
+    for row in range(1, rows + 1):
+        text = " ".join(generator.choice(WORDS, 1 + row % 9))
+        name = "gone.flac" if row == 12 else "a.flac"
+        lines.append(json.dumps({"audio_filepath": name, "duration": 1 + row / 8, "text": text}, ensure_ascii=False))
+    (folder / "a.flac").touch()
+    lines[4] = '{"audio_filepath": "a.flac"'
+    path = folder / "train.jsonl"
+    path.write_bytes("\r\n".join(lines[:20] + ["", " "] + lines[20:]).encode())
+    return path
+
+
+def plainly_read(path: Path) -> list[tuple[int, float, str]]:
+    """Row, duration and text of every sound row."""
+    found = []
+    for row, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if line.strip() and line.strip().endswith("}") and "gone" not in line:
+            fields = json.loads(line)
+            found.append((row, fields["duration"], fields["text"]))
+    return found
+
+
+def as_rows(manifest: Manifest) -> list[tuple[int, float, str]]:
+    return [(utterance.row, utterance.duration, utterance.text) for utterance in manifest]
+
+
+def test_rows_come_from_the_index_as_from_reading_the_file(kept_beside, tmp_path):
+    path = write_rows(tmp_path)
+    for manifest in (read_manifest(path), read_manifest(path)):  # made, then opened
+        assert as_rows(manifest) == plainly_read(path) and len(manifest) == 38
+        assert [manifest[place].row for place in (0, 4, 37, -1)] == [1, 6, 42, 42]
+        assert manifest.durations.tolist() == [duration for _, duration, _ in plainly_read(path)]
+        assert [(row.row, row.is_missing) for row in manifest.broken] == [(5, False), (12, True)]
+        assert manifest.broken[1].reason == MISSING
+    assert isinstance(manifest.durations, np.memmap)
+    with pytest.raises(IndexError):
+        manifest[38]
+
+
+def test_in_memory_it_is_the_same_and_nothing_is_left_beside_the_file(tmp_path):
+    path = write_rows(tmp_path)
+    manifest = read_manifest(path)
+    assert as_rows(manifest) == plainly_read(path) and manifest.index.folder is None
+    assert sorted(os.listdir(tmp_path)) == ["a.flac", "train.jsonl"]
+
+
+def test_another_process_reads_the_same_rows(kept_beside, tmp_path):
+    manifest = read_manifest(write_rows(tmp_path))
+    there = pickle.dumps(manifest)
+    assert len(there) < 1000  # the path, not the rows
+    assert as_rows(pickle.loads(there)) == as_rows(manifest)  # noqa: S301
+
+
+def test_a_manifest_that_changed_is_indexed_again(kept_beside, tmp_path):
+    path = write_rows(tmp_path)
+    read_manifest(path)
+    with open(path, "ab") as file:
+        file.write(b'\n{"audio_filepath": "a.flac", "duration": 9, "text": "new"}\n')
+    assert read_manifest(path)[-1].text == "new"
+
+
+def test_an_index_is_not_made_twice_and_a_damaged_one_is_made_again(kept_beside, tmp_path, monkeypatch):
+    path = write_rows(tmp_path)
+    before = as_rows(read_manifest(path))
+    with monkeypatch.context() as patched:
+        patched.setattr(index, "_scan", None)  # would be called
+        assert as_rows(read_manifest(path)) == before
+    for name in ("index.json", "starts", "broken.jsonl"):
+        (tmp_path / "train.jsonl.index" / name).unlink()
+        assert as_rows(read_manifest(path)) == before
+    (tmp_path / "train.jsonl.index" / "starts").write_bytes(b"cut")
+    assert as_rows(read_manifest(path)) == before
+
+
+def test_a_missing_file_that_is_there_now_is_taken_up(kept_beside, tmp_path):
+    path = write_rows(tmp_path)
+    assert len(read_manifest(path).broken) == 2
+    (tmp_path / "gone.flac").touch()
+    assert [row.row for row in read_manifest(path).broken] == [5]
+
+
+def test_where_nothing_can_be_written_the_index_is_made_each_time(kept_beside, tmp_path, monkeypatch, capsys):
+    path = write_rows(tmp_path)
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
+    assert as_rows(read_manifest(path)) == plainly_read(path)
+    assert "Read-only file system" in capsys.readouterr().out
+    assert sorted(os.listdir(tmp_path)) == ["a.flac", "train.jsonl"]
+
+
+def test_a_half_made_index_is_no_index(kept_beside, tmp_path, monkeypatch):
+    path = write_rows(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            open_index(path)
+    assert not (tmp_path / "train.jsonl.index").exists()
+    assert as_rows(read_manifest(path)) == plainly_read(path)
+    assert not (tmp_path / "train.jsonl.index.partial").exists()
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(WORDS, "char", 100)
+
+
+def test_tokens_are_counted_as_encoding_each_row_does_once_for_each_tokenizer(
+    kept_beside, tmp_path, tokenizer, monkeypatch
+):
+    manifest = read_manifest(write_rows(tmp_path))
+    encoded = [tokenizer.encode(normalize_text(utterance.text)) for utterance in manifest]
+    for _ in range(2):
+        counts = count_tokens(manifest, tokenizer, "keep")
+        assert counts.tokens.tolist() == [len(tokens) for tokens in encoded]
+        assert counts.frames_needed.tolist() == [ctc_frames_needed(tokens) for tokens in encoded]
+        monkeypatch.setattr(token_counts, "_count", None)  # would be called
+    with pytest.raises(TypeError):
+        count_tokens(manifest, train_tokenizer([*WORDS, "शून्य"], "char", 100), "keep")
+    with pytest.raises(TypeError):
+        count_tokens(manifest, tokenizer, "spell")
+
+
+def test_what_is_chosen_by_the_counts_is_what_each_row_says_for_itself(tmp_path, tokenizer):
+    manifest, limits = read_manifest(write_rows(tmp_path)), Limits(1.3, 5.0, 20, 1.1)
+    kept, left_out = check_utterances(manifest, tokenizer, limits, "keep")
+    reasons = {u.row: reason_to_reject(u, tokenizer.encode(normalize_text(u.text)), limits) for u in manifest}
+    assert [utterance.row for utterance in kept] == [row for row, reason in reasons.items() if reason is None]
+    assert {r.row: r.reason for r in left_out} == {row: reason for row, reason in reasons.items() if reason}
+    assert len(kept) > 5 and len({reason.split()[1] for reason in reasons.values() if reason}) > 1
+    assert kept.durations.tolist() == [utterance.duration for utterance in kept]
+    assert kept.part(np.array([2, 0]))[0].row == kept[2].row
+    whole, _ = check_utterances(manifest, tokenizer, Limits(0.0, 100.0, 1000, 1.0), "keep")
+    assert len(whole) == len(manifest)
+    backwards = whole.part(np.arange(len(whole))[::-1])
+    assert backwards.durations.tolist() == whole.durations.tolist()[::-1] == manifest.durations.tolist()[::-1]
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 4000), min_size=1, max_size=20), st.sampled_from([0.5, 0.9, 1.0, 1.1, 1.37, 2.0]))
+def test_encoder_frames_of_many_are_those_of_each(durations, speed):
+    found = encoder_frames_of(np.array(durations), speed)
+    assert found.tolist() == [encoder_frames(duration, speed) for duration in durations]
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.5, 20), min_size=1, max_size=40))
+def test_a_window_is_cut_by_its_limits_and_its_padding_counted(seconds):
+    limits = (SizeLimit(2.0, 8), SizeLimit(5.0, 4), SizeLimit(11.0, 2))
+    ordered = sorted(seconds)
+    sizes, first, padded = cut_sizes(ordered, limits), 0, 0.0
+    assert sum(sizes) == len(seconds)
+    for size in sizes:
+        longest = ordered[first + size - 1]
+        allowed = next((limit.utterances for limit in limits if longest <= limit.seconds), 1)
+        assert 1 <= size <= allowed
+        first, padded = first + size, padded + size * longest
+    assert padded_seconds(np.array(seconds), limits) == pytest.approx(padded)
+    assert padded >= sum(seconds) * (1 - 1e-12)
