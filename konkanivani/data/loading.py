@@ -234,7 +234,8 @@ def _next(iterator: Iterator[Loaded], fetcher: _Fetcher, loader: LoaderConfig) -
                 continue
             numbers = [number for number in fetcher.being_read.tolist() if number >= 0]
             reading = ", ".join(fetcher.speech.utterances[number].id for number in numbers)
-            reason = f"nothing came for {loader.timeout:g} s" if is_late else str(error).splitlines()[0].rstrip(".")
+            reason = str(error).splitlines()[0].rstrip(".") if isinstance(error, RuntimeError) else "a worker has died"
+            reason = f"nothing came for {loader.timeout:g} s" if is_late else reason
         raise ResourceError(
             f"The audio workers failed{f' while they were reading {reading}' if reading else ''}: {reason}. "
             "Try --num_workers 0 to see what is wrong with it, or a longer --loader_timeout."
