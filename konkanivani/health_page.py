@@ -9,7 +9,7 @@ from konkanivani.data.examples import Example, Listed, Tally
 from konkanivani.data.findings import Diagnosis, Finding, count, short_name
 from konkanivani.data.health import Crossing, PartHealth
 from konkanivani.data.recordings import SoundHealth
-from konkanivani.health_text import changed_words, code_points, speaker_levels
+from konkanivani.health_text import changed_words, code_points, duration_words, speaker_levels, vocabulary_words
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #faf9f6; --card: #ffffff; --ink: #1c1d20; --soft: #5b5f66;
@@ -117,8 +117,8 @@ def _tile(title: str, value: str, more: str = "") -> str:
 def _tiles(part: PartHealth) -> Iterator[str]:
     speakers, sound, epoch = part.speakers, part.sound, part.epoch
     yield _tile("utterances", f"{part.utterances:,}", f"{part.usable:,} can be used")
-    yield _tile("speech", _duration(part.hours), f"{_duration(part.usable_hours)} can be used")
-    most = f"median {_duration(speakers.median_hours)}; {100 * speakers.largest_share:.0f} % is {speakers.largest}"
+    yield _tile("speech", duration_words(part.hours), f"{duration_words(part.usable_hours)} can be used")
+    most = f"median {duration_words(speakers.median_hours)}; {100 * speakers.largest_share:.0f} % is {speakers.largest}"
     yield _tile("speakers", f"{speakers.count:,}", most if speakers.count else "no row names one")
     yield _tile("sentences", f"{part.sentences:,}", f"different ones; {part.words:,} words")
     yield _tile("files", _tallied(part.formats))
@@ -211,11 +211,10 @@ def _crossings(crossings: tuple[Crossing, ...]) -> str:
 
 
 def _text(text: CharacterHealth, diagnosis: Diagnosis) -> str:
-    tokens = f"{diagnosis.vocabulary:,}" if diagnosis.vocabulary else "none"
     tiles = (
         _tile("script", text.script.capitalize() or "none", "of most letters"),
         _tile("characters", f"{text.different:,}", f"{text.letters:,} after normalisation"),
-        _tile("vocabulary", tokens, f"{diagnosis.tokenizer_type} tokens"),
+        _tile("vocabulary", f"{diagnosis.vocabulary:,}", vocabulary_words(diagnosis)),
         _tile("texts that normalisation changes", f"{text.changes.texts:,}", changed_words(text)),
     )
     marked = [character for character in text.inventory if character.marks]
@@ -264,7 +263,3 @@ def _tallied(counted: tuple[Tally, ...], unit: str = "") -> str:
     if len(counted) == 1:
         return f"{counted[0].name}{unit}"
     return ", ".join(f"{tally.name}{unit} ({tally.count:,})" for tally in counted) or "none"
-
-
-def _duration(hours: float) -> str:
-    return f"{hours:.2f} h" if hours >= 1 else f"{60 * hours:.1f} min"

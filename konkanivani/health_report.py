@@ -34,7 +34,8 @@ def diagnose(manifests: tuple[str, ...], config: TrainConfig, audio_utterances: 
     health = judge_corpus(parts, Question(config, tokenizer, audio_utterances))
     findings = find_all(health, tuple(refusals), config, most_rejected)
     verdict = reach_verdict(health, findings)
-    return Diagnosis(health, findings, verdict, tokenizer.size if tokenizer else 0, config.text.tokenizer_type)
+    size = tokenizer.size if tokenizer else 0
+    return Diagnosis(health, findings, verdict, size, config.text.vocab_size, config.text.tokenizer_type)
 
 
 def build_tokenizer(part: Part, config: TrainConfig) -> Tokenizer:

@@ -23,13 +23,30 @@ def health_lines(diagnosis: Diagnosis) -> str:
     if health.crossings:
         lines += ["Between the manifests", *("  " + line for c in health.crossings for line in _crossing_lines(c)), ""]
     if health.parts:
-        size = f"{diagnosis.vocabulary} {diagnosis.tokenizer_type} tokens" if diagnosis.vocabulary else "no vocabulary"
-        lines += [f"Text: {size}", *("  " + line for line in _character_lines(health.characters)), ""]
+        lines += [
+            f"Text: {vocabulary_words(diagnosis)}",
+            *("  " + line for line in _character_lines(health.characters)),
+            "",
+        ]
     lines += ["Findings" if diagnosis.findings else "No findings"]
     for finding in diagnosis.findings:
         remedy = f"\n           {finding.remedy}" if finding.remedy else ""
         lines.append(f"  {finding.severity:8} {finding.sentence}{remedy}")
     return "\n".join([*lines, "", diagnosis.verdict.sentence])
+
+
+def vocabulary_words(diagnosis: Diagnosis) -> str:
+    """The vocabulary's size, and the one asked for where the text allows no more."""
+    if not diagnosis.vocabulary:
+        return "no vocabulary"
+    size = f"{diagnosis.vocabulary:,} {diagnosis.tokenizer_type} tokens"
+    is_less = diagnosis.vocabulary < diagnosis.vocabulary_asked
+    return size + (f", all that it allows of --vocab_size {diagnosis.vocabulary_asked}" if is_less else "")
+
+
+def duration_words(hours: float) -> str:
+    """Hours, or minutes where it is less than one."""
+    return f"{hours:.2f} h" if hours >= 1 else f"{60 * hours:.1f} min"
 
 
 def _row(title: str, text: str) -> str:
@@ -44,11 +61,10 @@ def speaker_levels(sound: SoundHealth) -> str:
 def _part_lines(part: PartHealth) -> Iterator[str]:
     speakers = part.speakers
     yield _row("role", "trained on" if part.is_training else "validated or tested on")
-    yield _row(
-        "utterances", f"{part.utterances:,} in {part.hours:.2f} h; usable {part.usable:,} in {part.usable_hours:.2f} h"
-    )
+    usable = f"usable {part.usable:,} in {duration_words(part.usable_hours)}"
+    yield _row("utterances", f"{part.utterances:,} in {duration_words(part.hours)}; {usable}")
     yield _row("words", f"{part.words:,} in {part.sentences:,} different sentences")
-    named = f"{speakers.count}, median {60 * speakers.median_hours:.1f} min; {speakers.largest} has "
+    named = f"{speakers.count}, median {duration_words(speakers.median_hours)}; {speakers.largest} has "
     share = f"{100 * speakers.largest_share:.0f} %" + (
         f"; {speakers.unnamed} rows name none" if speakers.unnamed else ""
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MOST_BINS = 24
+FEWEST_BINS, MOST_BINS = 6, 24
 ROUND_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
@@ -62,6 +62,8 @@ def _bins(values: np.ndarray) -> tuple[float, float, int]:
     if 0 <= low < 0.4 * high:
         low = 0.0
     span = high - low if high - low > 1e-9 * max(1.0, abs(high)) else max(abs(high) * 0.1, 0.1)
-    width = round_step(span, MOST_BINS - 1)
+    # Rice's rule: twice the cube root; more bins than that show chance.
+    wanted = min(MOST_BINS, max(FEWEST_BINS, round(2 * len(values) ** (1 / 3))))
+    width = round_step(span, wanted - 1)
     first = math.floor(low / width + 1e-9)
     return first * width, width, math.floor(high / width + 1e-9) - first + 1

@@ -50,6 +50,7 @@ class Diagnosis:
     findings: tuple[Finding, ...]
     verdict: Verdict
     vocabulary: int
+    vocabulary_asked: int
     tokenizer_type: str
 
 
@@ -360,16 +361,20 @@ def _of_characters(text: CharacterHealth, config: TrainConfig) -> Iterator[Findi
 def _of_marked_characters(text: CharacterHealth) -> Iterator[Finding]:
     script = text.script.capitalize()
     checks = (
-        ("foreign script", f"letters are not {script}", "Write them in the script of the rest, or take them out."),
-        ("control or bidi", "characters are invisible controls", "Remove them at their source."),
-        ("rare", f"characters are seen fewer than {RARE} times", "Often a slip of the pen, and never learnt: look."),
+        (
+            "foreign script",
+            f"are letters of another script than {script}",
+            "Write them in the script of the rest, or take them out.",
+        ),
+        ("control or bidi", "are invisible controls", "Remove them at their source."),
+        ("rare", f"are seen fewer than {RARE} times", "Often a slip of the pen, and never learnt: look."),
     )
     for mark, what, remedy in checks:
         found = [character for character in text.inventory if mark in character.marks]
         if found:
             shown = ", ".join(f"{_shown(c.code)}U+{c.code:04X} {c.name}" for c in found[:4])
             more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-            yield Finding("warning", f"{len(found)} different {what}: {shown}{more}.", remedy)
+            yield Finding("warning", f"{len(found)} of the characters {what}: {shown}{more}.", remedy)
 
 
 def _shown(code: int) -> str:

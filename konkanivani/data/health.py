@@ -27,6 +27,7 @@ from konkanivani.randomness import seed_of
 from konkanivani.text import Tokenizer, normalize_text
 
 OUTLIER = 3.5  # robust z-score; Iglewicz and Hoaglin, "How to Detect and Handle Outliers" (1993)
+FEWEST_RATES = 20  # among which one can stand out
 LEAST_SPREAD = 0.02  # of a log rate: a corpus of equal rates has no outliers at a hair's breadth
 
 
@@ -244,9 +245,12 @@ def _judge_part(part: Part, rows: RowNumbers, question: Question) -> PartHealth:
 
 
 def robust_scores(rates: np.ndarray) -> np.ndarray:
-    """How far each rate lies from the middle: 0.6745 (x - median) / MAD of its logarithm; 0 where it is no rate."""
+    """How far each rate lies from the middle: 0.6745 (x - median) / MAD of its logarithm.
+
+    0 where it is no rate, and for all where there are fewer than twenty.
+    """
     scores, is_rate = np.zeros(len(rates)), np.isfinite(rates) & (rates > 0)
-    if is_rate.any():
+    if is_rate.sum() >= FEWEST_RATES:
         logs = np.log(rates[is_rate])
         away = logs - np.median(logs)
         scores[is_rate] = 0.6745 * away / max(float(np.median(np.abs(away))), LEAST_SPREAD)
