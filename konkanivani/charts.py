@@ -1,6 +1,7 @@
 """A histogram as inline SVG that takes its colours from the page around it, for light and dark, wide and narrow."""
 
 import html
+import math
 from collections.abc import Iterator
 
 from konkanivani.histogram import Histogram, round_step
@@ -81,13 +82,11 @@ def _rows(histogram: Histogram, up: str) -> Iterator[str]:
 
 def _columns(histogram: Histogram, across: str) -> Iterator[str]:
     step = round_step(histogram.end - histogram.start, MOST_X_LABELS)
-    number = -int(-(histogram.start + 1e-9) // step) if histogram.start > 0 else int(histogram.start / step - 1e-9)
-    while number * step <= histogram.end + 1e-9:
+    first, last = math.ceil(histogram.start / step - 1e-9), math.floor(histogram.end / step + 1e-9)
+    for number in range(first, last + 1):
         x = _across(histogram, number * step)
-        if x >= LEFT - 0.5:
-            yield f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{BOTTOM}" y2="{BOTTOM + 4}"/>'
-            yield f'<text x="{x:.1f}" y="{BOTTOM + 16}" text-anchor="middle">{round(number * step, 9):g}</text>'
-        number += 1
+        yield f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{BOTTOM}" y2="{BOTTOM + 4}"/>'
+        yield f'<text x="{x:.1f}" y="{BOTTOM + 16}" text-anchor="middle">{round(number * step, 9):g}</text>'
     yield f'<text class="axis" x="{RIGHT}" y="{HEIGHT - 2}" text-anchor="end">{html.escape(across)}</text>'
 
 

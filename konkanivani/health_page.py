@@ -6,17 +6,17 @@ from collections.abc import Iterable, Iterator
 from konkanivani.charts import draw_histogram
 from konkanivani.data.characters import JOINERS, Character, CharacterHealth
 from konkanivani.data.examples import Example, Listed, Tally
-from konkanivani.data.findings import Diagnosis, Finding, count, short_name
+from konkanivani.data.findings import Diagnosis, Finding, count, duration_words, short_name
 from konkanivani.data.health import Crossing, PartHealth
 from konkanivani.data.recordings import SoundHealth
-from konkanivani.health_text import changed_words, code_points, duration_words, speaker_levels, vocabulary_words
+from konkanivani.health_text import changed_words, code_points, speaker_levels, vocabulary_words
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #faf9f6; --card: #ffffff; --ink: #1c1d20; --soft: #5b5f66;
-  --line: #e1dfd8; --bar: #2c7a96; --mark: #b4540a;
+  --line: #e1dfd8; --bar: #2c7a96; --mark: #e8590c;
   --error: #b3261e; --warning: #8a5a00; --note: #3f6078; --good: #2a6b3c }
 @media (prefers-color-scheme: dark) { :root { --ground: #14161a; --card: #1c1f25; --ink: #e8e6e1; --soft: #a2a7af;
-  --line: #333842; --bar: #6cb6d2; --mark: #f0a35e;
+  --line: #333842; --bar: #6cb6d2; --mark: #e8590c;
   --error: #ff8a80; --warning: #f2c14e; --note: #9cc3dd; --good: #7fd197 } }
 * { box-sizing: border-box }
 body { margin: 0 auto; padding: 1.25rem 1rem 4rem; max-width: 76rem; background: var(--ground); color: var(--ink);
@@ -36,22 +36,27 @@ h3 { font-size: 1rem; margin: 1.5rem 0 .5rem } p { margin: .4rem 0 }
 .tiles div, figure { background: var(--card); border: 1px solid var(--line); border-radius: .3rem; padding: .6rem .8rem;
   margin: 0 } dt { color: var(--soft); font-size: .85rem } dd { margin: 0; font-size: 1.05rem; font-weight: 600 }
 dd small { display: block; font-weight: 400; font-size: .85rem; color: var(--soft) }
-figcaption { font-size: .9rem; font-weight: 600 } .outside { display: block; font-weight: 400 }
+figcaption { display: flex; justify-content: space-between; gap: .75rem; font-size: .9rem; font-weight: 600 }
+.outside { font-weight: 400; font-size: .8rem; text-align: right }
 svg { display: block; width: 100%; height: auto } svg text { fill: var(--soft); font-size: 11px }
 .bar { fill: var(--bar) } .grid, .tick { stroke: var(--line); stroke-width: 1 } .mark { stroke: var(--mark);
-  stroke-width: 1.5; stroke-dasharray: 4 3 } .none { color: var(--soft) }
+  stroke-width: 2; stroke-dasharray: 4 3 } .none { color: var(--soft) }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: .3rem; background: var(--card) }
-table { border-collapse: collapse; width: 100%; font-size: .9rem } th, td { text-align: left; padding: .35rem .6rem;
+table { overflow-wrap: break-word; border-collapse: collapse; width: 100%; font-size: .9rem }
+th, td { text-align: left; padding: .35rem .6rem;
   border-bottom: 1px solid var(--line); vertical-align: top } tr:last-child td { border-bottom: 0 }
 th { color: var(--soft); font-weight: 600; white-space: nowrap } td.number, th.number { text-align: right;
   font-variant-numeric: tabular-nums; white-space: nowrap }
 td.sign { font-size: 1.3rem; line-height: 1.3; text-align: center }
 details { margin: .6rem 0 } summary { cursor: pointer; font-weight: 600; padding: .25rem 0 }
-@media (max-width: 34rem) { .cards thead { position: absolute; clip-path: inset(50%); width: 1px; height: 1px;
+@media (max-width: 34rem) { th, td { padding: .35rem; font-size: .85rem }
+  .cards thead { position: absolute; clip-path: inset(50%); width: 1px; height: 1px;
   overflow: hidden } .cards tr { display: block; padding: .5rem .6rem; border-bottom: 1px solid var(--line) }
   .cards td { display: block; border: 0; padding: 0; text-align: left }
   .cards td::before { content: attr(data-name) " "; color: var(--soft); font-size: .8rem } }
 """
+NUMBERS = {"count", "recordings", "speakers", "sentences", "first row"}  # columns that stand right
+NUMBER = ' class="number"'
 
 
 def draw_page(diagnosis: Diagnosis) -> str:
@@ -181,7 +186,8 @@ def _example(names: tuple[str, ...], example: Example) -> str:
 
 
 def _table(names: Iterable[str], rows: Iterable[str], kind: str = "") -> str:
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in names)
+    kinds = ((name, NUMBER if name in NUMBERS else "") for name in names)
+    head = "".join(f'<th scope="col"{kind}>{escape(name)}</th>' for name, kind in kinds)
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     return (
         f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -191,23 +197,24 @@ def _table(names: Iterable[str], rows: Iterable[str], kind: str = "") -> str:
 def _crossings(crossings: tuple[Crossing, ...]) -> str:
     if not crossings:
         return ""
-    rows = [
-        "".join(
-            [
-                f"<td>{escape(short_name(c.second))} in {escape(short_name(c.first))}</td>",
-                *(f'<td class="number">{n:,}</td>' for n in (c.audio.count, c.speakers, c.sentences.count)),
-                f"<td><bdi>{escape(' '.join(t.name for t in c.unknown_characters) or '–')}</bdi></td>",
-            ]
-        )
-        for c in crossings
-    ]
+    names = ("what is in both", "recordings", "speakers", "sentences", "characters only in the first")
+    rows = [_crossing(names, crossing) for crossing in crossings]
     lists = "".join(
         _listing(f"{title} of {short_name(c.second)} that are in {short_name(c.first)}", listed)
         for c in crossings
         for title, listed in (("Recordings", c.audio), ("Sentences", c.sentences))
     )
-    names = ("what is in both", "recordings", "speakers", "sentences", "characters only in the first")
-    return f"<section><h2>Between the manifests</h2>{_table(names, rows)}{lists}</section>\n"
+    return f"<section><h2>Between the manifests</h2>{_table(names, rows, 'cards')}{lists}</section>\n"
+
+
+def _crossing(names: tuple[str, ...], crossing: Crossing) -> str:
+    both = f"{short_name(crossing.second)} in {short_name(crossing.first)}"
+    unknown = " ".join(tally.name for tally in crossing.unknown_characters) or "none"
+    cells = (both, crossing.audio.count, crossing.speakers, crossing.sentences.count, unknown)
+    return "".join(
+        f'<td data-name="{n}"{NUMBER if n in NUMBERS else ""}><bdi>{escape(c)}</bdi></td>'
+        for n, c in zip(names, cells, strict=True)
+    )
 
 
 def _text(text: CharacterHealth, diagnosis: Diagnosis) -> str:

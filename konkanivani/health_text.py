@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from konkanivani.data.characters import CharacterHealth
 from konkanivani.data.examples import Listed, Tally
-from konkanivani.data.findings import Diagnosis, count, short_name
+from konkanivani.data.findings import Diagnosis, count, duration_words, short_name
 from konkanivani.data.health import Crossing, PartHealth
 from konkanivani.data.recordings import SoundHealth
 from konkanivani.histogram import Histogram
@@ -12,6 +12,7 @@ from konkanivani.histogram import Histogram
 BLOCKS = "·▁▂▃▄▅▆▇█"
 WIDTH = 24
 MOST_SHOWN = 5
+MOST_LETTERS = 60
 
 
 def health_lines(diagnosis: Diagnosis) -> str:
@@ -42,11 +43,6 @@ def vocabulary_words(diagnosis: Diagnosis) -> str:
     size = f"{diagnosis.vocabulary:,} {diagnosis.tokenizer_type} tokens"
     is_less = diagnosis.vocabulary < diagnosis.vocabulary_asked
     return size + (f", all that it allows of --vocab_size {diagnosis.vocabulary_asked}" if is_less else "")
-
-
-def duration_words(hours: float) -> str:
-    """Hours, or minutes where it is less than one."""
-    return f"{hours:.2f} h" if hours >= 1 else f"{60 * hours:.1f} min"
 
 
 def _row(title: str, text: str) -> str:
@@ -186,6 +182,7 @@ def _listing(title: str, listed: Listed) -> Iterator[str]:
         return
     yield _row(title, f"{listed.count:,}")
     for example in listed.examples[:MOST_SHOWN]:
-        yield f"    row {example.row}, {example.id}: {example.detail}" + (f": {example.text}" if example.text else "")
+        cut = example.text if len(example.text) <= MOST_LETTERS else example.text[:MOST_LETTERS] + "…"
+        yield f"    row {example.row}, {example.id}: {example.detail}" + (f": {cut}" if cut else "")
     if listed.count > MOST_SHOWN:
         yield "    …"

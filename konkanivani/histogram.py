@@ -11,7 +11,7 @@ ROUND_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 @dataclass(frozen=True)
 class Histogram:
-    """How much lies in each bin: `amounts[i]` in [start + i * width, start + (i + 1) * width).
+    """How much lies in each bin: `amounts[i]` in [start + i * width, start + (i + 1) * width), the end in the last.
 
     `below` and `beyond` is what lies outside of all bins. An amount is a number of values, or a sum of their weights.
     """
@@ -32,16 +32,22 @@ class Histogram:
         return round(self.start + number * self.width, 9)
 
 
-def build_histogram(values: np.ndarray, weights: np.ndarray | None = None) -> Histogram:
-    """The histogram of the finite values; bins span all but the outermost half percents, or all where that is close."""
+def build_histogram(values: np.ndarray, weights: np.ndarray | None = None, finest: float = 0.0) -> Histogram:
+    """The histogram of the finite values; bins span all but the outermost half percents, or all where that is close.
+
+    No bin is narrower than `finest`: differences that small mean nothing.
+    """
     finite = np.isfinite(values)
     values, weights = values[finite], None if weights is None else weights[finite]
     if not len(values):
         return Histogram(0.0, 1.0, (), 0.0, 0.0)
-    start, width, count = _bins(values)
-    # An edge that a value lies on belongs to the bin above it, whatever the last bit of the division says.
-    place = np.floor((values - start) / width + 1e-9).astype(np.int64)
-    sums = np.bincount(np.clip(place, -1, count) + 1, weights, minlength=count + 2)
+    start, width, count = _bins(values, finest)
+    # An edge that a value lies on belongs to the bin above it, whatever the last bit of the division says; the end does
+    # not begin a bin of its own.
+    exact = (values - start) / width
+    place = np.floor(exact + 1e-9)
+    place[(place == count) & (exact < count + 1e-9)] = count - 1
+    sums = np.bincount(np.clip(place, -1, count).astype(np.int64) + 1, weights, minlength=count + 2)
     return Histogram(start, width, tuple(sums[1:-1].tolist()), float(sums[0]), float(sums[-1]))
 
 
@@ -52,7 +58,7 @@ def round_step(span: float, most: int) -> float:
     return next(step * power for step in ROUND_STEPS if step * power >= rough * (1 - 1e-9))
 
 
-def _bins(values: np.ndarray) -> tuple[float, float, int]:
+def _bins(values: np.ndarray, finest: float) -> tuple[float, float, int]:
     """Start, width and number of the bins."""
     low, high = (float(value) for value in np.quantile(values, [0.005, 0.995]))
     if values.max() - high < 0.3 * (high - low):
@@ -64,6 +70,9 @@ def _bins(values: np.ndarray) -> tuple[float, float, int]:
     span = high - low if high - low > 1e-9 * max(1.0, abs(high)) else max(abs(high) * 0.1, 0.1)
     # Rice's rule: twice the cube root; more bins than that show chance.
     wanted = min(MOST_BINS, max(FEWEST_BINS, round(2 * len(values) ** (1 / 3))))
-    width = round_step(span, wanted - 1)
+    width = max(round_step(span, wanted - 1), finest)
     first = math.floor(low / width + 1e-9)
-    return first * width, width, math.floor(high / width + 1e-9) - first + 1
+    count = max(1, math.ceil(high / width - 1e-9) - first)
+    if count == 1:  # one bar needs something beside it to be seen as one
+        first, count = (first - 1, 3) if first else (0, 2)
+    return first * width, width, count

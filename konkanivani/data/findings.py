@@ -85,7 +85,8 @@ def reach_verdict(health: CorpusHealth, findings: tuple[Finding, ...]) -> Verdic
     train = next(part for part in health.parts if part.is_training)
     warnings = sum(finding.severity == "warning" for finding in findings)
     look = f"; look at {count(warnings, 'warning')}" if warnings else ""
-    said = f"{count(train.usable, 'utterance')} ({train.usable_hours:.2f} h) can be used and nothing forbids it{look}"
+    usable = f"{count(train.usable, 'utterance')} ({duration_words(train.usable_hours)}) can be used"
+    said = f"{usable} and nothing forbids it{look}"
     return Verdict(True, f"Can be trained: yes, because {said}.")
 
 
@@ -93,6 +94,11 @@ def count(number: int, noun: str, verbs: str = "") -> str:
     """The number with its noun and, of "is/are", the verb that fits: "1 warning", "1,200 utterances are"."""
     verb = verbs.split("/")[min(number, 2) != 1] if verbs else ""
     return f"{number:,} {noun}{'' if number == 1 else 's'} {verb}".rstrip()
+
+
+def duration_words(hours: float) -> str:
+    """Hours, or minutes where it is less than one."""
+    return f"{hours:.2f} h" if hours >= 1 else f"{60 * hours:.1f} min"
 
 
 def _verb(number: int) -> str:
@@ -135,7 +141,7 @@ def _of_rows(part: PartHealth, most_rejected: float) -> Iterator[Finding]:
         yield Finding(
             "error" if too_many else "warning",
             f"{name}: {count(out, 'utterance')} ({100 * share:.2g} %{allowed}) cannot be used: {reasons}.",
-            "Mend the rows listed under transcripts, or raise --max_rejected if they may be left out.",
+            "Mend the rows that are listed as such, or raise --max_rejected if they may be left out.",
         )
     if part.repeated_rows.count:
         yield Finding(
@@ -265,7 +271,7 @@ def _of_size(part: PartHealth) -> Iterator[Finding]:
     if part.is_training and 0 < part.usable_hours < FEW_HOURS:
         yield Finding(
             "warning",
-            f"{name} has {60 * part.usable_hours:.0f} minutes of speech: enough to try the machine out.",
+            f"{name} has {duration_words(part.usable_hours)} of speech: enough to try the machine out.",
             "Begin with --tokenizer_type char --ctc_weight 0.7 and a small --preset; record more.",
         )
     if part.is_training and part.usable and part.sentences < FEW_SENTENCES * part.utterances:
@@ -353,7 +359,7 @@ def _of_characters(text: CharacterHealth, config: TrainConfig) -> Iterator[Findi
     if changes.digits and config.text.digits == "keep":
         yield Finding(
             "warning",
-            f"{count(changes.digits, 'digit', 'stands/stand')} in the transcripts: how it is spoken is not written.",
+            f"{count(changes.digits, 'digit', 'stands/stand')} in the transcripts, whose spoken form is not written.",
             "Write numbers as words; --digits spell spells them one by one.",
         )
 
@@ -363,18 +369,18 @@ def _of_marked_characters(text: CharacterHealth) -> Iterator[Finding]:
     checks = (
         (
             "foreign script",
-            f"are letters of another script than {script}",
+            f"of another script than {script}",
             "Write them in the script of the rest, or take them out.",
         ),
-        ("control or bidi", "are invisible controls", "Remove them at their source."),
-        ("rare", f"are seen fewer than {RARE} times", "Often a slip of the pen, and never learnt: look."),
+        ("control or bidi", "invisible, a control or a bidi mark", "Remove them at their source."),
+        ("rare", f"seen fewer than {RARE} times", "Often a slip of the pen, and never learnt: look."),
     )
     for mark, what, remedy in checks:
         found = [character for character in text.inventory if mark in character.marks]
         if found:
             shown = ", ".join(f"{_shown(c.code)}U+{c.code:04X} {c.name}" for c in found[:4])
             more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-            yield Finding("warning", f"{len(found)} of the characters {what}: {shown}{more}.", remedy)
+            yield Finding("warning", f"{count(len(found), 'character', 'is/are')} {what}: {shown}{more}.", remedy)
 
 
 def _shown(code: int) -> str:

@@ -27,6 +27,7 @@ from konkanivani.randomness import seed_of
 from konkanivani.text import Tokenizer, normalize_text
 
 OUTLIER = 3.5  # robust z-score; Iglewicz and Hoaglin, "How to Detect and Handle Outliers" (1993)
+FINEST = 0.1  # seconds and rates that a histogram tells apart
 FEWEST_RATES = 20  # among which one can stand out
 LEAST_SPREAD = 0.02  # of a log rate: a corpus of equal rates has no outliers at a hair's breadth
 
@@ -197,9 +198,14 @@ def _take_row(rows: RowNumbers, utterance: Utterance, normal: str, reason: str |
     rows.speaker_seconds[utterance.speaker] += utterance.duration
     rows.text.add(utterance.text, normal, utterance.row)
     if reason is not None:
-        rows.reasons[re.sub(r"\d+(\.\d+)?", "N", reason)] += 1
+        rows.reasons[_kind_of(reason)] += 1
         if len(rows.rejected) < MOST_EXAMPLES:
             rows.rejected.append(example(utterance, reason))
+
+
+def _kind_of(reason: str) -> str:
+    """The reason without what is the utterance's own: "longer than 20 s", "CTC cannot align it"."""
+    return re.sub(r"^[\d.]+ \w+ (is|are) ", "", reason).split(":")[0]
 
 
 def _take_file(rows: RowNumbers, utterance: Utterance, audio: AudioKeys) -> None:
@@ -227,8 +233,8 @@ def _judge_part(part: Part, rows: RowNumbers, question: Question) -> PartHealth:
         usable_hours=float(seconds[usable].sum() / 3600),
         words=sum(rows.words),
         sentences=len(np.unique(sentences[sentences != 0])),
-        durations=build_histogram(seconds),
-        hours_by_duration=build_histogram(seconds, seconds / 3600),
+        durations=build_histogram(seconds, finest=FINEST),
+        hours_by_duration=build_histogram(seconds, seconds / 3600, FINEST),
         rates=_judge_rates(part, rows),
         speakers=_judge_speakers(rows),
         formats=tallies(rows.formats),
@@ -267,8 +273,8 @@ def _judge_rates(part: Part, rows: RowNumbers) -> RateHealth:
     found = fetch(part.rows, worst)
     details = {n: f"{rates[n]:.1f} characters/s in {seconds[n]:.2f} s (z {scores[n]:+.1f})" for n in worst}
     return RateHealth(
-        characters=build_histogram(rates[spoken]),
-        words=build_histogram(words[spoken] / seconds[spoken]),
+        characters=build_histogram(rates[spoken], finest=FINEST),
+        words=build_histogram(words[spoken] / seconds[spoken], finest=FINEST),
         median=float(np.median(rates[spoken])) if spoken.any() else 0.0,
         unusual=Listed(len(unusual), tuple(example(found[number], details[number]) for number in worst)),
     )
