@@ -5,7 +5,6 @@ import math
 import re
 import tracemalloc
 import unicodedata
-from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
@@ -24,14 +23,23 @@ from konkanivani.data.batching import EpochPlanner, cut_window, same_size
 from konkanivani.data.characters import CharacterCount, show_text
 from konkanivani.data.findings import Diagnosis
 from konkanivani.data.health import Part, Question, fetch, judge_corpus, robust_scores, spread
-from konkanivani.data.manifest import Utterance
+from konkanivani.data.manifest import Utterance, read_manifest
 from konkanivani.data.padding import judge_epoch, padded_seconds
-from konkanivani.data.repeats import AudioKeys, file_size, key_of, repeats_across, repeats_within
+from konkanivani.data.repeats import (
+    content_key,
+    extent_key,
+    file_size,
+    key_of,
+    occur_again,
+    repeats_across,
+    repeats_within,
+)
 from konkanivani.data.sound import clipped_runs, listen
 from konkanivani.health_page import draw_page
-from konkanivani.health_report import diagnose
+from konkanivani.health_report import build_tokenizer, diagnose
 from konkanivani.health_text import health_lines, sparkline
 from konkanivani.histogram import build_histogram, round_step
+from konkanivani.recipe import build_training_speech, load_utterances
 from tests.conftest import run_script
 
 SCRIPT = "training_scripts/inspect_data.py"
@@ -193,11 +201,13 @@ def test_audio_is_the_same_by_its_bytes_and_its_span(tmp_path):
     sources = [AudioSource(str(tmp_path / name)) for name in "abcd"]
     sources += [replace(sources[0], start=1.0, seconds=2.0), replace(sources[2], start=1.0, seconds=2.0)]
     sources += [AudioSource(str(tmp_path / "tar"), at, 3) for at in (2, 7)]
-    keys, audio = array("Q"), AudioKeys()
-    for source in sources:
-        audio.add(source, file_size(source), keys)
-    a, b, c, d, span, same_span, member, other_member = keys
-    assert a == c == member == other_member != b and d == 0 and span == same_span != a
+    a, b, c, d, span, same_span, member, other_member = (content_key(source) for source in sources)
+    assert a == c == member == other_member != b != d and span == same_span != a
+    extents = np.array([extent_key(source, file_size(source)) for source in sources], dtype=np.uint64)
+    same = [list(again) for again in occur_again([extents[:3], extents[3:]])]
+    assert same == [[True, True, True], [False, True, True, True, True]]
+    assert not occur_again([extents[3:4], extents[3:3]])[0].any()
+    assert content_key(AudioSource("/nowhere")) == 0
     assert file_size(AudioSource(str(tmp_path))) is None and file_size(AudioSource("/nowhere\0")) is None
 
 
@@ -243,7 +253,8 @@ class LazyRows:
 
     def __iter__(self) -> Iterator[Utterance]:
         for row in range(self.count):
-            yield Utterance(f"{row}.wav", f"/nowhere/{row}.wav", 1 + row % 7, SENTENCES[row % 8], row=row + 1)
+            text = f"{SENTENCES[row % 8]} {row}"
+            yield Utterance("long.wav", __file__, 1 + row % 7, text, f"speaker {row % 9}", offset=row, row=row + 1)
 
 
 def test_a_long_manifest_stays_on_the_disk():
@@ -254,7 +265,7 @@ def test_a_long_manifest_stays_on_the_disk():
     health = judge_corpus([Part("long", True, LazyRows(20_000), 20_000)], question)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert health.parts[0].utterances == health.parts[0].missing.count == 20_000
+    assert health.parts[0].utterances == health.parts[0].sentences == 20_000 and health.parts[0].speakers.count == 9
     assert peak / 20_000 < 250  # an Utterance alone is more; numpy's copies while judging are in it
 
 
@@ -437,6 +448,22 @@ def test_a_vocabulary_that_cannot_be_built_is_an_error(small):
     config = replace(CONFIG, text=TextConfig(vocab_size=9))
     diagnosis = small.diagnosis(config)
     assert not diagnosis.verdict.can_be_trained and "--vocab_size 9 is too small" in diagnosis.verdict.sentence
+
+
+def test_what_is_left_out_is_what_the_trainer_leaves_out(small):
+    for number, text in enumerate(("।", "नदी " * 30, "रान रान")):
+        change(small.train, number, text=text)
+    change(small.train, 5, seconds=2.5)
+    path = small.written()[0]
+    config = replace(CONFIG, data=DataConfig(train_manifest=path, max_duration=2.0))
+    utterances = load_utterances(path, config, "--train_manifest")
+    tokenizer = build_tokenizer(Part(path, True, read_manifest(path).utterances, 40), config)
+    speech, rejections = build_training_speech(config, utterances, tokenizer)
+    train = diagnose((path,), config, 0, 0.01).health.parts[0]
+    assert train.usable == len(speech.utterances) == 37
+    assert [(e.row, e.detail) for e in train.rejected.examples] == [(r.row, r.reason) for r in rejections]
+    planner = EpochPlanner(np.array([u.duration for u in speech.utterances]), config.window_size, config.run.seed)
+    assert train.epoch == judge_epoch(planner, config.data.batch_size)
 
 
 def test_limits_are_the_trainers_flags(small):

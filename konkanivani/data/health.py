@@ -21,7 +21,16 @@ from konkanivani.data.examples import MOST_EXAMPLES, Example, Listed, Tally, exa
 from konkanivani.data.manifest import Utterance
 from konkanivani.data.padding import EpochHealth, judge_epoch
 from konkanivani.data.recordings import SoundHealth, judge_sound
-from konkanivani.data.repeats import AudioKeys, Pairing, file_size, key_of, repeats_across, repeats_within
+from konkanivani.data.repeats import (
+    Pairing,
+    content_key,
+    extent_key,
+    file_size,
+    key_of,
+    occur_again,
+    repeats_across,
+    repeats_within,
+)
 from konkanivani.histogram import Histogram, build_histogram
 from konkanivani.randomness import seed_of
 from konkanivani.text import Tokenizer, normalize_text
@@ -136,7 +145,8 @@ class RowNumbers:
     words: array = field(default_factory=lambda: array("q"))
     sentences: array = field(default_factory=lambda: array("Q"))
     places: array = field(default_factory=lambda: array("Q"))
-    audio: array = field(default_factory=lambda: array("Q"))
+    extents: array = field(default_factory=lambda: array("Q"))
+    audio: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
     speakers: Counter = field(default_factory=Counter)
     speaker_seconds: Counter = field(default_factory=Counter)
     formats: Counter = field(default_factory=Counter)
@@ -149,9 +159,10 @@ class RowNumbers:
 
 
 def judge_corpus(parts: list[Part], question: Question) -> CorpusHealth:
-    """The health of the parts. Everything about the rows is one pass; a few rows are fetched again, to be shown."""
-    audio = AudioKeys()
-    rows = [read_rows(part, question, audio) for part in parts]
+    """The health of the parts. Their rows are read once; again only what must be compared by content, or be shown."""
+    rows = [read_rows(part, question) for part in parts]
+    for part, numbers, again in zip(parts, rows, _same_extent(rows), strict=True):
+        numbers.audio = content_keys(part.rows, again)
     judged = tuple(_judge_part(part, numbers, question) for part, numbers in zip(parts, rows, strict=True))
     crossings = tuple(
         _judge_crossing((parts[first], rows[first]), (parts[second], rows[second]))
@@ -162,8 +173,23 @@ def judge_corpus(parts: list[Part], question: Question) -> CorpusHealth:
     return CorpusHealth(judged, crossings, text.health())
 
 
-def read_rows(part: Part, question: Question, audio: AudioKeys) -> RowNumbers:
-    """The numbers of a part's rows, in one pass; `audio` learns their recordings."""
+def _same_extent(rows: list[RowNumbers]) -> list[np.ndarray]:
+    """Which rows' recordings are as long as another one's, in bytes and in seconds."""
+    return occur_again([np.array(numbers.extents) for numbers in rows]) if rows else []
+
+
+def content_keys(rows: Iterable[Utterance], asked: np.ndarray) -> np.ndarray:
+    """Keys of the recordings by content, uint64, where they are asked for; 0 elsewhere."""
+    keys = np.zeros(len(asked), dtype=np.uint64)
+    if asked.any():
+        for number, utterance in enumerate(rows):
+            if asked[number]:
+                keys[number] = content_key(utterance.source)
+    return keys
+
+
+def read_rows(part: Part, question: Question) -> RowNumbers:
+    """The numbers of a part's rows, in one pass; `audio` is left empty."""
     rows, config = RowNumbers(), question.config
     speeds = config.augment.speed_perturbation
     limits = training_limits(config.data, speeds) if part.is_training else evaluation_limits(config.data)
@@ -173,7 +199,7 @@ def read_rows(part: Part, question: Question, audio: AudioKeys) -> RowNumbers:
         tokens = question.tokenizer.encode(normal.text) if question.tokenizer else []
         reason = reason_to_reject(normal, tokens, limits)
         _take_row(rows, utterance, normal.text, reason)
-        _take_file(rows, utterance, audio)
+        _take_file(rows, utterance)
         if number in chosen:
             rows.chosen.append(utterance)
     return rows
@@ -208,14 +234,13 @@ def _kind_of(reason: str) -> str:
     return re.sub(r"^[\d.]+ \w+ (is|are) ", "", reason).split(":")[0]
 
 
-def _take_file(rows: RowNumbers, utterance: Utterance, audio: AudioKeys) -> None:
+def _take_file(rows: RowNumbers, utterance: Utterance) -> None:
     kind = os.path.splitext(utterance.audio_path)[1].lower()
     rows.formats[show_text(kind, 12) + (" shard" if utterance.byte_count else "") or "no ending"] += 1
     size = file_size(utterance.source)
+    rows.extents.append(0 if size is None else extent_key(utterance.source, size))
     if size is not None:
-        audio.add(utterance.source, size, rows.audio)
         return
-    rows.audio.append(0)
     rows.missing_count += 1
     if len(rows.missing) < MOST_EXAMPLES:
         rows.missing.append(example(utterance, "there is no such file"))
@@ -243,7 +268,7 @@ def _judge_part(part: Part, rows: RowNumbers, question: Question) -> PartHealth:
         rejected=Listed(int((~usable).sum()), tuple(rows.rejected)),
         reasons=tallies(rows.reasons),
         repeated_sentences=_repeats(part, sentences),
-        repeated_audio=_repeats(part, np.array(rows.audio)),
+        repeated_audio=_repeats(part, rows.audio),
         repeated_rows=_repeats(part, np.array(rows.places)),
         sound=judge_sound(rows.chosen) if question.audio_utterances else None,
         epoch=_judge_epoch(seconds[usable], question.config) if part.is_training and usable.any() else None,
@@ -331,7 +356,7 @@ def _judge_crossing(first: tuple[Part, RowNumbers], second: tuple[Part, RowNumbe
         second=other.path,
         with_training=one.is_training or other.is_training,
         sentences=listed(repeats_across(np.array(rows.sentences), np.array(others.sentences), MOST_EXAMPLES)),
-        audio=listed(repeats_across(np.array(rows.audio), np.array(others.audio), MOST_EXAMPLES)),
+        audio=listed(repeats_across(rows.audio, others.audio, MOST_EXAMPLES)),
         speakers=len(shared),
         shared_speakers=tuple(show_text(name, 40) for name in shared[:MOST_EXAMPLES]),
         unknown_characters=tallies(unknown),

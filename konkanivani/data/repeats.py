@@ -6,7 +6,6 @@ A key of 0 stands for none. Two different contents share a key with a chance of 
 import hashlib
 import os
 import stat
-from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,32 +45,17 @@ def repeats_across(first: np.ndarray, second: np.ndarray, most: int) -> Pairing:
     return Pairing(len(again), tuple((int(np.flatnonzero(first == second[i])[0]), int(i)) for i in shown))
 
 
-class AudioKeys:
-    """Keys of audio by its content, read only where another piece of audio has the same byte size and span.
+def extent_key(source: AudioSource, size: int) -> int:
+    """A key that two sources with the same audio share: of their bytes' number and their span, so nothing is read."""
+    return key_of(f"{source.byte_count or size} {source.start:.3f} {source.seconds}")
 
-    Two utterances have the same audio when the bytes of their files (or shard members) and their spans are the same.
-    """
 
-    def __init__(self) -> None:
-        self._first: dict[tuple[int, float, float], tuple[AudioSource, array, int] | None] = {}
-
-    def add(self, source: AudioSource, size: int, keys: array) -> None:
-        """Appends the key of `source`, whose file has `size` bytes, to `keys`: 0 while nothing is of its size.
-
-        An earlier piece of audio of the same size has its own 0 replaced then, in whichever list it stands.
-        """
-        size = source.byte_count or size
-        kind = size, round(source.start, 3), -1.0 if source.seconds is None else round(source.seconds, 3)
-        if kind not in self._first:
-            self._first[kind] = source, keys, len(keys)
-            keys.append(0)
-            return
-        waiting = self._first[kind]
-        if waiting:
-            earlier, its_keys, place = waiting
-            its_keys[place] = content_key(earlier)
-            self._first[kind] = None
-        keys.append(content_key(source))
+def occur_again(parts: list[np.ndarray]) -> list[np.ndarray]:
+    """Of each list of keys, bool: which keys are more than once in all the lists together."""
+    together = np.concatenate(parts)
+    _, inverse, counts = np.unique(together, return_inverse=True, return_counts=True)
+    again = (counts[inverse] > 1) & (together != 0)
+    return np.split(again, np.cumsum([len(keys) for keys in parts])[:-1])
 
 
 def file_size(source: AudioSource) -> int | None:
@@ -84,7 +68,10 @@ def file_size(source: AudioSource) -> int | None:
 
 
 def content_key(source: AudioSource) -> int:
-    """The key of the audio file's bytes and the span in them; 0 where they cannot be read."""
+    """The key of the audio file's bytes and the span in them; 0 where they cannot be read.
+
+    Two utterances have the same audio when the bytes of their files (or shard members) and their spans are the same.
+    """
     digest = hashlib.blake2b(f"{source.start:.3f} {source.seconds}".encode(), digest_size=8)
     left = source.byte_count or 2**63
     try:
