@@ -57,6 +57,7 @@ details { margin: .6rem 0 } summary { cursor: pointer; font-weight: 600; padding
 """
 NUMBERS = {"count", "recordings", "speakers", "sentences", "first row"}  # columns that stand right
 NUMBER = ' class="number"'
+PAGE_START = "<!doctype html>"
 
 
 def draw_page(diagnosis: Diagnosis) -> str:
@@ -67,7 +68,7 @@ def draw_page(diagnosis: Diagnosis) -> str:
     state = "yes" if verdict.can_be_trained else "no"
     parts = "".join(_part(part) for part in health.parts)
     return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'{PAGE_START}\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{STYLE}</style></head><body><main>\n"
         f'<h1>{title}</h1><p class="verdict {state}">{escape(verdict.sentence)}</p>\n'

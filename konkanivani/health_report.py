@@ -11,8 +11,8 @@ from konkanivani.config import TrainConfig
 from konkanivani.data.findings import Diagnosis, find_all, reach_verdict
 from konkanivani.data.health import Part, Question, judge_corpus
 from konkanivani.data.manifest import read_manifest
-from konkanivani.errors import DataError, KonkaniVaniError, ResourceError
-from konkanivani.health_page import draw_page
+from konkanivani.errors import DataError, KonkaniVaniError, ResourceError, UsageError
+from konkanivani.health_page import PAGE_START, draw_page
 from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
 
 
@@ -48,12 +48,24 @@ def build_tokenizer(part: Part, config: TrainConfig) -> Tokenizer:
 
 
 def check_page_path(path: str) -> None:
-    """Raises a ResourceError where no page can be written, before any audio is read."""
+    """Raises a ResourceError where no page can be written, a UsageError where something else would be lost to it."""
     folder = os.path.dirname(path) or "."
     if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise ResourceError(
-            f"--html {path} cannot be written: give a file in a folder that is there and can be written."
-        )
+        raise ResourceError(f"--html {path} cannot be written: give a file in a folder that is there and is writable.")
+    if os.path.exists(path) and not _is_page(path):
+        # "--html train.jsonl valid.jsonl" must not cost anybody a manifest.
+        raise UsageError(f"--html {path} names a file that is no page, and it would be lost: give another path.")
+
+
+def _is_page(path: str) -> bool:
+    """Whether the file is a page, such as this report writes."""
+    if not os.path.isfile(path):
+        return False
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(PAGE_START)) == PAGE_START.encode()
+    except OSError:
+        return False
 
 
 def write_page(path: str, diagnosis: Diagnosis) -> None:

@@ -36,7 +36,7 @@ from konkanivani.data.repeats import (
 )
 from konkanivani.data.sound import clipped_runs, listen
 from konkanivani.health_page import draw_page
-from konkanivani.health_report import build_tokenizer, diagnose
+from konkanivani.health_report import build_tokenizer, check_page_path, diagnose, write_page
 from konkanivani.health_text import health_lines, sparkline
 from konkanivani.histogram import build_histogram, round_step
 from konkanivani.recipe import build_training_speech, load_utterances
@@ -498,6 +498,17 @@ def test_the_script_says_yes_with_0_and_no_with_3(small, tmp_path):
     assert report["health"]["crossings"][0]["audio"]["count"] == 1
     code, out, _ = inspect(train, valid)
     assert code == 3 and out.splitlines()[-1].startswith("Can be trained: no, because of this error: 1 recording of")
+
+
+def test_a_page_replaces_nothing_but_a_page(small, tmp_path):
+    train, valid = small.written()
+    before = Path(train).read_bytes()
+    code, _, error = inspect("--html", train, valid)
+    assert code == 2 and "would be lost" in error and Path(train).read_bytes() == before
+    page = tmp_path / "page.html"
+    check_page_path(str(page))
+    write_page(str(page), small.diagnosis())
+    check_page_path(str(page))
 
 
 def test_a_share_of_broken_rows_may_be_allowed(small):

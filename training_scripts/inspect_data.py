@@ -10,8 +10,9 @@ bootstrap.rerun_under_venv()
 
 import sys
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.config import TrainConfig
@@ -23,7 +24,7 @@ from konkanivani.flags import check_config
 class Flags:
     """The manifests, what to write, and the trainer's flags, which say what it would leave out."""
 
-    manifests: Positional[tuple[str, ...]] = ()
+    manifests: Annotated[tuple[str, ...], Positional, arg(metavar="[MANIFEST …]")] = ()
     """JSONL manifests: to train on, then to validate and test on (none: those of the trainer's flags)."""
     html: str | None = None
     """Write the report as a page too, to this file."""

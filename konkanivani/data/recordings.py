@@ -104,7 +104,7 @@ def _listen_to(utterances: list[Utterance], unreadable: list[Example]) -> Iterat
             yield utterance, listen(utterance)
         except DataError as error:
             reason = str(error).split(" cannot be read: ", 1)[-1].removesuffix(" Mend the file or take its row out.")
-            unreadable.append(example(utterance, reason))
+            unreadable.append(example(utterance, reason.rstrip(".")))
 
 
 def _deviation(utterance: Utterance, sound: Sound) -> float:
