@@ -27,7 +27,7 @@ def draw_histogram(histogram: Histogram, title: str, across: str, up: str, mark:
     if not any(histogram.amounts):
         return f'<figure>{caption}<p class="none">nothing to show</p></figure>'
     label = f"{title}: {_in_words(histogram, across, up)}"
-    drawn = "".join([*_rows(histogram, up), *_bars(histogram, across, up), *_columns(histogram, across)])
+    drawn = "".join([*_rows(histogram), *_bars(histogram, across, up), *_columns(histogram, across)])
     if mark is not None and histogram.start <= mark <= histogram.end:
         x = _across(histogram, mark)
         drawn += f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{BOTTOM}"/>'
@@ -64,16 +64,23 @@ def _bars(histogram: Histogram, across: str, up: str) -> Iterator[str]:
         )
 
 
+def _step(histogram: Histogram) -> float:
+    """The distance of two lines; a whole number where all amounts are."""
+    step = round_step(max(histogram.amounts), MOST_Y_LABELS)
+    if all(float(amount).is_integer() for amount in histogram.amounts):
+        return max(1.0, step if step.is_integer() else 2 * step)
+    return step
+
+
 def _top(histogram: Histogram) -> float:
     """The value at the upper end of the axis: a round one."""
-    most = max(histogram.amounts)
-    step = round_step(most, MOST_Y_LABELS)
-    return -(-most // step) * step
+    step = _step(histogram)
+    return math.ceil(max(histogram.amounts) / step - 1e-9) * step
 
 
-def _rows(histogram: Histogram, up: str) -> Iterator[str]:
-    top = _top(histogram)
-    step = round_step(max(histogram.amounts), MOST_Y_LABELS)
+def _rows(histogram: Histogram) -> Iterator[str]:
+    """Lines across with their values."""
+    top, step = _top(histogram), _step(histogram)
     for number in range(round(top / step) + 1):
         y = BOTTOM - number * step / top * (BOTTOM - TOP)
         yield f'<line class="grid" x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'

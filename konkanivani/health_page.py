@@ -116,6 +116,7 @@ def _part(part: PartHealth) -> str:
 
 
 def _tile(title: str, value: str, more: str = "") -> str:
+    more = more.replace(" %", "\u00a0%")  # a number and its unit stay on one line
     small = f"<small>{escape(more)}</small>" if more else ""
     return f"<div><dt>{escape(title)}</dt><dd>{escape(value)}{small}</dd></div>"
 

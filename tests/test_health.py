@@ -38,7 +38,7 @@ from konkanivani.data.sound import clipped_runs, listen
 from konkanivani.health_page import draw_page
 from konkanivani.health_report import build_tokenizer, check_page_path, diagnose, write_page
 from konkanivani.health_text import health_lines, sparkline
-from konkanivani.histogram import build_histogram, round_step
+from konkanivani.histogram import Histogram, build_histogram, round_step
 from konkanivani.recipe import build_training_speech, load_utterances
 from tests.conftest import run_script
 
@@ -79,6 +79,18 @@ def test_a_histogram_of_little_is_drawn_all_the_same(values):
     assert sum(histogram.amounts) + histogram.below + histogram.beyond == np.isfinite(values).sum()
     assert len(histogram.amounts) < 100
     assert draw_histogram(histogram, "t", "x", "y").startswith("<figure>") and sparkline(histogram, "s")
+
+
+@pytest.mark.parametrize(
+    "amounts, labels", [([1, 1], "0 1"), ([0, 7], "0 2 4 6 8"), ([9, 1], "0 5 10"), ([0.4], "0 0.1 0.2 0.3 0.4")]
+)
+def test_an_axis_counts_in_whole_utterances_and_says_what_is_where(amounts, labels):
+    drawn = draw_histogram(Histogram(1.0, 0.5, tuple(map(float, amounts)), 0.0, 3.0), "Speed", "m/s", "<cars>", 1.2)
+    said = re.findall(r'text-anchor="end">([^<]*)<', drawn)
+    assert said == [*labels.split(), "m/s"] and "median 1.2; not drawn: 3 beyond" in drawn
+    fullest = amounts.index(max(amounts))
+    assert f"({max(amounts):g} &lt;cars&gt;) between {1 + fullest / 2:g} and {1.5 + fullest / 2:g}" in drawn
+    assert drawn.count('class="bar"') == sum(amount > 0 for amount in amounts)
 
 
 # Sound

@@ -226,7 +226,7 @@ def _judge(character: str, count: int, majority: str) -> Character:
         "digit": unicodedata.category(character) == "Nd",
         "removed": fate in ("joiner", "format"),
         "becomes a space": fate == "space",
-        "rare": count < RARE and fate in ("kept", "lowered"),
+        "rare": count < RARE and fate in ("kept", "lowered") and character != " ",
     }
     noted = tuple(mark for mark, holds in marks.items() if holds)
     return Character(ord(character), name_of(ord(character)), count, script, noted)
