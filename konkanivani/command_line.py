@@ -1,5 +1,6 @@
 """What every script does: flags from a dataclass, and errors as one sentence and an exit code. No torch here."""
 
+import os
 import sys
 from collections.abc import Callable
 from typing import TypeVar
@@ -46,6 +47,10 @@ def run_script(action: Callable[[], str]) -> int:
     except KonkaniVaniError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        # Whoever reads, such as head, has seen enough; what is left must not be flushed into the pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130

@@ -132,7 +132,7 @@ def wait_for(address: str) -> bool:
 def test_every_flag_it_names_exists():
     known = {f"--{setting.name}" for setting in settings_of(TrainConfig())}
     known |= {"--help", "--logdir", "--host", "--checkpoint", "--manifest", "--json", "--last", "--output"}
-    known |= {"--batch", "--accum", "--gpu", "--sentences"}
+    known |= {"--batch", "--accum", "--gpu", "--sentences", "--html"}
     named = set(re.findall(r"--[a-z][a-z_]+", README))
     assert len(named) > 15 and named <= known, named - known
 

@@ -1,0 +1,105 @@
+"""A histogram as inline SVG that takes its colours from the page around it, for light and dark, wide and narrow."""
+
+import html
+import math
+from collections.abc import Iterator
+
+from konkanivani.histogram import Histogram, round_step
+
+WIDTH, HEIGHT = 360, 172
+LEFT, RIGHT, TOP, BOTTOM = 40, 348, 10, 140
+MOST_X_LABELS, MOST_Y_LABELS = 6, 4
+
+
+def draw_histogram(histogram: Histogram, title: str, across: str, up: str, mark: float | None = None) -> str:
+    """A figure with its caption; `across` and `up` name the axes, `mark` draws a line at the median."""
+    outside = [
+        f"{amount:,.4g} {where}"
+        for amount, where in (
+            (histogram.below, f"below {histogram.start:g}"),
+            (histogram.beyond, f"beyond {histogram.end:g}"),
+        )
+        if amount
+    ]
+    said = ([] if mark is None else [f"median {mark:.3g}"]) + ([f"not drawn: {', '.join(outside)}"] if outside else [])
+    note = f'<span class="outside">{"; ".join(said)}</span>' if said else ""
+    caption = f"<figcaption>{html.escape(title)}{note}</figcaption>"
+    if not any(histogram.amounts):
+        return f'<figure>{caption}<p class="none">nothing to show</p></figure>'
+    label = f"{title}: {_in_words(histogram, across, up)}"
+    drawn = "".join([*_rows(histogram), *_bars(histogram, across, up), *_columns(histogram, across)])
+    if mark is not None and histogram.start <= mark <= histogram.end:
+        x = _across(histogram, mark)
+        drawn += f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{BOTTOM}"/>'
+    return (
+        f'<figure>{caption}<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(label)}">'
+        f"{drawn}</svg></figure>"
+    )
+
+
+def _in_words(histogram: Histogram, across: str, up: str) -> str:
+    """Where the fullest bin lies, for whoever cannot see the picture."""
+    fullest = max(range(len(histogram.amounts)), key=histogram.amounts.__getitem__)
+    return (
+        f"from {histogram.start:g} to {histogram.end:g} {across}, most ({histogram.amounts[fullest]:,.4g} {up}) "
+        f"between {histogram.edge(fullest):g} and {histogram.edge(fullest + 1):g}"
+    )
+
+
+def _across(histogram: Histogram, value: float) -> float:
+    return LEFT + (value - histogram.start) / (histogram.end - histogram.start) * (RIGHT - LEFT)
+
+
+def _bars(histogram: Histogram, across: str, up: str) -> Iterator[str]:
+    most = _top(histogram)
+    for number, amount in enumerate(histogram.amounts):
+        if not amount:
+            continue
+        left, right = (_across(histogram, histogram.edge(n)) for n in (number, number + 1))
+        height = max(1.0, amount / most * (BOTTOM - TOP))
+        said = f"{histogram.edge(number):g} to {histogram.edge(number + 1):g} {across}: {amount:,.4g} {up}"
+        yield (
+            f'<rect class="bar" x="{left + 0.5:.1f}" width="{max(1.0, right - left - 1):.1f}" '
+            f'y="{BOTTOM - height:.1f}" height="{height:.1f}"><title>{html.escape(said)}</title></rect>'
+        )
+
+
+def _step(histogram: Histogram) -> float:
+    """The distance of two lines; a whole number where all amounts are."""
+    step = round_step(max(histogram.amounts), MOST_Y_LABELS)
+    if all(float(amount).is_integer() for amount in histogram.amounts):
+        return max(1.0, step if step.is_integer() else 2 * step)
+    return step
+
+
+def _top(histogram: Histogram) -> float:
+    """The value at the upper end of the axis: a round one."""
+    step = _step(histogram)
+    return math.ceil(max(histogram.amounts) / step - 1e-9) * step
+
+
+def _rows(histogram: Histogram) -> Iterator[str]:
+    """Lines across with their values."""
+    top, step = _top(histogram), _step(histogram)
+    for number in range(round(top / step) + 1):
+        y = BOTTOM - number * step / top * (BOTTOM - TOP)
+        yield f'<line class="grid" x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text x="{LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{_short(number * step)}</text>'
+
+
+def _columns(histogram: Histogram, across: str) -> Iterator[str]:
+    step = round_step(histogram.end - histogram.start, MOST_X_LABELS)
+    first, last = math.ceil(histogram.start / step - 1e-9), math.floor(histogram.end / step + 1e-9)
+    for number in range(first, last + 1):
+        x = _across(histogram, number * step)
+        yield f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{BOTTOM}" y2="{BOTTOM + 4}"/>'
+        yield f'<text x="{x:.1f}" y="{BOTTOM + 16}" text-anchor="middle">{round(number * step, 9):g}</text>'
+    yield f'<text class="axis" x="{RIGHT}" y="{HEIGHT - 2}" text-anchor="end">{html.escape(across)}</text>'
+
+
+def _short(value: float) -> str:
+    """The number in at most five characters: 1500 is 1.5k."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"

@@ -1,0 +1,265 @@
+"""What transcripts are written with: every character of the raw text, counted, named and judged.
+
+A script is what Unicode's name of a letter begins with (`DEVANAGARI LETTER KA`), so no table of scripts is needed.
+"""
+
+import re
+import sys
+import unicodedata
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal
+
+from konkanivani.text import normalize_text
+
+JOINERS = "\u200c\u200d"
+RARE = 3  # seen fewer times than this
+MOST_MIXED_WORDS = 10_000  # different ones kept while counting; a corpus with more is broken throughout
+MOST_LISTED = 1_000
+# Names of marks and modifiers that go with letters of any script begin with these.
+COMMON = {"COMBINING", "MODIFIER", "VEDIC", "VARIATION", "SUPERSCRIPT", "SUBSCRIPT", "FEMININE", "MASCULINE", "MICRO"}
+
+
+@dataclass(frozen=True)
+class Character:
+    """One character of the raw transcripts; `marks` says what is noteworthy about it."""
+
+    code: int
+    name: str
+    count: int
+    script: str
+    marks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """One way, as code points, in which something that Unicode holds to be one is written, and how often."""
+
+    codes: tuple[int, ...]
+    count: int
+
+
+@dataclass(frozen=True)
+class Twins:
+    """Different code points for the same character: one NFC form with all its spellings in the raw text."""
+
+    shape: str
+    spellings: tuple[Spelling, ...]
+
+
+@dataclass(frozen=True)
+class MixedWord:
+    """A word with letters of two or more scripts, and where it was first seen."""
+
+    word: str
+    scripts: tuple[str, ...]
+    count: int
+    row: int
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What `normalize_text` does to the raw transcripts; texts in the first two, else characters."""
+
+    texts: int
+    not_composed: int
+    joiners_removed: int
+    format_removed: int
+    to_space: int
+    lowered: int
+    digits: int
+
+
+@dataclass(frozen=True)
+class CharacterHealth:
+    """The inventory, most frequent first; `different` and `letters` count all, `inventory` lists at most 1,000."""
+
+    script: str
+    different: int
+    letters: int
+    inventory: tuple[Character, ...]
+    twins: tuple[Twins, ...]
+    mixed_words: tuple[MixedWord, ...]
+    mixed_word_count: int
+    changes: Changes
+
+
+@dataclass
+class CharacterCount:
+    """Counts that grow text by text; what they take depends on how many different characters there are."""
+
+    raw: Counter = field(default_factory=Counter)
+    normalized: Counter = field(default_factory=Counter)
+    pairs: Counter = field(default_factory=Counter)
+    mixed: Counter = field(default_factory=Counter)
+    first_row: dict[str, int] = field(default_factory=dict)
+    texts: int = 0
+    changed: int = 0
+    not_composed: int = 0
+
+    def add(self, raw: str, normalized: str, row: int) -> None:
+        """Takes in one transcript, as its manifest writes it and as it is trained on."""
+        self.raw.update(raw)
+        self.normalized.update(normalized)
+        self.texts += 1
+        self.changed += raw != normalized
+        self.not_composed += not unicodedata.is_normalized("NFC", raw)
+        self.pairs.update(_composition().pairs.findall(raw))
+        if len({script_of(character) for character in set(raw)} - {""}) > 1:
+            for word in raw.split():
+                self._add_word(word, row)
+
+    def __add__(self, other: "CharacterCount") -> "CharacterCount":
+        """The counts of both."""
+        return CharacterCount(
+            self.raw + other.raw,
+            self.normalized + other.normalized,
+            self.pairs + other.pairs,
+            self.mixed + other.mixed,
+            other.first_row | self.first_row,
+            self.texts + other.texts,
+            self.changed + other.changed,
+            self.not_composed + other.not_composed,
+        )
+
+    def _add_word(self, word: str, row: int) -> None:
+        is_known = word in self.mixed
+        if len(scripts_of(word)) > 1 and (is_known or len(self.mixed) < MOST_MIXED_WORDS):
+            self.mixed[word] += 1
+            self.first_row.setdefault(word, row)
+
+    def health(self) -> CharacterHealth:
+        """What the counts say."""
+        scripts = Counter()
+        for character, count in self.raw.items():
+            scripts[script_of(character)] += count
+        del scripts[""]
+        majority = scripts.most_common(1)[0][0] if scripts else ""
+        listed = sorted(self.raw.items(), key=lambda pair: (-pair[1], pair[0]))
+        words = self.mixed.most_common(20)
+        return CharacterHealth(
+            script=majority,
+            different=len(listed),
+            letters=len(set(self.normalized) - {" "}),
+            inventory=tuple(_judge(character, count, majority) for character, count in listed[:MOST_LISTED]),
+            twins=self._twins(),
+            mixed_words=tuple(
+                MixedWord(show_text(w, 60), tuple(sorted(scripts_of(w))), n, self.first_row[w]) for w, n in words
+            ),
+            mixed_word_count=self.mixed.total(),
+            changes=self._changes(),
+        )
+
+    def _twins(self) -> tuple[Twins, ...]:
+        """Every NFC form that the raw text writes in more than one way, by how often."""
+        found: dict[str, list[Spelling]] = {}
+        composable = _composition().shapes
+        for form, count in [*self.raw.items(), *self.pairs.items()]:
+            shape = unicodedata.normalize("NFC", form)
+            if shape in composable:
+                found.setdefault(shape, []).append(Spelling(tuple(map(ord, form)), count))
+        twins = [
+            Twins(shape, tuple(sorted(spellings, key=lambda spelling: (-spelling.count, spelling.codes))))
+            for shape, spellings in found.items()
+            if len(spellings) > 1
+        ]
+        return tuple(sorted(twins, key=lambda pair: -sum(spelling.count for spelling in pair.spellings)))
+
+    def _changes(self) -> Changes:
+        sums = Counter()
+        for character, count in self.raw.items():
+            sums[_fate(character)] += count
+        return Changes(
+            texts=self.changed,
+            not_composed=self.not_composed,
+            joiners_removed=sums["joiner"],
+            format_removed=sums["format"],
+            to_space=sums["space"],
+            lowered=sums["lowered"],
+            digits=sum(n for c, n in self.raw.items() if unicodedata.category(c) == "Nd"),
+        )
+
+
+@cache
+def script_of(character: str) -> str:
+    """The script of a letter or of its mark, such as `DEVANAGARI`; empty for all else and for what any script uses."""
+    if unicodedata.category(character)[0] not in "LM":
+        return ""
+    name = unicodedata.name(character, "").split(" ")[0].split("-")[0]
+    return "" if name in COMMON else name
+
+
+def scripts_of(word: str) -> set[str]:
+    """The scripts of a word's letters."""
+    return {script_of(character) for character in word} - {""}
+
+
+def name_of(code: int) -> str:
+    """Unicode's name of a code point; its category where it has none."""
+    character = chr(code)
+    kinds = {"Cc": "CONTROL", "Cs": "LONE SURROGATE", "Co": "PRIVATE USE", "Cn": "UNASSIGNED"}
+    return unicodedata.name(character, kinds.get(unicodedata.category(character), "UNNAMED"))
+
+
+def show_text(text: str, most: int = 200) -> str:
+    """The text as it may be shown: what is invisible, turns the line or cannot be written stands as ⟨U+202E⟩.
+
+    Joiners and marks stay. A longer text is cut after `most` characters.
+    """
+    cut = text if len(text) <= most else text[:most] + "…"
+    return "".join(f"⟨U+{ord(c):04X}⟩" if _is_hidden(c) else c for c in cut)
+
+
+def _is_hidden(character: str) -> bool:
+    kind = unicodedata.category(character)
+    return character not in JOINERS and (kind[0] == "C" or kind in ("Zl", "Zp"))
+
+
+def _judge(character: str, count: int, majority: str) -> Character:
+    """The character with everything noteworthy about it."""
+    script, fate = script_of(character), _fate(character)
+    marks = {
+        "foreign script": script not in ("", majority),
+        "joiner": character in JOINERS,
+        "control or bidi": _is_hidden(character),
+        "digit": unicodedata.category(character) == "Nd",
+        "removed": fate in ("joiner", "format"),
+        "becomes a space": fate == "space",
+        "rare": count < RARE and fate in ("kept", "lowered") and character != " ",
+    }
+    noted = tuple(mark for mark, holds in marks.items() if holds)
+    return Character(ord(character), name_of(ord(character)), count, script, noted)
+
+
+@cache
+def _fate(character: str) -> Literal["kept", "joiner", "format", "space", "lowered"]:
+    """What normalisation does to the character."""
+    if character in JOINERS:
+        return "joiner"
+    if character == " ":
+        return "kept"
+    normal = normalize_text(character)
+    if not normal:
+        return "format" if unicodedata.category(character) == "Cf" else "space"
+    return "lowered" if normal != unicodedata.normalize("NFC", character) else "kept"
+
+
+@dataclass(frozen=True)
+class _Composition:
+    """The NFC forms with more than one spelling, and what finds the spellings of two characters in a text."""
+
+    shapes: frozenset[str]
+    pairs: re.Pattern
+
+
+@cache
+def _composition() -> _Composition:
+    """From this Python's Unicode; a third of a second, so not at import."""
+    shapes, seconds = set(), set()
+    for character in map(chr, range(sys.maxunicode + 1)):
+        parts = unicodedata.decomposition(character).split(" ")
+        if parts[0] and not parts[0].startswith("<"):
+            shapes.add(unicodedata.normalize("NFC", character))
+            seconds.update(chr(int(part, 16)) for part in parts[1:])
+    return _Composition(frozenset(shapes), re.compile(f".[{re.escape(''.join(sorted(seconds)))}]", re.DOTALL))

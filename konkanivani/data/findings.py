@@ -1,0 +1,389 @@
+"""What a person should know of a corpus's health before training on it, each with what to do about it.
+
+An error is what the trainer refuses, or what makes its result worthless; a warning is worth a look; a note is good to
+know.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from konkanivani.command_line import parse_share
+from konkanivani.config import TrainConfig
+from konkanivani.data.characters import RARE, CharacterHealth
+from konkanivani.data.examples import Listed
+from konkanivani.data.health import CorpusHealth, Crossing, PartHealth
+from konkanivani.data.recordings import LOUD, MOST_SILENCE, QUIET, SoundHealth
+from konkanivani.lengths import SAMPLE_RATE
+
+OFTEN = 0.05  # of the recordings or sentences: what is rarer is worth less of a word
+FEW_WORDS = 1_000  # in a set that is scored
+FEW_HOURS = 1.0
+MOST_PADDING = 0.2
+MOST_OF_ONE_SPEAKER = 0.5
+LEVELS_APART = 12.0  # dB between the medians of two manifests
+FEW_SENTENCES = 0.2  # different ones, as a share of the utterances
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to know: how bad it is, what it is and where, and what to do about it."""
+
+    severity: Literal["error", "warning", "note"]
+    sentence: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the corpus can be trained on, and why (not)."""
+
+    can_be_trained: bool
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All that is known: the numbers, the findings, the verdict. `vocabulary` is in tokens, 0 where there is none."""
+
+    health: CorpusHealth
+    findings: tuple[Finding, ...]
+    verdict: Verdict
+    vocabulary: int
+    vocabulary_asked: int
+    tokenizer_type: str
+
+
+def find_all(health: CorpusHealth, refusals: tuple[str, ...], config: TrainConfig) -> tuple[Finding, ...]:
+    """All findings, errors first; `refusals` say which manifest cannot be read or why there is no vocabulary."""
+    most_rejected = parse_share(config.data.max_rejected, "--max_rejected")
+    found = [Finding("error", refusal, "") for refusal in refusals]
+    for part in health.parts:
+        found += _of_rows(part, most_rejected)
+        found += _of_speakers(part)
+        found += _of_rates(part)
+        if part.sound:
+            found += _of_sound(part, part.sound, most_rejected)
+        found += _of_size(part)
+    found += _of_recordings(health)
+    for crossing in health.crossings:
+        found += _of_crossing(crossing, health)
+    found += _of_characters(health.characters, config)
+    order = ("error", "warning", "note")
+    return tuple(sorted(found, key=lambda finding: order.index(finding.severity)))
+
+
+def reach_verdict(health: CorpusHealth, findings: tuple[Finding, ...]) -> Verdict:
+    """Whether it can be trained, in one sentence."""
+    errors = [finding.sentence.rstrip(".") for finding in findings if finding.severity == "error"]
+    if errors:
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        return Verdict(False, f"Can be trained: no, because of this error: {errors[0]}{more}.")
+    train = next(part for part in health.parts if part.is_training)
+    warnings = sum(finding.severity == "warning" for finding in findings)
+    look = f"; look at {count(warnings, 'warning')}" if warnings else ""
+    usable = f"{count(train.usable, 'utterance')} ({duration_words(train.usable_hours)}) can be used"
+    said = f"{usable} and nothing forbids it{look}"
+    return Verdict(True, f"Can be trained: yes, because {said}.")
+
+
+def count(number: int, noun: str, verbs: str = "") -> str:
+    """The number with its noun and, of "is/are", the verb that fits: "1 warning", "1,200 utterances are"."""
+    verb = verbs.split("/")[min(number, 2) != 1] if verbs else ""
+    return f"{number:,} {noun}{'' if number == 1 else 's'} {verb}".rstrip()
+
+
+def duration_words(hours: float) -> str:
+    """Hours, or minutes where it is less than one."""
+    return f"{hours:.2f} h" if hours >= 1 else f"{60 * hours:.1f} min"
+
+
+def _verb(number: int) -> str:
+    return "is" if number == 1 else "are"
+
+
+def short_name(path: str) -> str:
+    """The manifest's file name."""
+    return os.path.basename(path) or path
+
+
+def _first(listed: Listed) -> str:
+    """Where to look, as an appendix to a sentence."""
+    if not listed.examples:
+        return "see the list"
+    worst = listed.examples[0]
+    return f"row {worst.row}, {worst.id}: {worst.detail}"
+
+
+def _of_rows(part: PartHealth, most_rejected: float) -> Iterator[Finding]:
+    name, limited = short_name(part.path), part.rejected.count - part.empty
+    broken, rows = part.broken.count + part.empty, part.utterances + part.broken.count
+    if broken:
+        share = broken / rows
+        too_many = share > most_rejected
+        allowed = f", more than --max_rejected {100 * most_rejected:g}%" if too_many else ""
+        first = _first(part.broken) if part.broken.count else "their transcripts are empty"
+        yield Finding(
+            "error" if too_many else "warning",
+            f"{name}: {count(broken, 'row', 'is/are')} broken ({100 * share:.2g} %{allowed}): {first}.",
+            "Mend the rows that are listed or take them out; or raise --max_rejected, and they are left out.",
+        )
+    if not part.usable:
+        reason = part.rejected.examples[0].detail if part.rejected.examples else "it has none"
+        yield Finding(
+            "error",
+            f"None of the {count(rows, 'row')} of {name} can be used: {reason}.",
+            "Check durations, transcripts and the flags --min_duration, --max_duration and --vocab_size.",
+        )
+    elif limited:
+        reasons = "; ".join(f"{tally.count} x {tally.name}" for tally in part.reasons[:3])
+        yield Finding(
+            "warning",
+            f"{name}: {count(limited, 'utterance')} ({100 * limited / part.utterances:.2g} %) cannot be used: "
+            f"{reasons}.",
+            "Cut long recordings into sentences, check the transcripts of the others.",
+        )
+    if part.repeated_rows.count:
+        yield Finding(
+            "warning",
+            f"{name} lists {count(part.repeated_rows.count, 'recording')} again ({_first(part.repeated_rows)}).",
+            "Take the repeated rows out.",
+        )
+    copies = part.repeated_audio.count - part.repeated_rows.count
+    if copies > 0:
+        yield Finding(
+            "warning",
+            f"{name}: {count(copies, 'file', 'has/have')} the content of another one ({_first(part.repeated_audio)}).",
+            "Keep one row of each recording; check that their transcripts agree.",
+        )
+
+
+def _of_speakers(part: PartHealth) -> Iterator[Finding]:
+    name, speakers = short_name(part.path), part.speakers
+    if not speakers.count:
+        yield Finding(
+            "note",
+            f"{name} names no speakers, so it cannot be checked whether one is in training and test.",
+            'Add "speaker" to each row.',
+        )
+    elif speakers.unnamed:
+        yield Finding(
+            "note", f"{name}: {count(speakers.unnamed, 'row', 'names/name')} no speaker.", 'Add "speaker" to them.'
+        )
+    if part.is_training and speakers.count == 1 and not speakers.unnamed:
+        yield Finding(
+            "warning",
+            f"{name} has one speaker only, {speakers.largest}: other voices will be understood worse.",
+            "Record more people, a little of each.",
+        )
+    if part.is_training and speakers.count > 1 and speakers.largest_share > MOST_OF_ONE_SPEAKER:
+        yield Finding(
+            "warning",
+            f"{name}: {100 * speakers.largest_share:.0f} % of the speech is of one of {speakers.count} speakers, "
+            f"{speakers.largest}.",
+            "Record more of the others.",
+        )
+
+
+def _of_rates(part: PartHealth) -> Iterator[Finding]:
+    unusual = part.rates.unusual
+    if unusual.count:
+        yield Finding(
+            "warning",
+            f"{short_name(part.path)}: {count(unusual.count, 'transcript')} may not be what is said, by characters a "
+            f"second (row {unusual.examples[0].row}: {unusual.examples[0].detail}).",
+            "Listen to the ones listed, worst first.",
+        )
+
+
+def _of_sound(part: PartHealth, sound: SoundHealth, most_rejected: float) -> Iterator[Finding]:
+    name = short_name(part.path)
+    if sound.unreadable.count:
+        yield Finding(
+            "error" if sound.unreadable.count > most_rejected * sound.asked else "warning",
+            f"{name}: {sound.unreadable.count} of {sound.asked} recordings tried cannot be read "
+            f"({_first(sound.unreadable)}).",
+            "Training leaves them out, up to --max_rejected. --audio_utterances tries more of them.",
+        )
+    if sound.mute.count:
+        yield Finding(
+            "warning",
+            f"{name}: {sound.mute.count} of {sound.heard} recordings are empty ({_first(sound.mute)}).",
+            "Record them again, or take the rows out.",
+        )
+    checks = (
+        (sound.clipped, "are clipped", "Record with less gain: what is cut off cannot be mended."),
+        (
+            sound.quiet,
+            f"are quieter than {QUIET:g} dBFS{_quiet_speakers(sound)}",
+            "Go closer to the microphone, or turn it up.",
+        ),
+        (sound.loud, f"are louder than {LOUD:g} dBFS", "Check for clipping and compression."),
+        (sound.silent, f"are over {100 * MOST_SILENCE:.0f} % silence", "Trim the pauses; check the transcripts."),
+        (sound.offset, "have a DC offset", "Check the microphone or the sound card; a high-pass filter removes it."),
+        (sound.deviating, "last shorter or longer than the manifest says", "Write the files' durations into it."),
+    )
+    for listed, what, remedy in checks:
+        if listed.count:
+            share = listed.count / sound.heard
+            yield Finding(
+                "warning" if share > OFTEN or listed is sound.deviating else "note",
+                f"{name}: {listed.count} of {sound.heard} recordings {what} ({_first(listed)}).",
+                remedy,
+            )
+
+
+def _quiet_speakers(sound: SoundHealth) -> str:
+    """Whose recordings are mostly quiet, as an appendix."""
+    quiet = [f"{speaker.name} ({speaker.level:.0f})" for speaker in sound.speaker_levels if speaker.level < QUIET]
+    return f", above all {', '.join(quiet[:5])}" if quiet else ""
+
+
+def _of_recordings(health: CorpusHealth) -> Iterator[Finding]:
+    """What shows when the recordings of all manifests are compared with those that are trained on."""
+    heard = [part for part in health.parts if part.sound and part.sound.heard]
+    rates = sorted({int(tally.name) for part in heard for tally in part.sound.rates})
+    if len(rates) > 1 or any(rate < SAMPLE_RATE for rate in rates):
+        yield Finding(
+            "note",
+            f"The recordings' sample rates are {', '.join(map(str, rates))} Hz; all become {SAMPLE_RATE} Hz.",
+            "From lower rates the upper frequencies stay empty: have the model hear the same kind of audio later.",
+        )
+    train = next((part for part in heard if part.is_training), None)
+    for part in heard:
+        if train and not {tally.name for tally in part.sound.rates} & {tally.name for tally in train.sound.rates}:
+            yield Finding(
+                "warning",
+                f"No recording of {short_name(part.path)} has a sample rate that {short_name(train.path)} has.",
+                "The model has not heard such audio: train on some, or expect a worse score.",
+            )
+        if train and abs(part.sound.median_level - train.sound.median_level) > LEVELS_APART:
+            yield Finding(
+                "warning",
+                f"{short_name(part.path)} is at {part.sound.median_level:.0f} dBFS where {short_name(train.path)} is "
+                f"at {train.sound.median_level:.0f}.",
+                "Other microphones or rooms: have some of them in training too.",
+            )
+
+
+def _of_size(part: PartHealth) -> Iterator[Finding]:
+    name = short_name(part.path)
+    if part.is_training and 0 < part.usable_hours < FEW_HOURS:
+        yield Finding(
+            "warning",
+            f"{name} has {duration_words(part.usable_hours)} of speech: enough to try the machine out.",
+            "Begin with --tokenizer_type char --ctc_weight 0.7 and a small --preset; record more.",
+        )
+    if part.is_training and part.usable and part.sentences < FEW_SENTENCES * part.utterances:
+        yield Finding(
+            "warning",
+            f"{name}: the {part.utterances} utterances say only {part.sentences} different sentences.",
+            "The model may learn the sentences by heart: add others.",
+        )
+    elif part.repeated_sentences.count > OFTEN * part.utterances:
+        yield Finding(
+            "note",
+            f"{name}: {count(part.repeated_sentences.count, 'utterance', 'repeats/repeat')} a sentence "
+            f"({_first(part.repeated_sentences)}).",
+            "That is well where other people say it.",
+        )
+    if not part.is_training and 0 < part.words < FEW_WORDS:
+        yield Finding(
+            "note",
+            f"{name} has {count(part.words, 'word')}: one wrong word is {100 / part.words:.2g} % of word error rate.",
+            "Differences of a few words say nothing; add utterances.",
+        )
+    if part.epoch and part.epoch.padding_share > MOST_PADDING:
+        yield Finding(
+            "note",
+            f"{name}: {100 * part.epoch.padding_share:.0f} % of what is computed in an epoch is padding.",
+            "A smaller --batch_size with more --gradient_accumulation_steps gives the same result with less of it.",
+        )
+
+
+def _of_crossing(crossing: Crossing, health: CorpusHealth) -> Iterator[Finding]:
+    first, second = short_name(crossing.first), short_name(crossing.second)
+    total = next(part.utterances for part in health.parts if part.path == crossing.second)
+    audio = crossing.audio
+    if audio.count:
+        yield Finding(
+            "error" if crossing.with_training else "warning",
+            f"{count(audio.count, 'recording')} of {second} {_verb(audio.count)} in {first} too ({_first(audio)}).",
+            "A score on what was trained on says nothing: take them out of one of the two.",
+        )
+    if crossing.speakers:
+        yield Finding(
+            "warning" if crossing.with_training else "note",
+            f"{count(crossing.speakers, 'speaker')} of {second} {_verb(crossing.speakers)} in {first} too "
+            f"({', '.join(crossing.shared_speakers[:5])}).",
+            "Scores will be better than for people whom the model has not heard: give each speaker to one manifest.",
+        )
+    if crossing.sentences.count and (crossing.with_training or crossing.sentences.count > OFTEN * total):
+        yield Finding(
+            "warning" if crossing.with_training else "note",
+            f"{crossing.sentences.count} of {count(total, 'utterance')} of {second} say a sentence that is in {first} "
+            f"({_first(crossing.sentences)}).",
+            "The model may know them by heart: keep sentences apart where the language allows.",
+        )
+    if crossing.with_training and crossing.unknown_characters:
+        shown = ", ".join(f"{tally.name} (U+{ord(tally.name):04X})" for tally in crossing.unknown_characters[:5])
+        yield Finding(
+            "warning",
+            f"{count(len(crossing.unknown_characters), 'character')} of {second} cannot be found in {first}: {shown}.",
+            "They cannot be recognised: mend the spelling, or train on text that has them.",
+        )
+
+
+def _of_characters(text: CharacterHealth, config: TrainConfig) -> Iterator[Finding]:
+    yield from _of_marked_characters(text)
+    if text.mixed_word_count:
+        word = text.mixed_words[0]
+        yield Finding(
+            "warning",
+            f"{count(text.mixed_word_count, 'word', 'mixes/mix')} scripts, such as {word.word} (row {word.row}).",
+            "Two letters that look alike are two tokens: write each word in one script.",
+        )
+    if text.twins:
+        yield Finding(
+            "note",
+            f"{count(len(text.twins), 'character', 'is/are')} written in two ways, such as {text.twins[0].shape}.",
+            "Normalisation (NFC) makes them one; other programs may not.",
+        )
+    changes = text.changes
+    if changes.joiners_removed:
+        yield Finding(
+            "note",
+            f"{count(changes.joiners_removed, 'joiner', 'is/are')} removed (ZWJ, ZWNJ).",
+            "They are not heard: nothing has to be done.",
+        )
+    if changes.digits and config.text.digits == "keep":
+        yield Finding(
+            "warning",
+            f"{count(changes.digits, 'digit', 'stands/stand')} in the transcripts, whose spoken form is not written.",
+            "Write numbers as words; --digits spell spells them one by one.",
+        )
+
+
+def _of_marked_characters(text: CharacterHealth) -> Iterator[Finding]:
+    script = text.script.capitalize()
+    checks = (
+        (
+            "foreign script",
+            f"of another script than {script}",
+            "Write them in the script of the rest, or take them out.",
+        ),
+        ("control or bidi", "invisible, a control or a bidi mark", "Remove them at their source."),
+        ("rare", f"seen fewer than {RARE} times", "Often a slip of the pen, and never learnt: look."),
+    )
+    for mark, what, remedy in checks:
+        found = [character for character in text.inventory if mark in character.marks]
+        if found:
+            shown = ", ".join(f"{_shown(c.code)}U+{c.code:04X} {c.name}" for c in found[:4])
+            more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+            yield Finding("warning", f"{count(len(found), 'character', 'is/are')} {what}: {shown}{more}.", remedy)
+
+
+def _shown(code: int) -> str:
+    """The character itself before its code point, where it can be seen."""
+    return f"{chr(code)} " if chr(code).isprintable() and not chr(code).isspace() else ""

@@ -1,0 +1,371 @@
+"""The health of a corpus in numbers: what a manifest's rows say, and what a part of its recordings sound like.
+
+A manifest of any length is read row by row: about 60 bytes of numbers stay of each, and of a few the row itself.
+Times are seconds unless a name says hours; a rate is of the normalised text without its spaces, in code points.
+"""
+
+import os
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from konkanivani.config import TrainConfig
+from konkanivani.data.batching import EpochPlanner, choose_subset
+from konkanivani.data.characters import CharacterCount, CharacterHealth, show_text
+from konkanivani.data.checking import evaluation_limits, reason_to_reject, training_limits
+from konkanivani.data.examples import MOST_EXAMPLES, Example, Listed, Tally, example, tallies
+from konkanivani.data.index import BrokenRow
+from konkanivani.data.padding import EpochHealth, judge_epoch
+from konkanivani.data.recordings import SoundHealth, judge_sound
+from konkanivani.data.repeats import (
+    Pairing,
+    content_key,
+    extent_key,
+    file_size,
+    key_of,
+    occur_again,
+    repeats_across,
+    repeats_within,
+)
+from konkanivani.data.utterance import Utterance
+from konkanivani.histogram import Histogram, build_histogram
+from konkanivani.randomness import seed_of
+from konkanivani.text import Tokenizer, normalize_text
+
+OUTLIER = 3.5  # robust z-score; Iglewicz and Hoaglin, "How to Detect and Handle Outliers" (1993)
+FINEST = 0.1  # seconds and rates that a histogram tells apart
+FEWEST_RATES = 20  # among which one can stand out
+LEAST_SPREAD = 0.02  # of a log rate: a corpus of equal rates has no outliers at a hair's breadth
+
+
+@dataclass(frozen=True)
+class Part:
+    """One manifest to look into; its `count` sound rows can be read more than once, in the same order."""
+
+    path: str
+    is_training: bool
+    rows: Iterable[Utterance]
+    count: int
+    broken: tuple[BrokenRow, ...] = ()
+
+
+@dataclass(frozen=True)
+class SpeakerHealth:
+    """Who speaks; `unnamed` utterances name nobody. Hours of the middle speaker, share of the one with most."""
+
+    count: int
+    unnamed: int
+    median_hours: float
+    largest: str
+    largest_share: float
+
+
+@dataclass(frozen=True)
+class RateHealth:
+    """Characters a second, and the utterances that stand out in it by the robust z-score of its logarithm.
+
+    `unusual` is worst first: too fast is as a rule too much text or audio cut short, too slow the other way round.
+    """
+
+    characters: Histogram
+    words: Histogram
+    median: float
+    unusual: Listed
+
+
+@dataclass(frozen=True)
+class PartHealth:
+    """One manifest; `usable` and `usable_hours` are what the trainer's limits leave, `sentences` the different ones."""
+
+    path: str
+    is_training: bool
+    utterances: int
+    hours: float
+    usable: int
+    usable_hours: float
+    words: int
+    sentences: int
+    durations: Histogram
+    hours_by_duration: Histogram
+    rates: RateHealth
+    speakers: SpeakerHealth
+    formats: tuple[Tally, ...]
+    broken: Listed
+    empty: int
+    rejected: Listed
+    reasons: tuple[Tally, ...]
+    repeated_sentences: Listed
+    repeated_audio: Listed
+    repeated_rows: Listed
+    sound: SoundHealth | None
+    epoch: EpochHealth | None
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What two manifests have in common, counted in the second one; `shared_speakers` names at most twenty."""
+
+    first: str
+    second: str
+    with_training: bool
+    sentences: Listed
+    audio: Listed
+    speakers: int
+    shared_speakers: tuple[str, ...]
+    unknown_characters: tuple[Tally, ...]
+
+
+@dataclass(frozen=True)
+class CorpusHealth:
+    """All manifests that could be read, what each has in common with the ones before it, and the text of them all."""
+
+    parts: tuple[PartHealth, ...]
+    crossings: tuple[Crossing, ...]
+    characters: CharacterHealth
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of a corpus: the trainer's settings, its tokenizer (None: it has none), recordings to decode."""
+
+    config: TrainConfig
+    tokenizer: Tokenizer | None
+    audio_utterances: int
+
+
+@dataclass
+class RowNumbers:
+    """What stays of the rows of one manifest: arrays with one number a row, and counts."""
+
+    seconds: array = field(default_factory=lambda: array("d"))
+    is_usable: array = field(default_factory=lambda: array("b"))
+    characters: array = field(default_factory=lambda: array("q"))
+    words: array = field(default_factory=lambda: array("q"))
+    sentences: array = field(default_factory=lambda: array("Q"))
+    places: array = field(default_factory=lambda: array("Q"))
+    extents: array = field(default_factory=lambda: array("Q"))
+    audio: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
+    speakers: Counter = field(default_factory=Counter)
+    speaker_seconds: Counter = field(default_factory=Counter)
+    formats: Counter = field(default_factory=Counter)
+    reasons: Counter = field(default_factory=Counter)
+    text: CharacterCount = field(default_factory=CharacterCount)
+    rejected: list[Example] = field(default_factory=list)
+    chosen: list[Utterance] = field(default_factory=list)
+
+
+def judge_corpus(parts: list[Part], question: Question) -> CorpusHealth:
+    """The health of the parts. Their rows are read once; again only what must be compared by content, or be shown."""
+    rows = [read_rows(part, question) for part in parts]
+    for part, numbers, again in zip(parts, rows, _same_extent(rows), strict=True):
+        numbers.audio = content_keys(part.rows, again)
+    judged = tuple(_judge_part(part, numbers, question) for part, numbers in zip(parts, rows, strict=True))
+    crossings = tuple(
+        _judge_crossing((parts[first], rows[first]), (parts[second], rows[second]))
+        for second in range(len(parts))
+        for first in range(second)
+    )
+    text = sum((numbers.text for numbers in rows), CharacterCount())
+    return CorpusHealth(judged, crossings, text.health())
+
+
+def _same_extent(rows: list[RowNumbers]) -> list[np.ndarray]:
+    """Which rows' recordings are as long as another one's, in bytes and in seconds."""
+    return occur_again([np.array(numbers.extents) for numbers in rows]) if rows else []
+
+
+def content_keys(rows: Iterable[Utterance], asked: np.ndarray) -> np.ndarray:
+    """Keys of the recordings by content, uint64, where they are asked for; 0 elsewhere."""
+    keys = np.zeros(len(asked), dtype=np.uint64)
+    if asked.any():
+        for number, utterance in enumerate(rows):
+            if asked[number]:
+                keys[number] = content_key(utterance.source)
+    return keys
+
+
+def read_rows(part: Part, question: Question) -> RowNumbers:
+    """The numbers of a part's rows, in one pass; `audio` is left empty."""
+    rows, config = RowNumbers(), question.config
+    speeds = config.augment.speed_perturbation
+    limits = training_limits(config.data, speeds) if part.is_training else evaluation_limits(config.data)
+    chosen = set(spread(part.count, question.audio_utterances, config.run.seed))
+    for number, utterance in enumerate(part.rows):
+        normal = replace(utterance, text=normalize_text(utterance.text, config.text.digits))
+        tokens = question.tokenizer.encode(normal.text) if question.tokenizer else []
+        reason = reason_to_reject(normal, tokens, limits)
+        _take_row(rows, utterance, normal.text, reason)
+        _take_file(rows, utterance)
+        if number in chosen:
+            rows.chosen.append(utterance)
+    return rows
+
+
+def spread(count: int, wanted: int, seed: int) -> list[int]:
+    """At most `wanted` indices below `count`, evenly spaced from where the seed says; all where there are no more."""
+    if wanted >= count:
+        return list(range(count))
+    shift = np.random.default_rng(seed_of(seed, "audio")).random()
+    return [int((number + shift) * count / wanted) for number in range(wanted)]
+
+
+def _take_row(rows: RowNumbers, utterance: Utterance, normal: str, reason: str | None) -> None:
+    rows.seconds.append(utterance.duration)
+    rows.is_usable.append(reason is None)
+    rows.characters.append(len(normal) - normal.count(" "))
+    rows.words.append(len(normal.split()))
+    rows.sentences.append(key_of(normal))
+    rows.places.append(key_of(f"{os.path.abspath(utterance.audio_path)}\0{utterance.id}"))
+    rows.speakers[utterance.speaker] += 1
+    rows.speaker_seconds[utterance.speaker] += utterance.duration
+    rows.text.add(utterance.text, normal, utterance.row)
+    if reason is not None:
+        rows.reasons[_kind_of(reason)] += 1
+        if len(rows.rejected) < MOST_EXAMPLES:
+            rows.rejected.append(example(utterance, reason))
+
+
+def _kind_of(reason: str) -> str:
+    """The reason without what is the utterance's own: "longer than 20 s", "CTC cannot align it"."""
+    return re.sub(r"^[\d.]+ \w+ (is|are) ", "", reason).split(":")[0]
+
+
+def _take_file(rows: RowNumbers, utterance: Utterance) -> None:
+    kind = os.path.splitext(utterance.audio_path)[1].lower()
+    rows.formats[show_text(kind, 12) + (" shard" if utterance.byte_count else "") or "no ending"] += 1
+    size = file_size(utterance.source)
+    rows.extents.append(0 if size is None else extent_key(utterance.source, size))
+
+
+def _judge_part(part: Part, rows: RowNumbers, question: Question) -> PartHealth:
+    seconds, usable = np.array(rows.seconds), np.array(rows.is_usable, dtype=bool)
+    sentences = np.array(rows.sentences)
+    return PartHealth(
+        path=part.path,
+        is_training=part.is_training,
+        utterances=len(seconds),
+        hours=float(seconds.sum() / 3600),
+        usable=int(usable.sum()),
+        usable_hours=float(seconds[usable].sum() / 3600),
+        words=sum(rows.words),
+        sentences=len(np.unique(sentences[sentences != 0])),
+        durations=build_histogram(seconds, finest=FINEST),
+        hours_by_duration=build_histogram(seconds, seconds / 3600, FINEST),
+        rates=_judge_rates(part, rows),
+        speakers=_judge_speakers(rows),
+        formats=tallies(rows.formats),
+        broken=Listed(len(part.broken), tuple(_broken_example(row) for row in part.broken[:MOST_EXAMPLES])),
+        empty=rows.characters.count(0),
+        rejected=Listed(int((~usable).sum()), tuple(rows.rejected)),
+        reasons=tallies(rows.reasons),
+        repeated_sentences=_repeats(part, sentences),
+        repeated_audio=_repeats(part, rows.audio),
+        repeated_rows=_repeats(part, np.array(rows.places)),
+        sound=judge_sound(rows.chosen) if question.audio_utterances else None,
+        epoch=_judge_epoch(seconds[usable], question.config) if part.is_training and usable.any() else None,
+    )
+
+
+def _broken_example(row: BrokenRow) -> Example:
+    return Example(row.row, show_text(row.audio_filepath), "", show_text(row.reason, 300))
+
+
+def robust_scores(rates: np.ndarray) -> np.ndarray:
+    """How far each rate lies from the middle: 0.6745 (x - median) / MAD of its logarithm.
+
+    0 where it is no rate, and for all where there are fewer than twenty.
+    """
+    scores, is_rate = np.zeros(len(rates)), np.isfinite(rates) & (rates > 0)
+    if is_rate.sum() >= FEWEST_RATES:
+        logs = np.log(rates[is_rate])
+        away = logs - np.median(logs)
+        scores[is_rate] = 0.6745 * away / max(float(np.median(np.abs(away))), LEAST_SPREAD)
+    return scores
+
+
+def _judge_rates(part: Part, rows: RowNumbers) -> RateHealth:
+    seconds, characters, words = np.array(rows.seconds), np.array(rows.characters), np.array(rows.words)
+    spoken = (seconds > 0) & (characters > 0)
+    rates = np.divide(characters, seconds, out=np.zeros(len(seconds)), where=spoken)
+    scores = robust_scores(rates)
+    unusual = np.flatnonzero(np.abs(scores) > OUTLIER)
+    worst = unusual[np.argsort(-np.abs(scores[unusual]), kind="stable")][:MOST_EXAMPLES].tolist()
+    found = fetch(part.rows, worst)
+    details = {n: f"{rates[n]:.1f} characters/s in {seconds[n]:.2f} s (z {scores[n]:+.1f})" for n in worst}
+    return RateHealth(
+        characters=build_histogram(rates[spoken], finest=FINEST),
+        words=build_histogram(words[spoken] / seconds[spoken], finest=FINEST),
+        median=float(np.median(rates[spoken])) if spoken.any() else 0.0,
+        unusual=Listed(len(unusual), tuple(example(found[number], details[number]) for number in worst)),
+    )
+
+
+def fetch(rows: Iterable[Utterance], wanted: Iterable[int]) -> dict[int, Utterance]:
+    """The rows with these indices, in one more pass that ends at the last of them."""
+    wanted = set(wanted)
+    found: dict[int, Utterance] = {}
+    if wanted:
+        for number, utterance in enumerate(rows):
+            if number in wanted:
+                found[number] = utterance
+                if len(found) == len(wanted):
+                    break
+    return found
+
+
+def _judge_speakers(rows: RowNumbers) -> SpeakerHealth:
+    named = {name: seconds for name, seconds in rows.speaker_seconds.items() if name}
+    total = sum(named.values())
+    largest = max(named, key=named.get, default="")
+    return SpeakerHealth(
+        count=len(named),
+        unnamed=rows.speakers[""],
+        median_hours=float(np.median([*named.values()]) / 3600) if named else 0.0,
+        largest=show_text(largest, 40),
+        largest_share=named[largest] / total if total else 0.0,
+    )
+
+
+def _repeats(part: Part, keys: np.ndarray) -> Listed:
+    pairing = repeats_within(keys, MOST_EXAMPLES)
+    found = fetch(part.rows, (number for pair in pairing.pairs for number in pair))
+    examples = (example(found[b], f"as row {found[a].row}, {found[a].id}") for a, b in pairing.pairs)
+    return Listed(pairing.count, tuple(examples))
+
+
+def _judge_crossing(first: tuple[Part, RowNumbers], second: tuple[Part, RowNumbers]) -> Crossing:
+    """What the second part has of the first."""
+    (one, rows), (other, others) = first, second
+
+    def listed(pairing: Pairing) -> Listed:
+        left, right = fetch(one.rows, (a for a, _ in pairing.pairs)), fetch(other.rows, (b for _, b in pairing.pairs))
+        details = (f"as row {left[a].row} of {os.path.basename(one.path)}, {left[a].id}" for a, _ in pairing.pairs)
+        return Listed(
+            pairing.count, tuple(example(right[b], d) for (_, b), d in zip(pairing.pairs, details, strict=True))
+        )
+
+    shared = sorted((rows.speakers.keys() & others.speakers.keys()) - {""})
+    unknown = Counter({c: n for c, n in others.text.normalized.items() if c not in rows.text.normalized})
+    return Crossing(
+        first=one.path,
+        second=other.path,
+        with_training=one.is_training or other.is_training,
+        sentences=listed(repeats_across(np.array(rows.sentences), np.array(others.sentences), MOST_EXAMPLES)),
+        audio=listed(repeats_across(rows.audio, others.audio, MOST_EXAMPLES)),
+        speakers=len(shared),
+        shared_speakers=tuple(show_text(name, 40) for name in shared[:MOST_EXAMPLES]),
+        unknown_characters=tallies(unknown),
+    )
+
+
+def _judge_epoch(durations: np.ndarray, config: TrainConfig) -> EpochHealth:
+    """The epoch that the trainer would plan of the usable durations."""
+    data, seed = config.data, config.run.seed
+    if data.train_subset < 100:
+        durations = durations[choose_subset(len(durations), data.train_subset, seed)]
+    micro_batch = config.window_size if data.batch_size == "auto" else data.batch_size
+    return judge_epoch(EpochPlanner(durations, config.window_size, seed), micro_batch)

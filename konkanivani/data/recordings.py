@@ -1,0 +1,120 @@
+"""What many recordings sound like together, and which of them stand out."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from konkanivani.data.characters import show_text
+from konkanivani.data.examples import MOST_EXAMPLES, Example, Listed, Tally, example, tallies
+from konkanivani.data.sound import Sound, listen
+from konkanivani.data.utterance import Utterance
+from konkanivani.errors import DataError
+from konkanivani.histogram import Histogram, build_histogram
+
+QUIET, LOUD, MUTE = -40.0, -10.0, -80.0  # dBFS
+MOST_OFFSET = 0.01  # of full scale
+MOST_SILENCE = 0.6  # of the time
+MOST_DEVIATION = 0.1  # seconds between a manifest and a header
+
+
+@dataclass(frozen=True)
+class SpeakerLevel:
+    """How loud one speaker's recordings are: the median level in dBFS of so many."""
+
+    name: str
+    heard: int
+    level: float
+
+
+@dataclass(frozen=True)
+class SoundHealth:
+    """What `heard` recordings sound like, evenly spaced in the manifest; each list is of utterances.
+
+    `speaker_levels` has the quietest twenty of the speakers named, quietest first.
+    """
+
+    asked: int
+    heard: int
+    unreadable: Listed
+    rates: tuple[Tally, ...]
+    channels: tuple[Tally, ...]
+    levels: Histogram
+    silence: Histogram
+    median_level: float
+    speaker_levels: tuple[SpeakerLevel, ...]
+    median_leading: float
+    median_trailing: float
+    silence_share: float
+    full_scale_share: float
+    clipped: Listed
+    quiet: Listed
+    loud: Listed
+    mute: Listed
+    silent: Listed
+    offset: Listed
+    deviating: Listed
+
+
+def judge_sound(utterances: list[Utterance]) -> SoundHealth:
+    """What these recordings sound like; the ones that cannot be read are listed with the reason."""
+    unreadable: list[Example] = []
+    heard = list(_listen_to(utterances, unreadable))
+    levels = np.array([sound.level for _, sound in heard])
+    silence = np.array([sound.silence_share for _, sound in heard])
+    seconds = np.array([sound.seconds for _, sound in heard])
+    middle = np.median if heard else lambda _: 0.0
+    return SoundHealth(
+        asked=len(utterances),
+        heard=len(heard),
+        unreadable=Listed(len(unreadable), tuple(unreadable[:MOST_EXAMPLES])),
+        rates=tallies(Counter(sound.rate for _, sound in heard)),
+        channels=tallies(Counter(sound.channels for _, sound in heard)),
+        levels=build_histogram(levels, finest=1.0),
+        silence=build_histogram(100 * silence, finest=1.0),
+        median_level=float(middle(levels)),
+        speaker_levels=_speaker_levels(heard),
+        median_leading=float(middle([sound.leading_silence for _, sound in heard])),
+        median_trailing=float(middle([sound.trailing_silence for _, sound in heard])),
+        silence_share=float((silence * seconds).sum() / seconds.sum()) if heard else 0.0,
+        full_scale_share=float(np.mean([sound.full_scale_share for _, sound in heard])) if heard else 0.0,
+        clipped=_worst(heard, [s.clipped_runs for _, s in heard], 0, "{:.0f} runs at full scale"),
+        quiet=_worst(heard, [-s.level * (s.level > MUTE) for _, s in heard], -QUIET, "-{:.1f} dBFS"),
+        loud=_worst(heard, [s.level for _, s in heard], LOUD, "{:.1f} dBFS"),
+        mute=_worst(heard, [-s.level for _, s in heard], -MUTE, "nothing is to be heard"),
+        silent=_worst(heard, 100 * silence * (levels > MUTE), 100 * MOST_SILENCE, "{:.0f} % silence"),
+        offset=_worst(heard, [abs(s.offset) for _, s in heard], MOST_OFFSET, "{:.3f} of full scale"),
+        deviating=_worst(heard, [_deviation(u, s) for u, s in heard], MOST_DEVIATION, "off by {:.2f} s"),
+    )
+
+
+def _speaker_levels(heard: list[tuple[Utterance, Sound]]) -> tuple[SpeakerLevel, ...]:
+    levels: dict[str, list[float]] = {}
+    for utterance, sound in heard:
+        if utterance.speaker:
+            levels.setdefault(utterance.speaker, []).append(sound.level)
+    found = [SpeakerLevel(show_text(name, 40), len(own), float(np.median(own))) for name, own in levels.items()]
+    return tuple(sorted(found, key=lambda speaker: speaker.level)[:MOST_EXAMPLES])
+
+
+def _listen_to(utterances: list[Utterance], unreadable: list[Example]) -> Iterator[tuple[Utterance, Sound]]:
+    for utterance in utterances:
+        try:
+            yield utterance, listen(utterance)
+        except DataError as error:
+            reason = str(error).split(" cannot be read: ", 1)[-1].removesuffix(" Mend the file or take its row out.")
+            unreadable.append(example(utterance, reason.rstrip(".")))
+
+
+def _deviation(utterance: Utterance, sound: Sound) -> float:
+    """Seconds between what the manifest and the file's header say."""
+    return 0.0 if sound.file_seconds is None else abs(sound.file_seconds - utterance.duration)
+
+
+def _worst(heard: list[tuple[Utterance, Sound]], values: Iterable[float], most: float, words: str) -> Listed:
+    """The utterances whose value is above `most`, worst first."""
+    values = np.array([*values], dtype=float)
+    found = np.flatnonzero(values > most)
+    order = found[np.argsort(-values[found], kind="stable")][:MOST_EXAMPLES]
+    return Listed(len(found), tuple(example(heard[i][0], words.format(values[i])) for i in order))

@@ -1,0 +1,90 @@
+"""How recordings sound, in numbers: level, clipping, silence, offset, and whether they are what the manifest says.
+
+Levels are dBFS: 20 log10 of a root mean square, where 0 is the square wave at full scale (a full sine is -3).
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from konkanivani.audio_file import read_header, read_samples
+from konkanivani.data.utterance import Utterance
+
+FULL_SCALE = 32_767 / 32_768  # the largest positive value of 16 bits; what a float file holds beyond 1 counts as well
+CLIPPED_RUN = 3  # equal samples at full scale in a row: no voice does that
+FRAME_SECONDS = 0.010
+# Silence is relative: a quiet speaker's words are no silence, and a noisy room's pauses are.
+SILENCE_BELOW_SPEECH = 30.0  # dB under the 95th percentile of the utterance's frames
+DIGITAL_SILENCE = -80.0  # dBFS: below it whatever the rest is like
+FLOOR = -120.0
+MOST_SECONDS = 600.0  # decoded of one file
+
+
+@dataclass(frozen=True)
+class Sound:
+    """What one utterance's samples say; seconds, dBFS, shares of the samples or of the time.
+
+    `file_seconds` is by the file's header; None where the utterance is a span of the file.
+    """
+
+    rate: int
+    channels: int
+    seconds: float
+    file_seconds: float | None
+    level: float
+    full_scale_share: float
+    clipped_runs: int
+    leading_silence: float
+    trailing_silence: float
+    silence_share: float
+    offset: float
+
+
+def listen(utterance: Utterance) -> Sound:
+    """The utterance's sound, of its first ten minutes where it is longer; a DataError says why it cannot be read."""
+    source = utterance.source
+    header = read_header(source)
+    asked = header.seconds if source.seconds is None else source.seconds
+    if asked > MOST_SECONDS:
+        source = replace(source, seconds=MOST_SECONDS)
+    samples, rate = read_samples(source)
+    mono = samples.mean(axis=1, dtype=np.float64)
+    silent = silent_frames(mono, rate)
+    speech = np.flatnonzero(~silent)
+    first, last = (speech[0], speech[-1] + 1) if len(speech) else (len(silent), len(silent))
+    return Sound(
+        rate=rate,
+        channels=samples.shape[1],
+        seconds=len(samples) / rate,
+        file_seconds=header.seconds if utterance.offset is None else None,
+        level=decibels(float(mono.std())),
+        full_scale_share=float((np.abs(samples) >= FULL_SCALE).mean()),
+        clipped_runs=sum(clipped_runs(channel) for channel in samples.T),
+        leading_silence=float(first * FRAME_SECONDS),
+        trailing_silence=float((len(silent) - last) * FRAME_SECONDS),
+        silence_share=float(silent.mean()),
+        offset=float(mono.mean()),
+    )
+
+
+def decibels(amplitude: float) -> float:
+    """The amplitude's dBFS, at least -120."""
+    return max(FLOOR, 20 * float(np.log10(max(amplitude, 1e-9))))
+
+
+def clipped_runs(samples: np.ndarray) -> int:
+    """How many times three or more samples in a row lie at full scale on the same side."""
+    side = np.sign(samples) * (np.abs(samples) >= FULL_SCALE)
+    same = (side[1:] == side[:-1]) & (side[1:] != 0)
+    three = same[1:] & same[:-1]
+    return int(three[:1].sum() + (three[1:] & ~three[:-1]).sum())
+
+
+def silent_frames(mono: np.ndarray, rate: int) -> np.ndarray:
+    """Which frames of 10 ms are silence, bool; the last may be longer. An offset is not heard, so it is left out."""
+    size = max(1, round(rate * FRAME_SECONDS))
+    count = max(1, len(mono) // size)
+    centred = np.square(mono - mono.mean())
+    power = np.add.reduceat(centred, np.arange(count) * size) / np.diff([*(np.arange(count) * size), len(mono)])
+    levels = 10 * np.log10(np.maximum(power, 1e-12))
+    return (levels < np.quantile(levels, 0.95) - SILENCE_BELOW_SPEECH) | (levels < DIGITAL_SILENCE)

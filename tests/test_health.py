@@ -1,0 +1,631 @@
+"""The health report: every number against one computed by hand, every finding with a corpus that lacks it."""
+
+import json
+import math
+import re
+import tracemalloc
+import unicodedata
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from konkanivani.audio_file import AudioSource
+from konkanivani.charts import draw_histogram
+from konkanivani.config import DataConfig, TextConfig, TrainConfig
+from konkanivani.data.batch import Speech
+from konkanivani.data.batching import EpochPlanner, cut_window, same_size
+from konkanivani.data.characters import CharacterCount, show_text
+from konkanivani.data.findings import Diagnosis
+from konkanivani.data.health import Part, Question, fetch, judge_corpus, robust_scores, spread
+from konkanivani.data.manifest import Utterance, read_manifest
+from konkanivani.data.padding import judge_epoch, padded_seconds
+from konkanivani.data.rejections import Rejections
+from konkanivani.data.repeats import (
+    content_key,
+    extent_key,
+    file_size,
+    key_of,
+    occur_again,
+    repeats_across,
+    repeats_within,
+)
+from konkanivani.data.sound import clipped_runs, listen
+from konkanivani.health_page import draw_page
+from konkanivani.health_report import build_tokenizer, check_page_path, diagnose, write_page
+from konkanivani.health_text import health_lines, sparkline
+from konkanivani.histogram import Histogram, build_histogram, round_step
+from konkanivani.recipe import build_training_speech
+from tests.conftest import run_script
+
+SCRIPT = "training_scripts/inspect_data.py"
+RATE = 16_000
+SENTENCES = ("एक दोन", "तीन चार", "पांच उदक", "घर शाळा", "बाजार आवय", "दोन घर", "उदक आवय", "शाळा एक")
+WORDS = ("नदी", "रान", "गाव", "पान", "मीन", "दार", "तार", "वाट", "काम", "मान", "लोक", "वीज", "पाय", "हात")
+CONFIG = TrainConfig(text=TextConfig(tokenizer_type="char"))
+
+# Histograms
+
+
+@pytest.mark.parametrize(
+    "span, most, step", [(10, 5, 2), (10, 4, 2.5), (1, 3, 0.5), (23, 23, 1), (7.1, 7, 2), (0.3, 3, 0.1)]
+)
+def test_a_round_step_is_the_smallest_that_covers_the_span(span, most, step):
+    assert round_step(span, most) == pytest.approx(step)
+
+
+def test_a_histogram_counts_each_value_once_and_an_edge_upwards():
+    histogram = build_histogram(np.array([0.5, 1.0, 1.0, 1.5, 3.0]))
+    assert (histogram.start, histogram.width, histogram.amounts) == (0.0, 1.0, (1, 3, 1))
+    assert (histogram.below, histogram.beyond, histogram.end) == (0, 0, 3.0)
+    weighed = build_histogram(np.array([0.5, 1.0, 1.0, 1.5, 3.0]), np.array([1.0, 2, 3, 4, 5]))
+    assert weighed.amounts == (1, 9, 5)
+
+
+def test_what_lies_far_out_is_counted_and_not_drawn():
+    values = np.concatenate([np.linspace(1, 2, 1000), [500.0]])
+    histogram = build_histogram(values)
+    assert histogram.end < 3 and histogram.beyond >= 1
+    assert sum(histogram.amounts) + histogram.below + histogram.beyond == 1001
+
+
+@pytest.mark.parametrize("values", [[], [math.nan], [2.0], [0.0, 0.0], [-40.0] * 3, [1e-9, 1e9]])
+def test_a_histogram_of_little_is_drawn_all_the_same(values):
+    histogram = build_histogram(np.array(values, dtype=float))
+    assert sum(histogram.amounts) + histogram.below + histogram.beyond == np.isfinite(values).sum()
+    assert len(histogram.amounts) < 100
+    assert draw_histogram(histogram, "t", "x", "y").startswith("<figure>") and sparkline(histogram, "s")
+
+
+@pytest.mark.parametrize(
+    "amounts, labels", [([1, 1], "0 1"), ([0, 7], "0 2 4 6 8"), ([9, 1], "0 5 10"), ([0.4], "0 0.1 0.2 0.3 0.4")]
+)
+def test_an_axis_counts_in_whole_utterances_and_says_what_is_where(amounts, labels):
+    drawn = draw_histogram(Histogram(1.0, 0.5, tuple(map(float, amounts)), 0.0, 3.0), "Speed", "m/s", "<cars>", 1.2)
+    said = re.findall(r'text-anchor="end">([^<]*)<', drawn)
+    assert said == [*labels.split(), "m/s"] and "median 1.2; not drawn: 3 beyond" in drawn
+    fullest = amounts.index(max(amounts))
+    assert f"({max(amounts):g} &lt;cars&gt;) between {1 + fullest / 2:g} and {1.5 + fullest / 2:g}" in drawn
+    assert drawn.count('class="bar"') == sum(amount > 0 for amount in amounts)
+
+
+# Sound
+
+
+def utterance(path: Path, text: str = "एक", duration: float = 1.0, **more: object) -> Utterance:
+    return Utterance(path.name, str(path), duration, text, **more)
+
+
+def test_level_silence_and_offset_are_what_was_written(tmp_path):
+    time = np.arange(RATE) / RATE
+    sine = 0.5 * np.sin(2 * np.pi * 500 * time)
+    mono = 0.02 + np.concatenate([np.zeros(RATE // 4), sine, np.zeros(RATE // 2), sine, np.zeros(3 * RATE // 4)])
+    soundfile.write(tmp_path / "a.wav", np.stack([mono, mono], axis=1), RATE, subtype="FLOAT")
+    sound = listen(utterance(tmp_path / "a.wav"))
+    assert (sound.rate, sound.channels, sound.seconds, sound.file_seconds) == (RATE, 2, 3.5, 3.5)
+    assert sound.level == pytest.approx(20 * math.log10(0.5 * math.sqrt(2 / 3.5 / 2)), abs=0.01)
+    assert (sound.leading_silence, sound.trailing_silence) == pytest.approx((0.25, 0.75))
+    assert sound.silence_share == pytest.approx(1.5 / 3.5)
+    assert sound.offset == pytest.approx(0.02, abs=1e-4)
+    assert (sound.full_scale_share, sound.clipped_runs) == (0, 0)
+    part = listen(utterance(tmp_path / "a.wav", duration=1.0, offset=0.25))
+    assert (part.seconds, part.file_seconds, part.silence_share) == (1.0, None, 0.0)
+
+
+def test_clipping_is_runs_of_three_equal_samples_at_full_scale(tmp_path):
+    assert clipped_runs(np.array([0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1, -1, -1, -1, -1, 0.5, 0.5, 0.5, 0.5])) == 3
+    assert clipped_runs(np.array([1.2, 1.1, 1.3])) == 1  # a float file beyond full scale
+    assert clipped_runs(np.array([1.0])) == clipped_runs(np.zeros(9)) == clipped_runs(np.array([1, -1, 1, -1.0])) == 0
+    samples = 2 * np.sin(2 * np.pi * 100 * np.arange(RATE) / RATE)
+    soundfile.write(tmp_path / "a.wav", samples, RATE, subtype="PCM_16")
+    sound = listen(utterance(tmp_path / "a.wav"))
+    # |2 sin| > 1 for two thirds of each of 100 periods, in two runs.
+    assert sound.clipped_runs == 200 and sound.full_scale_share == pytest.approx(2 / 3, abs=0.01)
+    soundfile.write(tmp_path / "b.wav", samples / 2.1, RATE, subtype="PCM_16")
+    assert listen(utterance(tmp_path / "b.wav")).clipped_runs == 0
+
+
+def test_digital_silence_is_silence_and_quiet_speech_is_not(tmp_path):
+    soundfile.write(tmp_path / "zero.wav", np.zeros(RATE), RATE)
+    soundfile.write(tmp_path / "quiet.wav", 0.001 * np.sin(np.arange(RATE)), RATE, subtype="FLOAT")
+    zero, quiet = (listen(utterance(tmp_path / name)) for name in ("zero.wav", "quiet.wav"))
+    assert (zero.silence_share, zero.leading_silence, zero.trailing_silence, zero.level) == (1.0, 1.0, 0.0, -120)
+    assert quiet.silence_share == 0 and quiet.level == pytest.approx(-63, abs=0.1)
+
+
+# Characters
+
+
+def counted(*texts: str) -> CharacterCount:
+    from konkanivani.text import normalize_text
+
+    count = CharacterCount()
+    for row, text in enumerate(texts, start=1):
+        count.add(text, normalize_text(text), row)
+    return count
+
+
+def marks(count: CharacterCount) -> dict[str, tuple[str, ...]]:
+    return {chr(c.code): c.marks for c in count.health().inventory if c.marks}
+
+
+def test_every_character_is_counted_named_and_judged():
+    health = counted("कक कक", "ककa।", "क\u200dक५").health()
+    found = {chr(c.code): c for c in health.inventory}
+    assert found["क"].count == 8 and found["क"].name == "DEVANAGARI LETTER KA" and found["क"].marks == ()
+    assert found["a"].marks == ("foreign script", "rare") and found["a"].script == "LATIN"
+    assert found["\u200d"].marks == ("joiner", "removed")
+    assert found["।"].marks == ("becomes a space",)
+    assert found["५"].marks == ("digit", "rare")
+    assert (health.script, health.different, health.letters) == ("DEVANAGARI", 6, 3)
+    assert [(w.word, w.scripts, w.row) for w in health.mixed_words] == [("ककa।", ("DEVANAGARI", "LATIN"), 2)]
+    changes = health.changes
+    assert (changes.texts, changes.joiners_removed, changes.to_space, changes.digits) == (2, 1, 1, 1)
+
+
+def test_controls_are_marked_and_never_shown_as_they_are():
+    assert marks(counted("\u202eक\x1b\ud800")) == {
+        "\u202e": ("control or bidi", "removed"),
+        "\x1b": ("control or bidi", "becomes a space"),
+        "\ud800": ("control or bidi", "becomes a space"),
+        "क": ("rare",),
+    }
+    assert show_text("\u202eक\x1b\ud800\n") == "⟨U+202E⟩क⟨U+001B⟩⟨U+D800⟩⟨U+000A⟩"
+    assert show_text("क\u200dष") == "क\u200dष" and show_text("a" * 300) == "a" * 200 + "…"
+
+
+@pytest.mark.parametrize("composed", ["\u0958", "é", "\u0929", "\u212b"])
+def test_two_spellings_of_one_character_are_twins(composed):
+    shape = unicodedata.normalize("NFC", composed)
+    other = unicodedata.normalize("NFD", composed)
+    (twins,) = counted(composed * 3, other, other + "ा").health().twins
+    assert twins.shape == shape
+    assert {(tuple(map(chr, s.codes)), s.count) for s in twins.spellings} == {(tuple(composed), 3), (tuple(other), 2)}
+    assert counted(composed * 3).health().twins == counted(other).health().twins == ()
+
+
+def test_what_normalisation_changes_is_counted():
+    changes = counted("\u0958", "Ab, c!", "क ख").health().changes
+    assert (changes.texts, changes.not_composed, changes.lowered, changes.to_space) == (2, 1, 1, 2)
+    both = counted("कa") + counted("a", "ख")
+    assert (both.texts, both.raw["a"], both.mixed["कa"]) == (3, 2, 1)
+
+
+# Repeats, outliers, the plan
+
+
+def test_repeats_are_rows_with_an_earlier_key():
+    keys = np.array([5, 0, 7, 5, 0, 5], dtype=np.uint64)
+    assert repeats_within(keys, 9).count == 2 and repeats_within(keys, 9).pairs == ((0, 3), (0, 5))
+    assert repeats_within(keys, 1).pairs == ((0, 3),)
+    across = repeats_across(keys, np.array([0, 7, 8, 7], dtype=np.uint64), 9)
+    assert across.count == 2 and across.pairs == ((2, 1), (2, 3))
+    assert key_of("") == 0 and key_of("a") == key_of("a") != key_of("b") and key_of("\ud800")
+
+
+def test_audio_is_the_same_by_its_bytes_and_its_span(tmp_path):
+    for name, content in (("a", b"xyz"), ("b", b"xyw"), ("c", b"xyz"), ("d", b"longer"), ("tar", b"..xyz..xyz")):
+        (tmp_path / name).write_bytes(content)
+    sources = [AudioSource(str(tmp_path / name)) for name in "abcd"]
+    sources += [replace(sources[0], start=1.0, seconds=2.0), replace(sources[2], start=1.0, seconds=2.0)]
+    sources += [AudioSource(str(tmp_path / "tar"), at, 3) for at in (2, 7)]
+    a, b, c, d, span, same_span, member, other_member = (content_key(source) for source in sources)
+    assert a == c == member == other_member != b != d and span == same_span != a
+    extents = np.array([extent_key(source, file_size(source)) for source in sources], dtype=np.uint64)
+    same = [list(again) for again in occur_again([extents[:3], extents[3:]])]
+    assert same == [[True, True, True], [False, True, True, True, True]]
+    assert not occur_again([extents[3:4], extents[3:3]])[0].any()
+    assert content_key(AudioSource("/nowhere")) == 0
+    assert file_size(AudioSource(str(tmp_path))) is None and file_size(AudioSource("/nowhere\0")) is None
+
+
+def test_outliers_are_robust_scores_of_the_log_rate():
+    rates = np.array([8.0, 10.0, 12.5] * 10 + [40.0, 0.0])
+    scores = robust_scores(rates)
+    spread_of_logs = math.log(1.25)
+    assert scores[30] == pytest.approx(0.6745 * math.log(4) / spread_of_logs)
+    assert scores[0] == pytest.approx(-0.6745) and scores[1] == 0 and scores[31] == 0
+    assert not robust_scores(rates[-12:]).any()  # too few to tell
+    assert np.abs(robust_scores(np.array([10.0] * 30 + [10.1]))).max() < 3.5  # a hair's breadth
+
+
+def test_padding_is_that_of_the_real_micro_batches():
+    assert padded_seconds(np.array([3.0, 1.0, 2.0, 5.0, 4.0]), 2) == 2 * 2 + 2 * 4 + 5
+    durations = np.random.default_rng(0).integers(1, 90, size=43) / 10
+    planner = EpochPlanner(durations, 8, 3)
+    health = judge_epoch(planner, 3)
+    padded = 0
+    for window in planner.plan_epoch(0):
+        speeches = [Speech(str(i), torch.zeros(round(durations[i] * RATE)), [1], 0) for i in window]
+        cut = cut_window(speeches, same_size(3), 2, 3)
+        padded += cut.audio_seconds / (1 - cut.padding_share)
+    assert health.padding_share == pytest.approx(1 - durations.sum() / padded)
+    assert (health.steps, health.utterances, health.window_size) == (6, 43, 8)
+
+
+def test_decoded_recordings_are_evenly_spaced_and_chosen_by_the_seed():
+    assert spread(3, 5, 1) == [0, 1, 2] and spread(100, 0, 1) == []
+    chosen = spread(1003, 10, 1)
+    assert chosen == spread(1003, 10, 1) != spread(1003, 10, 2)
+    assert all(100 <= b - a <= 101 for a, b in zip(chosen, chosen[1:], strict=False)) and 0 <= chosen[0] <= 100
+
+
+# A manifest of any length
+
+
+@dataclass(frozen=True)
+class LazyRows:
+    """Rows that are made when they are read, as a file of millions would be."""
+
+    count: int
+
+    def __iter__(self) -> Iterator[Utterance]:
+        for row in range(self.count):
+            text = f"{SENTENCES[row % 8]} {row}"
+            yield Utterance("long.wav", __file__, 1 + row % 7, text, f"speaker {row % 9}", offset=row, row=row + 1)
+
+
+def test_a_long_manifest_stays_on_the_disk():
+    assert [fetch(LazyRows(9), [7, 2])[n].row for n in (2, 7)] == [3, 8]
+    question = Question(CONFIG, None, 0)
+    judge_corpus([Part("warm", True, LazyRows(10), 10)], question)
+    tracemalloc.start()
+    health = judge_corpus([Part("long", True, LazyRows(20_000), 20_000)], question)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert health.parts[0].utterances == health.parts[0].sentences == 20_000 and health.parts[0].speakers.count == 9
+    assert peak / 20_000 < 250  # an Utterance alone is more; numpy's copies while judging are in it
+
+
+# Findings
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one row of a small corpus is made of; its audio is a buzz of its own pitch."""
+
+    name: str
+    text: str
+    speaker: str
+    seconds: float = 1.0
+    gain: float = 0.2
+    rate: int = RATE
+    written: float | None = None
+
+
+def rows_of(split: str, speakers: str, count: int) -> list[Row]:
+    """A healthy list: three words of three letters each, in an order that no other row of either list has."""
+    half = len(WORDS) // 2
+    first, second = (WORDS[:half], WORDS[half:]) if split == "train" else (WORDS[half:], WORDS[:half])
+    texts = (f"{first[n % half]} {second[n // half]} {second[n % half]}" for n in range(count))
+    return [Row(f"{split}{n:03d}.wav", text, speakers[n % len(speakers)]) for n, text in enumerate(texts)]
+
+
+def write_part(directory: Path, split: str, rows: list[Row]) -> str:
+    lines = []
+    for number, row in enumerate(rows):
+        time = np.arange(round(row.seconds * row.rate)) / row.rate
+        pitch = 100 + 3 * number + (split == "valid")
+        soundfile.write(directory / row.name, np.clip(row.gain * np.sin(2 * np.pi * pitch * time), -1, 1), row.rate)
+        fields = {"audio_filepath": row.name, "duration": row.written or row.seconds, "text": row.text}
+        lines.append(json.dumps(fields | ({"speaker": row.speaker} if row.speaker else {})))
+    (directory / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    return str(directory / f"{split}.jsonl")
+
+
+@dataclass
+class Small:
+    """A corpus that a test may spoil before it is written and after."""
+
+    directory: Path
+    train: list[Row]
+    valid: list[Row]
+
+    def written(self) -> tuple[str, str]:
+        return write_part(self.directory, "train", self.train), write_part(self.directory, "valid", self.valid)
+
+    def diagnosis(self, config: TrainConfig = CONFIG) -> Diagnosis:
+        return diagnose(self.written(), config, 500)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Small:
+    return Small(tmp_path, rows_of("train", "abc", 40), rows_of("valid", "d", 20))
+
+
+def said(diagnosis: Diagnosis, severity: str) -> str:
+    return "\n".join(finding.sentence for finding in diagnosis.findings if finding.severity == severity)
+
+
+def change(rows: list[Row], number: int, **fields: object) -> None:
+    rows[number] = replace(rows[number], **fields)
+
+
+FINDINGS: dict[str, tuple[Callable[[Small], None], str, str]] = {
+    "audio in both": (
+        lambda s: s.valid.append(s.train[3]),
+        "error",
+        r"1 recording of valid.jsonl is in train.jsonl too",
+    ),
+    "speaker in both": (
+        lambda s: change(s.valid, 0, speaker="a"),
+        "warning",
+        r"1 speaker of valid.jsonl is in .*\(a\)",
+    ),
+    "sentence in both": (
+        lambda s: change(s.valid, 0, text=s.train[2].text + "।"),
+        "warning",
+        "1 of 20 utterances of valid",
+    ),
+    "listed again": (lambda s: s.train.append(s.train[3]), "warning", "lists 1 recording again"),
+    "too much rejected": (lambda s: change(s.train, 0, text="।"), "error", r"1 utterance \(2.5 %, more than --max_rej"),
+    "unalignable": (
+        lambda s: change(s.train, 0, text="एक " * 40),
+        "error",
+        "cannot be used: 1 x CTC cannot align it\\.",
+    ),
+    "wrong transcript": (lambda s: change(s.train, 0, seconds=15.0), "warning", r"1 transcript may not be .*row 1"),
+    "clipped": (lambda s: change(s.train, 0, gain=3.0), "note", "1 of 40 recordings are clipped"),
+    "quiet": (lambda s: change(s.train, 0, gain=0.005), "note", "1 of 40 recordings are quieter than -40"),
+    "empty": (lambda s: change(s.train, 0, gain=0.0), "warning", "1 of 40 recordings are empty"),
+    "loud": (lambda s: [change(s.train, n, gain=0.9) for n in range(3)], "warning", "3 of 40 recordings are louder"),
+    "other level": (
+        lambda s: [change(s.valid, n, gain=0.02) for n in range(20)],
+        "warning",
+        "valid.jsonl is at -37 dBFS",
+    ),
+    "other duration": (
+        lambda s: change(s.train, 0, written=1.3),
+        "warning",
+        "1 of 40 recordings last shorter or longer",
+    ),
+    "other rate": (
+        lambda s: [change(s.valid, n, rate=8000) for n in range(20)],
+        "warning",
+        "No recording of valid.jsonl",
+    ),
+    "one speaker": (lambda s: [change(s.train, n, speaker="a") for n in range(40)], "warning", "one speaker only, a"),
+    "most of one": (
+        lambda s: [change(s.train, n, speaker="a") for n in range(30)],
+        "warning",
+        "% of the speech is of one of 3",
+    ),
+    "no speakers": (lambda s: [change(s.train, n, speaker="") for n in range(40)], "note", "names no speakers"),
+    "few sentences": (
+        lambda s: [change(s.train, n, text=SENTENCES[n % 7]) for n in range(40)],
+        "warning",
+        "only 7 different",
+    ),
+    "digits": (lambda s: change(s.train, 0, text="५५५ नदी"), "warning", "3 digits stand in the transcripts"),
+    "foreign": (
+        lambda s: change(s.train, 0, text="aaa नदी"),
+        "warning",
+        "1 character is of another script than Devanagari: a U",
+    ),
+    "mixed": (lambda s: change(s.train, 0, text="नaदी"), "warning", "1 word mixes scripts, such as नaदी"),
+    "joiners": (lambda s: change(s.train, 0, text="न\u200dदी"), "note", "1 joiner is removed"),
+    "bidi": (
+        lambda s: change(s.train, 0, text="\u202eनदी"),
+        "warning",
+        "1 character is invisible, a control or a bidi mark: U\\+202E",
+    ),
+    "twins": (lambda s: change(s.train, 0, text="\u0958 क\u093c"), "note", "1 character is written in two ways"),
+    "rare": (lambda s: change(s.train, 0, text="ॐ"), "warning", "1 character is seen fewer than 3 times: ॐ U"),
+    "unknown": (lambda s: change(s.valid, 0, text="ढढढ"), "warning", r"1 character of valid.jsonl .* ढ \(U\+0922\)"),
+}
+
+
+@pytest.mark.parametrize("name", FINDINGS)
+def test_a_finding_is_made_where_there_is_one_and_only_there(small, name):
+    spoil, severity, sentence = FINDINGS[name]
+    healthy = small.diagnosis()
+    everything = "\n".join(finding.sentence for finding in healthy.findings)
+    assert healthy.verdict.can_be_trained and not re.search(sentence, everything), everything
+    spoil(small)
+    diagnosis = small.diagnosis()
+    assert re.search(sentence, said(diagnosis, severity)), diagnosis.findings
+    assert diagnosis.verdict.can_be_trained == (severity != "error")
+
+
+def test_a_healthy_corpus_has_only_its_size_to_be_warned_of(small):
+    diagnosis = small.diagnosis()
+    assert said(diagnosis, "error") == "" and "0.7 min of speech" in said(diagnosis, "warning")
+    assert [f.severity for f in diagnosis.findings] == ["warning", "note"], diagnosis.findings
+    train, valid = diagnosis.health.parts
+    assert (train.utterances, train.usable, train.speakers.count, valid.speakers.count) == (40, 40, 3, 1)
+    assert train.hours == pytest.approx(40 / 3600) and train.speakers.median_hours == pytest.approx(13 / 3600)
+    assert train.speakers.largest_share == pytest.approx(14 / 40) and train.sound.heard == 40
+    assert train.epoch.steps == 5 and train.epoch.padding_share == 0
+    assert train.formats[0].name == ".wav" and train.sound.rates[0].name == "16000"
+    characters = [len(row.text.replace(" ", "")) for row in small.train]
+    assert train.rates.median == np.median(characters) and train.words == sum(len(r.text.split()) for r in small.train)
+
+
+def test_files_that_are_missing_or_unreadable_end_training(small):
+    paths = small.written()
+    (small.directory / "train003.wav").unlink()
+    missing = diagnose(paths, CONFIG, 0)
+    assert "1 row is broken (2.5 %, more than --max_rejected 1%): row 4, train003.wav" in said(missing, "error")
+    (small.directory / "train003.wav").write_bytes(b"no audio")
+    assert diagnose(paths, CONFIG, 0).verdict.can_be_trained  # none was decoded
+    broken = diagnose(paths, CONFIG, 500)
+    assert "1 of 40 recordings tried cannot be read (row 4, train003.wav: it cannot be opened" in said(broken, "error")
+
+
+def test_a_vocabulary_that_cannot_be_built_is_an_error(small):
+    config = replace(CONFIG, text=TextConfig(vocab_size=9))
+    diagnosis = small.diagnosis(config)
+    assert not diagnosis.verdict.can_be_trained and "--vocab_size 9 is too small" in diagnosis.verdict.sentence
+
+
+def test_what_is_left_out_is_what_the_trainer_leaves_out(small, tmp_path):
+    for number, text in enumerate(("।", "नदी " * 30, "रान रान")):
+        change(small.train, number, text=text)
+    change(small.train, 5, seconds=2.5)
+    path = small.written()[0]
+    config = replace(CONFIG, data=DataConfig(train_manifest=path, max_duration=2.0))
+    manifest, rejections = read_manifest(path), Rejections(tmp_path / "rejected.jsonl", most=0.5)
+    rejections.begin(manifest)
+    tokenizer = build_tokenizer(Part(path, True, manifest, len(manifest)), config)
+    speech = build_training_speech(config, manifest, tokenizer, rejections)
+    listed = [json.loads(line) for line in (tmp_path / "rejected.jsonl").read_text().splitlines()]
+    train = diagnose((path,), config, 0).health.parts[0]
+    assert train.usable == len(speech.utterances) == 37
+    assert [(e.row, e.detail) for e in train.rejected.examples] == [(r["row"], r["reason"]) for r in listed]
+    planner = EpochPlanner(np.array([u.duration for u in speech.utterances]), config.window_size, config.run.seed)
+    assert train.epoch == judge_epoch(planner, config.data.batch_size)
+
+
+def test_limits_are_the_trainers_flags(small):
+    config = replace(CONFIG, data=DataConfig(max_duration=0.9))
+    diagnosis = small.diagnosis(config)
+    train, valid = diagnosis.health.parts
+    assert (train.usable, valid.usable, train.epoch) == (0, 20, None)
+    assert "None of the 40 rows of train.jsonl can be used: 1.00 s is longer than 0.9 s" in said(diagnosis, "error")
+
+
+# The script
+
+
+def inspect(*arguments: object) -> tuple[int, str, str]:
+    done = run_script(SCRIPT, *map(str, arguments))
+    assert "Traceback" not in done.stdout + done.stderr, done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_script_says_yes_with_0_and_no_with_3(small, tmp_path):
+    page = tmp_path / "report.html"
+    code, out, _ = inspect(*small.written(), "--tokenizer_type", "char", "--html", page)
+    assert code == 0 and out.splitlines()[-1].startswith("Can be trained: yes, because 40 utterances (0.7 min)")
+    assert page.read_text().startswith("<!doctype html>") and not list(tmp_path.glob("*.partial"))
+    small.valid.append(small.train[3])
+    train, valid = small.written()
+    code, out, _ = inspect("--train_manifest", train, "--valid_manifest", valid, "--json")
+    report = json.loads(out)
+    assert code == 3 and out.count("\n") == 1 and not report["verdict"]["can_be_trained"]
+    assert report["health"]["crossings"][0]["audio"]["count"] == 1
+    code, out, _ = inspect(train, valid)
+    assert code == 3 and out.splitlines()[-1].startswith("Can be trained: no, because of this error: 1 recording of")
+
+
+def test_a_page_replaces_nothing_but_a_page(small, tmp_path):
+    train, valid = small.written()
+    before = Path(train).read_bytes()
+    code, _, error = inspect("--html", train, valid)
+    assert code == 2 and "would be lost" in error and Path(train).read_bytes() == before
+    page = tmp_path / "page.html"
+    check_page_path(str(page))
+    write_page(str(page), small.diagnosis())
+    check_page_path(str(page))
+
+
+def test_a_share_of_broken_rows_may_be_allowed(small):
+    change(small.train, 0, text="।")
+    for flags, expected in ((("--max_rejected", "2.5%"), 0), (("--max_rejected", "0.024"), 3), ((), 3)):
+        assert inspect(*small.written(), "--tokenizer_type", "char", *flags)[0] == expected
+
+
+@pytest.mark.parametrize(
+    "flags, code",
+    [((), 2), (("--max_rejected", "many"), 2), (("--audio_utterances", "-1"), 2), (("--html", "/nowhere/a.html"), 6)],
+)
+def test_flags_that_cannot_work_are_refused_before_anything_is_read(flags, code):
+    manifests = ("/nowhere/train.jsonl",) if flags else ()
+    assert inspect(*manifests, *flags)[0] == code
+
+
+def hostile_corpus(directory: Path) -> tuple[str, ...]:
+    """Everything at once that a folder of recordings can hold against one."""
+    tone = 0.1 * np.sin(np.arange(RATE) / 10)
+    soundfile.write(directory / "good.wav", tone, RATE)
+    soundfile.write(directory / "nan.wav", np.full(RATE, np.nan), RATE, subtype="FLOAT")
+    soundfile.write(directory / "zero.wav", np.zeros(RATE), RATE)
+    (directory / "empty.wav").write_bytes(b"")
+    (directory / "cut.wav").write_bytes((directory / "good.wav").read_bytes()[:5000])
+    (directory / "folder.wav").mkdir()
+    names = ("good", "good", "nan", "zero", "empty", "cut", "folder", "missing\u202e", "good", "good", "good")
+    texts = ("<script>alert(1)</script>", "\u202eउलट\u202c", "\u0958", "क\u093c", "", "\x00\x1b[31m", "\ud800")
+    rows = [
+        {"audio_filepath": f"{n}.wav", "duration": 1.0, "text": t, "speaker": "<b>&\u202e"}
+        for n, t in zip(names, (*texts, "नaदी", "&lt;", "\U000e0041" * 3, "एक दोन"), strict=True)
+    ]
+    rows += [{"audio_filepath": "good.wav", "duration": d, "text": "एक", "speaker": "\ud800"} for d in (0, 9e8, 1e-300)]
+    for split in ("train", "valid"):
+        (directory / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (directory / "none.jsonl").write_text("\n")
+    (directory / "broken.jsonl").write_bytes(b'{"audio_filepath": "good.wav"\xff')
+    return tuple(str(directory / f"{name}.jsonl") for name in ("train", "valid", "none", "broken", "absent"))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_hostile_corpus_gives_a_report_and_no_traceback(tmp_path, monkeypatch, encoding):
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    manifests, page = hostile_corpus(tmp_path), tmp_path / "page.html"
+    code, out, _ = inspect(*manifests, "--html", page, "--vocab_size", "60")
+    assert code == 3 and out.splitlines()[-1].startswith("Can be trained: no, because")
+    assert "it holds samples that are not numbers" in out and "is empty" in out and "not a line of JSON" in out
+    text = page.read_text(encoding="utf-8")
+    assert "<script" not in text and "&lt;script&gt;alert(1)" in text and "&amp;lt;" in text
+    assert not {"\u202e", "\x1b", "\x00", "\ud800"} & set(text + out)
+    code, out, _ = inspect(*manifests, "--json")
+    assert code == 3 and json.loads(out)["verdict"]["can_be_trained"] is False
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_a_manifest_alone_that_cannot_be_read_is_said_to_be_so(tmp_path, number):
+    code, out, _ = inspect(hostile_corpus(tmp_path)[number], "--html", tmp_path / "page.html")
+    assert (
+        code == 3
+        and "Can be trained: no" in out
+        and "no manifest that can be read" in (tmp_path / "page.html").read_text()
+    )
+
+
+# The page
+
+
+class PageParts(HTMLParser):
+    """The tags and attributes of a page, and what is left open at its end."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags, self.attributes, self.opened, self.pictures = set(), set(), [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes.update(name for name, _ in attrs)
+        if tag == "svg":
+            self.pictures.append(dict(attrs))
+        if tag not in ("meta", "br"):
+            self.opened.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.opened.pop() == tag
+
+
+def test_the_page_needs_nothing_else_and_says_what_its_pictures_show(small):
+    change(small.train, 0, text='<img src=x onerror="1"> नदी')
+    change(small.train, 1, text="नदी" * 90)
+    page = draw_page(small.diagnosis())
+    parts = PageParts(page)
+    assert not parts.tags & {"script", "link", "img", "iframe", "object", "a"} and "&lt;img" in page
+    assert not {name for name in parts.attributes if name in ("src", "href") or name.startswith("on")}
+    assert not re.search(r"https?:|//|@import|url\(", page) and parts.opened == []
+    assert len(parts.pictures) == 12
+    assert all(picture["role"] == "img" and " to " in picture["aria-label"] for picture in parts.pictures)
+    assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
+
+
+def test_the_text_ends_with_the_verdict_and_shows_empty_bins():
+    assert sparkline(build_histogram(np.array([1.0, 1.0, 3.0])), "s") == "0 ·█▄ 3 s"
+    lines = health_lines(diagnose(("/nowhere/a.jsonl",), CONFIG, 0)).splitlines()
+    assert lines[0] == "Findings" and lines[-1].startswith("Can be trained: no")
