@@ -8,6 +8,7 @@ from itertools import groupby
 
 from konkanivani.data.corpus import CheckedUtterance
 from konkanivani.data.found import printable
+from konkanivani.errors import DataError
 
 MOST_EXAMPLES = 5
 PIECE = 2**20  # bytes read at once
@@ -46,12 +47,15 @@ class Recording:
 
 
 def find_leaks(utterances: list[CheckedUtterance]) -> tuple[Leak, ...]:
-    """Leaks of audio, speakers and sentences between the splits that the utterances name."""
-    return (
-        _leak("audio", _same_audio(utterances)),
-        _leak("speaker", _shared((u.utterance.speaker, u) for u in utterances if u.utterance.speaker)),
-        _leak("sentence", _shared((u.sentence, u) for u in utterances)),
-    )
+    """Leaks of audio, speakers and sentences between the splits; a DataError where audio can no longer be read."""
+    try:
+        audio = _leak("audio", _same_audio(utterances))
+    except OSError as error:
+        raise DataError(
+            f"{error.filename} could be read at first and then no longer: {error.strerror}. Begin again."
+        ) from None
+    speakers = _shared((u.utterance.speaker, u) for u in utterances if u.utterance.speaker)
+    return audio, _leak("speaker", speakers), _leak("sentence", _shared((u.sentence, u) for u in utterances))
 
 
 def _leak(what: str, found: Iterable[str]) -> Leak:

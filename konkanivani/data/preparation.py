@@ -3,13 +3,13 @@
 import contextlib
 import os
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+from konkanivani.data.builtin_corpus import held_folder
 from konkanivani.data.corpus import AudioRoots, CheckedUtterance, Corpus, read_corpus
 from konkanivani.data.formats import (
     common_voice,
@@ -95,12 +95,10 @@ def prepare_corpus(task: Preparation) -> Report:
     the corpus cannot be read or too much of it is unusable (rejected.jsonl is written then), and a ResourceError where
     the disk cannot be written.
     """
-    _check_folders(task)
-    with _staging(task.output) as staged:
+    with _staging(task) as staged:
         source = replace(task.source, embedded_audio=staged / AUDIO)
-        roots = AudioRoots(
-            task.audio_root.resolve(), task.output.resolve(), source.embedded_audio, task.output.resolve() / AUDIO
-        )
+        output = task.output.resolve()
+        roots = AudioRoots(task.audio_root.resolve(), output, source.embedded_audio, output / AUDIO)
         corpus = read_corpus(_told(reader_of(task.format)(source), task), roots)
         split_by = _resolve_split_by(task, corpus)
         if split_by == "given":
@@ -118,18 +116,28 @@ def prepare_corpus(task: Preparation) -> Report:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def _check_folders(task: Preparation) -> None:
+def _check_source(task: Preparation) -> None:
     if not task.source.path.is_dir():
         raise UsageError(f"--source {task.source.path} is no folder. Give the folder into which it was unpacked.")
     if not task.audio_root.is_dir():
         raise UsageError(f"--audio_root {task.audio_root} is no folder. Give the folder that the audio lies in.")
+    source, output = task.source.path.resolve(), task.output.resolve()
+    if output == source or (task.format in ("nemo", "indicvoices") and output.is_relative_to(source)):
+        raise UsageError(
+            f"--output {task.output} lies in --source, where the manifests would be taken for a part of the corpus. "
+            "Give a folder outside it."
+        )
+
+
+def _check_output(task: Preparation) -> None:
+    """Raises a UsageError where the output holds what would be lost."""
     there = [f"{split}.jsonl" for split in SPLITS if os.path.lexists(task.output / f"{split}.jsonl")]
     if there and not task.force:
         raise UsageError(
             f"{task.output} holds {' and '.join(there)} already. Give another --output, or --force to replace them."
         )
-    audio = task.output / AUDIO
-    is_ours = (task.output / REPORT).is_file() and '"format": "huggingface"' in (task.output / REPORT).read_text()
+    audio, report = task.output / AUDIO, task.output / REPORT
+    is_ours = report.is_file() and '"format": "huggingface"' in report.read_text(encoding="utf-8", errors="replace")
     if task.format == "huggingface" and os.path.lexists(audio) and not (task.force and is_ours):
         raise UsageError(f"{audio} is there already, and audio would be written to it. Give another --output.")
 
@@ -149,15 +157,19 @@ def _told(rows: Found, task: Preparation) -> Iterator[FoundUtterance | RefusedRo
 
 def _check_damage(task: Preparation, corpus: Corpus) -> None:
     """Raises a DataError where too few rows can be used."""
-    listed = ", ".join(f"{count.rows} {count.kind}" for count in _counts(corpus.refused)) or "there are none"
+    if corpus.utterances and corpus.damage <= task.max_rejected:
+        return
     first = next((row for row in corpus.refused if not row.is_expected), None)
-    example = "" if first is None else f" The first: {_sentence(_printable(first))}."
-    if not corpus.utterances or corpus.damage > task.max_rejected:
+    if first is None:
         raise DataError(
-            f"No manifest is written: {corpus.damage:.1%} of the rows of {task.source.path} cannot be used, "
-            f"--max_rejected is {task.max_rejected:.3g} ({listed}).{example} All stand in {task.output / REJECTED}: "
-            "mend them, or give --max_rejected a larger part."
+            f"{task.source.path} holds no utterance that {task.format} can read. Check --format and --source."
         )
+    listed = ", ".join(f"{count.rows} {count.kind}" for count in _counts(corpus.refused))
+    raise DataError(
+        f"No manifest is written: {corpus.damage:.1%} of the rows of {task.source.path} cannot be used ({listed}), and "
+        f"--max_rejected is {task.max_rejected:.3g}. The first: {_sentence(_printable(first))}. All stand in "
+        f"{task.output / REJECTED}: mend them, or give --max_rejected a larger part."
+    )
 
 
 def _sentence(row: RefusedRow) -> str:
@@ -244,15 +256,29 @@ def _summary(name: str, utterances: list[CheckedUtterance]) -> SplitSummary:
 
 
 @contextlib.contextmanager
-def _staging(output: Path) -> Iterator[Path]:
-    """A folder in the output where everything is made before it is renamed into place; gone afterwards."""
-    with _explained(output):
-        output.mkdir(parents=True, exist_ok=True)
-        staged = Path(tempfile.mkdtemp(prefix=".prepare-", dir=output.resolve()))
-    try:
-        yield staged
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
+def _staging(task: Preparation) -> Iterator[Path]:
+    """A folder in the output where everything is made before it is renamed into place; gone afterwards.
+
+    Two preparations to one output wait for each other; what a killed one left is cleared up.
+    """
+    _check_source(task)
+    output, is_new = task.output, not task.output.exists()
+    staged = output.resolve() / ".prepare.partial"
+    with contextlib.ExitStack() as held:
+        with _explained(output):
+            output.mkdir(parents=True, exist_ok=True)
+            held.enter_context(held_folder(output))
+        try:
+            _check_output(task)
+            with _explained(output):
+                shutil.rmtree(staged, ignore_errors=True)
+                staged.mkdir()
+            yield staged
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+            if is_new:
+                with contextlib.suppress(OSError):  # it holds something
+                    output.rmdir()
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import TextIO
 from konkanivani.errors import DataError
 
 MOST_BYTES = 2**28  # of a file that is read at once
+LONGEST_LINE = 2**24  # characters
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,25 @@ def read_text(path: Path) -> str:
 def read_lines(path: Path) -> Iterator[Line]:
     """The lines of a text file that are not blank."""
     with open_text(path) as file:
-        for row, line in enumerate(file, start=1):
+        for row, line in enumerate(_bounded_lines(file, path), start=1):
             if line.strip():
                 yield Line(row, line.rstrip("\r\n"))
+
+
+def _bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
+    """The lines of a file; a DataError where one is so long that it is none."""
+    while line := file.readline(LONGEST_LINE):
+        if len(line) == LONGEST_LINE:
+            raise DataError(f"{path} holds a line of more than {LONGEST_LINE} characters. Check --format and --source.")
+        yield line
 
 
 def read_cells(path: Path, delimiter: str = "\t", quoted: bool = False) -> Iterator[Record]:
     """The rows of a table without a head; a quotation mark is a character like any other unless `quoted`."""
     with open_text(path) as file:
-        rows = csv.reader(file, delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE)
+        rows = csv.reader(
+            _bounded_lines(file, path), delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
+        )
         begin = 1
         try:
             for cells in rows:

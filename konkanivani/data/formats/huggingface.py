@@ -97,7 +97,7 @@ def _saved_parts(source: SpeechFolder) -> Iterator[Part]:
 def _parquet_parts(source: SpeechFolder) -> Iterator[Part]:
     import pyarrow.parquet
 
-    for path in sorted(source.path.rglob("*.parquet")):
+    for path in sorted(path for path in source.path.rglob("*.parquet") if path.is_file()):
         try:
             file = pyarrow.parquet.ParquetFile(path)
         except Exception as error:  # as above
