@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import random
+import resource
 import shutil
 import subprocess
 import tarfile
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.splits import Shares, Unit, draw_splits, split_named
-from tests.conftest import run_script
+from tests.conftest import run_script, script_command
 from tests.test_formats import SCRIPT, SPLITS, add_member, kaldi, sentence, sound_bytes, write_sentence, write_table
 
 COLUMNS = ("audio", "text", "speaker", "split")
@@ -142,6 +143,7 @@ SPOILT: dict[str, tuple[Callable[[Table], object], str, str]] = {
     "escape in a path": (_set("audio", "\x1b[2J.wav"), "control character", "U+001B"),
     "twice": (_set("audio", "0.wav"), "duplicate", "the same audio as all.csv, row 2"),
     "no such split": (_set("split", "later"), "no split", "'later'"),
+    "long text": (_set("text", "एक " * 10_000), "long transcript", "29999 characters"),
     "cells": (lambda table: table.rows[5].append("x"), "broken row", "5 cells where the head has 4"),
 }
 
@@ -389,6 +391,40 @@ def test_an_output_that_cannot_be_written_ends_with_6(table):
     (table.directory / "file").write_text("")
     done = table.prepare("--output", "file/out")
     assert done.returncode == 6 and "--output" in done.stderr, done.stderr
+
+
+def test_a_full_disk_ends_with_6_and_leaves_what_was_there(table):
+    assert table.prepare().returncode == 0
+    before = {path.name: path.read_bytes() for path in table.output.iterdir()}
+    done = subprocess.run(
+        script_command(
+            SCRIPT, "--format", "csv", "--source", "corpus", "--output", "out", "--table", "all.csv", "--force"
+        ),
+        cwd=table.directory,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512)),  # no file may grow beyond it
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 6 and "Free room there" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert {path.name: path.read_bytes() for path in table.output.iterdir()} == before
+
+
+def test_a_preparation_that_is_killed_leaves_no_manifest_and_the_next_one_clears_up(tmp_path):
+    rows = [(f"s-{number:06d}", sentence(number % 90)) for number in range(60_000)]
+    (tmp_path / "corpus" / "train").mkdir(parents=True)
+    write_sentence(tmp_path / "corpus" / "train" / "0.wav", 0)
+    for name, values in (("text", rows), ("wav.scp", [(name, "0.wav") for name, _ in rows])):
+        write_table(tmp_path / "corpus" / "train" / name, (), values, " ")
+    command = script_command(SCRIPT, "--format", "kaldi", "--source", "corpus", "--output", "out", *ALL)
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not (tmp_path / "out" / ".prepare.partial").exists():
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".prepare.partial"]
+    done = prepare(tmp_path, "kaldi", *ALL)
+    assert done.returncode == 0 and len(rejected(tmp_path)) == 59_999, done.stderr
 
 
 # Splits

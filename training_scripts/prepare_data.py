@@ -107,8 +107,9 @@ def describe(report: Report, output: Path) -> str:
     """What was prepared, for a person, ending with the command that trains on it."""
     lines = [f"{report.source} as {report.format}, split by {report.split_by}:"]
     for split in report.splits:
-        speakers = f"{split.speakers} speakers" if split.speakers else "speakers unknown"
-        lines.append(f"  {split.name}.jsonl  {split.utterances} utterances, {split.hours:.2f} h, {speakers}")
+        length = f"{split.hours:.2f} h" if split.hours >= 1 else f"{60 * split.hours:.1f} minutes"
+        speakers = f"speakers: {split.speakers or 'not known'}"
+        lines.append(f"  {split.name}.jsonl  utterances: {split.utterances}, {length}, {speakers}")
     for count in report.refused:
         lines.append(f"  left out: {count.rows} ({count.kind})")
     if report.refused:

@@ -17,6 +17,7 @@ from konkanivani.text import normalize_text
 
 ROWS_AT_ONCE = 512
 THREADS = 8  # they wait for the disk
+MOST_CHARACTERS = 20_000  # nobody says more at a time; what follows takes time by the character
 ROUNDING = 0.1  # seconds by which a span may reach beyond its file: tables round
 # Control characters, and marks that turn the direction of writing. ZWJ and ZWNJ belong to Devanagari and stay.
 UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -100,6 +101,8 @@ def _place(found: FoundUtterance, roots: AudioRoots) -> FoundUtterance | Refused
         unfit = UNFIT.search(text)
         if unfit:
             return found.refused("control character", f"its {name} holds the character U+{ord(unfit.group()):04X}")
+    if len(found.text) > MOST_CHARACTERS:
+        return found.refused("long transcript", f"its transcript has {len(found.text)} characters: is it one row?")
     if not normalize_text(found.text):
         return found.refused("empty transcript", "its transcript has no word")
     try:

@@ -104,7 +104,8 @@ def prepare_corpus(task: Preparation) -> Report:
         if split_by == "given":
             _refuse_without_split(corpus)
         with _explained(task.output):
-            write_json_lines(task.output / REJECTED, (asdict(_printable(row)) for row in corpus.refused))
+            write_json_lines(staged / REJECTED, (asdict(_printable(row)) for row in corpus.refused))
+            os.replace(staged / REJECTED, task.output / REJECTED)
         _check_damage(task, corpus)
         utterances = corpus.utterances if split_by == "given" else _drawn(task, corpus, split_by)
         report = _report(task, split_by, utterances, corpus.refused)

@@ -23,7 +23,7 @@ from konkanivani.data.tables import as_seconds, as_text, parse_json, read_text
 from konkanivani.errors import DataError
 from konkanivani.text import normalize_text
 
-MARKS = re.compile(r"\[[^\]]*\]|<[^>]*>|\([^)]*\)")
+MARKS = re.compile(r"\[[^\[\]]*\]|<[^<>]*>|\([^()]*\)")  # linear in the text, whatever stands open in it
 TEXT_COLUMNS = ("normalized", "verbatim")
 
 
