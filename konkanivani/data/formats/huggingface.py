@@ -17,6 +17,7 @@ from konkanivani.data.splits import split_of_path
 from konkanivani.data.tables import as_text
 from konkanivani.errors import DataError, ResourceError, UsageError
 
+AUDIO_COLUMNS = ("audio", "audio_filepath")
 TEXT_COLUMNS = ("text", "sentence", "transcription", "transcript", "normalized", "verbatim")
 SPEAKER_COLUMNS = ("speaker", "speaker_id", "client_id")
 SUFFIXES = (
@@ -119,9 +120,10 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, object]]:
 def _choose_columns(source: SpeechFolder, part: Part) -> Columns:
     """The columns asked for, else those with a usual name; a UsageError where they are not there."""
     names = part.columns
+    audio = source.audio_column or next((name for name in AUDIO_COLUMNS if name in names), "audio")
     text = source.text_column or next((name for name in TEXT_COLUMNS if name in names), "text")
     speaker = source.speaker_column or next((name for name in SPEAKER_COLUMNS if name in names), "")
-    chosen = Columns(source.audio_column or "audio", text, speaker)
+    chosen = Columns(audio, text, speaker)
     for column in (chosen.audio, chosen.text, chosen.speaker):
         if column and column not in names:
             raise UsageError(

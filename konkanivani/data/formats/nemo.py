@@ -26,7 +26,7 @@ from konkanivani.data.tables import as_seconds, as_text, parse_json, read_lines
 from konkanivani.errors import DataError
 
 SHARD = re.compile(r".*\.(tar|tar\.gz|tgz|tar\.xz|tar\.bz2|tar\.zst)")
-TARRED = "tarred_audio_manifest.json"
+TARRED, SHARDED = "tarred_audio_manifest.json", "sharded_manifests"
 
 
 @dataclass
@@ -45,10 +45,10 @@ def find_utterances(source: SpeechFolder) -> Found:
         table = source.table_path()
         yield from _read_manifest(source, table, table.parent, "")
         return
-    folders = [source.path, *sorted(p for p in source.path.iterdir() if p.is_dir() and p.name != "sharded_manifests")]
+    folders = [source.path, *sorted(p for p in source.path.iterdir() if p.is_dir() and p.name != SHARDED)]
     is_empty = True
     for folder in folders:
-        tarred = [folder / TARRED] if (folder / TARRED).exists() else _manifests(folder / "sharded_manifests")
+        tarred = [folder / TARRED] if (folder / TARRED).exists() else _manifests(folder / SHARDED)
         manifests = tarred or _manifests(folder)
         shards = sorted(path for path in folder.iterdir() if SHARD.fullmatch(path.name))
         is_empty &= not (manifests or shards)
@@ -84,13 +84,21 @@ def _read_manifest(source: SpeechFolder, manifest: Path, folder: Path, split: st
             yield RefusedRow(file, line.row, "broken row", "audio_filepath must be a path in quotes")
             continue
         found = _utterance(file, line.row, row, manifest.parent / name, split)
-        if "shard_id" in row:
-            shard = folder / f"audio_{as_text(row['shard_id'])}.tar"
+        shard_id = _shard_id(row, manifest)
+        if shard_id:
+            shard = folder / f"audio_{shard_id}.tar"
             if shard.name not in shards:
                 shards[shard.name] = _index(shard)
             yield _in_shard(found, shard, name, shards[shard.name])
         else:
             yield found
+
+
+def _shard_id(row: dict[str, object], manifest: Path) -> str:
+    """The number of the tar that holds a row's audio, from the row or from the manifest's name; empty for none."""
+    named = re.fullmatch(r"manifest_(\d+)\.jsonl?", manifest.name) if manifest.parent.name == SHARDED else None
+    given = as_text(row.get("shard_id")) or (named.group(1) if named else "")
+    return given if given.isdecimal() else ""
 
 
 def _utterance(file: str, row: int, fields: dict[str, object], audio: Path, split: str) -> FoundUtterance:
