@@ -117,6 +117,18 @@ def openslr_mucs(folder: Path) -> list[Spoken]:
     return found
 
 
+def openslr_csv(folder: Path) -> list[Spoken]:
+    found, rows = [], []
+    for number in range(12):
+        name = f"irm_0{2000 + number % 4}_{number:011d}"
+        spoken = write_sentence(folder / "irish_english_male" / f"{name}.wav", number)
+        text = spoken.text.replace(" ", ", ", 1)
+        rows.append((f"EN{number:05d}", name, text))
+        found.append(replace(spoken, text=text, speaker=name[:9]))
+    write_table(folder / "line_index_all.csv", (), rows, ", ")
+    return found
+
+
 def kaldi(folder: Path) -> list[Spoken]:
     found = []
     for split, numbers in (("train", range(8)), ("dev", range(8, 10)), ("test", range(10, 12))):
@@ -328,6 +340,7 @@ MINIATURES: dict[str, tuple[Callable[[Path], list[Spoken]], tuple[str, ...]]] = 
     "common_voice": (common_voice, ("--source", "corpus/cv-corpus-21.0-2025-03-14")),
     "openslr": (openslr, ()),
     "openslr mucs": (openslr_mucs, ()),
+    "openslr csv": (openslr_csv, ()),
     "kaldi": (kaldi, ()),
     "nemo": (nemo, ()),
     "nemo tarred": (nemo_tarred, ()),

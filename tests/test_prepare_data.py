@@ -519,8 +519,8 @@ def test_what_is_in_two_splits_is_counted_and_shown(table):
     table.rows[11][1] = f" {table.rows[4][1]}! "
     done = table.prepare("--force")
     assert done.returncode == 0 and leaks(table) == {"audio": 1, "speaker": 1, "sentence": 1}
-    assert "1 × the same audio, such as all.csv, row 2 (train) and all.csv, row 10 (valid)" in done.stdout
-    assert "the same speaker, such as s3: test (all.csv, row 12); train (all.csv, row 5)" in done.stdout
+    assert "1 × the same audio, such as\n    all.csv, row 2 (train) and all.csv, row 10 (valid)" in done.stdout
+    assert "the same speaker, such as\n    s3: test (all.csv, row 12); train (all.csv, row 5)" in done.stdout
     assert "the same sentence" in done.stdout
 
 

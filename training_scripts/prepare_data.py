@@ -16,7 +16,6 @@ from pathlib import Path
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.data.found import SpeechFolder
 from konkanivani.data.preparation import (
-    AUDIO,
     REJECTED,
     FormatName,
     Preparation,
@@ -83,7 +82,6 @@ def read_task(flags: Flags) -> Preparation:
     source, output = Path(flags.source), Path(flags.output)
     folder = SpeechFolder(
         path=source,
-        embedded_audio=output / AUDIO,
         table=flags.table,
         audio_column=flags.audio_column,
         text_column=flags.text_column,
@@ -116,7 +114,8 @@ def describe(report: Report, output: Path) -> str:
         lines.append(f"  each with its row and reason in {output / REJECTED}")
     for leak in report.leaks:
         if leak.count:
-            lines.append(f"  in two splits: {leak.count} × the same {leak.what}, such as {leak.examples[0]}")
+            lines.append(f"  in two splits: {leak.count} × the same {leak.what}, such as")
+            lines.extend(f"    {example}" for example in leak.examples)
     return "\n".join([*lines, *_next_step(report, output)])
 
 

@@ -10,15 +10,16 @@ class SpeechFolder:
     """What a format is asked to read: the corpus's folder, and what the command line says about it ("": nothing).
 
     Audio that a table holds as bytes is written to files in `embedded_audio`; no other format writes anything.
+    The preparation says where that is.
     """
 
     path: Path
-    embedded_audio: Path
     table: str = ""
     audio_column: str = ""
     text_column: str = ""
     speaker_column: str = ""
     split_column: str = ""
+    embedded_audio: Path = Path("audio")
 
     def name_of(self, file: Path) -> str:
         """`file` relative to the corpus's folder, where it lies in it."""

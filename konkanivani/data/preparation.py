@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from konkanivani.data.builtin_corpus import held_folder
 from konkanivani.data.corpus import AudioRoots, CheckedUtterance, Corpus, read_corpus
@@ -33,6 +33,17 @@ FormatName = Literal[
     "common_voice", "csv", "folder", "huggingface", "indicvoices", "kaldi", "ljspeech", "nemo", "openslr"
 ]
 SplitBy = Literal["default", "given", "speaker", "utterance"]
+READERS: dict[FormatName, Callable[[SpeechFolder], Found]] = {
+    "common_voice": common_voice.find_utterances,
+    "csv": csv_table.find_utterances,
+    "folder": folder.find_utterances,
+    "huggingface": huggingface.find_utterances,
+    "indicvoices": indicvoices.find_utterances,
+    "kaldi": kaldi.find_utterances,
+    "ljspeech": ljspeech.find_utterances,
+    "nemo": nemo.find_utterances,
+    "openslr": openslr.find_utterances,
+}
 REJECTED, REPORT, AUDIO = "rejected.jsonl", "report.json", "audio"
 
 
@@ -82,12 +93,6 @@ class Report:
     leaks: tuple[Leak, ...]
 
 
-def reader_of(name: FormatName) -> Callable[[SpeechFolder], Found]:
-    """What reads a format."""
-    modules = (common_voice, csv_table, folder, huggingface, indicvoices, kaldi, ljspeech, nemo, openslr)
-    return dict(zip(get_args(FormatName), modules, strict=True))[name].find_utterances
-
-
 def prepare_corpus(task: Preparation) -> Report:
     """Writes the manifests, rejected.jsonl and report.json to the output folder; all manifests or none.
 
@@ -99,7 +104,7 @@ def prepare_corpus(task: Preparation) -> Report:
         source = replace(task.source, embedded_audio=staged / AUDIO)
         output = task.output.resolve()
         roots = AudioRoots(task.audio_root.resolve(), output, source.embedded_audio, output / AUDIO)
-        corpus = read_corpus(_told(reader_of(task.format)(source), task), roots)
+        corpus = read_corpus(_told(READERS[task.format](source), task), roots)
         split_by = _resolve_split_by(task, corpus)
         if split_by == "given":
             _refuse_without_split(corpus)

@@ -1,9 +1,9 @@
 """Mozilla Common Voice as it is downloaded: clips/*.mp3, and tables train.tsv, dev.tsv, test.tsv beside them.
 
-The tables are tab-separated with a head (client_id, path, sentence, up_votes, …; from release 17 on also sentence_id
-and sentence_domain); a quotation mark in a sentence is one. `clip_durations.tsv` (clip, duration[ms]) came with
-release 14. --table takes another table (validated.tsv, other.tsv), which then has no given splits.
-Source: https://github.com/common-voice/cv-dataset and the tables of cv-corpus-17.0 and later.
+The tables are tab-separated with a head (client_id, path, sentence, up_votes, …; newer releases have sentence_id and
+sentence_domain too, and others in another order); a quotation mark in a sentence is one. Newer releases also have
+`clip_durations.tsv` (clip, duration[ms]). --table takes another table (validated.tsv, other.tsv), which then has no
+given splits. Source: https://github.com/common-voice/cv-dataset
 """
 
 from pathlib import Path

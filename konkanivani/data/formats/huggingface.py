@@ -53,8 +53,21 @@ def find_utterances(source: SpeechFolder) -> Found:
     """The rows of every split."""
     for part in _parts(source):
         columns = _choose_columns(source, part)
-        for number, row in enumerate(part.rows, start=1):
+        for number, row in enumerate(_guarded(part), start=1):
             yield _utterance(source, part, columns, number, row)
+
+
+def _guarded(part: Part) -> Iterator[dict[str, object]]:
+    """The rows of a part; a DataError where it turns out to be damaged."""
+    try:
+        yield from part.rows
+    except Exception as error:  # whatever pyarrow, json and datasets raise on files that are not theirs
+        raise DataError(f"{part.path} cannot be read any further: {_reason(error)}. Download it again.") from None
+
+
+def _reason(error: Exception) -> str:
+    """What an error of another library says, in one line."""
+    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
 
 
 def _parts(source: SpeechFolder) -> Iterator[Part]:
@@ -83,9 +96,10 @@ def _saved_parts(source: SpeechFolder) -> Iterator[Part]:
 
     try:
         loaded = datasets.load_from_disk(str(source.path))
-    except Exception as error:  # whatever pyarrow, json and datasets raise on files that are not theirs
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"{source.path} cannot be loaded as a saved data set: {reason}. Save it again.") from None
+    except Exception as error:  # as above
+        raise DataError(
+            f"{source.path} cannot be loaded as a saved data set: {_reason(error)}. Save it again."
+        ) from None
     splits = loaded.items() if isinstance(loaded, datasets.DatasetDict) else [("", loaded)]
     for name, table in splits:
         for column, feature in table.features.items():
@@ -102,7 +116,7 @@ def _parquet_parts(source: SpeechFolder) -> Iterator[Part]:
         try:
             file = pyarrow.parquet.ParquetFile(path)
         except Exception as error:  # as above
-            raise DataError(f"{path} cannot be read as Parquet: {error}. Download it again.") from None
+            raise DataError(f"{path} cannot be read as Parquet: {_reason(error)}. Download it again.") from None
         split = split_of_path(reversed(path.relative_to(source.path).parts))
         yield Part(path, split, tuple(file.schema_arrow.names), _parquet_rows(path))
 
@@ -110,11 +124,8 @@ def _parquet_parts(source: SpeechFolder) -> Iterator[Part]:
 def _parquet_rows(path: Path) -> Iterator[dict[str, object]]:
     import pyarrow.parquet
 
-    try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=16):  # a row may hold megabytes
-            yield from batch.to_pylist()
-    except Exception as error:  # as above
-        raise DataError(f"{path} breaks off: {error}. Download it again.") from None
+    for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=16):  # a row may hold megabytes
+        yield from batch.to_pylist()
 
 
 def _choose_columns(source: SpeechFolder, part: Part) -> Columns:

@@ -6,7 +6,7 @@
 - Flat rows, one a line, in a list or alone, as their script writes them: audio_filepath, duration, text (or verbatim,
   normalized), speaker_id, and where they are parts of a file `offset`, or `start` and `end`.
 
-As that script does, segments of speaker 1 (who leads the talk) and segments without a word are left out, and what
+As that script does, segments of speaker 1 and segments without a word are left out (and listed), and what
 stands in square, angle or round brackets is taken out of the text: [noise], <unclear>, (laughs).
 Source: TGZ/create_indicvoices.py of https://github.com/AI4Bharat/IndicVoices
 """
@@ -84,7 +84,14 @@ def _segments(source: SpeechFolder, path: Path, recording: dict[str, object], sp
         if start is None or end is None:
             yield RefusedRow(file, number, "broken row", "a segment with start, end and text is expected", str(audio))
         elif as_text(fields.get("speaker_id")) == "1":
-            yield RefusedRow(file, number, "speaker 1", "it is spoken by who leads the talk", str(audio), True)
+            yield RefusedRow(
+                file,
+                number,
+                "speaker 1",
+                "it is of speaker 1, whom the makers of the corpus leave out",
+                str(audio),
+                True,
+            )
         elif not normalize_text(text):
             yield RefusedRow(file, number, "no word", "the segment has no word", str(audio), True)
         else:

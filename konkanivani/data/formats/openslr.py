@@ -1,7 +1,7 @@
 """OpenSLR's crowd-sourced corpora: an index of ids and transcripts, and audio files named by the ids, in any folder.
 
-- line_index.tsv, line_index_male.tsv, … (SLR63 to 66, 78, 79): id, text; in SLR41 to 44 an empty cell stands between.
-- line_index*.csv (SLR83): line, id, text, separated by commas.
+- line_index.tsv, line_index_male.tsv, … (SLR41 to 44, 63 to 66, 78, 79): id, text; in some an empty cell between.
+- line_index_all.csv (SLR83): line, id, text with `, ` between; the text may hold commas of its own.
 - utt_spk_text.tsv (SLR52 to 54): id, speaker, text.
 - transcription.txt (SLR103): id and text with a space between, in a folder train or test.
 
@@ -52,7 +52,7 @@ def _utterance(
     if place == 0 and len(cells) == 3:
         speaker, text = cells[1], cells[2]
     else:
-        speaker, text = "", ",".join(cells[place + 1 :])
+        speaker, text = "", ", ".join(cells[place + 1 :])
     known = SPEAKER.fullmatch(name)
     found = _nearest(audio.get(name, []), index) or source.path / f"{name}.wav"
     return FoundUtterance(
