@@ -20,10 +20,23 @@ import soundfile
 from hypothesis import given
 from hypothesis import strategies as st
 
+from konkanivani.data.found import SpeechFolder
 from konkanivani.data.manifest import read_manifest
+from konkanivani.data.preparation import Preparation, prepare_corpus
 from konkanivani.data.splits import Shares, Unit, draw_splits, split_named
+from konkanivani.errors import KonkaniVaniError
 from tests.conftest import run_script, script_command
-from tests.test_formats import SCRIPT, SPLITS, add_member, kaldi, sentence, sound_bytes, write_sentence, write_table
+from tests.test_formats import (
+    MINIATURES,
+    SCRIPT,
+    SPLITS,
+    add_member,
+    kaldi,
+    sentence,
+    sound_bytes,
+    write_sentence,
+    write_table,
+)
 
 COLUMNS = ("audio", "text", "speaker", "split")
 
@@ -222,6 +235,7 @@ SEGMENTS = {
     "infinite": ("0.0 inf", "span"),
     "words": ("one two", "broken row"),
     "short": ("1.0", "broken row"),
+    "name alone": ("", "broken row"),
 }
 
 
@@ -231,7 +245,7 @@ def test_a_span_that_its_file_does_not_have_is_left_out(name, tmp_path):
     times, kind = SEGMENTS[name]
     path = tmp_path / "corpus" / "dev" / "segments"
     lines = path.read_text().splitlines()
-    lines[1] = " ".join([*lines[1].split()[:2], times])
+    lines[1] = " ".join([*lines[1].split()[: 2 if times else 1], times])
     path.write_text("\n".join(lines) + "\n")
     assert prepare(tmp_path, "kaldi", *ALL).returncode == 0
     (row,) = rejected(tmp_path)
@@ -294,6 +308,50 @@ def test_a_tar_with_members_of_all_kinds_gives_what_can_be_used(tmp_path):
         {"no transcript": 1, "unusable audio": 1, "not UTF-8": 1, "broken row": 1}
     )
     assert [u.text for u in read_manifest(tmp_path / "out" / "train.jsonl").utterances] == [sentence(0)]
+
+
+def _damage(path: Path, generator: random.Random) -> None:
+    """Flips, cuts, doubles or adds bytes somewhere in a file."""
+    content = bytearray(path.read_bytes())
+    place = generator.randrange(len(content))
+    added = (b"\0", b'"', b"\t", b"\n", b"|", b"../", b"\xff", b"{", b"null", b"NaN", b"1e999", b"\\ud800", b"9" * 5000)
+    way = generator.randrange(5)
+    if way == 0:
+        content[place] ^= 1 << generator.randrange(8)
+    elif way == 1:
+        del content[place:]
+    elif way == 2:
+        content[place:place] = content[:place]
+    elif way == 3:
+        content[place : place + 64] = content[:64]
+    else:
+        content[place:place] = generator.choice(added)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", MINIATURES)
+def test_a_corpus_damaged_anywhere_is_prepared_or_refused_in_one_line(name, tmp_path):
+    build, given = MINIATURES[name]
+    flags = {flag.removeprefix("--"): value for flag, value in zip(given[::2], given[1::2], strict=True)}
+    flags.pop("source", None)
+    build(tmp_path / "sound")
+    generator, refused = random.Random(name), 0
+    for attempt in range(30):
+        corpus, output = tmp_path / f"corpus{attempt}", tmp_path / f"out{attempt}"
+        shutil.copytree(tmp_path / "sound", corpus)
+        files = sorted(path for path in corpus.rglob("*") if path.is_file())
+        tables = [path for path in files if path.suffix not in (".wav", ".flac", ".mp3", ".ogg")]
+        _damage(generator.choice(tables if tables and attempt % 3 else files), generator)
+        source = corpus / "cv-corpus-21.0-2025-03-14" if name == "common_voice" else corpus
+        folder, shares = SpeechFolder(source, **flags), Shares(0.05, 0.05)
+        try:
+            prepare_corpus(Preparation(name.split()[0], folder, output, source, "default", shares, 0, 0.01, False))
+        except KonkaniVaniError as error:
+            refused += 1
+            assert "\n" not in str(error)
+            assert not output.exists() or [path.name for path in output.iterdir()] == ["rejected.jsonl"]
+        shutil.rmtree(corpus)
+    assert 0 < refused <= 30
 
 
 # What is refused

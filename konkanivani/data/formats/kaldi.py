@@ -66,8 +66,8 @@ def _located(
     has_segments: bool,
 ) -> FoundUtterance | RefusedRow:
     """The utterance with its audio and span; refused where they cannot be known without running something."""
-    name, *times = segment.value.split()
-    start, end = (as_seconds(time) for time in times) if len(times) == 2 else (0.0, None if has_segments else -1.0)
+    words = segment.value.split() if has_segments else [segment.value, "0", "-1"]
+    name, start, end = (words[0], *map(as_seconds, words[1:])) if len(words) == 3 else ("", None, None)
     if start is None or end is None:
         file = source.name_of(folder / "segments")
         return RefusedRow(file, segment.row, "broken row", "recording, start and end are expected", found.id)
