@@ -8,6 +8,7 @@ import bootstrap
 
 bootstrap.rerun_under_venv()
 
+import os
 import shlex
 import sys
 from dataclasses import dataclass
@@ -124,7 +125,9 @@ def _next_step(report: Report, output: Path) -> list[str]:
     missing = [name for name in ("train", "valid") if name not in names]
     if missing:
         return [f"There is no {' and no '.join(missing)} part: --split_by speaker or utterance draws the parts anew."]
-    flags = " ".join(f"--{s.name}_manifest {shlex.quote(str(output.absolute() / s.name))}.jsonl" for s in report.splits)
+    flags = " ".join(
+        f"--{s.name}_manifest {shlex.quote(os.path.abspath(output / s.name))}.jsonl" for s in report.splits
+    )
     return [
         "Train on it:",
         f"./run_training_memory_optimized.sh {flags} --checkpoint_dir checkpoints/mine --run_name mine",

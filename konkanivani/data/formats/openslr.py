@@ -87,4 +87,4 @@ def _audio_by_name(folder: Path) -> dict[str, list[Path]]:
 
 def _nearest(paths: list[Path], index: Path) -> Path | None:
     """Of files of one name the one that shares most of its folders with the index."""
-    return max(paths, key=lambda path: len(os.path.commonpath((path, index))), default=None)
+    return max(paths, key=lambda path: len(os.path.commonpath(map(os.path.abspath, (path, index)))), default=None)
