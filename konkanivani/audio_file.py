@@ -3,9 +3,11 @@
 No torch here. Nothing is decoded before its header has passed the limits below.
 """
 
+import contextlib
 import io
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +19,7 @@ MOST_CHANNELS = 32
 LOWEST_RATE, HIGHEST_RATE = 4_000, 384_000  # Hz
 MOST_BYTES = 2**30  # of samples decoded at once
 LONGEST_FILE_SECONDS = 1e6  # eleven days: a header that claims more is wrong
+MOST_FRAMES_A_BYTE = 8192  # a FLAC of silence has up to 6000: 65535 samples in a frame of 11 bytes
 
 
 @dataclass(frozen=True)
@@ -111,19 +114,61 @@ def _span(header: AudioHeader, source: AudioSource) -> tuple[int, int]:
     return first, min(count, header.frames - first)
 
 
-def _open(source: AudioSource) -> soundfile.SoundFile:
-    try:
-        is_file = stat.S_ISREG(os.stat(source.path).st_mode)
-    except (OSError, ValueError) as error:
-        reason = "it does not exist" if isinstance(error, FileNotFoundError) else str(error)
-        raise _unusable(source, reason) from None
-    if not is_file:
-        raise _unusable(source, "it is no file")
-    try:
-        return soundfile.SoundFile(_member(source) if source.byte_count else source.path)
-    except (OSError, RuntimeError, TypeError, ValueError) as error:  # soundfile's own errors are RuntimeErrors
-        reason = str(error).rsplit(": ", 1)[-1].rstrip(".") if isinstance(error, soundfile.LibsndfileError) else error
-        raise _unusable(source, f"it cannot be opened as audio ({reason})") from None
+class _Window(io.RawIOBase):
+    """The bytes of a shard's member as a file of their own; only what is asked for is read.
+
+    Positions outside it are moved to its ends, and a disk that fails ends it: what is raised here, cffi prints.
+    """
+
+    def __init__(self, file: io.BufferedReader, begin: int, size: int) -> None:
+        self.file, self.begin, self.size, self.at = file, begin, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
+        self.at = min(max(base + offset, 0), self.size)
+        return self.at
+
+    def readinto(self, target: memoryview) -> int:
+        wanted = memoryview(target)[: self.size - self.at]
+        try:
+            self.file.seek(self.begin + self.at)
+            count = self.file.readinto(wanted)
+        except OSError:
+            count = 0
+        self.at += count
+        return count
+
+
+@contextlib.contextmanager
+def _open(source: AudioSource) -> Iterator[soundfile.SoundFile]:
+    with contextlib.ExitStack() as opened:
+        try:
+            status = os.stat(source.path)
+            if not stat.S_ISREG(status.st_mode):
+                raise _unusable(source, "it is no file")
+            if source.byte_count and source.byte_offset + source.byte_count > status.st_size:
+                raise _unusable(source, f"its shard ends at byte {status.st_size}")
+            file = opened.enter_context(open(source.path, "rb"))
+        except (OSError, ValueError) as error:
+            reason = "it does not exist" if isinstance(error, FileNotFoundError) else str(error)
+            raise _unusable(source, reason) from None
+        try:
+            audio = _Window(file, source.byte_offset, source.byte_count) if source.byte_count else source.path
+            sound = opened.enter_context(soundfile.SoundFile(audio))
+        except (OSError, RuntimeError, TypeError, ValueError) as error:  # soundfile's own errors are RuntimeErrors
+            is_its_own = isinstance(error, soundfile.LibsndfileError)
+            reason = str(error).rsplit(": ", 1)[-1].rstrip(".") if is_its_own else error
+            raise _unusable(source, f"it cannot be opened as audio ({reason})") from None
+        yield sound
 
 
 def _header(file: soundfile.SoundFile, source: AudioSource) -> AudioHeader:
@@ -136,16 +181,10 @@ def _header(file: soundfile.SoundFile, source: AudioSource) -> AudioHeader:
         raise _unusable(source, "it holds no samples")
     if header.seconds > LONGEST_FILE_SECONDS:
         raise _unusable(source, f"its header claims {header.seconds / 3600:.0f} hours")
+    size = source.byte_count or os.path.getsize(source.path)
+    if header.frames > MOST_FRAMES_A_BYTE * size:
+        raise _unusable(source, f"its header claims {header.seconds:.0f} s, which {size} bytes cannot hold")
     return header
-
-
-def _member(source: AudioSource) -> io.BytesIO:
-    """The bytes of a shard's member."""
-    if source.byte_count > MOST_BYTES:
-        raise _unusable(source, f"its {source.byte_count} bytes are too many")
-    with open(source.path, "rb") as file:
-        file.seek(source.byte_offset)
-        return io.BytesIO(file.read(source.byte_count))
 
 
 def _unusable(source: AudioSource, reason: object) -> UnusableAudio:

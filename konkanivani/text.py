@@ -36,7 +36,9 @@ def normalize_text(text: str, digits: Literal["keep", "spell"] = "keep") -> str:
 
 
 # Control characters but tab and line ends, marks that turn the direction of writing, and halves of characters.
-_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_FORBIDDEN = re.compile(
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def forbidden_character(text: str) -> str | None:

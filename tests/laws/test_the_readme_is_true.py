@@ -22,6 +22,7 @@ from konkanivani.config import PRESETS, TrainConfig
 from konkanivani.flags import settings_of
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from tests.conftest import ROOT, Corpus
+from tests.test_formats import common_voice
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TOP = ("./run_training_memory_optimized.sh", "./run_tests.sh")
@@ -57,6 +58,7 @@ def copy(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, directory / name)
     shutil.copytree(corpus.directory, directory / "corpus")
+    common_voice(directory)
     return directory
 
 
@@ -133,6 +135,8 @@ def test_every_flag_it_names_exists():
     known = {f"--{setting.name}" for setting in settings_of(TrainConfig())}
     known |= {"--help", "--logdir", "--host", "--checkpoint", "--manifest", "--json", "--last", "--output"}
     known |= {"--batch", "--accum", "--gpu", "--sentences", "--html"}
+    prepare = (ROOT / "training_scripts" / "prepare_data.py").read_text(encoding="utf-8")
+    known |= {f"--{name}" for name in re.findall(r"^    (\w+): \w+", prepare, re.MULTILINE)}
     named = set(re.findall(r"--[a-z][a-z_]+", README))
     assert len(named) > 15 and named <= known, named - known
 

@@ -1,0 +1,191 @@
+"""The utterances of a corpus, checked row by row: text and path first, then the header of every audio file."""
+
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+
+from konkanivani.audio_file import AudioHeader, AudioSource, read_header
+from konkanivani.data.found import FoundUtterance, RefusedRow
+from konkanivani.data.utterance import Utterance
+from konkanivani.errors import DataError
+from konkanivani.text import forbidden_character, normalize_text
+
+ROWS_AT_ONCE = 512
+THREADS = 8  # they wait for the disk
+MOST_CHARACTERS = 20_000  # nobody says more at a time; what follows takes time by the character
+ROUNDING = 0.1  # seconds by which a span may reach beyond its file: tables round
+LINE_ENDS = re.compile("[\t\n\r]")  # in a cell: a quotation mark has swallowed others
+NOT_UTF8 = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class CheckedUtterance:
+    """An utterance that can be used, the split that its corpus gave it, and what it is compared by.
+
+    `id` names it within the corpus, the same wherever the corpus lies; `sentence` is its normalised text.
+    """
+
+    utterance: Utterance
+    file: str
+    id: str
+    split: str
+    sentence: str
+
+    @property
+    def where(self) -> str:
+        """Its table and row."""
+        return f"{self.file}, row {self.utterance.row}"
+
+
+@dataclass(frozen=True)
+class AudioRoots:
+    """Where audio may lie (`inside`, a resolved folder), and where the manifests will: `output`.
+
+    Audio in `staged` will have moved to `published` when the manifests are read.
+    """
+
+    inside: Path
+    output: Path
+    staged: Path
+    published: Path
+
+
+@dataclass
+class Corpus:
+    """What has been read of a corpus: the utterances that can be used, and the rows that cannot."""
+
+    utterances: list[CheckedUtterance] = field(default_factory=list)
+    refused: list[RefusedRow] = field(default_factory=list)
+
+    @property
+    def damage(self) -> float:
+        """The share of rows that are refused and should not be."""
+        unexpected = sum(not row.is_expected for row in self.refused)
+        return unexpected / max(1, unexpected + len(self.utterances))
+
+
+def read_corpus(rows: Iterable[FoundUtterance | RefusedRow], roots: AudioRoots) -> Corpus:
+    """The rows checked, in their order; few of them are in memory before they are."""
+    corpus, first_rows = Corpus(), {}
+    rows = iter(rows)
+    with ThreadPoolExecutor(THREADS) as pool:
+        while chunk := list(islice(rows, ROWS_AT_ONCE)):
+            for checked in _check_chunk(chunk, roots, pool):
+                checked = _without_twins(checked, first_rows)
+                (corpus.refused if isinstance(checked, RefusedRow) else corpus.utterances).append(checked)
+    return corpus
+
+
+def _check_chunk(
+    chunk: list[FoundUtterance | RefusedRow], roots: AudioRoots, pool: ThreadPoolExecutor
+) -> Iterator[CheckedUtterance | RefusedRow]:
+    placed = [row if isinstance(row, RefusedRow) else _place(row, roots) for row in chunk]
+    files = dict.fromkeys(_file_of(row) for row in placed if isinstance(row, FoundUtterance))
+    headers = dict(zip(files, pool.map(_read_header, files), strict=True))  # once where segments share a file
+    for row in placed:
+        yield row if isinstance(row, RefusedRow) else _finish(row, headers[_file_of(row)], roots)
+
+
+def _place(found: FoundUtterance, roots: AudioRoots) -> FoundUtterance | RefusedRow:
+    """The row with its path resolved and its texts stripped; refused where text or path cannot be used."""
+    found = replace(found, text=found.text.strip(), speaker=found.speaker.strip())
+    for name, text in (("text", found.text), ("speaker", found.speaker), ("path", str(found.audio))):
+        if NOT_UTF8.search(text):
+            return found.refused("not UTF-8", f"its {name} is not UTF-8")
+        unfit = forbidden_character(text) or next(iter(LINE_ENDS.findall(text)), None)
+        if unfit:
+            return found.refused("control character", f"its {name} holds the character U+{ord(unfit):04X}")
+    if len(found.text) > MOST_CHARACTERS:
+        return found.refused("long transcript", f"its transcript has {len(found.text)} characters: is it one row?")
+    if not normalize_text(found.text):
+        return found.refused("empty transcript", "its transcript has no word")
+    try:
+        path = found.audio.resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        return found.refused("missing audio", f"its path cannot be followed: {error}")
+    if not path.is_relative_to(roots.inside) and not path.is_relative_to(roots.staged):
+        return found.refused(
+            "outside the corpus",
+            f"its audio lies outside {roots.inside}: give --audio_root a folder that holds it, if that is meant",
+        )
+    return replace(found, audio=path)
+
+
+def _file_of(found: FoundUtterance) -> AudioSource:
+    return AudioSource(str(found.audio), found.byte_offset, found.byte_count)
+
+
+def _read_header(source: AudioSource) -> AudioHeader | str:
+    """The header, or why there is none."""
+    try:
+        return read_header(source)
+    except DataError as error:
+        return str(error)
+
+
+def _finish(found: FoundUtterance, header: AudioHeader | str, roots: AudioRoots) -> CheckedUtterance | RefusedRow:
+    if isinstance(header, str):
+        kind = "unusable audio" if os.path.lexists(found.audio) else "missing audio"
+        return found.refused(kind, header)
+    reason = _span_reason(found, header.seconds)
+    if reason:
+        return found.refused("span", reason)
+    told = found.file_seconds
+    if told is not None and not abs(told - header.seconds) <= max(0.5, 0.1 * told):
+        return found.refused("other duration", f"its table says {told:.2f} s, its audio file {header.seconds:.2f} s")
+    left = header.seconds - found.start
+    is_span = found.start > 0 or found.seconds is not None
+    utterance = Utterance(
+        audio_filepath=_filepath(found.audio, roots),
+        audio_path=str(found.audio),
+        duration=left if found.seconds is None else min(found.seconds, left),
+        text=found.text,
+        speaker=found.speaker,
+        offset=found.start if is_span else None,
+        byte_offset=found.byte_offset,
+        byte_count=found.byte_count,
+        row=found.row,
+    )
+    return CheckedUtterance(utterance, found.file, _identity(found, roots), found.split, normalize_text(found.text))
+
+
+def _span_reason(found: FoundUtterance, file_seconds: float) -> str:
+    """What is wrong with the row's span; empty where nothing is."""
+    seconds = found.seconds
+    if not math.isfinite(found.start) or found.start < 0 or not (seconds is None or 0 < seconds < math.inf):
+        length = "the end" if seconds is None else f"{seconds:g} s"
+        return f"it is no span: from {found.start:g} s, for {length}"
+    end = found.start + (seconds or 0.0)
+    if end > file_seconds + ROUNDING or found.start >= file_seconds:
+        return f"it reaches to {end:.2f} s, its audio file ends at {file_seconds:.2f} s"
+    return ""
+
+
+def _filepath(audio: Path, roots: AudioRoots) -> str:
+    """The path that the manifest gives: relative to its folder, absolute where they share only the root."""
+    if audio.is_relative_to(roots.staged):
+        audio = roots.published / audio.relative_to(roots.staged)
+    shared = os.path.commonpath((audio, roots.output))
+    return str(audio) if shared == os.path.sep else os.path.relpath(audio, roots.output)
+
+
+def _identity(found: FoundUtterance, roots: AudioRoots) -> str:
+    root = roots.staged if found.audio.is_relative_to(roots.staged) else roots.inside
+    span = f"@{found.start:.3f}+{found.seconds:.3f}" if found.seconds is not None else f"@{found.start:.3f}"
+    return f"{found.audio.relative_to(root)}#{found.byte_offset}{span}"
+
+
+def _without_twins(checked: CheckedUtterance | RefusedRow, first_rows: dict[str, str]) -> CheckedUtterance | RefusedRow:
+    """The row, refused where one before it is the same stretch of the same audio."""
+    if isinstance(checked, RefusedRow):
+        return checked
+    first = first_rows.setdefault(checked.id, checked.where)
+    if first == checked.where:
+        return checked
+    row, path = checked.utterance.row, checked.utterance.audio_filepath
+    return RefusedRow(checked.file, row, "duplicate", f"it is the same audio as {first}", path)

@@ -1,0 +1,72 @@
+"""Mozilla Common Voice as it is downloaded: clips/*.mp3, and tables train.tsv, dev.tsv, test.tsv beside them.
+
+The tables are tab-separated with a head (client_id, path, sentence, up_votes, …; newer releases have sentence_id and
+sentence_domain too, and others in another order); a quotation mark in a sentence is one. Newer releases also have
+`clip_durations.tsv` (clip, duration[ms]). --table takes another table (validated.tsv, other.tsv), which then has no
+given splits. Source: https://github.com/common-voice/cv-dataset
+"""
+
+from pathlib import Path
+
+from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
+from konkanivani.data.splits import split_named
+from konkanivani.data.tables import as_seconds, read_records
+from konkanivani.errors import DataError
+
+GIVEN = ("train.tsv", "dev.tsv", "test.tsv")
+
+
+def find_utterances(source: SpeechFolder) -> Found:
+    """The rows of the tables."""
+    folder = _language_folder(source)
+    seconds = _clip_seconds(folder / "clip_durations.tsv")
+    names = (source.table,) if source.table else GIVEN
+    tables = [folder / name for name in names if (folder / name).exists()]
+    if not tables:
+        raise DataError(f"{folder} holds none of {', '.join(names)}. Check --table, or give another --source.")
+    for table in tables:
+        split = "" if source.table else split_named(table.name)
+        yield from _read_table(source, table, folder / "clips", split, seconds)
+
+
+def _read_table(source: SpeechFolder, table: Path, clips: Path, split: str, seconds: dict[str, float]) -> Found:
+    for record in read_records(table):
+        file = source.name_of(table)
+        if not {"path", "sentence"} <= set(record.columns):
+            raise DataError(f"{table} has no columns path and sentence. Check --format and --source.")
+        name = record["path"]
+        if record.surplus or not name:
+            reason = record.surplus or "it names no clip"
+            yield RefusedRow(file, record.row, "broken row", reason, name)
+            continue
+        clip = name if name.endswith(".mp3") else f"{name}.mp3"  # the first releases leave it out
+        yield FoundUtterance(
+            file=file,
+            row=record.row,
+            audio=clips / clip,
+            text=record["sentence"],
+            speaker=record["client_id"],
+            split=split,
+            file_seconds=seconds.get(clip),
+        )
+
+
+def _language_folder(source: SpeechFolder) -> Path:
+    """The folder with clips/ and its tables: the one given, or the only one in it (cv-corpus-…/kok)."""
+    wanted = source.table or "train.tsv"
+    folders = [f for f in (source.path, *sorted(source.path.iterdir())) if (f / "clips").is_dir()]
+    if len(folders) == 1:
+        return folders[0]
+    found = f"{len(folders)} folders with clips/" if folders else "no folder clips/"
+    raise DataError(
+        f"{source.path} is no Common Voice corpus of one language: it holds {found}. Give --source the folder of the "
+        f"language, with clips/ and {wanted} in it."
+    )
+
+
+def _clip_seconds(path: Path) -> dict[str, float]:
+    """Seconds by clip, where the release says them."""
+    if not path.exists():
+        return {}
+    milliseconds = ((record["clip"], as_seconds(record["duration[ms]"])) for record in read_records(path))
+    return {clip: value / 1000 for clip, value in milliseconds if value}

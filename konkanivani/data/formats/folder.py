@@ -1,0 +1,47 @@
+"""A folder of audio files, each with its transcript in a .txt file of the same name beside it, recursively.
+
+Folders train, valid (or dev) and test at its top are the given splits. Lines of a transcript are joined by spaces.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
+from konkanivani.data.splits import split_of_path
+from konkanivani.data.tables import read_text
+from konkanivani.errors import DataError
+
+AUDIO_SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aiff", ".aif", ".au", ".sph", ".w64", ".caf")
+
+
+def find_utterances(source: SpeechFolder) -> Found:
+    """An utterance for every audio file, in the order of the names."""
+    root = source.path.resolve()
+    for audio in audio_files(source.path):
+        transcript = audio.with_suffix(".txt")
+        file = source.name_of(transcript)
+        if not transcript.exists():
+            yield RefusedRow(file, 1, "no transcript", "there is no such file", source.name_of(audio))
+        elif not transcript.resolve().is_relative_to(root):
+            yield RefusedRow(file, 1, "outside the corpus", "the transcript is a link out of the corpus", str(audio))
+        else:
+            yield _read_transcript(source, audio, transcript)
+
+
+def audio_files(folder: Path) -> Iterator[Path]:
+    """Every file below a folder that is named like audio, sorted; links to folders are not followed."""
+    for directory, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            if os.path.splitext(name)[1].lower() in AUDIO_SUFFIXES:
+                yield Path(directory, name)
+
+
+def _read_transcript(source: SpeechFolder, audio: Path, transcript: Path) -> FoundUtterance | RefusedRow:
+    file = source.name_of(transcript)
+    try:
+        text = " ".join(read_text(transcript).split())
+    except DataError as error:
+        return RefusedRow(file, 1, "no transcript", str(error), str(audio))
+    return FoundUtterance(file, 1, audio, text, split=split_of_path(audio.relative_to(source.path).parts[:-1]))

@@ -1,0 +1,136 @@
+"""AI4Bharat's IndicVoices as downloaded and unpacked: <Language>/v1/train/*.json and valid/*.json, audio beside.
+
+- A recording's JSON has lists `verbatim` and `normalized` of segments (start, end, text, speaker_id), and its own
+  speaker_id; the audio is the file of the same name. --text_column chooses the list; `normalized` is what the
+  corpus's makers train on.
+- Flat rows, one a line, in a list or alone, as their script writes them: audio_filepath, duration, text (or verbatim,
+  normalized), speaker_id, and where they are parts of a file `offset`, or `start` and `end`.
+
+As that script does, segments of speaker 1 and segments without a word are left out (and listed), and what
+stands in square, angle or round brackets is taken out of the text: [noise], <unclear>, (laughs).
+Source: TGZ/create_indicvoices.py of https://github.com/AI4Bharat/IndicVoices
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from konkanivani.data.formats.folder import AUDIO_SUFFIXES
+from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
+from konkanivani.data.splits import split_of_path
+from konkanivani.data.tables import as_seconds, as_text, parse_json, read_text
+from konkanivani.errors import DataError
+from konkanivani.text import normalize_text
+
+MARKS = re.compile(r"\[[^\[\]]*\]|<[^<>]*>|\([^()]*\)")  # linear in the text, whatever stands open in it
+TEXT_COLUMNS = ("normalized", "verbatim")
+
+
+def find_utterances(source: SpeechFolder) -> Found:
+    """The segments and rows of every JSON below the folder."""
+    if source.text_column and source.text_column not in TEXT_COLUMNS:
+        raise DataError(f"IndicVoices has no text {source.text_column!r}. Give --text_column normalized or verbatim.")
+    paths = sorted(Path(d, name) for d, _, names in os.walk(source.path) for name in names if name.endswith(".json"))
+    if not paths:
+        raise DataError(f"{source.path} holds no JSON. Give --source the folder into which IndicVoices was unpacked.")
+    for path in paths:
+        split = split_of_path(reversed(path.relative_to(source.path).parts[:-1]))
+        try:
+            texts = read_text(path)
+        except DataError as error:
+            yield RefusedRow(source.name_of(path), 1, "broken row", str(error))
+            continue
+        yield from _read_file(source, path, texts, split)
+
+
+def _read_file(source: SpeechFolder, path: Path, texts: str, split: str) -> Found:
+    file = source.name_of(path)
+    try:
+        rows = list(_rows(texts))
+    except ValueError as error:
+        yield RefusedRow(file, 1, "broken row", f"it is no JSON ({error})")
+        return
+    for number, row in rows:
+        if not isinstance(row, dict):
+            yield RefusedRow(file, number, "broken row", "a JSON object is expected")
+        elif isinstance(row.get("verbatim"), list) or isinstance(row.get("normalized"), list):
+            yield from _segments(source, path, row, split)
+        else:
+            yield _flat(source, path, number, row, split)
+
+
+def _rows(texts: str) -> Iterator[tuple[int, object]]:
+    """The objects of a file with their numbers from 1: one object, a list of them, or one a line."""
+    try:
+        whole = parse_json(texts)
+        yield from enumerate(whole if isinstance(whole, list) else [whole], start=1)
+    except ValueError:
+        lines = [(row, line) for row, line in enumerate(texts.split("\n"), start=1) if line.strip()]
+        if len(lines) < 2:
+            raise
+        yield from ((row, parse_json(line)) for row, line in lines)
+
+
+def _segments(source: SpeechFolder, path: Path, recording: dict[str, object], split: str) -> Found:
+    """The segments of a recording; a row is a segment's number."""
+    file, audio = source.name_of(path), _audio(path, recording)
+    name = source.text_column or ("normalized" if isinstance(recording.get("normalized"), list) else "verbatim")
+    segments = recording.get(name)
+    for number, segment in enumerate(segments if isinstance(segments, list) else [], start=1):
+        fields = segment if isinstance(segment, dict) else {}
+        start, end = as_seconds(fields.get("start")), as_seconds(fields.get("end"))
+        text = _without_marks(as_text(fields.get("text")))
+        if start is None or end is None:
+            yield RefusedRow(file, number, "broken row", "a segment with start, end and text is expected", str(audio))
+        elif as_text(fields.get("speaker_id")) == "1":
+            yield RefusedRow(
+                file,
+                number,
+                "speaker 1",
+                "it is of speaker 1, whom the makers of the corpus leave out",
+                str(audio),
+                True,
+            )
+        elif not normalize_text(text):
+            yield RefusedRow(file, number, "no word", "the segment has no word", str(audio), True)
+        else:
+            begin = max(start, 0.0)  # some begin a little before their file does
+            speaker = as_text(recording.get("speaker_id"))
+            yield FoundUtterance(
+                file, number, audio, text, speaker=speaker, split=split, start=begin, seconds=end - begin
+            )
+
+
+def _flat(source: SpeechFolder, path: Path, number: int, row: dict[str, object], split: str) -> FoundUtterance:
+    """A row that is an utterance by itself."""
+    start, end = as_seconds(row.get("start")), as_seconds(row.get("end"))
+    offset, duration = as_seconds(row.get("offset")), as_seconds(row.get("duration"))
+    if start is not None and end is not None:
+        offset, duration = max(start, 0.0), end - max(start, 0.0)
+    names = (source.text_column,) if source.text_column else ("text", *TEXT_COLUMNS)
+    text = next((as_text(row[name]) for name in names if row.get(name)), "")
+    return FoundUtterance(
+        file=source.name_of(path),
+        row=number,
+        audio=_audio(path, row),
+        text=_without_marks(text),
+        speaker=as_text(row.get("speaker_id")) or as_text(row.get("speaker")),
+        split=split,
+        start=offset or 0.0,
+        seconds=None if offset is None else duration,
+        file_seconds=duration if offset is None else None,
+    )
+
+
+def _audio(path: Path, row: dict[str, object]) -> Path:
+    """The audio that a row names, else the audio of the JSON's own name."""
+    named = as_text(row.get("audio_filepath"))
+    if named:
+        return path.parent / named
+    candidates = [path.with_suffix(suffix) for suffix in AUDIO_SUFFIXES]
+    return next((candidate for candidate in candidates if os.path.exists(candidate)), candidates[0])
+
+
+def _without_marks(text: str) -> str:
+    return " ".join(MARKS.sub(" ", text).split())

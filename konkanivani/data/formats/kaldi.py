@@ -1,0 +1,103 @@
+"""Kaldi data folders: wav.scp, text, and where they exist segments and utt2spk.
+
+--source is such a folder, or holds some, whose names (train, dev_other, test) then say the splits. Paths in wav.scp are
+relative to --source or to the data folder, or absolute. An entry that ends or begins with `|` is a command: it is
+refused, never run. So are places in an archive (`wav.ark:123`). A segment that ends at -1 reaches to the file's end.
+Source: https://kaldi-asr.org/doc/data_prep.html
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
+from konkanivani.data.splits import split_named
+from konkanivani.data.tables import as_seconds, read_lines
+from konkanivani.errors import DataError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a line says behind its key."""
+
+    row: int
+    value: str
+
+
+def find_utterances(source: SpeechFolder) -> Found:
+    """The lines of every data folder's `text`."""
+    folders = [f for f in (source.path, *sorted(source.path.iterdir())) if (f / "wav.scp").exists()]
+    if not folders:
+        raise DataError(f"{source.path} holds no wav.scp. Give --source a Kaldi data folder, or a folder of them.")
+    for folder in folders:
+        split = "" if folder == source.path else split_named(folder.name)
+        yield from _read_folder(source, folder, split)
+
+
+def _read_folder(source: SpeechFolder, folder: Path, split: str) -> Found:
+    recordings, speakers = _entries(folder / "wav.scp"), _entries(folder / "utt2spk")
+    has_segments = (folder / "segments").exists()
+    segments = _entries(folder / "segments")
+    file = source.name_of(folder / "text")
+    if not (folder / "text").exists():
+        raise DataError(f"{folder} holds no file text with the transcripts. Give --source a folder that has it.")
+    seen: set[str] = set()
+    for line in read_lines(folder / "text"):
+        name, *words = line.text.split(maxsplit=1)
+        segment = segments.get(name) if has_segments else Entry(line.row, name)
+        if name in seen:
+            yield RefusedRow(file, line.row, "duplicate", f"the utterance {name} stands there twice", name)
+        elif segment is None:
+            yield RefusedRow(file, line.row, "missing audio", f"segments has no {name}", name)
+        else:
+            speaker = speakers[name].value if name in speakers else ""
+            here = FoundUtterance(file, line.row, Path(name), "".join(words), id=name, speaker=speaker, split=split)
+            yield _located(source, folder, here, segment, recordings, has_segments)
+        seen.add(name)
+
+
+def _located(
+    source: SpeechFolder,
+    folder: Path,
+    found: FoundUtterance,
+    segment: Entry,
+    recordings: dict[str, Entry],
+    has_segments: bool,
+) -> FoundUtterance | RefusedRow:
+    """The utterance with its audio and span; refused where they cannot be known without running something."""
+    words = segment.value.split() if has_segments else [segment.value, "0", "-1"]
+    name, start, end = (words[0], *map(as_seconds, words[1:])) if len(words) == 3 else ("", None, None)
+    if start is None or end is None:
+        file = source.name_of(folder / "segments")
+        return RefusedRow(file, segment.row, "broken row", "recording, start and end are expected", found.id)
+    recording = recordings.get(name)
+    if recording is None:
+        return found.refused("missing audio", f"wav.scp has no {name}")
+    reason = _reason_to_refuse(recording.value)
+    if reason:
+        file = source.name_of(folder / "wav.scp")
+        return RefusedRow(file, recording.row, "command or archive", reason, recording.value)
+    beside = folder / recording.value
+    path = beside if os.path.exists(beside) else source.path / recording.value
+    seconds = None if end == -1.0 else end - start
+    return FoundUtterance(
+        found.file, found.row, path, found.text, found.id, found.speaker, found.split, start=start, seconds=seconds
+    )
+
+
+def _reason_to_refuse(value: str) -> str:
+    """Why an entry of wav.scp is not the path of an audio file; empty where it may be one."""
+    if value.startswith("|") or value.endswith("|"):
+        return "it is a command, and commands are not run: write the audio to files and name those"
+    if re.search(r"\.ark:\d+(\[.*\])?$", value):
+        return "it is a place in an archive: write the audio to files and name those"
+    return "it is standard input, not a file" if value == "-" else ""
+
+
+def _entries(path: Path) -> dict[str, Entry]:
+    """The lines of a file by their first word; none where there is no such file."""
+    if not path.exists():
+        return {}
+    lines = ((line.row, *line.text.split(maxsplit=1)) for line in read_lines(path))
+    return {key: Entry(row, "".join(rest).strip()) for row, key, *rest in lines}

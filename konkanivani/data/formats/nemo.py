@@ -1,0 +1,193 @@
+"""NeMo's JSONL manifests, its tarred data sets, and WebDataset's tar shards; each folder train, valid, test its own.
+
+- Manifests (*.json, *.jsonl; one JSON object a line): audio_filepath, text, duration, offset, speaker. A file's name
+  says its split (train_manifest.json, dev.json, …); --table takes one of them alone.
+- Tarred: audio_0.tar, audio_1.tar, … and tarred_audio_manifest.json, or sharded_manifests/manifest_0.json, …, whose
+  rows have a shard_id and name a member. Of a file cut into several rows by `offset`, the second and later rows are
+  named `…-sub1`, `…-sub2`, and mean the member without that ending.
+- WebDataset: tars without a manifest; the members key.wav (or flac, mp3, …), key.txt and key.json are an utterance,
+  the key being a name up to the first period behind its folder.
+
+Tars are indexed by their headers and read in place; compressed ones are refused.
+Sources: https://docs.nvidia.com/nemo/speech/latest/asr/datasets.html, NeMo's convert_to_tarred_audio_dataset.py, and
+https://github.com/webdataset/webdataset#the-webdataset-format
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from konkanivani.data.formats.folder import AUDIO_SUFFIXES
+from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
+from konkanivani.data.shards import Member, read_member_text, read_members
+from konkanivani.data.splits import split_of_path
+from konkanivani.data.tables import as_seconds, as_text, parse_json, read_lines
+from konkanivani.errors import DataError
+
+SHARD = re.compile(r".*\.(tar|tar\.gz|tgz|tar\.xz|tar\.bz2|tar\.zst)")
+TARRED, SHARDED = "tarred_audio_manifest.json", "sharded_manifests"
+
+
+@dataclass
+class Keyed:
+    """What a WebDataset shard holds under one key; `row` is the place of its audio among the shard's files, from 1."""
+
+    row: int = 0
+    audio: Member | None = None
+    text: Member | None = None
+    json: Member | None = None
+
+
+def find_utterances(source: SpeechFolder) -> Found:
+    """The rows of the manifests, or the members of the shards, of the folder and of the folders in it."""
+    if source.table:
+        table = source.table_path()
+        yield from _read_manifest(source, table, table.parent, "")
+        return
+    folders = [source.path, *sorted(p for p in source.path.iterdir() if p.is_dir() and p.name != SHARDED)]
+    is_empty = True
+    for folder in folders:
+        tarred = [folder / TARRED] if (folder / TARRED).exists() else _manifests(folder / SHARDED)
+        manifests = tarred or _manifests(folder)
+        shards = sorted(path for path in folder.iterdir() if SHARD.fullmatch(path.name))
+        is_empty &= not (manifests or shards)
+        for manifest in manifests:
+            yield from _read_manifest(source, manifest, folder, _split(source, manifest))
+        for shard in [] if manifests else shards:
+            yield from _read_shard(source, shard, _split(source, shard))
+    if is_empty:
+        raise DataError(f"{source.path} holds neither manifests (*.json, *.jsonl) nor shards (*.tar). Check --source.")
+
+
+def _manifests(folder: Path) -> list[Path]:
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted((p for p in paths if p.suffix in (".json", ".jsonl")), key=lambda path: (len(path.name), path.name))
+
+
+def _split(source: SpeechFolder, file: Path) -> str:
+    return split_of_path(reversed(file.relative_to(source.path).parts))
+
+
+def _read_manifest(source: SpeechFolder, manifest: Path, folder: Path, split: str) -> Found:
+    """A manifest's rows; those with a shard_id name members of the folder's tars."""
+    shards: dict[str, dict[str, Member]] = {}
+    file = source.name_of(manifest)
+    for line in read_lines(manifest):
+        try:
+            row = parse_json(line.text)
+        except ValueError as error:
+            yield RefusedRow(file, line.row, "broken row", f"not a line of JSON ({error})")
+            continue
+        name = row.get("audio_filepath") if isinstance(row, dict) else None
+        if not isinstance(name, str) or not name:
+            yield RefusedRow(file, line.row, "broken row", "audio_filepath must be a path in quotes")
+            continue
+        found = _utterance(file, line.row, row, manifest.parent / name, split)
+        shard_id = _shard_id(row, manifest)
+        if shard_id:
+            shard = folder / f"audio_{shard_id}.tar"
+            if shard.name not in shards:
+                shards[shard.name] = _index(shard)
+            yield _in_shard(found, shard, name, shards[shard.name])
+        else:
+            yield found
+
+
+def _shard_id(row: dict[str, object], manifest: Path) -> str:
+    """The number of the tar that holds a row's audio, from the row or from the manifest's name; empty for none."""
+    named = re.fullmatch(r"manifest_(\d+)\.jsonl?", manifest.name) if manifest.parent.name == SHARDED else None
+    given = as_text(row.get("shard_id")) or (named.group(1) if named else "")
+    return given if given.isdecimal() else ""
+
+
+def _utterance(file: str, row: int, fields: dict[str, object], audio: Path, split: str) -> FoundUtterance:
+    """A row with all that NeMo says of it; with an `offset` its `duration` is a span's, else the whole file's."""
+    offset, duration = as_seconds(fields.get("offset")), as_seconds(fields.get("duration"))
+    is_span = offset is not None and duration is not None
+    return FoundUtterance(
+        file=file,
+        row=row,
+        audio=audio,
+        text=as_text(fields.get("text")),
+        speaker=as_text(fields.get("speaker")),
+        split=split,
+        start=offset or 0.0,
+        seconds=duration if is_span else None,
+        file_seconds=None if is_span else duration,
+    )
+
+
+def _index(shard: Path) -> dict[str, Member]:
+    if not shard.exists():
+        packed = next((p for p in shard.parent.glob(f"{shard.name}.*")), None)
+        what = f"{packed.name} is compressed: decompress it to" if packed else "its manifest names it: get"
+        raise DataError(f"{shard} does not exist, and {what} {shard.name}.")
+    return {member.name: member for member in read_members(shard)}
+
+
+def _in_shard(found: FoundUtterance, shard: Path, name: str, members: dict[str, Member]) -> FoundUtterance | RefusedRow:
+    stem, dot, suffix = name.rpartition(".")
+    member = members.get(name) or members.get(re.sub(r"-sub\d+$", "", stem) + dot + suffix)
+    if member is None:
+        return RefusedRow(found.file, found.row, "missing audio", f"{shard.name} has no member {name}", name)
+    return _of_member(found, shard, member)
+
+
+def _of_member(found: FoundUtterance, shard: Path, member: Member) -> FoundUtterance | RefusedRow:
+    if not member.byte_count:
+        return RefusedRow(found.file, found.row, "unusable audio", "the member is empty", member.name)
+    return FoundUtterance(
+        found.file,
+        found.row,
+        shard,
+        found.text,
+        speaker=found.speaker,
+        split=found.split,
+        byte_offset=member.byte_offset,
+        byte_count=member.byte_count,
+        start=found.start,
+        seconds=found.seconds,
+        file_seconds=found.file_seconds,
+    )
+
+
+def _read_shard(source: SpeechFolder, shard: Path, split: str) -> Found:
+    """The utterances of a WebDataset shard."""
+    file = source.name_of(shard)
+    for key, keyed in _keyed(shard):
+        if keyed.audio is None:
+            continue  # __meta__, class lists and the like
+        if keyed.text is None and keyed.json is None:
+            yield RefusedRow(file, keyed.row, "no transcript", f"{key} has neither .txt nor .json", keyed.audio.name)
+            continue
+        fields: object = {}
+        try:
+            fields = parse_json(read_member_text(shard, keyed.json)) if keyed.json else {}
+        except ValueError as error:
+            yield RefusedRow(file, keyed.row, "broken row", f"{keyed.json.name} is no JSON ({error})", key)
+            continue
+        fields = fields if isinstance(fields, dict) else {}
+        if keyed.text is not None:
+            fields = fields | {"text": " ".join(read_member_text(shard, keyed.text).split())}
+        elif "text" not in fields:
+            fields = fields | {"text": fields.get("transcript") or fields.get("sentence")}
+        fields = {"speaker": fields.get("speaker_id")} | fields
+        yield _of_member(_utterance(file, keyed.row, fields, shard, split), shard, keyed.audio)
+
+
+def _keyed(shard: Path) -> Iterator[tuple[str, Keyed]]:
+    """The members of a shard gathered by key, in the order in which the keys appear."""
+    gathered: dict[str, Keyed] = {}
+    for row, member in enumerate(read_members(shard), start=1):
+        folder, slash, name = member.name.rpartition("/")
+        stem, _, extension = name.partition(".")
+        keyed = gathered.setdefault(folder + slash + stem, Keyed())
+        suffix = "." + extension.lower().rpartition(".")[2]
+        if suffix in AUDIO_SUFFIXES:
+            keyed.row, keyed.audio = row, member
+        elif suffix == ".txt":
+            keyed.text = member
+        elif suffix == ".json":
+            keyed.json = member
+    yield from gathered.items()

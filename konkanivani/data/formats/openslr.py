@@ -1,0 +1,90 @@
+"""OpenSLR's crowd-sourced corpora: an index of ids and transcripts, and audio files named by the ids, in any folder.
+
+- line_index.tsv, line_index_male.tsv, … (SLR41 to 44, 63 to 66, 78, 79): id, text; in some an empty cell between.
+- line_index_all.csv (SLR83): line, id, text with `, ` between; the text may hold commas of its own.
+- utt_spk_text.tsv (SLR52 to 54): id, speaker, text.
+- transcription.txt (SLR103): id and text with a space between, in a folder train or test.
+
+An id `mlf_02879_01795762363` begins with its speaker, `mlf_02879`. Source: https://openslr.org/63/, /53/, /83/, /103/
+and the files behind them.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from konkanivani.data.formats.folder import audio_files
+from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
+from konkanivani.data.splits import split_of_path
+from konkanivani.data.tables import Record, read_cells, read_lines
+from konkanivani.errors import DataError
+
+INDEX = re.compile(r"line_index.*\.(tsv|csv)|utt_spk_text.*\.tsv|transcription\.txt")
+SPEAKER = re.compile(r"([a-z]{2,4}_\d{3,6})_\d{6,}", re.IGNORECASE)
+
+
+def find_utterances(source: SpeechFolder) -> Found:
+    """The rows of every index below the folder, or of the --table given."""
+    indices = [source.table_path()] if source.table else _find_indices(source.path)
+    if not indices:
+        raise DataError(
+            f"{source.path} holds no index of OpenSLR (line_index.tsv, utt_spk_text.tsv, transcription.txt). "
+            "Put it beside the unpacked audio, or name it with --table."
+        )
+    audio = _audio_by_name(source.path)
+    for index in indices:
+        rows = _read_spaced(index) if index.suffix == ".txt" else read_cells(index, _delimiter(index))
+        split = split_of_path(index.relative_to(source.path).parts[:-1]) if index.is_relative_to(source.path) else ""
+        for record in rows:
+            yield _utterance(source, index, record, audio, split)
+
+
+def _utterance(
+    source: SpeechFolder, index: Path, record: Record, audio: dict[str, list[Path]], split: str
+) -> FoundUtterance | RefusedRow:
+    file = source.name_of(index)
+    cells = [cell.strip() for cell in record.cells]
+    if not 2 <= len(cells) <= 3 and index.suffix != ".csv":  # a text with commas makes more cells of a .csv
+        reason = f"it has {len(cells)} columns where two or three are expected"
+        return RefusedRow(file, record.row, "broken row", reason, cells[0])
+    place = next((n for n in (0, 1) if cells[n : n + 1] and _stem(cells[n]) in audio), 0)
+    name = _stem(cells[place])
+    if place == 0 and len(cells) == 3:
+        speaker, text = cells[1], cells[2]
+    else:
+        speaker, text = "", ", ".join(cells[place + 1 :])
+    known = SPEAKER.fullmatch(name)
+    found = _nearest(audio.get(name, []), index) or source.path / f"{name}.wav"
+    return FoundUtterance(
+        file, record.row, found, text, speaker=speaker or (known.group(1) if known else ""), split=split
+    )
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(".wav").removesuffix(".flac")
+
+
+def _delimiter(index: Path) -> str:
+    return "," if index.suffix == ".csv" else "\t"
+
+
+def _read_spaced(index: Path) -> list[Record]:
+    return [Record(line.row, (), tuple(line.text.split(maxsplit=1))) for line in read_lines(index)]
+
+
+def _find_indices(folder: Path) -> list[Path]:
+    paths = (Path(directory, name) for directory, _, names in os.walk(folder) for name in names)
+    return sorted(path for path in paths if INDEX.fullmatch(path.name))
+
+
+def _audio_by_name(folder: Path) -> dict[str, list[Path]]:
+    """The audio files below a folder by their names without suffix."""
+    found: dict[str, list[Path]] = {}
+    for path in audio_files(folder):
+        found.setdefault(path.stem, []).append(path)
+    return found
+
+
+def _nearest(paths: list[Path], index: Path) -> Path | None:
+    """Of files of one name the one that shares most of its folders with the index."""
+    return max(paths, key=lambda path: len(os.path.commonpath(map(os.path.abspath, (path, index)))), default=None)

@@ -1,0 +1,120 @@
+"""What is in two splits at once, and so makes a score look better than it is: audio, speakers, sentences."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from konkanivani.data.corpus import CheckedUtterance
+from konkanivani.data.found import printable
+from konkanivani.errors import DataError
+
+MOST_EXAMPLES = 5
+PIECE = 2**20  # bytes read at once
+
+
+@dataclass(frozen=True)
+class Leak:
+    """How many audio files (or stretches of one), speakers or sentences are in two splits or more, and up to five."""
+
+    what: str
+    count: int
+    examples: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """An audio file: a whole file, or a part of a tar."""
+
+    path: str
+    byte_offset: int
+    byte_count: int
+
+    def size(self) -> int:
+        """Bytes."""
+        return self.byte_count or os.path.getsize(self.path)
+
+    def digest(self) -> bytes:
+        """A hash of its bytes."""
+        found, left = hashlib.sha256(), self.size()
+        with open(self.path, "rb") as file:
+            file.seek(self.byte_offset)
+            while piece := file.read(min(PIECE, left)):
+                found.update(piece)
+                left -= len(piece)
+        return found.digest()
+
+
+def find_leaks(utterances: list[CheckedUtterance]) -> tuple[Leak, ...]:
+    """Leaks of audio, speakers and sentences between the splits; a DataError where audio can no longer be read."""
+    try:
+        audio = _leak("audio", _same_audio(utterances))
+    except OSError as error:
+        raise DataError(
+            f"{error.filename} could be read at first and then no longer: {error.strerror}. Begin again."
+        ) from None
+    speakers = _shared((u.utterance.speaker, u) for u in utterances if u.utterance.speaker)
+    return audio, _leak("speaker", speakers), _leak("sentence", _shared((u.sentence, u) for u in utterances))
+
+
+def _leak(what: str, found: Iterable[str]) -> Leak:
+    listed = list(found)
+    return Leak(what, len(listed), tuple(printable(example) for example in listed[:MOST_EXAMPLES]))
+
+
+def _shared(named: Iterable[tuple[str, CheckedUtterance]]) -> Iterator[str]:
+    """A sentence about each name that stands in two splits, with the first utterance of each."""
+    firsts: dict[str, dict[str, CheckedUtterance]] = {}
+    for name, utterance in named:
+        firsts.setdefault(name, {}).setdefault(utterance.split, utterance)
+    for name, by_split in firsts.items():
+        if len(by_split) > 1:
+            yield f"{name}: " + "; ".join(f"{split} ({first.where})" for split, first in sorted(by_split.items()))
+
+
+def _same_audio(utterances: list[CheckedUtterance]) -> Iterator[str]:
+    """A sentence about each utterance that shares a stretch of audio with one before it in another split."""
+    by_recording: dict[Recording, list[CheckedUtterance]] = {}
+    for checked in utterances:
+        utterance = checked.utterance
+        recording = Recording(utterance.audio_path, utterance.byte_offset, utterance.byte_count)
+        by_recording.setdefault(recording, []).append(checked)
+    for recordings in _same_bytes(by_recording):
+        spoken = [checked for recording in recordings for checked in by_recording[recording]]
+        if len({checked.split for checked in spoken}) > 1:
+            yield from _overlaps(spoken)
+
+
+def _same_bytes(by_recording: dict[Recording, list[CheckedUtterance]]) -> Iterator[list[Recording]]:
+    """Recordings of the same bytes together. Only those of one size are read, and only if they are in two splits."""
+    for _, sized in groupby(sorted(by_recording, key=Recording.size), key=Recording.size):
+        same_size = list(sized)
+        splits = {checked.split for recording in same_size for checked in by_recording[recording]}
+        if len(same_size) == 1 or len(splits) == 1:
+            yield from ([recording] for recording in same_size)
+        else:
+            alike: dict[bytes, list[Recording]] = {}
+            for recording in same_size:
+                alike.setdefault(recording.digest(), []).append(recording)
+            yield from alike.values()
+
+
+def _overlaps(spoken: list[CheckedUtterance]) -> Iterator[str]:
+    furthest: dict[str, CheckedUtterance] = {}  # by split, the utterance that ends last of those that began before
+    for checked in sorted(spoken, key=_start):
+        for split, other in furthest.items():
+            if split != checked.split and _end(other) - _start(checked) > 0.01:
+                yield f"{other.where} ({split}) and {checked.where} ({checked.split})"
+                break
+        known = furthest.get(checked.split)
+        if known is None or _end(known) < _end(checked):
+            furthest[checked.split] = checked
+
+
+def _start(checked: CheckedUtterance) -> float:
+    return checked.utterance.offset or 0.0
+
+
+def _end(checked: CheckedUtterance) -> float:
+    return _start(checked) + checked.utterance.duration

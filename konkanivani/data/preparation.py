@@ -1,0 +1,317 @@
+"""From a downloaded corpus to train.jsonl, valid.jsonl and test.jsonl, with a report of what was left out and why."""
+
+import contextlib
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from konkanivani.data.builtin_corpus import held_folder
+from konkanivani.data.corpus import AudioRoots, CheckedUtterance, Corpus, read_corpus
+from konkanivani.data.formats import (
+    common_voice,
+    csv_table,
+    folder,
+    huggingface,
+    indicvoices,
+    kaldi,
+    ljspeech,
+    nemo,
+    openslr,
+)
+from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder, printable
+from konkanivani.data.leaks import Leak, find_leaks
+from konkanivani.data.manifest import write_manifest
+from konkanivani.data.splits import SPLITS, Shares, Unit, draw_splits
+from konkanivani.errors import DataError, ResourceError, UsageError
+from konkanivani.json_lines import write_json_lines
+
+FormatName = Literal[
+    "common_voice", "csv", "folder", "huggingface", "indicvoices", "kaldi", "ljspeech", "nemo", "openslr"
+]
+SplitBy = Literal["default", "given", "speaker", "utterance"]
+READERS: dict[FormatName, Callable[[SpeechFolder], Found]] = {
+    "common_voice": common_voice.find_utterances,
+    "csv": csv_table.find_utterances,
+    "folder": folder.find_utterances,
+    "huggingface": huggingface.find_utterances,
+    "indicvoices": indicvoices.find_utterances,
+    "kaldi": kaldi.find_utterances,
+    "ljspeech": ljspeech.find_utterances,
+    "nemo": nemo.find_utterances,
+    "openslr": openslr.find_utterances,
+}
+REJECTED, REPORT, AUDIO = "rejected.jsonl", "report.json", "audio"
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What is to be prepared. `audio_root` is the folder that audio must lie in; shares and limits are parts of 1."""
+
+    format: FormatName
+    source: SpeechFolder
+    output: Path
+    audio_root: Path
+    split_by: SplitBy
+    shares: Shares
+    seed: int
+    max_rejected: float
+    force: bool
+
+
+@dataclass(frozen=True)
+class SplitSummary:
+    """What a manifest holds; `speakers` counts the known ones."""
+
+    name: str
+    utterances: int
+    hours: float
+    speakers: int
+
+
+@dataclass(frozen=True)
+class RefusalCount:
+    """How many rows were left out for a kind of reason."""
+
+    kind: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of a preparation; report.json is this."""
+
+    format: str
+    source: str
+    split_by: str
+    seed: int
+    splits: tuple[SplitSummary, ...]
+    refused: tuple[RefusalCount, ...]
+    leaks: tuple[Leak, ...]
+
+
+def prepare_corpus(task: Preparation) -> Report:
+    """Writes the manifests, rejected.jsonl and report.json to the output folder; all manifests or none.
+
+    Raises a UsageError where the output holds some already or the splits asked for cannot be had, a DataError where
+    the corpus cannot be read or too much of it is unusable (rejected.jsonl is written then), and a ResourceError where
+    the disk cannot be written.
+    """
+    with _staging(task) as staged:
+        source = replace(task.source, embedded_audio=staged / AUDIO)
+        output = task.output.resolve()
+        roots = AudioRoots(task.audio_root.resolve(), output, source.embedded_audio, output / AUDIO)
+        corpus = read_corpus(_told(READERS[task.format](source), task), roots)
+        split_by = _resolve_split_by(task, corpus)
+        if split_by == "given":
+            _refuse_without_split(corpus)
+        with _explained(task.output):
+            write_json_lines(staged / REJECTED, (asdict(_printable(row)) for row in corpus.refused))
+            os.replace(staged / REJECTED, task.output / REJECTED)
+        _check_damage(task, corpus)
+        utterances = corpus.utterances if split_by == "given" else _drawn(task, corpus, split_by)
+        report = _report(task, split_by, utterances, corpus.refused)
+        with _explained(task.output):
+            _publish(task, staged, utterances, report)
+    return report
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def _check_source(task: Preparation) -> None:
+    if not task.source.path.is_dir():
+        raise UsageError(f"--source {task.source.path} is no folder. Give the folder into which it was unpacked.")
+    if not task.audio_root.is_dir():
+        raise UsageError(f"--audio_root {task.audio_root} is no folder. Give the folder that the audio lies in.")
+    source, output = task.source.path.resolve(), task.output.resolve()
+    if output == source or (task.format in ("nemo", "indicvoices") and output.is_relative_to(source)):
+        raise UsageError(
+            f"--output {task.output} lies in --source, where the manifests would be taken for a part of the corpus. "
+            "Give a folder outside it."
+        )
+
+
+def _check_output(task: Preparation) -> None:
+    """Raises a UsageError where the output holds what would be lost."""
+    there = [f"{split}.jsonl" for split in SPLITS if os.path.lexists(task.output / f"{split}.jsonl")]
+    if there and not task.force:
+        raise UsageError(
+            f"{task.output} holds {' and '.join(there)} already. Give another --output, or --force to replace them."
+        )
+    audio, report = task.output / AUDIO, task.output / REPORT
+    is_ours = report.is_file() and '"format": "huggingface"' in report.read_text(encoding="utf-8", errors="replace")
+    if task.format == "huggingface" and os.path.lexists(audio) and not (task.force and is_ours):
+        raise UsageError(f"{audio} is there already, and audio would be written to it. Give another --output.")
+
+
+def _told(rows: Found, task: Preparation) -> Iterator[FoundUtterance | RefusedRow]:
+    """The rows, with a bar on stderr where they take long; errors of the disk as DataErrors."""
+    from tqdm import tqdm
+
+    try:
+        yield from tqdm(rows, desc="rows", unit="", delay=2, disable=None)
+    except OSError as error:
+        raise DataError(
+            f"{task.source.path} cannot be read as {task.format}: {error.strerror or error} ({error.filename}). "
+            "Check --format and --source."
+        ) from None
+
+
+def _check_damage(task: Preparation, corpus: Corpus) -> None:
+    """Raises a DataError where too few rows can be used."""
+    if corpus.utterances and corpus.damage <= task.max_rejected:
+        return
+    first = next((row for row in corpus.refused if not row.is_expected), None)
+    if first is None:
+        raise DataError(
+            f"{task.source.path} holds no utterance that {task.format} can read. Check --format and --source."
+        )
+    listed = ", ".join(f"{count.rows} {count.kind}" for count in _counts(corpus.refused))
+    raise DataError(
+        f"No manifest is written: {corpus.damage:.1%} of the rows of {task.source.path} cannot be used ({listed}), and "
+        f"--max_rejected is {task.max_rejected:.3g}. The first: {_sentence(_printable(first))}. All stand in "
+        f"{task.output / REJECTED}: mend them, or give --max_rejected a larger part."
+    )
+
+
+def _sentence(row: RefusedRow) -> str:
+    return f"{row.file}, row {row.row}: {row.reason.rstrip('.')}"
+
+
+def _printable(row: RefusedRow) -> RefusedRow:
+    return replace(
+        row, file=printable(row.file), reason=printable(row.reason), audio_filepath=printable(row.audio_filepath)
+    )
+
+
+def _counts(refused: Iterable[RefusedRow]) -> tuple[RefusalCount, ...]:
+    return tuple(RefusalCount(kind, rows) for kind, rows in Counter(row.kind for row in refused).most_common())
+
+
+# ------------------------------------------------------------------------------------------------------------ splitting
+
+
+def _resolve_split_by(task: Preparation, corpus: Corpus) -> SplitBy:
+    """By what to split: as asked, else by what there is."""
+    has_given = any(checked.split for checked in corpus.utterances)
+    has_speakers = any(checked.utterance.speaker for checked in corpus.utterances)
+    if task.split_by == "default":
+        return "given" if has_given else "speaker" if has_speakers else "utterance"
+    for kind, is_there, what in (
+        ("given", has_given, "gives no splits"),
+        ("speaker", has_speakers, "names no speakers"),
+    ):
+        if task.split_by == kind and not is_there and corpus.utterances:
+            raise UsageError(f"--split_by {kind} cannot be done: {task.source.path} {what}. Give --split_by utterance.")
+    return task.split_by
+
+
+def _refuse_without_split(corpus: Corpus) -> None:
+    for checked in corpus.utterances:
+        if not checked.split:
+            path = checked.utterance.audio_filepath
+            reason = "its corpus gives splits, but none for it: --split_by draws them anew"
+            corpus.refused.append(RefusedRow(checked.file, checked.utterance.row, "no split", reason, path))
+    corpus.utterances = [checked for checked in corpus.utterances if checked.split]
+
+
+def _drawn(task: Preparation, corpus: Corpus, split_by: SplitBy) -> list[CheckedUtterance]:
+    """The utterances in drawn splits; by speaker, those whose speaker is not known go to training."""
+    milliseconds: Counter[str] = Counter()
+    for checked in corpus.utterances:
+        name = _unit_name(checked, split_by)
+        if name:
+            milliseconds[name] += round(1000 * checked.utterance.duration)  # whole: sums must not depend on the order
+    if len(milliseconds) < task.shares.asked:
+        raise DataError(
+            f"{task.source.path} has {len(milliseconds)} {split_by}s, too few for {task.shares.asked} splits. Give "
+            f"{'--split_by utterance, or ' if split_by == 'speaker' else ''}--test_share 0 or --valid_share 0."
+        )
+    units = [Unit(name, length) for name, length in milliseconds.items()]
+    valid, test = draw_splits(units, task.shares, task.seed)
+    drawn = []
+    for checked in corpus.utterances:
+        name = _unit_name(checked, split_by)
+        drawn.append(replace(checked, split="valid" if name in valid else "test" if name in test else "train"))
+    return drawn
+
+
+def _unit_name(checked: CheckedUtterance, split_by: SplitBy) -> str:
+    return checked.utterance.speaker if split_by == "speaker" else checked.id
+
+
+# ----------------------------------------------------------------------------------------------------------- publishing
+
+
+def _report(
+    task: Preparation, split_by: SplitBy, utterances: list[CheckedUtterance], refused: list[RefusedRow]
+) -> Report:
+    splits = tuple(summary for name in SPLITS if (summary := _summary(name, utterances)).utterances)
+    source = printable(str(task.source.path))
+    return Report(task.format, source, split_by, task.seed, splits, _counts(refused), find_leaks(utterances))
+
+
+def _summary(name: str, utterances: list[CheckedUtterance]) -> SplitSummary:
+    spoken = [checked.utterance for checked in utterances if checked.split == name]
+    hours = sum(utterance.duration for utterance in spoken) / 3600
+    return SplitSummary(name, len(spoken), round(hours, 4), len({u.speaker for u in spoken if u.speaker}))
+
+
+@contextlib.contextmanager
+def _staging(task: Preparation) -> Iterator[Path]:
+    """A folder in the output where everything is made before it is renamed into place; gone afterwards.
+
+    Two preparations to one output wait for each other; what a killed one left is cleared up.
+    """
+    _check_source(task)
+    output, is_new = task.output, not task.output.exists()
+    staged = output.resolve() / ".prepare.partial"
+    with contextlib.ExitStack() as held:
+        with _explained(output):
+            output.mkdir(parents=True, exist_ok=True)
+            held.enter_context(held_folder(output))
+        try:
+            _check_output(task)
+            with _explained(output):
+                shutil.rmtree(staged, ignore_errors=True)
+                staged.mkdir()
+            yield staged
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+            if is_new:
+                with contextlib.suppress(OSError):  # it holds something
+                    output.rmdir()
+
+
+@contextlib.contextmanager
+def _explained(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ResourceError(
+            f"The manifests cannot be written to {output}: {error.strerror or error} ({error.filename or output}). "
+            "Free room there, or give --output a folder that you can write to."
+        ) from None
+
+
+def _publish(task: Preparation, staged: Path, utterances: list[CheckedUtterance], report: Report) -> None:
+    """Writes everything beside, then renames it into place."""
+    for split in report.splits:
+        chosen = [checked.utterance for checked in utterances if checked.split == split.name]
+        write_manifest(staged / f"{split.name}.jsonl", chosen)
+    write_json_lines(staged / REPORT, [asdict(report)])
+    if (staged / AUDIO).is_dir():
+        if (task.output / AUDIO).is_dir():
+            os.rename(task.output / AUDIO, staged / "outdated")
+        os.rename(staged / AUDIO, task.output / AUDIO)
+    for split in SPLITS:
+        manifest = task.output / f"{split}.jsonl"
+        if (staged / manifest.name).exists():
+            os.replace(staged / manifest.name, manifest)
+        else:
+            manifest.unlink(missing_ok=True)  # of an earlier preparation, under --force
+    os.replace(staged / REPORT, task.output / REPORT)

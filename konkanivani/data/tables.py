@@ -1,0 +1,132 @@
+"""Text files of a corpus: lines, tables with and without a head, JSON. Only regular files are opened, so a pipe between
+them cannot hang the reader, and bytes that are not UTF-8 stay recognisable (`surrogateescape`) instead of raising.
+"""
+
+import csv
+import json
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from konkanivani.errors import DataError
+
+MOST_BYTES = 2**28  # of a file that is read at once
+LONGEST_LINE = 2**24  # characters
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a text file, its end taken off; `row` counts from 1."""
+
+    row: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """A row of a table under the names of its head; `row` is the line on which it begins, from 1."""
+
+    row: int
+    columns: tuple[str, ...]
+    cells: tuple[str, ...]
+
+    def __getitem__(self, column: str) -> str:
+        """The cell under a name; empty where the table has no such column or the row ends before it."""
+        place = self.columns.index(column) if column in self.columns else len(self.cells)
+        return self.cells[place] if place < len(self.cells) else ""
+
+    @property
+    def surplus(self) -> str:
+        """What is wrong with a row that has more cells than the head; empty where nothing is."""
+        if len(self.cells) <= len(self.columns):
+            return ""
+        return f"it has {len(self.cells)} cells where the head has {len(self.columns)}"
+
+
+def open_text(path: Path) -> TextIO:
+    """The file at `path`, open for reading; a DataError where it is not a regular file that can be read."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise DataError(f"{path} cannot be read: it is no file. Give a corpus whose tables are files.")
+        return open(path, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{path} cannot be read: {reason}. Check --format and --source.") from None
+
+
+def read_text(path: Path) -> str:
+    """All of a text file of bounded size."""
+    with open_text(path) as file:
+        if path.stat().st_size > MOST_BYTES:
+            raise DataError(f"{path} cannot be read: {path.stat().st_size} bytes are too many for a text at once.")
+        return file.read()
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The lines of a text file that are not blank."""
+    with open_text(path) as file:
+        for row, line in enumerate(_bounded_lines(file, path), start=1):
+            if line.strip():
+                yield Line(row, line.rstrip("\r\n"))
+
+
+def _bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
+    """The lines of a file; a DataError where one is so long that it is none."""
+    while line := file.readline(LONGEST_LINE):
+        if len(line) == LONGEST_LINE:
+            raise DataError(f"{path} holds a line of more than {LONGEST_LINE} characters. Check --format and --source.")
+        yield line
+
+
+def read_cells(path: Path, delimiter: str = "\t", quoted: bool = False) -> Iterator[Record]:
+    """The rows of a table without a head; a quotation mark is a character like any other unless `quoted`."""
+    with open_text(path) as file:
+        rows = csv.reader(
+            _bounded_lines(file, path), delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
+        )
+        begin = 1
+        try:
+            for cells in rows:
+                if any(cell.strip() for cell in cells):
+                    yield Record(begin, (), tuple(cells))
+                begin = rows.line_num + 1
+        except csv.Error as error:
+            raise DataError(f"{path}, row {begin}: not a row of a table ({error}). Mend or delete it.") from None
+
+
+def read_records(path: Path, delimiter: str = "\t", quoted: bool = False) -> Iterator[Record]:
+    """The rows of a table below its head."""
+    rows = read_cells(path, delimiter, quoted)
+    head = next(rows, None)
+    if head is None:
+        raise DataError(f"{path} is empty. Its first row must name its columns.")
+    columns = tuple(name.strip() for name in head.cells)
+    for record in rows:
+        yield Record(record.row, columns, record.cells)
+
+
+def parse_json(text: str) -> object:
+    """What a JSON text says; a ValueError with a short reason where it says nothing."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def as_text(value: object) -> str:
+    """A JSON value where a text is expected: numbers as written (speakers often are), everything else empty."""
+    if isinstance(value, str):
+        return value
+    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else ""
+
+
+def as_seconds(value: object) -> float | None:
+    """A number of seconds, also where it stands in quotes; None where it is none. It may still be negative or NaN."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None

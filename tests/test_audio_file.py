@@ -1,0 +1,227 @@
+"""Audio files by header and by span: what is refused before anything is decoded, and that a span is that span."""
+
+import io
+import os
+import struct
+import tarfile
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from konkanivani.audio_file import AudioSource, read_header, read_samples
+from konkanivani.errors import DataError
+
+RATE = 16_000
+
+
+def tones(seconds: float, channels: int = 1) -> np.ndarray:
+    """Tones whose pitch rises, and a little noise, so that no stretch is like another; (frames, channels) float32."""
+    time = np.arange(round(seconds * RATE)) / RATE
+    waveform = 0.4 * np.sin(2 * np.pi * (200 + 150 * time) * time)
+    waveform += 0.01 * np.random.default_rng(0).standard_normal(len(time))
+    return np.repeat(waveform[:, None], channels, axis=1).astype(np.float32)
+
+
+def source_of(path: Path, **place: float) -> AudioSource:
+    return AudioSource(str(path), **place)
+
+
+# What is refused
+
+
+def _wav(path: Path, channels: int = 1, rate: int = RATE, data_bytes: int = 3200, claimed: int | None = None) -> None:
+    """A 16-bit WAV of which every number in the header can be wrong."""
+    claimed = data_bytes if claimed is None else claimed
+    head = struct.pack("<HHIIHH", 1, channels, rate, 2 * rate * channels & 0xFFFFFFFF, 2 * channels, 16)
+    chunks = b"WAVEfmt " + struct.pack("<I", 16) + head + b"data" + struct.pack("<I", claimed)
+    path.write_bytes(b"RIFF" + struct.pack("<I", min(36 + claimed, 2**32 - 1)) + chunks + bytes(data_bytes))
+
+
+def _flac_that_claims(path: Path, frames: int) -> None:
+    """A FLAC of one second whose STREAMINFO claims so many samples (36 bits: 4 of byte 21, then bytes 22 to 25)."""
+    content = io.BytesIO()
+    soundfile.write(content, tones(1.0), RATE, format="FLAC")
+    whole = bytearray(content.getvalue())
+    whole[21] = whole[21] & 0xF0 | frames >> 32
+    whole[22:26] = struct.pack(">I", frames & 0xFFFFFFFF)
+    path.write_bytes(whole)
+
+
+def _with_nan(path: Path) -> None:
+    samples = tones(1.0)
+    samples[100] = np.nan
+    soundfile.write(path, samples, RATE, subtype="FLOAT")
+
+
+def _truncated_flac(path: Path) -> None:
+    soundfile.write(path, tones(4.0), RATE, format="FLAC")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 6 // 10])
+
+
+HEADERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "absent": (lambda path: None, "does not exist"),
+    "empty": (lambda path: path.write_bytes(b""), "cannot be opened as audio"),
+    "text": (lambda path: path.write_text("नमस्कार"), "cannot be opened as audio"),
+    "folder": (lambda path: path.mkdir(), "it is no file"),
+    "FIFO": (lambda path: os.mkfifo(path), "it is no file"),
+    "link to a device": (lambda path: path.symlink_to("/dev/zero"), "it is no file"),
+    "no samples": (lambda path: soundfile.write(path, np.zeros(0), RATE), "holds no samples"),
+    "1024 channels": (lambda path: _wav(path, channels=1024, data_bytes=2 * 1024 * 100), "1024 channels"),
+    "33 channels": (lambda path: _wav(path, channels=33, data_bytes=2 * 33 * 100), "33 channels"),
+    "slow": (lambda path: _wav(path, rate=3_999), "3999 Hz"),
+    "fast": (lambda path: _wav(path, rate=384_001), "384001 Hz"),
+    "weeks": (lambda path: _flac_that_claims(path, 2**36 - 1), "claims 1193 hours"),
+    "hours": (lambda path: _flac_that_claims(path, 10**10), "bytes cannot hold"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_out_of_its_limits_is_refused_at_once_and_nothing_is_decoded(name, tmp_path, monkeypatch):
+    write, said = HEADERS[name]
+    path = tmp_path / "spoilt.wav"
+    write(path)
+    monkeypatch.setattr(soundfile.SoundFile, "read", lambda *_, **__: pytest.fail("samples were decoded"))
+    started = time.monotonic()
+    for read in (read_header, read_samples):
+        with pytest.raises(DataError, match=said) as caught:
+            read(source_of(path))
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: _wav(path, channels=32, data_bytes=6400),
+        lambda path: _wav(path, rate=4_000),
+        lambda path: _wav(path),
+    ],
+    ids=["32 channels", "4000 Hz", "plain"],
+)
+def test_negative_control_headers_within_the_limits_are_read(write, tmp_path):
+    write(tmp_path / "sound.wav")
+    assert (
+        len(read_samples(source_of(tmp_path / "sound.wav"))[0]) == read_header(source_of(tmp_path / "sound.wav")).frames
+    )
+
+
+def test_a_flac_of_silence_is_not_taken_for_a_lie(tmp_path):
+    soundfile.write(tmp_path / "silence.flac", np.zeros(100 * RATE), RATE)
+    assert read_header(source_of(tmp_path / "silence.flac")).seconds == 100
+    assert len(read_samples(source_of(tmp_path / "silence.flac"))[0]) == 100 * RATE
+
+
+@pytest.mark.parametrize("claimed", [2**32 - 100, 2**31, 10**6])
+def test_a_wav_that_claims_gigabytes_is_read_as_far_as_it_goes_or_refused(claimed, tmp_path):
+    _wav(tmp_path / "claims.wav", claimed=claimed)
+    tracemalloc.start()
+    try:
+        samples, _ = read_samples(source_of(tmp_path / "claims.wav"))
+        assert len(samples) == 1600
+    except DataError as error:
+        assert "claims.wav cannot be read" in str(error)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5e6
+
+
+@pytest.mark.parametrize("write, said", [(_with_nan, "not numbers"), (_truncated_flac, "cannot be read")])
+def test_samples_that_are_no_sound_are_refused(write, said, tmp_path):
+    write(tmp_path / "spoilt.wav")
+    with pytest.raises(DataError, match=said):
+        read_samples(source_of(tmp_path / "spoilt.wav"))
+    assert read_header(source_of(tmp_path / "spoilt.wav")).seconds >= 1
+
+
+# Spans
+
+KINDS = {"wav": 0.0, "flac": 0.0, "ogg": 0.01, "mp3": 0.02}  # by suffix, the mean difference that is allowed
+
+
+def write_kind(path: Path, seconds: float = 20.0) -> np.ndarray:
+    soundfile.write(path, tones(seconds), RATE)
+    return soundfile.read(path, dtype="float32", always_2d=True)[0]
+
+
+@pytest.mark.parametrize("suffix", KINDS)
+@pytest.mark.parametrize("start, seconds", [(0.0, 1.5), (7.25, 2.0), (18.5, 1.5), (19.0, 1.05)])
+def test_a_span_is_the_slice_of_the_whole(suffix, start, seconds, tmp_path):
+    path = tmp_path / f"whole.{suffix}"
+    whole = write_kind(path)
+    span, rate = read_samples(source_of(path, start=start, seconds=seconds))
+    expected = whole[round(start * RATE) : round((start + seconds) * RATE)]
+    assert rate == RATE
+    if KINDS[suffix] == 0:
+        assert np.array_equal(span, expected)
+    else:
+        assert abs(len(span) - len(expected)) <= RATE // 20
+        shared = min(len(span), len(expected))
+        # A decoder that begins within a stream takes a moment to settle.
+        assert np.abs(span[800:shared] - expected[800:shared]).mean() < KINDS[suffix]
+
+
+@pytest.mark.parametrize("start, seconds", [(19.5, 1.0), (20.0, 0.5), (25.0, 1.0)])
+def test_a_span_beyond_the_end_is_refused(start, seconds, tmp_path):
+    write_kind(tmp_path / "whole.flac")
+    with pytest.raises(DataError, match="it ends at 20.00 s"):
+        read_samples(source_of(tmp_path / "whole.flac", start=start, seconds=seconds))
+
+
+def peak_of(source: AudioSource) -> int:
+    """Bytes that Python and numpy held at most while the samples were read."""
+    tracemalloc.start()
+    read_samples(source)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_memory_is_that_of_the_span_in_a_file_and_in_a_shard(tmp_path):
+    soundfile.write(tmp_path / "long.wav", tones(120.0), RATE)  # 3.8 MB, decoded twice that
+    with tarfile.open(tmp_path / "shard.tar", "w") as tar:
+        tar.add(tmp_path / "long.wav", "long.wav")
+    with tarfile.open(tmp_path / "shard.tar") as tar:
+        member = tar.getmember("long.wav")
+    place = {"byte_offset": member.offset_data, "byte_count": member.size}
+    for source in (source_of(tmp_path / "long.wav"), source_of(tmp_path / "shard.tar", **place)):
+        whole = peak_of(source)
+        span = peak_of(AudioSource(source.path, source.byte_offset, source.byte_count, 60.0, 1.0))
+        assert whole > 120 * RATE * 4  # the control: a whole file is seen
+        assert span < 4 * RATE * 4, source
+
+
+# Members of shards
+
+
+@pytest.mark.parametrize("suffix", KINDS)
+def test_a_member_of_a_tar_is_the_file(suffix, tmp_path):
+    names = [f"{number}.{suffix}" for number in range(3)]
+    with tarfile.open(tmp_path / "shard.tar", "w") as tar:
+        for number, name in enumerate(names):
+            write_kind(tmp_path / name, 2.0 + number)
+            tar.add(tmp_path / name, name)
+    with tarfile.open(tmp_path / "shard.tar") as tar:
+        members = tar.getmembers()
+    for name, member in zip(names, members, strict=True):
+        inside = source_of(tmp_path / "shard.tar", byte_offset=member.offset_data, byte_count=member.size)
+        assert read_header(inside) == read_header(source_of(tmp_path / name))
+        assert np.array_equal(read_samples(inside)[0], read_samples(source_of(tmp_path / name))[0])
+        span = AudioSource(inside.path, inside.byte_offset, inside.byte_count, 0.5, 1.0)
+        assert np.array_equal(
+            read_samples(span)[0], read_samples(source_of(tmp_path / name, start=0.5, seconds=1.0))[0]
+        )
+
+
+@pytest.mark.parametrize("offset, count", [(0, 700), (10**9, 5000), (100, 3), (2**62, 2**62), (1536, 10**9)])
+def test_a_member_that_is_not_there_is_refused_without_a_word_from_elsewhere(offset, count, tmp_path, capfd):
+    write_kind(tmp_path / "0.flac", 2.0)
+    with tarfile.open(tmp_path / "shard.tar", "w") as tar:
+        tar.add(tmp_path / "0.flac", "0.flac")
+    with pytest.raises(DataError, match="shard.tar at byte"):
+        read_samples(source_of(tmp_path / "shard.tar", byte_offset=offset, byte_count=count))
+    assert capfd.readouterr().err == ""

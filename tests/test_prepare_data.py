@@ -1,0 +1,606 @@
+"""What prepare_data.py leaves out and says so, what it refuses, how it splits, and which leaks it finds."""
+
+import csv
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import tarfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from hypothesis import given
+from hypothesis import strategies as st
+
+from konkanivani.data.found import SpeechFolder
+from konkanivani.data.manifest import read_manifest
+from konkanivani.data.preparation import Preparation, prepare_corpus
+from konkanivani.data.splits import Shares, Unit, draw_splits, split_named
+from konkanivani.errors import KonkaniVaniError
+from tests.conftest import run_script, script_command
+from tests.test_formats import (
+    MINIATURES,
+    SCRIPT,
+    SPLITS,
+    add_member,
+    kaldi,
+    sentence,
+    sound_bytes,
+    write_sentence,
+    write_table,
+)
+
+COLUMNS = ("audio", "text", "speaker", "split")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A corpus of twelve WAVs and a CSV with these rows (audio, text, speaker, split), which tests spoil."""
+
+    directory: Path
+    rows: list[list[str]]
+
+    @property
+    def corpus(self) -> Path:
+        return self.directory / "corpus"
+
+    @property
+    def output(self) -> Path:
+        return self.directory / "out"
+
+    def prepare(self, *flags: str) -> subprocess.CompletedProcess[str]:
+        """Writes the table and runs the script."""
+        with open(self.corpus / "all.csv", "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+            csv.writer(file).writerows([COLUMNS, *self.rows])
+        return prepare(self.directory, "csv", "--table", "all.csv", *flags)
+
+    def utterances(self, split: str) -> list:
+        return list(read_manifest(self.output / f"{split}.jsonl"))
+
+    def report(self) -> dict:
+        return json.loads((self.output / "report.json").read_text())
+
+
+def prepare(directory: Path, name: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Runs the script on `corpus` in a folder; there is never a traceback, nor anything half-written."""
+    done = run_script(SCRIPT, "--format", name, "--source", "corpus", "--output", "out", *flags, cwd=directory)
+    assert "Traceback" not in done.stdout + done.stderr, done.stderr
+    assert [*directory.rglob("*.partial")] == []
+    return done
+
+
+def rejected(directory: Path) -> list[dict]:
+    lines = (directory / "out" / "rejected.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="session")
+def twelve(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve WAVs."""
+    directory = tmp_path_factory.mktemp("twelve")
+    for number in range(12):
+        write_sentence(directory / f"{number}.wav", number)
+    return directory
+
+
+@pytest.fixture
+def table(tmp_path: Path, twelve: Path) -> Table:
+    shutil.copytree(twelve, tmp_path / "corpus")
+    return Table(tmp_path, [[f"{number}.wav", sentence(number), f"s{number % 4}", ""] for number in range(12)])
+
+
+# What is left out
+
+ALL = ("--max_rejected", "100%")
+
+
+def _spoil_with(write: Callable[[Path], object]) -> Callable[[Table], None]:
+    def spoil(table: Table) -> None:
+        table.rows[5][0] = "spoilt.wav"
+        write(table.corpus / "spoilt.wav")
+
+    return spoil
+
+
+def _set(column: str, value: str) -> Callable[[Table], None]:
+    return lambda table: table.rows[5].__setitem__(COLUMNS.index(column), value)
+
+
+def _link_out(table: Table) -> None:
+    write_sentence(table.directory / "elsewhere" / "0.wav", 40)
+    (table.corpus / "inner").symlink_to(table.directory / "elsewhere")
+    table.rows[5][0] = "inner/0.wav"
+
+
+def _absolute(table: Table) -> None:
+    write_sentence(table.directory / "elsewhere" / "0.wav", 40)
+    table.rows[5][0] = str(table.directory / "elsewhere" / "0.wav")
+
+
+def _loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+SPOILT: dict[str, tuple[Callable[[Table], object], str, str]] = {
+    "missing": (_set("audio", "nowhere.wav"), "missing audio", "does not exist"),
+    "no path": (_set("audio", ""), "broken row", "column audio is empty"),
+    "text for audio": (_spoil_with(lambda path: path.write_text("x")), "unusable audio", "cannot be opened as audio"),
+    "empty file": (_spoil_with(lambda path: path.write_bytes(b"")), "unusable audio", "cannot be opened as audio"),
+    "no samples": (_spoil_with(lambda p: soundfile.write(p, np.zeros(0), 16_000)), "unusable audio", "no samples"),
+    "rate": (_spoil_with(lambda p: soundfile.write(p, np.zeros(999), 2_000)), "unusable audio", "2000 Hz"),
+    "FIFO": (_spoil_with(os.mkfifo), "unusable audio", "it is no file"),
+    "device": (_spoil_with(lambda path: path.symlink_to("/dev/zero")), "outside the corpus", "--audio_root"),
+    "folder": (_spoil_with(Path.mkdir), "unusable audio", "it is no file"),
+    "link to itself": (_spoil_with(_loop), "", "spoilt.wav"),
+    "long name": (_set("audio", "x" * 300 + ".wav"), "missing audio", "too long"),
+    "parent": (_set("audio", "../out.wav"), "outside the corpus", "--audio_root"),
+    "absolute": (_absolute, "outside the corpus", "--audio_root"),
+    "link": (_link_out, "outside the corpus", "--audio_root"),
+    "empty text": (_set("text", "  "), "empty transcript", "no word"),
+    "no word": (_set("text", "। ! –"), "empty transcript", "no word"),
+    "not UTF-8": (_set("text", "caf\udce9"), "not UTF-8", "its text is not UTF-8"),
+    "path not UTF-8": (_set("audio", "caf\udce9.wav"), "not UTF-8", "its path is not UTF-8"),
+    "bell": (_set("text", "एक\a दोन"), "control character", "U+0007"),
+    "line break": (_set("text", "एक\nदोन"), "control character", "U+000A"),
+    "override": (_set("text", "एक \u202edoन"), "control character", "U+202E"),
+    "isolate": (_set("speaker", "s\u2066"), "control character", "its speaker holds the character U+2066"),
+    "mark": (_set("text", "एक\u200f"), "control character", "U+200F"),
+    "escape in a path": (_set("audio", "\x1b[2J.wav"), "control character", "U+001B"),
+    "twice": (_set("audio", "0.wav"), "duplicate", "the same audio as all.csv, row 2"),
+    "no such split": (_set("split", "later"), "no split", "'later'"),
+    "long text": (_set("text", "एक " * 10_000), "long transcript", "29999 characters"),
+    "cells": (lambda table: table.rows[5].append("x"), "broken row", "5 cells where the head has 4"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_row_that_cannot_be_used_is_left_out_with_its_reason(name, table):
+    spoil, kind, said = SPOILT[name]
+    spoil(table)
+    started = time.monotonic()
+    done = table.prepare(*ALL)
+    assert time.monotonic() - started < 60
+    assert done.returncode == 0, done.stderr
+    (row,) = rejected(table.directory)
+    assert (row["file"], row["row"]) == ("all.csv", 7)
+    assert said in row["reason"] and kind in row["kind"], row
+    assert f"left out: 1 ({row['kind']})" in done.stdout and table.report()["refused"] == [
+        {"kind": row["kind"], "rows": 1}
+    ]
+    assert sum(len(table.utterances(split)) for split in SPLITS) == 11
+    assert row["reason"].isprintable() and "\x1b" not in done.stdout
+
+
+def test_joiners_of_devanagari_stay(table):
+    table.rows[5][1] = "र्\u200dय क्\u200cष"
+    assert table.prepare().returncode == 0
+    assert rejected(table.directory) == []
+    assert "र्\u200dय क्\u200cष" in {u.text for split in SPLITS for u in table.utterances(split)}
+
+
+def test_audio_outside_is_read_where_the_command_line_says_so(table):
+    _absolute(table)
+    done = table.prepare("--audio_root", ".")
+    assert done.returncode == 0 and rejected(table.directory) == [], done.stderr
+
+
+def test_too_many_rejected_rows_stop_it_and_the_list_is_there(table):
+    for number in (3, 5):
+        table.rows[number][1] = ""
+    done = table.prepare()
+    assert done.returncode == 3
+    assert "16.7% of the rows" in done.stderr and "2 empty transcript" in done.stderr and "row 5" in done.stderr
+    assert len(rejected(table.directory)) == 2
+    assert sorted(path.name for path in table.output.iterdir()) == ["rejected.jsonl"]
+    assert table.prepare("--max_rejected", "16%").returncode == 3
+    assert table.prepare("--max_rejected", "0.17").returncode == 0
+    assert sorted(path.name for path in table.output.iterdir()) == [
+        "rejected.jsonl", "report.json", "test.jsonl", "train.jsonl", "valid.jsonl",
+    ]  # fmt: skip
+
+
+def test_no_command_of_kaldi_is_run(tmp_path):
+    kaldi(tmp_path / "corpus")
+    marker = tmp_path / "marker"
+    scp = tmp_path / "corpus" / "train" / "wav.scp"
+    os.remove(tmp_path / "corpus" / "train" / "segments")
+    names = [line.split()[0] for line in (scp.parent / "text").read_text().splitlines()]
+    wav = tmp_path / "corpus" / "wavs" / "dev.flac"
+    values = [f"touch {marker}; cat {wav} |", f"|touch {marker}", f"{wav}.ark:17", "-", *[str(wav)] * 4]
+    write_table(scp, (), zip(names, values, strict=True), " ")
+    done = prepare(tmp_path, "kaldi", *ALL)
+    assert done.returncode == 0, done.stderr
+    assert not marker.exists()
+    commands = [row for row in rejected(tmp_path) if row["kind"] == "command or archive"]
+    assert [(row["file"], row["row"]) for row in commands] == [("train/wav.scp", n) for n in (1, 2, 3, 4)]
+    assert "commands are not run" in commands[0]["reason"] and "archive" in commands[2]["reason"]
+    assert [row["kind"] for row in rejected(tmp_path)].count("duplicate") == 3
+    assert prepare(tmp_path, "kaldi", "--force").returncode == 3
+
+
+SEGMENTS = {
+    "beyond": ("0 9999", "span"),
+    "backwards": ("1.0 0.5", "span"),
+    "before": ("-0.5 1.0", "span"),
+    "nothing": ("1.0 1.0", "span"),
+    "NaN": ("nan 1.0", "span"),
+    "infinite": ("0.0 inf", "span"),
+    "words": ("one two", "broken row"),
+    "short": ("1.0", "broken row"),
+    "name alone": ("", "broken row"),
+}
+
+
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_a_span_that_its_file_does_not_have_is_left_out(name, tmp_path):
+    kaldi(tmp_path / "corpus")
+    times, kind = SEGMENTS[name]
+    path = tmp_path / "corpus" / "dev" / "segments"
+    lines = path.read_text().splitlines()
+    lines[1] = " ".join([*lines[1].split()[: 2 if times else 1], times])
+    path.write_text("\n".join(lines) + "\n")
+    assert prepare(tmp_path, "kaldi", *ALL).returncode == 0
+    (row,) = rejected(tmp_path)
+    assert row["kind"] == kind, row
+
+
+def test_a_file_shorter_than_its_table_says_is_left_out(tmp_path):
+    rows = []
+    for number in range(3):
+        spoken = write_sentence(tmp_path / "corpus" / f"{number}.wav", number)
+        told = 99.0 if number == 1 else spoken.seconds
+        rows.append((json.dumps({"audio_filepath": f"{number}.wav", "duration": told, "text": spoken.text}),))
+    write_table(tmp_path / "corpus" / "train.json", (), rows)
+    done = prepare(tmp_path, "nemo", *ALL)
+    assert done.returncode == 0 and [row["row"] for row in rejected(tmp_path)] == [2], done.stderr
+    assert "its table says 99.00 s" in rejected(tmp_path)[0]["reason"]
+
+
+NEMO_LINES = (
+    "{",
+    "[1]",
+    '{"audio_filepath": 3}',
+    '{"text": "एक"}',
+    "[" * 100_000,
+    '"' * 50_000,
+    '{"audio_filepath": ""}',
+)
+
+
+def test_lines_of_nemo_that_are_none_are_left_out(tmp_path):
+    spoken = write_sentence(tmp_path / "corpus" / "0.wav", 0)
+    good = json.dumps({"audio_filepath": "0.wav", "duration": spoken.seconds, "text": spoken.text})
+    write_table(tmp_path / "corpus" / "train.json", (), [(line,) for line in (good, *NEMO_LINES)])
+    assert prepare(tmp_path, "nemo", *ALL).returncode == 0
+    assert [row["row"] for row in rejected(tmp_path)] == [2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_tar_with_members_of_all_kinds_gives_what_can_be_used(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    with tarfile.open(tmp_path / "corpus" / "train-0.tar", "w") as tar:
+        for name, content in (
+            ("../../evil.flac", sound_bytes(0)),  # only a name here
+            ("../../evil.txt", sentence(0).encode()),
+            ("mute.flac", sound_bytes(1)),
+            ("empty.wav", b""),
+            ("empty.txt", sentence(2).encode()),
+            ("latin.flac", sound_bytes(3)),
+            ("latin.txt", b"caf\xe9"),
+            ("bad.flac", sound_bytes(4)),
+            ("bad.json", b"{"),
+            ("__meta__.json", b"{}"),
+        ):
+            add_member(tar, name, content)
+        link = tarfile.TarInfo("link.wav")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+    done = prepare(tmp_path, "nemo", *ALL)
+    assert done.returncode == 0, done.stderr
+    assert Counter(row["kind"] for row in rejected(tmp_path)) == Counter(
+        {"no transcript": 1, "unusable audio": 1, "not UTF-8": 1, "broken row": 1}
+    )
+    assert [u.text for u in read_manifest(tmp_path / "out" / "train.jsonl")] == [sentence(0)]
+
+
+def _damage(path: Path, generator: random.Random) -> None:
+    """Flips, cuts, doubles or adds bytes somewhere in a file."""
+    content = bytearray(path.read_bytes())
+    place = generator.randrange(len(content))
+    added = (b"\0", b'"', b"\t", b"\n", b"|", b"../", b"\xff", b"{", b"null", b"NaN", b"1e999", b"\\ud800", b"9" * 5000)
+    way = generator.randrange(5)
+    if way == 0:
+        content[place] ^= 1 << generator.randrange(8)
+    elif way == 1:
+        del content[place:]
+    elif way == 2:
+        content[place:place] = content[:place]
+    elif way == 3:
+        content[place : place + 64] = content[:64]
+    else:
+        content[place:place] = generator.choice(added)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", MINIATURES)
+def test_a_corpus_damaged_anywhere_is_prepared_or_refused_in_one_line(name, tmp_path):
+    build, given = MINIATURES[name]
+    flags = {flag.removeprefix("--"): value for flag, value in zip(given[::2], given[1::2], strict=True)}
+    flags.pop("source", None)
+    build(tmp_path / "sound")
+    generator, refused = random.Random(name), 0
+    for attempt in range(30):
+        corpus, output = tmp_path / f"corpus{attempt}", tmp_path / f"out{attempt}"
+        shutil.copytree(tmp_path / "sound", corpus)
+        files = sorted(path for path in corpus.rglob("*") if path.is_file())
+        tables = [path for path in files if path.suffix not in (".wav", ".flac", ".mp3", ".ogg")]
+        _damage(generator.choice(tables if tables and attempt % 3 else files), generator)
+        source = corpus / "cv-corpus-21.0-2025-03-14" if name == "common_voice" else corpus
+        folder, shares = SpeechFolder(source, **flags), Shares(0.05, 0.05)
+        try:
+            prepare_corpus(Preparation(name.split()[0], folder, output, source, "default", shares, 0, 0.01, False))
+        except KonkaniVaniError as error:
+            refused += 1
+            assert "\n" not in str(error)
+            assert not output.exists() or [path.name for path in output.iterdir()] == ["rejected.jsonl"]
+        shutil.rmtree(corpus)
+    assert 0 < refused <= 30
+
+
+# What is refused
+
+
+def test_compressed_and_broken_tars_end_with_3(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    for name, mode, said in (("train-0.tar.gz", "w:gz", "compressed"), ("train-0.tar", "w:xz", "compressed")):
+        with tarfile.open(tmp_path / "corpus" / name, mode) as tar:
+            add_member(tar, "a.flac", sound_bytes(0))
+        done = prepare(tmp_path, "nemo")
+        assert done.returncode == 3 and said in done.stderr and name in done.stderr, done.stderr
+        os.remove(tmp_path / "corpus" / name)
+        assert not (tmp_path / "out").exists()
+    (tmp_path / "corpus" / "train-0.tar").write_bytes(b"not a tar" * 1000)
+    assert prepare(tmp_path, "nemo").returncode == 3
+    os.remove(tmp_path / "corpus" / "train-0.tar")
+    os.mkfifo(tmp_path / "corpus" / "train-0.tar")
+    assert prepare(tmp_path, "nemo").returncode == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["common_voice", "openslr", "kaldi", "nemo", "indicvoices", "ljspeech", "huggingface", "folder", "csv"]
+)
+def test_a_folder_of_something_else_is_refused_in_one_sentence(name, tmp_path):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    codes = [prepare(tmp_path, name).returncode]
+    (corpus / "holiday.jpg").write_bytes(b"\xff\xd8\xff")
+    codes.append(prepare(tmp_path, name).returncode)
+    for spoilt in (
+        "train.tsv",
+        "metadata.csv",
+        "wav.scp",
+        "text",
+        "a.json",
+        "line_index.tsv",
+        "state.json",
+        "x.parquet",
+    ):
+        os.mkfifo(corpus / spoilt)
+    (corpus / "clips").mkdir()
+    codes.append(prepare(tmp_path, name).returncode)
+    for spoilt in (
+        "train.tsv",
+        "metadata.csv",
+        "wav.scp",
+        "text",
+        "a.json",
+        "line_index.tsv",
+        "state.json",
+        "x.parquet",
+    ):
+        os.remove(corpus / spoilt)
+        (corpus / spoilt).write_bytes(bytes(range(256)) * 3)
+    codes.append(prepare(tmp_path, name).returncode)
+    assert set(codes) == {2 if name == "csv" else 3}
+    assert not [*tmp_path.rglob("train.jsonl")]
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (("--format", "flac"), "common_voice"),
+        (("--format", "csv", "--source", "nowhere"), "--source nowhere is no folder"),
+        (("--valid_share", "a lot"), "--valid_share a lot"),
+        (("--valid_share", "60%", "--test_share", "0.4"), "leave nothing to train on"),
+        (("--max_rejected", "200%"), "--max_rejected 200%"),
+        (("--max_rejected", "nan"), "--max_rejected nan"),
+        (("--text_column", "words"), "no column 'words', it has 'audio', 'speaker'"),
+        (("--split_by", "given"), "--split_by given cannot be done"),
+        (("--output", "corpus"), "lies in --source"),
+        (("--tabel", "x"), "--table"),
+    ],
+)
+def test_flags_that_cannot_work_end_with_2(flags, said, table):
+    done = table.prepare(*flags)
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert not [*table.directory.rglob("train.jsonl")]
+
+
+def test_manifests_that_are_there_are_not_replaced_without_force(table):
+    table.output.mkdir()
+    for name in ("train.jsonl", "test.jsonl", "mine.txt"):
+        (table.output / name).write_text("mine")
+    done = table.prepare("--test_share", "0")
+    assert done.returncode == 2 and "--force" in done.stderr
+    assert (table.output / "train.jsonl").read_text() == "mine" and len([*table.output.iterdir()]) == 3
+    assert table.prepare("--test_share", "0", "--force").returncode == 0
+    assert len(table.utterances("train")) > 5 and not (table.output / "test.jsonl").exists()
+    assert (table.output / "mine.txt").read_text() == "mine"
+
+
+def test_an_output_that_cannot_be_written_ends_with_6(table):
+    (table.directory / "file").write_text("")
+    done = table.prepare("--output", "file/out")
+    assert done.returncode == 6 and "--output" in done.stderr, done.stderr
+
+
+def test_a_full_disk_ends_with_6_and_leaves_what_was_there(table):
+    assert table.prepare().returncode == 0
+    before = {path.name: path.read_bytes() for path in table.output.iterdir()}
+    done = subprocess.run(
+        script_command(
+            SCRIPT, "--format", "csv", "--source", "corpus", "--output", "out", "--table", "all.csv", "--force"
+        ),
+        cwd=table.directory,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512)),  # no file may grow beyond it
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 6 and "Free room there" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert {path.name: path.read_bytes() for path in table.output.iterdir()} == before
+
+
+def test_a_preparation_that_is_killed_leaves_no_manifest_and_the_next_one_clears_up(tmp_path):
+    rows = [(f"s-{number:06d}", sentence(number % 90)) for number in range(60_000)]
+    (tmp_path / "corpus" / "train").mkdir(parents=True)
+    write_sentence(tmp_path / "corpus" / "train" / "0.wav", 0)
+    for name, values in (("text", rows), ("wav.scp", [(name, "0.wav") for name, _ in rows])):
+        write_table(tmp_path / "corpus" / "train" / name, (), values, " ")
+    command = script_command(SCRIPT, "--format", "kaldi", "--source", "corpus", "--output", "out", *ALL)
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not (tmp_path / "out" / ".prepare.partial").exists():
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".prepare.partial"]
+    done = prepare(tmp_path, "kaldi", *ALL)
+    assert done.returncode == 0 and len(rejected(tmp_path)) == 59_999, done.stderr
+
+
+# Splits
+
+
+def test_the_split_depends_on_the_seed_and_the_names_and_not_on_the_order_of_rows(table):
+    def drawn(*flags: str) -> dict[str, str]:
+        done = table.prepare("--force", "--valid_share", "20%", "--test_share", "20%", *flags)
+        assert done.returncode == 0, done.stderr
+        return {utterance.text: split for split in SPLITS for utterance in table.utterances(split)}
+
+    for kind in ("speaker", "utterance"):
+        first = drawn("--split_by", kind)
+        random.Random(1).shuffle(table.rows)
+        assert drawn("--split_by", kind) == first
+        assert drawn("--split_by", kind, "--seed", "7") != first
+    moved = table.directory.with_name(table.directory.name + "-moved")
+    table.directory.rename(moved)
+    again = Table(moved, table.rows)
+    assert (
+        again.prepare("--force", "--valid_share", "20%", "--test_share", "20%", "--split_by", "utterance").returncode
+        == 0
+    )
+    assert {u.text: split for split in SPLITS for u in again.utterances(split)} == first
+
+
+def test_speakers_stay_whole_and_those_unknown_go_to_training(table):
+    for row in table.rows[:2]:
+        row[2] = ""
+    assert table.prepare().returncode == 0
+    speakers = [{utterance.speaker for utterance in table.utterances(split)} for split in SPLITS]
+    assert "" in speakers[0] and not speakers[0] & speakers[1] and not speakers[1] & speakers[2]
+    assert sum(len(found - {""}) for found in speakers) == 4
+
+
+def test_too_few_speakers_end_with_3_and_the_way_out(table):
+    for number, row in enumerate(table.rows):
+        row[2] = f"s{number % 2}"
+    done = table.prepare()
+    assert done.returncode == 3 and "2 speakers, too few for 3 splits" in done.stderr, done.stderr
+    assert "--split_by utterance" in done.stderr and "--test_share 0" in done.stderr
+    assert table.prepare("--test_share", "0").returncode == 0
+
+
+UNITS = st.dictionaries(st.text("abcdef", min_size=1, max_size=4), st.integers(1, 10**6), min_size=3, max_size=60)
+
+
+@given(UNITS, st.sampled_from([0.0, 0.01, 0.05, 0.3]), st.sampled_from([0.0, 0.05, 0.2, 0.4]), st.integers(0, 3))
+def test_drawn_splits_are_a_partition_near_their_shares_and_pure(lengths, valid_share, test_share, seed):
+    units = [Unit(name, length) for name, length in lengths.items()]
+    shares = Shares(valid_share, test_share)
+    valid, test = draw_splits(units, shares, seed)
+    assert (valid, test) == draw_splits(units[::-1], shares, seed)
+    assert not valid & test and len(valid | test) < len(units)
+    total, longest = sum(lengths.values()), max(lengths.values())
+    for names, share in ((valid, valid_share), (test, test_share)):
+        assert bool(names) == (share > 0)
+        assert sum(lengths[name] for name in names) <= share * total + longest
+
+
+def test_many_speakers_come_close_to_the_shares():
+    units = [Unit(f"s{number}", 1000 + 37 * (number % 50)) for number in range(200)]
+    total = sum(unit.milliseconds for unit in units)
+    for names in draw_splits(units, Shares(0.05, 0.05), 0):
+        assert sum(unit.milliseconds for unit in units if unit.name in names) / total == pytest.approx(0.05, abs=0.003)
+
+
+def test_the_usual_names_of_splits():
+    named = {name: split_named(name) for name in ("train-00000", "dev", "validation", "test.tsv", "train_clean", "Val")}
+    assert list(named.values()) == ["train", "valid", "valid", "test", "train", "valid"]
+    assert {split_named(name) for name in ("validated.tsv", "trainer", "audio", "contest", "", "1")} == {""}
+
+
+# Leaks
+
+
+def leaks(table: Table) -> dict[str, int]:
+    return {leak["what"]: leak["count"] for leak in table.report()["leaks"]}
+
+
+def test_what_is_in_two_splits_is_counted_and_shown(table):
+    for number, row in enumerate(table.rows):
+        row[2:] = [f"s{number}", "train" if number < 8 else "dev" if number < 10 else "test"]
+    done = table.prepare()
+    assert done.returncode == 0 and leaks(table) == {"audio": 0, "speaker": 0, "sentence": 0}
+    assert "in two splits" not in done.stdout
+    shutil.copy(table.corpus / "0.wav", table.corpus / "8.wav")  # the same bytes under another name
+    same_size = bytearray((table.corpus / "1.wav").read_bytes())
+    same_size[-2] ^= 1
+    (table.corpus / "9.wav").write_bytes(same_size)  # as many bytes, and other ones
+    table.rows[10][2] = "s3"
+    table.rows[11][1] = f" {table.rows[4][1]}! "
+    done = table.prepare("--force")
+    assert done.returncode == 0 and leaks(table) == {"audio": 1, "speaker": 1, "sentence": 1}
+    assert "1 × the same audio, such as\n    all.csv, row 2 (train) and all.csv, row 10 (valid)" in done.stdout
+    assert "the same speaker, such as\n    s3: test (all.csv, row 12); train (all.csv, row 5)" in done.stdout
+    assert "the same sentence" in done.stdout
+
+
+def test_spans_of_one_file_leak_only_where_they_overlap(tmp_path):
+    kaldi(tmp_path / "corpus")
+    for split in ("dev", "test"):
+        shutil.copy(tmp_path / "corpus" / "wavs" / "train.flac", tmp_path / "corpus" / "wavs" / f"{split}.flac")
+    lines = {split: (tmp_path / "corpus" / split / "segments").read_text().splitlines() for split in ("dev", "test")}
+    begin = float((tmp_path / "corpus" / "train" / "segments").read_text().splitlines()[-1].split()[2])
+    for split, spans in (
+        ("dev", (("0.0", "0.3"), ("0.3", "0.6"))),
+        ("test", ((begin, begin + 0.3), (begin + 0.3, begin + 0.6))),
+    ):
+        rows = [(*line.split()[:2], *span) for line, span in zip(lines[split], spans, strict=True)]
+        write_table(tmp_path / "corpus" / split / "segments", (), rows, " ")
+    assert prepare(tmp_path, "kaldi").returncode == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["leaks"][0]["count"] == 4
+    train = (tmp_path / "corpus" / "train" / "segments").read_text().splitlines()
+    names = (tmp_path / "corpus" / "train" / "text").read_text().splitlines()
+    write_table(tmp_path / "corpus" / "train" / "segments", (), [line.split() for line in train[3:5]], " ")
+    (tmp_path / "corpus" / "train" / "text").write_text("\n".join(names[3:5]) + "\n")
+    assert prepare(tmp_path, "kaldi", "--force").returncode == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["leaks"][0]["count"] == 0, report["leaks"]
