@@ -68,20 +68,30 @@ class AudioHeader:
         return self.frames / self.rate
 
 
+def duration_tolerance(seconds: float) -> float:
+    """How far an audio file's duration may be from the `seconds` that are said of it, in seconds.
+
+    Manifests round their seconds, and formats with loss add a few at the ends.
+    """
+    return 0.1 + 0.02 * seconds
+
+
 def read_header(source: AudioSource) -> AudioHeader:
     """The header of the audio file (not of a span of it); an UnusableAudio says why it cannot be used."""
     with _open(source) as file:
         return _header(file, source)
 
 
-def read_samples(source: AudioSource) -> tuple[np.ndarray, int]:
+def read_samples(source: AudioSource, most_seconds: float = float("inf")) -> tuple[np.ndarray, int]:
     """The source's samples (frames, channels) float32 and their rate in Hz; a span is all that is decoded of a file.
 
+    Of a longer source only the first `most_seconds` are decoded; the whole of it must be there all the same.
     An UnusableAudio names the source and says what is wrong with it.
     """
     with _open(source) as file:
         header = _header(file, source)
         first, count = _span(header, source)
+        count = int(min(count, most_seconds * header.rate))
         if 4 * count * header.channels > MOST_BYTES:
             raise _unusable(source, f"{count / header.rate:.0f} s of {header.channels} channels are too much at once")
         try:
@@ -100,12 +110,10 @@ def read_samples(source: AudioSource) -> tuple[np.ndarray, int]:
 
 
 def _span(header: AudioHeader, source: AudioSource) -> tuple[int, int]:
-    """The first frame to read and how many; an UnusableAudio where the file does not hold what is said of it.
-
-    Manifests round their seconds, and formats with loss add a few at the ends.
-    """
+    """The first frame to read and how many; an UnusableAudio where the file does not hold what is said of it."""
     if source.start is None:
-        if source.seconds is not None and abs(header.seconds - source.seconds) > 0.1 + 0.02 * source.seconds:
+        said = header.seconds if source.seconds is None else source.seconds
+        if abs(header.seconds - said) > duration_tolerance(said):
             raise _unusable(source, f"it lasts {header.seconds:.2f} s, not the {source.seconds:.2f} s of its row")
         return 0, header.frames
     first, count = round(source.start * header.rate), round(source.seconds * header.rate)

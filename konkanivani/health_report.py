@@ -10,25 +10,22 @@ from pathlib import Path
 from konkanivani.config import TrainConfig
 from konkanivani.data.findings import Diagnosis, find_all, reach_verdict
 from konkanivani.data.health import Part, Question, judge_corpus
-from konkanivani.data.manifest import read_manifest
+from konkanivani.data.manifest import Manifest, read_manifest
 from konkanivani.errors import DataError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.health_page import PAGE_START, draw_page
+from konkanivani.recipe import texts_of
 from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
 
 
 def diagnose(manifests: tuple[str, ...], config: TrainConfig, audio_utterances: int) -> Diagnosis:
     """All that is to be known of the manifests, the first of which is trained on; what cannot be read is a finding."""
-    parts, refusals = [], []
+    parts, refusals, tokenizer = [], [], None
     for number, path in enumerate(manifests):
         try:
             manifest = read_manifest(path)
             parts.append(Part(path, number == 0, manifest, len(manifest), manifest.broken))
-        except DataError as error:
-            refusals.append(str(error))
-    tokenizer = None
-    if parts and parts[0].is_training:
-        try:
-            tokenizer = build_tokenizer(parts[0], config)
+            if number == 0 and len(manifest):  # where all rows are broken, that is what there is to say
+                tokenizer = build_tokenizer(manifest, config)
         except KonkaniVaniError as error:
             refusals.append(str(error))
     health = judge_corpus(parts, Question(config, tokenizer, audio_utterances))
@@ -38,11 +35,11 @@ def diagnose(manifests: tuple[str, ...], config: TrainConfig, audio_utterances: 
     return Diagnosis(health, findings, verdict, size, config.text.vocab_size, config.text.tokenizer_type)
 
 
-def build_tokenizer(part: Part, config: TrainConfig) -> Tokenizer:
-    """The tokenizer that the trainer would train on the part; a DataError or UsageError says why it cannot."""
-    texts = {normalize_text(utterance.text, config.text.digits) for utterance in part.rows} - {""}
+def build_tokenizer(manifest: Manifest, config: TrainConfig) -> Tokenizer:
+    """The tokenizer that the trainer would train on the manifest; a DataError or UsageError says why it cannot."""
+    texts = {normalize_text(text, config.text.digits) for text in texts_of(manifest)} - {""}
     if not texts:
-        raise DataError(f"No transcript of {part.path} has any text after normalisation.")
+        raise DataError(f"No transcript of {manifest.path} has any text after normalisation.")
     with contextlib.redirect_stdout(io.StringIO()):  # it tells of a smaller vocabulary, which the report does as well
         return train_tokenizer(texts, config.text.tokenizer_type, config.text.vocab_size)
 

@@ -183,6 +183,6 @@ def _listing(title: str, listed: Listed) -> Iterator[str]:
     yield _row(title, f"{listed.count:,}")
     for example in listed.examples[:MOST_SHOWN]:
         cut = example.text if len(example.text) <= MOST_LETTERS else example.text[:MOST_LETTERS] + "…"
-        yield f"    row {example.row}, {example.id}: {example.detail}" + (f": {cut}" if cut else "")
+        yield f"    {example.place}: {example.detail}" + (f": {cut}" if cut else "")
     if listed.count > MOST_SHOWN:
         yield "    …"

@@ -6,6 +6,7 @@ import re
 import tracemalloc
 import unicodedata
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,16 +16,16 @@ import pytest
 import soundfile
 import torch
 
-from konkanivani.audio_file import AudioSource
+from konkanivani.audio_file import AudioSource, read_samples
 from konkanivani.charts import draw_histogram
 from konkanivani.config import DataConfig, TextConfig, TrainConfig
 from konkanivani.data.batch import Speech
-from konkanivani.data.batching import EpochPlanner, cut_window, same_size
+from konkanivani.data.batching import EpochPlanner, cut_window, padded_seconds, same_size
 from konkanivani.data.characters import CharacterCount, show_text
 from konkanivani.data.findings import Diagnosis
 from konkanivani.data.health import Part, Question, fetch, judge_corpus, robust_scores, spread
 from konkanivani.data.manifest import Utterance, read_manifest
-from konkanivani.data.padding import judge_epoch, padded_seconds
+from konkanivani.data.padding import judge_epoch
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.repeats import (
     content_key,
@@ -36,6 +37,7 @@ from konkanivani.data.repeats import (
     repeats_within,
 )
 from konkanivani.data.sound import clipped_runs, listen
+from konkanivani.errors import DataError
 from konkanivani.health_page import draw_page
 from konkanivani.health_report import build_tokenizer, check_page_path, diagnose, write_page
 from konkanivani.health_text import health_lines, sparkline
@@ -117,6 +119,19 @@ def test_level_silence_and_offset_are_what_was_written(tmp_path):
     assert (part.seconds, part.file_seconds, part.silence_share) == (1.0, None, 0.0)
 
 
+def test_of_a_long_recording_the_beginning_is_heard_and_the_rest_must_be_there(tmp_path, monkeypatch):
+    monkeypatch.setattr("konkanivani.data.sound.MOST_SECONDS", 1.0)
+    samples = np.where(np.arange(3 * RATE) < RATE, 0.1, 0.9) * np.sin(np.arange(3 * RATE))
+    soundfile.write(tmp_path / "a.wav", samples, RATE, subtype="FLOAT")
+    for said in (3.0, 0.2, 9e8):
+        whole = listen(utterance(tmp_path / "a.wav", duration=said))
+        assert (whole.seconds, whole.file_seconds) == (1.0, 3.0) and whole.level == pytest.approx(-23, abs=0.1)
+    span = listen(utterance(tmp_path / "a.wav", duration=2.0, offset=1.0))
+    assert (span.seconds, span.file_seconds) == (1.0, None) and span.level == pytest.approx(-3.9, abs=0.1)
+    with pytest.raises(DataError, match="it ends at 3.00 s"):
+        listen(utterance(tmp_path / "a.wav", duration=2.5, offset=1.0))
+
+
 def test_clipping_is_runs_of_three_equal_samples_at_full_scale(tmp_path):
     assert clipped_runs(np.array([0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1, -1, -1, -1, -1, 0.5, 0.5, 0.5, 0.5])) == 3
     assert clipped_runs(np.array([1.2, 1.1, 1.3])) == 1  # a float file beyond full scale
@@ -168,11 +183,12 @@ def test_every_character_is_counted_named_and_judged():
     assert (changes.texts, changes.joiners_removed, changes.to_space, changes.digits) == (2, 1, 1, 1)
 
 
-def test_controls_are_marked_and_never_shown_as_they_are():
-    assert marks(counted("\u202eक\x1b\ud800")) == {
-        "\u202e": ("control or bidi", "removed"),
-        "\x1b": ("control or bidi", "becomes a space"),
-        "\ud800": ("control or bidi", "becomes a space"),
+def test_what_cannot_be_seen_is_marked_and_never_shown_as_it_is():
+    assert marks(counted("\u200bक\t\ue000\U000e0041")) == {
+        "\u200b": ("invisible", "removed"),
+        "\t": ("invisible", "becomes a space"),
+        "\ue000": ("invisible", "becomes a space"),
+        "\U000e0041": ("invisible", "removed"),
         "क": ("rare",),
     }
     assert show_text("\u202eक\x1b\ud800\n") == "⟨U+202E⟩क⟨U+001B⟩⟨U+D800⟩⟨U+000A⟩"
@@ -235,7 +251,7 @@ def test_outliers_are_robust_scores_of_the_log_rate():
 
 
 def test_padding_is_that_of_the_real_micro_batches():
-    assert padded_seconds(np.array([3.0, 1.0, 2.0, 5.0, 4.0]), 2) == 2 * 2 + 2 * 4 + 5
+    assert padded_seconds(np.array([3.0, 1.0, 2.0, 5.0, 4.0]), same_size(2)) == 2 * 2 + 2 * 4 + 5
     durations = np.random.default_rng(0).integers(1, 90, size=43) / 10
     planner = EpochPlanner(durations, 8, 3)
     health = judge_epoch(planner, 3)
@@ -363,10 +379,14 @@ FINDINGS: dict[str, tuple[Callable[[Small], None], str, str]] = {
         "1 of 20 utterances of valid",
     ),
     "listed again": (lambda s: s.train.append(s.train[3]), "warning", "lists 1 recording again"),
-    "too much rejected": (lambda s: change(s.train, 0, text="।"), "error", r"1 utterance \(2.5 %, more than --max_rej"),
+    "too much rejected": (
+        lambda s: change(s.train, 0, text="।"),
+        "error",
+        r"1 row is broken \(2.5 %, more than --max_rejected 1%\): row 1, train000.wav: the transcript is empty",
+    ),
     "unalignable": (
         lambda s: change(s.train, 0, text="एक " * 40),
-        "error",
+        "warning",
         "cannot be used: 1 x CTC cannot align it\\.",
     ),
     "wrong transcript": (lambda s: change(s.train, 0, seconds=15.0), "warning", r"1 transcript may not be .*row 1"),
@@ -381,8 +401,9 @@ FINDINGS: dict[str, tuple[Callable[[Small], None], str, str]] = {
     ),
     "other duration": (
         lambda s: change(s.train, 0, written=1.3),
-        "warning",
-        "1 of 40 recordings last shorter or longer",
+        "error",
+        r"1 of 40 recordings last shorter or longer than their rows say, so training leaves them out "
+        r"\(row 1, train000.wav: off by 0.30 s\); 2.5 % of the rows are broken, more than --max_rejected 1%",
     ),
     "other rate": (
         lambda s: [change(s.valid, n, rate=8000) for n in range(20)],
@@ -411,8 +432,13 @@ FINDINGS: dict[str, tuple[Callable[[Small], None], str, str]] = {
     "joiners": (lambda s: change(s.train, 0, text="न\u200dदी"), "note", "1 joiner is removed"),
     "bidi": (
         lambda s: change(s.train, 0, text="\u202eनदी"),
+        "error",
+        r"1 row is broken \(2.5 %, more than --max_rejected 1%\): row 1, train000.wav: the transcript holds U\+202E",
+    ),
+    "invisible": (
+        lambda s: change(s.train, 0, text="न\u200bदी"),
         "warning",
-        "1 character is invisible, a control or a bidi mark: U\\+202E",
+        r"1 character is invisible or undefined: U\+200B ZERO WIDTH SPACE",
     ),
     "twins": (lambda s: change(s.train, 0, text="\u0958 क\u093c"), "note", "1 character is written in two ways"),
     "rare": (lambda s: change(s.train, 0, text="ॐ"), "warning", "1 character is seen fewer than 3 times: ॐ U"),
@@ -457,6 +483,48 @@ def test_files_that_are_missing_or_unreadable_end_training(small):
     assert "1 of 40 recordings tried cannot be read (row 4, train003.wav: it cannot be opened" in said(broken, "error")
 
 
+@pytest.mark.parametrize("written, is_told", [(1.1, False), (1.12, False), (1.13, True), (0.91, False), (0.87, True)])
+def test_another_duration_is_told_where_the_trainer_leaves_the_file_out(small, written, is_told):
+    change(small.train, 4, written=written)
+    found = small.diagnosis().health.parts[0].sound
+    assert (found.deviating.count, found.left_out, found.unreadable.count) == (is_told, is_told, 0)
+    source = read_manifest(small.directory / "train.jsonl")[4].source
+    with pytest.raises(DataError, match="not the") if is_told else nullcontext():
+        read_samples(source)
+
+
+def test_all_that_is_broken_counts_together(small):
+    change(small.train, 0, text="।")
+    change(small.train, 1, written=2.0)
+    paths = small.written()
+    (small.directory / "train002.wav").write_bytes(b"no audio")
+    for share, error in (("7.5%", ""), ("7%", "; 7.5 % of the rows are broken, more than --max_rejected 7%.")):
+        diagnosis = diagnose(paths, replace(CONFIG, data=DataConfig(max_rejected=share)), 500)
+        told = said(diagnosis, "error" if error else "warning")
+        assert "1 of 40 recordings tried cannot be read (row 3, train002.wav: it cannot be opened as audio" in told
+        assert f"(row 2, train001.wav: off by 1.00 s){error}" in told
+        assert diagnosis.verdict.can_be_trained == (not error)
+        assert "1 row is broken (2.5 %): row 1, train000.wav" in said(diagnosis, "warning")
+
+
+def test_of_the_rest_as_much_is_expected_to_be_broken_as_of_what_was_decoded(small):
+    for number in range(20):
+        change(small.train, number, written=2.0)
+    told = said(diagnose(small.written(), CONFIG, 10), "error")
+    assert "5 of 10 recordings last shorter or longer" in told and "; about 50 % of the rows are broken" in told
+
+
+def test_what_the_trainer_never_opens_does_not_count(small):
+    for number in range(3):
+        change(small.train, number, seconds=2.5)
+    paths = small.written()
+    (small.directory / "train000.wav").write_bytes(b"no audio")
+    diagnosis = diagnose(paths, replace(CONFIG, data=DataConfig(max_duration=2.0)), 500)
+    assert diagnosis.verdict.can_be_trained and "1 of 40 recordings tried cannot be read" in said(diagnosis, "warning")
+    assert "3 utterances (7.5 %) cannot be used: 3 x longer than 2 s." in said(diagnosis, "warning")
+    assert not diagnose(paths, CONFIG, 500).verdict.can_be_trained
+
+
 def test_a_vocabulary_that_cannot_be_built_is_an_error(small):
     config = replace(CONFIG, text=TextConfig(vocab_size=9))
     diagnosis = small.diagnosis(config)
@@ -471,7 +539,7 @@ def test_what_is_left_out_is_what_the_trainer_leaves_out(small, tmp_path):
     config = replace(CONFIG, data=DataConfig(train_manifest=path, max_duration=2.0))
     manifest, rejections = read_manifest(path), Rejections(tmp_path / "rejected.jsonl", most=0.5)
     rejections.begin(manifest)
-    tokenizer = build_tokenizer(Part(path, True, manifest, len(manifest)), config)
+    tokenizer = build_tokenizer(manifest, config)
     speech = build_training_speech(config, manifest, tokenizer, rejections)
     listed = [json.loads(line) for line in (tmp_path / "rejected.jsonl").read_text().splitlines()]
     train = diagnose((path,), config, 0).health.parts[0]
@@ -558,7 +626,7 @@ def hostile_corpus(directory: Path) -> tuple[str, ...]:
     for split in ("train", "valid"):
         (directory / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (directory / "none.jsonl").write_text("\n")
-    (directory / "broken.jsonl").write_bytes(b'{"audio_filepath": "good.wav"\xff')
+    (directory / "broken.jsonl").write_bytes(b'{"audio_filepath": "good.wav"\n\xff')
     return tuple(str(directory / f"{name}.jsonl") for name in ("train", "valid", "none", "broken", "absent"))
 
 
@@ -576,7 +644,17 @@ def test_a_hostile_corpus_gives_a_report_and_no_traceback(tmp_path, monkeypatch,
     assert code == 3 and json.loads(out)["verdict"]["can_be_trained"] is False
 
 
-@pytest.mark.parametrize("number", [2, 3, 4])
+def test_a_manifest_of_broken_rows_alone_is_told_row_by_row(tmp_path):
+    manifest, page = hostile_corpus(tmp_path)[3], tmp_path / "page.html"
+    code, out, _ = inspect(manifest, "--html", page)
+    told = "broken.jsonl: 2 rows are broken (100 %, more than --max_rejected 1%): row 1: not a line of JSON"
+    assert code == 3 and f"Can be trained: no, because of this error: {told}" in out and "row 2: not UTF-8" in out
+    assert told in page.read_text() and "not UTF-8" in page.read_text()
+    code, out, _ = inspect(manifest, "--max_rejected", "100%")
+    assert code == 3 and "None of the 2 rows of broken.jsonl can be used: not a line of JSON" in out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [2, 4])
 def test_a_manifest_alone_that_cannot_be_read_is_said_to_be_so(tmp_path, number):
     code, out, _ = inspect(hostile_corpus(tmp_path)[number], "--html", tmp_path / "page.html")
     assert (

@@ -198,7 +198,7 @@ def scripts_of(word: str) -> set[str]:
 def name_of(code: int) -> str:
     """Unicode's name of a code point; its category where it has none."""
     character = chr(code)
-    kinds = {"Cc": "CONTROL", "Cs": "LONE SURROGATE", "Co": "PRIVATE USE", "Cn": "UNASSIGNED"}
+    kinds = {"Cc": "CONTROL", "Co": "PRIVATE USE", "Cn": "UNASSIGNED"}
     return unicodedata.name(character, kinds.get(unicodedata.category(character), "UNNAMED"))
 
 
@@ -222,7 +222,7 @@ def _judge(character: str, count: int, majority: str) -> Character:
     marks = {
         "foreign script": script not in ("", majority),
         "joiner": character in JOINERS,
-        "control or bidi": _is_hidden(character),
+        "invisible": _is_hidden(character),
         "digit": unicodedata.category(character) == "Nd",
         "removed": fate in ("joiner", "format"),
         "becomes a space": fate == "space",

@@ -18,6 +18,11 @@ class Example:
     text: str
     detail: str
 
+    @property
+    def place(self) -> str:
+        """Where to look: a broken row may name no audio."""
+        return f"row {self.row}, {self.id}" if self.id else f"row {self.row}"
+
 
 @dataclass(frozen=True)
 class Listed:

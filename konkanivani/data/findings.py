@@ -113,34 +113,38 @@ def _first(listed: Listed) -> str:
     if not listed.examples:
         return "see the list"
     worst = listed.examples[0]
-    return f"row {worst.row}, {worst.id}: {worst.detail}"
+    return f"{worst.place}: {worst.detail}"
+
+
+def _rows(part: PartHealth) -> int:
+    """All rows of the manifest, of which a share may be broken."""
+    return part.utterances + part.broken.count
 
 
 def _of_rows(part: PartHealth, most_rejected: float) -> Iterator[Finding]:
-    name, limited = short_name(part.path), part.rejected.count - part.empty
-    broken, rows = part.broken.count + part.empty, part.utterances + part.broken.count
+    name, limited = short_name(part.path), part.rejected.count - part.empty.count
+    broken, rows = part.broken.count + part.empty.count, _rows(part)
     if broken:
-        share = broken / rows
-        too_many = share > most_rejected
+        too_many = broken > most_rejected * rows
         allowed = f", more than --max_rejected {100 * most_rejected:g}%" if too_many else ""
-        first = _first(part.broken) if part.broken.count else "their transcripts are empty"
+        first = _first(part.broken if part.broken.count else part.empty)
         yield Finding(
             "error" if too_many else "warning",
-            f"{name}: {count(broken, 'row', 'is/are')} broken ({100 * share:.2g} %{allowed}): {first}.",
+            f"{name}: {count(broken, 'row', 'is/are')} broken ({100 * broken / rows:.3g} %{allowed}): {first}.",
             "Mend the rows that are listed or take them out; or raise --max_rejected, and they are left out.",
         )
     if not part.usable:
-        reason = part.rejected.examples[0].detail if part.rejected.examples else "it has none"
+        first, *_ = part.rejected.examples or part.broken.examples
         yield Finding(
             "error",
-            f"None of the {count(rows, 'row')} of {name} can be used: {reason}.",
+            f"None of the {count(rows, 'row')} of {name} can be used: {first.detail}.",
             "Check durations, transcripts and the flags --min_duration, --max_duration and --vocab_size.",
         )
     elif limited:
         reasons = "; ".join(f"{tally.count} x {tally.name}" for tally in part.reasons[:3])
         yield Finding(
             "warning",
-            f"{name}: {count(limited, 'utterance')} ({100 * limited / part.utterances:.2g} %) cannot be used: "
+            f"{name}: {count(limited, 'utterance')} ({100 * limited / part.utterances:.3g} %) cannot be used: "
             f"{reasons}.",
             "Cut long recordings into sentences, check the transcripts of the others.",
         )
@@ -199,12 +203,26 @@ def _of_rates(part: PartHealth) -> Iterator[Finding]:
 
 def _of_sound(part: PartHealth, sound: SoundHealth, most_rejected: float) -> Iterator[Finding]:
     name = short_name(part.path)
+    # As many more as were decoded are expected of the rest; the trainer counts them with the rows broken in themselves.
+    left_out = part.utterances * sound.left_out / max(sound.asked, 1)
+    broken, rows = part.broken.count + part.empty.count + left_out, _rows(part)
+    too_many = left_out > 0 and broken > most_rejected * rows
+    share = f"{'' if sound.asked == part.utterances else 'about '}{100 * broken / rows:.3g} %"
+    limit = f"--max_rejected {100 * most_rejected:g}%"
+    allowed = f"; {share} of the rows are broken, more than {limit}" if too_many else ""
     if sound.unreadable.count:
         yield Finding(
-            "error" if sound.unreadable.count > most_rejected * sound.asked else "warning",
+            "error" if too_many else "warning",
             f"{name}: {sound.unreadable.count} of {sound.asked} recordings tried cannot be read "
-            f"({_first(sound.unreadable)}).",
+            f"({_first(sound.unreadable)}){allowed}.",
             "Training leaves them out, up to --max_rejected. --audio_utterances tries more of them.",
+        )
+    if sound.deviating.count:
+        yield Finding(
+            "error" if too_many else "warning",
+            f"{name}: {sound.deviating.count} of {sound.heard} recordings last shorter or longer than their rows say, "
+            f"so training leaves them out ({_first(sound.deviating)}){allowed}.",
+            "Write the files' durations into the manifest.",
         )
     if sound.mute.count:
         yield Finding(
@@ -222,13 +240,12 @@ def _of_sound(part: PartHealth, sound: SoundHealth, most_rejected: float) -> Ite
         (sound.loud, f"are louder than {LOUD:g} dBFS", "Check for clipping and compression."),
         (sound.silent, f"are over {100 * MOST_SILENCE:.0f} % silence", "Trim the pauses; check the transcripts."),
         (sound.offset, "have a DC offset", "Check the microphone or the sound card; a high-pass filter removes it."),
-        (sound.deviating, "last shorter or longer than the manifest says", "Write the files' durations into it."),
     )
     for listed, what, remedy in checks:
         if listed.count:
             share = listed.count / sound.heard
             yield Finding(
-                "warning" if share > OFTEN or listed is sound.deviating else "note",
+                "warning" if share > OFTEN else "note",
                 f"{name}: {listed.count} of {sound.heard} recordings {what} ({_first(listed)}).",
                 remedy,
             )
@@ -291,7 +308,7 @@ def _of_size(part: PartHealth) -> Iterator[Finding]:
     if not part.is_training and 0 < part.words < FEW_WORDS:
         yield Finding(
             "note",
-            f"{name} has {count(part.words, 'word')}: one wrong word is {100 / part.words:.2g} % of word error rate.",
+            f"{name} has {count(part.words, 'word')}: one wrong word is {100 / part.words:.3g} % of word error rate.",
             "Differences of a few words say nothing; add utterances.",
         )
     if part.epoch and part.epoch.padding_share > MOST_PADDING:
@@ -373,7 +390,7 @@ def _of_marked_characters(text: CharacterHealth) -> Iterator[Finding]:
             f"of another script than {script}",
             "Write them in the script of the rest, or take them out.",
         ),
-        ("control or bidi", "invisible, a control or a bidi mark", "Remove them at their source."),
+        ("invisible", "invisible or undefined", "Remove them at their source."),
         ("rare", f"seen fewer than {RARE} times", "Often a slip of the pen, and never learnt: look."),
     )
     for mark, what, remedy in checks:

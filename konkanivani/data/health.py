@@ -79,7 +79,11 @@ class RateHealth:
 
 @dataclass(frozen=True)
 class PartHealth:
-    """One manifest; `usable` and `usable_hours` are what the trainer's limits leave, `sentences` the different ones."""
+    """One manifest; `usable` and `usable_hours` are what the trainer's limits leave, `sentences` the different ones.
+
+    `broken` rows are no utterances; `rejected` are the utterances that are not usable: those whose transcript is
+    `empty`, which the trainer counts as broken too, and those outside the limits, whose `reasons` are counted.
+    """
 
     path: str
     is_training: bool
@@ -95,7 +99,7 @@ class PartHealth:
     speakers: SpeakerHealth
     formats: tuple[Tally, ...]
     broken: Listed
-    empty: int
+    empty: Listed
     rejected: Listed
     reasons: tuple[Tally, ...]
     repeated_sentences: Listed
@@ -154,8 +158,10 @@ class RowNumbers:
     formats: Counter = field(default_factory=Counter)
     reasons: Counter = field(default_factory=Counter)
     text: CharacterCount = field(default_factory=CharacterCount)
+    empty: list[Example] = field(default_factory=list)
     rejected: list[Example] = field(default_factory=list)
     chosen: list[Utterance] = field(default_factory=list)
+    are_usable: list[bool] = field(default_factory=list)  # of the chosen
 
 
 def judge_corpus(parts: list[Part], question: Question) -> CorpusHealth:
@@ -202,6 +208,7 @@ def read_rows(part: Part, question: Question) -> RowNumbers:
         _take_file(rows, utterance)
         if number in chosen:
             rows.chosen.append(utterance)
+            rows.are_usable.append(reason is None)
     return rows
 
 
@@ -223,10 +230,13 @@ def _take_row(rows: RowNumbers, utterance: Utterance, normal: str, reason: str |
     rows.speakers[utterance.speaker] += 1
     rows.speaker_seconds[utterance.speaker] += utterance.duration
     rows.text.add(utterance.text, normal, utterance.row)
-    if reason is not None:
+    if reason is None:
+        return
+    if normal:
         rows.reasons[_kind_of(reason)] += 1
-        if len(rows.rejected) < MOST_EXAMPLES:
-            rows.rejected.append(example(utterance, reason))
+    for listed in (rows.rejected,) if normal else (rows.rejected, rows.empty):
+        if len(listed) < MOST_EXAMPLES:
+            listed.append(example(utterance, reason))
 
 
 def _kind_of(reason: str) -> str:
@@ -259,13 +269,13 @@ def _judge_part(part: Part, rows: RowNumbers, question: Question) -> PartHealth:
         speakers=_judge_speakers(rows),
         formats=tallies(rows.formats),
         broken=Listed(len(part.broken), tuple(_broken_example(row) for row in part.broken[:MOST_EXAMPLES])),
-        empty=rows.characters.count(0),
+        empty=Listed(rows.characters.count(0), tuple(rows.empty)),
         rejected=Listed(int((~usable).sum()), tuple(rows.rejected)),
         reasons=tallies(rows.reasons),
         repeated_sentences=_repeats(part, sentences),
         repeated_audio=_repeats(part, rows.audio),
         repeated_rows=_repeats(part, np.array(rows.places)),
-        sound=judge_sound(rows.chosen) if question.audio_utterances else None,
+        sound=judge_sound(rows.chosen, rows.are_usable) if question.audio_utterances else None,
         epoch=_judge_epoch(seconds[usable], question.config) if part.is_training and usable.any() else None,
     )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from konkanivani.audio_file import duration_tolerance
 from konkanivani.data.characters import show_text
 from konkanivani.data.examples import MOST_EXAMPLES, Example, Listed, Tally, example, tallies
 from konkanivani.data.sound import Sound, listen
@@ -16,7 +17,6 @@ from konkanivani.histogram import Histogram, build_histogram
 QUIET, LOUD, MUTE = -40.0, -10.0, -80.0  # dBFS
 MOST_OFFSET = 0.01  # of full scale
 MOST_SILENCE = 0.6  # of the time
-MOST_DEVIATION = 0.1  # seconds between a manifest and a header
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,13 @@ class SpeakerLevel:
 class SoundHealth:
     """What `heard` recordings sound like, evenly spaced in the manifest; each list is of utterances.
 
-    `speaker_levels` has the quietest twenty of the speakers named, quietest first.
+    `speaker_levels` has the quietest twenty of the speakers named, quietest first. `left_out` are those that the
+    trainer would open and find broken: unreadable, or of another duration than their row says.
     """
 
     asked: int
     heard: int
+    left_out: int
     unreadable: Listed
     rates: tuple[Tally, ...]
     channels: tuple[Tally, ...]
@@ -57,10 +59,15 @@ class SoundHealth:
     deviating: Listed
 
 
-def judge_sound(utterances: list[Utterance]) -> SoundHealth:
-    """What these recordings sound like; the ones that cannot be read are listed with the reason."""
+def judge_sound(utterances: list[Utterance], are_usable: list[bool]) -> SoundHealth:
+    """What these recordings sound like; the ones that cannot be read are listed with the reason.
+
+    `are_usable` says which of them keep to the trainer's limits, so that it opens them.
+    """
     unreadable: list[Example] = []
     heard = list(_listen_to(utterances, unreadable))
+    deviations = [_deviation(utterance, sound) for utterance, sound in heard]
+    as_told = {utterance.row for (utterance, _), deviation in zip(heard, deviations, strict=True) if not deviation}
     levels = np.array([sound.level for _, sound in heard])
     silence = np.array([sound.silence_share for _, sound in heard])
     seconds = np.array([sound.seconds for _, sound in heard])
@@ -68,6 +75,10 @@ def judge_sound(utterances: list[Utterance]) -> SoundHealth:
     return SoundHealth(
         asked=len(utterances),
         heard=len(heard),
+        left_out=sum(
+            is_usable and utterance.row not in as_told
+            for utterance, is_usable in zip(utterances, are_usable, strict=True)
+        ),
         unreadable=Listed(len(unreadable), tuple(unreadable[:MOST_EXAMPLES])),
         rates=tallies(Counter(sound.rate for _, sound in heard)),
         channels=tallies(Counter(sound.channels for _, sound in heard)),
@@ -85,7 +96,7 @@ def judge_sound(utterances: list[Utterance]) -> SoundHealth:
         mute=_worst(heard, [-s.level for _, s in heard], -MUTE, "nothing is to be heard"),
         silent=_worst(heard, 100 * silence * (levels > MUTE), 100 * MOST_SILENCE, "{:.0f} % silence"),
         offset=_worst(heard, [abs(s.offset) for _, s in heard], MOST_OFFSET, "{:.3f} of full scale"),
-        deviating=_worst(heard, [_deviation(u, s) for u, s in heard], MOST_DEVIATION, "off by {:.2f} s"),
+        deviating=_worst(heard, deviations, 0, "off by {:.2f} s"),
     )
 
 
@@ -108,8 +119,11 @@ def _listen_to(utterances: list[Utterance], unreadable: list[Example]) -> Iterat
 
 
 def _deviation(utterance: Utterance, sound: Sound) -> float:
-    """Seconds between what the manifest and the file's header say."""
-    return 0.0 if sound.file_seconds is None else abs(sound.file_seconds - utterance.duration)
+    """Seconds between what the manifest and the file's header say; 0 where the trainer takes them for the same."""
+    if sound.file_seconds is None:
+        return 0.0
+    deviation = abs(sound.file_seconds - utterance.duration)
+    return deviation if deviation > duration_tolerance(utterance.duration) else 0.0
 
 
 def _worst(heard: list[tuple[Utterance, Sound]], values: Iterable[float], most: float, words: str) -> Listed:

@@ -41,13 +41,14 @@ class Sound:
 
 
 def listen(utterance: Utterance) -> Sound:
-    """The utterance's sound, of its first ten minutes where it is longer; a DataError says why it cannot be read."""
-    source = utterance.source
-    header = read_header(source)
-    asked = header.seconds if source.seconds is None else source.seconds
-    if asked > MOST_SECONDS:
-        source = replace(source, seconds=MOST_SECONDS)
-    samples, rate = read_samples(source)
+    """The utterance's sound, of its first ten minutes where it is longer; a DataError says why it cannot be read.
+
+    A whole file is heard whatever its row says of its duration.
+    """
+    source, file_seconds = utterance.source, None
+    if source.start is None:
+        source, file_seconds = replace(source, seconds=None), read_header(source).seconds
+    samples, rate = read_samples(source, MOST_SECONDS)
     mono = samples.mean(axis=1, dtype=np.float64)
     silent = silent_frames(mono, rate)
     speech = np.flatnonzero(~silent)
@@ -56,7 +57,7 @@ def listen(utterance: Utterance) -> Sound:
         rate=rate,
         channels=samples.shape[1],
         seconds=len(samples) / rate,
-        file_seconds=header.seconds if utterance.offset is None else None,
+        file_seconds=file_seconds,
         level=decibels(float(mono.std())),
         full_scale_share=float((np.abs(samples) >= FULL_SCALE).mean()),
         clipped_runs=sum(clipped_runs(channel) for channel in samples.T),
