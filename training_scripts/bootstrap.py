@@ -165,6 +165,8 @@ def rerun_under_venv():
     # Threads that spin while they wait make training a hundred times slower on a core that they have to share, be it
     # with the audio workers; sleeping ones cost a tenth on a core of their own (docs/LOG.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # oneDNN keeps the kernels of the last 1,024 shapes, and utterances of mixed lengths are all shapes of their own.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
     was_rerun = os.environ.pop(RERUN_MARK, None)  # popped, so that processes started later may be rerun themselves
     missing = missing_requirements(read_requirements([])) if is_suitable(sys.version_info) else None
     is_unfinished = os.path.exists(UNFINISHED)

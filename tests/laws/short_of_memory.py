@@ -26,7 +26,7 @@ from tests.laws.parts import MODEL, double_parts, relative_difference, speeches,
 ROOMY, NARROWEST_STEP = 512 * MIB, MIB // 2
 SAMPLES = 8 * 16_000
 SHAPES = {
-    "never": dataclasses.replace(MODEL, d_model=64, encoder_layers=12),
+    "never": dataclasses.replace(MODEL, d_model=64, encoder_layers=16),
     "always": dataclasses.replace(MODEL, d_model=128),
 }
 
