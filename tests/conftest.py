@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +64,39 @@ def write_corpus(directory: Path, counts: dict[str, int], seed: int = 0) -> Corp
             rows.append(json.dumps(row, ensure_ascii=False))
         (directory / f"{split}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
     return Corpus(directory)
+
+
+def write_shards(corpus: Corpus, directory: Path) -> Corpus:
+    """The corpus with the audio of each split in one tar shard, its manifests saying where in it."""
+    directory.mkdir(parents=True)
+    for split in ("train", "valid", "test"):
+        rows = [json.loads(line) for line in Path(corpus.manifest(split)).read_text(encoding="utf-8").splitlines()]
+        with tarfile.open(directory / f"{split}.tar", "w") as shard:
+            for row in rows:
+                shard.add(corpus.directory / row["audio_filepath"], row["audio_filepath"])
+        with tarfile.open(directory / f"{split}.tar") as shard:
+            places = {member.name: (member.offset_data, member.size) for member in shard}
+        for row in rows:
+            row["byte_offset"], row["byte_count"] = places[row["audio_filepath"]]
+            row["audio_filepath"] = f"{split}.tar"
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        (directory / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return Corpus(directory)
+
+
+def write_surroundings(directory: Path) -> tuple[str, ...]:
+    """The trainer's flags for noise and rooms of two sounds each, written to the directory."""
+    generator = np.random.default_rng(5)
+    directory.mkdir(parents=True)
+    for kind, seconds, rate in (("noise", 1.7, 22_050), ("rir", 0.2, 16_000)):
+        rows = []
+        for number in range(2):
+            sound = generator.standard_normal(int(seconds * rate)) * np.exp(-np.arange(int(seconds * rate)) / rate * 9)
+            soundfile.write(directory / f"{kind}{number}.wav", 0.1 * sound, rate)
+            rows.append(json.dumps({"audio_filepath": f"{kind}{number}.wav", "duration": seconds}))
+        (directory / f"{kind}.jsonl").write_text("\n".join(rows) + "\n")
+    noise = ("--noise_manifest", str(directory / "noise.jsonl"), "--noise_share", "0.7")
+    return (*noise, "--rir_manifest", str(directory / "rir.jsonl"), "--rir_share", "0.5", "--gain", "3")
 
 
 @pytest.fixture(scope="session")

@@ -23,13 +23,13 @@ MODEL = ModelConfig(
 )
 
 
-def double_parts(model: ModelConfig = MODEL, recompute: str = "never") -> StepParts:
+def double_parts(model: ModelConfig = MODEL, recompute: str = "never", vocab_size: int = VOCAB_SIZE) -> StepParts:
     """Step parts in float64 on the CPU; SpecAugment as in training."""
     config = TrainConfig(model=model, memory=MemoryConfig(gradient_checkpointing=recompute), augment=AugmentConfig())
     torch.set_default_dtype(torch.float64)
     try:
         cpu = torch.device("cpu")
-        return build_step_parts(config, VOCAB_SIZE, cpu, total_steps=100, front_end=build_front_end(config, cpu))
+        return build_step_parts(config, vocab_size, cpu, total_steps=100, front_end=build_front_end(config, cpu))
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -1,11 +1,24 @@
 """Law 3: an utterance's output is the same alone and in any batch, from the waveform on; to 1e-9 in float64."""
 
 import dataclasses
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from konkanivani.data.batch import Window
+from konkanivani.data.batching import Cursor, EpochPlanner, same_size
+from konkanivani.data.loading import LoaderConfig, TrainingSpeech, WindowStream
+from konkanivani.data.manifest import read_manifest
+from konkanivani.data.rejections import Rejections
+from konkanivani.data.surroundings import read_surroundings
+from konkanivani.flags import parse_flags
+from konkanivani.text import train_tokenizer
 from konkanivani.training.step import StepParts
+from tests.conftest import Corpus, write_shards, write_surroundings
 from tests.laws.parts import MODEL, double_parts, relative_difference, speeches, window
 
 BOUND = 1e-9
@@ -13,9 +26,14 @@ BOUND = 1e-9
 
 def outputs(parts: StepParts, spoken: list, batch_size: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """CTC and attention logits of each utterance's valid positions."""
+    return batch_outputs(parts, window(spoken, batch_size))
+
+
+def batch_outputs(parts: StepParts, spoken: Window) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The same of a window that is cut already."""
     found = {}
     with torch.no_grad():
-        for batch in window(spoken, batch_size).micro_batches:
+        for batch in spoken.micro_batches:
             output, _ = parts.forward(batch)
             for row, name in enumerate(batch.utterance_ids):
                 frames, tokens = output.encoded_lengths[row], batch.token_lengths[row] + 1
@@ -34,6 +52,49 @@ def test_alone_and_in_a_batch(encoder_type, augmented):
         for one, other in zip(pair, together[name], strict=True):
             assert one.shape == other.shape and one.abs().max() > 0
             assert relative_difference(one, other) < BOUND
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 4])
+def test_from_shards_in_noise_an_utterance_is_the_same_in_any_micro_batch(corpus, workers, tmp_path):
+    speech = surrounded_speech(corpus, tmp_path)
+    parts = double_parts(vocab_size=speech.tokenizer.size)
+    windows = {size: epoch_of(speech, size, workers) for size in (1, 4)}
+    found = [
+        {name: pair for window in windows[size] for name, pair in batch_outputs(parts, doubled(window)).items()}
+        for size in (1, 4)
+    ]
+    assert found[0].keys() == found[1].keys() and len(found[0]) == 26
+    for name, pair in found[0].items():
+        for one, other in zip(pair, found[1][name], strict=True):
+            assert one.shape == other.shape and relative_difference(one, other) < BOUND
+
+
+def surrounded_speech(corpus: Corpus, directory: Path) -> TrainingSpeech:
+    """The corpus from shards, in noise and rooms."""
+    shards, more = write_shards(corpus, directory / "shards"), write_surroundings(directory / "sounds")
+    utterances = list(read_manifest(shards.manifest("train")))
+    tokenizer = train_tokenizer([u.text for u in utterances], "char", 100)
+    augment = parse_flags(list(more)).augment
+    return TrainingSpeech(utterances, tokenizer, (0.9, 1.1), 3, surroundings=read_surroundings(augment, 3))
+
+
+def epoch_of(speech: TrainingSpeech, size: int, workers: int) -> list[Window]:
+    """An epoch's windows, cut into micro-batches of so many utterances."""
+    planner = EpochPlanner(np.array([u.duration for u in speech.utterances]), 4, seed=3)
+    loader = LoaderConfig(workers, 60.0, pin_memory=False)
+    stream = WindowStream(speech, planner, same_size(size), loader, Rejections(None, most=0.0))
+    with closing(stream.from_cursor(Cursor(0, 0))) as windows:
+        return [window for window, _ in islice(windows, planner.windows_per_epoch())]
+
+
+def doubled(window: Window) -> Window:
+    """The window in float64."""
+    return dataclasses.replace(
+        window,
+        micro_batches=tuple(
+            dataclasses.replace(batch, waveforms=batch.waveforms.double()) for batch in window.micro_batches
+        ),
+    )
 
 
 def test_what_lies_in_the_padding_does_not_matter():

@@ -11,7 +11,17 @@ import pytest
 import torch
 
 from konkanivani.checkpoint import Checkpoint, read_checkpoint
-from tests.conftest import ROOT, TINY_MODEL, Corpus, read_log, run_folders, run_trainer, script_command
+from tests.conftest import (
+    ROOT,
+    TINY_MODEL,
+    Corpus,
+    read_log,
+    run_folders,
+    run_trainer,
+    script_command,
+    write_shards,
+    write_surroundings,
+)
 
 STEPS = 17  # 7 windows an epoch: two epochs and three windows of a third
 LOGGED = ("step", "epoch", "loss", "ctc_loss", "attention_loss", "learning_rate", "gradient_norm", "padding_share")
@@ -87,6 +97,36 @@ def test_a_killed_run_resumes_bit_for_bit_with_another_worker_count(corpus, undi
     assert f'"steps": {STEPS}' in resumed.stdout.splitlines()[-1]
     assert losses(tmp_path) == losses(undisturbed)
     assert differences(last_checkpoint(tmp_path), last_checkpoint(undisturbed)) == []
+
+
+@pytest.fixture(scope="module")
+def surrounded(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[Corpus, tuple[str, ...], Path]:
+    """The corpus in shards, the flags of noise and rooms, and a run on both without a worker."""
+    directory = tmp_path_factory.mktemp("surrounded")
+    shards = write_shards(corpus, directory / "shards")
+    more = write_surroundings(directory / "sounds")
+    done = run_trainer(*flags(shards, directory, 0, *more))
+    assert done.returncode == 0, done.stderr
+    return shards, more, directory
+
+
+@pytest.mark.parametrize("killed, resumed", [(1, 4), (4, 2)])
+def test_from_shards_in_noise_it_is_as_exact_for_any_worker_count(surrounded, killed, resumed, tmp_path):
+    shards, more, undisturbed = surrounded
+    command = script_command("training_scripts/train_konkanivani_asr.py", *flags(shards, tmp_path, killed, *more))
+    kill_after(tmp_path, 9, command)
+    done = run_trainer(*flags(shards, tmp_path, resumed, "--resume", "auto"))
+    assert done.returncode == 0, done.stderr
+    assert [record["step"] for record in read_log(tmp_path)] == list(range(1, STEPS + 1))
+    assert losses(tmp_path) == losses(undisturbed)
+    assert differences(last_checkpoint(tmp_path), last_checkpoint(undisturbed)) == []
+
+
+def test_negative_control_without_the_noise_it_is_another_run(surrounded, tmp_path):
+    shards, _, undisturbed = surrounded
+    done = run_trainer(*flags(shards, tmp_path, 0, "--max_steps", "3"))
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path) != losses(undisturbed)[:3]
 
 
 def test_resume_cut_as_one_by_four_changes_neither_cursor_nor_step_count(corpus, undisturbed, tmp_path):
