@@ -604,7 +604,7 @@ def plan_stages(extras, build, needs_torch, has_torch):
     if needs_torch:
         stages.append((words, torch))
     package = ".[%s]" % ",".join(extras) if extras else "."
-    return stages + [("[3/3] Installing the other libraries: about 100 MB", ["--editable", package])]
+    return stages + [("[3/3] Installing the other libraries: 100 to 250 MB", ["--editable", package])]
 
 
 def run_stages(stages, lock):
