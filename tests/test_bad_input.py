@@ -247,6 +247,65 @@ def test_unusable_utterances_are_left_out_counted_and_listed_while_training_goes
     assert all(part in r["reason"] for part, r in zip(said, found, strict=True)), found
 
 
+def _claims_four_gigabytes(path: Path) -> None:
+    soundfile.write(path, np.zeros(48_000), 16_000)
+    whole = bytearray(path.read_bytes())
+    place = whole.index(b"data") + 4
+    whole[place : place + 4] = (2**32 - 2).to_bytes(4, "little")
+    path.write_bytes(bytes(whole[:60_000]))
+
+
+def _a_thousand_channels(path: Path) -> None:
+    soundfile.write(path, np.zeros((4800, 1024)), 16_000)
+
+
+HOSTILE: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
+    "missing": (lambda path: None, {}, "does not exist"),
+    "corrupt": (_truncated_flac, {}, "breaks off|cannot be|flac|lasts"),
+    "4 GB": (_claims_four_gigabytes, {}, "lasts|cannot be|breaks off|claims"),
+    "NaN": (_with_nan, {}, "not numbers"),
+    "channels": (_a_thousand_channels, {"duration": 0.3}, "1024 channels|channels"),
+    "three hours": (_with_nan, {"duration": 10_800.0}, "longer than 20 s"),
+    "other duration": (
+        lambda path: soundfile.write(path, np.zeros(16_000), 16_000),
+        {},
+        "lasts 1.00 s, not the 3.00 s",
+    ),
+    "empty": (_with_nan, {"text": " ।"}, "empty after normalisation"),
+    "control": (_with_nan, {"text": "एक\x07"}, "U+0007"),
+    "bidi": (_with_nan, {"text": "एक\u202e"}, "U+202E"),
+}
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_hostile_corpus_is_trained_on_without_what_is_wrong_with_it(workers, tmp_path):
+    corpus = write_corpus(tmp_path / "corpus", {"train": 60})
+    path = Path(corpus.manifest("train"))
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for name, (write, fields, _) in HOSTILE.items():
+        audio = corpus.directory / "audio" / f"{name}.wav"
+        write(audio)
+        row = {"audio_filepath": f"audio/{name}.wav", "duration": 3.0, "text": "एक दोन", **fields}
+        lines.append(json.dumps(row))
+    content = "\n".join(lines).encode() + b'\n{"audio_filepath": "a", "duration": 1, "text": "caf\xe9"}\n'
+    path.write_bytes(content)
+    flags = ("--train_manifest", str(path), "--batch_size", "4", "--gradient_accumulation_steps", "2", "--epochs", "2")
+    refused = run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path / "no"), "--num_workers", workers)
+    assert refused.returncode == 3 and "of the 71 rows" in refused.stderr and "--max_rejected" in refused.stderr
+    done = run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path), "--num_workers", workers, "--max_rejected", "15%")
+    assert done.returncode == 0, done.stderr
+    found = {}
+    for line in (tmp_path / "runs/default/rejected.jsonl").read_text(encoding="utf-8").splitlines():
+        rejection = json.loads(line)
+        assert rejection["row"] not in found  # told once, though it is met in both epochs
+        found[rejection["row"]] = rejection
+    assert sorted(found) == list(range(61, 72))
+    for row, (name, (_, _, said)) in enumerate(HOSTILE.items(), start=61):
+        assert found[row]["audio_filepath"] == f"audio/{name}.wav"
+        assert any(part in found[row]["reason"] for part in said.split("|")), found[row]
+    assert found[71]["reason"] == "not UTF-8"
+
+
 def test_an_utterance_is_rejected_exactly_where_ctc_has_a_frame_too_few():
     limits = Limits(0.0, 20.0, 400, 1.1)
     one_second = Utterance("a", "a", 1.0, "text")
