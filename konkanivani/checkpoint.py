@@ -247,3 +247,24 @@ def _sync_directory(directory: Path) -> None:
         pass  # some mounted folders cannot; the rename itself has happened
     finally:
         os.close(handle)
+
+
+def load_states(checkpoint: Checkpoint, stateful: Mapping[str, Stateful]) -> None:
+    """Loads every part's state; a CheckpointError where one is missing or does not fit."""
+    for name, part in stateful.items():
+        if name == "splits" and name not in checkpoint.states:
+            continue  # of a version that remembered none
+        if name not in checkpoint.states:
+            raise CheckpointError(
+                f"The checkpoint holds no state of the {name} (an averaged one does not), and resuming needs it. "
+                "Begin anew from its weights with --init_from."
+            )
+        try:
+            if name == "scaler" and not checkpoint.states[name]:
+                continue  # saved without loss scaling, gone on with it
+            part.load_state_dict(checkpoint.states[name])
+        except (RuntimeError, TypeError, AttributeError) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise CheckpointError(
+                f"The checkpoint's {name} cannot be loaded: {reason} Use another checkpoint."
+            ) from None

@@ -13,7 +13,7 @@ from konkanivani.data.health import Part, Question, judge_corpus
 from konkanivani.data.manifest import Manifest, read_manifest
 from konkanivani.errors import DataError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.health_page import PAGE_START, draw_page
-from konkanivani.recipe import texts_of
+from konkanivani.run_speech import texts_of
 from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 from konkanivani.assembly import build_forward, build_front_end
-from konkanivani.checkpoint import BEST, LAST, Checkpoint, read_checkpoint
+from konkanivani.checkpoint import BEST, LAST, Checkpoint, load_states, read_checkpoint
 from konkanivani.command_line import parse_share
 from konkanivani.config import TrainConfig
 from konkanivani.data.rejections import Rejections
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.flags import config_from_text
-from konkanivani.recipe import build_evaluation_set, load_states
+from konkanivani.run_speech import build_evaluation_set
 from konkanivani.text import Tokenizer
 from konkanivani.training.evaluation import Evaluation
 from konkanivani.training.forward import ForwardPass

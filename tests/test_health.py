@@ -42,7 +42,7 @@ from konkanivani.health_page import draw_page
 from konkanivani.health_report import build_tokenizer, check_page_path, diagnose, write_page
 from konkanivani.health_text import health_lines, sparkline
 from konkanivani.histogram import Histogram, build_histogram, round_step
-from konkanivani.recipe import build_training_speech
+from konkanivani.run_speech import build_training_speech
 from tests.conftest import run_script
 
 SCRIPT = "training_scripts/inspect_data.py"

@@ -190,8 +190,7 @@ def peak_mib(parts: StepParts, window: Window) -> float:
         train_step(dataclasses.replace(parts, forward=monitored), window, step=0)
         return monitor.overall_peak_mib()
     live = LiveBytes()
-    live.count([*parts.model.parameters(), *parts.model.buffers()])
-    live.count(value for state in parts.optimizer.state.values() for value in state.values())
+    live.count(parts.state_tensors())
     with live:
         train_step(parts, window, step=0)
     return live.peak / MIB

@@ -44,8 +44,7 @@ def measure(config: TrainConfig, seconds: float, tokens_per_second: float) -> Lo
     train_step(parts, build_window(WARM_UP_SECONDS, tokens_per_second), step=0)
     window = build_window(seconds, tokens_per_second)
     live = LiveBytes()
-    live.count([*parts.model.parameters(), *parts.model.buffers()])
-    live.count(value for state in parts.optimizer.state.values() for value in state.values())
+    live.count(parts.state_tensors())
     with live:
         report = train_step(parts, window, step=1)
     params = parameter_count(parts.model)

@@ -20,7 +20,7 @@ from konkanivani.data.manifest import read_manifest
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.token_counts import count_tokens
 from konkanivani.memory.monitor import peak_resident_mib, resident_mib
-from konkanivani.recipe import texts_of
+from konkanivani.run_speech import texts_of
 from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
 
 SHARD_ROWS, MEMBER_BYTES = 1000, 40_960

@@ -115,8 +115,7 @@ def follow_steps(parts: StepParts, windows: Windows, steps: int) -> list[Moment]
     follows storages from their making to their freeing, so what waits for the garbage collector counts as live.
     """
     live = LiveBytes()
-    live.count([*parts.model.parameters(), *parts.model.buffers(), *parts.forward.front_end.buffers()])
-    live.count(value for state in parts.optimizer.state.values() for value in state.values())
+    live.count(parts.state_tensors())
     moments = []
     with live:
         for step in range(steps):

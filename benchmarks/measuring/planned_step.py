@@ -39,8 +39,7 @@ def measure_live(case: Case) -> tuple[int, int]:
     parts, window = build_parts(case), build_window(case)
     train_step(parts, window, 0)
     live = LiveBytes()
-    live.count([*parts.model.parameters(), *parts.model.buffers(), *parts.forward.front_end.buffers()])
-    live.count(value for state in parts.optimizer.state.values() for value in state.values())
+    live.count(parts.state_tensors())
     inputs = [batch.tensors() for batch in window.micro_batches]
     live.count(tensor for tensors in inputs for tensor in tensors)
     with live:

@@ -11,7 +11,7 @@ from itertools import islice
 
 import numpy as np
 
-from konkanivani.checkpoint import read_checkpoint, write_checkpoint
+from konkanivani.checkpoint import load_states, read_checkpoint, write_checkpoint
 from konkanivani.data.batch import Speech, Window, largest_batch
 from konkanivani.data.batching import cut_window, largest_size
 from konkanivani.data.loading import TrainingSpeech
@@ -53,10 +53,8 @@ def rehearse(run: Run) -> tuple[Rehearsal, ...]:
         if run.validation is not None:
             tried.append(_try_validation(run))
     finally:
-        states = read_checkpoint(saved).states
-        for name, part in run.stateful.items():
-            if name not in KEPT and states[name]:
-                part.load_state_dict(states[name])
+        undone = {name: part for name, part in run.stateful.items() if name not in KEPT}
+        load_states(read_checkpoint(saved), undone)
         saved.unlink()
     return tuple(tried)
 

@@ -65,7 +65,6 @@ class StepTracer:
             for module in front_end.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, self._mode.from_tensor(buffer))
-            self._front_end_buffers = list(front_end.buffers())
             parts = build(front_end)
             gradients = [torch.empty_like(parameter) for parameter in parts.model.parameters()]
         # As a second micro-batch finds them: the first one's gradients are there, and nothing takes them away.
@@ -132,10 +131,9 @@ class StepTracer:
         return live.peak
 
     def _count_state(self, live: LiveBytes, with_gradients: bool) -> None:
-        live.count([*self._parts.model.parameters(), *self._parts.model.buffers(), *self._front_end_buffers])
+        live.count(self._parts.state_tensors())
         if with_gradients:
             live.count(parameter.grad for parameter in self._parts.model.parameters())
-        live.count(tensor for state in self._parts.optimizer.state.values() for tensor in state.values())
 
     def _attention_workspace(self, batch: Batch) -> int:
         frames = subsampled_length(feature_length(max(batch.sample_lengths)))

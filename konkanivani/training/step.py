@@ -40,6 +40,13 @@ class StepParts:
         """The model that is trained."""
         return self.forward.model
 
+    def state_tensors(self) -> list[torch.Tensor]:
+        """What stays in memory from step to step: weights, buffers, the front end's, the optimizer's state."""
+        front_end = self.forward.front_end
+        buffers = list(front_end.buffers()) if isinstance(front_end, torch.nn.Module) else []
+        moments = [tensor for state in self.optimizer.state.values() for tensor in state.values()]
+        return [*self.model.parameters(), *self.model.buffers(), *buffers, *moments]
+
 
 @dataclass(frozen=True)
 class WindowGradient:

@@ -85,8 +85,7 @@ def measured_peak(parts: StepParts, window: Window) -> int:
     """Live bytes at the peak of a second step, with weights, gradients, optimizer state and the largest micro-batch."""
     train_step(parts, window, 0)
     live = LiveBytes()
-    live.count([*parts.model.parameters(), *parts.model.buffers(), *parts.forward.front_end.buffers()])
-    live.count(tensor for state in parts.optimizer.state.values() for tensor in state.values())
+    live.count(parts.state_tensors())
     before = live.live
     batches = [batch.tensors() for batch in window.micro_batches]
     live.count(tensor for tensors in batches for tensor in tensors)

@@ -1,0 +1,135 @@
+"""The speech of a run: manifests checked against the limits, the tokenizer of their texts, batches to evaluate on."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from konkanivani.command_line import parse_share
+from konkanivani.config import TrainConfig
+from konkanivani.data.batching import choose_subset, plan_evaluation
+from konkanivani.data.checking import (
+    Limits,
+    check_any_usable,
+    check_utterances,
+    evaluation_limits,
+    training_limits,
+)
+from konkanivani.data.loading import EvaluationSpeech, LoaderConfig, TrainingSpeech
+from konkanivani.data.manifest import Manifest, read_manifest
+from konkanivani.data.rejections import Rejections
+from konkanivani.data.selection import Selection
+from konkanivani.data.surroundings import read_surroundings
+from konkanivani.data.token_counts import Digits
+from konkanivani.errors import DataError, UsageError
+from konkanivani.flags import config_from_text
+from konkanivani.run_plan import SpeechSizes
+from konkanivani.start import Start
+from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
+from konkanivani.training.run import EvaluationSet
+
+MOST_TOKENIZER_TEXTS = 500_000
+
+
+@dataclass(frozen=True)
+class RunSpeech:
+    """What a run trains and validates on, the tokenizer of its texts, and what is left out."""
+
+    tokenizer: Tokenizer
+    train: TrainingSpeech
+    validation: EvaluationSet | None
+    rejections: Rejections
+
+
+def build_speech(start: Start, device: torch.device, rejected: Path) -> RunSpeech:
+    """The run's speech and tokenizer; what cannot be used is told and listed in the file `rejected`."""
+    config = start.config
+    if config.data.train_manifest is None:
+        raise UsageError(
+            "No --train_manifest is given. Give your JSONL manifest, or write the built-in corpus with "
+            "python3 training_scripts/prepare_builtin_corpus.py and give data/builtin/train.jsonl."
+        )
+    rejections = Rejections(rejected, parse_share(config.data.max_rejected, "--max_rejected"))
+    manifest = read_manifest(config.data.train_manifest)
+    rejections.begin(manifest)
+    tokenizer = choose_tokenizer(start, manifest)
+    train = build_training_speech(config, manifest, tokenizer, rejections)
+    validation = None
+    if config.data.valid_manifest:
+        validation = build_evaluation_set(config.data.valid_manifest, config, tokenizer, device, rejections)
+    return RunSpeech(tokenizer, train, validation, rejections)
+
+
+def choose_tokenizer(start: Start, manifest: Manifest) -> Tokenizer:
+    """The checkpoint's tokenizer where there is one that serves, else one trained on the manifest's texts."""
+    if start.resumed:
+        return Tokenizer(start.resumed.tokenizer)
+    text = start.config.text
+    texts = [normalized for normalized in (normalize_text(t, text.digits) for t in texts_of(manifest)) if normalized]
+    if not texts:
+        raise DataError(f"No transcript of {manifest.path} has any text after normalisation.")
+    if start.initial and config_from_text(start.initial.config).text == text:
+        tokenizer = Tokenizer(start.initial.tokenizer)
+        if not any(Tokenizer.unknown in tokenizer.encode(text) for text in texts):
+            return tokenizer
+    return train_tokenizer(texts, text.tokenizer_type, text.vocab_size)
+
+
+def texts_of(manifest: Manifest) -> Iterator[str]:
+    """The transcripts that a tokenizer is trained on: all, of very many rows some, evenly apart."""
+    if len(manifest) <= MOST_TOKENIZER_TEXTS:
+        return (utterance.text for utterance in manifest)
+    places = np.linspace(0, len(manifest) - 1, MOST_TOKENIZER_TEXTS).astype(np.int64)
+    return (manifest[int(place)].text for place in places)
+
+
+def build_training_speech(
+    config: TrainConfig, manifest: Manifest, tokenizer: Tokenizer, rejections: Rejections
+) -> TrainingSpeech:
+    """The utterances to train on; those left out are added to the rejections."""
+    limits = training_limits(config.data, config.augment.speed_perturbation)
+    kept = choose_usable(manifest, tokenizer, limits, config.text.digits, rejections)
+    if config.data.train_subset < 100:
+        kept = kept.part(choose_subset(len(kept), config.data.train_subset, config.run.seed))
+    return TrainingSpeech(
+        kept,
+        tokenizer,
+        config.augment.speed_perturbation,
+        config.run.seed,
+        manifest.path,
+        read_surroundings(config.augment, config.run.seed),
+    )
+
+
+def choose_usable(
+    manifest: Manifest, tokenizer: Tokenizer, limits: Limits, digits: Digits, rejections: Rejections
+) -> Selection:
+    """The manifest's utterances that keep to the limits; the others are added to the rejections."""
+    kept, left_out = check_utterances(manifest, tokenizer, limits, digits)
+    rejections.add_many(left_out)
+    check_any_usable(kept, left_out)
+    return kept
+
+
+def sizes_of(utterances: Selection, slowest: float) -> SpeechSizes:
+    """The utterances' sizes, played at the slowest speed."""
+    return SpeechSizes(utterances, utterances.durations / slowest, utterances.tokens.astype(np.int64))
+
+
+def build_evaluation_set(
+    path: str, config: TrainConfig, tokenizer: Tokenizer, device: torch.device, rejections: Rejections
+) -> EvaluationSet:
+    """The manifest's utterances laid into batches for evaluation; those left out are added to the rejections."""
+    limits, digits = evaluation_limits(config.data), config.text.digits
+    manifest = read_manifest(path)
+    rejections.begin(manifest)
+    kept = choose_usable(manifest, tokenizer, limits, digits, rejections)
+    plan = plan_evaluation(kept.durations, config.data.validation_batch_seconds)
+    return EvaluationSet(EvaluationSpeech(kept, tokenizer, path), plan, loader_config(config, device), rejections)
+
+
+def loader_config(config: TrainConfig, device: torch.device) -> LoaderConfig:
+    """How audio is loaded for training and evaluation on this device."""
+    return LoaderConfig(config.data.num_workers, config.data.loader_timeout, pin_memory=device.type == "cuda")
