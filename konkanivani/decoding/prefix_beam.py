@@ -1,0 +1,206 @@
+"""CTC prefix beam search: the likeliest token sequences, each summed over all its alignments that the beam has seen.
+
+Graves (2012), Sequence Transduction with Recurrent Neural Networks; Hannun et al. (2014), First-Pass Large Vocabulary
+Continuous Speech Recognition using Bi-Directional Recurrent DNNs, algorithm 1 without its language model. Every prefix
+of the beam has two probabilities: of its alignments that end in blank, and of those that end in its last token. A
+repeated token may only be appended to the former.
+
+Inside all is float64: a path's logarithm is about -10^5 after ten minutes, where float32 has steps of 0.008.
+
+B batch, T' encoder frames, V vocabulary, U = T' tokens at most, K beam, C tokens tried in a frame.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from konkanivani.ctc_operator import BLANK
+from konkanivani.decoding.ctc import blank_beyond
+from konkanivani.lengths import Lengths
+
+# Log probabilities that differ by less than a step are a tie. Kernels round the same sum differently at other places
+# of a batch; without steps such a last bit would decide between equals, and a batch could differ from one by one.
+STEPS_IN_A_NAT = 2**26
+# Beyond so many steps (16,384 nats) below the best no difference is made, so that a rank and a place fit an int64.
+FARTHEST = 2**40
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A token sequence and its log probability in nats; a lower bound where alignments of it left the beam."""
+
+    tokens: tuple[int, ...]
+    log_probability: float
+
+
+@dataclass(frozen=True)
+class _Beam:
+    """K different prefixes an utterance, best first; where there are fewer, the rest have probability zero."""
+
+    tokens: torch.Tensor  # (B, K, U), NO_TOKEN after the last
+    lengths: torch.Tensor  # (B, K)
+    last: torch.Tensor  # (B, K), BLANK of an empty prefix
+    in_blank: torch.Tensor  # (B, K), log probability of the alignments that end in blank
+    in_token: torch.Tensor  # (B, K), log probability of those that end in the last token
+
+    @property
+    def log_probabilities(self) -> torch.Tensor:
+        return torch.logaddexp(self.in_blank, self.in_token)
+
+
+@torch.no_grad()
+def prefix_beam_search(
+    log_probabilities: torch.Tensor,
+    encoded_lengths: Lengths,
+    beam: int,
+    best: int = 1,
+    tokens_per_frame: int | None = None,
+) -> list[tuple[Hypothesis, ...]]:
+    """Each utterance's `best` likeliest hypotheses of log probabilities (B, T', V), likeliest first.
+
+    Fewer where the beam holds fewer of a probability above zero. Only the `tokens_per_frame` likeliest tokens of a
+    frame are appended (None: all); blank, and repeats of a last token, are never left out. Of equals the smaller token
+    ids come first; at the edge of the beam, those with the likelier prefix, then the prefix itself, then the smaller
+    last token. The result is the same alone and in any batch. Exact where the beam holds every prefix.
+    """
+    if min(beam, best) < 1 or (tokens_per_frame is not None and tokens_per_frame < 1):
+        raise ValueError(f"Not all above zero: beam {beam}, best {best}, tokens_per_frame {tokens_per_frame}.")
+    frames = blank_beyond(log_probabilities, encoded_lengths)
+    prefixes = _empty_beam(frames, beam)
+    for frame in range(frames.shape[1]):
+        emissions = frames[:, frame].double()
+        prefixes = _advance(prefixes, frame, emissions, _tokens_to_try(emissions, tokens_per_frame))
+    return _hypotheses(prefixes, best)
+
+
+def _empty_beam(frames: torch.Tensor, beam: int) -> _Beam:
+    """The empty prefix alone, of probability one."""
+    batch, longest, _ = frames.shape
+    places = torch.zeros(batch, beam, dtype=torch.int64, device=frames.device)
+    impossible = torch.full_like(places, -math.inf, dtype=torch.float64)
+    in_blank = impossible.clone()
+    in_blank[:, 0] = 0.0
+    tokens = places[:, :, None].expand(-1, -1, longest).clone().fill_(NO_TOKEN)
+    return _Beam(tokens, lengths=places, last=places.clone().fill_(BLANK), in_blank=in_blank, in_token=impossible)
+
+
+def _tokens_to_try(emissions: torch.Tensor, tokens_per_frame: int | None) -> torch.Tensor:
+    """Token ids (B, C), ascending: the likeliest of emissions (B, V) that are not blank."""
+    batch, vocabulary = emissions.shape
+    if tokens_per_frame is None or tokens_per_frame >= vocabulary - 1:
+        return torch.arange(1, vocabulary, device=emissions.device).expand(batch, -1)
+    return _first_best(emissions[:, 1:], tokens_per_frame).sort(dim=1).values + 1
+
+
+def _advance(beam: _Beam, frame: int, emissions: torch.Tensor, tried: torch.Tensor) -> _Beam:
+    """The beam after one more frame: emissions (B, V), of which tokens (B, C) are tried. `frame` is those before."""
+    before, (parents, has_parent) = beam.log_probabilities, _parents(beam, frame)
+    by_last = emissions.gather(1, beam.last)
+    of_parents = _open_to(beam.last, *_gathered(parents, beam.last, beam.in_blank, before))
+    from_parent = (of_parents + by_last).masked_fill(~has_parent, -math.inf)
+    in_blank = before + emissions[:, BLANK, None]
+    in_token = torch.logaddexp(beam.in_token + by_last, from_parent)
+
+    ways = _open_to(tried[:, None], beam.last[:, :, None], beam.in_blank[:, :, None], before[:, :, None])
+    extended = ways + emissions.gather(1, tried)[:, None]
+    extended = extended.masked_fill(_already_there(beam, parents, has_parent, tried, emissions.shape[1]), -math.inf)
+
+    scores = torch.cat([torch.logaddexp(in_blank, in_token)[:, :, None], extended], dim=2)
+    return _followed(beam, _first_best(scores.flatten(1), scores.shape[1]), scores, in_blank, in_token, tried)
+
+
+def _followed(
+    beam: _Beam,
+    chosen: torch.Tensor,
+    scores: torch.Tensor,
+    in_blank: torch.Tensor,
+    in_token: torch.Tensor,
+    tried: torch.Tensor,
+) -> _Beam:
+    """The beam of the chosen (B, K) among scores (B, K, 1 + C) flattened: a prefix as it was, or with a token more."""
+    sources, columns = chosen // scores.shape[2], chosen % scores.shape[2]
+    is_longer = columns > 0
+    new = F.pad(tried, (1, 0), value=NO_TOKEN).gather(1, columns)
+    lengths, last, in_blank, in_token = _gathered(sources, beam.lengths, beam.last, in_blank, in_token)
+    tokens = beam.tokens.gather(1, sources[:, :, None].expand_as(beam.tokens))
+    tokens.scatter_(2, lengths[:, :, None], new[:, :, None])
+    return _Beam(
+        tokens,
+        lengths=lengths + is_longer,
+        last=torch.where(is_longer, new, last),
+        in_blank=in_blank.masked_fill(is_longer, -math.inf),
+        in_token=torch.where(is_longer, scores.flatten(1).gather(1, chosen), in_token),
+    )
+
+
+def _open_to(token: torch.Tensor, last: torch.Tensor, in_blank: torch.Tensor, in_any: torch.Tensor) -> torch.Tensor:
+    """The log probability of a prefix's alignments that `token` may follow: after an equal token, only a blank's."""
+    return torch.where(token == last, in_blank, in_any)
+
+
+def _parents(beam: _Beam, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(where in the beam each prefix (B, K) without its last token is, whether it is there at all).
+
+    Prefixes are compared token by token, since one that left the beam may have come back another way. None has more
+    than `longest` tokens.
+    """
+    ends = (beam.lengths - 1).clamp(min=0)[:, :, None]
+    shortened = beam.tokens.scatter(2, ends, NO_TOKEN)
+    is_parent = (beam.tokens[:, None, :, :longest] == shortened[:, :, None, :longest]).all(dim=3)
+    is_possible = beam.log_probabilities > -math.inf
+    is_parent &= is_possible[:, None] & (is_possible & (beam.lengths > 0))[:, :, None]
+    has_parent, parents = is_parent.to(torch.uint8).max(dim=2)
+    return parents, has_parent.bool()
+
+
+def _already_there(
+    beam: _Beam, parents: torch.Tensor, has_parent: torch.Tensor, tried: torch.Tensor, vocabulary: int
+) -> torch.Tensor:
+    """(B, K, C) bool: whether a prefix with a tried token (B, C) more is itself in the beam, where it is counted."""
+    batch, size = parents.shape
+    is_there = torch.zeros(batch, size * vocabulary, dtype=torch.bool, device=tried.device)
+    # Those without a parent mark a blank, which is never tried.
+    is_there.scatter_(1, parents * vocabulary + beam.last.masked_fill(~has_parent, BLANK), True)
+    return is_there.view(batch, size, vocabulary).gather(2, tried[:, None].expand(-1, size, -1))
+
+
+def _gathered(indices: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Each tensor (B, K) at the indices (B, K) of its row."""
+    return tuple(tensor.gather(1, indices) for tensor in tensors)
+
+
+def _first_best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices (B, count) of the highest scores (B, N), highest first, and of equals the first."""
+    highest = scores.amax(dim=1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+    ranks = ((scores - highest) * STEPS_IN_A_NAT).round().clamp(min=-FARTHEST)
+    ranks = ranks.masked_fill(scores == -math.inf, -FARTHEST - 1).long()
+    # Every key is another, so that it does not matter which of equals a device's topk takes.
+    keys = ranks * scores.shape[1] - torch.arange(scores.shape[1], device=scores.device)
+    return keys.topk(count, dim=1).indices
+
+
+def _hypotheses(beam: _Beam, best: int) -> list[tuple[Hypothesis, ...]]:
+    """What the beam holds of each utterance, likeliest first."""
+    found = []
+    rows = zip(beam.tokens.tolist(), beam.lengths.tolist(), beam.log_probabilities.tolist(), strict=True)
+    for prefixes, lengths, scores in rows:
+        hypotheses = [
+            Hypothesis(tuple(tokens[:length]), score)
+            for tokens, length, score in zip(prefixes, lengths, scores, strict=True)
+            if score > -math.inf
+        ]
+        found.append(tuple(_ranked(hypotheses)[:best]))
+    return found
+
+
+def _ranked(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
+    """Likeliest first; of equals, the smaller token ids first."""
+    highest = max((hypothesis.log_probability for hypothesis in hypotheses), default=0.0)
+
+    def rank(hypothesis: Hypothesis) -> tuple[int, tuple[int, ...]]:
+        return round((highest - hypothesis.log_probability) * STEPS_IN_A_NAT), hypothesis.tokens
+
+    return sorted(hypotheses, key=rank)

@@ -1,0 +1,109 @@
+"""What CTC says about the hypotheses of an attention decoder: how probable it is that a transcript begins with them.
+
+Watanabe et al. (2017), Hybrid CTC/Attention Architecture for End-to-End Speech Recognition, algorithm 2. A hypothesis
+has two forward variables a frame: the probability of all alignments of the frames so far that spell it and end in
+blank, and that end in its last token. That it is a prefix needs no such variables of its own: a longer one is begun
+once, in some frame, where its last token follows an alignment of the hypothesis before.
+
+Forward variables are float64: a path's logarithm is about -10^5 after ten minutes, where float32 has steps of 0.008.
+
+B batch, T' encoder frames, V vocabulary, K hypotheses an utterance (the beam), C candidates of a hypothesis.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from konkanivani.ctc_operator import BLANK
+from konkanivani.decoding.ctc import blank_beyond
+from konkanivani.lengths import Lengths
+
+# Frames that are scored at once: B x K x 32 x C numbers are there at a time, instead of B x K x T' x C.
+FRAMES_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class PrefixState:
+    """The forward variables of K hypotheses an utterance, before the first frame and after each."""
+
+    in_blank: torch.Tensor  # (B, K, T' + 1), log probability of the alignments that end in blank
+    in_token: torch.Tensor  # (B, K, T' + 1), log probability of those that end in the last token
+    last: torch.Tensor  # (B, K), the last token; BLANK of an empty hypothesis
+
+    @property
+    def log_probabilities(self) -> torch.Tensor:
+        return torch.logaddexp(self.in_blank, self.in_token)
+
+
+class CTCPrefixScorer:
+    """Scores of hypotheses under the CTC log probabilities (B, T', V) of a batch of utterances.
+
+    Start from `initial`; a step is `score` (and `end`), the search's choice, and `select`. States are values: nothing
+    in here changes. The end token has no part in CTC: where a search ends a hypothesis, `end` is its score.
+    """
+
+    def __init__(self, log_probabilities: torch.Tensor, encoded_lengths: Lengths) -> None:
+        self._frames = blank_beyond(log_probabilities.detach(), encoded_lengths)
+
+    @torch.no_grad()
+    def initial(self, beam: int = 1) -> PrefixState:
+        """The state of `beam` empty hypotheses an utterance."""
+        blanks = self._frames[:, :, BLANK].double().cumsum(dim=1)
+        in_blank = torch.cat([blanks.new_zeros(len(blanks), 1), blanks], dim=1)[:, None].repeat(1, beam, 1)
+        last = torch.full(in_blank.shape[:2], BLANK, device=blanks.device)
+        return PrefixState(in_blank, torch.full_like(in_blank, -math.inf), last)
+
+    @torch.no_grad()
+    def score(self, state: PrefixState, candidates: torch.Tensor | None = None) -> torch.Tensor:
+        """(B, K, C) float64: the log probability that the tokens begin with a hypothesis and a candidate after it.
+
+        Candidates are token ids (B, K, C), or None for all V; a blank gets -inf, as does what has no frames left.
+        """
+        after_any, after_blank = state.log_probabilities[:, :, :-1], state.in_blank[:, :, :-1]
+        scores = self._begun(after_any, candidates)
+        if candidates is None:
+            candidates = torch.arange(self._frames.shape[2], device=scores.device).expand_as(scores)
+        repeated = self._begun(after_blank, state.last[:, :, None])
+        scores = torch.where(candidates == state.last[:, :, None], repeated, scores)
+        return scores.masked_fill(candidates == BLANK, -math.inf)
+
+    @torch.no_grad()
+    def end(self, state: PrefixState) -> torch.Tensor:
+        """(B, K) float64: the log probability that the tokens are a hypothesis, no more and no less."""
+        return state.log_probabilities[:, :, -1]
+
+    @torch.no_grad()
+    def select(self, state: PrefixState, sources: torch.Tensor, tokens: torch.Tensor) -> PrefixState:
+        """The state of hypotheses `sources` (B, K') of `state`, each with its token (B, K') more; K' may differ from K.
+
+        Tokens are ids other than blank.
+        """
+        places = sources[:, :, None].expand(-1, -1, state.in_blank.shape[2])
+        before_blank, before_token = state.in_blank.gather(1, places), state.in_token.gather(1, places)
+        is_repeated = (tokens == state.last.gather(1, sources))[:, :, None]
+        begins = torch.where(is_repeated, before_blank, torch.logaddexp(before_blank, before_token))
+        in_blank, in_token = torch.full_like(begins, -math.inf), torch.full_like(begins, -math.inf)
+        for frame in range(self._frames.shape[1]):
+            emissions = self._frames[:, frame].double()
+            was_blank, was_token = in_blank[:, :, frame], in_token[:, :, frame]
+            in_token[:, :, frame + 1] = torch.logaddexp(was_token, begins[:, :, frame]) + emissions.gather(1, tokens)
+            in_blank[:, :, frame + 1] = torch.logaddexp(was_blank, was_token) + emissions[:, BLANK, None]
+        return PrefixState(in_blank, in_token, tokens)
+
+    def _begun(self, after: torch.Tensor, candidates: torch.Tensor | None) -> torch.Tensor:
+        """(B, K, C): the log probability that a candidate follows in some frame what ended before it.
+
+        `after` (B, K, T') is the log probability of what ended before each frame. Each chunk of frames is a sum by
+        itself, added to those before it.
+        """
+        columns = self._frames.shape[2] if candidates is None else candidates.shape[2]
+        scores = after.new_full((*after.shape[:2], columns), -math.inf)
+        chunks = zip(self._frames.split(FRAMES_AT_ONCE, 1), after.split(FRAMES_AT_ONCE, 2), strict=True)
+        for frames, ended in chunks:
+            emissions = frames[:, None].double()  # (B, 1, frames, V)
+            if candidates is not None:
+                size = (-1, -1, frames.shape[1], -1)
+                emissions = emissions.expand(-1, after.shape[1], -1, -1).gather(3, candidates[:, :, None].expand(size))
+            scores = torch.logaddexp(scores, (ended[:, :, :, None] + emissions).logsumexp(dim=2))
+        return scores
