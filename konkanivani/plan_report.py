@@ -87,20 +87,17 @@ def plan_for(config: TrainConfig, costs: DeviceCosts, budget: int) -> Report:
     check_state(config, config.text.vocab_size, costs, budget)
     questions = [Question(config, costs, budget, mode) for mode in ("never", "always")]
     with _two_processes() as pool:
-        answers = tuple(pool.map(_answer, questions))
-    planner = questions[0].planner()
-    longest = config.data.max_validation_duration
-    _, validation_peak = planner.validation_seconds(
-        longest, _tokens(config, longest), config.data.validation_batch_seconds
-    )
+        awaited = pool.map(_answer, questions)
+        frame = pool.submit(_frame, questions[0]).result()  # by the process that has its answer first
+        answers = tuple(awaited)
     return Report(
         device=costs.name,
-        precision="half precision" if planner.tracer.is_half else "full precision",
+        precision="half precision" if frame.is_half else "full precision",
         budget=budget,
-        state=planner.tracer.state(),
+        state=frame.state,
         workspace=costs.workspace,
         context=costs.context,
-        validation_peak=validation_peak,
+        validation_peak=frame.validation_peak,
         answers=answers,
         flags=_flags(config, answers, budget),
     )
@@ -124,6 +121,22 @@ class Question:
     def policy(self) -> RecomputePolicy:
         """What is recomputed."""
         return NEVER if self.mode == "never" else ALWAYS
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What is the same however much is recomputed: bytes of the state and at the peak of validation, the precision."""
+
+    state: int
+    validation_peak: int
+    is_half: bool
+
+
+def _frame(question: Question) -> Frame:
+    planner, config = question.planner(), question.config
+    longest, at_once = config.data.max_validation_duration, config.data.validation_batch_seconds
+    _, peak = planner.validation_seconds(longest, _tokens(config, longest), at_once)
+    return Frame(planner.tracer.state(), peak, planner.tracer.is_half)
 
 
 def _two_processes() -> ProcessPoolExecutor:

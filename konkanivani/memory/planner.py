@@ -114,7 +114,10 @@ class Planner:
                 break
             one, other = (before, reached) if too_long is None else (fits, too_long)
             slope = max(1.0, (other[1] - one[1]) / (other[0] - one[0]))
-            seconds = min(LONGEST_SECONDS, float(int(fits[0] + 0.99 * (self.budget - fits[1]) / slope)))
+            ahead = (self.budget - fits[1]) / slope
+            # Far beyond what was traced the line is a little too flat, and the longest traces take the longest.
+            is_far = too_long is None and ahead > 4 * fits[0]
+            seconds = min(LONGEST_SECONDS, float(int(fits[0] + (0.9 if is_far else 0.99) * ahead)))
         return fits[0]
 
     def _is_close_enough(self, fits: tuple[float, float], too_long: tuple[float, float] | None) -> bool:
