@@ -7,6 +7,7 @@ import contextlib
 import io
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from konkanivani.errors import DataError
 
 MOST_CHANNELS = 32
 LOWEST_RATE, HIGHEST_RATE = 4_000, 384_000  # Hz
+PIECE_BYTES = 2**20  # read at once
 MOST_BYTES = 2**30  # of samples decoded at once
 LONGEST_FILE_SECONDS = 1e6  # eleven days: a header that claims more is wrong
 MOST_FRAMES_A_BYTE = 8192  # a FLAC of silence has up to 6000: 65535 samples in a frame of 11 bytes
@@ -74,6 +76,16 @@ def duration_tolerance(seconds: float) -> float:
     Manifests round their seconds, and formats with loss add a few at the ends.
     """
     return 0.1 + 0.02 * seconds
+
+
+def read_bytes(source: AudioSource) -> Iterator[bytes]:
+    """The bytes of the audio file as they lie there, piece by piece; an OSError where they cannot be read."""
+    left = source.byte_count or sys.maxsize
+    with open(source.path, "rb") as file:
+        file.seek(source.byte_offset)
+        while piece := file.read(min(PIECE_BYTES, left)):
+            left -= len(piece)
+            yield piece
 
 
 def read_header(source: AudioSource) -> AudioHeader:

@@ -373,6 +373,9 @@ def test_compressed_and_broken_tars_end_with_3(tmp_path):
     assert prepare(tmp_path, "nemo").returncode == 3
 
 
+TABLES = ("train.tsv", "metadata.csv", "wav.scp", "text", "a.json", "line_index.tsv", "state.json", "x.parquet")
+
+
 @pytest.mark.parametrize(
     "name", ["common_voice", "openslr", "kaldi", "nemo", "indicvoices", "ljspeech", "huggingface", "folder", "csv"]
 )
@@ -382,29 +385,11 @@ def test_a_folder_of_something_else_is_refused_in_one_sentence(name, tmp_path):
     codes = [prepare(tmp_path, name).returncode]
     (corpus / "holiday.jpg").write_bytes(b"\xff\xd8\xff")
     codes.append(prepare(tmp_path, name).returncode)
-    for spoilt in (
-        "train.tsv",
-        "metadata.csv",
-        "wav.scp",
-        "text",
-        "a.json",
-        "line_index.tsv",
-        "state.json",
-        "x.parquet",
-    ):
+    for spoilt in TABLES:
         os.mkfifo(corpus / spoilt)
     (corpus / "clips").mkdir()
     codes.append(prepare(tmp_path, name).returncode)
-    for spoilt in (
-        "train.tsv",
-        "metadata.csv",
-        "wav.scp",
-        "text",
-        "a.json",
-        "line_index.tsv",
-        "state.json",
-        "x.parquet",
-    ):
+    for spoilt in TABLES:
         os.remove(corpus / spoilt)
         (corpus / spoilt).write_bytes(bytes(range(256)) * 3)
     codes.append(prepare(tmp_path, name).returncode)

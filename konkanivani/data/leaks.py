@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
+from konkanivani.audio_file import AudioSource, read_bytes
 from konkanivani.data.corpus import CheckedUtterance
 from konkanivani.data.found import printable
 from konkanivani.errors import DataError
 
 MOST_EXAMPLES = 5
-PIECE = 2**20  # bytes read at once
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,9 @@ class Recording:
 
     def digest(self) -> bytes:
         """A hash of its bytes."""
-        found, left = hashlib.sha256(), self.size()
-        with open(self.path, "rb") as file:
-            file.seek(self.byte_offset)
-            while piece := file.read(min(PIECE, left)):
-                found.update(piece)
-                left -= len(piece)
+        found = hashlib.sha256()
+        for piece in read_bytes(AudioSource(self.path, self.byte_offset, self.byte_count)):
+            found.update(piece)
         return found.digest()
 
 

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from konkanivani.audio_file import AudioSource
-
-CHUNK = 2**20
+from konkanivani.audio_file import AudioSource, read_bytes
 
 
 @dataclass(frozen=True)
@@ -78,13 +76,9 @@ def content_key(source: AudioSource) -> int:
     Two utterances have the same audio when the bytes of their files (or shard members) and their spans are the same.
     """
     digest = hashlib.blake2b(span_of(source).encode(), digest_size=8)
-    left = source.byte_count or 2**63
     try:
-        with open(source.path, "rb") as file:
-            file.seek(source.byte_offset)
-            while left and (piece := file.read(min(CHUNK, left))):
-                digest.update(piece)
-                left -= len(piece)
+        for piece in read_bytes(source):
+            digest.update(piece)
     except (OSError, ValueError):
         return 0
     return int.from_bytes(digest.digest(), "little") or 1
