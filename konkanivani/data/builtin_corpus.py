@@ -8,7 +8,6 @@ test sentences follow patterns of which training has no sentence (`pattern` is `
 """
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import itertools
@@ -26,6 +25,7 @@ from konkanivani.data.manifest import write_manifest
 from konkanivani.data.speech_synthesis import SpeakingStyle, SpeechSynthesizer, UnspeakableError, reads_signs_by_name
 from konkanivani.data.utterance import Utterance
 from konkanivani.errors import DataError, ResourceError, UsageError
+from konkanivani.held_folder import held_folder
 
 WHAT_IT_IS = "synthetic, Marathi voice"
 BUILT_IN = "built-in corpus"
@@ -417,17 +417,6 @@ def put_in_place(partial: Path, directory: Path) -> None:
         os.rename(directory, outdated)
     os.rename(partial, directory)
     shutil.rmtree(outdated, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def held_folder(folder: Path) -> Iterator[None]:
-    """Lets one process at a time work in `folder`; a killed process holds nothing."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

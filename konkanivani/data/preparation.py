@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from konkanivani.data.builtin_corpus import held_folder
 from konkanivani.data.corpus import AudioRoots, CheckedUtterance, Corpus, read_corpus
 from konkanivani.data.formats import (
     common_voice,
@@ -27,6 +26,7 @@ from konkanivani.data.leaks import Leak, find_leaks
 from konkanivani.data.manifest import write_manifest
 from konkanivani.data.splits import SPLITS, Shares, Unit, draw_splits
 from konkanivani.errors import DataError, ResourceError, UsageError
+from konkanivani.held_folder import held_folder
 from konkanivani.json_lines import write_json_lines
 
 FormatName = Literal[
