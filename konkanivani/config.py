@@ -125,6 +125,25 @@ class LossConfig:
 
 
 @dataclass(frozen=True)
+class DecodingConfig:
+    """How what was heard becomes text."""
+
+    decode: Literal["greedy", "prefix", "attention", "joint"] = "greedy"
+    """greedy: the best CTC path; prefix: CTC prefix beam search; attention: beam search with the decoder; joint: with
+    both."""
+    beam: int = 10
+    """Hypotheses kept in a beam search."""
+    joint_ctc_weight: float = 0.3
+    """Share of CTC in --decode joint; the rest is the attention decoder's."""
+    length_bonus: float = 0.0
+    """Added to a hypothesis's log probability for each of its tokens."""
+    language_model: str | None = None
+    """ARPA file of token n-grams whose log probability is added (train_language_model.py writes one)."""
+    language_model_weight: float = 0.3
+    """What the language model's log probability is multiplied by."""
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW and its schedule, a pure function of the step."""
 

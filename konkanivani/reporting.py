@@ -4,11 +4,12 @@ import json
 import math
 from collections.abc import Iterator
 
+from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.memory.rehearsal import rehearse
 from konkanivani.recipe import build_run
-from konkanivani.recognizer import best_checkpoint, evaluate_manifest, load_recognizer
 from konkanivani.records import PhaseMemory, RehearsalRecord
 from konkanivani.start import resolve_start
+from konkanivani.trained_model import best_checkpoint, evaluate_manifest, load_trained_model
 from konkanivani.training.evaluation import Evaluation
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
@@ -27,8 +28,8 @@ def train_and_report(arguments: list[str]) -> str:
     best = best_checkpoint(start.config.run.checkpoint_dir)
     test = None
     if start.config.data.test_manifest:
-        recognizer = load_recognizer(best, run.step.forward.device)
-        test = evaluate_manifest(recognizer, start.config.data.test_manifest)
+        trained = load_trained_model(best, run.step.forward.device)
+        test = evaluate_manifest(trained, start.config.data.test_manifest, greedy_ctc)
     log_directory = start.config.run.log_dir
     print(f"Look at the run with: .venv/bin/tensorboard --logdir {log_directory} --host 127.0.0.1", flush=True)
     return summary_line(run, test, str(best), f"{log_directory}/{start.config.run.run_name}")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from konkanivani.decoding import prefix_beam, prefix_scorer
-from konkanivani.decoding.ctc import blank_beyond, greedy_ctc
+from konkanivani.decoding.ctc import blank_beyond, merged_paths
 from konkanivani.decoding.prefix_beam import Hypothesis, prefix_beam_search
 from konkanivani.decoding.prefix_scorer import CTCPrefixScorer, PrefixState
 from konkanivani.lengths import Lengths, ctc_frames_needed
@@ -138,7 +138,7 @@ def test_over_many_frames_a_wider_beam_comes_nearer_the_truth_from_below():
 def test_the_beam_is_right_where_the_best_path_is_wrong():
     """Two frames of 0.6 blank and 0.4 token: the best path is empty (0.36), but three paths spell the token (0.64)."""
     log_probabilities = torch.tensor([[[0.6, 0.4], [0.6, 0.4]]], dtype=torch.float64).log()
-    assert greedy_ctc(log_probabilities, (2,)) == [[]]
+    assert merged_paths(log_probabilities.argmax(-1), (2,)) == [[]]
     ((first, second),) = prefix_beam_search(log_probabilities, (2,), beam=2, best=2)
     assert first.tokens == (1,) and is_close(first.log_probability, math.log(0.64))
     assert second.tokens == () and is_close(second.log_probability, math.log(0.36))

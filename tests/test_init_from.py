@@ -9,12 +9,13 @@ import torch
 
 from konkanivani.checkpoint import LAST, read_checkpoint
 from konkanivani.config import ModelConfig
+from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.errors import CheckpointError
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.attention import RotaryPositions
 from konkanivani.recipe import build_run
-from konkanivani.recognizer import evaluate_manifest, load_recognizer
 from konkanivani.start import resolve_start
+from konkanivani.trained_model import evaluate_manifest, load_trained_model
 from konkanivani.training.loop import finish_epoch, train
 from konkanivani.weights import Takeover, take_over
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer
@@ -166,10 +167,10 @@ def test_the_same_shape_begins_with_the_checkpoints_validation_loss(corpus, trai
     run = build_run(resolve_start([*flags(corpus, tmp_path), "--init_from", str(path)]))
     finish_epoch(run)
     (validation,) = read_log(tmp_path, "validation")
-    recognizer = load_recognizer(path, torch.device("cpu"))
-    expected = evaluate_manifest(recognizer, corpus.manifest("valid"))
+    original = load_trained_model(path, torch.device("cpu"))
+    expected = evaluate_manifest(original, corpus.manifest("valid"), greedy_ctc)
     assert validation["loss"] == expected.loss == read_log(trained, "validation")[-1]["loss"]
-    assert run.state.step == 0 and run.tokenizer.model == recognizer.checkpoint.tokenizer
+    assert run.state.step == 0 and run.tokenizer.model == original.checkpoint.tokenizer
     assert "left out (begin anew): 0 tensors" in capsys.readouterr().out
 
 

@@ -52,16 +52,17 @@ class Flags:
 def score(flags: Flags) -> str:
     """Evaluates just as training's final scoring does, writes the hypotheses, and returns what is to be printed."""
     manifest = read_manifest(flags.manifest)
+    from konkanivani.decoding.ctc import greedy_ctc
     from konkanivani.preflight import choose_device
-    from konkanivani.recognizer import evaluate_manifest, load_recognizer
+    from konkanivani.trained_model import evaluate_manifest, load_trained_model
 
-    recognizer = load_recognizer(flags.checkpoint, choose_device(flags.device))
+    trained = load_trained_model(flags.checkpoint, choose_device(flags.device))
     check_output(flags.hypotheses_path)
-    evaluation = evaluate_manifest(recognizer, flags.manifest)
+    evaluation = evaluate_manifest(trained, flags.manifest, greedy_ctc)
     write_hypotheses(flags.hypotheses_path, evaluation)
     if flags.json:
         left_out = len(manifest) + len(manifest.broken) - len(evaluation.scored)
-        return summary_json(flags, evaluation, recognizer.checkpoint.step, left_out)
+        return summary_json(flags, evaluation, trained.checkpoint.step, left_out)
     return summary_text(flags, evaluation)
 
 

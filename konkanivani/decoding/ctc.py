@@ -7,17 +7,25 @@ import math
 
 import torch
 
+from konkanivani.chunks import CHUNK_FRAMES
 from konkanivani.ctc_operator import BLANK
 from konkanivani.lengths import Lengths, padding_mask
+from konkanivani.model.asr import KonkaniVaniASR
 
 
-def greedy_ctc(logits: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
-    """The best path of logits (B, T', V): each valid frame's likeliest token, repeats merged, blanks (0) gone."""
-    best = logits.argmax(dim=-1).cpu()
+@torch.no_grad()
+def greedy_ctc(model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
+    """The tokens of the best path through each of encoded (B, T', D); logits exist for a chunk of frames at a time."""
+    likeliest = [model.ctc_head(chunk).argmax(dim=-1) for chunk in encoded.split(CHUNK_FRAMES, dim=1)]
+    return merged_paths(torch.cat(likeliest, dim=1), encoded_lengths)
+
+
+def merged_paths(paths: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
+    """Token ids a frame (B, T') as transcripts: the valid frames', repeats merged, blanks gone."""
     hypotheses = []
-    for row, length in zip(best, encoded_lengths, strict=True):
+    for row, length in zip(paths.cpu(), encoded_lengths, strict=True):
         merged = torch.unique_consecutive(row[:length])
-        hypotheses.append(merged[merged != 0].tolist())
+        hypotheses.append(merged[merged != BLANK].tolist())
     return hypotheses
 
 

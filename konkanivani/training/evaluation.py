@@ -1,21 +1,18 @@
 """Loss, WER and CER over a set of utterances, under `no_grad`."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from konkanivani.data.batch import Batch
 from konkanivani.data.utterance import Utterance
-from konkanivani.lengths import Lengths
+from konkanivani.decoding.decode import Decode
 from konkanivani.memory.recovery import Cut, RememberedSplits, run_or_split
 from konkanivani.metrics import ErrorRates, error_rates
 from konkanivani.text import Tokenizer
 from konkanivani.training.forward import ForwardPass
-
-# CTC logits (B, T', V) and their lengths -> token ids of each utterance.
-Decoder = Callable[[torch.Tensor, Lengths], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -55,12 +52,11 @@ class RecognizedBatch:
     hypotheses: list[list[int]]
 
 
-def recognize(forward: ForwardPass, batch: Batch, decode: Decoder) -> RecognizedBatch:
+def recognize(forward: ForwardPass, batch: Batch, decode: Decode) -> RecognizedBatch:
     """What the model, in the mode in which it is, makes of one batch."""
     output, sums = forward(batch)
     with forward.autocast():
-        logits = forward.model.ctc_head(output.encoded)
-    hypotheses = decode(logits, output.encoded_lengths)
+        hypotheses = decode(forward.model, output.encoded, output.encoded_lengths)
     return RecognizedBatch(torch.stack([sums.ctc, sums.attention]).double(), hypotheses)
 
 
@@ -69,7 +65,7 @@ def evaluate(
     forward: ForwardPass,
     batches: Iterable[tuple[Batch, list[Utterance]]],
     tokenizer: Tokenizer,
-    decode: Decoder,
+    decode: Decode,
 ) -> Evaluation:
     """Evaluates `batches`, each with its utterances in order; the weights stay as they are.
 

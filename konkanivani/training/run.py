@@ -12,11 +12,12 @@ from konkanivani.config import RunConfig
 from konkanivani.data.batching import plan_evaluation
 from konkanivani.data.loading import EvaluationSpeech, LoaderConfig, WindowStream, load_batches
 from konkanivani.data.rejections import Rejections
+from konkanivani.decoding.decode import Decode
 from konkanivani.logbook import Logbook
 from konkanivani.memory.available import BudgetWatch
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.text import Tokenizer
-from konkanivani.training.evaluation import Decoder, Evaluation, evaluate
+from konkanivani.training.evaluation import Evaluation, evaluate
 from konkanivani.training.forward import ForwardPass
 from konkanivani.training.interruption import Interruption, RunLock
 from konkanivani.training.progress import Progress
@@ -37,7 +38,7 @@ class EvaluationSet:
         """The same set in batches of so much padded audio."""
         return dataclasses.replace(self, plan=plan_evaluation(self.speech.utterances.durations, batch_seconds))
 
-    def evaluate(self, forward: ForwardPass, decode: Decoder) -> Evaluation:
+    def evaluate(self, forward: ForwardPass, decode: Decode) -> Evaluation:
         """The model's losses and error rates over the set."""
         with closing(load_batches(self.speech, self.plan, self.loader, self.rejections)) as batches:
             return evaluate(forward, batches, self.speech.tokenizer, decode)
@@ -56,7 +57,7 @@ class Run:
     plan: MemoryPlan | None
     watch: BudgetWatch
     validation: EvaluationSet | None
-    decode: Decoder
+    decode: Decode
     stateful: Mapping[str, Stateful]
     plan_digest: int
     checkpointer: Checkpointer

@@ -11,7 +11,7 @@ from konkanivani.checkpoint import BEST, LAST, Checkpoint, load_states, read_che
 from konkanivani.command_line import parse_share
 from konkanivani.config import TrainConfig
 from konkanivani.data.rejections import Rejections
-from konkanivani.decoding.ctc import greedy_ctc
+from konkanivani.decoding.decode import Decode
 from konkanivani.flags import config_from_text
 from konkanivani.run_speech import build_evaluation_set
 from konkanivani.text import Tokenizer
@@ -20,7 +20,7 @@ from konkanivani.training.forward import ForwardPass
 
 
 @dataclass(frozen=True)
-class Recognizer:
+class TrainedModel:
     """A checkpoint's model, ready to be evaluated."""
 
     checkpoint: Checkpoint
@@ -29,7 +29,7 @@ class Recognizer:
     forward: ForwardPass
 
 
-def load_recognizer(path: str | Path, device: torch.device) -> Recognizer:
+def load_trained_model(path: str | Path, device: torch.device) -> TrainedModel:
     """The model of the checkpoint at `path` on `device`, in full precision there."""
     checkpoint = read_checkpoint(path)
     config = config_from_text(checkpoint.config)
@@ -37,15 +37,15 @@ def load_recognizer(path: str | Path, device: torch.device) -> Recognizer:
     config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, mixed_precision=False))
     forward = build_forward(config, checkpoint.vocab_size, device, build_front_end(config, device))
     load_states(checkpoint, {"model": forward.model})
-    return Recognizer(checkpoint, config, Tokenizer(checkpoint.tokenizer), forward)
+    return TrainedModel(checkpoint, config, Tokenizer(checkpoint.tokenizer), forward)
 
 
-def evaluate_manifest(recognizer: Recognizer, manifest: str) -> Evaluation:
-    """The recognizer's losses and error rates over a manifest, by greedy CTC; what is left out is told row by row."""
-    config, forward = recognizer.config, recognizer.forward
+def evaluate_manifest(trained: TrainedModel, manifest: str, decode: Decode) -> Evaluation:
+    """The model's losses and error rates over a manifest; what is left out is told row by row."""
+    config, forward = trained.config, trained.forward
     rejections = Rejections(None, parse_share(config.data.max_rejected, "--max_rejected"))
-    utterances = build_evaluation_set(manifest, config, recognizer.tokenizer, forward.device, rejections)
-    return utterances.evaluate(forward, greedy_ctc)
+    utterances = build_evaluation_set(manifest, config, trained.tokenizer, forward.device, rejections)
+    return utterances.evaluate(forward, decode)
 
 
 def best_checkpoint(directory: str | Path) -> Path:
