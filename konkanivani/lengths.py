@@ -11,6 +11,7 @@ HOP_SAMPLES = 160  # 10 ms
 WINDOW_SAMPLES = 400  # 25 ms
 FFT_SAMPLES = 512
 SUBSAMPLING = 4  # feature frames an encoder frame
+SUBSAMPLING_REACH = 7  # feature frames that an encoder frame sees: 4 t' to 4 t' + 6
 
 Lengths = tuple[int, ...]
 
@@ -23,6 +24,17 @@ def feature_length(samples: int) -> int:
 def subsampled_length(frames: int) -> int:
     """Encoder frames after two convolutions of kernel 3 and stride 2 without padding, at least 0."""
     return max(0, ((frames - 1) // 2 - 1) // 2)
+
+
+def encoder_frame_seconds(frame: float) -> float:
+    """Where the middle of what encoder frame `frame` sees lies in the waveform, in seconds: 46 ms, then every 40 ms."""
+    middle_feature = SUBSAMPLING * frame + (SUBSAMPLING_REACH - 1) / 2
+    return (HOP_SAMPLES * middle_feature + FFT_SAMPLES / 2) / SAMPLE_RATE
+
+
+def encoded_length(samples: int) -> int:
+    """Encoder frames of a waveform, at least 0."""
+    return subsampled_length(feature_length(samples))
 
 
 def speed_perturbed_samples(samples: int, speed: float) -> int:
