@@ -4,12 +4,14 @@ B batch, S samples, T feature frames, F mel bins.
 """
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Iterable, Iterator
 
 import torch
 import torchaudio
 
-from konkanivani.audio_file import AudioSource, read_samples
+from konkanivani.audio_file import AudioSource, read_blocks, read_header, read_samples
 from konkanivani.lengths import (
     FFT_SAMPLES,
     HOP_SAMPLES,
@@ -21,6 +23,9 @@ from konkanivani.lengths import (
 )
 
 MEL_BINS = 80
+BLOCK_SECONDS = 1.0  # of a stream: what is decoded and resampled at once
+# The resampling filter, as torchaudio's: a sinc that ends after six zeros, its cutoff a little under half of the rate.
+FILTER_ZEROS, FILTER_ROLLOFF = 6, 0.99
 
 
 @contextlib.contextmanager
@@ -46,6 +51,57 @@ def resample(waveform: torch.Tensor, rate: int) -> torch.Tensor:
         return waveform
     with one_thread():
         return torchaudio.functional.resample(waveform, rate, SAMPLE_RATE)
+
+
+def stream_audio(source: AudioSource) -> Iterator[torch.Tensor]:
+    """The waveform that load_audio would return, in blocks (S,) of about a second; errors as in read_blocks."""
+    rate = read_header(source).rate
+    blocks = (torch.from_numpy(samples).mean(dim=1) for samples in read_blocks(source, BLOCK_SECONDS))
+    return resample_blocks(blocks, rate)
+
+
+def resample_blocks(blocks: Iterable[torch.Tensor], rate: int) -> Iterator[torch.Tensor]:
+    """A stream of blocks (S,) at `rate` Hz as one at 16 kHz: what `resample` makes of the whole, for any blocks.
+
+    Sample j of the result lies at j * old / new of the stream and is a sum over the samples that the filter reaches
+    from there; its weights depend on j modulo `new` alone.
+    """
+    if rate == SAMPLE_RATE:
+        yield from blocks
+        return
+    divisor = math.gcd(rate, SAMPLE_RATE)
+    old, new = rate // divisor, SAMPLE_RATE // divisor
+    weights = _filter_weights(old, new)
+    reach = weights.shape[1] // 2
+    waiting, first, done, length = torch.zeros(reach), -reach, 0, 0  # `first` is where in the stream `waiting` begins
+    for block in itertools.chain(blocks, [None]):
+        length += 0 if block is None else len(block)
+        waiting = torch.cat([waiting, torch.zeros(2 * reach) if block is None else block])
+        # At the end, every sample that the stream's duration has room for; before it, those whose filter is all there.
+        ready = -(-length * new // old) if block is None else max(done, ((length - reach) * new) // old)
+        if ready == done:
+            continue
+        made = torch.arange(done, ready)
+        begins = made * old // new - reach - first
+        windows = waiting.unfold(0, weights.shape[1], 1)
+        yield (windows[begins] * weights[made % new]).sum(dim=1)
+        done = ready
+        first_needed = done * old // new - reach
+        waiting, first = waiting[first_needed - first :], first_needed
+
+
+def _filter_weights(old: int, new: int) -> torch.Tensor:
+    """(new, taps): for each fraction of a sample, the weights of the samples around it, the middle one the last before.
+
+    A sinc under a Hann window, as torchaudio's resampler has it (Smith, Digital Audio Resampling); in float64 first.
+    """
+    cutoff = min(old, new) * FILTER_ROLLOFF
+    reach = math.ceil(FILTER_ZEROS * old / cutoff) + 1
+    fractions = torch.arange(new, dtype=torch.float64) * old / new % 1
+    distances = torch.arange(-reach, reach + 1, dtype=torch.float64)[None] - fractions[:, None]
+    zeros = (distances * cutoff / old).clamp(-FILTER_ZEROS, FILTER_ZEROS)
+    window = torch.cos(zeros * math.pi / FILTER_ZEROS / 2).square()
+    return (torch.sinc(zeros) * window * cutoff / old).float()
 
 
 class LogMel(torch.nn.Module):
