@@ -8,10 +8,20 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 import torchaudio
 
-from konkanivani.audio_file import AudioSource, read_blocks, read_header, read_samples
+from konkanivani.audio_file import (
+    HIGHEST_RATE,
+    LOWEST_RATE,
+    MOST_CHANNELS,
+    AudioSource,
+    read_blocks,
+    read_header,
+    read_samples,
+)
+from konkanivani.errors import DataError
 from konkanivani.lengths import (
     FFT_SAMPLES,
     HOP_SAMPLES,
@@ -58,6 +68,35 @@ def stream_audio(source: AudioSource) -> Iterator[torch.Tensor]:
     rate = read_header(source).rate
     blocks = (torch.from_numpy(samples).mean(dim=1) for samples in read_blocks(source, BLOCK_SECONDS))
     return resample_blocks(blocks, rate)
+
+
+def stream_samples(samples: np.ndarray | torch.Tensor, rate: int) -> Iterator[torch.Tensor]:
+    """Samples (S,) or (S, channels) of `rate` Hz as a stream of blocks (S,) at 16 kHz, channels averaged.
+
+    Floats are between -1 and 1, integers between the ends of their range. A DataError says why they cannot be used.
+    """
+    if not LOWEST_RATE <= rate <= HIGHEST_RATE:
+        raise DataError(f"The sample rate {rate} Hz is not between {LOWEST_RATE} and {HIGHEST_RATE} Hz. Resample it.")
+    try:
+        samples = torch.as_tensor(samples).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"The samples are no array of numbers: {error}. Give (S,) or (S, channels).") from None
+    if samples.dtype in (torch.bool, torch.uint8) or samples.is_complex():
+        raise DataError(f"Samples cannot be {samples.dtype}. Give floats between -1 and 1, or signed integers.")
+    channels = samples.shape[1] if samples.dim() == 2 else 1
+    if samples.dim() not in (1, 2) or not 1 <= channels <= MOST_CHANNELS:
+        raise DataError(f"Samples of shape {tuple(samples.shape)} are no recording. Give (S,) or (S, channels).")
+    blocks = samples.reshape(len(samples), channels).split(max(1, int(BLOCK_SECONDS * rate)))
+    return resample_blocks((_as_mono(block) for block in blocks), rate)
+
+
+def _as_mono(block: torch.Tensor) -> torch.Tensor:
+    """A block (S, channels) of a recording as (S,) float32."""
+    scale = 1.0 if block.is_floating_point() else 1 / -torch.iinfo(block.dtype).min
+    mono = (block.double() * scale).mean(dim=1).float()
+    if not torch.isfinite(mono).all():
+        raise DataError("The recording holds samples that are not numbers. Mend it, or leave it out.")
+    return mono
 
 
 def resample_blocks(blocks: Iterable[torch.Tensor], rate: int) -> Iterator[torch.Tensor]:
