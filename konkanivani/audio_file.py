@@ -49,7 +49,7 @@ class UnusableAudio(DataError):
     """An audio file that cannot be read, or is not what is said of it; `reason` is without its name."""
 
     def __init__(self, source: AudioSource, reason: str) -> None:
-        super().__init__(f"The audio file {source} cannot be read: {reason}. Mend the file or take its row out.")
+        super().__init__(f"The audio file {source} cannot be read: {reason}. Mend the file or leave it out.")
         self.reason = reason
 
     def __reduce__(self) -> tuple:
@@ -145,7 +145,7 @@ def read_blocks(source: AudioSource, seconds: float) -> Iterator[np.ndarray]:
 
 
 def _undecodable(error: Exception) -> str:
-    return str(error).rstrip(".") or "it cannot be decoded"
+    return str(error).removeprefix("Error : ").rstrip(".") or "it cannot be decoded"
 
 
 def _span(header: AudioHeader, source: AudioSource) -> tuple[int, int]:

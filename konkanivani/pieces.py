@@ -3,6 +3,7 @@
 The recording is read as a stream; of a long one, no more than about a minute is there at a time.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -18,10 +19,16 @@ SMOOTHED = 5  # steps, an odd number: a level is the mean power over 50 ms
 NOTHING = -90.0  # dB under full scale: less than one step of 16 bit
 QUIETEST_SHARE = 0.02  # of the steps: their level is that of the noise, or of the closures of stops
 DEEPEST = 60.0  # dB: the noise is taken to be at most so far under the loudest, as where a gate has made zeros of it
-MOST_ABOVE_NOISE, SHARE_ABOVE_NOISE = 10.0, 0.25  # a pause's level: so many dB, and this share of the way to the loudest
+MOST_ABOVE_NOISE, SHARE_ABOVE_NOISE = (
+    10.0,
+    0.25,
+)  # a pause's level: so many dB, and this share of the way to the loudest
+# dB: what stays nearer to the noise is noise. Speech does not, not even where there is as much noise as speech: its
+# loudest syllables are about 8 dB above its mean.
+LEAST_REACH = 6.0
 MARGIN = 15  # steps kept before and after speech: without them the first and last sounds are misheard
 OVERLAP = STEPS_A_SECOND  # context of a piece on the side where it was cut within speech
-OVERLAP_SHARE = 6  # the overlap is at most the longest piece over this
+OVERLAP_SHARE = 4  # the overlap is at most the longest piece over this
 DIP = 20  # steps: within speech the cut is in the middle of the quietest so many
 
 
@@ -100,12 +107,12 @@ def _end_of_speech(loud: torch.Tensor, pause: int) -> int:
 
 
 class _Stream:
-    """What is there of a stream: the samples from step `first` to step `end`, and the power of each of those steps."""
+    """What is there of a stream: the samples from step `first` to step `end`, and the level of each of those steps."""
 
     def __init__(self, blocks: Iterable[torch.Tensor]) -> None:
         self._blocks = iter(blocks)
         self._samples, self._power = torch.zeros(0), torch.zeros(0)
-        self._loudest = -float("inf")
+        self._levels, self._loudest, self._noise = torch.zeros(0), -math.inf, -math.inf
         self.first, self.end, self.has_ended = 0, 0, False
 
     def advance(self, first: int, end: int) -> None:
@@ -123,7 +130,7 @@ class _Stream:
         self._measure()
 
     def _measure(self) -> None:
-        """The power of the steps that are new; the stream's last step may be a short one."""
+        """The power of the steps that are new, and the levels of all; the stream's last step may be a short one."""
         new = self._samples[len(self._power) * STEP :]
         whole = len(new) // STEP
         powers = [new[: whole * STEP].view(whole, STEP).square().mean(dim=1)]
@@ -131,18 +138,21 @@ class _Stream:
             powers.append(new[whole * STEP :].square().mean()[None])
         self._power = torch.cat([self._power, *powers])
         self.end = self.first + len(self._power)
+        if not len(self._power):
+            return
+        smoothed = F.avg_pool1d(self._power[None], SMOOTHED, 1, SMOOTHED // 2, count_include_pad=False)[0]
+        self._levels = 10 * smoothed.clamp_min(1e-12).log10()
+        if len(new):  # else too little may be left to tell what is noise
+            self._loudest = max(self._loudest, float(self._levels.max()))
+            self._noise = max(float(self._levels.quantile(QUIETEST_SHARE)), self._loudest - DEEPEST)
 
     def loud_steps(self, first: int) -> torch.Tensor:
         """The steps from `first` on, ascending, that are louder than a pause is among what is there."""
-        if first >= self.end:
-            return torch.zeros(0, dtype=torch.int64)
-        # What is before `first` and still there takes part, so that a look from further on finds the same edges.
-        smoothed = F.avg_pool1d(self._power[None], SMOOTHED, 1, SMOOTHED // 2, count_include_pad=False)[0]
-        levels = 10 * smoothed[first - self.first :].clamp_min(1e-12).log10()
-        self._loudest = max(self._loudest, float(levels.max()))
-        noise = max(float(levels.quantile(QUIETEST_SHARE)), self._loudest - DEEPEST)
-        above = min(MOST_ABOVE_NOISE, SHARE_ABOVE_NOISE * (self._loudest - noise))
-        return torch.nonzero(levels > max(noise + above, NOTHING))[:, 0] + first
+        reach = self._loudest - self._noise
+        threshold = max(self._noise + min(MOST_ABOVE_NOISE, SHARE_ABOVE_NOISE * reach), NOTHING)
+        if reach < LEAST_REACH and len(self._levels) > STEPS_A_SECOND:
+            threshold = math.inf
+        return torch.nonzero(self._levels[first - self.first :] > threshold)[:, 0] + first
 
     def sound_before(self, loud: int, first: int) -> int:
         """The step from `first` on from which there is more than nothing up to step `loud`.
