@@ -95,5 +95,6 @@ def summary(differences: list[float]) -> Differences:
     if not ranked:
         raise DataError("Not one word was recognised as it was spoken. Give another --checkpoint.")
     highest = ranked[min(len(ranked) - 1, int(0.9 * len(ranked)))]
-    return Differences(len(ranked), *(round(x, 1) for x in (statistics.median(ranked), statistics.fmean(ranked), highest)))
-
+    return Differences(
+        len(ranked), *(round(x, 1) for x in (statistics.median(ranked), statistics.fmean(ranked), highest))
+    )
