@@ -39,9 +39,10 @@ from konkanivani.data.repeats import (
 from konkanivani.data.sound import clipped_runs, listen
 from konkanivani.errors import DataError
 from konkanivani.health_page import draw_page
-from konkanivani.health_report import build_tokenizer, check_page_path, diagnose, write_page
+from konkanivani.health_report import build_tokenizer, diagnose
 from konkanivani.health_text import health_lines, sparkline
 from konkanivani.histogram import Histogram, build_histogram, round_step
+from konkanivani.page import check_page_path, write_page
 from konkanivani.run_speech import build_training_speech
 from tests.conftest import run_script
 
@@ -588,7 +589,7 @@ def test_a_page_replaces_nothing_but_a_page(small, tmp_path):
     assert code == 2 and "would be lost" in error and Path(train).read_bytes() == before
     page = tmp_path / "page.html"
     check_page_path(str(page))
-    write_page(str(page), small.diagnosis())
+    write_page(str(page), draw_page(small.diagnosis()))
     check_page_path(str(page))
 
 
