@@ -1,11 +1,13 @@
 """The words of a reference beside those of a hypothesis, for a person to read, and which are often confused."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import jiwer
+
+UTTERANCES_AT_ONCE = 1_000  # an alignment takes far more memory than the words
 
 EditKind = Literal["hit", "substitution", "deletion", "insertion"]
 
@@ -35,20 +37,24 @@ class Confusion:
     count: int
 
 
-def align_words(reference: str, hypothesis: str) -> tuple[Edit, ...]:
-    """The words of both side by side, in order, with as few edits as can be; those that are counted."""
-    return tuple(_edits(jiwer.process_words(" ".join(reference.split()), " ".join(hypothesis.split()))))
+def align_words(references: Sequence[str], hypotheses: Sequence[str]) -> Iterator[tuple[Edit, ...]]:
+    """The words of each reference beside its hypothesis's, in order, with as few edits as can be: those counted."""
+    for first in range(0, len(references), UTTERANCES_AT_ONCE):
+        rows = slice(first, first + UTTERANCES_AT_ONCE)
+        both = [[" ".join(text.split()) for text in texts[rows]] for texts in (references, hypotheses)]
+        aligned = jiwer.process_words(*both)
+        for said, heard, chunks in zip(aligned.references, aligned.hypotheses, aligned.alignments, strict=True):
+            yield tuple(_edits(said, heard, chunks))
 
 
-def _edits(aligned: jiwer.WordOutput) -> Iterator[Edit]:
-    [reference], [hypothesis], [chunks] = aligned.references, aligned.hypotheses, aligned.alignments
+def _edits(reference: list[str], hypothesis: list[str], chunks: list[jiwer.AlignmentChunk]) -> Iterator[Edit]:
     for chunk in chunks:
         said = reference[chunk.ref_start_idx : chunk.ref_end_idx]
         heard = hypothesis[chunk.hyp_start_idx : chunk.hyp_end_idx]
         yield from (Edit(*words) for words in zip(said or [""] * len(heard), heard or [""] * len(said), strict=True))
 
 
-def count_confusions(alignments: Iterator[tuple[Edit, ...]]) -> Counter[Edit]:
+def count_confusions(alignments: Iterable[tuple[Edit, ...]]) -> Counter[Edit]:
     """How often each edit was made, hits aside."""
     return Counter(edit for edits in alignments for edit in edits if edit.kind != "hit")
 

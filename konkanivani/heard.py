@@ -111,15 +111,18 @@ class Heard:
         return replace(self, texts=tuple(texts))
 
 
-def read_heard(references: str, hypotheses: str, text_format: TextFormat) -> Heard:
-    """The transcripts of two files, not normalised yet; a DataError where they cannot be read or paired."""
-    said = read_transcripts(references, text_format, "reference")
-    heard = read_transcripts(hypotheses, text_format, "hypothesis")
+def read_heard(references: str | None, hypotheses: str, text_format: TextFormat) -> Heard:
+    """The transcripts of two files, or of one that has both, not normalised yet.
+
+    A DataError where they cannot be read or paired.
+    """
+    said = read_transcripts(references or hypotheses, text_format, "reference")
+    heard = read_transcripts(hypotheses, text_format, "hypothesis" if references else "own hypothesis")
     texts = tuple(pair_transcripts(said, heard))
     notes = ()
     if not (said.has_ids and heard.has_ids) and are_probably_ids(texts):
         notes = ("Each line of both files begins with the same word; if these are ids, give --format ids.",)
-    return Heard(texts, TextFiles(references, hypotheses), "konkanivani", notes)
+    return Heard(texts, TextFiles(references or hypotheses, hypotheses), "konkanivani", notes)
 
 
 def other_system(heard: Heard, other: Transcripts) -> OtherSystem:

@@ -24,7 +24,7 @@ Wish = Literal["auto", "utterances", "speakers"]
 
 @dataclass(frozen=True)
 class Interval:
-    """The middle 95 % of the resamples; NaN where there is nothing to divide by."""
+    """The middle 95 % of the resamples; NaN where they say nothing."""
 
     low: float
     high: float
@@ -76,6 +76,11 @@ def ratios(numerators: np.ndarray, denominators: np.ndarray) -> np.ndarray:
 
 
 def interval_of(values: np.ndarray) -> Interval:
-    """The middle 95 % of the values that are numbers."""
+    """The middle 95 % of the values that are numbers; NaN where they do not vary, and so say nothing.
+
+    Resamples without an error, or of one block, are all the same: that is no sign of certainty.
+    """
     numbers = values[~np.isnan(values)]
-    return Interval(*map(float, np.quantile(numbers, (0.025, 0.975)))) if len(numbers) else Interval(np.nan, np.nan)
+    if not len(numbers) or np.ptp(numbers) == 0:
+        return Interval(np.nan, np.nan)
+    return Interval(*map(float, np.quantile(numbers, (0.025, 0.975))))

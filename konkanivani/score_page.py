@@ -77,7 +77,7 @@ def _headline(report: ScoreReport) -> str:
     )
     rates, errors = [], []
     for name, noun, edits, interval in sides:
-        rates.append(draw_tile(name, percent(edits.rate), f"95 %: {interval_words(interval) or 'no interval'}"))
+        rates.append(draw_tile(name, percent(edits.rate), f"95 %: {interval_words(interval) or 'not known'}"))
         kinds = f"{edits.substitutions:,} substituted, {edits.deletions:,} deleted, {edits.insertions:,} inserted"
         errors.append(draw_tile(f"{noun} errors", f"{edits.errors:,}", f"in {count(edits.length, noun)}: {kinds}"))
     speech = "" if report.seconds is None else f"{duration_words(report.seconds / 3600)} of speech"

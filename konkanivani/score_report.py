@@ -1,6 +1,6 @@
 """All that is to be said of how well utterances were recognised, from their two texts to the report."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,9 +111,8 @@ def build_report(heard: Heard, edits: UtteranceEdits, wish: Wish, worst: int, ot
     resampled = resample(edits.sums, blocks_of(speakers, unit))
     by_speaker = _slices(texts, edits, wish, speakers) if len(set(speakers)) > 1 else {}
     by_duration = _slices(texts, edits, wish, [_bucket(text.seconds) for text in texts])
-    by_pattern = _slices(texts, edits, wish, [text.pattern for text in texts])
-    wrong = np.flatnonzero(edits.sums[:, 0])
-    confusions = count_confusions(align_words(texts[row].reference, texts[row].hypothesis) for row in wrong)
+    by_pattern = _slices(texts, edits, wish, [text.pattern or None for text in texts])
+    confusions = count_confusions(_alignments([texts[row] for row in np.flatnonzero(edits.sums[:, 0])]))
     return ScoreReport(
         title=heard.source.title,
         facts=heard.facts,
@@ -126,7 +125,7 @@ def build_report(heard: Heard, edits: UtteranceEdits, wish: Wish, worst: int, ot
         unit=unit,
         speakers=tuple(sorted(by_speaker.values(), key=lambda part: -np.nan_to_num(part.rates.wer, nan=-1.0))),
         durations=tuple(by_duration[name] for name in BUCKETS.values() if name in by_duration),
-        patterns=tuple(by_pattern[name] for name in sorted(by_pattern) if name),
+        patterns=tuple(by_pattern[name] for name in sorted(by_pattern)),
         substitutions=most_frequent(confusions, "substitution", MOST_CONFUSIONS),
         deletions=most_frequent(confusions, "deletion", MOST_CONFUSIONS),
         insertions=most_frequent(confusions, "insertion", MOST_CONFUSIONS),
@@ -135,11 +134,14 @@ def build_report(heard: Heard, edits: UtteranceEdits, wish: Wish, worst: int, ot
     )
 
 
-def _slices(texts: Sequence[ScoredText], edits: UtteranceEdits, wish: Wish, names: list[str]) -> dict[str, Slice]:
-    """The utterances of each name apart."""
+def _slices(
+    texts: Sequence[ScoredText], edits: UtteranceEdits, wish: Wish, names: Sequence[str | None]
+) -> dict[str, Slice]:
+    """The utterances of each name apart, without those that have none."""
     rows_of: dict[str, list[int]] = {}
     for row, name in enumerate(names):
-        rows_of.setdefault(name, []).append(row)
+        if name is not None:
+            rows_of.setdefault(name, []).append(row)
     return {
         name: _slice(name, [texts[row] for row in rows], edits.of(np.array(rows)), wish)
         for name, rows in rows_of.items()
@@ -153,9 +155,9 @@ def _slice(name: str, texts: list[ScoredText], edits: UtteranceEdits, wish: Wish
     return Slice(name, len(texts), _seconds(texts), edits.rates(), interval)
 
 
-def _bucket(seconds: float | None) -> str:
-    """The name of the bucket that so long an utterance falls in; empty where it is not known how long it is."""
-    return "" if seconds is None else BUCKETS[max(start for start in BUCKETS if start <= seconds)]
+def _bucket(seconds: float | None) -> str | None:
+    """The name of the bucket that so long an utterance falls in; None where it is not known how long it is."""
+    return None if seconds is None else BUCKETS[max(start for start in BUCKETS if start <= seconds)]
 
 
 def _seconds(texts: Sequence[ScoredText]) -> float | None:
@@ -168,11 +170,16 @@ def _worst(texts: Sequence[ScoredText], edits: UtteranceEdits, most: int) -> tup
     """Those with most word errors, of equals those with most character errors; none that is right."""
     errors = edits.sums[:, [0, 2]]
     order = np.lexsort((-errors[:, 1], -errors[:, 0]))
-    return tuple(_aligned(texts[row], edits.of(np.array([row]))) for row in order[:most] if errors[row].any())
+    rows = [row for row in order[:most] if errors[row].any()]
+    alignments = _alignments([texts[row] for row in rows])
+    return tuple(
+        AlignedUtterance(texts[row], edits.of(np.array([row])).rates(), aligned)
+        for row, aligned in zip(rows, alignments, strict=True)
+    )
 
 
-def _aligned(text: ScoredText, edits: UtteranceEdits) -> AlignedUtterance:
-    return AlignedUtterance(text, edits.rates(), align_words(text.reference, text.hypothesis))
+def _alignments(texts: Sequence[ScoredText]) -> Iterator[tuple[Edit, ...]]:
+    return align_words([text.reference for text in texts], [text.hypothesis for text in texts])
 
 
 def _compare(texts: Sequence[ScoredText], edits: UtteranceEdits, other: OtherSystem, wish: Wish) -> Comparison:

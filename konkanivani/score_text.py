@@ -76,6 +76,9 @@ def comparison_sentences(compared: Comparison) -> Iterator[str]:
     yield f"Against {both}: WER {percent(ours)} here, {percent(theirs)} there."
     if not math.isfinite(difference):
         return
+    if not math.isfinite(compared.interval.low):
+        yield f"Difference {100 * difference:+.1f} points, the same in every resample."
+        return
     low, high = 100 * compared.interval.low, 100 * compared.interval.high
     yield (
         f"Difference {100 * difference:+.1f} points (95 %: {low:+.1f} to {high:+.1f}); fewer word errors here in "

@@ -18,10 +18,11 @@ from konkanivani.data.utterance import Utterance
 from konkanivani.errors import DataError
 
 TextFormat = Literal["lines", "ids"]
-Role = Literal["reference", "hypothesis"]
+Role = Literal["reference", "hypothesis", "own hypothesis"]
 FIELDS: dict[Role, tuple[str, ...]] = {
     "reference": ("reference", "text"),
     "hypothesis": ("hypothesis", "pred_text", "text"),
+    "own hypothesis": ("hypothesis", "pred_text"),  # beside its own reference, which may be the text
 }
 MOST_CHARACTERS = 200_000  # three hours of speech; the alignment of one with another takes seconds, and grows squared
 MOST_BYTES = 8 * MOST_CHARACTERS
@@ -69,8 +70,7 @@ def read_transcripts(path: str, text_format: TextFormat, role: Role) -> Transcri
 
     Files named .jsonl or .json are JSON lines, all others of the `text_format`.
     """
-    is_json = Path(path).suffix.lower() in (".jsonl", ".json")
-    rows = []
+    is_json, rows = is_json_file(path), []
     for number, line in _lines(path):
         if is_json or text_format == "ids":
             if not line.strip():
@@ -85,6 +85,11 @@ def read_transcripts(path: str, text_format: TextFormat, role: Role) -> Transcri
         raise DataError(f"{path} is empty: there is nothing to score. Give a file of transcripts.")
     _check_ids(path, rows)
     return Transcripts(path, tuple(rows))
+
+
+def is_json_file(path: str) -> bool:
+    """Whether the file's name says that its lines are JSON."""
+    return Path(path).suffix.lower() in (".jsonl", ".json")
 
 
 def _lines(path: str) -> Iterator[tuple[int, str]]:
@@ -128,7 +133,7 @@ def _parse_json(place: str, line: str, role: Role) -> Transcript:
     names = FIELDS[role]
     text = next((fields[name] for name in names if fields.get(name) is not None), None)
     if not isinstance(text, str):
-        raise DataError(f"{place} has no {role}: give it in quotes as {' or '.join(names)}.")
+        raise DataError(f"{place} has no {role.removeprefix('own ')}: give it in quotes as {' or '.join(names)}.")
     row = _row_of(text, fields)
     if any("\ud800" <= c <= "\udfff" for c in row.text + row.id + row.speaker + row.pattern):
         raise DataError(f"{place} holds half a character, \\ud800 to \\udfff, which is no text. Mend the row.")

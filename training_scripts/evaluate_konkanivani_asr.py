@@ -2,6 +2,7 @@
 """Scores a checkpoint on a manifest, or hypotheses that are there already: WER, CER, their intervals, and the errors.
 
 python3 training_scripts/evaluate_konkanivani_asr.py --checkpoint checkpoints/checkpoint_best.pt --manifest test.jsonl
+
 python3 training_scripts/evaluate_konkanivani_asr.py --references said.txt --hypotheses heard.txt --html score.html
 """
 
@@ -26,7 +27,7 @@ from konkanivani.score_json import score_json
 from konkanivani.score_page import draw_score_page
 from konkanivani.score_report import build_report
 from konkanivani.score_text import score_lines
-from konkanivani.transcripts import read_transcripts
+from konkanivani.transcripts import is_json_file, read_transcripts
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Flags:
     manifest: str | None = None
     """JSONL manifest to score it on."""
     references: str | None = None
-    """Without a checkpoint: what was said, a text file or JSON lines (None: what --hypotheses names as such)."""
+    """Without a checkpoint: what was said, a text file or JSON lines (None: --hypotheses has it)."""
     hypotheses: str | None = None
     """Without a checkpoint: what was heard, a text file or JSON lines such as a manifest or --output's."""
     format: Literal["lines", "ids"] = "lines"
@@ -106,7 +107,7 @@ def read(flags: Flags) -> Heard:
     """What the files of references and hypotheses say."""
     if flags.output_path:
         check_output(flags.output_path)
-    return read_heard(flags.references or flags.hypotheses, flags.hypotheses, flags.format)
+    return read_heard(flags.references, flags.hypotheses, flags.format)
 
 
 def check_flags(flags: Flags) -> None:
@@ -114,6 +115,8 @@ def check_flags(flags: Flags) -> None:
     of_checkpoint, of_texts = (flags.checkpoint, flags.manifest), (flags.references, flags.hypotheses)
     is_checkpoint = None not in of_checkpoint and of_texts == (None, None)
     is_text = of_checkpoint == (None, None) and flags.hypotheses is not None
+    if is_text and flags.references is None:
+        is_text = is_json_file(flags.hypotheses)
     if not is_checkpoint and not is_text:
         raise UsageError(
             "Give --checkpoint and --manifest to score a checkpoint, or --references and --hypotheses to score what is "
