@@ -137,6 +137,8 @@ def decoding_words(config: DecodingConfig) -> str:
     if config.decode == "greedy":
         return "greedy"
     said = [config.decode, f"beam {config.beam}"]
+    if config.decode == "prefix":
+        return ", ".join(said)
     said += [f"CTC weight {config.joint_ctc_weight:g}"] if config.decode == "joint" else []
     said += [f"length bonus {config.length_bonus:g}"] if config.length_bonus else []
     said += [f"{config.language_model} times {config.language_model_weight:g}"] if config.language_model else []

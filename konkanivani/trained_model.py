@@ -56,7 +56,8 @@ def hear_manifest(trained: TrainedModel, path: str, manifest: Manifest, decoding
 
     They are to be normalised as in its training.
     """
-    evaluation = evaluate_manifest(trained, manifest.path, build_decode(decoding))
+    decode = build_decode(decoding, trained.tokenizer, trained.forward.device)
+    evaluation = evaluate_manifest(trained, manifest.path, decode)
     heard = {scored.utterance.row: scored.hypothesis for scored in evaluation.scored}
     texts = tuple(
         ScoredText(said.id, said.text, heard[said.row], said.speaker, said.duration, said.pattern)

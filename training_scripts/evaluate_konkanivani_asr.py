@@ -19,6 +19,7 @@ from konkanivani.command_line import read_flags, run_script
 from konkanivani.config import DecodingConfig
 from konkanivani.data.manifest import read_manifest
 from konkanivani.errors import UsageError
+from konkanivani.flags import check_decoding
 from konkanivani.heard import Heard, other_system, read_heard
 from konkanivani.hypotheses_file import check_output, write_hypotheses
 from konkanivani.metrics import count_edits
@@ -122,6 +123,7 @@ def check_flags(flags: Flags) -> None:
             "Give --checkpoint and --manifest to score a checkpoint, or --references and --hypotheses to score what is "
             "there already; --hypotheses alone where its JSON lines have both texts."
         )
+    check_decoding(flags.decoding)
     if flags.worst < 0:
         raise UsageError(f"--worst {flags.worst} must be at least 0.")
     if flags.html is not None:
