@@ -481,3 +481,11 @@ def test_reading_a_file_without_ids_says_so(tmp_path):
     said, _ = files(tmp_path, "a\n", "a\n")
     assert not read_transcripts(said, "lines", "reference").has_ids
     assert read_transcripts(said, "ids", "reference").has_ids
+
+
+def test_the_simulated_coverage_is_far_too_small_of_two_speakers():
+    flags = ("--trials", "60", "--utterances", "40", "--speakers", "2", "20", "--spreads", "0")
+    done = run_script("benchmarks/interval_coverage.py", *flags)
+    assert done.returncode == 0, done.stderr
+    [of_two, of_twenty] = [list(map(float, re.findall(r"([\d.]+)%", line))) for line in done.stdout.splitlines()[1:]]
+    assert of_two[1] < 75 < of_twenty[1] and min(of_two[0], of_twenty[0]) > 80
