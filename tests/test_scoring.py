@@ -213,6 +213,17 @@ def test_slices_add_up_and_the_worst_come_first():
     assert "too few (3) to be resampled" in score_lines(report)
 
 
+def test_the_worst_have_most_word_errors_then_most_character_errors():
+    pairs = {
+        "one far": ("शाळा", "उदकबाजार"),
+        "two": ("एक घर", "एत घरा"),
+        "one near": ("एक", "एत"),
+        "none": ("एक", "एक"),
+    }
+    report = report_on([ScoredText(name, *texts) for name, texts in pairs.items()])
+    assert [found.text.id for found in report.worst] == ["two", "one far", "one near"]
+
+
 def test_durations_and_speakers_that_are_not_known_have_no_table():
     report = report_on([ScoredText("a", "एक", "दोन"), ScoredText("b", "एक", "एक")])
     assert (report.seconds, report.speakers, report.durations, report.patterns) == (None, (), (), ())
