@@ -6,7 +6,6 @@ B batch, S samples, T' encoder frames, V vocabulary.
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -18,6 +17,7 @@ from konkanivani.audio_file import AudioSource
 from konkanivani.checkpoint import read_checkpoint
 from konkanivani.config import DecodingConfig
 from konkanivani.decoding.decode import Decode, build_decode
+from konkanivani.flags import check_decoding
 from konkanivani.lengths import SAMPLE_RATE, encoded_length
 from konkanivani.pieces import Cutting, Piece, cut_into_pieces, cutting_of
 from konkanivani.preflight import choose_device
@@ -86,7 +86,9 @@ def load_recognizer(
     device: Literal["auto", "cuda", "cpu"] = "auto",
 ) -> Recognizer:
     """The recogniser of the checkpoint at `path`; a CheckpointError says what is wrong with the file."""
-    return build_recognizer(path, DecodingConfig(decode=decode, beam=beam), device)
+    decoding = DecodingConfig(decode=decode, beam=beam)
+    check_decoding(decoding)
+    return build_recognizer(path, decoding, device)
 
 
 def build_recognizer(
@@ -101,9 +103,10 @@ def build_recognizer(
     Pieces last `longest_seconds` at most (None: as long as what the model was trained on), and are apart at pauses of
     `pause_seconds`.
     """
-    speech_model = speech_model_of(read_checkpoint(Path(path)), choose_device(device))
+    speech_model = speech_model_of(read_checkpoint(path), choose_device(device))
     longest = min(speech_model.longest_seconds, LONGEST_PIECE) if longest_seconds is None else longest_seconds
-    return Recognizer(speech_model, build_decode(decoding), cutting_of(longest, pause_seconds))
+    decode = build_decode(decoding, speech_model.tokenizer, speech_model.device)
+    return Recognizer(speech_model, decode, cutting_of(longest, pause_seconds))
 
 
 def _words_of_core(words: list[Word], piece: Piece) -> list[Word]:

@@ -51,10 +51,9 @@ def score_test(checkpoint: Path, config: DataConfig, device: torch.device) -> tu
     if config.test_manifest is None:
         return tuple(TestScore(decode, None) for decode in ways)
     trained = load_trained_model(checkpoint, device)
-    return tuple(
-        TestScore(decode, evaluate_manifest(trained, config.test_manifest, build_decode(DecodingConfig(decode))))
-        for decode in ways
-    )
+    decoders = [build_decode(DecodingConfig(decode), trained.tokenizer, device) for decode in ways]
+    evaluations = [evaluate_manifest(trained, config.test_manifest, decode) for decode in decoders]
+    return tuple(map(TestScore, ways, evaluations))
 
 
 def tell_rehearsal(run: Run) -> None:

@@ -18,6 +18,7 @@ from tyro.conf import Positional, arg
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.config import DecodingConfig
 from konkanivani.errors import CheckpointError, UsageError
+from konkanivani.flags import check_decoding
 
 SHORTEST_PIECE, LONGEST_PIECE = 1.0, 600.0
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.2, 60.0
@@ -72,8 +73,7 @@ def check_flags(flags: Flags) -> None:
         raise UsageError(f"--longest_piece must be from {SHORTEST_PIECE:g} to {LONGEST_PIECE:g} seconds.")
     if not SHORTEST_PAUSE <= flags.pause <= LONGEST_PAUSE:
         raise UsageError(f"--pause must be from {SHORTEST_PAUSE:g} to {LONGEST_PAUSE:g} seconds.")
-    if flags.decoding.beam < 1:
-        raise UsageError(f"--beam {flags.decoding.beam} must be at least 1.")
+    check_decoding(flags.decoding)
 
 
 if __name__ == "__main__":
