@@ -25,7 +25,7 @@ from konkanivani.text import Tokenizer
 
 LN_10 = math.log(10)
 IMPOSSIBLE = -99.0  # SRILM's base-10 logarithm of zero; what the file of a model says of <s>
-MOST_NGRAMS = 100_000_000
+MOST_NGRAMS = 30_000_000  # while they are read, each takes some 130 bytes
 MOST_ORDER = 32
 MOST_SILENT_LINES = 1000  # before the first section, or blank
 LONGEST_LINE = 2**14  # bytes
