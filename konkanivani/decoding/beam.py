@@ -109,11 +109,12 @@ def beam_search(
         scores = _allowed(search, candidates, scores, scorers.length_bonus)
         sources, tokens = _select(search, candidates, scores)
         _take_ended(search, tokens)
+        hopeful = [n for n in range(len(search.places)) if _has_hope(search, n, best, scorers.length_bonus)]
+        search.places = [search.places[n] for n in hopeful]
+        if not hopeful:
+            break
         scorers.follow(sources, tokens)
-        hopeful = [
-            n for n, place in enumerate(search.places) if _has_hope(search, n, place, best, scorers.length_bonus)
-        ]
-        if len(hopeful) < len(search.places):
+        if len(hopeful) < len(tokens):
             _keep(search, scorers, hopeful)
     return [tuple(ranked(ended)[:best]) for ended in search.ended]
 
@@ -170,10 +171,7 @@ def _has_hope(search: _Search, n: int, best: int, length_bonus: float) -> bool:
 
 
 def _keep(search: _Search, scorers: Scorers, hopeful: list[int]) -> None:
-    """Goes on with these utterances alone, by their place among those that are not done."""
-    search.places = [search.places[n] for n in hopeful]
-    if not hopeful:
-        return
+    """Goes on with these utterances alone, by their place among those that were not done."""
     rows = torch.tensor(hopeful, device=search.scores.device)
     search.limits, search.tokens, search.scores = search.limits[rows], search.tokens[rows], search.scores[rows]
     scorers.keep(rows)
