@@ -134,9 +134,6 @@ class _Reader:
             counts.append(int(stated[2]))
         if not counts or not counts[0]:
             raise self._error("its head states no 1-grams")
-        if counts[0] > len(self._known):
-            words = f"{counts[0]} different words where the tokenizer has {len(self._known)}"
-            raise self._error(f"its head states {words}", FOREIGN)
         if sum(counts) > MOST_NGRAMS:
             raise self._error(f"its head states {sum(counts)} n-grams, and {MOST_NGRAMS} are the most that are read")
         return counts, line
