@@ -160,8 +160,8 @@ def check_decoding(config: DecodingConfig) -> None:
         Rule(config.language_model_weight >= 0, "--language_model_weight must be at least 0"),
         Rule(all(abs(number) < float("inf") for number in numbers), "every weight must be a finite number"),
         Rule(
-            config.language_model is None or config.decode in ("attention", "joint"),
-            "--language_model works with --decode attention or joint",
+            config.language_model is None or config.decode != "greedy",
+            "--language_model works with --decode prefix, attention or joint",
         ),
     ]
     raise_broken(rules)

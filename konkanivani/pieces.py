@@ -138,6 +138,7 @@ class _Stream:
             powers.append(new[whole * STEP :].square().mean()[None])
         self._power = torch.cat([self._power, *powers])
         self.end = self.first + len(self._power)
+        self._levels = torch.zeros(0)
         if not len(self._power):
             return
         smoothed = F.avg_pool1d(self._power[None], SMOOTHED, 1, SMOOTHED // 2, count_include_pad=False)[0]

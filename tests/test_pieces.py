@@ -144,6 +144,15 @@ def test_speech_without_pause_is_cut_with_an_overlap_that_hides_the_cut(block):
     assert all(abs(piece.core_end * 5 - round(piece.core_end * 5)) < 0.15 for piece in pieces[:-1])
 
 
+@pytest.mark.parametrize("longest", [0.03, 0.3, 1.0])
+def test_cutting_ends_however_short_the_pieces(longest):
+    waveform = syllables(4.123)
+    pieces = cut(waveform, longest=longest)
+    assert all(one.core_end == other.core_start < other.core_end for one, other in itertools.pairwise(pieces))
+    assert all(len(piece.waveform) > 0 for piece in pieces)
+    assert (pieces[0].core_start, pieces[-1].core_end) == (0, pytest.approx(4.123, abs=0.01))
+
+
 def test_no_more_than_a_minute_is_read_ahead():
     read = 0
 
