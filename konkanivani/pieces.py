@@ -29,7 +29,7 @@ LEAST_REACH = 6.0
 MARGIN = 15  # steps kept before and after speech: without them the first and last sounds are misheard
 OVERLAP = STEPS_A_SECOND  # context of a piece on the side where it was cut within speech
 OVERLAP_SHARE = 4  # the overlap is at most the longest piece over this
-DIP = 10  # steps: within speech the cut is in the middle of the quietest so many
+DIP = 20  # steps: within speech the cut is in the middle of the quietest so many
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class _Stream:
         return self._power[begin - self.first : end - self.first] < 10 ** (NOTHING / 10)
 
     def quietest_step(self, begin: int, end: int) -> int:
-        """The middle of the quietest tenth of a second in the second half of the steps from `begin` to `end`."""
+        """The middle of the quietest fifth of a second in the second half of the steps from `begin` to `end`."""
         power = self._power[(begin + end) // 2 - self.first : end - self.first]
         width = min(DIP, len(power))
         return (begin + end) // 2 + int(power.unfold(0, width, 1).sum(dim=1).argmin()) + width // 2
