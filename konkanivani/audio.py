@@ -21,6 +21,20 @@ from konkanivani.lengths import (
 )
 
 MEL_BINS = 80
+SMALLEST_POWER = 1e-10
+# What features depend on; a model that was trained on features of other constants hears nothing here.
+FEATURES = {
+    "sample_rate": SAMPLE_RATE,
+    "fft_samples": FFT_SAMPLES,
+    "window_samples": WINDOW_SAMPLES,
+    "hop_samples": HOP_SAMPLES,
+    "window": "hann, periodic, in the middle of the transform",
+    "mel_bins": MEL_BINS,
+    "mel_scale": "htk, 0 Hz to half the sample rate, not normalised",
+    "smallest_power": SMALLEST_POWER,
+    "edges": "no padding",
+    "normalisation": "mean 0 and variance 1 of each bin over the utterance",
+}
 
 
 @contextlib.contextmanager
@@ -67,7 +81,7 @@ class LogMel(torch.nn.Module):
         )
 
     def forward(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
-        features = self.power(waveforms).clamp_min_(1e-10).log_().transpose(1, 2)
+        features = self.power(waveforms).clamp_min_(SMALLEST_POWER).log_().transpose(1, 2)
         feature_lengths = tuple(map(feature_length, sample_lengths))
         padding = padding_mask(feature_lengths, features.shape[1], features.device)[:, :, None]
         frames = torch.tensor(feature_lengths, dtype=features.dtype).to(features.device)[:, None, None]
