@@ -83,10 +83,19 @@ class LogMel(torch.nn.Module):
     def forward(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
         features = self.power(waveforms).clamp_min_(SMALLEST_POWER).log_().transpose(1, 2)
         feature_lengths = tuple(map(feature_length, sample_lengths))
-        padding = padding_mask(feature_lengths, features.shape[1], features.device)[:, :, None]
-        frames = torch.tensor(feature_lengths, dtype=features.dtype).to(features.device)[:, None, None]
-        features = features.masked_fill(padding, 0.0)
-        features = features - features.sum(dim=1, keepdim=True) / frames
-        features = features.masked_fill(padding, 0.0)
-        deviation = (features.square().sum(dim=1, keepdim=True) / frames).sqrt()
-        return features / (deviation + 1e-5), feature_lengths
+        padding = padding_mask(feature_lengths, features.shape[1], features.device)
+        frames = torch.tensor(feature_lengths, dtype=features.dtype).to(features.device)
+        return normalized(features, padding, frames), feature_lengths
+
+
+def normalized(features: torch.Tensor, padding: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
+    """Features (B, T, F), each bin of mean 0 and variance 1 over the utterance's valid frames, 0 in the padding.
+
+    `padding` (B, T) is True beyond an utterance's end, `frames` (B,) counts the valid ones, a float tensor.
+    """
+    padding, frames = padding[:, :, None], frames[:, None, None]
+    features = features.masked_fill(padding, 0.0)
+    features = features - features.sum(dim=1, keepdim=True) / frames
+    features = features.masked_fill(padding, 0.0)
+    deviation = (features.square().sum(dim=1, keepdim=True) / frames).sqrt()
+    return features / (deviation + 1e-5)

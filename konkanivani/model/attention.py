@@ -55,6 +55,16 @@ def _turn(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, h
     first.copy_(turned)
 
 
+def _turned(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int) -> torch.Tensor:
+    """What `_turn` makes of projected (B, T, 3 D), as a new tensor: an exported graph has nothing to change in place."""
+    query_key_value = projected.unflatten(-1, (3, heads, -1))
+    queries_and_keys, values = query_key_value.split((2, 1), dim=2)
+    cosines, sines = (table.to(projected.dtype)[:, None, None, :] for table in (cosines, sines))
+    first, second = queries_and_keys.chunk(2, dim=-1)
+    turned = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+    return torch.cat([turned, values], dim=2).flatten(2)
+
+
 class SelfAttention(torch.nn.Module):
     """(B, T, D) -> (B, T, D): rotary self-attention; `key_mask` (B, 1, 1, T) is True where a key may be seen."""
 
@@ -72,7 +82,8 @@ class SelfAttention(torch.nn.Module):
         key_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         batch, length, width = x.shape
-        projected = _Rotated.apply(linear_of(x, self.query_key_value, norm), *positions, self.heads)
+        rotate = _turned if torch.compiler.is_exporting() else _Rotated.apply
+        projected = rotate(linear_of(x, self.query_key_value, norm), *positions, self.heads)
         query, key, value = projected.view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask, is_causal=self.causal)
         return self.output(attended.transpose(1, 2).reshape(batch, length, width))
