@@ -1,14 +1,20 @@
 """How encoded frames become token ids, as the settings ask for it.
 
-B batch, T' encoder frames, D model width.
+B batch, T' encoder frames, D model width, V vocabulary.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from konkanivani.config import DecodingConfig
+from konkanivani.decoding.beam import Scorers, Weighted, beam_search
 from konkanivani.decoding.ctc import greedy_ctc
+from konkanivani.decoding.hypothesis import Hypothesis
+from konkanivani.decoding.language_model import LanguageModel
+from konkanivani.decoding.prefix_beam import prefix_beam_search
+from konkanivani.decoding.scorers import AttentionScorer, CTCScorer, LanguageModelScorer
 from konkanivani.lengths import Lengths
 from konkanivani.model.asr import KonkaniVaniASR
 
@@ -22,6 +28,56 @@ class Decode(Protocol):
     def __call__(self, model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]: ...
 
 
-def build_decode(config: DecodingConfig) -> Decode:
+@dataclass(frozen=True)
+class PrefixDecode:
+    """CTC prefix beam search."""
+
+    beam: int
+
+    @torch.no_grad()
+    def __call__(self, model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
+        log_probabilities = model.ctc_head(encoded).float().log_softmax(dim=-1)
+        return _best_tokens(prefix_beam_search(log_probabilities, encoded_lengths, self.beam))
+
+
+@dataclass(frozen=True)
+class BeamDecode:
+    """Beam search with the attention decoder, with CTC where `ctc_weight` is above 0, and with a language model."""
+
+    beam: int
+    ctc_weight: float
+    length_bonus: float
+    language_model: LanguageModel | None
+    language_model_weight: float
+
+    def __call__(self, model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
+        return _best_tokens(self.search(model, encoded, encoded_lengths, best=1))
+
+    @torch.no_grad()
+    def search(
+        self, model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths, best: int
+    ) -> list[tuple[Hypothesis, ...]]:
+        """Each utterance's `best` hypotheses, likeliest first; none has more tokens than its utterance has frames."""
+        frames = encoded, encoded_lengths, self.beam
+        full = [Weighted(AttentionScorer(model, *frames), 1 - self.ctc_weight)]
+        if self.language_model is not None:
+            scorer = LanguageModelScorer(self.language_model, len(encoded), self.beam, encoded.device)
+            full.append(Weighted(scorer, self.language_model_weight))
+        ctc = CTCScorer(model, *frames) if self.ctc_weight else None
+        scorers = Scorers(tuple(full), ctc, self.ctc_weight, self.length_bonus)
+        return beam_search(scorers, encoded_lengths, self.beam, best, encoded.device)
+
+
+def build_decode(config: DecodingConfig, language_model: LanguageModel | None = None) -> Decode:
     """The decoding that the settings ask for."""
-    return greedy_ctc
+    if config.decode == "greedy":
+        return greedy_ctc
+    if config.decode == "prefix":
+        return PrefixDecode(config.beam)
+    ctc_weight = config.joint_ctc_weight if config.decode == "joint" else 0.0
+    return BeamDecode(config.beam, ctc_weight, config.length_bonus, language_model, config.language_model_weight)
+
+
+def _best_tokens(found: list[tuple[Hypothesis, ...]]) -> list[list[int]]:
+    """The first hypothesis's tokens, none where nothing was found."""
+    return [list(hypotheses[0].tokens) if hypotheses else [] for hypotheses in found]

@@ -18,22 +18,10 @@ import torch.nn.functional as F
 
 from konkanivani.ctc_operator import BLANK
 from konkanivani.decoding.ctc import blank_beyond
+from konkanivani.decoding.hypothesis import Hypothesis, first_best, ranked
 from konkanivani.lengths import Lengths
 
-# Log probabilities that differ by less than a step are a tie. Kernels round the same sum differently at other places
-# of a batch; without steps such a last bit would decide between equals, and a batch could differ from one by one.
-STEPS_IN_A_NAT = 2**26
-# Beyond so many steps (16,384 nats) below the best no difference is made, so that a rank and a place fit an int64.
-FARTHEST = 2**40
 NO_TOKEN = -1
-
-
-@dataclass(frozen=True)
-class Hypothesis:
-    """A token sequence and its log probability in nats; a lower bound where alignments of it left the beam."""
-
-    tokens: tuple[int, ...]
-    log_probability: float
 
 
 @dataclass(frozen=True)
@@ -92,7 +80,7 @@ def _tokens_to_try(emissions: torch.Tensor, tokens_per_frame: int | None) -> tor
     batch, vocabulary = emissions.shape
     if tokens_per_frame is None or tokens_per_frame >= vocabulary - 1:
         return torch.arange(1, vocabulary, device=emissions.device).expand(batch, -1)
-    return _first_best(emissions[:, 1:], tokens_per_frame).sort(dim=1).values + 1
+    return first_best(emissions[:, 1:], tokens_per_frame).sort(dim=1).values + 1
 
 
 def _advance(beam: _Beam, frame: int, emissions: torch.Tensor, tried: torch.Tensor) -> _Beam:
@@ -109,7 +97,7 @@ def _advance(beam: _Beam, frame: int, emissions: torch.Tensor, tried: torch.Tens
     extended = extended.masked_fill(_already_there(beam, parents, has_parent, tried, emissions.shape[1]), -math.inf)
 
     scores = torch.cat([torch.logaddexp(in_blank, in_token)[:, :, None], extended], dim=2)
-    return _followed(beam, _first_best(scores.flatten(1), scores.shape[1]), scores, in_blank, in_token, tried)
+    return _followed(beam, first_best(scores.flatten(1), scores.shape[1]), scores, in_blank, in_token, tried)
 
 
 def _followed(
@@ -172,16 +160,6 @@ def _gathered(indices: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tens
     return tuple(tensor.gather(1, indices) for tensor in tensors)
 
 
-def _first_best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices (B, count) of the highest scores (B, N), highest first, and of equals the first."""
-    highest = scores.amax(dim=1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
-    ranks = ((scores - highest) * STEPS_IN_A_NAT).round().clamp(min=-FARTHEST)
-    ranks = ranks.masked_fill(scores == -math.inf, -FARTHEST - 1).long()
-    # Every key is another, so that it does not matter which of equals a device's topk takes.
-    keys = ranks * scores.shape[1] - torch.arange(scores.shape[1], device=scores.device)
-    return keys.topk(count, dim=1).indices
-
-
 def _hypotheses(beam: _Beam, best: int) -> list[tuple[Hypothesis, ...]]:
     """What the beam holds of each utterance, likeliest first."""
     found = []
@@ -192,15 +170,5 @@ def _hypotheses(beam: _Beam, best: int) -> list[tuple[Hypothesis, ...]]:
             for tokens, length, score in zip(prefixes, lengths, scores, strict=True)
             if score > -math.inf
         ]
-        found.append(tuple(_ranked(hypotheses)[:best]))
+        found.append(tuple(ranked(hypotheses)[:best]))
     return found
-
-
-def _ranked(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
-    """Likeliest first; of equals, the smaller token ids first."""
-    highest = max((hypothesis.log_probability for hypothesis in hypotheses), default=0.0)
-
-    def rank(hypothesis: Hypothesis) -> tuple[int, tuple[int, ...]]:
-        return round((highest - hypothesis.log_probability) * STEPS_IN_A_NAT), hypothesis.tokens
-
-    return sorted(hypotheses, key=rank)

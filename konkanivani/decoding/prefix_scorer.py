@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from konkanivani.ctc_operator import BLANK
 from konkanivani.decoding.ctc import blank_beyond
@@ -83,13 +84,17 @@ class CTCPrefixScorer:
         before_blank, before_token = state.in_blank.gather(1, places), state.in_token.gather(1, places)
         is_repeated = (tokens == state.last.gather(1, sources))[:, :, None]
         begins = torch.where(is_repeated, before_blank, torch.logaddexp(before_blank, before_token))
-        in_blank, in_token = torch.full_like(begins, -math.inf), torch.full_like(begins, -math.inf)
-        for frame in range(self._frames.shape[1]):
-            emissions = self._frames[:, frame].double()
-            was_blank, was_token = in_blank[:, :, frame], in_token[:, :, frame]
-            in_token[:, :, frame + 1] = torch.logaddexp(was_token, begins[:, :, frame]) + emissions.gather(1, tokens)
-            in_blank[:, :, frame + 1] = torch.logaddexp(was_blank, was_token) + emissions[:, BLANK, None]
+        columns = tokens[:, None].expand(-1, self._frames.shape[1], -1)
+        of_tokens = self._frames.gather(2, columns).double().transpose(1, 2)  # (B, K', T')
+        of_blank = self._frames[:, None, :, BLANK].double().expand_as(of_tokens)
+        in_token = _reached(of_tokens, begins[:, :, :-1])
+        in_blank = _reached(of_blank, in_token[:, :, :-1])
         return PrefixState(in_blank, in_token, tokens)
+
+    def keep(self, state: PrefixState, utterances: torch.Tensor) -> tuple["CTCPrefixScorer", PrefixState]:
+        """The scorer and the state of the utterances at these places (B',) alone."""
+        kept = PrefixState(state.in_blank[utterances], state.in_token[utterances], state.last[utterances])
+        return CTCPrefixScorer(self._frames[utterances], (self._frames.shape[1],) * len(utterances)), kept
 
     def _begun(self, after: torch.Tensor, candidates: torch.Tensor | None) -> torch.Tensor:
         """(B, K, C): the log probability that a candidate follows in some frame what ended before it.
@@ -107,3 +112,19 @@ class CTCPrefixScorer:
                 emissions = emissions.expand(-1, after.shape[1], -1, -1).gather(3, candidates[:, :, None].expand(size))
             scores = torch.logaddexp(scores, (ended[:, :, :, None] + emissions).logsumexp(dim=2))
         return scores
+
+
+# Stands for the logarithm of zero where sums are made, and is taken for it again from half of it on.
+ALMOST_MINUS_INFINITY = -1e6
+
+
+def _reached(emissions: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+    """(B, K, T' + 1), x: x[0] = 0 and x[t + 1] = (x[t] + arriving[t]) emissions[t], all as logarithms.
+
+    Solved at once: with E[t] the product of the emissions before t, x[t] / E[t] is the sum of arriving[s] / E[s] over
+    all s < t.
+    """
+    products = F.pad(emissions.clamp(min=ALMOST_MINUS_INFINITY).cumsum(dim=2), (1, 0))
+    sums = (arriving - products[:, :, :-1]).logcumsumexp(dim=2) + products[:, :, 1:]
+    sums = sums.masked_fill((sums < ALMOST_MINUS_INFINITY / 2) | (emissions == -math.inf), -math.inf)
+    return F.pad(sums, (1, 0), value=-math.inf)

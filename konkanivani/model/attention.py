@@ -56,7 +56,7 @@ def _turn(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, h
 
 
 def _turned(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int) -> torch.Tensor:
-    """What `_turn` makes of projected (B, T, 3 D), as a new tensor: an exported graph has nothing to change in place."""
+    """What `_turn` makes of projected (B, T, 3 D), as a new tensor: in an exported graph nothing changes in place."""
     query_key_value = projected.unflatten(-1, (3, heads, -1))
     queries_and_keys, values = query_key_value.split((2, 1), dim=2)
     cosines, sines = (table.to(projected.dtype)[:, None, None, :] for table in (cosines, sines))
@@ -82,11 +82,36 @@ class SelfAttention(torch.nn.Module):
         key_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         batch, length, width = x.shape
-        rotate = _turned if torch.compiler.is_exporting() else _Rotated.apply
-        projected = rotate(linear_of(x, self.query_key_value, norm), *positions, self.heads)
-        query, key, value = projected.view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        query, key, value = self._projected(x, norm, positions)
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask, is_causal=self.causal)
         return self.output(attended.transpose(1, 2).reshape(batch, length, width))
+
+    def step(
+        self,
+        x: torch.Tensor,
+        norm: torch.nn.LayerNorm,
+        position: tuple[torch.Tensor, torch.Tensor],
+        kept: torch.Tensor,
+        length: int,
+    ) -> torch.Tensor:
+        """The last token's (R, 1, D) alone, after `length` others; its position's cosines and sines are (1, E / 2).
+
+        `kept` (2, R, H, U, E) holds the others' keys and values, and is given this one's.
+        """
+        projected = self._projected(x, norm, position)
+        kept[:, :, :, length] = projected[1:, :, :, 0]
+        key, value = kept[:, :, :, : length + 1]
+        attended = F.scaled_dot_product_attention(projected[0], key, value)
+        return self.output(attended.transpose(1, 2).flatten(2))
+
+    def _projected(
+        self, x: torch.Tensor, norm: torch.nn.LayerNorm, positions: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """Queries, keys and values (3, B, H, T, E), the first two turned by their positions."""
+        batch, length, width = x.shape
+        turn = _turned if torch.compiler.is_exporting() else _Rotated.apply
+        projected = turn(linear_of(x, self.query_key_value, norm), *positions, self.heads)
+        return projected.view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
 
 
 class CrossAttention(torch.nn.Module):
@@ -102,8 +127,24 @@ class CrossAttention(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, norm: torch.nn.LayerNorm, encoded: torch.Tensor, key_mask: torch.Tensor | None
     ) -> torch.Tensor:
+        return self.attend(x, norm, *self.keys_and_values(encoded), key_mask)
+
+    def keys_and_values(self, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of encoded (B, S, D), each (B, H, S, E): they depend on no token."""
+        batch, frames, _ = encoded.shape
+        key, value = self.key_value(encoded).view(batch, frames, 2, self.heads, -1).permute(2, 0, 3, 1, 4)
+        return key, value
+
+    def attend(
+        self,
+        x: torch.Tensor,
+        norm: torch.nn.LayerNorm,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """(B, T, D) -> (B, T, D) over given keys and values."""
         batch, length, width = x.shape
         query = linear_of(x, self.query, norm).view(batch, length, self.heads, -1).transpose(1, 2)
-        key, value = self.key_value(encoded).view(batch, -1, 2, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask)
         return self.output(attended.transpose(1, 2).reshape(batch, length, width))

@@ -143,3 +143,23 @@ class DecoderBlock(torch.nn.Module):
         x = x + self.dropout(self.self_attention(x, self.self_attention_norm, positions))
         x = x + self.dropout(self.cross_attention(x, self.cross_attention_norm, encoded, encoded_mask))
         return x + self.feedforward(x)
+
+    def step(
+        self,
+        x: torch.Tensor,
+        position: Positions,
+        kept: torch.Tensor,
+        length: int,
+        of_encoded: tuple[torch.Tensor, torch.Tensor],
+        encoded_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The last tokens of K hypotheses an utterance (B, K, D) -> (B, K, D), without dropout.
+
+        `kept` (2, B, K, H, U, E) holds the keys and values of the `length` tokens before; hypotheses see the encoded
+        frames of their utterance together, as the tokens of one sequence do.
+        """
+        rows = x.flatten(0, 1)[:, None]
+        attended = self.self_attention.step(rows, self.self_attention_norm, position, kept.flatten(1, 2), length)
+        x = x + attended.view_as(x)
+        x = x + self.cross_attention.attend(x, self.cross_attention_norm, *of_encoded, encoded_mask)
+        return x + self.feedforward(x)

@@ -9,6 +9,7 @@ from konkanivani.config import ModelConfig
 from konkanivani.lengths import Lengths, padding_mask
 from konkanivani.model.attention import RotaryPositions
 from konkanivani.model.blocks import BlockRunner, DecoderBlock
+from konkanivani.model.cache import FIRST_ROOM, DecoderCache
 from konkanivani.model.dropout import Dropout
 
 
@@ -32,9 +33,41 @@ class Decoder(torch.nn.Module):
     ) -> torch.Tensor:
         x = self.dropout(self.embedding(tokens))
         positions = self.positions(x.shape[1], x)
-        encoded_mask = None
-        if min(encoded_lengths) < encoded.shape[1]:
-            encoded_mask = ~padding_mask(encoded_lengths, encoded.shape[1], encoded.device)[:, None, None, :]
+        encoded_mask = _mask_of(encoded, encoded_lengths)
         for block in self.blocks:
             x = run_block(block, x, positions, encoded, encoded_mask)
         return self.norm(x)
+
+    def begin(self, encoded: torch.Tensor, encoded_lengths: Lengths, beam: int) -> DecoderCache:
+        """A cache for `beam` hypotheses of each utterance of encoded (B, T', D), which have no token yet."""
+        of_encoded = [block.cross_attention.keys_and_values(encoded) for block in self.blocks]
+        keys, _ = of_encoded[0]
+        batch, heads, _, head_width = keys.shape
+        room = (2, batch, beam, heads, FIRST_ROOM, head_width)
+        return DecoderCache(
+            of_tokens=[keys.new_empty(room) for _ in self.blocks],
+            of_encoded=of_encoded,
+            encoded_mask=_mask_of(encoded, encoded_lengths),
+            positions=self.positions,
+            tables=self.positions(FIRST_ROOM, keys),
+        )
+
+    def step(self, tokens: torch.Tensor, cache: DecoderCache) -> torch.Tensor:
+        """The next tokens (B, K) of the hypotheses in `cache` -> decoded (B, K, D); they are in the cache then.
+
+        Equal to the last of `forward` over all tokens so far, in evaluation mode.
+        """
+        cache.make_room()
+        position = tuple(table[cache.length, None] for table in cache.tables)
+        x = self.embedding(tokens)
+        for block, kept, of_encoded in zip(self.blocks, cache.of_tokens, cache.of_encoded, strict=True):
+            x = block.step(x, position, kept, cache.length, of_encoded, cache.encoded_mask)
+        cache.length += 1
+        return self.norm(x)
+
+
+def _mask_of(encoded: torch.Tensor, encoded_lengths: Lengths) -> torch.Tensor | None:
+    """(B, 1, 1, T'), True where a frame may be seen; None where all may be."""
+    if min(encoded_lengths) == encoded.shape[1]:
+        return None
+    return ~padding_mask(encoded_lengths, encoded.shape[1], encoded.device)[:, None, None, :]

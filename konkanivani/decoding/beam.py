@@ -1,0 +1,177 @@
+"""Beam search, token by token, over what scorers think of the hypotheses together; with a beam of one, greedy search.
+
+Watanabe et al. (2017), Hybrid CTC/Attention Architecture for End-to-End Speech Recognition: a hypothesis has the score
+
+    (1 - w) log p_attention + w log p_CTC + l log p_language model + bonus x tokens,
+
+all of its tokens together; while it grows, CTC's share is the probability of everything that begins with it.
+
+B utterances that are not done, K hypotheses an utterance (the beam), C candidates of a hypothesis, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from konkanivani.decoding.hypothesis import Hypothesis, first_best, ranked
+from konkanivani.decoding.scorers import CTCScorer, FullScorer
+from konkanivani.lengths import Lengths
+from konkanivani.text import Tokenizer
+
+# CTC scores so many candidates of each hypothesis for each place in the beam, the likeliest by the other scorers.
+CANDIDATES_A_PLACE = 2
+# With a length bonus the score can grow: then a search ends when nothing that ended with one of the last three lengths
+# comes within ten nats of the best (Watanabe et al., 2017, eq. 22).
+LENGTHS_WITHOUT_HOPE, NATS_WITHOUT_HOPE = 3, 10.0
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A scorer and what its log probabilities are multiplied by."""
+
+    scorer: FullScorer
+    weight: float
+
+
+@dataclass(frozen=True)
+class Scorers:
+    """All that is thought of a hypothesis; `ctc` is asked about the candidates that `full` finds likeliest."""
+
+    full: tuple[Weighted, ...]
+    ctc: CTCScorer | None
+    ctc_weight: float
+    length_bonus: float
+
+    def score(self, beam: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Candidates (B, K, C), the end token among them, and the scores of the hypotheses with one of them more."""
+        scores = sum(weighted.weight * weighted.scorer.score() for weighted in self.full)
+        # What a broken model says of a hypothesis says nothing for it.
+        scores = scores.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
+        candidates = _likeliest(scores, CANDIDATES_A_PLACE * beam if self.ctc else scores.shape[2])
+        scores = scores.gather(2, candidates)
+        if self.ctc and self.ctc_weight:
+            scores = scores + self.ctc_weight * self.ctc.score(candidates)
+        return candidates, scores
+
+    def follow(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Goes on with hypotheses `sources` (B, K) and tokens (B, K) more."""
+        for scorer in self._all():
+            scorer.follow(sources, tokens)
+
+    def keep(self, utterances: torch.Tensor) -> None:
+        """Goes on with the utterances at these places alone."""
+        for scorer in self._all():
+            scorer.keep(utterances)
+
+    def _all(self) -> list[FullScorer | CTCScorer]:
+        return [weighted.scorer for weighted in self.full] + ([self.ctc] if self.ctc else [])
+
+
+def _likeliest(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Token ids (B, K, C), ascending: the `count` likeliest of scores (B, K, V), and the end token."""
+    batch, beam, vocabulary = scores.shape
+    if count >= vocabulary:
+        return torch.arange(vocabulary, device=scores.device).expand(batch, beam, -1)
+    others = scores.index_fill(2, torch.tensor(Tokenizer.end, device=scores.device), -math.inf)
+    likeliest = first_best(others.flatten(0, 1), count).view(batch, beam, count)
+    ends = likeliest.new_full((batch, beam, 1), Tokenizer.end)
+    return torch.cat([likeliest, ends], dim=2).sort(dim=2).values
+
+
+@dataclass
+class _Search:
+    """Where a search stands: the utterances that are not done, and what has ended of all of them."""
+
+    limits: torch.Tensor  # (B,)
+    places: list[int]  # of the B utterances in the batch
+    tokens: torch.Tensor  # (B, K, tokens so far)
+    scores: torch.Tensor  # (B, K), -inf where there is no hypothesis
+    ended: list[list[Hypothesis]]  # of all utterances of the batch
+
+    @property
+    def length(self) -> int:
+        return self.tokens.shape[2]
+
+
+@torch.no_grad()
+def beam_search(
+    scorers: Scorers, limits: Lengths, beam: int, best: int, device: torch.device
+) -> list[tuple[Hypothesis, ...]]:
+    """Each utterance's `best` hypotheses, likeliest first, of at most limits[b] tokens; fewer where fewer have ended.
+
+    The result is the same alone and in any batch. Without a length bonus the search ends when nothing that it still
+    holds can become better than what has ended: no log probability grows with a token more.
+    """
+    search = _begin(limits, beam, device)
+    while search.places:
+        candidates, scores = scorers.score(beam)
+        scores = _allowed(search, candidates, scores, scorers.length_bonus)
+        sources, tokens = _select(search, candidates, scores)
+        _take_ended(search, tokens)
+        hopeful = [n for n in range(len(search.places)) if _has_hope(search, n, best, scorers.length_bonus)]
+        search.places = [search.places[n] for n in hopeful]
+        if not hopeful:
+            break
+        scorers.follow(sources, tokens)
+        if len(hopeful) < len(tokens):
+            _keep(search, scorers, hopeful)
+    return [tuple(ranked(ended)[:best]) for ended in search.ended]
+
+
+def _begin(limits: Lengths, beam: int, device: torch.device) -> _Search:
+    """One empty hypothesis an utterance; the rest of its beam holds none yet."""
+    scores = torch.full((len(limits), beam), -math.inf, dtype=torch.float64, device=device)
+    scores[:, 0] = 0.0
+    tokens = torch.empty(*scores.shape, 0, dtype=torch.int64, device=device)
+    return _Search(torch.tensor(limits, device=device), list(range(len(limits))), tokens, scores, [[] for _ in limits])
+
+
+def _allowed(search: _Search, candidates: torch.Tensor, scores: torch.Tensor, length_bonus: float) -> torch.Tensor:
+    """The scores (B, K, C) with the length's bonus; -inf of what was no hypothesis, or would be longer than allowed."""
+    is_end = candidates == Tokenizer.end
+    scores = scores + length_bonus * (search.length + (~is_end).double())
+    is_too_long = (search.limits <= search.length)[:, None, None] & ~is_end
+    return scores.masked_fill(is_too_long | (search.scores == -math.inf)[:, :, None], -math.inf)
+
+
+def _select(search: _Search, candidates: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The K best of the scores (B, K, C): sources and tokens (B, K), which the search has then."""
+    chosen = first_best(scores.flatten(1), search.scores.shape[1])
+    sources = chosen // scores.shape[2]
+    tokens = candidates.flatten(1).gather(1, chosen)
+    before = search.tokens.gather(1, sources[:, :, None].expand_as(search.tokens))
+    search.tokens = torch.cat([before, tokens[:, :, None]], dim=2)
+    search.scores = scores.flatten(1).gather(1, chosen)
+    return sources, tokens
+
+
+def _take_ended(search: _Search, tokens: torch.Tensor) -> None:
+    """What has the end token now leaves the search, without that token."""
+    has_ended = (tokens == Tokenizer.end) & (search.scores > -math.inf)
+    for n, k in has_ended.nonzero().tolist():
+        found = Hypothesis(tuple(search.tokens[n, k, :-1].tolist()), search.scores[n, k].item())
+        search.ended[search.places[n]].append(found)
+    search.scores = search.scores.masked_fill(tokens == Tokenizer.end, -math.inf)
+
+
+def _has_hope(search: _Search, n: int, best: int, length_bonus: float) -> bool:
+    """Whether what the search holds of its n-th utterance may yet become one of the `best`."""
+    highest = search.scores[n].max().item()
+    ended = ranked(search.ended[search.places[n]])
+    if highest == -math.inf or len(ended) < best:
+        return highest > -math.inf
+    if length_bonus <= 0:
+        return highest > ended[best - 1].log_probability
+    recent = [h for h in ended if len(h.tokens) > search.length - 1 - LENGTHS_WITHOUT_HOPE]
+    is_hopeless = search.length > LENGTHS_WITHOUT_HOPE and all(
+        h.log_probability < ended[0].log_probability - NATS_WITHOUT_HOPE for h in recent
+    )
+    return not is_hopeless
+
+
+def _keep(search: _Search, scorers: Scorers, hopeful: list[int]) -> None:
+    """Goes on with these utterances alone, by their place among those that were not done."""
+    rows = torch.tensor(hopeful, device=search.scores.device)
+    search.limits, search.tokens, search.scores = search.limits[rows], search.tokens[rows], search.scores[rows]
+    scorers.keep(rows)

@@ -1,0 +1,310 @@
+"""Law 7: cached decoding == uncached; beam 1 == greedy; a wide beam == brute force; a batch == one by one.
+
+And the model is left as it was: a step after a validation by beam search is the step without it.
+"""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from konkanivani.config import DecodingConfig
+from konkanivani.data.utterance import Utterance
+from konkanivani.decoding.beam import Scorers, Weighted, beam_search
+from konkanivani.decoding.decode import BeamDecode, build_decode
+from konkanivani.decoding.scorers import AttentionScorer
+from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.model.blocks import run_directly
+from konkanivani.model.cache import FIRST_ROOM, DecoderCache
+from konkanivani.text import Tokenizer
+from konkanivani.training.evaluation import evaluate
+from konkanivani.training.step import StepParts, train_step
+from tests.laws.parts import MODEL, VOCAB_SIZE, double_parts, relative_difference, speeches, window, with_dropout
+
+LENGTHS = (19, 31, 12)
+TINY_VOCABULARY = 6  # the unknown token and two of its own can be said
+
+
+def sharp_model(vocab_size: int = VOCAB_SIZE, seed: int = 0, end: float = 0.0) -> KonkaniVaniASR:
+    """A random model in float64 that prefers some tokens clearly; `end` is added to the end token's logit."""
+    model = double_parts(vocab_size=vocab_size).forward.model.eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in (*model.decoder.parameters(), *model.ctc_head.parameters()):
+            if parameter.dim() == 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.5)
+        model.decoder.output.bias[Tokenizer.end] = end
+    return model
+
+
+def random_encoded(lengths: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """Encoded frames (B, T', D), with noise for padding."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(len(lengths), max(lengths), MODEL.d_model, generator=generator, dtype=torch.float64)
+
+
+# ---------------------------------------------------------------------------------------------------- the cache
+
+
+def decoded_step_by_step(model: KonkaniVaniASR, tokens: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
+    """Hypotheses (B, K, U) through the cache, one token at a time: (B, K, U, D)."""
+    with torch.no_grad():
+        cache = model.decoder.begin(encoded, LENGTHS, tokens.shape[1])
+        return torch.stack([model.decoder.step(tokens[:, :, u], cache) for u in range(tokens.shape[2])], dim=2)
+
+
+def decoded_at_once(model: KonkaniVaniASR, tokens: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
+    """The same without a cache."""
+    with torch.no_grad():
+        each = [model.decoder(tokens[:, k], encoded, LENGTHS, run_directly) for k in range(tokens.shape[1])]
+    return torch.stack(each, dim=1)
+
+
+def test_cached_is_uncached_beyond_the_first_room():
+    model, encoded = sharp_model(), random_encoded(LENGTHS)
+    tokens = torch.randint(VOCAB_SIZE, (3, 4, 2 * FIRST_ROOM + 5), generator=torch.Generator().manual_seed(1))
+    cached, uncached = decoded_step_by_step(model, tokens, encoded), decoded_at_once(model, tokens, encoded)
+    assert relative_difference(uncached, cached) < 1e-12
+
+
+def test_hypotheses_that_change_places_take_their_past_along():
+    model, encoded = sharp_model(), random_encoded(LENGTHS)
+    assert followed_difference(model, encoded) < 1e-12
+
+
+def test_negative_control_a_cache_that_stays_in_place_is_noticed(monkeypatch):
+    monkeypatch.setattr(DecoderCache, "follow", lambda cache, sources: None)
+    assert followed_difference(sharp_model(), random_encoded(LENGTHS)) > 1e-3
+
+
+def followed_difference(model: KonkaniVaniASR, encoded: torch.Tensor) -> float:
+    """Between cached and uncached where hypotheses branch and change places, and the first utterance ends early."""
+    generator = torch.Generator().manual_seed(3)
+    places = torch.tensor([0, 1, 2])
+    tokens = torch.full((3, 4, 1), Tokenizer.start)
+    worst = 0.0
+    with torch.no_grad():
+        cache = model.decoder.begin(encoded, LENGTHS, 4)
+        for length in range(1, 8):
+            cached = model.decoder.step(tokens[:, :, -1], cache)
+            rows, lengths = encoded[places], tuple(LENGTHS[place] for place in places)
+            uncached = [model.decoder(tokens[:, k], rows, lengths, run_directly)[:, -1] for k in range(4)]
+            worst = max(worst, relative_difference(torch.stack(uncached, dim=1), cached))
+            sources = torch.randint(4, tokens.shape[:2], generator=generator)
+            new = torch.randint(4, VOCAB_SIZE, tokens.shape[:2], generator=generator)
+            before = tokens.gather(1, sources[:, :, None].expand_as(tokens))
+            tokens = torch.cat([before, new[:, :, None]], dim=2)
+            cache.follow(sources)
+            if length == 4:
+                kept = torch.tensor([1, 2])
+                cache.keep(kept)
+                places, tokens = places[kept], tokens[kept]
+    return worst
+
+
+# ------------------------------------------------------------------------------------------------- greedy, brute force
+
+
+def greedy_without_cache(model: KonkaniVaniASR, encoded: torch.Tensor, length: int) -> list[int]:
+    """The likeliest token again and again, until it is the end token or there are as many as frames."""
+    tokens = [Tokenizer.start]
+    while len(tokens) <= length:
+        with torch.no_grad():
+            decoded = model.decoder(torch.tensor([tokens]), encoded[None, :length], (length,), run_directly)
+            scores = model.decoder.output(decoded[0, -1]).log_softmax(dim=0)
+        scores[[Tokenizer.blank, Tokenizer.start]] = -math.inf
+        token = int(scores.argmax())
+        if token == Tokenizer.end:
+            break
+        tokens.append(token)
+    return tokens[1:]
+
+
+@pytest.mark.parametrize("end", [-4.0, 1.0, 4.0])
+def test_attention_beam_of_one_is_greedy(end):
+    found = []
+    for seed in range(6):
+        model, encoded = sharp_model(seed=seed, end=end), random_encoded(LENGTHS, seed)
+        greedy = [greedy_without_cache(model, row, length) for row, length in zip(encoded, LENGTHS, strict=True)]
+        assert BeamDecode(1, 0.0, 0.0, None, 0.0)(model, encoded, LENGTHS) == greedy
+        found += map(tuple, greedy)
+    assert len(set(found)) > 3
+
+
+def attention_log_probability(model: KonkaniVaniASR, encoded: torch.Tensor, tokens: tuple[int, ...]) -> float:
+    """Of the tokens and the end after them, without a cache."""
+    said = torch.tensor([[Tokenizer.start, *tokens]])
+    with torch.no_grad():
+        decoded = model.decoder(said, encoded[None], (len(encoded),), run_directly)
+        scores = model.decoder.output(decoded[0]).log_softmax(dim=-1)
+    return sum(float(scores[u, token]) for u, token in enumerate((*tokens, Tokenizer.end)))
+
+
+def ctc_log_probability(model: KonkaniVaniASR, encoded: torch.Tensor, tokens: tuple[int, ...]) -> float:
+    """Of the tokens by torch's own CTC."""
+    with torch.no_grad():
+        frames = model.ctc_head(encoded).float().log_softmax(dim=-1).double()[:, None]
+    if not tokens:
+        return float(frames[:, 0, Tokenizer.blank].sum())
+    targets = torch.tensor([tokens])
+    return -float(F.ctc_loss(frames, targets, (len(encoded),), (len(tokens),), reduction="sum"))
+
+
+class Bigrams:
+    """A language model of which a context is the last token."""
+
+    def __init__(self, seed: int, vocab_size: int) -> None:
+        scores = torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(seed))
+        self.table = (2 * scores.double()).log_softmax(dim=1)
+
+    def initial(self, rows: int) -> torch.Tensor:
+        return torch.full((rows,), Tokenizer.start)
+
+    def score(self, states: torch.Tensor) -> torch.Tensor:
+        return self.table[states]
+
+    def advance(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens
+
+    def log_probability(self, tokens: tuple[int, ...]) -> float:
+        said = [Tokenizer.start, *tokens, Tokenizer.end]
+        return sum(float(self.table[one, next_]) for one, next_ in itertools.pairwise(said))
+
+
+@pytest.mark.parametrize("ctc_weight", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize("length_bonus", [0.0, 1.5])
+@pytest.mark.parametrize("language_model_weight", [0.0, 0.7])
+def test_a_wide_beam_is_brute_force(ctc_weight, length_bonus, language_model_weight):
+    frames, best = 4, 5
+    words = [1, *range(4, TINY_VOCABULARY)]
+    everything = [tokens for count in range(frames + 1) for tokens in itertools.product(words, repeat=count)]
+    for seed in range(2):
+        model, encoded = sharp_model(TINY_VOCABULARY, seed, end=-2.0), random_encoded((frames,), seed)[0]
+        bigrams = Bigrams(seed, TINY_VOCABULARY)
+
+        def score(tokens: tuple[int, ...], model=model, encoded=encoded, bigrams=bigrams) -> float:
+            total = (1 - ctc_weight) * attention_log_probability(model, encoded, tokens)
+            total += ctc_weight * ctc_log_probability(model, encoded, tokens) if ctc_weight else 0.0
+            return total + language_model_weight * bigrams.log_probability(tokens) + length_bonus * len(tokens)
+
+        expected = sorted(((score(tokens), tokens) for tokens in everything), reverse=True)[:best]
+        fused = bigrams if language_model_weight else None
+        decode = BeamDecode(200, ctc_weight, length_bonus, fused, language_model_weight)
+        (found,) = decode.search(model, encoded[None], (frames,), best)
+        assert [hypothesis.tokens for hypothesis in found] == [tokens for _, tokens in expected]
+        for hypothesis, (total, _) in zip(found, expected, strict=True):
+            assert hypothesis.log_probability == pytest.approx(total, abs=1e-5)  # CTC's frames are fp32
+
+
+# ------------------------------------------------------------------------------------------------------ batch, limits
+
+
+@pytest.mark.parametrize("ctc_weight", [0.0, 0.3])
+@pytest.mark.parametrize("length_bonus", [0.0, 0.5])
+def test_a_batch_is_one_by_one(ctc_weight, length_bonus):
+    decode = BeamDecode(5, ctc_weight, length_bonus, Bigrams(0, VOCAB_SIZE), 0.4)
+    for seed in range(4):
+        lengths = (19, 3, 31, 12, 1)
+        model, encoded = sharp_model(seed=seed, end=2.0), random_encoded(lengths, seed)
+        together = decode.search(model, encoded, lengths, best=3)
+        for row, length, found in zip(encoded, lengths, together, strict=True):
+            (alone,) = decode.search(model, row[None, :length], (length,), best=3)
+            assert [h.tokens for h in alone] == [h.tokens for h in found]
+            for one, other in zip(alone, found, strict=True):
+                assert one.log_probability == pytest.approx(other.log_probability, rel=1e-9)
+
+
+def test_no_hypothesis_has_more_tokens_than_frames_though_the_end_never_comes():
+    model, encoded = sharp_model(end=-1e4), random_encoded(LENGTHS)
+    for decode in ("attention", "joint"):
+        found = build_decode(DecodingConfig(decode=decode, beam=3))(model, encoded, LENGTHS)
+        assert all(len(tokens) <= length for tokens, length in zip(found, LENGTHS, strict=True))
+    assert [len(t) for t in build_decode(DecodingConfig(decode="attention", beam=1))(model, encoded, LENGTHS)] == [
+        *LENGTHS
+    ]
+
+
+def test_a_model_of_nan_says_nothing_and_ends():
+    model, encoded = sharp_model(), random_encoded(LENGTHS)
+    with torch.no_grad():
+        model.decoder.output.bias.fill_(math.nan)
+        model.ctc_head.bias.fill_(math.nan)
+    for decode in ("greedy", "prefix", "attention", "joint"):
+        found = build_decode(DecodingConfig(decode=decode, beam=3))(model, encoded, LENGTHS)
+        assert len(found) == len(LENGTHS) and sum(map(len, found)) == 0
+
+
+def test_what_cannot_get_better_is_not_gone_on_with():
+    """The search asks for as many tokens as the best hypothesis has, and one more to see that it has ended."""
+
+    class Counting(AttentionScorer):
+        asked = 0
+
+        def score(self) -> torch.Tensor:
+            Counting.asked += 1
+            return super().score()
+
+    model, encoded = sharp_model(end=30.0), random_encoded((40,))
+    scorer = Counting(model, encoded, (40,), 4)
+    (found,) = beam_search(Scorers((Weighted(scorer, 1.0),), None, 0.0, 0.0), (40,), 4, 1, encoded.device)
+    assert len(found) == 1 and Counting.asked == len(found[0].tokens) + 1 < 40
+
+
+# --------------------------------------------------------------------------------------------------- the step after it
+
+
+class NumberTokenizer:
+    """Token ids as text."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(map(str, tokens))
+
+
+def validate(parts: StepParts, decode: str) -> None:
+    """A validation in the middle of an epoch."""
+    spoken = speeches(3, seed=9, augmented=False)
+    (batch,) = window(spoken, 3).micro_batches
+    utterances = [Utterance(s.utterance_id, 1.0, "4 5", "", row) for row, s in enumerate(spoken)]
+    evaluation = evaluate(parts.forward, [(batch, utterances)], NumberTokenizer(), build_decode(DecodingConfig(decode)))
+    assert len(evaluation.scored) == 3
+
+
+def weights_after(decode: str | None, disturb=lambda parts: None) -> list[torch.Tensor]:
+    """The weights after two steps, with a validation by beam search between them."""
+    parts = double_parts(with_dropout(MODEL, 0.2))
+    train_step(parts, window(speeches(4), 2), 0)
+    if decode:
+        validate(parts, decode)
+    disturb(parts)
+    train_step(parts, window(speeches(4, seed=1), 2), 1)
+    return [parameter.detach().clone() for parameter in parts.model.parameters()]
+
+
+@pytest.mark.parametrize("decode", ["greedy", "prefix", "attention", "joint"])
+def test_the_step_after_a_validation_is_the_step_without_it(decode):
+    expected, found = weights_after(None), weights_after(decode)
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def test_negative_control_a_decoder_that_leaves_something_behind_is_noticed():
+    def leave(parts: StepParts) -> None:
+        next(parts.model.parameters()).grad = torch.ones_like(next(parts.model.parameters()))
+        parts.model.decoder.embedding.weight.data.add_(1e-12)
+
+    expected, found = weights_after(None), weights_after("joint", leave)
+    assert not all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def test_decoding_keeps_no_gradient_and_no_state_of_the_module():
+    model, encoded = sharp_model(), random_encoded(LENGTHS).requires_grad_()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    names = {name for name, _ in model.named_buffers()} | {key for module in model.modules() for key in vars(module)}
+    for decode in ("greedy", "prefix", "attention", "joint"):
+        build_decode(dataclasses.replace(DecodingConfig(), decode=decode, beam=3))(model, encoded, LENGTHS)
+    assert encoded.grad is None and all(parameter.grad is None for parameter in model.parameters())
+    after = model.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert names == {name for name, _ in model.named_buffers()} | {k for m in model.modules() for k in vars(m)}
