@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +23,9 @@ from konkanivani.config import AugmentConfig, ModelConfig, TrainConfig
 from konkanivani.errors import CheckpointError, DataError, ResourceError, UsageError
 from konkanivani.flags import check_config, config_from_text
 from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.speech_model import SpeechModel
+from konkanivani.speech_model import SpeechModel, check_finite
 from konkanivani.text import Tokenizer
+from konkanivani.whole_file import whole_file
 
 FORMAT = 1
 SUFFIX = ".safetensors"
@@ -63,13 +63,12 @@ def is_bundle(path: Path) -> bool:
 
 
 def write_bundle(path: Path, speech_model: SpeechModel) -> None:
-    """Writes the model beside `path` and renames it into place, the same bytes for the same model.
+    """Writes the model whole or not at all, the same bytes for the same model.
 
     Raises a CheckpointError where its weights are not finite, a ResourceError where the file cannot be written.
     """
     tensors = {name: tensor.cpu().contiguous() for name, tensor in speech_model.model.state_dict().items()}
-    if not _are_finite(tensors):
-        raise CheckpointError("The model holds weights that are not finite. Export another checkpoint.")
+    check_finite(tensors)
     tensors[TOKENIZER] = torch.frombuffer(bytearray(speech_model.tokenizer.model), dtype=torch.uint8)
     description = {
         "format": FORMAT,
@@ -80,18 +79,8 @@ def write_bundle(path: Path, speech_model: SpeechModel) -> None:
     }
     entry = description | {"sha256": Contents(description, tensors).checksum}
     data = safetensors.torch.save(tensors, {ENTRY: json.dumps(entry, sort_keys=True)})
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with open(partial, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ResourceError(
-            f"The bundle {path} could not be written: {error.strerror or error}. Free space or mend the folder."
-        ) from None
+    with whole_file(path) as partial:
+        partial.write_bytes(data)
 
 
 def read_bundle(path: Path, device: torch.device) -> SpeechModel:
@@ -154,8 +143,7 @@ def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
     wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
     if wanted != {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}:
         raise ValueError("its weights are not those of its dimensions")
-    if not _are_finite(weights):
-        raise ValueError("it holds weights that are not finite")
+    check_finite(weights)
     model.load_state_dict(weights, assign=True)
     front_end = FrontEnd(AugmentConfig()).to(device)
     return SpeechModel(model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits)
@@ -190,7 +178,3 @@ def _differences(features: object) -> str:
     found = features if isinstance(features, dict) else {}
     names = sorted(name for name in {*found, *FEATURES} if found.get(name) != FEATURES.get(name))
     return ", ".join(f"{name} {found.get(name)!r} for {FEATURES.get(name)!r}" for name in names) or repr(features)
-
-
-def _are_finite(weights: Mapping[str, torch.Tensor]) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in weights.values())

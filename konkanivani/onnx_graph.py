@@ -22,8 +22,8 @@ from konkanivani.lengths import (
 from konkanivani.model.blocks import run_directly
 from konkanivani.speech_model import SpeechModel
 
-# What a frame of the encoder sees; with as many zeros after it a waveform of any length, none included, has a frame.
-SAMPLES_OF_A_FRAME = FFT_SAMPLES + (2 * SUBSAMPLING - 2) * HOP_SAMPLES
+# Two frames of the encoder: with as many zeros after it a waveform of any length, none included, has an axis of time.
+ZEROS_AFTER = FFT_SAMPLES + (3 * SUBSAMPLING - 2) * HOP_SAMPLES
 
 
 class MatrixLogMel(torch.nn.Module):
@@ -69,7 +69,7 @@ class RecognitionGraph(torch.nn.Module):
 
     def forward(self, waveforms: torch.Tensor, sample_lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         frames = feature_lengths(sample_lengths)
-        features = self.log_mel(F.pad(waveforms, (0, SAMPLES_OF_A_FRAME)), frames)
+        features = self.log_mel(F.pad(waveforms, (0, ZEROS_AFTER)), frames)
         encoded_lengths = subsampled_lengths(frames)
         # Attention over no frame at all would not be a number, so that one stays in sight.
         padding = beyond(encoded_lengths.clamp_min(1), subsampled_length(features.shape[1]))

@@ -3,6 +3,7 @@
 B batch, S samples, T' encoder frames, D model width.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,7 @@ import torch
 from konkanivani.audio import MEL_BINS
 from konkanivani.augment import FrontEnd
 from konkanivani.checkpoint import Checkpoint, load_states
+from konkanivani.errors import CheckpointError
 from konkanivani.flags import config_from_text
 from konkanivani.lengths import Lengths
 from konkanivani.model.asr import KonkaniVaniASR
@@ -48,3 +50,10 @@ def speech_model_of(checkpoint: Checkpoint, device: torch.device) -> SpeechModel
     tokenizer = Tokenizer(checkpoint.tokenizer)
     longest_seconds, digits = float(config.data.max_duration), config.text.digits
     return SpeechModel(model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits)
+
+
+def check_finite(weights: Mapping[str, torch.Tensor]) -> None:
+    """Raises a CheckpointError where a weight is not a finite number: such a model hears nothing."""
+    for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            raise CheckpointError(f"The model's weights {name} are not finite. Use another checkpoint.")
