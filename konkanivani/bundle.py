@@ -100,7 +100,7 @@ def read_bundle(path: Path, device: torch.device) -> SpeechModel:
         reason = "permission denied" if isinstance(error, PermissionError) else "not enough memory"
         raise ResourceError(f"The bundle {path} cannot be read: {reason}. Mend that and start again.") from None
     except Exception as error:  # a damaged or hostile file can raise nearly anything
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
         raise CheckpointError(f"The bundle {path} is damaged or not ours ({reason}). Export it again.") from None
 
 
@@ -153,9 +153,11 @@ def _config(dimensions: Mapping[str, object], digits: object) -> TrainConfig:
     """The settings of these dimensions, of the right kinds and within bounds."""
     if set(dimensions) != {field.name for field in dataclasses.fields(ModelConfig)}:
         raise ValueError("its dimensions have other names than ours")
-    config = config_from_text("".join(f"--{n} {v!r}\n" for n, v in [*dimensions.items(), ("digits", digits)]))
     try:
+        config = config_from_text("".join(f"--{n} {v!r}\n" for n, v in [*dimensions.items(), ("digits", digits)]))
         check_config(config)
+    except CheckpointError:
+        raise ValueError("its settings are of the wrong kind") from None
     except UsageError as error:
         raise ValueError(error) from None
     numbers = [value for value in dimensions.values() if isinstance(value, int)]
@@ -174,7 +176,8 @@ def _tokenizer(model: torch.Tensor) -> Tokenizer:
 
 
 def _differences(features: object) -> str:
-    """Which of the features' constants are others here and there."""
+    """Which of the features' constants are others here and there, three of them at most."""
     found = features if isinstance(features, dict) else {}
     names = sorted(name for name in {*found, *FEATURES} if found.get(name) != FEATURES.get(name))
-    return ", ".join(f"{name} {found.get(name)!r} for {FEATURES.get(name)!r}" for name in names) or repr(features)
+    told = [f"{name} {found.get(name)!r:.40} for {FEATURES.get(name)!r}" for name in names[:3]]
+    return ", ".join(told + ["…"] * (len(names) > 3))
