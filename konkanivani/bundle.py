@@ -53,8 +53,8 @@ class Contents:
 
 def is_bundle(path: Path) -> bool:
     """Whether the file is a bundle by its name or, sound or not, by its first bytes."""
-    if path.suffix == SUFFIX:
-        return True
+    if path.suffix == SUFFIX or not path.is_file():
+        return path.suffix == SUFFIX
     try:
         with open(path, "rb") as file:
             return file.read(9)[8:] == b"{"  # JSON after eight bytes of its length
@@ -68,7 +68,7 @@ def write_bundle(path: Path, speech_model: SpeechModel) -> None:
     Raises a CheckpointError where its weights are not finite, a ResourceError where the file cannot be written.
     """
     tensors = {name: tensor.cpu().contiguous() for name, tensor in speech_model.model.state_dict().items()}
-    check_finite(tensors)
+    check_finite("the model to export", tensors)
     tensors[TOKENIZER] = torch.frombuffer(bytearray(speech_model.tokenizer.model), dtype=torch.uint8)
     description = {
         "format": FORMAT,
@@ -143,7 +143,7 @@ def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
     wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
     if wanted != {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}:
         raise ValueError("its weights are not those of its dimensions")
-    check_finite(weights)
+    check_finite(str(path), weights)
     model.load_state_dict(weights, assign=True)
     front_end = FrontEnd(AugmentConfig()).to(device)
     return SpeechModel(model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits)

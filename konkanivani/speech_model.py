@@ -52,8 +52,8 @@ def speech_model_of(checkpoint: Checkpoint, device: torch.device) -> SpeechModel
     return SpeechModel(model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits)
 
 
-def check_finite(weights: Mapping[str, torch.Tensor]) -> None:
-    """Raises a CheckpointError where a weight is not a finite number: such a model hears nothing."""
-    for name, tensor in weights.items():
+def check_finite(name: str, weights: Mapping[str, torch.Tensor]) -> None:
+    """Raises a CheckpointError where a weight is not a finite number: such a model, called `name`, hears nothing."""
+    for tensor_name, tensor in weights.items():
         if not tensor.isfinite().all():
-            raise CheckpointError(f"The model's weights {name} are not finite. Use another checkpoint.")
+            raise CheckpointError(f"The weights {tensor_name} of {name} are not finite numbers. Use another model.")

@@ -240,7 +240,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "digits that are flags": (with_entry("digits", "x'\n--epochs 7"), "wrong kind"),
     "a weight that is no number": (
         with_tensor("ctc_head.bias", lambda t: t * math.nan),
-        "ctc_head.bias are not finite",
+        "ctc_head.bias of .* are not finite",
     ),
     "a weight in half precision": (with_tensor("ctc_head.bias", torch.Tensor.half), "not those of its dimensions"),
     "a weight of another shape": (with_tensor("ctc_head.bias", lambda t: t[None]), "not those of its dimensions"),
@@ -274,7 +274,7 @@ def test_weights_that_are_not_finite_are_not_written(tmp_path):
     broken = speech_model_of_shape(SHAPE)
     with torch.no_grad():
         broken.model.ctc_head.bias[3] = math.inf
-    with pytest.raises(CheckpointError, match="ctc_head.bias are not finite"):
+    with pytest.raises(CheckpointError, match="ctc_head.bias of .* are not finite"):
         write_bundle(tmp_path / "bundle", broken)
     assert list(tmp_path.iterdir()) == []
 
@@ -332,7 +332,7 @@ class TestFeatures:
         other = torch.from_numpy(self.by_definition(waveform.double().numpy(), symmetric_window=True))
         assert float((found[0] - other).abs().max()) > 1e-2
 
-    @pytest.mark.parametrize("seconds", [0.092, 0.5, 2.5, 6.01])
+    @pytest.mark.parametrize("seconds", [0.3, 0.5, 2.5, 6.01])
     def test_by_matrices_they_are_the_same(self, seconds):
         """But in bins 50 dB below the loudest, where the FFT of single precision is the one that errs."""
         log_mel, waveform = LogMel(), spoken(seconds)

@@ -77,7 +77,7 @@ def export(flags: Flags) -> str:
         require_onnx()
     checkpoint = read_checkpoint(flags.checkpoint)
     speech_model = speech_model_of(checkpoint, torch.device("cpu"))
-    check_finite(speech_model.model.state_dict())
+    check_finite(flags.checkpoint, speech_model.model.state_dict())
     forms = [Exported("checkpoint", Path(flags.checkpoint), hear_with(speech_model))]
     if flags.bundle is not None:
         forms.append(export_bundle(Path(flags.bundle), speech_model))
