@@ -47,7 +47,9 @@ class DataConfig:
     valid_manifest: str | None = None
     """JSONL manifest for validation after each epoch."""
     test_manifest: str | None = None
-    """JSONL manifest scored once at the end."""
+    """JSONL manifest scored once at the end, by greedy CTC."""
+    test_decode: Literal["greedy", "prefix", "attention", "joint"] = "joint"
+    """How the test manifest is scored a second time, with a beam of 10; greedy: no second time."""
     batch_size: int | Literal["auto"] = 2
     """Utterances in one micro-batch; auto: by their length, as many as --memory_budget (or what is free) allows."""
     gradient_accumulation_steps: int = 4

@@ -7,7 +7,15 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from konkanivani.budget import parse_budget
 from konkanivani.command_line import parse_share, read_flags
-from konkanivani.config import PRESETS, AugmentConfig, DataConfig, ModelConfig, RunConfig, TrainConfig
+from konkanivani.config import (
+    PRESETS,
+    AugmentConfig,
+    DataConfig,
+    DecodingConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+)
 from konkanivani.decibels import parse_snr
 from konkanivani.errors import CheckpointError, UsageError
 
@@ -140,6 +148,27 @@ def check_config(config: TrainConfig) -> None:
     if config.memory.memory_budget is not None:
         parse_budget(config.memory.memory_budget)
     parse_snr(config.augment.noise_snr)
+    raise_broken(rules)
+
+
+def check_decoding(config: DecodingConfig) -> None:
+    """Raises a UsageError that lists every setting of a search that cannot work."""
+    numbers = config.joint_ctc_weight, config.length_bonus, config.language_model_weight
+    rules = [
+        Rule(config.beam >= 1, "--beam must be at least 1"),
+        Rule(0 < config.joint_ctc_weight < 1, "--joint_ctc_weight must be between 0 and 1"),
+        Rule(config.language_model_weight >= 0, "--language_model_weight must be at least 0"),
+        Rule(all(abs(number) < float("inf") for number in numbers), "every weight must be a finite number"),
+        Rule(
+            config.language_model is None or config.decode in ("attention", "joint"),
+            "--language_model works with --decode attention or joint",
+        ),
+    ]
+    raise_broken(rules)
+
+
+def raise_broken(rules: list["Rule"]) -> None:
+    """Raises a UsageError that lists the rules that do not hold."""
     broken = [rule.message for rule in rules if not rule.holds]
     if broken:
         raise UsageError("These flags cannot work: " + "; ".join(broken) + ".")

@@ -3,8 +3,13 @@
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
-from konkanivani.decoding.ctc import greedy_ctc
+import torch
+
+from konkanivani.config import DataConfig, DecodingConfig
+from konkanivani.decoding.decode import build_decode
 from konkanivani.memory.rehearsal import rehearse
 from konkanivani.recipe import build_run
 from konkanivani.records import PhaseMemory, RehearsalRecord
@@ -26,13 +31,29 @@ def train_and_report(arguments: list[str]) -> str:
         train(run)
     print(memory_table(run), flush=True)
     best = best_checkpoint(start.config.run.checkpoint_dir)
-    test = None
-    if start.config.data.test_manifest:
-        trained = load_trained_model(best, run.step.forward.device)
-        test = evaluate_manifest(trained, start.config.data.test_manifest, greedy_ctc)
+    scores = score_test(best, start.config.data, run.step.forward.device)
     log_directory = start.config.run.log_dir
     print(f"Look at the run with: .venv/bin/tensorboard --logdir {log_directory} --host 127.0.0.1", flush=True)
-    return summary_line(run, test, str(best), f"{log_directory}/{start.config.run.run_name}")
+    return summary_line(run, scores, str(best), f"{log_directory}/{start.config.run.run_name}")
+
+
+@dataclass(frozen=True)
+class TestScore:
+    """The test manifest as decoded in one way; `evaluation` is None where there is no test manifest."""
+
+    decode: str
+    evaluation: Evaluation | None
+
+
+def score_test(checkpoint: Path, config: DataConfig, device: torch.device) -> tuple[TestScore, ...]:
+    """The test manifest scored by greedy CTC, and by --test_decode where that is another."""
+    ways = dict.fromkeys(("greedy", config.test_decode))
+    if config.test_manifest is None:
+        return tuple(TestScore(decode, None) for decode in ways)
+    trained = load_trained_model(checkpoint, device)
+    decoders = [build_decode(DecodingConfig(decode), trained.tokenizer, device) for decode in ways]
+    evaluations = [evaluate_manifest(trained, config.test_manifest, decode) for decode in decoders]
+    return tuple(map(TestScore, ways, evaluations))
 
 
 def tell_rehearsal(run: Run) -> None:
@@ -80,14 +101,17 @@ def _columns(phases: tuple[PhaseMemory, ...]) -> Iterator[list[str]]:
             yield [title, *("-" if value is None else f"{value:.0f}" for value in values)]
 
 
-def summary_line(run: Run, test: Evaluation | None, checkpoint: str, tensorboard: str) -> str:
+def summary_line(run: Run, scores: tuple[TestScore, ...], checkpoint: str, tensorboard: str) -> str:
     """One line of JSON; error rates are shares, null where nothing was tested or validated."""
-    rates = test.rates if test else None
-    patterns = {s.utterance.pattern for s in test.scored} if test else set()
+    rates = {}
+    for score in scores:
+        test, by = score.evaluation, "" if score.decode == "greedy" else f"_{score.decode}"
+        patterns = {s.utterance.pattern for s in test.scored} - {""} if test else set()
+        rates[f"test_wer{by}"] = test.rates.wer if test else None
+        rates[f"test_cer{by}"] = test.rates.cer if test else None
+        rates |= {f"test_cer_{p}_patterns{by}": test.rates_of(p).cer for p in sorted(patterns)}
     summary = {
-        "test_wer": rates.wer if rates else None,
-        "test_cer": rates.cer if rates else None,
-        **{f"test_cer_{p}_patterns": test.rates_of(p).cer for p in sorted(patterns) if p},
+        **rates,
         "steps": run.state.step,
         "epochs": run.state.epochs_finished,
         "best_valid_score": run.state.best_score if run.validation else None,

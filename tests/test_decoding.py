@@ -9,10 +9,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from konkanivani.config import DecodingConfig
 from konkanivani.decoding import prefix_beam, prefix_scorer
 from konkanivani.decoding.ctc import blank_beyond, merged_paths
-from konkanivani.decoding.prefix_beam import Hypothesis, prefix_beam_search
+from konkanivani.decoding.hypothesis import Hypothesis
+from konkanivani.decoding.prefix_beam import prefix_beam_search
 from konkanivani.decoding.prefix_scorer import CTCPrefixScorer, PrefixState
+from konkanivani.errors import UsageError
+from konkanivani.flags import check_decoding
 from konkanivani.lengths import Lengths, ctc_frames_needed
 
 BOUND = 1e-9
@@ -343,3 +347,23 @@ def test_a_wrong_prefix_score_would_be_seen(monkeypatch):
 
     monkeypatch.setattr(CTCPrefixScorer, "select", without_repeats)
     assert not has_exact_scores(log_probabilities, longest=2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (DecodingConfig("joint", beam=0), "--beam"),
+        (DecodingConfig("joint", joint_ctc_weight=1.0), "--joint_ctc_weight"),
+        (DecodingConfig("joint", length_bonus=math.nan), "finite"),
+        (DecodingConfig("joint", language_model_weight=-0.1), "--language_model_weight"),
+        (DecodingConfig("prefix", language_model="lm.arpa"), "--language_model works with"),
+    ],
+)
+def test_settings_of_a_search_that_cannot_work_are_told(wrong, told):
+    with pytest.raises(UsageError, match=told):
+        check_decoding(wrong)
+
+
+def test_the_settings_as_they_are_work():
+    for decode in ("greedy", "prefix", "attention", "joint"):
+        check_decoding(DecodingConfig(decode))

@@ -12,11 +12,12 @@ from konkanivani.config import DecodingConfig
 from konkanivani.decoding.beam import Scorers, Weighted, beam_search
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.decoding.hypothesis import Hypothesis
-from konkanivani.decoding.language_model import LanguageModel
+from konkanivani.decoding.language_model import LanguageModel, read_language_model
 from konkanivani.decoding.prefix_beam import prefix_beam_search
 from konkanivani.decoding.scorers import AttentionScorer, CTCScorer, LanguageModelScorer
 from konkanivani.lengths import Lengths
 from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.text import Tokenizer
 
 
 class Decode(Protocol):
@@ -68,12 +69,15 @@ class BeamDecode:
         return beam_search(scorers, encoded_lengths, self.beam, best, encoded.device)
 
 
-def build_decode(config: DecodingConfig, language_model: LanguageModel | None = None) -> Decode:
-    """The decoding that the settings ask for."""
+def build_decode(config: DecodingConfig, tokenizer: Tokenizer, device: torch.device) -> Decode:
+    """The decoding that the settings ask for; a DataError where their language model is none of the tokenizer's."""
     if config.decode == "greedy":
         return greedy_ctc
     if config.decode == "prefix":
         return PrefixDecode(config.beam)
+    language_model = None
+    if config.language_model is not None and config.language_model_weight:
+        language_model = read_language_model(config.language_model, tokenizer, device)
     ctc_weight = config.joint_ctc_weight if config.decode == "joint" else 0.0
     return BeamDecode(config.beam, ctc_weight, config.length_bonus, language_model, config.language_model_weight)
 

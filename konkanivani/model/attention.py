@@ -34,25 +34,23 @@ class _Rotated(torch.autograd.Function):
         ctx.mark_dirty(projected)
         ctx.save_for_backward(cosines, sines)
         ctx.heads = heads
-        _turn(projected, cosines, sines, heads)
-        return projected
+        return _turn(projected, cosines, sines, heads)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         cosines, sines = ctx.saved_tensors
-        gradient = gradient.clone()
-        _turn(gradient, cosines, -sines, ctx.heads)
-        return gradient, None, None, None
+        return _turn(gradient.clone(), cosines, -sines, ctx.heads), None, None, None
 
 
-def _turn(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int) -> None:
-    """Turns the queries and keys of projected (B, T, 3 D), in place."""
+def _turn(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int) -> torch.Tensor:
+    """Turns the queries and keys of projected (B, T, 3 D), in place, and returns it."""
     queries_and_keys = projected.unflatten(-1, (3, heads, -1))[:, :, :2]
     cosines, sines = (table.to(projected.dtype)[:, None, None, :] for table in (cosines, sines))
     first, second = queries_and_keys.chunk(2, dim=-1)
     turned = first * cosines - second * sines
     second.mul_(cosines).addcmul_(first, sines)
     first.copy_(turned)
+    return projected
 
 
 def _turned(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int) -> torch.Tensor:
@@ -109,7 +107,9 @@ class SelfAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Queries, keys and values (3, B, H, T, E), the first two turned by their positions."""
         batch, length, width = x.shape
-        turn = _turned if torch.compiler.is_exporting() else _Rotated.apply
+        turn = _Rotated.apply if torch.is_grad_enabled() else _turn
+        if torch.compiler.is_exporting():
+            turn = _turned
         projected = turn(linear_of(x, self.query_key_value, norm), *positions, self.heads)
         return projected.view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
 

@@ -3,7 +3,6 @@
 And the model is left as it was: a step after a validation by beam search is the step without it.
 """
 
-import dataclasses
 import itertools
 import math
 
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from konkanivani.config import DecodingConfig
 from konkanivani.data.utterance import Utterance
 from konkanivani.decoding.beam import Scorers, Weighted, beam_search
-from konkanivani.decoding.decode import BeamDecode, build_decode
+from konkanivani.decoding.decode import BeamDecode, Decode, build_decode
 from konkanivani.decoding.scorers import AttentionScorer
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.blocks import run_directly
@@ -44,6 +43,11 @@ def random_encoded(lengths: tuple[int, ...], seed: int = 0) -> torch.Tensor:
     """Encoded frames (B, T', D), with noise for padding."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(len(lengths), max(lengths), MODEL.d_model, generator=generator, dtype=torch.float64)
+
+
+def decode_of(decode: str, beam: int = 10) -> Decode:
+    """The decoder of this name, without a language model, which alone would need a tokenizer."""
+    return build_decode(DecodingConfig(decode, beam), None, torch.device("cpu"))
 
 
 # ---------------------------------------------------------------------------------------------------- the cache
@@ -220,11 +224,9 @@ def test_a_batch_is_one_by_one(ctc_weight, length_bonus):
 def test_no_hypothesis_has_more_tokens_than_frames_though_the_end_never_comes():
     model, encoded = sharp_model(end=-1e4), random_encoded(LENGTHS)
     for decode in ("attention", "joint"):
-        found = build_decode(DecodingConfig(decode=decode, beam=3))(model, encoded, LENGTHS)
+        found = decode_of(decode, 3)(model, encoded, LENGTHS)
         assert all(len(tokens) <= length for tokens, length in zip(found, LENGTHS, strict=True))
-    assert [len(t) for t in build_decode(DecodingConfig(decode="attention", beam=1))(model, encoded, LENGTHS)] == [
-        *LENGTHS
-    ]
+    assert [len(t) for t in decode_of("attention", 1)(model, encoded, LENGTHS)] == [*LENGTHS]
 
 
 def test_a_model_of_nan_says_nothing_and_ends():
@@ -233,7 +235,7 @@ def test_a_model_of_nan_says_nothing_and_ends():
         model.decoder.output.bias.fill_(math.nan)
         model.ctc_head.bias.fill_(math.nan)
     for decode in ("greedy", "prefix", "attention", "joint"):
-        found = build_decode(DecodingConfig(decode=decode, beam=3))(model, encoded, LENGTHS)
+        found = decode_of(decode, 3)(model, encoded, LENGTHS)
         assert len(found) == len(LENGTHS) and sum(map(len, found)) == 0
 
 
@@ -268,7 +270,7 @@ def validate(parts: StepParts, decode: str) -> None:
     spoken = speeches(3, seed=9, augmented=False)
     (batch,) = window(spoken, 3).micro_batches
     utterances = [Utterance(s.utterance_id, 1.0, "4 5", "", row) for row, s in enumerate(spoken)]
-    evaluation = evaluate(parts.forward, [(batch, utterances)], NumberTokenizer(), build_decode(DecodingConfig(decode)))
+    evaluation = evaluate(parts.forward, [(batch, utterances)], NumberTokenizer(), decode_of(decode))
     assert len(evaluation.scored) == 3
 
 
@@ -303,7 +305,7 @@ def test_decoding_keeps_no_gradient_and_no_state_of_the_module():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     names = {name for name, _ in model.named_buffers()} | {key for module in model.modules() for key in vars(module)}
     for decode in ("greedy", "prefix", "attention", "joint"):
-        build_decode(dataclasses.replace(DecodingConfig(), decode=decode, beam=3))(model, encoded, LENGTHS)
+        decode_of(decode, 3)(model, encoded, LENGTHS)
     assert encoded.grad is None and all(parameter.grad is None for parameter in model.parameters())
     after = model.state_dict()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())

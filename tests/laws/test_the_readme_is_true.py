@@ -92,7 +92,8 @@ def test_every_other_command_runs(copy):
             summary = json.loads(done.stdout.splitlines()[-1])
             assert summary["steps"] == 8 + number
             # Only the built-in corpus marks its patterns.
-            assert set(shown) == {*summary, "test_cer_seen_patterns", "test_cer_unseen_patterns"}
+            kinds = [f"test_cer_{kind}_patterns{by}" for kind in ("seen", "unseen") for by in ("", "_joint")]
+            assert set(shown) == {*summary, *kinds}
     assert len(ran) >= 6 and {"--resume", "--init_from"} <= set(" ".join(ran).split())
     others = [c for c in commands() if c not in TOP and c not in ran]
     assert [c.split()[0] for c in others] == [".venv/bin/tensorboard"]

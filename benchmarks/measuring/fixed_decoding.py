@@ -1,0 +1,143 @@
+"""Times the decoders of a random model in turn, on noise, for a fixed number of tokens.
+
+B batch, S samples, T' encoder frames, U tokens, D model width.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from konkanivani.assembly import build_front_end
+from konkanivani.audio import MEL_BINS
+from konkanivani.config import PRESETS, TrainConfig
+from konkanivani.decoding.beam import Scorers, Weighted, beam_search
+from konkanivani.decoding.ctc import greedy_ctc
+from konkanivani.decoding.decode import PrefixDecode
+from konkanivani.decoding.scorers import AttentionScorer, CTCScorer
+from konkanivani.lengths import SAMPLE_RATE, Lengths
+from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.model.blocks import run_directly
+from konkanivani.preflight import choose_device
+from konkanivani.text import Tokenizer
+
+JOINT_CTC_WEIGHT = 0.3
+
+
+@dataclass(frozen=True)
+class DecodedSpeech:
+    """Utterances of so many seconds and tokens a second, so many at a time."""
+
+    seconds: float
+    tokens_per_second: float
+    utterances: int
+
+
+@dataclass(frozen=True)
+class DecodingTimes:
+    """Seconds of audio decoded in a second, front end and encoder included; and the cache's gain over `tokens`."""
+
+    preset: str
+    threads: int
+    greedy: float
+    prefix: float
+    attention: float
+    joint: float
+    tokens: int
+    cached_seconds: float
+    uncached_seconds: float
+
+    @property
+    def cache_gain(self) -> float:
+        """How many times faster the cache makes the decoder."""
+        return self.uncached_seconds / self.cached_seconds
+
+    def sentences(self) -> str:
+        """For a person."""
+        return (
+            f"{self.preset} on {self.threads} threads, times faster than the speech: greedy {self.greedy:.0f}, "
+            f"prefix {self.prefix:.0f}, attention {self.attention:.1f}, joint {self.joint:.1f}.\n"
+            f"{self.tokens} tokens of the attention decoder: {self.cached_seconds:.3f} s with its cache, "
+            f"{self.uncached_seconds:.3f} s without, {self.cache_gain:.1f} times as long."
+        )
+
+
+def measure_decoding(
+    preset: str, vocab_size: int, speech: DecodedSpeech, beam: int, tokens: int, rounds: int, device: str
+) -> DecodingTimes:
+    """Every decoder in turn, `rounds` times after a warm-up; medians."""
+    where = choose_device(device)
+    torch.manual_seed(0)
+    model = KonkaniVaniASR(PRESETS[preset], vocab_size, MEL_BINS).to(where).eval()
+    with torch.no_grad():
+        model.decoder.output.bias[Tokenizer.end] = -1e4
+    front_end = build_front_end(TrainConfig(), where)
+    samples = round(speech.seconds * SAMPLE_RATE)
+    waveforms = torch.randn(speech.utterances, samples) * 0.1
+
+    @torch.no_grad()
+    def encode() -> tuple[torch.Tensor, Lengths]:
+        features, lengths = front_end(waveforms.to(where), (samples,) * speech.utterances, None)
+        return model.encoder(features, lengths, run_directly)
+
+    limits = (max(1, round(speech.seconds * speech.tokens_per_second)),) * speech.utterances
+
+    def search(ctc_weight: float) -> None:
+        encoded, lengths = encode()
+        full = (Weighted(AttentionScorer(model, encoded, lengths, beam), 1 - ctc_weight),)
+        ctc = CTCScorer(model, encoded, lengths, beam) if ctc_weight else None
+        beam_search(Scorers(full, ctc, ctc_weight, 0.0), limits, beam, 1, where)
+
+    prefix = PrefixDecode(beam)
+    one, one_length = encode()[0][:1], (encode()[1][0],)
+    seconds = medians(
+        rounds,
+        where,
+        lambda: greedy_ctc(model, *encode()),
+        lambda: prefix(model, *encode()),
+        lambda: search(0.0),
+        lambda: search(JOINT_CTC_WEIGHT),
+        lambda: decode_with_cache(model, one, one_length, tokens),
+        lambda: decode_without_cache(model, one, one_length, tokens),
+    )
+    audio = speech.seconds * speech.utterances
+    rates = [audio / each for each in seconds[:4]]
+    return DecodingTimes(preset, torch.get_num_threads(), *rates, tokens, *seconds[4:])
+
+
+def medians(rounds: int, device: torch.device, *actions: Callable[[], object]) -> list[float]:
+    """Seconds that each action takes, done in turn."""
+    taken = [[] for _ in actions]
+    for number in range(rounds + 1):
+        for action, seconds in zip(actions, taken, strict=True):
+            started = time.perf_counter()
+            action()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if number:
+                seconds.append(time.perf_counter() - started)
+    return [statistics.median(seconds) for seconds in taken]
+
+
+@torch.no_grad()
+def decode_with_cache(model: KonkaniVaniASR, encoded: torch.Tensor, lengths: Lengths, tokens: int) -> torch.Tensor:
+    """The last logits (V,) after `tokens` greedy tokens, each computed once."""
+    cache = model.decoder.begin(encoded, lengths, beam=1)
+    token = torch.full((1, 1), Tokenizer.start, device=encoded.device)
+    for _ in range(tokens):
+        logits = model.decoder.output(model.decoder.step(token, cache))[0, 0]
+        token = logits.argmax().view(1, 1)
+    return logits
+
+
+@torch.no_grad()
+def decode_without_cache(model: KonkaniVaniASR, encoded: torch.Tensor, lengths: Lengths, tokens: int) -> torch.Tensor:
+    """The same, with all tokens so far computed again for each."""
+    said = torch.full((1, 1), Tokenizer.start, device=encoded.device)
+    for _ in range(tokens):
+        decoded = model.decoder(said, encoded, lengths, run_directly)[:, -1]
+        logits = model.decoder.output(decoded)[0]
+        said = torch.cat([said, logits.argmax().view(1, 1)], dim=1)
+    return logits

@@ -1,0 +1,237 @@
+"""N-grams of tokens and the ARPA files that hold them, as SRILM and KenLM read and write them.
+
+A section an order; on a line the base-10 logarithm of an n-gram's probability, its words, and, but in the last section,
+the base-10 logarithm of its backoff weight (0 where it is left out). The words are a tokenizer's pieces as it spells
+them, `<s>`, `</s>` and `<unk>`. In memory logarithms are natural.
+"""
+
+import gzip
+import math
+import os
+import re
+import stat
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from konkanivani.errors import DataError, ResourceError
+from konkanivani.text import Tokenizer
+
+LN_10 = math.log(10)
+IMPOSSIBLE = -99.0  # SRILM's base-10 logarithm of zero; what the file of a model says of <s>
+MOST_NGRAMS = 100_000_000
+MOST_ORDER = 32
+MOST_SILENT_LINES = 1000  # before the first section, or blank
+LONGEST_LINE = 2**14  # bytes
+LARGEST_BACKOFF = 1000.0  # of a base-10 logarithm
+MOST_UNPACKED = 100  # times the size of a .gz file, where n-grams take up 10 to 20 times
+GZIP = b"\x1f\x8b"
+MOST_NAMED = 3
+FOREIGN = "It must be trained with this checkpoint's tokenizer: train_language_model.py --checkpoint."
+
+
+@dataclass(frozen=True, eq=False)
+class Ngrams:
+    """All n-grams of one order n, in any order; logarithms are natural."""
+
+    tokens: np.ndarray  # (N, n) int32
+    log_probabilities: np.ndarray  # (N,) float64
+    backoffs: np.ndarray  # (N,) float64, log weights; zeros of the highest order
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def read_arpa(path: str | Path, tokenizer: Tokenizer) -> tuple[Ngrams, ...]:
+    """The n-grams of order 1, 2, ... of an ARPA file, also gzipped; a DataError where it is none for this tokenizer."""
+    path = Path(path)
+    try:
+        with _opened(path) as (file, most_bytes):
+            return _Reader(path, file, most_bytes, tokenizer).read()
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(
+            f"The language model {path} cannot be read: {reason}. "
+            "Give an ARPA file as train_language_model.py writes it."
+        ) from None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, float]]:
+    """The file, unpacked where it is gzipped, and how many bytes may be read of it."""
+    if "\0" in str(path) or not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("it is no file")
+    with open(path, "rb") as file:
+        is_packed = file.read(len(GZIP)) == GZIP
+        file.seek(0)
+        if not is_packed:
+            yield file, math.inf
+            return
+        with gzip.GzipFile(fileobj=file) as unpacked:
+            yield unpacked, MOST_UNPACKED * path.stat().st_size + 2**20
+
+
+class _Reader:
+    """Reads one ARPA file from its first line to its last."""
+
+    def __init__(self, path: Path, file: BinaryIO, most_bytes: float, tokenizer: Tokenizer) -> None:
+        self._path, self._file, self._bytes_left = path, file, most_bytes
+        self._row = self._silent = 0
+        self._known = {tokenizer.piece(token).encode(): token for token in range(tokenizer.size)}
+        del self._known[tokenizer.piece(Tokenizer.blank).encode()]
+
+    def read(self) -> tuple[Ngrams, ...]:
+        """Everything from the counts to the end; what stands before and after is passed over."""
+        counts, line = self._read_counts()
+        orders = []
+        for order, count in enumerate(counts, start=1):
+            if line != b"\\%d-grams:" % order:
+                raise self._error(f"{_shown(line)} stands where its {order}-grams should begin")
+            orders.append(self._read_section(order, count, is_last=order == len(counts)))
+            if order == 1:
+                self._keep_to(orders[0])
+            line = self._next_line()
+            if not line.startswith(b"\\"):
+                raise self._error(f"it has more {order}-grams than the {count} that it states")
+        if line != b"\\end\\":
+            raise self._error(f"{_shown(line)} stands where it should end")
+        self._file.read(1)  # of a gzipped file that ends here, the checksum
+        return tuple(orders)
+
+    def _next_line(self) -> bytes:
+        """The next line that is not blank, without space around it."""
+        while line := self._file.readline(LONGEST_LINE):
+            self._row += 1
+            self._bytes_left -= len(line)
+            if len(line) == LONGEST_LINE:
+                raise self._error(f"a line of more than {LONGEST_LINE} bytes is no n-gram's")
+            if self._bytes_left < 0:
+                raise self._error(f"it unpacks to more than {MOST_UNPACKED} times its size, as no n-grams do")
+            if stripped := line.strip():
+                return stripped
+            self._pass_over()
+        raise self._error("it breaks off before its \\end\\")
+
+    def _pass_over(self) -> None:
+        self._silent += 1
+        if self._silent > MOST_SILENT_LINES:
+            raise self._error(f"more than {MOST_SILENT_LINES} lines are blank, or stand before its \\data\\")
+
+    def _read_counts(self) -> tuple[list[int], bytes]:
+        """The number of n-grams of each order that the head states, and the line after it."""
+        while self._next_line() != b"\\data\\":
+            self._pass_over()
+        counts: list[int] = []
+        while stated := re.fullmatch(rb"ngram\s+(\d{1,4})\s*=\s*(\d{1,30})", line := self._next_line()):
+            if int(stated[1]) != len(counts) + 1 or len(counts) == MOST_ORDER:
+                raise self._error(f"its head must state orders 1, 2, ... up to {MOST_ORDER}, and has {_shown(line)}")
+            counts.append(int(stated[2]))
+        if not counts or not counts[0]:
+            raise self._error("its head states no 1-grams")
+        if counts[0] > len(self._known):
+            words = f"{counts[0]} different words where the tokenizer has {len(self._known)}"
+            raise self._error(f"its head states {words}", FOREIGN)
+        if sum(counts) > MOST_NGRAMS:
+            raise self._error(f"its head states {sum(counts)} n-grams, and {MOST_NGRAMS} are the most that are read")
+        return counts, line
+
+    def _read_section(self, order: int, count: int, is_last: bool) -> Ngrams:
+        """The n-grams of one order, `count` of them; memory is taken for what is read, not for what is stated."""
+        tokens, logarithms, backoffs = array("i"), array("d"), array("d")
+        known, unknown = self._known, []
+        for _ in range(count):
+            fields = self._next_line().split()
+            try:
+                probability, words = float(fields[0]), fields[1 : order + 1]
+                backoff = float(fields[order + 1]) if len(fields) == order + 2 else 0.0
+            except ValueError:
+                probability = backoff = math.nan
+            if not order + 1 <= len(fields) <= order + 2 or probability != probability or backoff != backoff:
+                raise self._no_line(fields, order, count)
+            if probability > 0 or not -LARGEST_BACKOFF < backoff < LARGEST_BACKOFF:
+                raise self._error(f"{probability:g} and {backoff:g} are no logarithms of a probability and a weight")
+            try:
+                tokens.extend([known[word] for word in words])
+            except KeyError:
+                unknown += [word for word in words if word not in known and word not in unknown]
+                if order > 1 or len(unknown) > MOST_NAMED:
+                    raise self._unknown_words(order, unknown) from None
+            logarithms.append(probability)
+            backoffs.append(backoff)
+        if unknown:
+            raise self._unknown_words(order, unknown)
+        weights = np.frombuffer(backoffs) * LN_10
+        return Ngrams(
+            np.frombuffer(tokens, np.int32).reshape(-1, order),
+            np.frombuffer(logarithms) * LN_10,
+            np.zeros_like(weights) if is_last else weights,
+        )
+
+    def _keep_to(self, unigrams: Ngrams) -> None:
+        """From now on no other words than these are known."""
+        kept = set(unigrams.tokens[:, 0].tolist())
+        self._known = {word: token for word, token in self._known.items() if token in kept}
+
+    def _no_line(self, fields: list[bytes], order: int, count: int) -> DataError:
+        if fields[0].startswith(b"\\"):
+            return self._error(f"it has fewer {order}-grams than the {count} that it states")
+        words = f"{order} word{'s' if order > 1 else ''}"
+        return self._error(f"{_shown(b' '.join(fields))} is not a logarithm, {words} and a weight")
+
+    def _unknown_words(self, order: int, words: list[bytes]) -> DataError:
+        named = ", ".join(map(_shown, words[:MOST_NAMED])) + (", ..." if len(words) > MOST_NAMED else "")
+        if order > 1:
+            return self._error(f"{named} in its {order}-grams is none of its 1-grams")
+        return self._error(f"{named} is no piece of the tokenizer", FOREIGN)
+
+    def _error(self, what: str, advice: str = "Train it again, or give another --language_model.") -> DataError:
+        return DataError(f"The language model {self._path} cannot be used: line {self._row}: {what}. {advice}")
+
+
+def _shown(text: bytes) -> str:
+    """The beginning of a line, fit for a screen."""
+    beginning = text[:60].decode("utf-8", errors="replace")
+    shown = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in beginning)
+    return f'"{shown}"'
+
+
+def write_arpa(path: str | Path, orders: Sequence[Ngrams], tokenizer: Tokenizer) -> None:
+    """Writes the n-grams beside `path`, gzipped where it ends in .gz, and renames the file into place.
+
+    A ResourceError says why that cannot be done.
+    """
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    pieces = [tokenizer.piece(token) for token in range(tokenizer.size)]
+    try:
+        with gzip.GzipFile(partial, "wb", mtime=0) if path.suffix == ".gz" else open(partial, "wb") as file:
+            for line in _lines(orders, pieces):
+                file.write(line.encode() + b"\n")
+        os.replace(partial, path)
+    except OSError as error:
+        if partial.is_file():
+            partial.unlink()
+        raise ResourceError(
+            f"The language model cannot be written to {path}: {error.strerror or error}. "
+            "Give another --output in a folder of yours."
+        ) from None
+
+
+def _lines(orders: Sequence[Ngrams], pieces: list[str]) -> Iterator[str]:
+    yield "\\data\\"
+    yield from (f"ngram {number}={len(ngrams)}" for number, ngrams in enumerate(orders, start=1))
+    for number, ngrams in enumerate(orders, start=1):
+        yield f"\n\\{number}-grams:"
+        probabilities = (ngrams.log_probabilities / LN_10).clip(IMPOSSIBLE, 0.0)
+        columns = ngrams.tokens.tolist(), probabilities.tolist(), (ngrams.backoffs / LN_10).tolist()
+        for tokens, probability, backoff in zip(*columns, strict=True):
+            words = " ".join([pieces[token] for token in tokens])
+            weight = f"\t{backoff:.12g}" if number < len(orders) else ""
+            yield f"{probability:.12g}\t{words}{weight}"
+    yield "\n\\end\\"

@@ -1,0 +1,108 @@
+"""N-grams of tokens estimated from text: interpolated modified Kneser-Ney.
+
+Chen and Goodman (1998), An Empirical Study of Smoothing Techniques for Language Modeling, section 3. An n-gram that is
+not of the highest order counts as often as there are different tokens before it; what begins a sentence has none there,
+and counts as often as it occurs (as in Heafield et al., 2013, Scalable Modified Kneser-Ney Language Model Estimation).
+Single tokens are interpolated with the uniform distribution, so that no token of the vocabulary is impossible.
+
+V vocabulary, P positions in the text, N different n-grams of one order, M of one order less.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from konkanivani.arpa import IMPOSSIBLE, LN_10, Ngrams
+from konkanivani.text import Tokenizer
+
+# What is taken from n-grams that count 1, 2, and 3 or more where the text does not say: the middle of what is possible.
+USUAL_DISCOUNTS = (0.5, 1.0, 1.5)
+NOWHERE = -1
+
+
+@dataclass(frozen=True, eq=False)
+class _Counted:
+    """The different n-grams of one order, and how often they occur."""
+
+    parents: np.ndarray  # (N,) the first n - 1 tokens, as a place among the M
+    tokens: np.ndarray  # (N,) the last token
+    suffixes: np.ndarray  # (N,) the last n - 1 tokens, as a place among the M
+    counts: np.ndarray  # (N,)
+
+
+def estimate_ngrams(sentences: Iterable[Sequence[int]], vocabulary: int, order: int) -> tuple[Ngrams, ...]:
+    """The n-grams of order 1 to `order` of sentences of token ids, of which there is at least one.
+
+    Fewer orders where no sentence, its start and end counted, is so long. The probabilities after each context add up
+    to one over all tokens but blank and the start; each of these has a unigram.
+    """
+    framed = ((Tokenizer.start, *tokens, Tokenizer.end) for tokens in sentences)
+    text = np.fromiter(chain.from_iterable(framed), np.int64)
+    levels = _count(text, vocabulary, order)
+    estimated: list[Ngrams] = []
+    tokens, lower = np.zeros((1, 0), np.int32), np.full(1, 1 / (vocabulary - 2))
+    for level, above in zip(levels, [*levels[1:], None], strict=True):
+        counts = _kneser_ney_counts(level, above)
+        discounts = _discounts(counts)[np.minimum(counts, 3)]
+        totals = np.bincount(level.parents, counts, len(lower))
+        weights = np.bincount(level.parents, discounts, len(lower)) / np.maximum(totals, 1)
+        if estimated:
+            np.log(weights, out=estimated[-1].backoffs, where=totals > 0)
+        lower = (counts - discounts) / totals[level.parents] + weights[level.parents] * lower[level.suffixes]
+        tokens = np.column_stack([tokens[level.parents], level.tokens.astype(np.int32)])
+        estimated.append(Ngrams(tokens, np.log(lower), np.zeros(len(tokens))))
+    return _without_blank(estimated[0]), *estimated[1:]
+
+
+def _count(text: np.ndarray, vocabulary: int, order: int) -> list[_Counted]:
+    """Each order's n-grams in sentences (P,) one after another; of order 1, all tokens of the vocabulary."""
+    nothing = np.zeros(vocabulary, np.int64)
+    levels = [_Counted(nothing, np.arange(vocabulary), nothing, np.bincount(text, minlength=vocabulary))]
+    ends = np.flatnonzero(text == Tokenizer.end)
+    left = np.repeat(ends, np.diff(ends, prepend=-1)) - np.arange(len(text)) + 1  # tokens up to the end of the sentence
+    places, starts = text, np.arange(len(text))  # where among its order the n-gram stands that begins at a position
+    for number in range(2, order + 1):
+        starts = starts[left[starts] >= number]
+        if not len(starts):
+            break
+        keys = places[starts] * vocabulary + text[starts + number - 1]
+        keys, firsts, found, counts = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
+        levels.append(_Counted(keys // vocabulary, keys % vocabulary, places[starts[firsts] + 1], counts))
+        places = np.full(len(text), NOWHERE)
+        places[starts] = found
+    return levels
+
+
+def _kneser_ney_counts(level: _Counted, above: _Counted | None) -> np.ndarray:
+    """(N,): how many different tokens stand before each n-gram, or how often it occurs where none can or need."""
+    counts = level.counts
+    if above is not None:
+        before = np.bincount(above.suffixes, minlength=len(counts))
+        counts = np.where(before > 0, before, counts)
+    # The start of a sentence is a context only. It has no probability of its own.
+    return np.where(level.tokens == Tokenizer.start, 0, counts)
+
+
+def _discounts(counts: np.ndarray) -> np.ndarray:
+    """(4,): what is taken from counts of 0, 1, 2, and 3 or more (Chen and Goodman, 1998, eq. 26).
+
+    The usual ones where one of the counts of counts is zero, or a discount would leave nothing to either side.
+    """
+    once, twice, thrice, four_times = (int((counts == count).sum()) for count in range(1, 5))
+    discounts = USUAL_DISCOUNTS
+    if min(once, twice, thrice, four_times) > 0:
+        y = once / (once + 2 * twice)
+        estimated = 1 - 2 * y * twice / once, 2 - 3 * y * thrice / twice, 3 - 4 * y * four_times / thrice
+        if all(0 < discount < count for count, discount in enumerate(estimated, start=1)):
+            discounts = estimated
+    return np.array([0.0, *discounts])
+
+
+def _without_blank(unigrams: Ngrams) -> Ngrams:
+    """The unigrams of all tokens but blank, the start's as that of what never follows."""
+    kept = unigrams.tokens[:, 0] != Tokenizer.blank
+    is_start = unigrams.tokens[:, 0] == Tokenizer.start
+    log_probabilities = np.where(is_start, IMPOSSIBLE * LN_10, unigrams.log_probabilities)
+    return Ngrams(unigrams.tokens[kept], log_probabilities[kept], unigrams.backoffs[kept])

@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""Writes a language model of a checkpoint's tokens, for its beam search to lean on: n-grams, interpolated Kneser-Ney.
+
+    python3 training_scripts/train_language_model.py --checkpoint checkpoints/checkpoint_best.pt \\
+        --text sentences.txt --held_out data/valid.jsonl --output lm.arpa
+
+Text is one sentence a line, in UTF-8, normalised as the checkpoint's transcripts were. The file is in ARPA format.
+"""
+
+import bootstrap
+
+bootstrap.rerun_under_venv()
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from konkanivani.command_line import read_flags, run_script
+from konkanivani.errors import DataError, ResourceError, UsageError
+
+if TYPE_CHECKING:  # usage errors do not wait for torch
+    from konkanivani.arpa import Ngrams
+    from konkanivani.text import Tokenizer
+
+MOST_ORDER = 16
+CHARACTER_ORDER, SUBWORD_ORDER = 6, 4
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What is read, and where the model goes."""
+
+    checkpoint: str
+    """A checkpoint_*.pt file; its tokenizer spells the model's words."""
+    output: str
+    """ARPA file to write; gzipped where its name ends in .gz."""
+    text: tuple[str, ...] = ()
+    """Text files in UTF-8, one sentence a line."""
+    manifest: tuple[str, ...] = ()
+    """JSONL manifests whose transcripts are read."""
+    order: int | None = None
+    """Tokens in the longest n-gram (None: 6 of characters, 4 of subwords)."""
+    held_out: str | None = None
+    """A text file, or a manifest (.jsonl), to measure the perplexity on."""
+
+
+def check_flags(flags: Flags) -> None:
+    """Raises an error where the flags cannot work, before anything is read."""
+    if not flags.text and not flags.manifest:
+        raise UsageError("There is nothing to learn from: give --text sentences.txt, --manifest train.jsonl, or both.")
+    if flags.order is not None and not 1 <= flags.order <= MOST_ORDER:
+        raise UsageError(f"--order must be between 1 and {MOST_ORDER}, not {flags.order}.")
+    folder = Path(flags.output).parent
+    if Path(flags.output).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ResourceError(
+            f"The language model cannot be written to {flags.output}. Give another --output in a folder of yours."
+        )
+    inputs = [Path(file).resolve() for file in (*flags.text, *flags.manifest, *filter(None, [flags.held_out]))]
+    if Path(flags.output).resolve() in inputs:
+        raise UsageError(
+            f"--output {flags.output} would overwrite what is read. Give it another name, such as lm.arpa."
+        )
+
+
+@dataclass
+class Corpus:
+    """Normalised sentences, counted as they are read."""
+
+    tokenizer: "Tokenizer"
+    digits: Literal["keep", "spell"]
+    sentences: int = 0
+    words: int = 0
+    tokens: int = 0
+    unknown: int = 0
+
+    def read(self, files: tuple[str, ...]) -> Iterator[list[int]]:
+        """The token ids of every sentence of text files and manifests (.jsonl); blank ones are passed over."""
+        from konkanivani.text import normalize_text
+
+        for text in (text for file in files for text in texts_of(file)):
+            normalised = normalize_text(text, self.digits)
+            if not normalised:
+                continue
+            tokens = self.tokenizer.encode(normalised)
+            self.sentences += 1
+            self.words += len(normalised.split())
+            self.tokens += len(tokens)
+            self.unknown += tokens.count(self.tokenizer.unknown)
+            yield tokens
+        if not self.sentences:
+            raise DataError(f"There is no sentence in {', '.join(files)}. Write one on each line, in UTF-8.")
+
+    def told(self) -> str:
+        """What has been read, in words."""
+        unknown = f", {self.unknown / self.tokens:.1%} of them unknown to the tokenizer" if self.unknown else ""
+        return f"{self.sentences:,} sentences, {self.words:,} words, {self.tokens:,} tokens{unknown}"
+
+
+def texts_of(file: str) -> Iterator[str]:
+    """The sentences of a text file, or of a manifest (.jsonl)."""
+    from konkanivani.data.manifest import read_manifest
+    from konkanivani.data.sentence_corpus import read_lines
+
+    if Path(file).exists() and not Path(file).is_file():
+        raise DataError(f"The sentences in {file} cannot be read: it is no file. Give the path of a text file.")
+    yield from (row.text for row in (read_manifest(file) if file.endswith(".jsonl") else read_lines(file)))
+
+
+def train(flags: Flags) -> str:
+    """Writes the model; returns lines about what it was made of, how large it is and what it makes of other text."""
+    check_flags(flags)
+    from konkanivani.arpa import write_arpa
+    from konkanivani.checkpoint import read_checkpoint
+    from konkanivani.flags import config_from_text
+    from konkanivani.ngram import estimate_ngrams
+    from konkanivani.text import Tokenizer
+
+    checkpoint = read_checkpoint(flags.checkpoint)
+    tokenizer, settings = Tokenizer(checkpoint.tokenizer), config_from_text(checkpoint.config).text
+    order = flags.order or (CHARACTER_ORDER if settings.tokenizer_type == "char" else SUBWORD_ORDER)
+    held_out = Corpus(tokenizer, settings.digits)
+    others = list(held_out.read((flags.held_out,))) if flags.held_out else []  # before the work and not after it
+    corpus = Corpus(tokenizer, settings.digits)
+    orders = estimate_ngrams(corpus.read(flags.text + flags.manifest), tokenizer.size, order)
+    write_arpa(flags.output, orders, tokenizer)
+    sizes = ", ".join(f"{len(ngrams):,} {number}-grams" for number, ngrams in enumerate(orders, start=1))
+    lines = [f"read: {corpus.told()}", f"{flags.output}: {sizes}"]
+    return "\n".join(lines + ([f"{flags.held_out}: {measured(orders, held_out, others)}"] if others else []))
+
+
+def measured(orders: tuple["Ngrams", ...], corpus: Corpus, sentences: list[list[int]]) -> str:
+    """The perplexities of sentences, each with an end that counts as a token and as a word."""
+    import torch
+
+    from konkanivani.decoding.language_model import build_language_model, log_probabilities_of
+
+    model = build_language_model(orders, corpus.tokenizer.size, torch.device("cpu"))
+    total = math.fsum(log_probabilities_of(model, sentences))
+    a_token, a_word = (math.exp(-total / (count + len(sentences))) for count in (corpus.tokens, corpus.words))
+    return f"{corpus.told()}; perplexity {a_token:.4g} a token, {a_word:.4g} a word"
+
+
+if __name__ == "__main__":
+    flags = read_flags(Flags, sys.argv[1:])
+    sys.exit(run_script(lambda: train(flags)))
