@@ -29,7 +29,7 @@ from konkanivani.export import TOLERANCE, check_bundle, check_onnx, check_signal
 from konkanivani.flags import config_to_text
 from konkanivani.lengths import feature_length, feature_lengths, subsampled_length, subsampled_lengths
 from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.onnx_export import build_onnx, quantized, require_onnx, token_texts
+from konkanivani.onnx_export import quantized, require_onnx, token_texts
 from konkanivani.onnx_graph import MatrixLogMel, RecognitionGraph
 from konkanivani.onnx_model import OnnxModel, read_onnx
 from konkanivani.speech_model import SpeechModel
@@ -72,16 +72,37 @@ def speech_model() -> SpeechModel:
     return speech_model_of_shape(SHAPE)
 
 
-@pytest.fixture(scope="module")
-def onnx_bytes(speech_model: SpeechModel) -> bytes:
-    return build_onnx(speech_model)
+@dataclass(frozen=True)
+class Run:
+    """A folder with a checkpoint, and what exporting it printed."""
+
+    directory: Path
+    checkpoint: Path
+    lines: list[str]
 
 
 @pytest.fixture(scope="module")
-def onnx_model(onnx_bytes: bytes, tmp_path_factory: pytest.TempPathFactory) -> OnnxModel:
-    path = tmp_path_factory.mktemp("onnx") / "model.onnx"
-    path.write_bytes(onnx_bytes)
-    return read_onnx(path)
+def exported(speech_model: SpeechModel, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    directory = tmp_path_factory.mktemp("exported")
+    checkpoint = directory / "checkpoint_averaged.pt"  # of a model's weights alone
+    write_checkpoint(checkpoint, as_checkpoint(speech_model))
+    files = ("--bundle", "m.safetensors", "--onnx", "m.onnx", "--int8", "m.int8.onnx")
+    done = run_script(
+        EXPORT, "--checkpoint", str(checkpoint), *files, "--manifest", corpus.manifest("test"), cwd=directory
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return Run(directory, checkpoint, done.stdout.splitlines())
+
+
+@pytest.fixture(scope="module")
+def onnx_bytes(exported: Run) -> bytes:
+    return (exported.directory / "m.onnx").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def onnx_model(exported: Run) -> OnnxModel:
+    return read_onnx(exported.directory / "m.onnx")
 
 
 def spoken(seconds: float, seed: int = 0) -> torch.Tensor:
@@ -279,29 +300,28 @@ def test_weights_that_are_not_finite_are_not_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-LOADED_BY = """
+HEARING = """
 import sys, torch
 from pathlib import Path
-sys.path.insert(0, {root!r})
-{trainer}
+sys.path.insert(0, sys.argv[1])
 from konkanivani.bundle import read_bundle
 from konkanivani.decoding.ctc import greedy_ctc
-speech_model = read_bundle(Path(sys.argv[1]), torch.device("cpu"))
+speech_model = read_bundle(Path(sys.argv[2]), torch.device("cpu"))
 encoded = speech_model.encode(torch.randn(1, 16000), (16000,))
 print([speech_model.tokenizer.decode(tokens) for tokens in greedy_ctc(speech_model.model, *encoded)])
 trainer = ("konkanivani.training", "konkanivani.data", "konkanivani.optimizer", "konkanivani.logbook", "tensorboard")
 print([name for name in trainer if name in sys.modules])
+import konkanivani.training.state
+print([name for name in trainer if name in sys.modules])
 """
 
 
-@pytest.mark.parametrize("trainer", ["", "import konkanivani.recipe"], ids=["alone", "control"])
-def test_a_bundle_is_heard_without_the_trainer(trainer, speech_model, tmp_path):
-    write_bundle(tmp_path / "bundle", speech_model)
-    program = LOADED_BY.format(root=str(ROOT), trainer=trainer)
-    command = [sys.executable, "-c", program, str(tmp_path / "bundle")]
+def test_a_bundle_is_heard_without_the_trainer(path, tmp_path):
+    command = [sys.executable, "-c", HEARING, str(ROOT), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert (done.stdout.splitlines()[1] == "[]") == (trainer == "")
+    _, loaded, control = done.stdout.splitlines()
+    assert loaded == "[]" and "konkanivani.training" in control
 
 
 class TestFeatures:
@@ -498,29 +518,6 @@ def test_a_file_that_fails_leaves_the_old_one_and_nothing_beside_it(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["file"] and path.read_text() == "first"
 
 
-@dataclass(frozen=True)
-class Run:
-    """A folder with a checkpoint, and what exporting it printed."""
-
-    directory: Path
-    checkpoint: Path
-    lines: list[str]
-
-
-@pytest.fixture(scope="module")
-def exported(speech_model: SpeechModel, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    directory = tmp_path_factory.mktemp("exported")
-    checkpoint = directory / "checkpoint_averaged.pt"  # of a model's weights alone
-    write_checkpoint(checkpoint, as_checkpoint(speech_model))
-    files = ("--bundle", "m.safetensors", "--onnx", "m.onnx", "--int8", "m.int8.onnx")
-    done = run_script(
-        EXPORT, "--checkpoint", str(checkpoint), *files, "--manifest", corpus.manifest("test"), cwd=directory
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return Run(directory, checkpoint, done.stdout.splitlines())
-
-
 class TestCommandLine:
     def test_writes_three_files_that_hear(self, exported, speech_model):
         names = {path.name for path in exported.directory.iterdir()}
@@ -546,7 +543,6 @@ class TestCommandLine:
             (("--checkpoint", "{checkpoint}", "--bundle", "/nowhere/x"), 6, "/nowhere/x cannot be written"),
             (("--checkpoint", "{checkpoint}", "--bundle", "."), 6, ". cannot be written"),
             (("--checkpoint", "{checkpoint}", "--bundle", "x", "--manifest", "none.jsonl"), 3, "none.jsonl"),
-            (("--checkpoint", "none.pt", "--bundle", "x"), 4, "There is no checkpoint at none.pt"),
             (("--checkpoint", "{script}", "--bundle", "x"), 4, "damaged or not ours"),
         ],
     )
