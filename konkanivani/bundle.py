@@ -63,10 +63,13 @@ def is_bundle(path: Path) -> bool:
 
 
 def write_bundle(path: Path, speech_model: SpeechModel) -> None:
-    """Writes the model whole or not at all, the same bytes for the same model.
+    """Writes the model's bundle whole or not at all; a ResourceError says why it cannot be."""
+    with whole_file(path) as partial:
+        partial.write_bytes(bundle_bytes(speech_model))
 
-    Raises a CheckpointError where its weights are not finite, a ResourceError where the file cannot be written.
-    """
+
+def bundle_bytes(speech_model: SpeechModel) -> bytes:
+    """The model as a bundle, the same bytes for the same model; a CheckpointError where its weights are not finite."""
     tensors = {name: tensor.cpu().contiguous() for name, tensor in speech_model.model.state_dict().items()}
     check_finite("the model to export", tensors)
     tensors[TOKENIZER] = torch.frombuffer(bytearray(speech_model.tokenizer.model), dtype=torch.uint8)
@@ -78,9 +81,7 @@ def write_bundle(path: Path, speech_model: SpeechModel) -> None:
         "longest_seconds": speech_model.longest_seconds,
     }
     entry = description | {"sha256": Contents(description, tensors).checksum}
-    data = safetensors.torch.save(tensors, {ENTRY: json.dumps(entry, sort_keys=True)})
-    with whole_file(path) as partial:
-        partial.write_bytes(data)
+    return safetensors.torch.save(tensors, {ENTRY: json.dumps(entry, sort_keys=True)})
 
 
 def read_bundle(path: Path, device: torch.device) -> SpeechModel:

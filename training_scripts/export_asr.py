@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 """Exports a checkpoint to use elsewhere: a bundle of safetensors, an ONNX file, and the same in eight bits.
 
-    python3 training_scripts/export_asr.py --checkpoint checkpoints/checkpoint_best.pt --bundle konkani.safetensors \
-        --onnx konkani.onnx --int8 konkani.int8.onnx --manifest data/builtin/test.jsonl
+    python3 training_scripts/export_asr.py --checkpoint checkpoints/checkpoint_best.pt --bundle konkani.safetensors
 
 Each file is read again and compared with the checkpoint before it gets its name. With --manifest, each is scored.
 """
@@ -57,12 +56,12 @@ def check_flags(flags: Flags) -> None:
     if len(set(places)) < len(places):
         raise UsageError("--checkpoint, --bundle, --onnx and --int8 are files of their own. Give each its own name.")
     for path in flags.outputs:
-        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        if (path.exists() and not path.is_file()) or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
             raise ResourceError(f"{path} cannot be written. Name a file in a folder of yours that exists.")
 
 
 def export(flags: Flags) -> str:
-    """Writes what was asked for; returns a line about each file, and the table of scores where there is a manifest."""
+    """Writes what was asked for, with a line about each file; returns the table of scores, or that all is well."""
     check_flags(flags)
     if flags.manifest is not None:
         read_manifest(flags.manifest)
@@ -83,22 +82,22 @@ def export(flags: Flags) -> str:
         forms.append(export_bundle(Path(flags.bundle), speech_model))
     if flags.onnx is not None or flags.int8 is not None:
         forms += export_onnx(flags, speech_model)
-    lines = [f"{form.path}: {size_in_words(form.path.stat().st_size)}" for form in forms[1:]]
-    if flags.manifest is not None:
-        lines += ["", *score(flags.manifest, checkpoint, speech_model, forms)]
-    return "\n".join(lines)
+    if flags.manifest is None:
+        return "Read again, compared with the checkpoint on a signal: sound. With --manifest they are scored."
+    return "\n".join(score(flags.manifest, checkpoint, speech_model, forms))
 
 
 def export_bundle(path: Path, speech_model: "SpeechModel") -> "Exported":
     """The bundle, written, read again and checked."""
-    from konkanivani.bundle import read_bundle, write_bundle
+    from konkanivani.bundle import bundle_bytes, read_bundle
     from konkanivani.export import Exported, check_bundle, hear_with
     from konkanivani.whole_file import whole_file
 
     with whole_file(path) as partial:
-        write_bundle(partial, speech_model)
+        partial.write_bytes(bundle_bytes(speech_model))
         read = read_bundle(partial, speech_model.device)
         check_bundle(read, speech_model, path)
+    say_written(path)
     return Exported("bundle", path, hear_with(read))
 
 
@@ -109,6 +108,7 @@ def export_onnx(flags: Flags, speech_model: "SpeechModel") -> list["Exported"]:
     from konkanivani.onnx_model import read_onnx
     from konkanivani.whole_file import whole_file
 
+    print("Tracing the model for ONNX, which takes up to a minute.", flush=True)
     model = build_onnx(speech_model)
     forms = []
     for name, path, tolerance in (("ONNX", flags.onnx, TOLERANCE), ("ONNX, int8", flags.int8, math.inf)):
@@ -117,6 +117,7 @@ def export_onnx(flags: Flags, speech_model: "SpeechModel") -> list["Exported"]:
                 partial.write_bytes(model if path == flags.onnx else quantized(model))
                 read = read_onnx(partial)
                 check_onnx(read, speech_model, Path(path), tolerance)
+            say_written(Path(path))
             forms.append(Exported(name, Path(path), read.hear))
     return forms
 
@@ -141,6 +142,11 @@ def table(comparisons: list["Comparison"]) -> list[str]:
         rates, others = found.rates, f"{found.other_texts} of {found.utterances}"
         lines.append(f"{found.name:12} {rates.wer:7.2%} {rates.cer:7.2%} {others:>14} {size_in_words(found.size):>9}")
     return lines
+
+
+def say_written(path: Path) -> None:
+    """Prints the file's name and size."""
+    print(f"{path}: {size_in_words(path.stat().st_size)}", flush=True)
 
 
 def size_in_words(size: int) -> str:
