@@ -54,7 +54,7 @@ def build_onnx(speech_model: SpeechModel) -> bytes:
     graph = RecognitionGraph(speech_model)
     example = torch.zeros(2, SAMPLE_RATE), torch.tensor([SAMPLE_RATE, SAMPLE_RATE // 2])
     batch, samples = torch.export.Dim("batch"), torch.export.Dim("samples", max=MOST_SAMPLES)
-    with _quietly(), torch.no_grad():
+    with quietly(), torch.no_grad():
         traced = torch.export.export(graph, example, dynamic_shapes=({0: batch, 1: samples}, {0: batch}), strict=False)
         program = torch.onnx.export(
             traced, (), dynamo=True, verbose=False, opset_version=OPSET, input_names=INPUTS, output_names=OUTPUTS
@@ -69,14 +69,14 @@ def build_onnx(speech_model: SpeechModel) -> bytes:
 def quantized(model: bytes) -> bytes:
     """The ONNX model with the weights of its products in eight bits; activations are quantised as they come.
 
-    Products alone: with the convolutions too, the probabilities were seven times as far off (Kullback-Leibler), for
-    2 % of the size. Weights are unsigned, since products of unsigned and signed bytes saturate on CPUs without VNNI,
-    and have a scale for each output.
+    Products alone: with the convolutions too, the probabilities were six times as far off (Kullback-Leibler) for 2 %
+    of the size (benchmarks/int8.py). Weights are unsigned, since products of unsigned and signed bytes saturate on CPUs
+    without VNNI, and have a scale for each output.
     """
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    with tempfile.TemporaryDirectory() as folder, _quietly():
+    with tempfile.TemporaryDirectory() as folder, quietly():
         path = Path(folder) / "quantized.onnx"
         quantize_dynamic(
             onnx.load_model_from_string(model),
@@ -124,7 +124,7 @@ def _tidy(model: "onnx.ModelProto") -> None:
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Keeps the exporter's advice to its own developers from the screen."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -18,6 +18,7 @@ import safetensors.torch
 import soundfile
 import torch
 
+from benchmarks.measuring.eight_bits import WAYS, Way, measure_ways
 from konkanivani import bundle, onnx_export
 from konkanivani.audio import FEATURES, MEL_BINS, LogMel
 from konkanivani.augment import FrontEnd
@@ -483,6 +484,16 @@ class TestOnnx:
         )
         with pytest.raises(ResourceError, match=re.escape(f"{sys.executable} -m pip install onnxscript")):
             require_onnx()
+
+
+def test_the_benchmark_of_eight_bits_compares_with_single_precision(onnx_bytes):
+    waveforms = [spoken(1.0), spoken(2.0, seed=1)]
+    ours, *others = measure_ways(onnx_bytes, waveforms)
+    assert ours.way == "ours" and len(others) == len(WAYS) == len({other.way for other in others})
+    for distance in (ours, *others):
+        assert 0 < distance.divergence < 0.1 and 0 <= distance.other_best < 0.5 and distance.size < len(onnx_bytes)
+    again = Way(("MatMul",), is_signed=False, is_by_output=True).apply(onnx_bytes)
+    assert again == quantized(onnx_bytes)
 
 
 def _nodes(path: Path) -> list:
