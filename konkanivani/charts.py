@@ -1,4 +1,4 @@
-"""A histogram as inline SVG that takes its colours from the page around it, for light and dark, wide and narrow."""
+"""Charts as inline SVG that take their colours from the page around them, for light and dark, wide and narrow."""
 
 import html
 import math
@@ -9,6 +9,7 @@ from konkanivani.histogram import Histogram, round_step
 WIDTH, HEIGHT = 360, 172
 LEFT, RIGHT, TOP, BOTTOM = 40, 348, 10, 140
 MOST_X_LABELS, MOST_Y_LABELS = 6, 4
+BAR_WIDTH, BAR_HEIGHT = 160, 16
 
 
 def draw_histogram(histogram: Histogram, title: str, across: str, up: str, mark: float | None = None) -> str:
@@ -103,3 +104,19 @@ def _short(value: float) -> str:
         if value >= size:
             return f"{value / size:.3g}{letter}"
     return f"{value:.3g}"
+
+
+def draw_bar(value: float, low: float, high: float, longest: float, said: str) -> str:
+    """A bar to be seen among others of a table, the longest being `longest`, with a line from low to high upon it."""
+    scale = BAR_WIDTH / longest if longest > 0 else 0.0
+    middle = BAR_HEIGHT / 2
+    drawn = f'<rect class="bar" x="0" y="3" height="{BAR_HEIGHT - 6}" width="{value * scale:.1f}"/>'
+    if math.isfinite(low) and math.isfinite(high):
+        drawn += f'<line class="range" x1="{low * scale:.1f}" x2="{high * scale:.1f}" y1="{middle}" y2="{middle}"/>'
+        for end in (low, high):
+            x = min(max(end * scale, 0.75), BAR_WIDTH - 0.75)  # half the line's width, which would be cut off
+            drawn += f'<line class="range" x1="{x:.1f}" x2="{x:.1f}" y1="2" y2="{BAR_HEIGHT - 2}"/>'
+    return (
+        f'<svg class="inline" viewBox="0 0 {BAR_WIDTH} {BAR_HEIGHT}" role="img" aria-label="{html.escape(said)}">'
+        f"{drawn}</svg>"
+    )

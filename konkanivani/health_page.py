@@ -1,28 +1,18 @@
-"""The health report as one page of HTML that needs nothing else: no network, no script, light and dark, any width."""
+"""The health report as a page."""
 
-import html
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from konkanivani.charts import draw_histogram
 from konkanivani.data.characters import JOINERS, Character, CharacterHealth
 from konkanivani.data.examples import Example, Listed, Tally
-from konkanivani.data.findings import Diagnosis, Finding, count, duration_words, short_name
+from konkanivani.data.findings import Diagnosis, Finding
 from konkanivani.data.health import Crossing, PartHealth
 from konkanivani.data.recordings import SoundHealth
 from konkanivani.health_text import changed_words, code_points, speaker_levels, vocabulary_words
+from konkanivani.page import draw_cells, draw_document, draw_table, draw_tile, escape
+from konkanivani.wording import count, duration_words, short_name
 
 STYLE = """
-:root { color-scheme: light dark; --ground: #faf9f6; --card: #ffffff; --ink: #1c1d20; --soft: #5b5f66;
-  --line: #e1dfd8; --bar: #2c7a96; --mark: #e8590c;
-  --error: #b3261e; --warning: #8a5a00; --note: #3f6078; --good: #2a6b3c }
-@media (prefers-color-scheme: dark) { :root { --ground: #14161a; --card: #1c1f25; --ink: #e8e6e1; --soft: #a2a7af;
-  --line: #333842; --bar: #6cb6d2; --mark: #e8590c;
-  --error: #ff8a80; --warning: #f2c14e; --note: #9cc3dd; --good: #7fd197 } }
-* { box-sizing: border-box }
-body { margin: 0 auto; padding: 1.25rem 1rem 4rem; max-width: 76rem; background: var(--ground); color: var(--ink);
-  font: 1rem/1.5 system-ui, "Noto Sans", "Noto Sans Devanagari", sans-serif; overflow-wrap: anywhere }
-h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 0 .75rem } h2 { font-size: 1.25rem; margin: 2.5rem 0 .75rem }
-h3 { font-size: 1rem; margin: 1.5rem 0 .5rem } p { margin: .4rem 0 }
 .verdict { border-left: .4rem solid var(--good); background: var(--card); padding: .75rem 1rem; border-radius: .3rem;
   font-weight: 600 } .verdict.no { border-color: var(--error) }
 .findings { list-style: none; padding: 0; margin: 0; display: grid; gap: .5rem }
@@ -30,56 +20,24 @@ h3 { font-size: 1rem; margin: 1.5rem 0 .5rem } p { margin: .4rem 0 }
 .findings b { display: inline-block; min-width: 4.6rem; font-size: .8rem; text-transform: uppercase;
   letter-spacing: .04em }
 .error b { color: var(--error) } .warning b { color: var(--warning) } .note b { color: var(--note) }
-.remedy, .soft, .outside { color: var(--soft); font-size: .9rem } .remedy { display: block }
-.tiles, .charts { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); margin: 0 }
-.charts { grid-template-columns: repeat(auto-fill, minmax(min(20rem, 100%), 1fr)); margin-top: .75rem }
-.tiles div, figure { background: var(--card); border: 1px solid var(--line); border-radius: .3rem; padding: .6rem .8rem;
-  margin: 0 } dt { color: var(--soft); font-size: .85rem } dd { margin: 0; font-size: 1.05rem; font-weight: 600 }
-dd small { display: block; font-weight: 400; font-size: .85rem; color: var(--soft) }
-figcaption { display: flex; justify-content: space-between; gap: .75rem; font-size: .9rem; font-weight: 600 }
-.outside { font-weight: 400; font-size: .8rem; text-align: right }
-svg { display: block; width: 100%; height: auto } svg text { fill: var(--soft); font-size: 11px }
-.bar { fill: var(--bar) } .grid, .tick { stroke: var(--line); stroke-width: 1 } .mark { stroke: var(--mark);
-  stroke-width: 2; stroke-dasharray: 4 3 } .none { color: var(--soft) }
-.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: .3rem; background: var(--card) }
-table { overflow-wrap: break-word; border-collapse: collapse; width: 100%; font-size: .9rem }
-th, td { text-align: left; padding: .35rem .6rem;
-  border-bottom: 1px solid var(--line); vertical-align: top } tr:last-child td { border-bottom: 0 }
-th { color: var(--soft); font-weight: 600; white-space: nowrap } td.number, th.number { text-align: right;
-  font-variant-numeric: tabular-nums; white-space: nowrap }
 td.sign { font-size: 1.3rem; line-height: 1.3; text-align: center }
-details { margin: .6rem 0 } summary { cursor: pointer; font-weight: 600; padding: .25rem 0 }
-@media (max-width: 34rem) { th, td { padding: .35rem; font-size: .85rem }
-  .cards thead { position: absolute; clip-path: inset(50%); width: 1px; height: 1px;
-  overflow: hidden } .cards tr { display: block; padding: .5rem .6rem; border-bottom: 1px solid var(--line) }
-  .cards td { display: block; border: 0; padding: 0; text-align: left }
-  .cards td::before { content: attr(data-name) " "; color: var(--soft); font-size: .8rem } }
+.remedy { color: var(--soft); font-size: .9rem; display: block }
 """
 NUMBERS = {"count", "recordings", "speakers", "sentences", "first row"}  # columns that stand right
-NUMBER = ' class="number"'
-PAGE_START = "<!doctype html>"
 
 
 def draw_page(diagnosis: Diagnosis) -> str:
     """The whole page; every text of the corpus in it is escaped."""
     health, verdict = diagnosis.health, diagnosis.verdict
     names = ", ".join(short_name(part.path) for part in health.parts) or "no manifest that can be read"
-    title = escape(f"Health of {names}")
     state = "yes" if verdict.can_be_trained else "no"
     parts = "".join(_part(part) for part in health.parts)
-    return (
-        f'{PAGE_START}\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{STYLE}</style></head><body><main>\n"
-        f'<h1>{title}</h1><p class="verdict {state}">{escape(verdict.sentence)}</p>\n'
+    body = (
+        f'<p class="verdict {state}">{escape(verdict.sentence)}</p>\n'
         f"{_findings(diagnosis.findings)}\n{parts}{_crossings(health.crossings)}"
-        f"{_text(health.characters, diagnosis) if health.parts else ''}</main></body></html>\n"
+        f"{_text(health.characters, diagnosis) if health.parts else ''}"
     )
-
-
-def escape(text: object) -> str:
-    """The text as HTML shows it."""
-    return html.escape(str(text))
+    return draw_document(f"Health of {names}", body, STYLE)
 
 
 def _findings(findings: tuple[Finding, ...]) -> str:
@@ -115,33 +73,27 @@ def _part(part: PartHealth) -> str:
     )
 
 
-def _tile(title: str, value: str, more: str = "") -> str:
-    more = more.replace(" %", "\u00a0%")  # a number and its unit stay on one line
-    small = f"<small>{escape(more)}</small>" if more else ""
-    return f"<div><dt>{escape(title)}</dt><dd>{escape(value)}{small}</dd></div>"
-
-
 def _tiles(part: PartHealth) -> Iterator[str]:
     speakers, sound, epoch = part.speakers, part.sound, part.epoch
-    yield _tile("utterances", f"{part.utterances:,}", f"{part.usable:,} can be used")
-    yield _tile("speech", duration_words(part.hours), f"{duration_words(part.usable_hours)} can be used")
+    yield draw_tile("utterances", f"{part.utterances:,}", f"{part.usable:,} can be used")
+    yield draw_tile("speech", duration_words(part.hours), f"{duration_words(part.usable_hours)} can be used")
     most = f"median {duration_words(speakers.median_hours)}; {100 * speakers.largest_share:.0f} % is {speakers.largest}"
-    yield _tile("speakers", f"{speakers.count:,}", most if speakers.count else "no row names one")
-    yield _tile("sentences", f"{part.sentences:,}", f"different ones; {part.words:,} words")
-    yield _tile("files", _tallied(part.formats))
+    yield draw_tile("speakers", f"{speakers.count:,}", most if speakers.count else "no row names one")
+    yield draw_tile("sentences", f"{part.sentences:,}", f"different ones; {part.words:,} words")
+    yield draw_tile("files", _tallied(part.formats))
     if epoch:
-        yield _tile(
+        yield draw_tile(
             "steps an epoch", f"{epoch.steps:,}", f"{epoch.window_size} utterances, {epoch.window_seconds:.0f} s each"
         )
-        yield _tile("padding", f"{100 * epoch.padding_share:.1f} %", f"in micro-batches of {epoch.micro_batch}")
+        yield draw_tile("padding", f"{100 * epoch.padding_share:.1f} %", f"in micro-batches of {epoch.micro_batch}")
     if sound and sound.heard:
-        yield _tile("sample rates", _tallied(sound.rates, " Hz"), f"of {sound.heard} recordings decoded")
-        yield _tile("channels", _tallied(sound.channels))
+        yield draw_tile("sample rates", _tallied(sound.rates, " Hz"), f"of {sound.heard} recordings decoded")
+        yield draw_tile("channels", _tallied(sound.channels))
         quietest = f"; quietest speakers: {speaker_levels(sound)}" if len(sound.speaker_levels) > 1 else ""
-        yield _tile("level", f"{sound.median_level:.1f} dBFS", f"median{quietest}")
+        yield draw_tile("level", f"{sound.median_level:.1f} dBFS", f"median{quietest}")
         ends = f"median {sound.median_leading:.2f} s before, {sound.median_trailing:.2f} s after"
-        yield _tile("silence", f"{100 * sound.silence_share:.0f} %", ends)
-        yield _tile(
+        yield draw_tile("silence", f"{100 * sound.silence_share:.0f} %", ends)
+        yield draw_tile(
             "clipped", f"{sound.clipped.count} of {sound.heard}", f"{100 * sound.full_scale_share:.3g} % of samples"
         )
 
@@ -177,23 +129,13 @@ def _listing(title: str, listed: Listed) -> str:
     shown = "" if listed.count == len(listed.examples) else f", {len(listed.examples)} shown"
     names = ("row", "utterance", "what", "transcript")
     rows = [_example(names, example) for example in listed.examples]
-    return (
-        f"<details><summary>{escape(title)} ({listed.count:,}{shown})</summary>{_table(names, rows, 'cards')}</details>"
-    )
+    table = draw_table(names, rows, NUMBERS, "cards")
+    return f"<details><summary>{escape(title)} ({listed.count:,}{shown})</summary>{table}</details>"
 
 
 def _example(names: tuple[str, ...], example: Example) -> str:
     cells = (example.row, example.id, example.detail, example.text)
-    return "".join(f'<td data-name="{n}"><bdi>{escape(c)}</bdi></td>' for n, c in zip(names, cells, strict=True))
-
-
-def _table(names: Iterable[str], rows: Iterable[str], kind: str = "") -> str:
-    kinds = ((name, NUMBER if name in NUMBERS else "") for name in names)
-    head = "".join(f'<th scope="col"{kind}>{escape(name)}</th>' for name, kind in kinds)
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return (
-        f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
+    return draw_cells(names, cells)
 
 
 def _crossings(crossings: tuple[Crossing, ...]) -> str:
@@ -206,30 +148,27 @@ def _crossings(crossings: tuple[Crossing, ...]) -> str:
         for c in crossings
         for title, listed in (("Recordings", c.audio), ("Sentences", c.sentences))
     )
-    return f"<section><h2>Between the manifests</h2>{_table(names, rows, 'cards')}{lists}</section>\n"
+    return f"<section><h2>Between the manifests</h2>{draw_table(names, rows, NUMBERS, 'cards')}{lists}</section>\n"
 
 
 def _crossing(names: tuple[str, ...], crossing: Crossing) -> str:
     both = f"{short_name(crossing.second)} in {short_name(crossing.first)}"
     unknown = " ".join(tally.name for tally in crossing.unknown_characters) or "none"
     cells = (both, crossing.audio.count, crossing.speakers, crossing.sentences.count, unknown)
-    return "".join(
-        f'<td data-name="{n}"{NUMBER if n in NUMBERS else ""}><bdi>{escape(c)}</bdi></td>'
-        for n, c in zip(names, cells, strict=True)
-    )
+    return draw_cells(names, cells, NUMBERS)
 
 
 def _text(text: CharacterHealth, diagnosis: Diagnosis) -> str:
     tiles = (
-        _tile("script", text.script.capitalize() or "none", "of most letters"),
-        _tile("characters", f"{text.different:,}", f"{text.letters:,} after normalisation"),
-        _tile("vocabulary", f"{diagnosis.vocabulary:,}", vocabulary_words(diagnosis)),
-        _tile("texts that normalisation changes", f"{text.changes.texts:,}", changed_words(text)),
+        draw_tile("script", text.script.capitalize() or "none", "of most letters"),
+        draw_tile("characters", f"{text.different:,}", f"{text.letters:,} after normalisation"),
+        draw_tile("vocabulary", f"{diagnosis.vocabulary:,}", vocabulary_words(diagnosis)),
+        draw_tile("texts that normalisation changes", f"{text.changes.texts:,}", changed_words(text)),
     )
     marked = [character for character in text.inventory if character.marks]
     names = ("", "code", "name", "count", "noteworthy")
-    worth = f"<h3>Noteworthy</h3>{_table(names, map(_character, marked))}" if marked else ""
-    whole = _table(names, map(_character, text.inventory))
+    worth = f"<h3>Noteworthy</h3>{draw_table(names, map(_character, marked), NUMBERS)}" if marked else ""
+    whole = draw_table(names, map(_character, text.inventory), NUMBERS)
     return (
         f'<section><h2>Text</h2><dl class="tiles">{"".join(tiles)}</dl>{worth}{_twins(text)}{_mixed(text)}'
         f"<details><summary>All characters ({text.different:,})</summary>{whole}</details></section>\n"
@@ -255,7 +194,7 @@ def _twins(text: CharacterHealth) -> str:
         f"<td>{'<br>'.join(f'{code_points(s.codes)} ({s.count:,})' for s in twin.spellings)}</td>"
         for twin in text.twins
     ]
-    return f"<h3>Written in two ways</h3>{_table(('', 'code points (count)'), rows)}" if rows else ""
+    return f"<h3>Written in two ways</h3>{draw_table(('', 'code points (count)'), rows)}" if rows else ""
 
 
 def _mixed(text: CharacterHealth) -> str:
@@ -265,7 +204,7 @@ def _mixed(text: CharacterHealth) -> str:
         for word in text.mixed_words
     ]
     title = f"<h3>Words of two scripts ({text.mixed_word_count:,})</h3>"
-    return title + _table(("word", "scripts", "count", "first row"), rows) if rows else ""
+    return title + draw_table(("word", "scripts", "count", "first row"), rows, NUMBERS) if rows else ""
 
 
 def _tallied(counted: tuple[Tally, ...], unit: str = "") -> str:

@@ -9,14 +9,17 @@ import torch
 from konkanivani.assembly import build_forward, build_front_end
 from konkanivani.checkpoint import BEST, LAST, Checkpoint, load_states, read_checkpoint
 from konkanivani.command_line import parse_share
-from konkanivani.config import TrainConfig
+from konkanivani.config import DecodingConfig, TrainConfig
+from konkanivani.data.manifest import Manifest
 from konkanivani.data.rejections import Rejections
-from konkanivani.decoding.decode import Decode
+from konkanivani.decoding.decode import Decode, build_decode
 from konkanivani.flags import config_from_text
+from konkanivani.heard import CheckpointRun, Heard
 from konkanivani.run_speech import build_evaluation_set
 from konkanivani.text import Tokenizer
 from konkanivani.training.evaluation import Evaluation
 from konkanivani.training.forward import ForwardPass
+from konkanivani.transcripts import ScoredText
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,33 @@ def evaluate_manifest(trained: TrainedModel, manifest: str, decode: Decode) -> E
     rejections = Rejections(None, parse_share(config.data.max_rejected, "--max_rejected"))
     utterances = build_evaluation_set(manifest, config, trained.tokenizer, forward.device, rejections)
     return utterances.evaluate(forward, decode)
+
+
+def hear_manifest(trained: TrainedModel, path: str, manifest: Manifest, decoding: DecodingConfig) -> Heard:
+    """What the model of the checkpoint at `path` hears in the manifest, in its order, both texts not normalised yet.
+
+    They are to be normalised as in its training.
+    """
+    decode = build_decode(decoding, trained.tokenizer, trained.forward.device)
+    evaluation = evaluate_manifest(trained, manifest.path, decode)
+    heard = {scored.utterance.row: scored.hypothesis for scored in evaluation.scored}
+    texts = tuple(
+        ScoredText(said.id, said.text, heard[said.row], said.speaker, said.duration, said.pattern)
+        for said in manifest
+        if said.row in heard
+    )
+    run = CheckpointRun(
+        checkpoint=path,
+        step=trained.checkpoint.step,
+        manifest=manifest.path,
+        left_out=len(manifest) + len(manifest.broken) - len(texts),
+        loss=evaluation.loss,
+        ctc_loss=evaluation.ctc_loss,
+        attention_loss=evaluation.attention_loss,
+        seconds=evaluation.seconds,
+        decoding=decoding,
+    )
+    return Heard(texts, run, "spell" if trained.config.text.digits == "spell" else "konkanivani")
 
 
 def best_checkpoint(directory: str | Path) -> Path:

@@ -94,6 +94,41 @@ def test_the_hypotheses_file_sums_up_to_the_totals_in_the_manifests_order(traine
     assert list(trained.checkpoints.glob("*.partial")) == []
 
 
+def test_the_summary_says_how_sure_it_is_and_apart_by_speaker_and_duration(scored):
+    kinds = ("substitutions", "deletions", "insertions")
+    assert sum(scored[f"word_{kind}"] for kind in kinds) == scored["word_errors"]
+    assert sum(scored[f"character_{kind}"] for kind in kinds) == scored["character_errors"]
+    rows = [json.loads(line) for line in Path(scored["hypotheses"]).read_text(encoding="utf-8").splitlines()]
+    low, high = scored["cer_interval"]
+    if len({row["character_errors"] / row["characters"] for row in rows}) > 1:
+        assert low <= scored["cer"] <= high
+    else:
+        assert low is high is None
+    assert sum(part["words"] for part in scored["durations"]) == scored["words"]
+    assert (scored["interval_unit"], scored["normalize"], scored["speakers"]) == ("utterances", "konkanivani", [])
+    assert scored["decoding"]["decode"] == "greedy"
+
+
+def test_what_was_written_scores_the_same_without_the_checkpoint_and_against_it(trained, scored, tmp_path):
+    page = tmp_path / "score.html"
+    again = run_script(EVALUATE, "--hypotheses", scored["hypotheses"], "--json")
+    assert again.returncode == 0, again.stderr
+    told = json.loads(again.stdout)
+    assert {name: told[name] for name in (*COUNTS, "wer_interval")} == {
+        name: scored[name] for name in (*COUNTS, "wer_interval")
+    }
+    other = tmp_path / "perfect.jsonl"
+    rows = [json.loads(line) for line in Path(scored["hypotheses"]).read_text(encoding="utf-8").splitlines()]
+    perfect = [json.dumps({"audio_filepath": r["audio_filepath"], "hypothesis": r["reference"]}) for r in rows[1:]]
+    other.write_text("\n".join(perfect))
+    more = ("--normalize", "spell", "--compare", str(other), "--html", str(page), "--output", str(tmp_path / "out"))
+    compared = evaluate(trained.path("best"), trained.manifest, *more)
+    assert compared["comparison"]["utterances"] == 4 and compared["comparison"]["other_wer"] == 0
+    assert compared["comparison"]["difference"] > 0 and compared["normalize"] == "spell"
+    said = page.read_text(encoding="utf-8")
+    assert "checkpoint_best.pt, step" in said and "greedy" in said and "Compared" in said
+
+
 @pytest.mark.parametrize(
     ("flags", "exit_code", "said"),
     [

@@ -8,7 +8,6 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -39,11 +38,13 @@ from konkanivani.data.repeats import (
 from konkanivani.data.sound import clipped_runs, listen
 from konkanivani.errors import DataError
 from konkanivani.health_page import draw_page
-from konkanivani.health_report import build_tokenizer, check_page_path, diagnose, write_page
+from konkanivani.health_report import build_tokenizer, diagnose
 from konkanivani.health_text import health_lines, sparkline
 from konkanivani.histogram import Histogram, build_histogram, round_step
+from konkanivani.page import check_page_path, write_page
 from konkanivani.run_speech import build_training_speech
 from tests.conftest import run_script
+from tests.page_parts import PageParts
 
 SCRIPT = "training_scripts/inspect_data.py"
 RATE = 16_000
@@ -588,7 +589,7 @@ def test_a_page_replaces_nothing_but_a_page(small, tmp_path):
     assert code == 2 and "would be lost" in error and Path(train).read_bytes() == before
     page = tmp_path / "page.html"
     check_page_path(str(page))
-    write_page(str(page), small.diagnosis())
+    write_page(str(page), draw_page(small.diagnosis()))
     check_page_path(str(page))
 
 
@@ -665,29 +666,6 @@ def test_a_manifest_alone_that_cannot_be_read_is_said_to_be_so(tmp_path, number)
 
 
 # The page
-
-
-class PageParts(HTMLParser):
-    """The tags and attributes of a page, and what is left open at its end."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags, self.attributes, self.opened, self.pictures = set(), set(), [], []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes.update(name for name, _ in attrs)
-        if tag == "svg":
-            self.pictures.append(dict(attrs))
-        if tag not in ("meta", "br"):
-            self.opened.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.opened.pop() == tag
 
 
 def test_the_page_needs_nothing_else_and_says_what_its_pictures_show(small):

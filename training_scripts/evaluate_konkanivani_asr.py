@@ -1,131 +1,139 @@
 #!/usr/bin/env python3
-"""Scores a checkpoint on a manifest: word and character error rates by greedy CTC, and every utterance's hypothesis.
+"""Scores a checkpoint on a manifest, or hypotheses that are there already: WER, CER, their intervals, and the errors.
 
 python3 training_scripts/evaluate_konkanivani_asr.py --checkpoint checkpoints/checkpoint_best.pt --manifest test.jsonl
+
+python3 training_scripts/evaluate_konkanivani_asr.py --references said.txt --hypotheses heard.txt --html score.html
 """
 
 import bootstrap
 
 bootstrap.rerun_under_venv()
 
-import json
-import math
-import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from konkanivani.command_line import read_flags, run_script
+from konkanivani.config import DecodingConfig
 from konkanivani.data.manifest import read_manifest
-from konkanivani.errors import ResourceError
-from konkanivani.json_lines import write_json_lines
-from konkanivani.metrics import ErrorRates, error_rates
-
-if TYPE_CHECKING:  # usage errors do not wait for torch
-    from konkanivani.training.evaluation import Evaluation
+from konkanivani.errors import UsageError
+from konkanivani.flags import check_decoding
+from konkanivani.heard import Heard, other_system, read_heard
+from konkanivani.hypotheses_file import check_output, write_hypotheses
+from konkanivani.metrics import count_edits
+from konkanivani.page import check_page_path, write_page
+from konkanivani.score_json import score_json
+from konkanivani.score_page import draw_score_page
+from konkanivani.score_report import build_report
+from konkanivani.score_text import score_lines
+from konkanivani.transcripts import is_json_file, read_transcripts
 
 
 @dataclass(frozen=True)
 class Flags:
-    """What is scored, and where the hypotheses go."""
+    """What is scored, how, and what is written."""
 
-    checkpoint: str
-    """A checkpoint_*.pt file."""
-    manifest: str
+    checkpoint: str | None = None
+    """A checkpoint_*.pt file to score on --manifest."""
+    manifest: str | None = None
     """JSONL manifest to score it on."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where to run."""
+    references: str | None = None
+    """Without a checkpoint: what was said, a text file or JSON lines (None: --hypotheses has it)."""
+    hypotheses: str | None = None
+    """Without a checkpoint: what was heard, a text file or JSON lines such as a manifest or --output's."""
+    format: Literal["lines", "ids"] = "lines"
+    """How text files not named .jsonl are written: lines, in the same order; ids: an id before each text (Kaldi)."""
+    normalize: Literal["auto", "konkanivani", "spell", "none"] = "auto"
+    """What is done to both texts first. auto: what the checkpoint was trained with, else konkanivani: no punctuation,
+    small letters, NFC; spell: that and each digit spelt; none: nothing."""
+    interval_by: Literal["auto", "utterances", "speakers"] = "auto"
+    """What the bootstrap draws: utterances, or whole speakers (auto: speakers where there are ten or more)."""
+    compare: str | None = None
+    """Another system's hypotheses of the same utterances, in any format of --hypotheses, to compare with."""
+    worst: int = 10
+    """Worst utterances to show with their alignment."""
+    html: str | None = None
+    """Write the report as a page too, to this file."""
     output: str | None = None
-    """File of the hypotheses (None: CHECKPOINT.MANIFEST.hypotheses.jsonl beside the checkpoint)."""
+    """File of the hypotheses with their errors (None: CHECKPOINT.MANIFEST.hypotheses.jsonl beside the checkpoint;
+    without a checkpoint: no file)."""
     json: bool = False
     """Print one line of JSON instead of sentences; rates are shares."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where to run."""
+    decoding: DecodingConfig = field(default_factory=DecodingConfig)
 
     @property
-    def hypotheses_path(self) -> Path:
+    def output_path(self) -> Path | None:
         """`output`, or the file beside the checkpoint that is named after both."""
+        if self.output is not None or self.checkpoint is None:
+            return None if self.output is None else Path(self.output)
         checkpoint = Path(self.checkpoint)
-        name = f"{checkpoint.stem}.{Path(self.manifest).stem}.hypotheses.jsonl"
-        return Path(self.output) if self.output else checkpoint.parent / name
+        return checkpoint.parent / f"{checkpoint.stem}.{Path(self.manifest).stem}.hypotheses.jsonl"
 
 
 def score(flags: Flags) -> str:
-    """Evaluates just as training's final scoring does, writes the hypotheses, and returns what is to be printed."""
+    """Scores, writes what is asked for, and returns what is to be printed."""
+    check_flags(flags)
+    other = None if flags.compare is None else read_transcripts(flags.compare, flags.format, "hypothesis")
+    raw = hear(flags) if flags.checkpoint is not None else read(flags)
+    heard = (raw if flags.normalize == "auto" else replace(raw, normalizer=flags.normalize)).normalized()
+    edits = count_edits([text.reference for text in heard.texts], [text.hypothesis for text in heard.texts])
+    system = None if other is None else other_system(heard, other)
+    report = build_report(heard, edits, flags.interval_by, flags.worst, system)
+    if flags.output_path:
+        write_hypotheses(flags.output_path, heard.texts, edits)
+    if flags.html is not None:
+        write_page(flags.html, draw_score_page(report))
+    if flags.json:
+        return score_json(heard, report, flags.output_path)
+    written = [path for path in (flags.output_path, flags.html) if path]
+    return score_lines(report) + "".join(f"\n\nWritten: {path}" for path in written)
+
+
+def hear(flags: Flags) -> Heard:
+    """What the checkpoint hears in the manifest, evaluated just as training's final scoring does."""
     manifest = read_manifest(flags.manifest)
-    from konkanivani.decoding.ctc import greedy_ctc
     from konkanivani.preflight import choose_device
-    from konkanivani.trained_model import evaluate_manifest, load_trained_model
+    from konkanivani.trained_model import hear_manifest, load_trained_model
 
     trained = load_trained_model(flags.checkpoint, choose_device(flags.device))
-    check_output(flags.hypotheses_path)
-    evaluation = evaluate_manifest(trained, flags.manifest, greedy_ctc)
-    write_hypotheses(flags.hypotheses_path, evaluation)
-    if flags.json:
-        left_out = len(manifest) + len(manifest.broken) - len(evaluation.scored)
-        return summary_json(flags, evaluation, trained.checkpoint.step, left_out)
-    return summary_text(flags, evaluation)
+    check_output(flags.output_path)
+    return hear_manifest(trained, flags.checkpoint, manifest, flags.decoding)
 
 
-def check_output(path: Path) -> None:
-    """Raises a ResourceError where the hypotheses could not be written, before the work and not after it."""
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ResourceError(f"The hypotheses cannot be written to {path}. Give another --output in a folder of yours.")
+def read(flags: Flags) -> Heard:
+    """What the files of references and hypotheses say."""
+    if flags.output_path:
+        check_output(flags.output_path)
+    return read_heard(flags.references, flags.hypotheses, flags.format)
 
 
-def write_hypotheses(path: Path, evaluation: "Evaluation") -> None:
-    """Writes one JSON line an utterance, in the manifest's order, beside `path` and renames it into place."""
-    rows = []
-    for scored in sorted(evaluation.scored, key=lambda scored: scored.utterance.row):
-        reference, hypothesis = scored.utterance.text, scored.hypothesis
-        row = {"audio_filepath": scored.utterance.id, "reference": reference, "hypothesis": hypothesis}
-        rows.append(row | asdict(error_rates([reference], [hypothesis])))
-    try:
-        write_json_lines(path, rows)
-    except OSError as error:
-        raise ResourceError(
-            f"The hypotheses could not be written to {path}: {error.strerror or error}. Give another --output."
-        ) from None
-
-
-def patterns_of(evaluation: "Evaluation") -> list[str]:
-    """The marks that the manifest sets, sorted; none in most manifests."""
-    return sorted({scored.utterance.pattern for scored in evaluation.scored} - {""})
-
-
-def summary_json(flags: Flags, evaluation: "Evaluation", step: int, left_out: int) -> str:
-    """One line of JSON; rates are shares, losses nats a token, null where they are not finite numbers."""
-    rates = evaluation.rates
-    summary = {"checkpoint": flags.checkpoint, "step": step, "manifest": flags.manifest}
-    summary |= {"wer": rates.wer, "cer": rates.cer, "utterances": len(evaluation.scored), "left_out": left_out}
-    summary |= asdict(rates)
-    for pattern in patterns_of(evaluation):
-        apart = evaluation.rates_of(pattern)
-        summary |= {f"wer_{pattern}_patterns": apart.wer, f"cer_{pattern}_patterns": apart.cer}
-        summary |= {f"words_{pattern}_patterns": apart.words}
-    summary |= {name: getattr(evaluation, name) for name in ("loss", "ctc_loss", "attention_loss", "seconds")}
-    summary |= {"hypotheses": str(flags.hypotheses_path)}
-    return json.dumps({name: _rounded(value) for name, value in summary.items()}, ensure_ascii=False)
-
-
-def _rounded(value: object) -> object:
-    if isinstance(value, float):
-        return round(value, 6) if math.isfinite(value) else None
-    return value
-
-
-def summary_text(flags: Flags, evaluation: "Evaluation") -> str:
-    """The rates in a few lines for a person."""
-    count, seconds = len(evaluation.scored), evaluation.seconds
-    lines = [f"{flags.manifest}: {_rates_in_words(evaluation.rates)}, {count} utterances, {seconds:.1f} s"]
-    lines += [f"  {p} patterns: {_rates_in_words(evaluation.rates_of(p))}" for p in patterns_of(evaluation)]
-    return "\n".join([*lines, f"Every hypothesis is in {flags.hypotheses_path}."])
-
-
-def _rates_in_words(rates: ErrorRates) -> str:
-    return f"WER {rates.wer:.1%}, CER {rates.cer:.1%} over {rates.words} words"
+def check_flags(flags: Flags) -> None:
+    """Raises a UsageError where it is not clear what to score, a ResourceError where nothing could be written."""
+    of_checkpoint, of_texts = (flags.checkpoint, flags.manifest), (flags.references, flags.hypotheses)
+    is_checkpoint = None not in of_checkpoint and of_texts == (None, None)
+    is_text = of_checkpoint == (None, None) and flags.hypotheses is not None
+    if is_text and flags.references is None:
+        is_text = is_json_file(flags.hypotheses)
+    if not is_checkpoint and not is_text:
+        raise UsageError(
+            "Give --checkpoint and --manifest to score a checkpoint, or --references and --hypotheses to score what is "
+            "there already; --hypotheses alone where its JSON lines have both texts."
+        )
+    check_decoding(flags.decoding)
+    if flags.worst < 0:
+        raise UsageError(f"--worst {flags.worst} must be at least 0.")
+    if flags.html is not None:
+        check_page_path(flags.html)
+    inputs = [path for path in (*of_checkpoint, *of_texts, flags.compare) if path is not None]
+    if flags.output_path and any(flags.output_path.resolve() == Path(path).resolve() for path in inputs):
+        raise UsageError(f"--output {flags.output_path} is also read, and would be lost: give another path.")
 
 
 if __name__ == "__main__":
-    flags = read_flags(Flags, sys.argv[1:])
+    sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what cannot be written
+    flags = read_flags(Flags, sys.argv[1:], Flags())
     sys.exit(run_script(lambda: score(flags)))

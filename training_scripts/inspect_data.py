@@ -18,6 +18,7 @@ from konkanivani.command_line import read_flags, run_script
 from konkanivani.config import TrainConfig
 from konkanivani.errors import DataError, UsageError
 from konkanivani.flags import check_config
+from konkanivani.page import check_page_path, write_page
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,15 @@ def inspect(flags: Flags) -> str:
     manifests = chosen_manifests(flags)
     if flags.audio_utterances < 0:
         raise UsageError(f"--audio_utterances {flags.audio_utterances} must be at least 0.")
-    from konkanivani.health_report import as_json, check_page_path, diagnose, write_page
+    from konkanivani.health_page import draw_page
+    from konkanivani.health_report import as_json, diagnose
     from konkanivani.health_text import health_lines
 
     if flags.html is not None:
         check_page_path(flags.html)
     diagnosis = diagnose(manifests, flags.train, flags.audio_utterances)
     if flags.html is not None:
-        write_page(flags.html, diagnosis)
+        write_page(flags.html, draw_page(diagnosis))
     text = as_json(diagnosis) if flags.json else health_lines(diagnosis)
     if not diagnosis.verdict.can_be_trained:
         print(text, flush=True)

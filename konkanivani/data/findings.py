@@ -4,7 +4,6 @@ An error is what the trainer refuses, or what makes its result worthless; a warn
 know.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +15,7 @@ from konkanivani.data.examples import Listed
 from konkanivani.data.health import CorpusHealth, Crossing, PartHealth
 from konkanivani.data.recordings import LOUD, MOST_SILENCE, QUIET, SoundHealth
 from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.wording import count, duration_words, short_name
 
 OFTEN = 0.05  # of the recordings or sentences: what is rarer is worth less of a word
 FEW_WORDS = 1_000  # in a set that is scored
@@ -88,24 +88,8 @@ def reach_verdict(health: CorpusHealth, findings: tuple[Finding, ...]) -> Verdic
     return Verdict(True, f"Can be trained: yes, because {said}.")
 
 
-def count(number: int, noun: str, verbs: str = "") -> str:
-    """The number with its noun and, of "is/are", the verb that fits: "1 warning", "1,200 utterances are"."""
-    verb = verbs.split("/")[min(number, 2) != 1] if verbs else ""
-    return f"{number:,} {noun}{'' if number == 1 else 's'} {verb}".rstrip()
-
-
-def duration_words(hours: float) -> str:
-    """Hours, or minutes where it is less than one."""
-    return f"{hours:.2f} h" if hours >= 1 else f"{60 * hours:.1f} min"
-
-
 def _verb(number: int) -> str:
     return "is" if number == 1 else "are"
-
-
-def short_name(path: str) -> str:
-    """The manifest's file name."""
-    return os.path.basename(path) or path
 
 
 def _first(listed: Listed) -> str:

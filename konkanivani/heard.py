@@ -1,0 +1,145 @@
+"""What was heard and what was said, with where both come from: a checkpoint's run over a manifest, or files of text."""
+
+from dataclasses import dataclass, replace
+
+from konkanivani.config import DecodingConfig
+from konkanivani.normalizers import NormalizerName, build_normalizer
+from konkanivani.transcripts import (
+    ScoredText,
+    TextFormat,
+    Transcripts,
+    are_probably_ids,
+    hypotheses_for,
+    pair_transcripts,
+    read_transcripts,
+)
+from konkanivani.wording import short_name
+
+NORMALIZATION: dict[NormalizerName, str] = {
+    "konkanivani": "konkanivani: NFC, no punctuation, small letters",
+    "spell": "spell: NFC, no punctuation, small letters, digits spelt",
+    "none": "none: texts as they stand",
+}
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something about how a score came about, with its name."""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True)
+class CheckpointRun:
+    """A checkpoint's run over a manifest: losses in nats a token, seconds of work, rows that could not be used."""
+
+    checkpoint: str
+    step: int
+    manifest: str
+    left_out: int
+    loss: float
+    ctc_loss: float
+    attention_loss: float
+    seconds: float
+    decoding: DecodingConfig
+
+    @property
+    def title(self) -> str:
+        """What was scored on what."""
+        return f"{short_name(self.checkpoint)} on {short_name(self.manifest)}"
+
+    @property
+    def facts(self) -> tuple[Fact, ...]:
+        """How the hypotheses came about."""
+        left_out = f" ({self.left_out:,} rows left out)" if self.left_out else ""
+        losses = f"{self.loss:.3f} (CTC {self.ctc_loss:.3f}, attention {self.attention_loss:.3f}) nats a token"
+        return (
+            Fact("checkpoint", f"{self.checkpoint}, step {self.step:,}"),
+            Fact("manifest", self.manifest + left_out),
+            Fact("decoding", f"{decoding_words(self.decoding)}, {self.seconds:.1f} s with the loading"),
+            Fact("loss", losses),
+        )
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """Two files of transcripts; one may be both."""
+
+    references: str
+    hypotheses: str
+
+    @property
+    def title(self) -> str:
+        """What was scored against what."""
+        if self.references == self.hypotheses:
+            return short_name(self.hypotheses)
+        return f"{short_name(self.hypotheses)} against {short_name(self.references)}"
+
+    @property
+    def facts(self) -> tuple[Fact, ...]:
+        """Where the texts are."""
+        return Fact("references", self.references), Fact("hypotheses", self.hypotheses)
+
+
+@dataclass(frozen=True)
+class OtherSystem:
+    """Another system's normalised hypotheses of the same utterances in their order, None where it has none."""
+
+    name: str
+    hypotheses: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Heard:
+    """Utterances with both texts, where they come from, and how the texts are, or are to be, normalised."""
+
+    texts: tuple[ScoredText, ...]
+    source: CheckpointRun | TextFiles
+    normalizer: NormalizerName
+    notes: tuple[str, ...] = ()
+
+    @property
+    def facts(self) -> tuple[Fact, ...]:
+        """How the texts came about, and what was done to them."""
+        return *self.source.facts, Fact("normalised", NORMALIZATION[self.normalizer])
+
+    def normalized(self) -> "Heard":
+        """The same with both texts normalised."""
+        normalize = build_normalizer(self.normalizer)
+        texts = (replace(t, reference=normalize(t.reference), hypothesis=normalize(t.hypothesis)) for t in self.texts)
+        return replace(self, texts=tuple(texts))
+
+
+def read_heard(references: str | None, hypotheses: str, text_format: TextFormat) -> Heard:
+    """The transcripts of two files, or of one that has both, not normalised yet.
+
+    A DataError where they cannot be read or paired.
+    """
+    said = read_transcripts(references or hypotheses, text_format, "reference")
+    heard = read_transcripts(hypotheses, text_format, "hypothesis" if references else "own hypothesis")
+    texts = tuple(pair_transcripts(said, heard))
+    notes = ()
+    if not (said.has_ids and heard.has_ids) and are_probably_ids(texts):
+        notes = ("Each line of both files begins with the same word; if these are ids, give --format ids.",)
+    return Heard(texts, TextFiles(references or hypotheses, hypotheses), "konkanivani", notes)
+
+
+def other_system(heard: Heard, other: Transcripts) -> OtherSystem:
+    """Another system's hypotheses of what was heard, normalised the same way."""
+    normalize = build_normalizer(heard.normalizer)
+    found = hypotheses_for(heard.texts, other)
+    return OtherSystem(other.path, tuple(None if text is None else normalize(text) for text in found))
+
+
+def decoding_words(config: DecodingConfig) -> str:
+    """The decoding with the settings that it goes by."""
+    if config.decode == "greedy":
+        return "greedy"
+    said = [config.decode, f"beam {config.beam}"]
+    if config.decode == "prefix":
+        return ", ".join(said)
+    said += [f"CTC weight {config.joint_ctc_weight:g}"] if config.decode == "joint" else []
+    said += [f"length bonus {config.length_bonus:g}"] if config.length_bonus else []
+    said += [f"{config.language_model} times {config.language_model_weight:g}"] if config.language_model else []
+    return ", ".join(said)

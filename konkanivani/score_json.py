@@ -1,0 +1,82 @@
+"""The report of a score as one line of JSON."""
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+from konkanivani.heard import Heard
+from konkanivani.metrics import ErrorRates
+from konkanivani.resampling import Interval
+from konkanivani.score_report import Comparison, ScoreReport, Slice
+
+
+def score_json(heard: Heard, report: ScoreReport, output: Path | None) -> str:
+    """One line: where it comes from and what the report says; numbers to six places, null where they are not finite."""
+    fields = asdict(heard.source) | {"normalize": heard.normalizer} | score_fields(report)
+    fields |= {"hypotheses": str(output)} if output else {}
+    return json.dumps(_rounded(fields), ensure_ascii=False, allow_nan=False)
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _rounded(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(part) for part in value]
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else None
+    return value
+
+
+def score_fields(report: ScoreReport) -> dict[str, object]:
+    """What the report says in numbers; rates are shares of one."""
+    edits = report.rates
+    fields: dict[str, object] = {"wer": edits.wer, "cer": edits.cer, "utterances": report.utterances}
+    fields |= count_fields(edits)
+    fields |= _kind_fields(edits)
+    fields |= {"wer_interval": _ends(report.wer_interval), "cer_interval": _ends(report.cer_interval)}
+    fields |= {"interval_unit": report.unit}
+    for part in report.patterns:
+        fields |= {f"wer_{part.name}_patterns": part.rates.wer, f"cer_{part.name}_patterns": part.rates.cer}
+        fields |= {f"words_{part.name}_patterns": part.rates.words.length}
+    fields |= {"speakers": [_slice_fields("speaker", part) for part in report.speakers]}
+    fields |= {"durations": [_slice_fields("duration", part) for part in report.durations]}
+    if report.comparison:
+        fields |= {"comparison": _comparison_fields(report.comparison)}
+    return fields
+
+
+def count_fields(rates: ErrorRates) -> dict[str, int]:
+    """The sums that the two rates are quotients of."""
+    words, characters = rates.words, rates.characters
+    counts = {"word_errors": words.errors, "words": words.length}
+    return counts | {"character_errors": characters.errors, "characters": characters.length}
+
+
+def _kind_fields(rates: ErrorRates) -> dict[str, int]:
+    kinds = ("substitutions", "deletions", "insertions")
+    sides = (("word", rates.words), ("character", rates.characters))
+    return {f"{name}_{kind}": getattr(edits, kind) for name, edits in sides for kind in kinds}
+
+
+def _slice_fields(name: str, part: Slice) -> dict[str, object]:
+    fields = {name: part.name, "wer": part.rates.wer, "wer_interval": _ends(part.interval), "cer": part.rates.cer}
+    fields |= {"utterances": part.utterances, "seconds": part.seconds}
+    return fields | count_fields(part.rates) | _kind_fields(part.rates)
+
+
+def _comparison_fields(compared: Comparison) -> dict[str, object]:
+    return {
+        "other": compared.name,
+        "utterances": compared.utterances,
+        "wer": compared.rates.wer,
+        "other_wer": compared.other.wer,
+        "difference": compared.difference,
+        "difference_interval": _ends(compared.interval),
+        "share_fewer_errors": compared.fewer,
+        "share_more_errors": compared.more,
+    }
+
+
+def _ends(interval: Interval) -> list[float]:
+    return [interval.low, interval.high]

@@ -1,0 +1,173 @@
+"""The report of a score as a page."""
+
+import math
+from collections.abc import Sequence
+
+from konkanivani.charts import draw_bar
+from konkanivani.data.characters import show_text
+from konkanivani.edits import Confusion, Edit, EditKind
+from konkanivani.page import draw_cells, draw_document, draw_table, draw_tile, escape
+from konkanivani.score_report import AlignedUtterance, Comparison, ScoreReport, Slice
+from konkanivani.score_text import (
+    COLUMNS,
+    SIGNS,
+    comparison_sentences,
+    interval_words,
+    percent,
+    rate_words,
+    slice_cells,
+    slice_name,
+    utterance_words,
+)
+from konkanivani.wording import count, duration_words
+
+MOST_OPEN = 15  # rows that a table shows before it is folded
+MOST_WORDS = 1_000
+NUMBERS = set(COLUMNS) | {"count"}
+STYLE = """
+:root { --of-substitution: #8a5a00; --of-deletion: #b3261e; --of-insertion: #1f5fa8 }
+@media (prefers-color-scheme: dark) { :root { --of-substitution: #f2c14e; --of-deletion: #ff8a80;
+  --of-insertion: #8fc1ff } }
+.tiles { grid-template-columns: repeat(auto-fill, minmax(10.5rem, 1fr)) }
+.tiles div:nth-child(-n + 2) dd { font-size: 1.6rem; line-height: 1.3 }
+.tiles div:nth-child(-n + 2) small { font-size: .95rem }
+svg.inline { width: 10rem; height: 1rem; margin-top: .2rem }
+.range { stroke: var(--ink); stroke-width: 1.5 }
+.facts { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: 1rem 0 }
+.facts dd { font-size: .95rem; font-weight: 400; min-width: 0 }
+.notes { border-left: .4rem solid var(--warning); background: var(--card); padding: .6rem .8rem; border-radius: .3rem }
+.lists { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(18rem, 100%), 1fr)) }
+.aligned { background: var(--card); border: 1px solid var(--line); border-radius: .3rem; padding: .6rem .8rem;
+  margin: 0 0 .6rem } .aligned header { font-size: .85rem; color: var(--soft) }
+.substitution { --tint: var(--of-substitution) } .deletion { --tint: var(--of-deletion) }
+.insertion { --tint: var(--of-insertion) } .hit { color: var(--soft) }
+.words { display: flex; flex-wrap: wrap; gap: .35rem .3rem; margin-top: .4rem }
+.words span { display: grid; grid-template-rows: 1.7rem 1.7rem 1.1rem; text-align: center; padding: .1rem .3rem;
+  max-width: 100%; overflow: hidden; border: 1px solid var(--tint, transparent); border-radius: .25rem }
+.words i { font-style: normal } .words del, .words ins { text-decoration: none }
+.words .deletion { border-style: dashed } .words .insertion { border-style: dotted } .words b { font-size: .75rem }
+.words del, .words ins, .words b, .key { color: var(--tint) }
+.key { display: inline-block; border: 1px solid; border-radius: .25rem; padding: 0 .4rem }
+@media (max-width: 34rem) { .facts { grid-template-columns: 1fr } .facts dd { margin-bottom: .3rem }
+  .cards td { display: inline-block; margin-right: .7rem } .cards td:first-child { display: block; font-weight: 600 } }
+"""
+
+
+def draw_score_page(report: ScoreReport) -> str:
+    """The whole page; every text in it is escaped."""
+    body = [
+        _headline(report),
+        _facts(report),
+        *(f'<p class="notes"><bdi>{escape(note)}</bdi></p>' for note in report.notes),
+        _comparison(report.comparison) if report.comparison else "",
+        _table("speaker", "By speaker", report.speakers),
+        _table("duration", "By duration", report.durations),
+        _table("pattern", "By pattern", report.patterns),
+        _confusions(report),
+        _worst(report.worst),
+    ]
+    return draw_document(f"Score of {show_text(report.title)}", "\n".join(part for part in body if part), STYLE)
+
+
+def _headline(report: ScoreReport) -> str:
+    """Both rates with their intervals, and what they are made of."""
+    sides = (
+        ("WER", "word", report.rates.words, report.wer_interval),
+        ("CER", "character", report.rates.characters, report.cer_interval),
+    )
+    rates, errors = [], []
+    for name, noun, edits, interval in sides:
+        rates.append(draw_tile(name, percent(edits.rate), f"95 %: {interval_words(interval) or 'not known'}"))
+        kinds = f"{edits.substitutions:,} substituted, {edits.deletions:,} deleted, {edits.insertions:,} inserted"
+        errors.append(draw_tile(f"{noun} errors", f"{edits.errors:,}", f"in {count(edits.length, noun)}: {kinds}"))
+    speech = "" if report.seconds is None else f"{duration_words(report.seconds / 3600)} of speech"
+    utterances = draw_tile("utterances", f"{report.utterances:,}", speech)
+    return f'<dl class="tiles">{"".join([*rates, *errors, utterances])}</dl>'
+
+
+def _comparison(compared: Comparison) -> str:
+    sentences = "".join(f"<p><bdi>{escape(sentence)}</bdi></p>" for sentence in comparison_sentences(compared))
+    return f"<section><h2>Compared</h2>{sentences}</section>"
+
+
+def _facts(report: ScoreReport) -> str:
+    facts = [(fact.name, show_text(fact.value)) for fact in report.facts]
+    facts.append(("intervals", f"95 %, {report.interval_words}"))
+    rows = "".join(f"<dt>{escape(name)}</dt><dd><bdi>{escape(value)}</bdi></dd>" for name, value in facts)
+    return f'<dl class="facts">{rows}</dl>'
+
+
+def _table(name: str, title: str, slices: Sequence[Slice]) -> str:
+    """The slices as rows with bars, folded from the sixteenth on; nothing where there are none."""
+    if not slices:
+        return ""
+    ends = [end for part in slices for end in (part.rates.wer, part.interval.high) if math.isfinite(end)]
+    names = (name, *COLUMNS, "")
+    rows = [_row(names, part, max(ends, default=0.0)) for part in slices]
+    shown = draw_table(names, rows[:MOST_OPEN], NUMBERS, "cards")
+    if len(rows) > MOST_OPEN:
+        rest = draw_table(names, rows[MOST_OPEN:], NUMBERS, "cards")
+        shown += f"<details><summary>{len(rows) - MOST_OPEN:,} more</summary>{rest}</details>"
+    return f"<section><h2>{title}</h2>{shown}</section>"
+
+
+def _row(names: tuple[str, ...], part: Slice, longest: float) -> str:
+    cells = draw_cells(names[:-1], (slice_name(part), *slice_cells(part)), NUMBERS)
+    if not math.isfinite(part.rates.wer):
+        return f"{cells}<td></td>"
+    said = f"WER {rate_words(part.rates.wer, part.interval)}"
+    return f"{cells}<td>{draw_bar(part.rates.wer, part.interval.low, part.interval.high, longest, said)}</td>"
+
+
+def _confusions(report: ScoreReport) -> str:
+    kinds = (
+        ("Substituted", ("reference", "hypothesis", "count"), report.substitutions),
+        ("Deleted", ("reference", "count"), report.deletions),
+        ("Inserted", ("hypothesis", "count"), report.insertions),
+    )
+    tables = "".join(
+        f"<div><h3>{title}</h3>{draw_table(names, [_confusion(names, c) for c in confusions], NUMBERS)}</div>"
+        for title, names, confusions in kinds
+        if confusions
+    )
+    return f'<section><h2>Most frequent word errors</h2><div class="lists">{tables}</div></section>' if tables else ""
+
+
+def _confusion(names: tuple[str, ...], confusion: Confusion) -> str:
+    words = [show_text(word, 60) for word in (confusion.edit.reference, confusion.edit.hypothesis) if word]
+    return draw_cells(names, (*words, f"{confusion.count:,}"), NUMBERS)
+
+
+def _worst(worst: Sequence[AlignedUtterance]) -> str:
+    if not worst:
+        return ""
+    keys: tuple[tuple[EditKind, str], ...] = (
+        ("substitution", "S substituted"),
+        ("deletion", "D deleted: only in the reference"),
+        ("insertion", "I inserted: only in the hypothesis"),
+    )
+    key = " ".join(f'<span class="key {kind}">{words}</span>' for kind, words in keys)
+    aligned = "".join(map(_aligned, worst))
+    return (
+        "<section><h2>Worst utterances</h2><p>By word errors. The reference stands above, the hypothesis below. "
+        f"{key}</p>{aligned}</section>"
+    )
+
+
+def _aligned(utterance: AlignedUtterance) -> str:
+    words = "".join(map(_word, utterance.edits[:MOST_WORDS]))
+    rest = len(utterance.edits) - MOST_WORDS
+    more = f'<p class="soft">… and {count(rest, "word")} more</p>' if rest > 0 else ""
+    name, said = show_text(utterance.text.id), utterance_words(utterance)
+    return (
+        f'<article class="aligned"><header><bdi>{escape(name)}</bdi>: <bdi>{escape(said)}</bdi></header>'
+        f'<div class="words">{words}</div>{more}</article>'
+    )
+
+
+def _word(edit: Edit) -> str:
+    """A word's column: reference, hypothesis, sign; what is missing leaves its place empty."""
+    said, heard = (f"<bdi>{escape(show_text(word, 60))}</bdi>" for word in (edit.reference, edit.hypothesis))
+    said = f"<del>{said}</del>" if edit.kind == "deletion" else f"<i>{said}</i>"
+    heard = f"<ins>{heard}</ins>" if edit.kind == "insertion" else f"<i>{heard}</i>"
+    return f'<span class="{edit.kind}">{said}{heard}<b>{SIGNS[edit.kind]}</b></span>'

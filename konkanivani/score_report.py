@@ -1,0 +1,200 @@
+"""All that is to be said of how well utterances were recognised, from their two texts to the report."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from konkanivani.edits import Confusion, Edit, align_words, count_confusions, most_frequent
+from konkanivani.heard import Fact, Heard, OtherSystem
+from konkanivani.metrics import ErrorRates, UtteranceEdits, count_edits
+from konkanivani.resampling import (
+    FEWEST_SPEAKERS,
+    RESAMPLES,
+    Interval,
+    Unit,
+    Wish,
+    blocks_of,
+    choose_unit,
+    interval_of,
+    ratios,
+    resample,
+)
+from konkanivani.transcripts import ScoredText
+
+# The seconds from which an utterance falls into a bucket, and its name.
+BUCKETS = {0.0: "under 2 s", 2.0: "2 to 5 s", 5.0: "5 to 10 s", 10.0: "10 to 20 s", 20.0: "20 s and more"}
+MOST_CONFUSIONS = 12
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Some of the utterances, what they have in common, and the interval of their WER; seconds None: not known."""
+
+    name: str
+    utterances: int
+    seconds: float | None
+    rates: ErrorRates
+    interval: Interval
+
+
+@dataclass(frozen=True)
+class AlignedUtterance:
+    """An utterance with its words side by side."""
+
+    text: ScoredText
+    rates: ErrorRates
+    edits: tuple[Edit, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two systems on the utterances that both have heard; differences are this one's WER less the other's.
+
+    `fewer` and `more` are the shares of resamples in which this one makes fewer or more word errors than the other.
+    """
+
+    name: str
+    utterances: int
+    rates: ErrorRates
+    other: ErrorRates
+    interval: Interval
+    fewer: float
+    more: float
+
+    @property
+    def difference(self) -> float:
+        """In WER, negative where this one is better."""
+        return self.rates.wer - self.other.wer
+
+
+@dataclass(frozen=True)
+class ScoreReport:
+    """The rates with their intervals, by speaker (worst first), duration and pattern; what was confused, and where.
+
+    `facts` say how the score came about, `notes` what is strange about it.
+    """
+
+    title: str
+    facts: tuple[Fact, ...]
+    notes: tuple[str, ...]
+    utterances: int
+    seconds: float | None
+    rates: ErrorRates
+    wer_interval: Interval
+    cer_interval: Interval
+    unit: Unit
+    speakers: tuple[Slice, ...]
+    durations: tuple[Slice, ...]
+    patterns: tuple[Slice, ...]
+    substitutions: tuple[Confusion, ...]
+    deletions: tuple[Confusion, ...]
+    insertions: tuple[Confusion, ...]
+    worst: tuple[AlignedUtterance, ...]
+    comparison: Comparison | None
+
+    @property
+    def interval_words(self) -> str:
+        """What the intervals are, in words for a person."""
+        said = f"{RESAMPLES:,} bootstrap resamples of {self.unit}"
+        if self.unit == "speakers" or not self.speakers:
+            return said
+        named = sum(bool(speaker.name) for speaker in self.speakers)
+        few = f", too few ({named}) to be resampled" if named < FEWEST_SPEAKERS else ""
+        return f"{said}; for other speech of the same speakers{few}"
+
+
+def build_report(heard: Heard, edits: UtteranceEdits, wish: Wish, worst: int, other: OtherSystem | None) -> ScoreReport:
+    """The report on normalised texts with their edits: the intervals as wished, so many of the worst utterances."""
+    texts, speakers = heard.texts, [text.speaker for text in heard.texts]
+    unit = choose_unit(speakers, wish)
+    resampled = resample(edits.sums, blocks_of(speakers, unit))
+    by_speaker = _slices(texts, edits, wish, speakers) if len(set(speakers)) > 1 else {}
+    by_duration = _slices(texts, edits, wish, [_bucket(text.seconds) for text in texts])
+    by_pattern = _slices(texts, edits, wish, [text.pattern or None for text in texts])
+    confusions = count_confusions(_alignments([texts[row] for row in np.flatnonzero(edits.sums[:, 0])]))
+    return ScoreReport(
+        title=heard.source.title,
+        facts=heard.facts,
+        notes=heard.notes,
+        utterances=len(texts),
+        seconds=_seconds(texts),
+        rates=edits.rates(),
+        wer_interval=interval_of(ratios(resampled[:, 0], resampled[:, 1])),
+        cer_interval=interval_of(ratios(resampled[:, 2], resampled[:, 3])),
+        unit=unit,
+        speakers=tuple(sorted(by_speaker.values(), key=lambda part: -np.nan_to_num(part.rates.wer, nan=-1.0))),
+        durations=tuple(by_duration[name] for name in BUCKETS.values() if name in by_duration),
+        patterns=tuple(by_pattern[name] for name in sorted(by_pattern)),
+        substitutions=most_frequent(confusions, "substitution", MOST_CONFUSIONS),
+        deletions=most_frequent(confusions, "deletion", MOST_CONFUSIONS),
+        insertions=most_frequent(confusions, "insertion", MOST_CONFUSIONS),
+        worst=_worst(texts, edits, worst),
+        comparison=_compare(texts, edits, other, wish) if other else None,
+    )
+
+
+def _slices(
+    texts: Sequence[ScoredText], edits: UtteranceEdits, wish: Wish, names: Sequence[str | None]
+) -> dict[str, Slice]:
+    """The utterances of each name apart, without those that have none."""
+    rows_of: dict[str, list[int]] = {}
+    for row, name in enumerate(names):
+        if name is not None:
+            rows_of.setdefault(name, []).append(row)
+    return {
+        name: _slice(name, [texts[row] for row in rows], edits.of(np.array(rows)), wish)
+        for name, rows in rows_of.items()
+    }
+
+
+def _slice(name: str, texts: list[ScoredText], edits: UtteranceEdits, wish: Wish) -> Slice:
+    speakers = [text.speaker for text in texts]
+    resampled = resample(edits.sums[:, :2], blocks_of(speakers, choose_unit(speakers, wish)))
+    interval = interval_of(ratios(resampled[:, 0], resampled[:, 1]))
+    return Slice(name, len(texts), _seconds(texts), edits.rates(), interval)
+
+
+def _bucket(seconds: float | None) -> str | None:
+    """The name of the bucket that so long an utterance falls in; None where it is not known how long it is."""
+    return None if seconds is None else BUCKETS[max(start for start in BUCKETS if start <= seconds)]
+
+
+def _seconds(texts: Sequence[ScoredText]) -> float | None:
+    """How long they are in all; None where that is not known of all."""
+    seconds = [text.seconds for text in texts]
+    return None if None in seconds else float(sum(seconds))
+
+
+def _worst(texts: Sequence[ScoredText], edits: UtteranceEdits, most: int) -> tuple[AlignedUtterance, ...]:
+    """Those with most word errors, of equals those with most character errors; none that is right."""
+    errors = edits.sums[:, [0, 2]]
+    order = np.lexsort((-errors[:, 1], -errors[:, 0]))
+    rows = [row for row in order[:most] if errors[row].any()]
+    alignments = _alignments([texts[row] for row in rows])
+    return tuple(
+        AlignedUtterance(texts[row], edits.of(np.array([row])).rates(), aligned)
+        for row, aligned in zip(rows, alignments, strict=True)
+    )
+
+
+def _alignments(texts: Sequence[ScoredText]) -> Iterator[tuple[Edit, ...]]:
+    return align_words([text.reference for text in texts], [text.hypothesis for text in texts])
+
+
+def _compare(texts: Sequence[ScoredText], edits: UtteranceEdits, other: OtherSystem, wish: Wish) -> Comparison:
+    """Both systems on the same resamples of the utterances that both have."""
+    rows = np.array([row for row, hypothesis in enumerate(other.hypotheses) if hypothesis is not None])
+    ours, speakers = edits.of(rows), [texts[row].speaker for row in rows]
+    theirs = count_edits([texts[row].reference for row in rows], [other.hypotheses[row] or "" for row in rows])
+    blocks = blocks_of(speakers, choose_unit(speakers, wish))
+    errors, words, others = resample(np.column_stack([ours.sums[:, :2], theirs.sums[:, 0]]), blocks).T
+    return Comparison(
+        name=other.name,
+        utterances=len(rows),
+        rates=ours.rates(),
+        other=theirs.rates(),
+        interval=interval_of(ratios(errors - others, words)),
+        fewer=float(np.mean(errors < others)),
+        more=float(np.mean(errors > others)),
+    )

@@ -1,0 +1,196 @@
+"""The report of a score as lines for a terminal."""
+
+import math
+import unicodedata
+from collections.abc import Iterator, Sequence
+
+from konkanivani.data.characters import show_text
+from konkanivani.edits import Confusion, Edit, EditKind
+from konkanivani.metrics import EditCounts
+from konkanivani.resampling import Interval
+from konkanivani.score_report import AlignedUtterance, Comparison, ScoreReport, Slice
+from konkanivani.wording import count, duration_words
+
+MOST_SLICES = 10
+MOST_CONFUSIONS = 8
+MOST_WORDS = 200
+LINE_WIDTH = 100
+GAP = "***"
+SIGNS: dict[EditKind, str] = {"hit": "", "substitution": "S", "deletion": "D", "insertion": "I"}
+COLUMNS = ("utterances", "words", "WER %", "95 %", "CER %", "S", "D", "I")
+
+
+def score_lines(report: ScoreReport) -> str:
+    """The whole report."""
+    return "\n".join(_lines(report))
+
+
+def _lines(report: ScoreReport) -> Iterator[str]:
+    speech = "" if report.seconds is None else f", {duration_words(report.seconds / 3600)} of speech"
+    yield f"{report.title}: {count(report.utterances, 'utterance')}{speech}"
+    yield ""
+    rates = report.rates
+    yield f"  WER  {rate_words(rates.wer, report.wer_interval)}: {error_words(rates.words, 'word')}"
+    yield f"  CER  {rate_words(rates.cer, report.cer_interval)}: {error_words(rates.characters, 'character')}"
+    yield ""
+    yield from (f"  {fact.name:<12} {show_text(fact.value)}" for fact in report.facts)
+    yield f"  {'intervals':<12} 95 %, {report.interval_words}"
+    yield from (f"  {'note':<12} {note}" for note in report.notes)
+    if report.comparison:
+        yield ""
+        yield from comparison_sentences(report.comparison)
+    for name, slices in (("speaker", report.speakers), ("duration", report.durations), ("pattern", report.patterns)):
+        yield from _table(name, slices)
+    yield from _confusion_lines(report)
+    if report.worst:
+        yield from ("", "Worst utterances, by word errors (S substituted, D deleted, I inserted)")
+        for utterance in report.worst:
+            yield from _aligned_lines(utterance)
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """As in "12.3 %"; "undefined" over nothing."""
+    return f"{100 * share:.{digits}f} %" if math.isfinite(share) else "undefined"
+
+
+def rate_words(rate: float, interval: Interval) -> str:
+    """The rate with its interval, as in "12.3 % (95 %: 10.1 to 14.8)"."""
+    return percent(rate) + (f" (95 %: {interval_words(interval)})" if math.isfinite(interval.low) else "")
+
+
+def interval_words(interval: Interval) -> str:
+    """As in "10.1 to 14.8", percent; empty where there is none."""
+    return f"{100 * interval.low:.1f} to {100 * interval.high:.1f}" if math.isfinite(interval.low) else ""
+
+
+def error_words(edits: EditCounts, noun: str) -> str:
+    """The errors of each kind in words."""
+    kinds = f"{edits.substitutions:,} substituted, {edits.deletions:,} deleted, {edits.insertions:,} inserted"
+    return f"{count(edits.errors, 'error')} in {count(edits.length, noun)}: {kinds}"
+
+
+def comparison_sentences(compared: Comparison) -> Iterator[str]:
+    """Which of two systems is better, by how much, and how sure that is."""
+    ours, theirs, difference = compared.rates.wer, compared.other.wer, compared.difference
+    both = f"{show_text(compared.name)} on {count(compared.utterances, 'utterance')} that both have"
+    yield f"Against {both}: WER {percent(ours)} here, {percent(theirs)} there."
+    if not math.isfinite(difference):
+        return
+    if not math.isfinite(compared.interval.low):
+        yield f"Difference {100 * difference:+.1f} points, the same in every resample."
+        return
+    low, high = 100 * compared.interval.low, 100 * compared.interval.high
+    yield (
+        f"Difference {100 * difference:+.1f} points (95 %: {low:+.1f} to {high:+.1f}); fewer word errors here in "
+        f"{percent(compared.fewer)} of the resamples, more in {percent(compared.more)}."
+    )
+    if low <= 0 <= high:
+        yield "The interval holds 0: on these utterances neither is surely the better one."
+
+
+def slice_cells(part: Slice) -> tuple[str, ...]:
+    """What stands in a table's row under COLUMNS."""
+    edits = part.rates.words
+    shares = (part.rates.wer, part.rates.cer)
+    wer, cer = (f"{100 * share:.1f}" if math.isfinite(share) else "-" for share in shares)
+    counts = (edits.substitutions, edits.deletions, edits.insertions)
+    return (
+        f"{part.utterances:,}",
+        f"{edits.length:,}",
+        wer,
+        interval_words(part.interval) or "-",
+        cer,
+        *(f"{number:,}" for number in counts),
+    )
+
+
+def slice_name(part: Slice) -> str:
+    """The name of what the utterances share, fit to be shown."""
+    return show_text(part.name, 40) or "(not named)"
+
+
+def _table(name: str, slices: Sequence[Slice]) -> Iterator[str]:
+    """The first slices, each a row; nothing where there are none."""
+    if not slices:
+        return
+    rows = [(name, *COLUMNS), *((slice_name(part), *slice_cells(part)) for part in slices[:MOST_SLICES])]
+    widths = [max(map(display_width, column)) for column in zip(*rows, strict=True)]
+    yield ""
+    for first, *cells in rows:
+        right = [" " * (width - display_width(cell)) + cell for cell, width in zip(cells, widths[1:], strict=True)]
+        yield "  ".join(["", _padded(first, widths[0]), *right])
+    if len(slices) > MOST_SLICES:
+        yield f"  … the {MOST_SLICES} with the highest WER of {len(slices):,}; --json and --html have them all"
+
+
+def _confusion_lines(report: ScoreReport) -> Iterator[str]:
+    kinds = (("substituted", report.substitutions), ("deleted", report.deletions), ("inserted", report.insertions))
+    if any(confusions for _, confusions in kinds):
+        yield from ("", "Most frequent word errors")
+    for title, confusions in kinds:
+        if confusions:
+            yield f"  {title:<12} " + ", ".join(map(_confusion_words, confusions[:MOST_CONFUSIONS]))
+
+
+def _confusion_words(confusion: Confusion) -> str:
+    words = (show_text(word, 40) for word in (confusion.edit.reference, confusion.edit.hypothesis) if word)
+    return f"{' → '.join(words)} ({confusion.count:,})"
+
+
+def utterance_words(utterance: AlignedUtterance) -> str:
+    """What stands above an aligned utterance: how many errors, whose, how long."""
+    text, edits = utterance.text, utterance.rates.words
+    said = f"{count(edits.errors, 'error')} in {count(edits.length, 'word')}"
+    more = [f"speaker {show_text(text.speaker, 40)}"] if text.speaker else []
+    more += [f"{text.seconds:.1f} s"] if text.seconds is not None else []
+    return ", ".join([said, *more])
+
+
+def _aligned_lines(utterance: AlignedUtterance) -> Iterator[str]:
+    """The reference, the hypothesis below it and the marks below that, in as many stretches as the width asks for."""
+    yield f"  {show_text(utterance.text.id)}: {utterance_words(utterance)}"
+    columns = [(*_shown_words(edit), SIGNS[edit.kind]) for edit in utterance.edits[:MOST_WORDS]]
+    for stretch in _stretches(columns):
+        for title, row in zip(("reference", "hypothesis", ""), zip(*stretch, strict=True), strict=True):
+            widths = [max(map(display_width, column)) for column in stretch]
+            words = " ".join(_padded(word, width) for word, width in zip(row, widths, strict=True))
+            yield f"    {title:<11}{words}".rstrip()
+    if len(utterance.edits) > MOST_WORDS:
+        yield f"    … and {count(len(utterance.edits) - MOST_WORDS, 'word')} more"
+
+
+def _shown_words(edit: Edit) -> tuple[str, str]:
+    """Both words as they may be shown, stars for none."""
+    return show_text(edit.reference, 60) or GAP, show_text(edit.hypothesis, 60) or GAP
+
+
+def _stretches(columns: list[tuple[str, str, str]]) -> Iterator[list[tuple[str, str, str]]]:
+    """The columns in lines of at most LINE_WIDTH; a wider one has a line of its own."""
+    stretch, width = [], 0
+    for column in columns:
+        taken = 1 + max(map(display_width, column))
+        if stretch and width + taken > LINE_WIDTH:
+            yield stretch
+            stretch, width = [], 0
+        stretch.append(column)
+        width += taken
+    if stretch:
+        yield stretch
+
+
+def display_width(text: str) -> int:
+    """The columns that a terminal gives the text: none to marks above or below, two to wide East Asian characters.
+
+    As the C library counts (wcwidth of glibc); a spacing mark such as the vowel sign AA has a column of its own.
+    """
+    return sum(map(_width, text))
+
+
+def _width(character: str) -> int:
+    if unicodedata.category(character) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def _padded(text: str, width: int) -> str:
+    return text + " " * (width - display_width(text))

@@ -1,0 +1,230 @@
+"""Transcripts to score, read from files: plain lines, lines that begin with an id (Kaldi), or JSON lines.
+
+JSON lines are a manifest's rows, or those that evaluate_konkanivani_asr.py writes. The reference of a row is its
+`reference`, else its `text`; its hypothesis is its `hypothesis`, else its `pred_text` (NeMo), else its `text`.
+"""
+
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from konkanivani.data.characters import show_text
+from konkanivani.data.utterance import Utterance
+from konkanivani.errors import DataError
+
+TextFormat = Literal["lines", "ids"]
+Role = Literal["reference", "hypothesis", "own hypothesis"]
+FIELDS: dict[Role, tuple[str, ...]] = {
+    "reference": ("reference", "text"),
+    "hypothesis": ("hypothesis", "pred_text", "text"),
+    "own hypothesis": ("hypothesis", "pred_text"),  # beside its own reference, which may be the text
+}
+MOST_CHARACTERS = 200_000  # three hours of speech; the alignment of one with another takes seconds, and grows squared
+MOST_BYTES = 8 * MOST_CHARACTERS
+MOST_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """A text and what its file says of the utterance; the id is empty, the seconds are None where it does not."""
+
+    text: str
+    id: str = ""
+    speaker: str = ""
+    seconds: float | None = None
+    pattern: str = ""
+
+
+@dataclass(frozen=True)
+class Transcripts:
+    """A file's transcripts in its order; either all have ids, no two the same, or none has."""
+
+    path: str
+    rows: tuple[Transcript, ...]
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether they can be told apart by their ids."""
+        return bool(self.rows and self.rows[0].id)
+
+
+@dataclass(frozen=True)
+class ScoredText:
+    """An utterance's two texts, as they are scored, and what is known of it."""
+
+    id: str
+    reference: str
+    hypothesis: str
+    speaker: str = ""
+    seconds: float | None = None
+    pattern: str = ""
+
+
+def read_transcripts(path: str, text_format: TextFormat, role: Role) -> Transcripts:
+    """The transcripts of a file; a DataError where it cannot be read or is not what it should be.
+
+    Files named .jsonl or .json are JSON lines, all others of the `text_format`.
+    """
+    is_json, rows = is_json_file(path), []
+    for number, line in _lines(path):
+        if is_json or text_format == "ids":
+            if not line.strip():
+                continue
+            row = _parse_json(f"{path}, line {number}", line, role) if is_json else _parse_id(line)
+        else:
+            row = Transcript(line)
+        if len(row.text) > MOST_CHARACTERS:
+            raise _too_long(path, number)
+        rows.append(row)
+    if not rows:
+        raise DataError(f"{path} is empty: there is nothing to score. Give a file of transcripts.")
+    _check_ids(path, rows)
+    return Transcripts(path, tuple(rows))
+
+
+def is_json_file(path: str) -> bool:
+    """Whether the file's name says that its lines are JSON."""
+    return Path(path).suffix.lower() in (".jsonl", ".json")
+
+
+def _lines(path: str) -> Iterator[tuple[int, str]]:
+    """Each line with its number from 1, without its end and without a mark of the byte order."""
+    try:
+        with open(path, "rb") as file:
+            for number in itertools.count(1):
+                line = file.readline(MOST_BYTES + 1)
+                if not line:
+                    return
+                if len(line) > MOST_BYTES:
+                    raise _too_long(path, number)
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                yield number, text.removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError:
+        raise DataError(f"{path}, line {number} is not UTF-8. Save the file as UTF-8 text.") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}. Give the path of a file.") from None
+
+
+def _too_long(path: str, number: int) -> DataError:
+    return DataError(
+        f"{path}, line {number} has more than {MOST_CHARACTERS:,} characters, too many to align. Give a line to each "
+        "utterance."
+    )
+
+
+def _parse_id(line: str) -> Transcript:
+    """What follows the first word, which is the id."""
+    name, _, text = line.strip().replace("\t", " ").partition(" ")
+    return Transcript(text, id=name)
+
+
+def _parse_json(place: str, line: str, role: Role) -> Transcript:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place} is not a line of JSON ({error}). Give a file of plain lines another name.") from None
+    if not isinstance(fields, dict):
+        raise DataError(f"{place} is no JSON object. A row is one, such as a manifest's.")
+    names = FIELDS[role]
+    text = next((fields[name] for name in names if fields.get(name) is not None), None)
+    if not isinstance(text, str):
+        raise DataError(f"{place} has no {role.removeprefix('own ')}: give it in quotes as {' or '.join(names)}.")
+    row = _row_of(text, fields)
+    if any("\ud800" <= c <= "\udfff" for c in row.text + row.id + row.speaker + row.pattern):
+        raise DataError(f"{place} holds half a character, \\ud800 to \\udfff, which is no text. Mend the row.")
+    return row
+
+
+def _row_of(text: str, fields: dict[str, object]) -> Transcript:
+    seconds = fields.get("duration")
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    return Transcript(
+        text,
+        id=_id_of(fields),
+        speaker=str(fields.get("speaker") or ""),
+        seconds=float(seconds) if is_number and 0 <= seconds < math.inf else None,
+        pattern=str(fields.get("pattern") or ""),
+    )
+
+
+def _id_of(fields: dict[str, object]) -> str:
+    """The row's id as Utterance forms it, else what the row calls its id; empty where it names none."""
+    audio, offset = fields.get("audio_filepath"), fields.get("offset")
+    if not isinstance(audio, str) or not audio:
+        return str(fields.get("id") or "")
+    part = {name: v for name in ("byte_offset", "byte_count") if isinstance(v := fields.get(name), int)}
+    begin = float(offset) if isinstance(offset, float) or (isinstance(offset, int) and abs(offset) < 2**53) else None
+    return Utterance(audio, "", 0.0, "", offset=begin, **part).id
+
+
+def _check_ids(path: str, rows: list[Transcript]) -> None:
+    """Raises a DataError where an id occurs twice, or only some rows have one."""
+    with_id = sum(bool(row.id) for row in rows)
+    if with_id not in (0, len(rows)):
+        row = next(number for number, row in enumerate(rows, start=1) if not row.id)
+        raise DataError(f"{path}: {with_id:,} rows have an id (audio_filepath) and others, such as row {row}, do not.")
+    repeated = [name for name, count in Counter(row.id for row in rows).items() if count > 1] if with_id else []
+    if repeated:
+        raise DataError(f"{path} has several transcripts of {_names(repeated)}. Keep one of each.")
+
+
+def _names(ids: Sequence[str]) -> str:
+    """The first few, and how many there are where that is more."""
+    named = ", ".join(show_text(name, 80) for name in ids[:MOST_NAMED])
+    return named if len(ids) <= MOST_NAMED else f"{named} and {len(ids) - MOST_NAMED:,} more"
+
+
+def pair_transcripts(references: Transcripts, hypotheses: Transcripts) -> list[ScoredText]:
+    """Each reference with its hypothesis, by ids where both have them, else line by line; a DataError where one lacks.
+
+    Neither text is normalised yet.
+    """
+    if not (references.has_ids and hypotheses.has_ids):
+        if len(references.rows) != len(hypotheses.rows):
+            raise DataError(
+                f"{references.path} has {len(references.rows):,} transcripts and {hypotheses.path} "
+                f"{len(hypotheses.rows):,}, so they cannot be paired line by line. Give a line to each utterance in "
+                "both, empty where nothing was heard, or files with ids (--format ids, or JSON lines)."
+            )
+        texts = [row.text for row in hypotheses.rows]
+    else:
+        heard = {row.id: row.text for row in hypotheses.rows}
+        unheard = [row.id for row in references.rows if row.id not in heard]
+        unasked = sorted(heard.keys() - {row.id for row in references.rows})
+        for one, other, ids in ((hypotheses, references, unheard), (references, hypotheses, unasked)):
+            if ids:
+                raise DataError(
+                    f"{one.path} has no transcript of {len(ids):,} of the {len(other.rows):,} utterances of "
+                    f"{other.path}: {_names(ids)}. Give each utterance to both, empty where nothing was heard."
+                )
+        texts = [heard[row.id] for row in references.rows]
+    return [
+        ScoredText(row.id or f"line {number}", row.text, text, row.speaker, row.seconds, row.pattern)
+        for number, (row, text) in enumerate(zip(references.rows, texts, strict=True), start=1)
+    ]
+
+
+def hypotheses_for(texts: Sequence[ScoredText], other: Transcripts) -> list[str | None]:
+    """Another system's hypothesis of each utterance, None where it has none; a DataError where it has none at all."""
+    if not other.has_ids and len(other.rows) == len(texts):
+        return [row.text for row in other.rows]
+    heard = {row.id: row.text for row in other.rows if row.id}
+    found = [heard.get(text.id) for text in texts]
+    if all(hypothesis is None for hypothesis in found):
+        raise DataError(
+            f"{other.path} has {len(other.rows):,} transcripts, none of which can be paired with the {len(texts):,} "
+            "utterances scored. Give hypotheses of the same utterances, with the same ids or in the same order."
+        )
+    return found
+
+
+def are_probably_ids(texts: Sequence[ScoredText]) -> bool:
+    """Whether both texts of every line begin with the same word, never the same twice, and with a digit in it."""
+    firsts = [[text.split()[0] if text.split() else "" for text in (t.reference, t.hypothesis)] for t in texts]
+    is_alike = all(one == two and any(c.isdigit() for c in one) for one, two in firsts)
+    return len(texts) > 2 and is_alike and len({one for one, _ in firsts}) == len(texts)

@@ -1,0 +1,26 @@
+"""A page taken apart, to see that nothing of a corpus became a part of it."""
+
+from html.parser import HTMLParser
+
+
+class PageParts(HTMLParser):
+    """The tags and attributes of a page, and what is left open at its end."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags, self.attributes, self.opened, self.pictures = set(), set(), [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes.update(name for name, _ in attrs)
+        if tag == "svg":
+            self.pictures.append(dict(attrs))
+        if tag not in ("meta", "br"):
+            self.opened.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.opened.pop() == tag

@@ -1,0 +1,502 @@
+"""Scoring: what was changed, how sure the rates are, and every way in which two files of text can be unlike."""
+
+import ctypes
+import itertools
+import json
+import locale
+import math
+import re
+import runpy
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import jiwer
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from konkanivani.edits import Edit, align_words, count_confusions, most_frequent
+from konkanivani.errors import DataError, KonkaniVaniError
+from konkanivani.heard import Heard, OtherSystem, TextFiles, read_heard
+from konkanivani.hypotheses_file import write_hypotheses
+from konkanivani.metrics import count_edits, error_rates
+from konkanivani.normalizers import build_normalizer
+from konkanivani.resampling import blocks_of, choose_unit, interval_of, ratios, resample
+from konkanivani.score_json import score_json
+from konkanivani.score_page import draw_score_page
+from konkanivani.score_report import BUCKETS, ScoreReport, build_report
+from konkanivani.score_text import display_width, score_lines
+from konkanivani.transcripts import MOST_CHARACTERS, ScoredText, read_transcripts
+from tests.conftest import ROOT, run_script
+from tests.page_parts import PageParts
+
+SCRIPT = "training_scripts/evaluate_konkanivani_asr.py"
+WORDS = ("एक", "दोन", "तीन", "घर", "आनी")
+SENTENCES = st.lists(st.sampled_from(WORDS), max_size=7).map(" ".join)
+
+# What was changed
+
+
+def fewest_edits(reference: list[str], hypothesis: list[str]) -> int:
+    """Levenshtein's distance by its recurrence."""
+    row = list(range(len(hypothesis) + 1))
+    for number, said in enumerate(reference, start=1):
+        above, row = row, [number]
+        for place, heard in enumerate(hypothesis, start=1):
+            row.append(min(above[place] + 1, row[-1] + 1, above[place - 1] + (said != heard)))
+    return row[-1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(SENTENCES, SENTENCES), min_size=1, max_size=5))
+def test_the_counts_are_fewest_edits_and_add_up(pairs):
+    references, hypotheses = map(list, zip(*pairs, strict=True))
+    edits = count_edits(references, hypotheses)
+    for (said, heard), words, characters in zip(pairs, edits.words, edits.characters, strict=True):
+        for counts, one, other in ((words, said.split(), heard.split()), (characters, list(said), list(heard))):
+            hits, substitutions, deletions, insertions = counts
+            assert substitutions + deletions + insertions == fewest_edits(one, other)
+            assert hits + substitutions + deletions == len(one)
+            assert hits + substitutions + insertions == len(other)
+    if any(references):
+        assert edits.rates().wer == pytest.approx(jiwer.wer(references, hypotheses))
+        assert edits.rates().cer == pytest.approx(jiwer.cer(references, hypotheses))
+    changed = count_edits(references, [f"{text} उदक" for text in hypotheses])
+    assert (changed.words[:, 2] < edits.words[:, 2]).any() or (changed.sums[:, 0] > edits.sums[:, 0]).any()
+
+
+def test_the_kinds_of_edit_are_told_apart_over_many_blocks_of_utterances():
+    references, hypotheses = ["एक दोन तीन", "घर", "", "आनी"], ["एक तीन", "घर घर", "एक", "दोन"]
+    edits = count_edits(references * 600, hypotheses * 600)
+    assert edits.words[-4:].tolist() == [[2, 0, 1, 0], [1, 0, 0, 1], [0, 0, 0, 1], [0, 1, 0, 0]]
+    rates = edits.rates()
+    assert (rates.words.hits, rates.words.substitutions, rates.words.deletions) == (1800, 600, 600)
+    assert (rates.words.insertions, rates.words.errors, rates.words.length) == (1200, 2400, 3000)
+    assert rates.wer == 0.8
+    assert edits.of(np.arange(2)).rates().words.errors == 2
+
+
+def test_nothing_said_has_no_rate_and_all_heard_is_inserted():
+    rates = error_rates(["", " "], ["एक दोन", ""])
+    assert math.isnan(rates.wer) and rates.words.insertions == 2 and rates.characters.insertions == 6
+    assert math.isnan(error_rates([], []).wer)
+
+
+def test_words_stand_beside_what_was_heard_for_them():
+    [edits] = align_words(["हांव आतां घरा वता"], ["हांव घरा वता सांज"])
+    assert [(edit.reference, edit.hypothesis, edit.kind) for edit in edits] == [
+        ("हांव", "हांव", "hit"),
+        ("आतां", "", "deletion"),
+        ("घरा", "घरा", "hit"),
+        ("वता", "वता", "hit"),
+        ("", "सांज", "insertion"),
+    ]
+    alignments = align_words(["एक", "एक", "दोन", "घर"], ["दोन", "दोन", "एक", "घर"])
+    frequent = most_frequent(count_confusions(alignments), "substitution", 5)
+    assert [(c.edit, c.count) for c in frequent] == [(Edit("एक", "दोन"), 2), (Edit("दोन", "एक"), 1)]
+
+
+# How sure it is
+
+
+def binomial_quantile(count: int, share: float, quantile: float) -> int:
+    """The smallest number of successes whose cumulated probability reaches the quantile."""
+    cumulated = 0.0
+    for successes in range(count + 1):
+        cumulated += math.comb(count, successes) * share**successes * (1 - share) ** (count - successes)
+        if cumulated >= quantile:
+            return successes
+    return count
+
+
+def rate_interval(sums: np.ndarray, blocks: np.ndarray) -> tuple[float, float]:
+    resampled = resample(sums, blocks, resamples=40_000)
+    interval = interval_of(ratios(resampled[:, 0], resampled[:, 1]))
+    return interval.low, interval.high
+
+
+def test_intervals_are_the_binomials_where_that_is_known():
+    """Of 200 utterances of one word 50 are wrong: a resample's sum is binomial; so with 40 speakers, 10 all wrong."""
+    wrong = np.arange(200) % 4 == 0
+    sums = np.stack([wrong, np.ones(200)], axis=1).astype(np.int64)
+    low, high = rate_interval(sums, np.arange(200))
+    expected = [binomial_quantile(200, 0.25, quantile) / 200 for quantile in (0.025, 0.975)]
+    assert (low, high) == pytest.approx(expected, abs=0.0051)
+    by_speaker = np.repeat(np.arange(40), 5)
+    sums[:, 0] = by_speaker % 4 == 0
+    expected_by_speaker = [binomial_quantile(40, 0.25, quantile) / 40 for quantile in (0.025, 0.975)]
+    assert rate_interval(sums, by_speaker) == pytest.approx(expected_by_speaker, abs=0.0251)
+    assert expected_by_speaker[1] - expected_by_speaker[0] > 1.8 * (expected[1] - expected[0])
+    # Negative control: the same errors, drawn by utterance, look far surer than they are.
+    low, high = rate_interval(sums, np.arange(200))
+    assert (low, high) != pytest.approx(expected_by_speaker, abs=0.0251)
+
+
+def test_two_systems_are_compared_as_the_enumeration_of_all_resamples_says():
+    texts = [ScoredText(str(n), said, "एक") for n, said in enumerate(("एक", "एक दोन", "एक दोन तीन घर", "आनी"))]
+    other = ("दोन", "दोन घर", "एक दोन", None)
+    ours, theirs, words = np.array([0, 1, 3]), np.array([1, 2, 2]), np.array([1, 2, 4])
+    gains = np.array([(ours - theirs)[list(draw)].sum() for draw in itertools.product(range(3), repeat=3)])
+    compared = report_on(texts, other=other).comparison
+    assert (compared.utterances, compared.name) == (3, "other.txt")
+    assert (compared.rates.wer, compared.other.wer) == (4 / 7, 5 / 7)
+    assert compared.difference == pytest.approx((ours - theirs).sum() / words.sum())
+    assert compared.fewer == pytest.approx(np.mean(gains < 0), abs=0.04)
+    assert compared.more == pytest.approx(np.mean(gains > 0), abs=0.04)
+    assert compared.fewer != pytest.approx(compared.more, abs=0.2)
+    assert compared.interval.low < compared.difference < compared.interval.high
+    swapped = [ScoredText(t.id, t.reference, h or "") for t, h in zip(texts, other, strict=True)]
+    back = report_on(swapped, other=tuple(t.hypothesis for t in texts[:3]) + (None,)).comparison
+    assert (back.fewer, back.more) == (compared.more, compared.fewer)
+    assert back.interval.high == pytest.approx(-compared.interval.low)
+
+
+def test_a_resample_is_the_same_each_time_and_holds_as_many_blocks_as_there_are():
+    amounts, blocks = np.array([[1, 2], [3, 4], [5, 6], [7, 8]]), np.array([0, 0, 1, 2])
+    first = resample(amounts, blocks, resamples=500)
+    assert np.array_equal(first, resample(amounts, blocks, resamples=500))
+    assert not np.array_equal(first, resample(amounts, blocks, resamples=500, seed=1))
+    possible = {
+        tuple(map(sum, zip(*draw, strict=True))) for draw in itertools.product([(4, 6), (5, 6), (7, 8)], repeat=3)
+    }
+    assert {tuple(map(int, row)) for row in first} == possible
+    assert resample(np.zeros((0, 2)), np.zeros(0, np.int64)).shape == (2000, 2)
+
+
+def test_speakers_are_drawn_where_there_are_enough_of_them():
+    many, few = [f"s{n % 10}" for n in range(30)], ["a", "b", "a", ""]
+    assert (choose_unit(many, "auto"), choose_unit(few, "auto")) == ("speakers", "utterances")
+    assert (choose_unit(many, "utterances"), choose_unit(few, "speakers")) == ("utterances", "speakers")
+    assert choose_unit(["a", "", "a"], "speakers") == "utterances"
+    assert blocks_of(["a", "b", "a", "", ""], "speakers").tolist() == [0, 1, 0, 2, 3]
+    assert blocks_of(few, "utterances").tolist() == [0, 1, 2, 3]
+
+
+def test_what_never_varies_has_no_interval():
+    right = report_on([ScoredText(str(n), "एक दोन", "एक दोन") for n in range(5)])
+    assert math.isnan(right.wer_interval.low) and "WER  0.0 %: 0 errors in 10 words" in score_lines(right)
+    one = report_on([ScoredText("a", "एक दोन", "एक")])
+    assert math.isnan(one.wer_interval.high)
+
+
+# Reports
+
+
+def heard_of(texts: list[ScoredText]) -> Heard:
+    return Heard(tuple(texts), TextFiles("said.txt", "heard.txt"), "none")
+
+
+def report_on(texts: list[ScoredText], worst: int = 10, other: tuple[str | None, ...] | None = None) -> ScoreReport:
+    edits = count_edits([text.reference for text in texts], [text.hypothesis for text in texts])
+    system = None if other is None else OtherSystem("other.txt", other)
+    return build_report(heard_of(texts), edits, "auto", worst, system)
+
+
+def test_slices_add_up_and_the_worst_come_first():
+    texts = [
+        ScoredText(f"u{n}", "एक दोन तीन", " ".join(WORDS[: n % 4]), f"s{n % 3}", seconds=n * 0.9, pattern="ab"[n % 2])
+        for n in range(24)
+    ]
+    report = report_on(texts, worst=4)
+    for slices in (report.speakers, report.durations, report.patterns):
+        assert sum(part.rates.words.errors for part in slices) == report.rates.words.errors
+        assert sum(part.utterances for part in slices) == 24
+        assert sum(part.seconds for part in slices) == pytest.approx(report.seconds)
+    assert [part.name for part in report.durations] == list(BUCKETS.values())
+    rates = [part.rates.wer for part in report.speakers]
+    assert rates == sorted(rates, reverse=True) and {part.name for part in report.speakers} == {"s0", "s1", "s2"}
+    assert [found.rates.words.errors for found in report.worst] == [3, 3, 3, 3]
+    assert [found.text.id for found in report.worst] == ["u0", "u4", "u8", "u12"]
+    assert "too few (3) to be resampled" in score_lines(report)
+
+
+def test_the_worst_have_most_word_errors_then_most_character_errors():
+    pairs = {
+        "one far": ("शाळा", "उदकबाजार"),
+        "two": ("एक घर", "एत घरा"),
+        "one near": ("एक", "एत"),
+        "none": ("एक", "एक"),
+    }
+    report = report_on([ScoredText(name, *texts) for name, texts in pairs.items()])
+    assert [found.text.id for found in report.worst] == ["two", "one far", "one near"]
+
+
+def test_durations_and_speakers_that_are_not_known_have_no_table():
+    report = report_on([ScoredText("a", "एक", "दोन"), ScoredText("b", "एक", "एक")])
+    assert (report.seconds, report.speakers, report.durations, report.patterns) == (None, (), (), ())
+    assert "speaker" not in score_lines(report)
+
+
+def test_many_speakers_are_ten_in_the_text_and_all_in_json_and_page():
+    texts = [ScoredText(str(n), "एक दोन", "एक", f"s{n:02}") for n in range(30)] + [ScoredText("x", "एक", "दोन")]
+    report = report_on(texts)
+    said = score_lines(report)
+    assert "the 10 with the highest WER of 31" in said and "resamples of speakers" in said and "(not named)" in said
+    fields = json.loads(score_json(heard_of(texts), report, None))
+    assert len(fields["speakers"]) == 31 and fields["interval_unit"] == "speakers"
+    page = draw_score_page(report)
+    assert "16 more" in page and all(f"s{n:02}" in page for n in range(30))
+
+
+def test_columns_of_the_alignment_stand_below_each_other_where_marks_have_no_width():
+    text = ScoredText("a", "किंवा म्हूण बाजारांत 東京 वता सांज", "किंवा म्हणून बाजारात वता सांज आनी")
+    lines = score_lines(report_on([text])).splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("    reference  किंवा"))
+    words = [re.findall(r"\S+\s*", line) for line in lines[start : start + 2]]
+    starts = [list(itertools.accumulate(map(display_width, line), initial=4)) for line in words]
+    assert starts[0][:-1] == starts[1][:-1] and len(starts[0]) == 9
+    assert [word.strip() for word in words[0]][-1] == "***" and [word.strip() for word in words[1]][4] == "***"
+    signs = {match.start(): match.group() for match in re.finditer(r"\S", lines[start + 2])}
+    assert signs == {starts[0][2]: "S", starts[0][3]: "S", starts[0][4]: "D", starts[0][7]: "I"}
+    # Negative control: counted as characters, the columns are elsewhere.
+    assert list(itertools.accumulate(map(len, words[0]))) != list(itertools.accumulate(map(len, words[1])))
+
+
+def test_widths_are_the_c_librarys():
+    before = locale.setlocale(locale.LC_CTYPE)
+    try:
+        locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
+        wcwidth = ctypes.CDLL(None).wcwidth
+        wcwidth.argtypes = [ctypes.c_wchar]
+        for first, end in ((0x20, 0x7F), (0x900, 0xE00), (0x300, 0x370), (0x3041, 0x3100), (0x4E00, 0x5000)):
+            for character in map(chr, range(first, end)):
+                if unicodedata.category(character) != "Cn":
+                    assert display_width(character) == wcwidth(character), hex(ord(character))
+    except (locale.Error, AttributeError):
+        pytest.skip("no C library with wcwidth and the locale C.UTF-8")
+    finally:
+        locale.setlocale(locale.LC_CTYPE, before)
+    assert display_width("कि\u0902\u200da") == 3
+
+
+def test_a_long_alignment_is_broken_into_stretches_and_cut():
+    words = " ".join(f"शब्द{n}" for n in range(300))
+    lines = score_lines(report_on([ScoredText("a", words, words + " आनी")])).splitlines()
+    assert max(map(display_width, lines)) < 120 and "    … and 101 words more" in lines
+
+
+# Files
+
+
+def files(folder: Path, references: str | bytes, hypotheses: str | bytes, suffix: str = ".txt") -> tuple[str, str]:
+    paths = []
+    for name, text in (("said", references), ("heard", hypotheses)):
+        path = folder / f"{name}{suffix}"
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        paths.append(str(path))
+    return paths[0], paths[1]
+
+
+def pairs_of(heard: Heard) -> list[tuple[str, str, str]]:
+    return [(text.id, text.reference, text.hypothesis) for text in heard.texts]
+
+
+def test_lines_are_paired_in_order_and_ids_by_name(tmp_path):
+    lines = files(tmp_path, b"\xef\xbb\xbfa b\r\n\r\nc\n", "a\n\nc")
+    assert pairs_of(read_heard(*lines, "lines")) == [("line 1", "a b", "a"), ("line 2", "", ""), ("line 3", "c", "c")]
+    ids = files(tmp_path, "u1\ta b\nu2 c d\n\n", "u2   c\nu1\n")
+    assert pairs_of(read_heard(*ids, "ids")) == [("u1", "a b", ""), ("u2", "c d", "  c")]
+
+
+def test_json_lines_say_which_text_is_which(tmp_path):
+    rows = [
+        {"audio_filepath": "a.wav", "text": "x", "pred_text": "y", "speaker": 7, "duration": 1.5, "offset": 2},
+        {"audio_filepath": "a.wav", "text": "x", "pred_text": "z", "duration": "long"},
+    ]
+    path = tmp_path / "nemo.json"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    heard = read_heard(None, str(path), "lines")
+    assert pairs_of(heard) == [("a.wav@2", "x", "y"), ("a.wav", "x", "z")]
+    assert [(text.speaker, text.seconds) for text in heard.texts] == [("7", 1.5), ("", None)]
+    plain = tmp_path / "heard.txt"
+    plain.write_text("p\nq\n")
+    assert pairs_of(read_heard(str(path), str(plain), "lines")) == [("a.wav@2", "x", "p"), ("a.wav", "x", "q")]
+
+
+BAD_FILES = {
+    "fewer lines": ("a\nb\n", "a\n", "has 2 transcripts and .*heard.txt 1, so they cannot be paired"),
+    "empty": ("", "a\n", "said.txt is empty"),
+    "not UTF-8": ("a\nb\n", b"a\n\xff\n", "heard.txt, line 2 is not UTF-8"),
+    "UTF-16": ("a\n", "a\n".encode("utf-16"), "heard.txt, line 1 is not UTF-8"),
+    "too long": ("a\n", "a" * (MOST_CHARACTERS + 1), "heard.txt, line 1 has more than 200,000 characters"),
+    "far too long": ("a\n", "a" * 9 * MOST_CHARACTERS, "heard.txt, line 1 has more than 200,000 characters"),
+}
+BAD_IDS = {
+    "missing": ("a 1\nb 2\nc 3\n", "b 2\n", "heard.txt has no transcript of 2 of the 3 utterances of .*: a, c"),
+    "unasked": ("a 1\n", "a 1\n\u202eb 2\n", r"said.txt has no transcript of 1 of the 2 .*⟨U\+202E⟩b"),
+    "twice": ("a 1\n", "a 1\na 2\n", "heard.txt has several transcripts of a"),
+}
+BAD_JSON = {
+    "no JSON": ('{"id": "a", "text": "x"}', "{", "heard.jsonl, line 1 is not a line of JSON"),
+    "deep": ('{"id": "a", "text": "x"}', "[" * 100_000, "heard.jsonl, line 1 is not a line of JSON"),
+    "no object": ('{"id": "a", "text": "x"}', "[1]", "heard.jsonl, line 1 is no JSON object"),
+    "no text": ('{"id": "a", "text": "x"}', '{"id": "a", "reference": "x"}', "line 1 has no hypothesis"),
+    "a number": ('{"id": "a", "text": 5}', '{"id": "a", "text": "x"}', "line 1 has no reference"),
+    "half a character": ('{"id": "a", "text": "x"}', '{"id": "a", "text": "\\ud800"}', "holds half a character"),
+    "some ids": ('{"id": "a", "text": "x"}\n{"text": "y"}', '{"text": "x"}', "1 rows have an id .* row 2, do not"),
+}
+
+
+@pytest.mark.parametrize(
+    ("text_format", "suffix", "case"),
+    [
+        *(("lines", ".txt", case) for case in BAD_FILES.values()),
+        *(("ids", ".txt", case) for case in BAD_IDS.values()),
+        *(("lines", ".jsonl", case) for case in BAD_JSON.values()),
+    ],
+    ids=[*BAD_FILES, *BAD_IDS, *BAD_JSON],
+)
+def test_files_that_cannot_be_scored_are_said_in_a_sentence(tmp_path, text_format, suffix, case):
+    with pytest.raises(DataError, match=case[2]):
+        read_heard(*files(tmp_path, *case[:2], suffix), text_format)
+
+
+def test_lines_that_begin_with_ids_are_noticed(tmp_path):
+    assert read_heard(*files(tmp_path, "u1 a\nu2 b\nu3 c\n", "u1 a\nu2 x\nu3\n"), "lines").notes
+    assert not read_heard(*files(tmp_path, "a b\nb b\nc c\n", "a b\nb b\nc c\n"), "lines").notes
+
+
+def test_normalisation_is_the_same_for_both_sides_and_can_be_left_out():
+    text = ScoredText("a", "एक, ५ ABC", "एक 5 abc।")
+    expected = {"konkanivani": ("एक ५ abc", "एक 5 abc"), "spell": ("एक पांच abc", "एक पांच abc")}
+    expected["none"] = ("एक, ५ ABC", "एक 5 abc।")
+    for name, pair in expected.items():
+        [normal] = Heard((text,), TextFiles("a", "b"), name).normalized().texts
+        assert (normal.reference, normal.hypothesis) == pair
+    assert build_normalizer("none")("  a \t b\n") == "a b"
+
+
+def test_what_is_written_scores_the_same_again(tmp_path):
+    texts = [ScoredText(f"u{n}", "एक दोन तीन", " ".join(WORDS[:n]), "s", n + 0.5, "seen") for n in range(4)]
+    edits = count_edits([text.reference for text in texts], [text.hypothesis for text in texts])
+    write_hypotheses(tmp_path / "out.jsonl", texts, edits)
+    again = read_heard(None, str(tmp_path / "out.jsonl"), "lines")
+    assert list(again.texts) == texts
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert sum(row["word_errors"] for row in rows) == edits.rates().words.errors
+    assert list(tmp_path.glob("*.partial")) == []
+
+
+# The page
+
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "\u202eउलट",
+    '"><img src=x onerror=1>',
+    "\x00\x1b[31m",
+    "&lt;b&gt;",
+    "a\x85b\u2028",
+)
+
+
+def test_a_page_needs_nothing_else_and_nothing_in_it_is_code():
+    texts = [ScoredText(f"{n}{text}", f"{text} एक", f"एक {text}x", text, 1.0, text) for n, text in enumerate(HOSTILE)]
+    texts += [ScoredText("", "", "")]
+    page = draw_score_page(report_on(texts, other=tuple(HOSTILE) + (None,)))
+    parts = PageParts(page)
+    assert not parts.tags & {"script", "link", "img", "iframe", "object", "a"} and parts.opened == []
+    assert not {name for name in parts.attributes if name in ("src", "href") or name.startswith("on")}
+    assert not re.search(r"https?:|@import|url\(", page)
+    assert "&lt;script&gt;alert(1)" in page and not {"\u202e", "\x1b", "\x00", "\u2028"} & set(page)
+    assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
+    assert all(picture["aria-label"].startswith("WER ") for picture in parts.pictures) and parts.pictures
+    for sign, kind in (("S", "substitution"), ("D", "deletion"), ("I", "insertion")):
+        assert re.search(rf'<span class="{kind}">.*?<b>{sign}</b></span>', page)
+        assert f'class="key {kind}"' in page
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.text(max_size=60) | st.binary(max_size=40),
+    st.text(max_size=60) | st.binary(max_size=40),
+    st.sampled_from(["lines", "ids"]),
+    st.sampled_from([".txt", ".jsonl"]),
+    st.sampled_from(["konkanivani", "spell", "none"]),
+)
+def test_any_two_files_give_a_report_or_a_sentence(tmp_path_factory, one, other, text_format, suffix, normalizer):
+    folder = tmp_path_factory.mktemp("any")
+    if suffix == ".jsonl":
+        one, other = (json.dumps({"text": str(text), "speaker": str(text)}) for text in (one, other))
+    one, other = (text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text for text in (one, other))
+    try:
+        raw = read_heard(*files(folder, one, other, suffix), text_format)
+    except KonkaniVaniError:
+        return
+    heard = Heard(raw.texts, raw.source, normalizer, raw.notes).normalized()
+    report = report_on(list(heard.texts))
+    assert score_lines(report).encode("utf-8") and json.loads(score_json(heard, report, None))
+    assert PageParts(draw_score_page(report)).opened == []
+
+
+# The script
+
+
+def test_the_script_scores_two_files_without_torch(tmp_path, capsys, monkeypatch):
+    said, heard = files(tmp_path, "हांव घरा वता\nएक दोन\n", "हांव घरा येता\nएक दोन तीन\n")
+    page, out = tmp_path / "score.html", tmp_path / "out.jsonl"
+    done = run_script(SCRIPT, "--references", said, "--hypotheses", heard, "--html", str(page), "--output", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "WER  40.0 % (95 %: 33.3 to 50.0): 2 errors in 5 words: 1 substituted, 0 deleted, 1 inserted" in done.stdout
+    assert "वता → येता (1)" in done.stdout and page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    done = run_script(SCRIPT, "--hypotheses", str(out), "--compare", str(out), "--json")
+    summary = json.loads(done.stdout)
+    assert (summary["wer"], summary["word_insertions"], summary["utterances"]) == (0.4, 1, 2)
+    assert summary["comparison"]["difference"] == 0 and summary["comparison"]["difference_interval"] == [None, None]
+    program = (
+        "import runpy, sys\n"
+        f"sys.path.insert(0, {str(ROOT / 'training_scripts')!r})\n"
+        f"sys.argv = ['evaluate', '--references', {said!r}, '--hypotheses', {heard!r}]\n"
+        f"try: runpy.run_path({str(ROOT / SCRIPT)!r}, run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert 'jiwer' in sys.modules and 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "exit_code", "said"),
+    [
+        ((), 2, "Give --checkpoint and --manifest"),
+        (("--references", "{said}"), 2, "Give --checkpoint and --manifest"),
+        (("--hypotheses", "{heard}"), 2, "--hypotheses alone where"),
+        (("--checkpoint", "x.pt", "--manifest", "y", "--references", "{said}"), 2, "Give --checkpoint and --manifest"),
+        (("--references", "{said}", "--hypotheses", "{heard}", "--output", "{said}"), 2, "would be lost"),
+        (("--references", "{said}", "--hypotheses", "{heard}", "--html", "{said}"), 2, "would be lost"),
+        (("--references", "{said}", "--hypotheses", "{heard}", "--worst", "-1"), 2, "at least 0"),
+        (("--references", "{said}", "--hypotheses", "{heard}", "--html", "/nowhere/a.html"), 6, "cannot be written"),
+        (("--references", "{said}", "--hypotheses", "/nowhere/a.txt"), 3, "cannot be read"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(tmp_path, monkeypatch, capsys, flags, exit_code, said):
+    """In this process: the script's own functions, without the second that each start takes."""
+    one, other = files(tmp_path, "a\n", "a\n")
+    monkeypatch.syspath_prepend(str(ROOT / "training_scripts"))
+    script = runpy.run_path(str(ROOT / SCRIPT), run_name="script")
+    given = script["Flags"](
+        **{
+            name.removeprefix("--"): int(value) if name == "--worst" else value.format(said=one, heard=other)
+            for name, value in zip(flags[::2], flags[1::2], strict=True)
+        }
+    )
+    assert script["run_script"](lambda: script["score"](given)) == exit_code
+    assert said in capsys.readouterr().err
+    assert Path(one).read_text() == "a\n"
+
+
+def test_reading_a_file_without_ids_says_so(tmp_path):
+    said, _ = files(tmp_path, "a\n", "a\n")
+    assert not read_transcripts(said, "lines", "reference").has_ids
+    assert read_transcripts(said, "ids", "reference").has_ids
+
+
+def test_the_simulated_coverage_is_far_too_small_of_two_speakers():
+    flags = ("--trials", "60", "--utterances", "40", "--speakers", "2", "20", "--spreads", "0")
+    done = run_script("benchmarks/interval_coverage.py", *flags)
+    assert done.returncode == 0, done.stderr
+    [of_two, of_twenty] = [list(map(float, re.findall(r"([\d.]+)%", line))) for line in done.stdout.splitlines()[1:]]
+    assert of_two[1] < 75 < of_twenty[1] and min(of_two[0], of_twenty[0]) > 80
