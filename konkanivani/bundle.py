@@ -101,7 +101,7 @@ def read_bundle(path: Path, device: torch.device) -> SpeechModel:
         reason = "permission denied" if isinstance(error, PermissionError) else "not enough memory"
         raise ResourceError(f"The bundle {path} cannot be read: {reason}. Mend that and start again.") from None
     except Exception as error:  # a damaged or hostile file can raise nearly anything
-        reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+        reason = (str(error) or type(error).__name__).splitlines()[0][:200].rstrip(".")
         raise CheckpointError(f"The bundle {path} is damaged or not ours ({reason}). Export it again.") from None
 
 
@@ -113,7 +113,7 @@ def _read_contents(path: Path) -> Contents:
             raise CheckpointError(f"The file {path} is no bundle of ours. Give one that export_asr.py wrote.")
         if entry.get("format") != FORMAT:
             raise CheckpointError(
-                f"The bundle {path} is of format {entry.get('format')}; this version reads format {FORMAT}. "
+                f"The bundle {path} is of format {entry.get('format')!r:.40}; this version reads format {FORMAT}. "
                 "Use the version that wrote it, or export it again."
             )
         # Copies: what is read lies in a file that another program may change.

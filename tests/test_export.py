@@ -245,6 +245,7 @@ def with_tensor(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Chan
 CHANGES: dict[str, tuple[Change, str]] = {
     "wider than any memory": (with_dimension("d_model", 2**40), "beyond any model of ours"),
     "wider than any number": (with_dimension("feedforward_dim", 10**400), "beyond any model of ours|not ours"),
+    "wider than any line": (with_dimension("d_model", 10**400 + 1), "--d_model 1000"),
     "deeper than any memory": (with_dimension("encoder_layers", 10**9), "beyond any model of ours"),
     "deeper than its weights": (with_dimension("encoder_layers", 3), "not those of its dimensions"),
     "wider than its weights": (with_dimension("d_model", 36), "not those of its dimensions"),
@@ -255,6 +256,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a dimension of another name": (with_dimension("mel_bins", 80), "other names"),
     "no dimensions": (with_entry("model", None), "not ours"),
     "another format": (with_entry("format", 2), "is of format 2; this version reads format 1"),
+    "a format that is a book": (with_entry("format", "x" * 10**5), "is of format 'xxx"),
     "other features": (with_entry("features", FEATURES | {"mel_bins": 40}), "mel_bins 40 for 80"),
     "features that are none": (with_entry("features", 7), "other features than this version's: "),
     "no longest utterance": (with_entry("longest_seconds", math.nan), "longest_seconds is nan"),
