@@ -158,10 +158,14 @@ def check_decoding(config: DecodingConfig) -> None:
         Rule(config.beam >= 1, "--beam must be at least 1"),
         Rule(0 < config.joint_ctc_weight < 1, "--joint_ctc_weight must be between 0 and 1"),
         Rule(config.language_model_weight >= 0, "--language_model_weight must be at least 0"),
+        Rule(
+            config.length_bonus == 0 or config.decode in ("attention", "joint") or config.language_model is not None,
+            "--length_bonus works with --decode attention or joint, or with a --language_model",
+        ),
         Rule(all(abs(number) < float("inf") for number in numbers), "every weight must be a finite number"),
         Rule(
-            config.language_model is None or config.decode in ("attention", "joint"),
-            "--language_model works with --decode attention or joint",
+            config.language_model is None or config.decode != "greedy",
+            "--language_model works with --decode prefix, attention or joint",
         ),
     ]
     raise_broken(rules)

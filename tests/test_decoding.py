@@ -355,8 +355,9 @@ def test_a_wrong_prefix_score_would_be_seen(monkeypatch):
         (DecodingConfig("joint", beam=0), "--beam"),
         (DecodingConfig("joint", joint_ctc_weight=1.0), "--joint_ctc_weight"),
         (DecodingConfig("joint", length_bonus=math.nan), "finite"),
+        (DecodingConfig("prefix", length_bonus=0.5), "--length_bonus works with"),
         (DecodingConfig("joint", language_model_weight=-0.1), "--language_model_weight"),
-        (DecodingConfig("prefix", language_model="lm.arpa"), "--language_model works with"),
+        (DecodingConfig("greedy", language_model="lm.arpa"), "--language_model works with"),
     ],
 )
 def test_settings_of_a_search_that_cannot_work_are_told(wrong, told):

@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -59,7 +60,8 @@ def check_flags(flags: Flags) -> None:
         raise ResourceError(
             f"The language model cannot be written to {flags.output}. Give another --output in a folder of yours."
         )
-    inputs = [Path(file).resolve() for file in (*flags.text, *flags.manifest, *filter(None, [flags.held_out]))]
+    read = (flags.checkpoint, *flags.text, *flags.manifest, flags.held_out)
+    inputs = [Path(file).resolve() for file in read if file]
     if Path(flags.output).resolve() in inputs:
         raise UsageError(
             f"--output {flags.output} would overwrite what is read. Give it another name, such as lm.arpa."
@@ -76,12 +78,13 @@ class Corpus:
     words: int = 0
     tokens: int = 0
     unknown: int = 0
+    broken_rows: int = 0
 
-    def read(self, files: tuple[str, ...]) -> Iterator[list[int]]:
-        """The token ids of every sentence of text files and manifests (.jsonl); blank ones are passed over."""
+    def read(self, files: tuple[str, ...], manifests: tuple[str, ...]) -> Iterator[list[int]]:
+        """The token ids of every sentence of text files and manifests; blank ones are passed over."""
         from konkanivani.text import normalize_text
 
-        for text in (text for file in files for text in texts_of(file)):
+        for text in chain(*map(self._lines_of, files), *map(self._transcripts_of, manifests)):
             normalised = normalize_text(text, self.digits)
             if not normalised:
                 continue
@@ -92,22 +95,31 @@ class Corpus:
             self.unknown += tokens.count(self.tokenizer.unknown)
             yield tokens
         if not self.sentences:
-            raise DataError(f"There is no sentence in {', '.join(files)}. Write one on each line, in UTF-8.")
+            raise DataError(
+                f"There is no sentence in {', '.join(files + manifests)}. Write one on each line, in UTF-8."
+            )
+
+    def _lines_of(self, file: str) -> Iterator[str]:
+        from konkanivani.data.sentence_corpus import read_lines
+
+        if Path(file).exists() and not Path(file).is_file():
+            raise DataError(f"The sentences in {file} cannot be read: it is no file. Give the path of a text file.")
+        yield from (line.text for line in read_lines(file))
+
+    def _transcripts_of(self, manifest: str) -> Iterator[str]:
+        from konkanivani.data.utterance import BadRow, parse_row
+
+        for row, line in enumerate(filter(None, self._lines_of(manifest)), start=1):
+            try:  # whether its audio is there does not matter here
+                yield parse_row(line.encode(), "", row).text
+            except BadRow:
+                self.broken_rows += 1
 
     def told(self) -> str:
         """What has been read, in words."""
         unknown = f", {self.unknown / self.tokens:.1%} of them unknown to the tokenizer" if self.unknown else ""
-        return f"{self.sentences:,} sentences, {self.words:,} words, {self.tokens:,} tokens{unknown}"
-
-
-def texts_of(file: str) -> Iterator[str]:
-    """The sentences of a text file, or of a manifest (.jsonl)."""
-    from konkanivani.data.manifest import read_manifest
-    from konkanivani.data.sentence_corpus import read_lines
-
-    if Path(file).exists() and not Path(file).is_file():
-        raise DataError(f"The sentences in {file} cannot be read: it is no file. Give the path of a text file.")
-    yield from (row.text for row in (read_manifest(file) if file.endswith(".jsonl") else read_lines(file)))
+        broken = f"; {self.broken_rows:,} broken rows left out" if self.broken_rows else ""
+        return f"{self.sentences:,} sentences, {self.words:,} words, {self.tokens:,} tokens{unknown}{broken}"
 
 
 def train(flags: Flags) -> str:
@@ -123,13 +135,18 @@ def train(flags: Flags) -> str:
     tokenizer, settings = Tokenizer(checkpoint.tokenizer), config_from_text(checkpoint.config).text
     order = flags.order or (CHARACTER_ORDER if settings.tokenizer_type == "char" else SUBWORD_ORDER)
     held_out = Corpus(tokenizer, settings.digits)
-    others = list(held_out.read((flags.held_out,))) if flags.held_out else []  # before the work and not after it
+    others = list(held_out.read(*apart(flags.held_out))) if flags.held_out else []  # before the work, not after it
     corpus = Corpus(tokenizer, settings.digits)
-    orders = estimate_ngrams(corpus.read(flags.text + flags.manifest), tokenizer.size, order)
+    orders = estimate_ngrams(corpus.read(flags.text, flags.manifest), tokenizer.size, order)
     write_arpa(flags.output, orders, tokenizer)
     sizes = ", ".join(f"{len(ngrams):,} {number}-grams" for number, ngrams in enumerate(orders, start=1))
     lines = [f"read: {corpus.told()}", f"{flags.output}: {sizes}"]
     return "\n".join(lines + ([f"{flags.held_out}: {measured(orders, held_out, others)}"] if others else []))
+
+
+def apart(file: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(text files, manifests): the file as one or the other."""
+    return ((), (file,)) if file.endswith(".jsonl") else ((file,), ())
 
 
 def measured(orders: tuple["Ngrams", ...], corpus: Corpus, sentences: list[list[int]]) -> str:

@@ -15,9 +15,13 @@ from konkanivani.model.asr import KonkaniVaniASR
 
 @torch.no_grad()
 def greedy_ctc(model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
-    """The tokens of the best path through each of encoded (B, T', D); logits exist for a chunk of frames at a time."""
-    likeliest = [model.ctc_head(chunk).argmax(dim=-1) for chunk in encoded.split(CHUNK_FRAMES, dim=1)]
-    return merged_paths(torch.cat(likeliest, dim=1), encoded_lengths)
+    """The tokens of the best path through each of encoded (B, T', D)."""
+    return merged_paths(likeliest_tokens(model, encoded), encoded_lengths)
+
+
+def likeliest_tokens(model: KonkaniVaniASR, encoded: torch.Tensor) -> torch.Tensor:
+    """(B, T'): each frame's likeliest token; logits exist for a chunk of frames at a time."""
+    return torch.cat([model.ctc_head(chunk).argmax(dim=-1) for chunk in encoded.split(CHUNK_FRAMES, dim=1)], dim=1)
 
 
 def merged_paths(paths: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:

@@ -11,6 +11,7 @@ import torch
 from konkanivani.config import DecodingConfig
 from konkanivani.decoding.beam import Scorers, Weighted, beam_search
 from konkanivani.decoding.ctc import greedy_ctc
+from konkanivani.decoding.fusion import Fusion
 from konkanivani.decoding.hypothesis import Hypothesis
 from konkanivani.decoding.language_model import LanguageModel, read_language_model
 from konkanivani.decoding.prefix_beam import prefix_beam_search
@@ -31,14 +32,15 @@ class Decode(Protocol):
 
 @dataclass(frozen=True)
 class PrefixDecode:
-    """CTC prefix beam search."""
+    """CTC prefix beam search, with a language model where there is a fusion."""
 
     beam: int
+    fusion: Fusion | None = None
 
     @torch.no_grad()
     def __call__(self, model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
         log_probabilities = model.ctc_head(encoded).float().log_softmax(dim=-1)
-        return _best_tokens(prefix_beam_search(log_probabilities, encoded_lengths, self.beam))
+        return _best_tokens(prefix_beam_search(log_probabilities, encoded_lengths, self.beam, fusion=self.fusion))
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,15 @@ def build_decode(config: DecodingConfig, tokenizer: Tokenizer, device: torch.dev
     """The decoding that the settings ask for; a DataError where their language model is none of the tokenizer's."""
     if config.decode == "greedy":
         return greedy_ctc
-    if config.decode == "prefix":
-        return PrefixDecode(config.beam)
-    language_model = None
-    if config.language_model is not None and config.language_model_weight:
+    language_model, weight = None, config.language_model_weight
+    if config.language_model is not None and weight:
         language_model = read_language_model(config.language_model, tokenizer, device)
+    if config.decode == "prefix":
+        return PrefixDecode(
+            config.beam, Fusion(language_model, weight, config.length_bonus) if language_model else None
+        )
     ctc_weight = config.joint_ctc_weight if config.decode == "joint" else 0.0
-    return BeamDecode(config.beam, ctc_weight, config.length_bonus, language_model, config.language_model_weight)
+    return BeamDecode(config.beam, ctc_weight, config.length_bonus, language_model, weight)
 
 
 def _best_tokens(found: list[tuple[Hypothesis, ...]]) -> list[list[int]]:

@@ -105,17 +105,18 @@ def find(keys: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.
 def read_language_model(path: str | Path, tokenizer: Tokenizer, device: torch.device) -> LanguageModel:
     """The model of an ARPA file, for the tokens of `tokenizer`, on `device`; a DataError where it is none for them."""
     orders = read_arpa(path, tokenizer)
-    pieces, known = tokenizer.size - Tokenizer.end - 1, (orders[0].tokens > Tokenizer.end).sum()
-    if 2 * known < pieces:
-        raise DataError(f"The language model {path} knows {known} of the tokenizer's {pieces} pieces. {FOREIGN}")
     try:
-        return build_language_model(orders, tokenizer.size, device)
+        model = build_language_model(orders, tokenizer.size, device)
     except RepeatedNgram as error:
         words = " ".join(tokenizer.piece(token) for token in error.tokens)
         raise DataError(
             f'The language model {path} cannot be used: "{words}" stands twice in its {len(error.tokens)}-grams. '
             "Train it again, or give another --language_model."
         ) from None
+    pieces, known = tokenizer.size - Tokenizer.end - 1, int((orders[0].tokens > Tokenizer.end).sum())
+    if 2 * known < pieces:  # it would say of nearly everything that it is unknown
+        raise DataError(f"The language model {path} knows {known} of the tokenizer's {pieces} pieces. {FOREIGN}")
+    return model
 
 
 def log_probabilities_of(model: LanguageModel, sentences: Iterable[Sequence[int]]) -> list[float]:
@@ -138,6 +139,10 @@ def log_probabilities_of(model: LanguageModel, sentences: Iterable[Sequence[int]
 def build_language_model(orders: Sequence[Ngrams], vocabulary: int, device: torch.device) -> LanguageModel:
     """The model of n-grams of order 1, 2, ..., whose tokens all stand in order 1; a RepeatedNgram where one repeats."""
     words = orders[0].tokens[:, 0]
+    is_word = np.zeros(vocabulary, bool)
+    is_word[words] = True
+    if not all(is_word[ngrams.tokens].all() for ngrams in orders):
+        raise ValueError("A token of an n-gram does not stand in order 1.")
     levels = _levels(orders)
     begins = np.cumsum([1, *(len(level.tokens) for level in levels)]).tolist()  # of each level's nodes; ROOT is node 0
     keys = torch.from_numpy(np.concatenate([level.keys(begins, vocabulary) for level in levels]))
@@ -177,14 +182,14 @@ class _Level:
     def keys(self, begins: list[int], vocabulary: int) -> np.ndarray:
         """(N,) int64, ascending: the parent's node x V + the token; `begins` are the first nodes of all levels."""
         first = begins[self.order - 2] if self.order > 1 else ROOT
-        return (self.parents + first) * vocabulary + self.tokens
+        return (self.parents.astype(np.int64) + first) * vocabulary + self.tokens
 
 
 def _levels(orders: Sequence[Ngrams]) -> list[_Level]:
     """A level an order, each with every beginning of an n-gram of the one above it."""
     levels: list[_Level] = []
     prefixes = np.zeros((0, len(orders)), np.int32)  # of the level above, each once
-    prefixes_above = np.zeros(0, np.int64)  # which of them each of its n-grams has
+    prefixes_above = np.zeros(0, np.int32)  # which of them each of its n-grams has
     for ngrams in reversed(orders):
         tokens = np.concatenate([ngrams.tokens, prefixes])
         missing = np.full(len(prefixes), math.nan)
@@ -197,14 +202,14 @@ def _levels(orders: Sequence[Ngrams]) -> list[_Level]:
         if repeated.any():
             raise RepeatedNgram(tokens[repeated.argmax()].tolist())
         if levels:
-            places = np.empty(len(tokens), np.int64)
-            places[ranks] = is_new.cumsum() - 1
+            places = np.empty(len(tokens), np.int32)
+            places[ranks] = is_new.cumsum(dtype=np.int32) - 1
             levels[-1] = replace(levels[-1], parents=places[len(ngrams) :][prefixes_above])
         kept, backoffs = tokens[is_new], np.concatenate([ngrams.backoffs, np.zeros(len(prefixes))])
         is_new_prefix = _is_new(kept[:, :-1])
-        prefixes, prefixes_above = kept[is_new_prefix, :-1], is_new_prefix.cumsum() - 1
-        values = kept[:, -1].astype(np.int64), log_probabilities[is_new], backoffs[ranks][is_new]
-        levels.append(_Level(kept.shape[1], np.zeros(len(kept), np.int64), *values))
+        prefixes, prefixes_above = kept[is_new_prefix, :-1], is_new_prefix.cumsum(dtype=np.int32) - 1
+        values = kept[:, -1].copy(), log_probabilities[is_new], backoffs[ranks][is_new]
+        levels.append(_Level(kept.shape[1], np.zeros(len(kept), np.int32), *values))
     return levels[::-1]
 
 

@@ -1,9 +1,9 @@
 """CTC prefix beam search: the likeliest token sequences, each summed over all its alignments that the beam has seen.
 
 Graves (2012), Sequence Transduction with Recurrent Neural Networks; Hannun et al. (2014), First-Pass Large Vocabulary
-Continuous Speech Recognition using Bi-Directional Recurrent DNNs, algorithm 1 without its language model. Every prefix
-of the beam has two probabilities: of its alignments that end in blank, and of those that end in its last token. A
-repeated token may only be appended to the former.
+Continuous Speech Recognition using Bi-Directional Recurrent DNNs, algorithm 1, its language model being optional. Every
+prefix of the beam has two probabilities: of its alignments that end in blank, and of those that end in its last token.
+A repeated token may only be appended to the former.
 
 Inside all is float64: a path's logarithm is about -10^5 after ten minutes, where float32 has steps of 0.008.
 
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from konkanivani.ctc_operator import BLANK
 from konkanivani.decoding.ctc import blank_beyond
+from konkanivani.decoding.fusion import Fusion, Opinions
 from konkanivani.decoding.hypothesis import Hypothesis, first_best, ranked
 from konkanivani.lengths import Lengths
 
@@ -33,6 +34,7 @@ class _Beam:
     last: torch.Tensor  # (B, K), BLANK of an empty prefix
     in_blank: torch.Tensor  # (B, K), log probability of the alignments that end in blank
     in_token: torch.Tensor  # (B, K), log probability of those that end in the last token
+    opinions: Opinions | None  # a language model's, where there is one
 
     @property
     def log_probabilities(self) -> torch.Tensor:
@@ -46,25 +48,27 @@ def prefix_beam_search(
     beam: int,
     best: int = 1,
     tokens_per_frame: int | None = None,
+    fusion: Fusion | None = None,
 ) -> list[tuple[Hypothesis, ...]]:
     """Each utterance's `best` likeliest hypotheses of log probabilities (B, T', V), likeliest first.
 
     Fewer where the beam holds fewer of a probability above zero. Only the `tokens_per_frame` likeliest tokens of a
     frame are appended (None: all); blank, and repeats of a last token, are never left out. Of equals the smaller token
     ids come first; at the edge of the beam, those with the likelier prefix, then the prefix itself, then the smaller
-    last token. The result is the same alone and in any batch. Exact where the beam holds every prefix.
+    last token. The result is the same alone and in any batch. Exact where the beam holds every prefix. With a fusion,
+    its score takes the place of the log probability in all of this.
     """
     if min(beam, best) < 1 or (tokens_per_frame is not None and tokens_per_frame < 1):
         raise ValueError(f"Not all above zero: beam {beam}, best {best}, tokens_per_frame {tokens_per_frame}.")
     frames = blank_beyond(log_probabilities, encoded_lengths)
-    prefixes = _empty_beam(frames, beam)
+    prefixes = _empty_beam(frames, beam, fusion)
     for frame in range(frames.shape[1]):
         emissions = frames[:, frame].double()
         prefixes = _advance(prefixes, frame, emissions, _tokens_to_try(emissions, tokens_per_frame))
     return _hypotheses(prefixes, best)
 
 
-def _empty_beam(frames: torch.Tensor, beam: int) -> _Beam:
+def _empty_beam(frames: torch.Tensor, beam: int, fusion: Fusion | None) -> _Beam:
     """The empty prefix alone, of probability one."""
     batch, longest, _ = frames.shape
     places = torch.zeros(batch, beam, dtype=torch.int64, device=frames.device)
@@ -72,7 +76,14 @@ def _empty_beam(frames: torch.Tensor, beam: int) -> _Beam:
     in_blank = impossible.clone()
     in_blank[:, 0] = 0.0
     tokens = places[:, :, None].expand(-1, -1, longest).clone().fill_(NO_TOKEN)
-    return _Beam(tokens, lengths=places, last=places.clone().fill_(BLANK), in_blank=in_blank, in_token=impossible)
+    return _Beam(
+        tokens,
+        lengths=places,
+        last=places.clone().fill_(BLANK),
+        in_blank=in_blank,
+        in_token=impossible,
+        opinions=fusion.begin(batch, beam) if fusion else None,
+    )
 
 
 def _tokens_to_try(emissions: torch.Tensor, tokens_per_frame: int | None) -> torch.Tensor:
@@ -97,7 +108,8 @@ def _advance(beam: _Beam, frame: int, emissions: torch.Tensor, tried: torch.Tens
     extended = extended.masked_fill(_already_there(beam, parents, has_parent, tried, emissions.shape[1]), -math.inf)
 
     scores = torch.cat([torch.logaddexp(in_blank, in_token)[:, :, None], extended], dim=2)
-    return _followed(beam, first_best(scores.flatten(1), scores.shape[1]), scores, in_blank, in_token, tried)
+    fused = scores if beam.opinions is None else scores + beam.opinions.of(tried)
+    return _followed(beam, first_best(fused.flatten(1), scores.shape[1]), scores, in_blank, in_token, tried)
 
 
 def _followed(
@@ -121,6 +133,7 @@ def _followed(
         last=torch.where(is_longer, new, last),
         in_blank=in_blank.masked_fill(is_longer, -math.inf),
         in_token=torch.where(is_longer, scores.flatten(1).gather(1, chosen), in_token),
+        opinions=beam.opinions.follow(sources, is_longer, new) if beam.opinions else None,
     )
 
 
@@ -163,7 +176,8 @@ def _gathered(indices: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tens
 def _hypotheses(beam: _Beam, best: int) -> list[tuple[Hypothesis, ...]]:
     """What the beam holds of each utterance, likeliest first."""
     found = []
-    rows = zip(beam.tokens.tolist(), beam.lengths.tolist(), beam.log_probabilities.tolist(), strict=True)
+    ended = beam.log_probabilities if beam.opinions is None else beam.log_probabilities + beam.opinions.ended
+    rows = zip(beam.tokens.tolist(), beam.lengths.tolist(), ended.tolist(), strict=True)
     for prefixes, lengths, scores in rows:
         hypotheses = [
             Hypothesis(tuple(tokens[:length]), score)

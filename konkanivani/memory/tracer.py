@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from konkanivani.chunks import CHUNK_FRAMES
 from konkanivani.data.batch import Batch, Window, largest_batch
+from konkanivani.decoding.ctc import likeliest_tokens
 from konkanivani.lengths import SAMPLE_RATE, Lengths, feature_length, subsampled_length
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
@@ -170,12 +170,9 @@ class _Phases:
     def tend_cache(self) -> None: ...
 
 
-def _best_path_on_the_device(
-    model: KonkaniVaniASR, encoded: torch.Tensor, _encoded_lengths: Lengths
-) -> list[list[int]]:
+def _best_path_on_the_device(model: KonkaniVaniASR, encoded: torch.Tensor, _lengths: Lengths) -> list[list[int]]:
     """What greedy decoding does on the device; the rest of it is the host's."""
-    for chunk in encoded.split(CHUNK_FRAMES, dim=1):
-        model.ctc_head(chunk).argmax(dim=-1)
+    likeliest_tokens(model, encoded)
     return []
 
 

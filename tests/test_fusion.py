@@ -1,0 +1,123 @@
+"""CTC prefix beam search with a language model against all alignments of tiny inputs, one by one; 1e-9 in float64."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from konkanivani.decoding import fusion as fusion_module
+from konkanivani.decoding.fusion import Fusion, Opinions
+from konkanivani.decoding.hypothesis import Hypothesis
+from konkanivani.decoding.language_model import LanguageModel, build_language_model, log_probabilities_of
+from konkanivani.decoding.prefix_beam import prefix_beam_search
+from konkanivani.ngram import estimate_ngrams
+from konkanivani.text import Tokenizer
+from tests.test_decoding import all_sequences, is_close, problem
+
+FRAMES, VOCABULARY = 3, 6
+EVERY_PREFIX = 160  # more than there are of 3 frames and 5 tokens
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model() -> LanguageModel:
+    """Trigrams of two tokens, one of them often after itself."""
+    sentences = [[4, 4, 5], [4, 4], [4], [5, 4, 4], [4, 5, 4, 4, 4]]
+    return build_language_model(estimate_ngrams(sentences, VOCABULARY, 3), VOCABULARY, CPU)
+
+
+def expected(log_probabilities: torch.Tensor, fusion: Fusion) -> list[Hypothesis]:
+    """Every possible transcript with its score, by the definition, best first."""
+    found = []
+    for tokens, probability in all_sequences(log_probabilities).items():
+        if probability > 0 and not {Tokenizer.start, Tokenizer.end} & set(tokens):
+            said = fusion.weight * log_probabilities_of(fusion.language_model, [tokens])[0]
+            score = math.log(probability) + said + fusion.length_bonus * len(tokens)
+            found.append(Hypothesis(tokens, score))
+    return sorted(found, key=lambda hypothesis: -hypothesis.log_probability)
+
+
+def is_exact(log_probabilities: torch.Tensor, fusion: Fusion) -> bool:
+    """Whether the search with a beam of every prefix finds just these, of frames (T', V)."""
+    frames = log_probabilities[None], (len(log_probabilities),)
+    (found,) = prefix_beam_search(*frames, EVERY_PREFIX, best=EVERY_PREFIX, fusion=fusion)
+    truth = expected(log_probabilities, fusion)
+    scores = {hypothesis.tokens: hypothesis.log_probability for hypothesis in truth}
+    return len(found) == len(truth) == len({hypothesis.tokens for hypothesis in found}) and all(
+        is_close(one.log_probability, other.log_probability)
+        and is_close(one.log_probability, scores.get(one.tokens, math.nan))
+        for one, other in zip(found, truth, strict=True)
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 10**6), st.sampled_from([0.0, 0.4]), st.sampled_from([0.0, 0.3, 2.5]), st.sampled_from([-1, 0, 2])
+)
+def test_a_beam_of_every_prefix_is_exact(model, seed, impossible, weight, bonus):
+    log_probabilities = problem(seed, (FRAMES,), VOCABULARY, impossible)[0]
+    assert is_exact(log_probabilities, Fusion(model, weight, bonus))
+
+
+def without_the_end(self: Opinions) -> torch.Tensor:
+    return self.scores
+
+
+RIGHT = Fusion.following
+
+
+def of_the_beginning(self: Fusion, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return RIGHT(self, self.language_model.initial(len(states)))
+
+
+@pytest.mark.parametrize("kind, part, mistake", [
+    ("Opinions", "ended", property(without_the_end)),
+    ("Fusion", "following", of_the_beginning),
+])  # fmt: skip
+def test_a_wrong_fusion_would_be_seen(model, kind, part, mistake, monkeypatch):
+    """Negative control: a language model that is not asked about the end, or forgets what was said."""
+    log_probabilities, fusion = problem(0, (FRAMES,), VOCABULARY)[0], Fusion(model, 0.7)
+    assert is_exact(log_probabilities, fusion)
+    monkeypatch.setattr(getattr(fusion_module, kind), part, mistake)
+    assert not is_exact(log_probabilities, fusion)
+
+
+def test_a_language_model_decides_between_what_sounds_the_same(model):
+    """Twice a token, or another between: CTC cannot tell, the model has only ever heard one of them."""
+    probabilities = torch.full((1, 3, VOCABULARY), 1e-9, dtype=torch.float64)
+    probabilities[0, [0, 2], 4] = 1.0
+    probabilities[0, 1, [0, 5]] = 0.5
+    log_probabilities = probabilities.log()
+    heard = {h.tokens for h in prefix_beam_search(log_probabilities, (3,), 8, best=2)[0]}
+    assert heard == {(4, 4), (4, 5, 4)}
+    for sentence in heard:
+        spoken = estimate_ngrams([list(sentence)] * 9, VOCABULARY, 3)
+        fusion = Fusion(build_language_model(spoken, VOCABULARY, CPU), 0.5)
+        assert prefix_beam_search(log_probabilities, (3,), 8, fusion=fusion)[0][0].tokens == sentence
+
+
+@pytest.mark.parametrize("beam, tokens_per_frame", [(1, None), (5, None), (7, 3)])
+def test_a_batch_is_one_by_one_and_never_exceeds_the_truth(model, beam, tokens_per_frame):
+    lengths, fusion = (5, 0, 3, 5), Fusion(model, 0.6, 0.4)
+    log_probabilities = problem(1, lengths, VOCABULARY, impossible=0.1)
+    together = prefix_beam_search(log_probabilities, lengths, beam, beam, tokens_per_frame, fusion)
+    for row, length in enumerate(lengths):
+        frames = log_probabilities[row : row + 1, :length]
+        (alone,) = prefix_beam_search(frames, (length,), beam, beam, tokens_per_frame, fusion)
+        assert [h.tokens for h in alone] == [h.tokens for h in together[row]]
+        truth = {h.tokens: h.log_probability for h in expected(frames[0], fusion)}
+        for one, other in zip(alone, together[row], strict=True):
+            assert is_close(one.log_probability, other.log_probability)
+            assert one.log_probability <= truth[one.tokens] + 1e-9
+
+
+def test_a_fusion_of_no_weight_changes_nothing(model):
+    log_probabilities = problem(2, (9, 4), VOCABULARY)
+    log_probabilities[:, :, [Tokenizer.start, Tokenizer.end]] = -math.inf
+    plain = prefix_beam_search(log_probabilities, (9, 4), 6, 6)
+    assert prefix_beam_search(log_probabilities, (9, 4), 6, 6, fusion=Fusion(model, 0.0)) == plain
+    unlikely = replace(model, unigrams=model.unigrams.clone().fill_(-math.inf))
+    assert prefix_beam_search(log_probabilities, (9, 4), 6, 6, fusion=Fusion(unlikely, 0.0)) == plain
