@@ -37,6 +37,16 @@ def encoded_length(samples: int) -> int:
     return subsampled_length(feature_length(samples))
 
 
+def feature_lengths(samples: torch.Tensor) -> torch.Tensor:
+    """`feature_length` of each of (B,) int64, for a graph that is exported: there lengths are known when it runs."""
+    return (1 + (samples - FFT_SAMPLES) // HOP_SAMPLES).clamp_min(0)
+
+
+def subsampled_lengths(frames: torch.Tensor) -> torch.Tensor:
+    """`subsampled_length` of each of (B,) int64, likewise."""
+    return (((frames - 1) // 2 - 1) // 2).clamp_min(0)
+
+
 def speed_perturbed_samples(samples: int, speed: float) -> int:
     """Samples left after playing `samples` at `speed`; ceil, as torchaudio's resampler counts them."""
     percent = round(speed * 100)
@@ -50,5 +60,9 @@ def ctc_frames_needed(tokens: list[int]) -> int:
 
 def padding_mask(lengths: Lengths, longest: int, device: torch.device) -> torch.Tensor:
     """(B, longest) bool on `device`, True where a position is beyond its row's length."""
-    ends = torch.tensor(lengths).to(device, non_blocking=True)
-    return torch.arange(longest, device=device)[None, :] >= ends[:, None]
+    return beyond(torch.tensor(lengths).to(device, non_blocking=True), longest)
+
+
+def beyond(ends: torch.Tensor, longest: int) -> torch.Tensor:
+    """(B, longest) bool, True where a position is at or beyond its row's end, ends (B,) int64."""
+    return torch.arange(longest, device=ends.device)[None, :] >= ends[:, None]

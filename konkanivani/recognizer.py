@@ -6,6 +6,7 @@ B batch, S samples, T' encoder frames, V vocabulary.
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from konkanivani.alignment import align_tokens, timed_words
 from konkanivani.audio import stream_audio, stream_samples
 from konkanivani.audio_file import AudioSource
+from konkanivani.bundle import is_bundle, read_bundle
 from konkanivani.checkpoint import read_checkpoint
 from konkanivani.config import DecodingConfig
 from konkanivani.decoding.decode import Decode, build_decode
@@ -85,7 +87,7 @@ def load_recognizer(
     beam: int = 10,
     device: Literal["auto", "cuda", "cpu"] = "auto",
 ) -> Recognizer:
-    """The recogniser of the checkpoint at `path`; a CheckpointError says what is wrong with the file."""
+    """The recogniser of the checkpoint or bundle at `path`; a CheckpointError says what is wrong with the file."""
     decoding = DecodingConfig(decode=decode, beam=beam)
     check_decoding(decoding)
     return build_recognizer(path, decoding, device)
@@ -98,15 +100,22 @@ def build_recognizer(
     longest_seconds: float | None = None,
     pause_seconds: float = PAUSE,
 ) -> Recognizer:
-    """The recogniser of the checkpoint at `path`, all settings given.
+    """The recogniser of the checkpoint or bundle at `path`, all settings given.
 
     Pieces last `longest_seconds` at most (None: as long as what the model was trained on), and are apart at pauses of
     `pause_seconds`.
     """
-    speech_model = speech_model_of(read_checkpoint(path), choose_device(device))
+    speech_model = load_speech_model(path, choose_device(device))
     longest = min(speech_model.longest_seconds, LONGEST_PIECE) if longest_seconds is None else longest_seconds
     decode = build_decode(decoding, speech_model.tokenizer, speech_model.device)
     return Recognizer(speech_model, decode, cutting_of(longest, pause_seconds))
+
+
+def load_speech_model(path: str | os.PathLike, device: torch.device) -> SpeechModel:
+    """The model of the bundle or checkpoint at `path`; a CheckpointError says what is wrong with the file."""
+    if is_bundle(Path(path)):
+        return read_bundle(Path(path), device)
+    return speech_model_of(read_checkpoint(path), device)
 
 
 def _words_of_core(words: list[Word], piece: Piece) -> list[Word]:

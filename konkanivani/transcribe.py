@@ -1,6 +1,5 @@
 """Audio files and folders of them to transcripts on the screen or in files, one after the other."""
 
-import contextlib
 import os
 import sys
 from collections import Counter
@@ -18,6 +17,7 @@ from konkanivani.errors import DataError, ResourceError, UsageError
 from konkanivani.recognizer import Recognizer
 from konkanivani.transcript import Segment
 from konkanivani.transcript_text import TextFormat, Timestamps, text_of
+from konkanivani.whole_file import whole_file
 
 # Names that libsndfile's formats go by beside their own.
 OTHER_SUFFIXES = {".aif", ".aifc", ".oga", ".opus", ".snd"}
@@ -178,28 +178,8 @@ def _seconds(path: Path) -> float:
 
 
 def write_text(path: Path, texts: Iterable[str]) -> None:
-    """Writes the texts beside `path` and renames the file into place; a ResourceError where that cannot be done."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with _explained(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = open(partial, "w", encoding="utf-8")
-        with file:
-            for text in texts:  # recognised meanwhile: its errors are not those of writing
-                with _explained(path):
-                    file.write(text)
-        with _explained(path):
-            os.replace(partial, path)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ResourceError(
-            f"The transcript {path} cannot be written: {error.strerror or error}. Give another --output_dir."
-        ) from None
+    """Writes the texts, recognised meanwhile, to a file that is whole or absent; a ResourceError where it cannot be."""
+    with whole_file(path) as partial:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "w", encoding="utf-8") as file:
+            file.writelines(texts)

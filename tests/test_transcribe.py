@@ -18,6 +18,7 @@ import torch
 
 from konkanivani.audio import load_audio
 from konkanivani.audio_file import AudioSource
+from konkanivani.bundle import write_bundle
 from konkanivani.checkpoint import BEST
 from konkanivani.errors import CheckpointError, UsageError
 from konkanivani.metrics import error_rates
@@ -141,6 +142,12 @@ def test_files_arrays_and_tensors_are_heard_alike(trained, tmp_path):
     given = (tmp_path / "a.flac", str(tmp_path / "b.wav"), audio, torch.from_numpy(audio), audio.astype(np.float64))
     assert len({trained.recognizer.transcribe(each).text for each in given}) == 1
     assert trained.recognizer.transcribe(audio).text
+
+
+def test_a_bundle_hears_what_its_checkpoint_hears(trained, tmp_path):
+    write_bundle(tmp_path / "tones.safetensors", trained.recognizer.speech_model)
+    bundled = load_recognizer(tmp_path / "tones.safetensors", device="cpu")
+    assert bundled.transcribe(tones(WORDS[:4])) == trained.recognizer.transcribe(tones(WORDS[:4]))
 
 
 @pytest.mark.parametrize("decode", ["prefix", "attention", "joint"])
@@ -299,7 +306,7 @@ def test_what_is_printed_is_what_the_recogniser_says(trained, folder):
         (("{good}", "{good}", "--format", "vtt"), 2, "--output_dir"),
         (("/dev/zero",), 3, "no file"),
         (("{text}",), 3, "cannot be opened as audio"),
-        (("{good}", "--output_dir", "{text}"), 6, "cannot be written"),
+        (("{good}", "--output_dir", "{text}"), 6, "could not be written"),
     ],
 )
 def test_what_cannot_be_transcribed_is_said_in_a_sentence(trained, folder, arguments, exit_code, said):

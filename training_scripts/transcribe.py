@@ -31,7 +31,7 @@ class Flags:
     files: Annotated[tuple[str, ...], Positional, arg(metavar="FILE …")]
     """Audio files that libsndfile reads (WAV, FLAC, MP3, OGG and more), and folders, which are searched for them."""
     checkpoint: str | None = None
-    """A checkpoint_*.pt file (None: the best one in checkpoints/)."""
+    """A checkpoint_*.pt file, or a bundle that export_asr.py wrote (None: the best checkpoint in checkpoints/)."""
     format: Literal["txt", "json", "srt", "vtt"] = "txt"
     """txt: a line for what was said between two pauses; json: a line of JSON for each file; srt, vtt: subtitles."""
     timestamps: Literal["segment", "word"] = "segment"

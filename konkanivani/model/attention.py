@@ -53,6 +53,16 @@ def _turn(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, h
     return projected
 
 
+def _turned(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int) -> torch.Tensor:
+    """What `_turn` makes of projected (B, T, 3 D), as a new tensor: in an exported graph nothing changes in place."""
+    query_key_value = projected.unflatten(-1, (3, heads, -1))
+    queries_and_keys, values = query_key_value.split((2, 1), dim=2)
+    cosines, sines = (table.to(projected.dtype)[:, None, None, :] for table in (cosines, sines))
+    first, second = queries_and_keys.chunk(2, dim=-1)
+    turned = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+    return torch.cat([turned, values], dim=2).flatten(2)
+
+
 class SelfAttention(torch.nn.Module):
     """(B, T, D) -> (B, T, D): rotary self-attention; `key_mask` (B, 1, 1, T) is True where a key may be seen."""
 
@@ -98,6 +108,8 @@ class SelfAttention(torch.nn.Module):
         """Queries, keys and values (3, B, H, T, E), the first two turned by their positions."""
         batch, length, width = x.shape
         turn = _Rotated.apply if torch.is_grad_enabled() else _turn
+        if torch.compiler.is_exporting():
+            turn = _turned
         projected = turn(linear_of(x, self.query_key_value, norm), *positions, self.heads)
         return projected.view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
 

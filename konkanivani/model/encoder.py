@@ -63,13 +63,19 @@ class Encoder(torch.nn.Module):
         run_block: BlockRunner,
         chunk_frames: int = CHUNK_FRAMES,
     ) -> tuple[torch.Tensor, Lengths]:
-        x = self.dropout(run_block(self.subsampling, features, chunk_frames))
         encoded_lengths = tuple(map(subsampled_length, feature_lengths))
+        longest, padding = subsampled_length(features.shape[1]), None
+        if min(encoded_lengths) < longest:  # without padding, attention takes its fastest kernel
+            padding = padding_mask(encoded_lengths, longest, features.device)
+        return self.encode(features, padding, run_block, chunk_frames), encoded_lengths
+
+    def encode(
+        self, features: torch.Tensor, padding: torch.Tensor | None, run_block: BlockRunner, chunk_frames: int
+    ) -> torch.Tensor:
+        """Features (B, T, F) -> encoded (B, T', D); `padding` (B, T') is True beyond an utterance's end."""
+        x = self.dropout(run_block(self.subsampling, features, chunk_frames))
         positions = self.positions(x.shape[1], x)
-        padding = key_mask = None
-        if min(encoded_lengths) < x.shape[1]:  # without padding, attention takes its fastest kernel
-            padding = padding_mask(encoded_lengths, x.shape[1], x.device)
-            key_mask = ~padding[:, None, None, :]
+        key_mask = None if padding is None else ~padding[:, None, None, :]
         for block in self.blocks:
             x = run_block(block, x, positions, key_mask, padding)
-        return self.norm(x), encoded_lengths
+        return self.norm(x)

@@ -1,0 +1,184 @@
+"""A speech model as one .safetensors file: weights, dimensions, tokenizer and front end; no pickle, no trainer.
+
+The weights lie under the names that they have in the model, the SentencePiece model as the uint8 tensor `tokenizer`.
+The one entry of the file's metadata is JSON: the format's number, the model's dimensions, what its features are made
+with, and the SHA-256 of all that, since safetensors itself would not notice a flipped bit.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+
+from konkanivani.audio import FEATURES, MEL_BINS
+from konkanivani.augment import FrontEnd
+from konkanivani.config import AugmentConfig, ModelConfig, TrainConfig
+from konkanivani.errors import CheckpointError, DataError, ResourceError, UsageError
+from konkanivani.flags import check_config, config_from_text
+from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.speech_model import SpeechModel, check_finite
+from konkanivani.text import Tokenizer
+from konkanivani.whole_file import whole_file
+
+FORMAT = 1
+SUFFIX = ".safetensors"
+ENTRY = "konkanivani"  # of the file's metadata
+TOKENIZER = "tokenizer"  # the name of its tensor
+MOST_LAYERS, LARGEST_DIMENSION = 256, 2**16  # a file that claims more is none of ours, and takes no memory to refuse
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a bundle holds, as it lies in the file; `description` is the metadata's JSON without its checksum."""
+
+    description: Mapping[str, object]
+    tensors: Mapping[str, torch.Tensor]
+
+    @property
+    def checksum(self) -> str:
+        """The SHA-256 over the description and every tensor's name, number format, shape and bytes."""
+        digest = hashlib.sha256(json.dumps(self.description, sort_keys=True).encode())
+        for name, tensor in sorted(self.tensors.items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether the file is a bundle by its name or, sound or not, by its first bytes."""
+    if path.suffix == SUFFIX or not path.is_file():
+        return path.suffix == SUFFIX
+    try:
+        with open(path, "rb") as file:
+            return file.read(9)[8:] == b"{"  # JSON after eight bytes of its length
+    except OSError:
+        return False
+
+
+def write_bundle(path: Path, speech_model: SpeechModel) -> None:
+    """Writes the model's bundle whole or not at all; a ResourceError says why it cannot be."""
+    with whole_file(path) as partial:
+        partial.write_bytes(bundle_bytes(speech_model))
+
+
+def bundle_bytes(speech_model: SpeechModel) -> bytes:
+    """The model as a bundle, the same bytes for the same model; a CheckpointError where its weights are not finite."""
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in speech_model.model.state_dict().items()}
+    check_finite("the model to export", tensors)
+    tensors[TOKENIZER] = torch.frombuffer(bytearray(speech_model.tokenizer.model), dtype=torch.uint8)
+    description = {
+        "format": FORMAT,
+        "model": dataclasses.asdict(speech_model.model.config),
+        "features": FEATURES,
+        "digits": speech_model.digits,
+        "longest_seconds": speech_model.longest_seconds,
+    }
+    entry = description | {"sha256": Contents(description, tensors).checksum}
+    return safetensors.torch.save(tensors, {ENTRY: json.dumps(entry, sort_keys=True)})
+
+
+def read_bundle(path: Path, device: torch.device) -> SpeechModel:
+    """The bundle's model on `device`; a CheckpointError says what is wrong with the file.
+
+    A file that may not be read, or not now for want of memory, is a ResourceError.
+    """
+    if not path.is_file():
+        raise CheckpointError(
+            f"There is no bundle at {path}. Give the path of a {SUFFIX} file that export_asr.py wrote."
+        )
+    try:
+        return _build(_read_contents(path), path, device)
+    except (CheckpointError, ResourceError):
+        raise
+    except (PermissionError, MemoryError) as error:
+        reason = "permission denied" if isinstance(error, PermissionError) else "not enough memory"
+        raise ResourceError(f"The bundle {path} cannot be read: {reason}. Mend that and start again.") from None
+    except Exception as error:  # a damaged or hostile file can raise nearly anything
+        reason = (str(error) or type(error).__name__).splitlines()[0][:200].rstrip(".")
+        raise CheckpointError(f"The bundle {path} is damaged or not ours ({reason}). Export it again.") from None
+
+
+def _read_contents(path: Path) -> Contents:
+    """The file's contents on the CPU, checked against their checksum."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        entry = json.loads((file.metadata() or {}).get(ENTRY, "null"))
+        if not isinstance(entry, dict):
+            raise CheckpointError(f"The file {path} is no bundle of ours. Give one that export_asr.py wrote.")
+        if entry.get("format") != FORMAT:
+            raise CheckpointError(
+                f"The bundle {path} is of format {entry.get('format')!r:.40}; this version reads format {FORMAT}. "
+                "Use the version that wrote it, or export it again."
+            )
+        # Copies: what is read lies in a file that another program may change.
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
+    checksum = entry.pop("sha256", None)
+    contents = Contents(entry, tensors)
+    if contents.checksum != checksum:
+        raise CheckpointError(f"The bundle {path} is damaged: its checksum does not match. Copy or export it again.")
+    return contents
+
+
+def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
+    """The model of the contents; nothing of the size that they claim exists before the weights are seen to have it."""
+    description, weights = contents.description, dict(contents.tensors)
+    found = description["features"]
+    if found != FEATURES:
+        raise CheckpointError(
+            f"The bundle {path} was made for other features than this version's: {_differences(found)}. "
+            "Use the version that wrote it."
+        )
+    longest_seconds, digits = description["longest_seconds"], description["digits"]
+    if type(longest_seconds) is not float or not 0 < longest_seconds < math.inf:
+        raise ValueError(f"longest_seconds is {longest_seconds}")
+    config = _config(description["model"], digits)
+    tokenizer = _tokenizer(weights.pop(TOKENIZER))
+    with torch.device("meta"):
+        model = KonkaniVaniASR(config.model, tokenizer.size, MEL_BINS)
+    wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
+    if wanted != {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}:
+        raise ValueError("its weights are not those of its dimensions")
+    check_finite(str(path), weights)
+    model.load_state_dict(weights, assign=True)
+    front_end = FrontEnd(AugmentConfig()).to(device)
+    return SpeechModel(model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits)
+
+
+def _config(dimensions: Mapping[str, object], digits: object) -> TrainConfig:
+    """The settings of these dimensions, of the right kinds and within bounds."""
+    if set(dimensions) != {field.name for field in dataclasses.fields(ModelConfig)}:
+        raise ValueError("its dimensions have other names than ours")
+    try:
+        config = config_from_text("".join(f"--{n} {v!r}\n" for n, v in [*dimensions.items(), ("digits", digits)]))
+        check_config(config)
+    except CheckpointError:
+        raise ValueError("its settings are of the wrong kind") from None
+    except UsageError as error:
+        raise ValueError(error) from None
+    numbers = [value for value in dimensions.values() if isinstance(value, int)]
+    if max(numbers) > LARGEST_DIMENSION or config.model.encoder_layers + config.model.decoder_layers > MOST_LAYERS:
+        raise ValueError("its dimensions are beyond any model of ours")
+    return config
+
+
+def _tokenizer(model: torch.Tensor) -> Tokenizer:
+    if model.dtype != torch.uint8:
+        raise ValueError("its tokenizer is not of bytes")
+    try:
+        return Tokenizer(model.numpy().tobytes())
+    except DataError as error:
+        raise ValueError(error) from None
+
+
+def _differences(features: object) -> str:
+    """Which of the features' constants are others here and there, three of them at most."""
+    found = features if isinstance(features, dict) else {}
+    names = sorted(name for name in {*found, *FEATURES} if found.get(name) != FEATURES.get(name))
+    told = [f"{name} {found.get(name)!r:.40} for {FEATURES.get(name)!r}" for name in names[:3]]
+    return ", ".join(told + ["…"] * (len(names) > 3))

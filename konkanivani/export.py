@@ -1,0 +1,123 @@
+"""What was exported against the checkpoint: on a signal of our own, and on a manifest.
+
+B batch, S samples, T' encoder frames, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from konkanivani.data.loading import load_batches
+from konkanivani.decoding.ctc import greedy_ctc
+from konkanivani.errors import NumericsError
+from konkanivani.lengths import SAMPLE_RATE, Lengths
+from konkanivani.metrics import ErrorRates, error_rates
+from konkanivani.onnx_model import OnnxModel
+from konkanivani.speech_model import SpeechModel
+from konkanivani.training.run import EvaluationSet
+
+# Probabilities in fp32 by other kernels in another order; those of another model are far beyond it.
+TOLERANCE = 1e-3
+
+Hear = Callable[[torch.Tensor, Lengths], list[str]]  # waveforms (B, S), their lengths -> the texts heard
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A form in which the model exists: its name for people, its file, and how it hears."""
+
+    name: str
+    path: Path
+    hear: Hear
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How one form of the model did: `other_texts` of the `utterances` are not the first form's."""
+
+    name: str
+    rates: ErrorRates
+    other_texts: int
+    utterances: int
+    size: int
+
+
+def hear_with(speech_model: SpeechModel) -> Hear:
+    """Greedy decoding with the model."""
+
+    def hear(waveforms: torch.Tensor, sample_lengths: Lengths) -> list[str]:
+        found = greedy_ctc(speech_model.model, *speech_model.encode(waveforms, sample_lengths))
+        return [speech_model.tokenizer.decode(tokens) for tokens in found]
+
+    return hear
+
+
+def check_signal() -> tuple[torch.Tensor, Lengths]:
+    """Three waveforms (3, S) of chords in noise, always the same, with their lengths: 0.3, 1.7 and 3 seconds."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = tuple(round(seconds * SAMPLE_RATE) for seconds in (0.3, 1.7, 3.0))
+    time = torch.arange(max(lengths)) / SAMPLE_RATE
+    waveforms = 0.02 * torch.randn(len(lengths), max(lengths), generator=generator)
+    for row, length in enumerate(lengths):
+        for harmonic in range(1, 20):
+            pitch = 120 * (1 + row / 3) * (1 + 0.1 * torch.sin(5 * time))
+            waveforms[row] += 0.2 / harmonic * torch.sin(2 * math.pi * harmonic * pitch * time)
+        waveforms[row, length:] = 0.0
+    return waveforms, lengths
+
+
+def check_bundle(read: SpeechModel, speech_model: SpeechModel, path: Path) -> None:
+    """Raises a NumericsError where a bundle's model is not the checkpoint's to the last bit."""
+    signal = check_signal()
+    (found, found_lengths), (wanted, wanted_lengths) = read.encode(*signal), speech_model.encode(*signal)
+    if found_lengths != wanted_lengths or not torch.equal(found, wanted):
+        raise NumericsError(f"The bundle {path} was not kept: read again, it hears something else. Check the disk.")
+
+
+@torch.no_grad()
+def check_onnx(found: OnnxModel, speech_model: SpeechModel, path: Path, tolerance: float) -> None:
+    """Raises a NumericsError where a probability is farther than `tolerance` from the checkpoint's.
+
+    The waveforms go in one padded batch there and one by one here, so that padding is seen to change nothing.
+    """
+    waveforms, lengths = check_signal()
+    together, encoded_lengths = found.log_probabilities(waveforms, lengths)
+    for row, length in enumerate(lengths):
+        encoded, wanted_lengths = speech_model.encode(waveforms[row : row + 1, :length], (length,))
+        wanted = speech_model.model.ctc_head(encoded).softmax(dim=-1)[0]
+        got = together[row, : len(wanted)].exp()
+        if encoded_lengths[row] != wanted_lengths[0] or not _farthest(got, wanted) <= tolerance:
+            raise NumericsError(
+                f"The ONNX file {path} was not kept: its probabilities are up to {_farthest(got, wanted):.2g} from "
+                "the checkpoint's. Update onnx, onnxruntime and onnxscript, or use a bundle."
+            )
+
+
+def _farthest(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).abs().max()) if found.shape == wanted.shape else math.nan
+
+
+def compare(forms: list[Exported], utterances: EvaluationSet) -> list[Comparison]:
+    """Each form's error rates over the utterances, one by one, and how many texts are not the first form's."""
+    references: list[str] = []
+    texts: list[list[str]] = [[] for _ in forms]
+    alone = utterances.within(0.0)
+    with closing(load_batches(alone.speech, alone.plan, alone.loader, alone.rejections)) as batches:
+        for batch, spoken in batches:
+            references += [utterance.text for utterance in spoken]
+            for heard, form in zip(texts, forms, strict=True):
+                heard += form.hear(batch.waveforms, batch.sample_lengths)
+    return [
+        Comparison(
+            form.name,
+            error_rates(references, heard),
+            sum(text != first for text, first in zip(heard, texts[0], strict=True)),
+            len(references),
+            form.path.stat().st_size,
+        )
+        for form, heard in zip(forms, texts, strict=True)
+    ]

@@ -1,0 +1,136 @@
+"""A speech model as an ONNX file that needs nothing of this project, and the same in eight bits.
+
+B batch, S samples, T' encoder frames, V vocabulary.
+"""
+
+import base64
+import contextlib
+import importlib.util
+import json
+import logging
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from konkanivani.audio import FEATURES
+from konkanivani.ctc_operator import BLANK
+from konkanivani.errors import ResourceError
+from konkanivani.lengths import HOP_SAMPLES, SAMPLE_RATE, SUBSAMPLING
+from konkanivani.onnx_graph import RecognitionGraph
+from konkanivani.speech_model import SpeechModel
+from konkanivani.text import Tokenizer
+
+if TYPE_CHECKING:  # an extra
+    import onnx
+
+PACKAGES = "onnx", "onnxruntime", "onnxscript"  # the extra `export` of setup.cfg
+OPSET = 18  # the oldest that PyTorch's exporter writes; onnxruntime reads it since 1.14
+INPUTS, OUTPUTS = ("waveforms", "sample_lengths"), ("log_probabilities", "encoded_lengths")
+MOST_SAMPLES = 2**31 - 1  # in a waveform, so that no product of lengths leaves int64
+
+
+def require_onnx() -> None:
+    """Raises a ResourceError that says how to install what is missing."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ResourceError(
+            f"ONNX files need {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed. "
+            f"Install: {sys.executable} -m pip install {' '.join(missing)}"
+        )
+
+
+def build_onnx(speech_model: SpeechModel) -> bytes:
+    """An ONNX model: waveforms (B, S) of 16 kHz, sample_lengths (B,) -> log_probabilities (B, T', V), encoded_lengths.
+
+    B and S are free. Its metadata holds what else it takes to make text of a recording (docs/export.md).
+    """
+    import onnx
+
+    graph = RecognitionGraph(speech_model)
+    example = torch.zeros(2, SAMPLE_RATE), torch.tensor([SAMPLE_RATE, SAMPLE_RATE // 2])
+    batch, samples = torch.export.Dim("batch"), torch.export.Dim("samples", max=MOST_SAMPLES)
+    with quietly(), torch.no_grad():
+        traced = torch.export.export(graph, example, dynamic_shapes=({0: batch, 1: samples}, {0: batch}), strict=False)
+        program = torch.onnx.export(
+            traced, (), dynamo=True, verbose=False, opset_version=OPSET, input_names=INPUTS, output_names=OUTPUTS
+        )
+    model = program.model_proto
+    _tidy(model)
+    onnx.helper.set_model_props(model, _metadata(speech_model))
+    onnx.checker.check_model(model)
+    return model.SerializeToString(deterministic=True)
+
+
+def quantized(model: bytes) -> bytes:
+    """The ONNX model with the weights of its products in eight bits; activations are quantised as they come.
+
+    Products alone: with the convolutions too, the probabilities were six times as far off (Kullback-Leibler) for 2 %
+    of the size (benchmarks/int8.py). Weights are unsigned, since products of unsigned and signed bytes saturate on CPUs
+    without VNNI, and have a scale for each output.
+    """
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    with tempfile.TemporaryDirectory() as folder, quietly():
+        path = Path(folder) / "quantized.onnx"
+        quantize_dynamic(
+            onnx.load_model_from_string(model),
+            path,
+            op_types_to_quantize=["MatMul"],
+            per_channel=True,
+            weight_type=QuantType.QUInt8,
+        )
+        return path.read_bytes()
+
+
+def _metadata(speech_model: SpeechModel) -> dict[str, str]:
+    tokenizer = speech_model.tokenizer
+    return {
+        "sample_rate": str(SAMPLE_RATE),
+        "frame_seconds": str(SUBSAMPLING * HOP_SAMPLES / SAMPLE_RATE),
+        "longest_seconds": str(speech_model.longest_seconds),
+        "digits": speech_model.digits,
+        "blank": str(BLANK),
+        "token_texts": json.dumps(token_texts(tokenizer), ensure_ascii=False),
+        "sentencepiece_model": base64.b64encode(tokenizer.model).decode(),
+        "features": json.dumps(FEATURES),
+    }
+
+
+def token_texts(tokenizer: Tokenizer) -> list[str]:
+    """What each token id adds to a text, which is all of them joined, without spaces at its ends."""
+    pieces = [tokenizer.piece(token).replace("\u2581", " ") for token in range(tokenizer.size)]
+    return ["" if token <= Tokenizer.end else piece for token, piece in enumerate(pieces)]
+
+
+def _tidy(model: "onnx.ModelProto") -> None:
+    """Takes out what tells of this machine and of the exporter: paths, source lines, shapes of all in between."""
+    graph = model.graph
+    del graph.value_info[:]
+    for part in (graph, *graph.node, *graph.input, *graph.output, *graph.initializer):
+        part.doc_string = ""
+        del part.metadata_props[:]
+    axes = graph.input[0].type.tensor_type.shape.dim
+    names = {axes[0].dim_param: "batch", axes[1].dim_param: "samples"}
+    for value in (*graph.input, *graph.output):
+        for axis in value.type.tensor_type.shape.dim:
+            if axis.HasField("dim_param"):
+                axis.dim_param = names.get(axis.dim_param, "frames")
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Keeps the exporter's advice to its own developers from the screen."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

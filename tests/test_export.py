@@ -1,0 +1,569 @@
+"""Exports against the model that they came from, and against what a damaged or hostile file may hold."""
+
+import base64
+import dataclasses
+import json
+import math
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import soundfile
+import torch
+
+from benchmarks.measuring.eight_bits import WAYS, Way, measure_ways
+from konkanivani import bundle, onnx_export
+from konkanivani.audio import FEATURES, MEL_BINS, LogMel
+from konkanivani.augment import FrontEnd
+from konkanivani.bundle import Contents, is_bundle, read_bundle, write_bundle
+from konkanivani.checkpoint import Checkpoint, write_checkpoint
+from konkanivani.config import AugmentConfig, ModelConfig, TrainConfig
+from konkanivani.errors import CheckpointError, NumericsError, ResourceError
+from konkanivani.export import TOLERANCE, check_bundle, check_onnx, check_signal, hear_with
+from konkanivani.flags import config_to_text
+from konkanivani.lengths import feature_length, feature_lengths, subsampled_length, subsampled_lengths
+from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.onnx_export import quantized, require_onnx, token_texts
+from konkanivani.onnx_graph import MatrixLogMel, RecognitionGraph
+from konkanivani.onnx_model import OnnxModel, read_onnx
+from konkanivani.speech_model import SpeechModel
+from konkanivani.text import Tokenizer, train_tokenizer
+from konkanivani.whole_file import whole_file
+from tests.conftest import ROOT, WORDS, Corpus, run_script, speak
+
+CPU = torch.device("cpu")
+EXPORT = "training_scripts/export_asr.py"
+SHAPE = ModelConfig(
+    d_model=32,
+    encoder_layers=1,
+    decoder_layers=1,
+    attention_heads=2,
+    convolution_kernel=7,
+    subsampling_channels=8,
+)
+TEXTS = [f"{first} {second}" for first in WORDS for second in WORDS]
+
+
+def speech_model_of_shape(shape: ModelConfig, seed: int = 0) -> SpeechModel:
+    """A model that learnt nothing, whose best path goes through many tokens all the same."""
+    tokenizer = train_tokenizer(TEXTS, "char", 100)
+    torch.manual_seed(seed)
+    model = KonkaniVaniASR(shape, tokenizer.size, MEL_BINS).eval()
+    with torch.no_grad():
+        model.ctc_head.weight.mul_(5.0)
+    return SpeechModel(model, FrontEnd(AugmentConfig()), tokenizer, CPU, 20.0, "keep")
+
+
+def as_checkpoint(speech_model: SpeechModel) -> Checkpoint:
+    config = TrainConfig(model=speech_model.model.config)
+    states = {"model": speech_model.model.state_dict()}
+    tokenizer = speech_model.tokenizer
+    return Checkpoint(config_to_text(config), tokenizer.model, tokenizer.size, 0, 0, states)
+
+
+@pytest.fixture(scope="module")
+def speech_model() -> SpeechModel:
+    return speech_model_of_shape(SHAPE)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A folder with a checkpoint, and what exporting it printed."""
+
+    directory: Path
+    checkpoint: Path
+    lines: list[str]
+
+
+@pytest.fixture(scope="module")
+def exported(speech_model: SpeechModel, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    directory = tmp_path_factory.mktemp("exported")
+    checkpoint = directory / "checkpoint_averaged.pt"  # of a model's weights alone
+    write_checkpoint(checkpoint, as_checkpoint(speech_model))
+    files = ("--bundle", "m.safetensors", "--onnx", "m.onnx", "--int8", "m.int8.onnx")
+    done = run_script(
+        EXPORT, "--checkpoint", str(checkpoint), *files, "--manifest", corpus.manifest("test"), cwd=directory
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return Run(directory, checkpoint, done.stdout.splitlines())
+
+
+@pytest.fixture(scope="module")
+def onnx_bytes(exported: Run) -> bytes:
+    return (exported.directory / "m.onnx").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def onnx_model(exported: Run) -> OnnxModel:
+    return read_onnx(exported.directory / "m.onnx")
+
+
+def spoken(seconds: float, seed: int = 0) -> torch.Tensor:
+    """(S,) of words with a little noise, then silence up to so many seconds."""
+    generator = np.random.default_rng(seed)
+    samples = round(seconds * 16_000)
+    words = speak([WORDS[i] for i in generator.integers(len(WORDS), size=1 + int(seconds))])[:samples]
+    audio = np.pad(words, (0, samples - len(words))) + 0.003 * generator.standard_normal(samples)
+    return torch.from_numpy(audio.astype(np.float32))
+
+
+@pytest.fixture(scope="module")
+def path(speech_model: SpeechModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sound bundle."""
+    path = tmp_path_factory.mktemp("bundle") / "model.safetensors"
+    write_bundle(path, speech_model)
+    return path
+
+
+class TestBundle:
+    @pytest.mark.parametrize(
+        "shape",
+        [SHAPE, dataclasses.replace(SHAPE, encoder_type="transformer", feedforward_dim=48, decoder_layers=2)],
+        ids=["conformer", "transformer"],
+    )
+    def test_what_is_read_is_what_was_written(self, shape, tmp_path):
+        wanted = dataclasses.replace(speech_model_of_shape(shape), longest_seconds=12.5, digits="spell")
+        write_bundle(tmp_path / "a", wanted)
+        found = read_bundle(tmp_path / "a", CPU)
+        assert found.model.config == shape and not found.model.training
+        assert (found.tokenizer.model, found.longest_seconds, found.digits) == (wanted.tokenizer.model, 12.5, "spell")
+        weights = found.model.state_dict()
+        assert weights.keys() == wanted.model.state_dict().keys()
+        assert all(torch.equal(weights[name], tensor) for name, tensor in wanted.model.state_dict().items())
+        check_bundle(found, wanted, tmp_path / "a")
+        write_bundle(tmp_path / "b", found)
+        assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+        assert sorted(tmp_path.iterdir()) == [tmp_path / "a", tmp_path / "b"]
+
+    def test_another_models_bundle_is_noticed(self, path, tmp_path):
+        with pytest.raises(NumericsError, match="hears something else"):
+            check_bundle(read_bundle(path, CPU), speech_model_of_shape(SHAPE, seed=1), path)
+
+    def test_a_bundle_is_known_by_its_name_or_its_first_bytes(self, path, tmp_path, speech_model):
+        write_checkpoint(tmp_path / "checkpoint.pt", as_checkpoint(speech_model))
+        (tmp_path / "renamed").write_bytes(path.read_bytes())
+        (tmp_path / "damaged.safetensors").write_text("nothing")
+        (tmp_path / "text").write_text("nothing")
+        assert is_bundle(path) and is_bundle(tmp_path / "renamed") and is_bundle(tmp_path / "damaged.safetensors")
+        assert not any(is_bundle(tmp_path / name) for name in ("checkpoint.pt", "text", "absent", "."))
+
+    def test_any_flipped_bit_is_noticed(self, path, tmp_path):
+        data, flipped = bytearray(path.read_bytes()), tmp_path / "flipped"
+        header = 8 + int.from_bytes(data[:8], "little")
+        generator = np.random.default_rng(2)
+        places = [*range(12), *generator.integers(header, size=150), *generator.integers(header, len(data), size=50)]
+        for place in places:
+            changed = bytearray(data)
+            changed[place] ^= 1 << int(generator.integers(8))
+            flipped.write_bytes(changed)
+            with pytest.raises(CheckpointError) as raised:
+                read_bundle(flipped, CPU)
+            assert "\n" not in str(raised.value)
+        flipped.write_bytes(data)
+        read_bundle(flipped, CPU)
+
+    @pytest.mark.parametrize("share", [0.0, 0.0001, 0.01, 0.5, 0.999])
+    def test_a_file_cut_short_is_noticed(self, path, tmp_path, share):
+        data = path.read_bytes()
+        (tmp_path / "short").write_bytes(data[: int(share * len(data))])
+        with pytest.raises(CheckpointError, match="damaged or not ours"):
+            read_bundle(tmp_path / "short", CPU)
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            b"no bundle at all, but a text of more than eight letters",
+            struct.pack("<Q", 2**60) + b"{}",
+            struct.pack("<Q", 2**64 - 1) + b"{}",
+            struct.pack("<Q", 200_000) + b"[" * 200_000,
+            struct.pack("<Q", 2) + b"{}",
+            struct.pack("<Q", 4) + b"null",
+        ],
+        ids=["text", "length 2^60", "length 2^64 - 1", "deep", "empty", "null"],
+    )
+    def test_what_is_no_bundle_is_refused(self, content, tmp_path):
+        (tmp_path / "other.safetensors").write_bytes(content)
+        with pytest.raises(CheckpointError, match="other.safetensors is (damaged or not ours|no bundle)"):
+            read_bundle(tmp_path / "other.safetensors", CPU)
+
+    @pytest.mark.parametrize(
+        "offsets",
+        [((0, 8), (4, 12)), ((0, 8), (16, 24)), ((8, 0), (8, 16)), ((0, 8), (8, 2**62)), ((0, 8), (-8, 0))],
+        ids=["overlapping", "apart", "backwards", "beyond the end", "negative"],
+    )
+    def test_tensors_that_lie_where_none_can_are_refused(self, offsets, tmp_path):
+        tensors = {
+            name: {"dtype": "F32", "shape": [2], "data_offsets": at} for name, at in zip("ab", offsets, strict=True)
+        }
+        header = json.dumps({"__metadata__": {"konkanivani": '{"format": 1}'}, **tensors}).encode()
+        (tmp_path / "bundle").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
+        with pytest.raises(CheckpointError, match="damaged or not ours"):
+            read_bundle(tmp_path / "bundle", CPU)
+
+    def test_what_is_not_there_or_may_not_be_read_is_said(self, path, tmp_path, monkeypatch):
+        with pytest.raises(CheckpointError, match="There is no bundle at"):
+            read_bundle(tmp_path / "absent", CPU)
+
+        def refuse(*_: object, **__: object) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(bundle.safetensors, "safe_open", refuse)
+        with pytest.raises(ResourceError, match="permission denied"):
+            read_bundle(path, CPU)
+
+
+def forged(path: Path, description: dict, tensors: dict[str, torch.Tensor]) -> Path:
+    """A bundle of these contents whose checksum is right."""
+    entry = description | {"sha256": Contents(description, tensors).checksum}
+    path.write_bytes(safetensors.torch.save(tensors, {"konkanivani": json.dumps(entry)}))
+    return path
+
+
+Change = Callable[[dict, dict[str, torch.Tensor]], object]
+
+
+def with_dimension(name: str, value: object) -> Change:
+    return lambda description, tensors: description["model"].update({name: value})
+
+
+def with_entry(name: str, value: object) -> Change:
+    return lambda description, tensors: description.update({name: value})
+
+
+def with_tensor(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    return lambda description, tensors: tensors.update({name: make(tensors[name])})
+
+
+CHANGES: dict[str, tuple[Change, str]] = {
+    "wider than any memory": (with_dimension("d_model", 2**40), "beyond any model of ours"),
+    "wider than any number": (with_dimension("feedforward_dim", 10**400), "beyond any model of ours|not ours"),
+    "wider than any line": (with_dimension("d_model", 10**400 + 1), "--d_model 1000"),
+    "deeper than any memory": (with_dimension("encoder_layers", 10**9), "beyond any model of ours"),
+    "deeper than its weights": (with_dimension("encoder_layers", 3), "not those of its dimensions"),
+    "wider than its weights": (with_dimension("d_model", 36), "not those of its dimensions"),
+    "heads that do not divide": (with_dimension("attention_heads", 5), "must be a multiple"),
+    "an even kernel": (with_dimension("convolution_kernel", 8), "must be odd"),
+    "a dimension that is text": (with_dimension("d_model", "32"), "wrong kind"),
+    "a dimension that is true": (with_dimension("encoder_layers", True), "wrong kind"),
+    "a dimension of another name": (with_dimension("mel_bins", 80), "other names"),
+    "no dimensions": (with_entry("model", None), "not ours"),
+    "another format": (with_entry("format", 2), "is of format 2; this version reads format 1"),
+    "a format that is a book": (with_entry("format", "x" * 10**5), "is of format 'xxx"),
+    "other features": (with_entry("features", FEATURES | {"mel_bins": 40}), "mel_bins 40 for 80"),
+    "features that are none": (with_entry("features", 7), "other features than this version's: "),
+    "no longest utterance": (with_entry("longest_seconds", math.nan), "longest_seconds is nan"),
+    "other digits": (with_entry("digits", "roman"), "wrong kind"),
+    "digits that are flags": (with_entry("digits", "x'\n--epochs 7"), "wrong kind"),
+    "a weight that is no number": (
+        with_tensor("ctc_head.bias", lambda t: t * math.nan),
+        "ctc_head.bias of .* are not finite",
+    ),
+    "a weight in half precision": (with_tensor("ctc_head.bias", torch.Tensor.half), "not those of its dimensions"),
+    "a weight of another shape": (with_tensor("ctc_head.bias", lambda t: t[None]), "not those of its dimensions"),
+    "a weight too few": (lambda d, t: t.pop("ctc_head.bias"), "not those of its dimensions"),
+    "a weight too many": (lambda d, t: t.update(more=torch.zeros(1)), "not those of its dimensions"),
+    "no tokenizer": (lambda d, t: t.pop("tokenizer"), "not ours"),
+    "a tokenizer of numbers": (with_tensor("tokenizer", torch.Tensor.float), "not of bytes"),
+    "a tokenizer of noise": (with_tensor("tokenizer", lambda t: t.flip(0).contiguous()), "not a SentencePiece model"),
+    "an empty tokenizer": (with_tensor("tokenizer", lambda t: t[:0]), "not ours"),
+}
+
+
+@pytest.mark.parametrize("kind", ["none", *CHANGES])
+def test_a_forged_bundle_is_refused_in_a_sentence(kind, speech_model, tmp_path):
+    write_bundle(tmp_path / "sound", speech_model)
+    with safetensors.safe_open(tmp_path / "sound", framework="pt") as file:
+        description = json.loads(file.metadata()["konkanivani"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    del description["sha256"]
+    if kind == "none":
+        check_bundle(read_bundle(forged(tmp_path / "forged", description, tensors), CPU), speech_model, tmp_path)
+        return
+    change, said = CHANGES[kind]
+    change(description, tensors)
+    with pytest.raises(CheckpointError, match=said) as raised:
+        read_bundle(forged(tmp_path / "forged", description, tensors), CPU)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
+
+
+def test_weights_that_are_not_finite_are_not_written(tmp_path):
+    broken = speech_model_of_shape(SHAPE)
+    with torch.no_grad():
+        broken.model.ctc_head.bias[3] = math.inf
+    with pytest.raises(CheckpointError, match="ctc_head.bias of .* are not finite"):
+        write_bundle(tmp_path / "bundle", broken)
+    assert list(tmp_path.iterdir()) == []
+
+
+HEARING = """
+import sys, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from konkanivani.bundle import read_bundle
+from konkanivani.decoding.ctc import greedy_ctc
+speech_model = read_bundle(Path(sys.argv[2]), torch.device("cpu"))
+encoded = speech_model.encode(torch.randn(1, 16000), (16000,))
+print([speech_model.tokenizer.decode(tokens) for tokens in greedy_ctc(speech_model.model, *encoded)])
+trainer = ("konkanivani.training", "konkanivani.data", "konkanivani.optimizer", "konkanivani.logbook", "tensorboard")
+print([name for name in trainer if name in sys.modules])
+import konkanivani.training.state
+print([name for name in trainer if name in sys.modules])
+"""
+
+
+def test_a_bundle_is_heard_without_the_trainer(path, tmp_path):
+    command = [sys.executable, "-c", HEARING, str(ROOT), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    _, loaded, control = done.stdout.splitlines()
+    assert loaded == "[]" and "konkanivani.training" in control
+
+
+class TestFeatures:
+    def by_definition(self, waveform: np.ndarray, symmetric_window: bool = False) -> np.ndarray:
+        """Features (T, F) in float64, from what FEATURES says and the definitions of its words."""
+        size, width = FEATURES["fft_samples"], FEATURES["window_samples"]
+        window = np.zeros(size)
+        before, period = (size - width) // 2, width - symmetric_window
+        window[before : before + width] = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(width) / period)
+        starts = range(0, len(waveform) - size + 1, FEATURES["hop_samples"])
+        frames = np.stack([waveform[start : start + size] * window for start in starts])
+        power = np.abs(np.fft.rfft(frames)) ** 2
+        hertz = np.linspace(0, FEATURES["sample_rate"] / 2, size // 2 + 1)
+        highest = 2595 * np.log10(1 + FEATURES["sample_rate"] / 2 / 700)
+        edges = 700 * (10 ** (np.linspace(0, highest, FEATURES["mel_bins"] + 2) / 2595) - 1)
+        rise = (hertz - edges[:-2, None]) / (edges[1:-1] - edges[:-2])[:, None]
+        fall = (edges[2:, None] - hertz) / (edges[2:] - edges[1:-1])[:, None]
+        filters = np.maximum(0, np.minimum(rise, fall))
+        features = np.log(np.maximum(FEATURES["smallest_power"], power @ filters.T))
+        features -= features.mean(axis=0)
+        return features / (np.sqrt((features**2).mean(axis=0)) + 1e-5)
+
+    def test_are_what_their_description_says(self):
+        waveform = spoken(2.5)
+        found, _ = LogMel()(waveform[None], (len(waveform),))
+        wanted = torch.from_numpy(self.by_definition(waveform.double().numpy()))
+        assert float((found[0] - wanted).abs().max()) < 1e-3
+        other = torch.from_numpy(self.by_definition(waveform.double().numpy(), symmetric_window=True))
+        assert float((found[0] - other).abs().max()) > 1e-2
+
+    @pytest.mark.parametrize("seconds", [0.3, 0.5, 2.5, 6.01])
+    def test_by_matrices_they_are_the_same(self, seconds):
+        """But in bins 50 dB below the loudest, where the FFT of single precision is the one that errs."""
+        log_mel, waveform = LogMel(), spoken(seconds)
+        wanted, lengths = log_mel(waveform[None], (len(waveform),))
+        found = MatrixLogMel(log_mel)(waveform[None], torch.tensor(lengths))
+        power = log_mel.power(waveform[None]).transpose(1, 2)
+        heard = power > 1e-5 * power.amax(dim=2, keepdim=True)
+        assert found.shape == wanted.shape and heard.double().mean() > 0.3
+        assert float((found - wanted)[heard].abs().max()) < 1e-4
+        exact = torch.from_numpy(self.by_definition(waveform.double().numpy()))
+        assert float((found[0] - exact).abs().max()) < 2 * float((wanted[0] - exact).abs().max()) + 1e-5
+
+    def test_of_silence_they_are_zero(self):
+        silence = torch.zeros(1, 8000)
+        frames = feature_length(8000)
+        assert MatrixLogMel(LogMel())(silence, torch.tensor([frames])).abs().max() == 0
+
+    def test_lengths_in_a_graph_are_those_on_the_host(self):
+        samples = list(range(0, 6000))
+        frames = [feature_length(s) for s in samples]
+        assert feature_lengths(torch.tensor(samples)).tolist() == frames
+        assert subsampled_lengths(torch.tensor(frames)).tolist() == [subsampled_length(f) for f in frames]
+
+
+@pytest.mark.parametrize("kind", ["char", "unigram", "bpe"])
+def test_token_texts_joined_are_the_tokenizers_text(kind):
+    tokenizer = train_tokenizer(TEXTS, kind, 40)
+    texts = token_texts(tokenizer)
+    generator = np.random.default_rng(3)
+    for _ in range(300):
+        tokens = generator.integers(tokenizer.size, size=generator.integers(12)).tolist()
+        assert "".join(texts[token] for token in tokens).strip() == tokenizer.decode(tokens)
+    for text in TEXTS:
+        assert "".join(texts[token] for token in tokenizer.encode(text)).strip() == text
+
+
+class TestOnnx:
+    def wanted(self, speech_model: SpeechModel, waveform: torch.Tensor) -> torch.Tensor:
+        """The model's log probabilities (T', V) of one waveform (S,) by itself."""
+        with torch.no_grad():
+            encoded, _ = speech_model.encode(waveform[None], (len(waveform),))
+            return speech_model.model.ctc_head(encoded).log_softmax(dim=-1)[0]
+
+    @pytest.mark.parametrize("samples", [1472, 1600, 2111, 2112, 2433, 9999, 16_000, 80_001, 320_003, 960_000])
+    def test_log_probabilities_are_the_models_at_any_length(self, speech_model, onnx_model, samples):
+        waveform = spoken(samples / 16_000, seed=samples)
+        found, lengths = onnx_model.log_probabilities(waveform[None], (samples,))
+        wanted = self.wanted(speech_model, waveform)
+        assert lengths == (len(wanted),) == (subsampled_length(feature_length(samples)),)
+        assert float((found[0, : len(wanted)] - wanted).abs().max()) < 1e-3
+
+    @pytest.mark.parametrize("samples", [0, 1, 399, 1471])
+    def test_too_short_a_waveform_is_nothing_heard_and_disturbs_no_other(self, onnx_model, samples):
+        waveforms = torch.stack([spoken(1.0), spoken(1.0, seed=1)])
+        found, lengths = onnx_model.log_probabilities(waveforms[:1, :samples], (samples,))
+        assert lengths == (0,) and found.isfinite().all()
+        assert onnx_model.hear(waveforms[:1, :samples], (samples,)) == [""]
+        alone = onnx_model.hear(waveforms[1:], (16_000,))
+        assert alone != [""] and onnx_model.hear(waveforms, (samples, 16_000)) == ["", *alone]
+
+    def test_texts_are_the_models_alone_and_in_a_batch_padded_with_noise(self, speech_model, onnx_model):
+        spoken_ones = [spoken(seconds, seed) for seed, seconds in enumerate((0.4, 3.0, 1.3, 2.2, 0.9, 4.7, 1.8, 2.9))]
+        lengths = tuple(map(len, spoken_ones))
+        waveforms = 0.3 * torch.randn(len(lengths), max(lengths) + 5000, generator=torch.Generator().manual_seed(4))
+        for row, waveform in zip(waveforms, spoken_ones, strict=True):
+            row[: len(waveform)] = waveform
+        hear = hear_with(speech_model)
+        wanted = [hear(waveform[None], (len(waveform),))[0] for waveform in spoken_ones]
+        assert len(set(wanted)) == len(wanted) and min(map(len, wanted)) > 1
+        assert [onnx_model.hear(waveform[None], (len(waveform),))[0] for waveform in spoken_ones] == wanted
+        assert onnx_model.hear(waveforms, lengths) == wanted
+
+    def test_a_transformers_graph_is_the_model(self):
+        other = speech_model_of_shape(dataclasses.replace(SHAPE, encoder_type="transformer"))
+        waveform = spoken(2.0)
+        with torch.no_grad():
+            found, lengths = RecognitionGraph(other)(waveform[None], torch.tensor([len(waveform)]))
+        wanted = self.wanted(other, waveform)
+        assert lengths.tolist() == [len(wanted)]
+        assert float((found[0, : len(wanted)] - wanted).abs().max()) < 1e-3
+
+    def test_the_file_is_self_sufficient_and_tells_nothing_of_this_machine(self, onnx_model, onnx_bytes, speech_model):
+        about = onnx_model.session.get_modelmeta().custom_metadata_map
+        assert json.loads(about["features"]) == FEATURES and (about["sample_rate"], about["blank"]) == ("16000", "0")
+        assert (float(about["frame_seconds"]), float(about["longest_seconds"]), about["digits"]) == (0.04, 20, "keep")
+        assert Tokenizer(base64.b64decode(about["sentencepiece_model"])).size == len(onnx_model.token_texts)
+        for word in (str(ROOT), "onnx_graph.py", "konkanivani", "/home", "site-packages"):
+            assert word.encode() not in onnx_bytes
+        shapes = {value.name: value.shape for value in onnx_model.session.get_inputs()}
+        assert shapes == {"waveforms": ["batch", "samples"], "sample_lengths": ["batch"]}
+        outputs = {value.name: value.shape for value in onnx_model.session.get_outputs()}
+        size = speech_model.tokenizer.size
+        assert outputs == {"log_probabilities": ["batch", "frames", size], "encoded_lengths": ["batch"]}
+
+    def test_another_model_is_noticed(self, onnx_model, speech_model, tmp_path):
+        check_onnx(onnx_model, speech_model, tmp_path, TOLERANCE)
+        with pytest.raises(NumericsError, match="probabilities are up to"):
+            check_onnx(onnx_model, speech_model_of_shape(SHAPE, seed=1), tmp_path, TOLERANCE)
+
+    def test_eight_bits_are_near_and_smaller(self, onnx_bytes, onnx_model, speech_model, tmp_path):
+        path = tmp_path / "int8.onnx"
+        path.write_bytes(quantized(onnx_bytes))
+        found = read_onnx(path)
+        assert found.token_texts == onnx_model.token_texts
+        check_onnx(found, speech_model, path, math.inf)
+        with pytest.raises(NumericsError, match="probabilities are up to"):
+            check_onnx(found, speech_model, path, 1e-6)
+        waveforms, lengths = check_signal()
+        own, _ = onnx_model.log_probabilities(waveforms[2:], lengths[2:])
+        eight, _ = found.log_probabilities(waveforms[2:], lengths[2:])
+        assert 0 < float((own.exp() - eight.exp()).abs().mean()) < 0.01
+        operators = [node.op_type for node in _nodes(path)]
+        assert "MatMulInteger" in operators or "DynamicQuantizeMatMul" in operators
+        assert "ConvInteger" not in operators and "Gemm" not in operators
+
+    def test_a_number_that_is_none_is_no_tolerable_difference(self, onnx_model, tmp_path):
+        broken = speech_model_of_shape(SHAPE)
+        with torch.no_grad():
+            broken.model.ctc_head.bias[3] = math.nan
+        with pytest.raises(NumericsError):
+            check_onnx(onnx_model, broken, tmp_path, math.inf)
+
+    def test_what_is_not_installed_is_named_with_its_command(self, monkeypatch):
+        require_onnx()
+        real = onnx_export.importlib.util.find_spec
+        monkeypatch.setattr(
+            onnx_export.importlib.util, "find_spec", lambda name: None if "script" in name else real(name)
+        )
+        with pytest.raises(ResourceError, match=re.escape(f"{sys.executable} -m pip install onnxscript")):
+            require_onnx()
+
+
+def test_the_benchmark_of_eight_bits_compares_with_single_precision(onnx_bytes):
+    waveforms = [spoken(1.0), spoken(2.0, seed=1)]
+    ours, *others = measure_ways(onnx_bytes, waveforms)
+    assert ours.way == "ours" and len(others) == len(WAYS) == len({other.way for other in others})
+    for distance in (ours, *others):
+        assert 0 < distance.divergence < 0.1 and 0 <= distance.other_best < 0.5 and distance.size < len(onnx_bytes)
+    again = Way(("MatMul",), is_signed=False, is_by_output=True).apply(onnx_bytes)
+    assert again == quantized(onnx_bytes)
+
+
+def _nodes(path: Path) -> list:
+    import onnx
+
+    return list(onnx.load(path).graph.node)
+
+
+def test_the_example_of_the_documentation_hears_what_the_model_hears(speech_model, onnx_bytes, tmp_path):
+    text = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+    example = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "onnxruntime" in block)
+    (tmp_path / "konkani.onnx").write_bytes(onnx_bytes)
+    waveform = spoken(2.0)
+    soundfile.write(tmp_path / "recording.flac", waveform.numpy(), 16_000, subtype="PCM_24")
+    (tmp_path / "example.py").write_text(example + "\nimport sys; assert 'torch' not in sys.modules\n")
+    done = subprocess.run(
+        [sys.executable, "-I", "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == hear_with(speech_model)(waveform[None], (len(waveform),))[0] != ""
+
+
+def test_a_file_that_fails_leaves_the_old_one_and_nothing_beside_it(tmp_path):
+    path = tmp_path / "file"
+    with whole_file(path) as partial:
+        partial.write_text("first")
+    with pytest.raises(ZeroDivisionError), whole_file(path) as partial:
+        partial.write_text("half")
+        raise ZeroDivisionError
+    assert path.read_text() == "first"
+    with pytest.raises(ResourceError, match="could not be written: No such file"), whole_file(path):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == ["file"] and path.read_text() == "first"
+
+
+class TestCommandLine:
+    def test_writes_three_files_that_hear(self, exported, speech_model):
+        names = {path.name for path in exported.directory.iterdir()}
+        assert names == {exported.checkpoint.name, "m.safetensors", "m.onnx", "m.int8.onnx"}
+        check_bundle(read_bundle(exported.directory / "m.safetensors", CPU), speech_model, exported.directory)
+        check_onnx(read_onnx(exported.directory / "m.onnx"), speech_model, exported.directory, TOLERANCE)
+        check_onnx(read_onnx(exported.directory / "m.int8.onnx"), speech_model, exported.directory, math.inf)
+        told = [line.split(":")[0] for line in exported.lines if line.endswith("MB") and ":" in line]
+        assert told == ["m.safetensors", "m.onnx", "m.int8.onnx"]
+
+    def test_prints_a_table_in_which_bundle_and_onnx_are_the_checkpoint(self, exported):
+        pattern = r"(checkpoint|bundle|ONNX|ONNX, int8) +([\d.]+%) +([\d.]+%) +(\d of 5) +[\d.]+ MB"
+        names, *columns = zip(*(re.fullmatch(pattern, line).groups() for line in exported.lines[-4:]), strict=True)
+        assert names == ("checkpoint", "bundle", "ONNX", "ONNX, int8")
+        assert all(len(set(column[:3])) == 1 for column in columns) and columns[2][0] == "0 of 5"
+
+    @pytest.mark.parametrize(
+        ("arguments", "exit_code", "said"),
+        [
+            (("--checkpoint", "{checkpoint}"), 2, "Nothing is asked for"),
+            (("--checkpoint", "{checkpoint}", "--onnx", "{checkpoint}"), 2, "files of their own"),
+            (("--checkpoint", "{checkpoint}", "--onnx", "x", "--int8", "./x"), 2, "files of their own"),
+            (("--checkpoint", "{checkpoint}", "--onxn", "x"), 2, "--onnx"),
+            (("--checkpoint", "{checkpoint}", "--bundle", "/nowhere/x"), 6, "/nowhere/x cannot be written"),
+            (("--checkpoint", "{checkpoint}", "--bundle", "."), 6, ". cannot be written"),
+            (("--checkpoint", "{checkpoint}", "--bundle", "/dev/null"), 6, "/dev/null cannot be written"),
+            (("--checkpoint", "{checkpoint}", "--bundle", "x", "--manifest", "none.jsonl"), 3, "none.jsonl"),
+            (("--checkpoint", "{script}", "--bundle", "x"), 4, "damaged or not ours"),
+        ],
+    )
+    def test_what_cannot_be_exported_is_said_in_a_sentence(self, exported, arguments, exit_code, said, tmp_path):
+        known = {"{checkpoint}": str(exported.checkpoint), "{script}": str(ROOT / EXPORT)}
+        done = run_script(EXPORT, *(known.get(word, word) for word in arguments), cwd=tmp_path)
+        assert done.returncode == exit_code, done.stderr
+        assert said in done.stderr and "Traceback" not in done.stderr
+        assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,159 @@
+#!/usr/bin/env python3
+"""Exports a checkpoint to use elsewhere: a bundle of safetensors, an ONNX file, and the same in eight bits.
+
+    python3 training_scripts/export_asr.py --checkpoint checkpoints/checkpoint_best.pt --bundle konkani.safetensors
+
+Each file is read again and compared with the checkpoint before it gets its name. With --manifest, each is scored.
+"""
+
+import bootstrap
+
+bootstrap.rerun_under_venv()
+
+import math
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from konkanivani.command_line import parse_share, read_flags, run_script
+from konkanivani.data.manifest import read_manifest
+from konkanivani.errors import ResourceError, UsageError
+
+if TYPE_CHECKING:  # usage errors do not wait for torch
+    from konkanivani.checkpoint import Checkpoint
+    from konkanivani.export import Comparison, Exported
+    from konkanivani.speech_model import SpeechModel
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What is exported, in which forms, and what they are scored on."""
+
+    checkpoint: str
+    """A checkpoint_*.pt file, an averaged one too."""
+    bundle: str | None = None
+    """Bundle to write, such as konkani.safetensors: weights, tokenizer and front end, as load_recognizer reads them."""
+    onnx: str | None = None
+    """ONNX file to write, from waveforms to CTC's log probabilities; onnxruntime alone runs it."""
+    int8: str | None = None
+    """ONNX file to write with weights of eight bits; feed it one utterance at a time."""
+    manifest: str | None = None
+    """JSONL manifest on which the checkpoint and what was exported are scored and compared."""
+
+    @property
+    def outputs(self) -> list[Path]:
+        """The files to write."""
+        return [Path(path) for path in (self.bundle, self.onnx, self.int8) if path is not None]
+
+
+def check_flags(flags: Flags) -> None:
+    """Raises a UsageError or a ResourceError where the files asked for could not be written, before any work."""
+    if not flags.outputs:
+        raise UsageError("Nothing is asked for. Give --bundle, --onnx or --int8 with the file to write, or several.")
+    places = [path.resolve() for path in (Path(flags.checkpoint), *flags.outputs)]
+    if len(set(places)) < len(places):
+        raise UsageError("--checkpoint, --bundle, --onnx and --int8 are files of their own. Give each its own name.")
+    for path in flags.outputs:
+        if (path.exists() and not path.is_file()) or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            raise ResourceError(f"{path} cannot be written. Name a file in a folder of yours that exists.")
+
+
+def export(flags: Flags) -> str:
+    """Writes what was asked for, with a line about each file; returns the table of scores, or that all is well."""
+    check_flags(flags)
+    if flags.manifest is not None:
+        read_manifest(flags.manifest)
+    import torch
+
+    from konkanivani.checkpoint import read_checkpoint
+    from konkanivani.export import Exported, hear_with
+    from konkanivani.onnx_export import require_onnx
+    from konkanivani.speech_model import check_finite, speech_model_of
+
+    if flags.onnx is not None or flags.int8 is not None:
+        require_onnx()
+    checkpoint = read_checkpoint(flags.checkpoint)
+    speech_model = speech_model_of(checkpoint, torch.device("cpu"))
+    check_finite(flags.checkpoint, speech_model.model.state_dict())
+    forms = [Exported("checkpoint", Path(flags.checkpoint), hear_with(speech_model))]
+    if flags.bundle is not None:
+        forms.append(export_bundle(Path(flags.bundle), speech_model))
+    if flags.onnx is not None or flags.int8 is not None:
+        forms += export_onnx(flags, speech_model)
+    if flags.manifest is None:
+        return "Read again, compared with the checkpoint on a signal: sound. With --manifest they are scored."
+    return "\n".join(score(flags.manifest, checkpoint, speech_model, forms))
+
+
+def export_bundle(path: Path, speech_model: "SpeechModel") -> "Exported":
+    """The bundle, written, read again and checked."""
+    from konkanivani.bundle import bundle_bytes, read_bundle
+    from konkanivani.export import Exported, check_bundle, hear_with
+    from konkanivani.whole_file import whole_file
+
+    with whole_file(path) as partial:
+        partial.write_bytes(bundle_bytes(speech_model))
+        read = read_bundle(partial, speech_model.device)
+        check_bundle(read, speech_model, path)
+    say_written(path)
+    return Exported("bundle", path, hear_with(read))
+
+
+def export_onnx(flags: Flags, speech_model: "SpeechModel") -> list["Exported"]:
+    """The ONNX files asked for, written, read again and checked."""
+    from konkanivani.export import TOLERANCE, Exported, check_onnx
+    from konkanivani.onnx_export import build_onnx, quantized
+    from konkanivani.onnx_model import read_onnx
+    from konkanivani.whole_file import whole_file
+
+    print("Tracing the model for ONNX, which takes up to a minute.", flush=True)
+    model = build_onnx(speech_model)
+    forms = []
+    for name, path, tolerance in (("ONNX", flags.onnx, TOLERANCE), ("ONNX, int8", flags.int8, math.inf)):
+        if path is not None:
+            with whole_file(Path(path)) as partial:
+                partial.write_bytes(model if path == flags.onnx else quantized(model))
+                read = read_onnx(partial)
+                check_onnx(read, speech_model, Path(path), tolerance)
+            say_written(Path(path))
+            forms.append(Exported(name, Path(path), read.hear))
+    return forms
+
+
+def score(manifest: str, checkpoint: "Checkpoint", speech_model: "SpeechModel", forms: list["Exported"]) -> list[str]:
+    """The table of the forms' scores on the manifest."""
+    from konkanivani.data.rejections import Rejections
+    from konkanivani.export import compare
+    from konkanivani.flags import config_from_text
+    from konkanivani.run_speech import build_evaluation_set
+
+    config = config_from_text(checkpoint.config)
+    rejections = Rejections(None, parse_share(config.data.max_rejected, "--max_rejected"))
+    utterances = build_evaluation_set(manifest, config, speech_model.tokenizer, speech_model.device, rejections)
+    return table(compare(forms, utterances))
+
+
+def table(comparisons: list["Comparison"]) -> list[str]:
+    """One line a form, under its headings."""
+    lines = [f"{'':12} {'WER':>7} {'CER':>7} {'other texts':>14} {'size':>9}"]
+    for found in comparisons:
+        rates, others = found.rates, f"{found.other_texts} of {found.utterances}"
+        lines.append(f"{found.name:12} {rates.wer:7.2%} {rates.cer:7.2%} {others:>14} {size_in_words(found.size):>9}")
+    return lines
+
+
+def say_written(path: Path) -> None:
+    """Prints the file's name and size."""
+    print(f"{path}: {size_in_words(path.stat().st_size)}", flush=True)
+
+
+def size_in_words(size: int) -> str:
+    """Bytes as megabytes."""
+    return f"{size / 1e6:.1f} MB"
+
+
+if __name__ == "__main__":
+    flags = read_flags(Flags, sys.argv[1:])
+    sys.exit(run_script(lambda: export(flags)))
