@@ -79,6 +79,7 @@ def test_the_two_commands_stand_at_the_top():
         assert (ROOT / command).stat().st_mode & 0o111
 
 
+@pytest.mark.timeout(1200)
 def test_every_other_command_runs(copy):
     ran, shown = [], json.loads(blocks("json")[0])
     for number, command in enumerate(c for c in commands() if c not in TOP and c.startswith("python3 ")):
