@@ -1,0 +1,23 @@
+"""KonkaniVani: speech recognition for languages with little data.
+
+    from konkanivani import load_recognizer
+
+    load_recognizer("checkpoints/checkpoint_best.pt").transcribe("speech.wav").text
+
+Nothing is imported before it is asked for (PEP 562): `--help` and usage errors never wait for torch.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from konkanivani.recognizer import load_recognizer
+
+__all__ = ["load_recognizer"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from konkanivani.recognizer import load_recognizer
+
+    return load_recognizer

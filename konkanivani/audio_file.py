@@ -49,7 +49,7 @@ class UnusableAudio(DataError):
     """An audio file that cannot be read, or is not what is said of it; `reason` is without its name."""
 
     def __init__(self, source: AudioSource, reason: str) -> None:
-        super().__init__(f"The audio file {source} cannot be read: {reason}. Mend the file or take its row out.")
+        super().__init__(f"The audio file {source} cannot be read: {reason}. Mend the file or leave it out.")
         self.reason = reason
 
     def __reduce__(self) -> tuple:
@@ -111,7 +111,7 @@ def read_samples(source: AudioSource, most_seconds: float = float("inf")) -> tup
                 file.seek(first)
             samples = file.read(count, dtype="float32", always_2d=True)
         except (OSError, RuntimeError, ValueError, MemoryError) as error:
-            raise _unusable(source, str(error).rstrip(".") or "it cannot be decoded") from None
+            raise _unusable(source, _undecodable(error)) from None
     if not len(samples):
         raise _unusable(source, "it holds no samples")
     if len(samples) < 0.9 * count:
@@ -119,6 +119,33 @@ def read_samples(source: AudioSource, most_seconds: float = float("inf")) -> tup
     if not np.isfinite(samples).all():
         raise _unusable(source, "it holds samples that are not numbers")
     return samples, header.rate
+
+
+def read_blocks(source: AudioSource, seconds: float) -> Iterator[np.ndarray]:
+    """An audio file of any length, block by block of about so many seconds: samples (frames, channels) float32.
+
+    An UnusableAudio says what is wrong with it, as soon as that is seen: a file that breaks off does so at its end.
+    """
+    with _open(source) as file:
+        header, done = _header(file, source), 0
+        while done < header.frames:
+            count = min(max(1, int(seconds * header.rate)), header.frames - done)
+            try:
+                samples = file.read(count, dtype="float32", always_2d=True)
+            except (OSError, RuntimeError, ValueError, MemoryError) as error:
+                raise _unusable(source, _undecodable(error)) from None
+            done += len(samples)
+            if len(samples) < count and done < 0.9 * header.frames:
+                raise _unusable(source, f"it breaks off after {done / header.rate:.2f} s")
+            if not np.isfinite(samples).all():
+                raise _unusable(source, "it holds samples that are not numbers")
+            if not len(samples):
+                return
+            yield samples
+
+
+def _undecodable(error: Exception) -> str:
+    return str(error).removeprefix("Error : ").rstrip(".") or "it cannot be decoded"
 
 
 def _span(header: AudioHeader, source: AudioSource) -> tuple[int, int]:

@@ -40,9 +40,10 @@ def parse_share(text: str, flag: str) -> float:
 
 
 def run_script(action: Callable[[], str]) -> int:
-    """Prints what `action` returns; the exit code, after one sentence on stderr where it failed in a known way."""
+    """Prints what `action` returns, if anything; the exit code, after a sentence on stderr where it failed."""
     try:
-        print(action(), flush=True)
+        if text := action():
+            print(text, flush=True)
         return 0
     except KonkaniVaniError as error:
         print(error, file=sys.stderr)

@@ -11,6 +11,7 @@ HOP_SAMPLES = 160  # 10 ms
 WINDOW_SAMPLES = 400  # 25 ms
 FFT_SAMPLES = 512
 SUBSAMPLING = 4  # feature frames an encoder frame
+SUBSAMPLING_REACH = 7  # feature frames that an encoder frame sees: 4 t' to 4 t' + 6
 
 Lengths = tuple[int, ...]
 
@@ -33,6 +34,17 @@ def feature_lengths(samples: torch.Tensor) -> torch.Tensor:
 def subsampled_lengths(frames: torch.Tensor) -> torch.Tensor:
     """`subsampled_length` of each of (B,) int64, likewise."""
     return (((frames - 1) // 2 - 1) // 2).clamp_min(0)
+
+
+def encoder_frame_seconds(frame: float) -> float:
+    """Where the middle of what encoder frame `frame` sees lies in the waveform, in seconds: 46 ms, then every 40 ms."""
+    middle_feature = SUBSAMPLING * frame + (SUBSAMPLING_REACH - 1) / 2
+    return (HOP_SAMPLES * middle_feature + FFT_SAMPLES / 2) / SAMPLE_RATE
+
+
+def encoded_length(samples: int) -> int:
+    """Encoder frames of a waveform, at least 0."""
+    return subsampled_length(feature_length(samples))
 
 
 def speed_perturbed_samples(samples: int, speed: float) -> int:

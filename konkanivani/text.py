@@ -15,6 +15,7 @@ import sentencepiece
 
 from konkanivani.errors import DataError, UsageError
 
+WORD_BOUNDARY = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's mark before a word
 DIGIT_WORDS = ("शून्य", "एक", "दोन", "तीन", "चार", "पांच", "स", "सात", "आठ", "णव")
 
 
@@ -81,6 +82,10 @@ class Tokenizer:
     def decode(self, tokens: list[int]) -> str:
         """The text of token ids; special ones leave nothing."""
         return self._processor.decode([token for token in tokens if token > self.end]).strip()
+
+    def begins_word(self, token: int) -> bool:
+        """Whether a word ends before token id `token`."""
+        return self.piece(token).startswith(WORD_BOUNDARY)
 
     def piece(self, token: int) -> str:
         """What token id `token` stands for."""

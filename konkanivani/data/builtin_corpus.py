@@ -20,12 +20,16 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from konkanivani.data.manifest import write_manifest
 from konkanivani.data.speech_synthesis import SpeakingStyle, SpeechSynthesizer, UnspeakableError, reads_signs_by_name
 from konkanivani.data.utterance import Utterance
 from konkanivani.errors import DataError, ResourceError, UsageError
 from konkanivani.held_folder import held_folder
+
+if TYPE_CHECKING:
+    import numpy as np
 
 WHAT_IT_IS = "synthetic, Marathi voice"
 BUILT_IN = "built-in corpus"
@@ -296,6 +300,18 @@ def write_split(
 def write_audio(sentence: SpokenSentence, path: Path, synthesizer: SpeechSynthesizer) -> float:
     """Writes `sentence` as a FLAC file, 16 kHz mono 16-bit; returns its duration in seconds."""
     import soundfile
+
+    from konkanivani.lengths import SAMPLE_RATE
+
+    waveform = spoken_waveform(sentence, synthesizer)
+    content = io.BytesIO()  # written by Python, which reports a full disk
+    soundfile.write(content, waveform, SAMPLE_RATE, format="FLAC", subtype="PCM_16")
+    path.write_bytes(content.getvalue())
+    return len(waveform) / SAMPLE_RATE
+
+
+def spoken_waveform(sentence: SpokenSentence, synthesizer: SpeechSynthesizer) -> "np.ndarray":
+    """(S,) int16 at 16 kHz: `sentence` as the corpus has it, from espeak-ng's first sample to its last."""
     import torch
     import torchaudio
 
@@ -305,11 +321,7 @@ def write_audio(sentence: SpokenSentence, path: Path, synthesizer: SpeechSynthes
     spoken = torch.frombuffer(bytearray(synthesizer.speak(sentence.text, sentence.style)), dtype=torch.int16)
     with one_thread():  # and in float64: the rounding below then never depends on the machine's kernels
         waveform = torchaudio.functional.resample(spoken.double(), synthesizer.sample_rate, SAMPLE_RATE)
-    waveform = (waveform * 10 ** (sentence.level / 20)).round().clamp(-32768, 32767).to(torch.int16)
-    content = io.BytesIO()  # written by Python, which reports a full disk
-    soundfile.write(content, waveform.numpy(), SAMPLE_RATE, format="FLAC", subtype="PCM_16")
-    path.write_bytes(content.getvalue())
-    return len(waveform) / SAMPLE_RATE
+    return (waveform * 10 ** (sentence.level / 20)).round().clamp(-32768, 32767).to(torch.int16).numpy()
 
 
 # ---------------------------------------------------------------------------------------------------------- publication

@@ -114,7 +114,7 @@ def _listen_to(utterances: list[Utterance], unreadable: list[Example]) -> Iterat
         try:
             yield utterance, listen(utterance)
         except DataError as error:
-            reason = str(error).split(" cannot be read: ", 1)[-1].removesuffix(" Mend the file or take its row out.")
+            reason = str(error).split(" cannot be read: ", 1)[-1].removesuffix(" Mend the file or leave it out.")
             unreadable.append(example(utterance, reason.rstrip(".")))
 
 

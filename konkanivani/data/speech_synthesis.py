@@ -15,6 +15,7 @@ into the next, and only so does the audio depend on the request alone.
 
 import ctypes
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -39,6 +40,7 @@ REQUEST_SECONDS = 60  # a request that takes longer is given up: one sentence ta
 # Constants of espeak-ng's speak_lib.h.
 SYNCHRONOUS, POSITION_IN_CHARACTERS, UTF8_TEXT, IPA_PHONEMES = 2, 1, 1, 0x02
 RATE, VOLUME, PITCH, PITCH_RANGE = 1, 2, 3, 4
+END_OF_EVENTS, WORD_EVENT, END_EVENT = 0, 1, 5
 
 
 class UnspeakableError(DataError):
@@ -61,13 +63,29 @@ class SpeakingStyle:
 
 @dataclass(frozen=True)
 class Request:
-    """One line on the child's stdin; `wants` is `engine`, `speech` or `phonemes`."""
+    """One line on the child's stdin; `wants` is `engine`, `speech`, `words` or `phonemes`."""
 
     wants: str
     text: str = ""
     voice: str = "mr"
     rate: int = 160
     pitch: int = 50
+
+
+@dataclass(frozen=True)
+class SpokenWord:
+    """A word of a spoken text: `character` is where in the text it begins, `start` where in its speech, in seconds."""
+
+    character: int
+    start: float
+
+
+@dataclass(frozen=True)
+class SpokenWords:
+    """The words of a spoken text, in order, and the seconds at which the last one ends."""
+
+    words: tuple[SpokenWord, ...]
+    end: float
 
 
 # ------------------------------------------------------------------------------------------------ our side of the pipe
@@ -119,6 +137,15 @@ class SpeechSynthesizer:
         spoken so, or takes longer than 30 s.
         """
         return self._ask(Request("speech", text, style.voice, style.rate, style.pitch))
+
+    def words(self, text: str, style: SpeakingStyle) -> SpokenWords:
+        """When espeak-ng begins each word of what `speak` returns, to a millisecond; errors as there.
+
+        What it speaks in one breath, such as a number of several words or two short words, may be one word to it.
+        """
+        events = json.loads(self._ask(Request("words", text, style.voice, style.rate, style.pitch)))
+        words = tuple(SpokenWord(character, milliseconds / 1000) for character, milliseconds in events["words"])
+        return SpokenWords(words, events["end"] / 1000)
 
     def phonemes(self, text: str, voice: str = "mr") -> str:
         """`text` as `voice` reads it, in IPA with stress marks."""
@@ -186,6 +213,21 @@ def reads_signs_by_name(text: str, phonemes: str) -> bool:
 # ------------------------------------------------------------------------------------------------ the speaking process
 
 
+class Event(ctypes.Structure):
+    """espeak_EVENT of espeak-ng's speak_lib.h; positions in characters from 1 on, and in milliseconds."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("unique_identifier", ctypes.c_uint),
+        ("text_position", ctypes.c_int),
+        ("length", ctypes.c_int),
+        ("audio_position", ctypes.c_int),
+        ("sample", ctypes.c_int),
+        ("user_data", ctypes.c_void_p),
+        ("id", ctypes.c_char * 8),
+    ]
+
+
 class Espeak:
     """espeak-ng through ctypes: made once in the speaking process, used once in each of its forks."""
 
@@ -199,15 +241,25 @@ class Espeak:
         self._library.espeak_Info.restype = ctypes.c_char_p
         self._chunks: list[bytes] = []
         self._heard = 0  # samples
-        listener = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+        self._words: list[tuple[int, int]] = []  # character, milliseconds
+        self._end = 0  # milliseconds
+        listener = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(Event))
         self._listener = listener(self._hear)  # kept: ctypes frees what nobody holds
         self.sample_rate = self._library.espeak_Initialize(SYNCHRONOUS, 0, os.fsencode(self.data_path), 0)
         if self.sample_rate <= 0:
             raise OSError(f"espeak-ng does not accept its data at {self.data_path}")
         self._library.espeak_SetSynthCallback(self._listener)
 
-    def _hear(self, samples: int | None, count: int, events: int | None) -> int:
-        """Keeps `count` 16-bit samples at the address `samples`; 0 tells espeak-ng to go on, 1 to stop."""
+    def _hear(self, samples: int | None, count: int, events: "ctypes._Pointer[Event]") -> int:
+        """Keeps `count` 16-bit samples at the address `samples`, and when words begin and the speech ends.
+
+        0 tells espeak-ng to go on, 1 to stop.
+        """
+        for event in itertools.takewhile(lambda event: event.type != END_OF_EVENTS, events or ()):
+            if event.type == WORD_EVENT:
+                self._words.append((event.text_position - 1, event.audio_position))
+            elif event.type == END_EVENT:
+                self._end = event.audio_position
         if samples and count > 0:
             self._chunks.append(ctypes.string_at(samples, 2 * count))
             self._heard += count
@@ -224,7 +276,10 @@ class Espeak:
             version = self._library.espeak_Info(None).decode()
             return json.dumps({"sample_rate": self.sample_rate, "engine": f"espeak-ng {version}"}).encode()
         self._choose_voice(request.voice)
-        return self._phonemes(request.text) if request.wants == "phonemes" else self._speech(request)
+        if request.wants == "phonemes":
+            return self._phonemes(request.text)
+        speech = self._speech(request)
+        return speech if request.wants == "speech" else json.dumps({"words": self._words, "end": self._end}).encode()
 
     def _choose_voice(self, voice: str) -> None:
         # An unknown variant would be passed over in silence.

@@ -1,0 +1,53 @@
+"""A long recording glued from utterances, and what it takes to transcribe one."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import soundfile
+
+from konkanivani.audio import load_audio
+from konkanivani.data.manifest import read_manifest
+from konkanivani.data.utterance import Utterance
+from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.memory.monitor import peak_resident_mib, resident_mib
+from konkanivani.recognizer import Recognizer
+
+
+@dataclass(frozen=True)
+class Run:
+    """What transcribing a file took: resident MiB above the process with its model, and seconds."""
+
+    rss_growth_mib: float
+    seconds: float
+    segments: int
+    text: str
+
+
+def transcribe(recognizer: Recognizer, path: Path) -> Run:
+    """Transcribes the file and keeps only its text."""
+    before, started, texts = resident_mib(), time.perf_counter(), []
+    for segment in recognizer.segments(path):
+        texts.append(segment.text)
+    seconds = time.perf_counter() - started
+    return Run(round(peak_resident_mib() - before, 1), round(seconds, 1), len(texts), " ".join(texts))
+
+
+def utterances_for(manifest: str, seconds: float, gap_seconds: float) -> list[Utterance]:
+    """The manifest's utterances in their order, again and again, until they last so long with a gap after each."""
+    known, found, total = list(read_manifest(manifest)), [], 0.0
+    while total < seconds:
+        found.append(known[len(found) % len(known)])
+        total += found[-1].duration + gap_seconds
+    return found
+
+
+def write_long_file(path: Path, utterances: list[Utterance], gap_seconds: float) -> float:
+    """Writes the utterances to one FLAC file, 16 kHz mono, zeros in the gaps; its seconds."""
+    gap = np.zeros(round(gap_seconds * SAMPLE_RATE), dtype=np.float32)
+    with soundfile.SoundFile(path, "w", SAMPLE_RATE, 1, "PCM_16", format="FLAC") as file:
+        for utterance in utterances:
+            file.write(load_audio(utterance.source).numpy())
+            file.write(gap)
+        return file.frames / SAMPLE_RATE

@@ -1,0 +1,128 @@
+"""Recordings to transcripts: a stream of pieces, a speech model, a decoding, and word times.
+
+B batch, S samples, T' encoder frames, V vocabulary.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from konkanivani.alignment import align_tokens, timed_words
+from konkanivani.audio import stream_audio, stream_samples
+from konkanivani.audio_file import AudioSource
+from konkanivani.checkpoint import read_checkpoint
+from konkanivani.config import DecodingConfig
+from konkanivani.decoding.decode import Decode, build_decode
+from konkanivani.flags import check_decoding
+from konkanivani.lengths import SAMPLE_RATE, encoded_length
+from konkanivani.pieces import Cutting, Piece, cut_into_pieces, cutting_of
+from konkanivani.preflight import choose_device
+from konkanivani.speech_model import SpeechModel, speech_model_of
+from konkanivani.transcript import Segment, Transcript, Word
+
+LONGEST_PIECE = 30.0  # seconds; a model that was trained on longer utterances has no need of longer pieces
+PAUSE = 0.4  # seconds
+BATCH_SECONDS = 20.0  # of padded audio that is recognised at once
+
+Audio = str | os.PathLike | np.ndarray | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Recognizer:
+    """A speech model, how it decodes, and where it cuts recordings; `load_recognizer` makes one."""
+
+    speech_model: SpeechModel
+    decode: Decode
+    cutting: Cutting
+
+    def transcribe(self, audio: Audio, sample_rate: int = SAMPLE_RATE) -> Transcript:
+        """What is said in an audio file, or in samples of `sample_rate` Hz; see `segments`."""
+        return Transcript(tuple(self.segments(audio, sample_rate)))
+
+    def segments(self, audio: Audio, sample_rate: int = SAMPLE_RATE) -> Iterator[Segment]:
+        """The transcript's segments, one after the other as they are recognised; memory does not grow with the length.
+
+        `audio` is the path of any file that libsndfile reads, or samples: (S,) or (S, channels), of floats between -1
+        and 1 or of integers. A DataError says why it cannot be used.
+        """
+        if isinstance(audio, str | os.PathLike):
+            blocks = stream_audio(AudioSource(os.fspath(audio)))
+        else:
+            blocks = stream_samples(audio, sample_rate)
+        return self._segments_of(blocks)
+
+    def _segments_of(self, blocks: Iterable[torch.Tensor]) -> Iterator[Segment]:
+        pieces = cut_into_pieces(blocks, self.cutting)
+        audible = (piece for piece in pieces if encoded_length(len(piece.waveform)))
+        for batch in _batches(audible):
+            for words in self._recognize(batch):
+                if words:
+                    yield Segment(tuple(words))
+
+    @torch.no_grad()
+    def _recognize(self, pieces: list[Piece]) -> list[list[Word]]:
+        """The words in each piece's core, their times those of the recording."""
+        lengths = tuple(len(piece.waveform) for piece in pieces)
+        waveforms = torch.nn.utils.rnn.pad_sequence([piece.waveform for piece in pieces], batch_first=True)
+        encoded, encoded_lengths = self.speech_model.encode(waveforms, lengths)
+        hypotheses = self.decode(self.speech_model.model, encoded, encoded_lengths)
+        found = []
+        for piece, row, length, tokens in zip(pieces, encoded, encoded_lengths, hypotheses, strict=True):
+            log_probabilities = self.speech_model.model.ctc_head(row[:length]).float().log_softmax(dim=-1)
+            aligned = align_tokens(log_probabilities, tokens)
+            words = timed_words(aligned, self.speech_model.tokenizer, piece.end - piece.start)
+            found.append(_words_of_core(words, piece))
+        return found
+
+
+def load_recognizer(
+    path: str | os.PathLike,
+    decode: Literal["greedy", "prefix", "attention", "joint"] = "greedy",
+    beam: int = 10,
+    device: Literal["auto", "cuda", "cpu"] = "auto",
+) -> Recognizer:
+    """The recogniser of the checkpoint at `path`; a CheckpointError says what is wrong with the file."""
+    decoding = DecodingConfig(decode=decode, beam=beam)
+    check_decoding(decoding)
+    return build_recognizer(path, decoding, device)
+
+
+def build_recognizer(
+    path: str | os.PathLike,
+    decoding: DecodingConfig,
+    device: Literal["auto", "cuda", "cpu"] = "auto",
+    longest_seconds: float | None = None,
+    pause_seconds: float = PAUSE,
+) -> Recognizer:
+    """The recogniser of the checkpoint at `path`, all settings given.
+
+    Pieces last `longest_seconds` at most (None: as long as what the model was trained on), and are apart at pauses of
+    `pause_seconds`.
+    """
+    speech_model = speech_model_of(read_checkpoint(path), choose_device(device))
+    longest = min(speech_model.longest_seconds, LONGEST_PIECE) if longest_seconds is None else longest_seconds
+    decode = build_decode(decoding, speech_model.tokenizer, speech_model.device)
+    return Recognizer(speech_model, decode, cutting_of(longest, pause_seconds))
+
+
+def _words_of_core(words: list[Word], piece: Piece) -> list[Word]:
+    """Those of the piece's words whose middle lies in its core, their times moved to where the piece begins."""
+    moved = [Word(w.text, piece.start + w.start, piece.start + w.end, w.confidence) for w in words]
+    return [word for word in moved if piece.core_start <= (word.start + word.end) / 2 < piece.core_end]
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Neighbouring pieces that are no more than BATCH_SECONDS together when padded, or one that is longer."""
+    batch: list[Piece] = []
+    for piece in pieces:
+        longest = max(len(each.waveform) for each in [*batch, piece])
+        if batch and longest * (len(batch) + 1) > BATCH_SECONDS * SAMPLE_RATE:
+            yield batch
+            batch = []
+        batch.append(piece)
+    if batch:
+        yield batch

@@ -1,0 +1,205 @@
+"""Audio files and folders of them to transcripts on the screen or in files, one after the other."""
+
+import contextlib
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import soundfile
+from tqdm import tqdm
+
+from konkanivani.audio_file import AudioSource, UnusableAudio, read_header
+from konkanivani.command_line import is_out_of_memory
+from konkanivani.errors import DataError, ResourceError, UsageError
+from konkanivani.recognizer import Recognizer
+from konkanivani.transcript import Segment
+from konkanivani.transcript_text import TextFormat, Timestamps, text_of
+
+# Names that libsndfile's formats go by beside their own.
+OTHER_SUFFIXES = {".aif", ".aifc", ".oga", ".opus", ".snd"}
+RAW_SUFFIXES = {".raw", ".txt", ".mat", ".mat4", ".mat5"}  # no header, or mostly something else
+
+
+@dataclass(frozen=True)
+class Recording:
+    """An audio file, and the name of its transcript under an output folder, without its ending."""
+
+    path: Path
+    name: Path
+
+
+def audio_suffixes() -> frozenset[str]:
+    """The endings, in lower case, by which a folder's audio files are told."""
+    known = {f".{name.lower()}" for name in soundfile.available_formats()}
+    return frozenset((known | OTHER_SUFFIXES) - RAW_SUFFIXES)
+
+
+def find_recordings(paths: Sequence[str]) -> list[Recording]:
+    """The files named, and in their place the audio files in and under the folders named, in order of their names.
+
+    Links to folders within a folder are not followed. A DataError names a folder without any audio file.
+    """
+    suffixes, found = audio_suffixes(), []
+    for address in (path for path in paths if "://" in path):
+        raise UsageError(f"{address} is the address of a file elsewhere. Download it first.")
+    for path in map(Path, paths):
+        if not path.is_dir():
+            found.append(Recording(path, Path(path.name)))
+            continue
+        inside = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
+        audible = sorted(each for each in inside if each.suffix.lower() in suffixes)
+        if not audible:
+            raise DataError(f"The folder {path} holds no audio file that can be read. Give another, or files.")
+        found += [Recording(each, each.relative_to(path)) for each in audible]
+    return found
+
+
+def output_paths(recordings: Sequence[Recording], directory: Path, text_format: TextFormat) -> list[Path]:
+    """Where each transcript goes: the audio file's name with another ending, added to it where two would be the same.
+
+    A UsageError names two recordings of one name.
+    """
+    short = [directory / recording.name.with_suffix(f".{text_format}") for recording in recordings]
+    times = Counter(short)
+    paths = [
+        path if times[path] == 1 else directory / f"{recording.name}.{text_format}"
+        for path, recording in zip(short, recordings, strict=True)
+    ]
+    taken: dict[Path, Recording] = {}
+    for path, recording in zip(paths, recordings, strict=True):
+        if path in taken:
+            raise UsageError(
+                f"The transcripts of {taken[path].path} and {recording.path} would both be {path}. "
+                "Give them in two calls, each with an --output_dir of its own."
+            )
+        taken[path] = recording
+    return paths
+
+
+@dataclass(frozen=True)
+class Transcription:
+    """How recordings become text; `output` is the folder of the transcripts, None for the screen."""
+
+    recognizer: Recognizer
+    text_format: TextFormat
+    timestamps: Timestamps
+    output: Path | None
+
+    def run(self, recordings: Sequence[Recording]) -> str:
+        """Transcribes them all; a sentence about the files written, if any.
+
+        What is wrong with one recording is said on stderr, and the others go on. At the end a DataError says how many
+        could not be transcribed; where there is only one, it says what is wrong with it.
+        """
+        is_alone, failed = len(recordings) == 1, 0
+        targets = self._targets(recordings)
+        with _Progress(recordings) as progress:
+            for recording, target in zip(recordings, targets, strict=True):
+                try:
+                    self._transcribe(recording, target, progress, is_alone)
+                except UnusableAudio as error:
+                    if is_alone:
+                        raise
+                    failed += 1
+                    progress.write(f"{error}\n", sys.stderr)
+        if failed:
+            raise DataError(f"{failed} of {len(recordings)} files could not be transcribed, for the reasons above.")
+        return "" if self.output is None else f"{len(recordings)} transcripts are in {self.output}."
+
+    def _targets(self, recordings: Sequence[Recording]) -> Sequence[Path | None]:
+        """Where each transcript goes, None for the screen."""
+        if self.output is not None:
+            return output_paths(recordings, self.output, self.text_format)
+        if self.text_format in ("srt", "vtt") and len(recordings) > 1:
+            raise UsageError(
+                f"Subtitles of {len(recordings)} recordings cannot stand in one place. Give an --output_dir for them."
+            )
+        return [None] * len(recordings)
+
+    def _transcribe(self, recording: Recording, target: Path | None, progress: "_Progress", is_alone: bool) -> None:
+        segments = progress.follow(recording, self.recognizer.segments(recording.path))
+        texts = text_of(segments, self.text_format, self.timestamps, str(recording.path))
+        try:
+            if target is not None:
+                write_text(target, texts)
+                return
+            if self.text_format == "txt" and not is_alone:
+                progress.write(f"==> {recording.path} <==\n", sys.stdout)
+            for text in texts:
+                progress.write(text, sys.stdout)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ResourceError(
+                f"Out of memory at {recording.path}. Give a lower --longest_piece or --beam, or --device cpu."
+            ) from None
+
+
+class _Progress:
+    """A bar on stderr, where that is a terminal, of the seconds of audio behind us; as a context manager."""
+
+    def __init__(self, recordings: Sequence[Recording]) -> None:
+        is_shown = sys.stderr.isatty()
+        self._seconds = {recording.path: _seconds(recording.path) for recording in recordings if is_shown}
+        shape = "{percentage:3.0f}%|{bar}| {n:.0f} of {total:.0f} s of audio, {remaining} left"
+        self._bar = tqdm(total=sum(self._seconds.values()), disable=not is_shown, bar_format=shape, leave=False)
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def write(self, text: str, stream: TextIO) -> None:
+        """Writes the text at once, the bar out of its way."""
+        with self._bar.external_write_mode(file=stream):
+            stream.write(text)
+            stream.flush()
+
+    def follow(self, recording: Recording, segments: Iterable[Segment]) -> Iterator[Segment]:
+        """The segments; the bar moves with them."""
+        before = self._bar.n
+        for segment in segments:
+            self._bar.update(before + segment.end - self._bar.n)
+            yield segment
+        self._bar.update(before + self._seconds.get(recording.path, 0.0) - self._bar.n)
+
+
+def _seconds(path: Path) -> float:
+    """What the file lasts as its header says, 0 where it cannot be used."""
+    try:
+        return read_header(AudioSource(str(path))).seconds
+    except DataError:
+        return 0.0
+
+
+def write_text(path: Path, texts: Iterable[str]) -> None:
+    """Writes the texts beside `path` and renames the file into place; a ResourceError where that cannot be done."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with _explained(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(partial, "w", encoding="utf-8")
+        with file:
+            for text in texts:  # recognised meanwhile: its errors are not those of writing
+                with _explained(path):
+                    file.write(text)
+        with _explained(path):
+            os.replace(partial, path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ResourceError(
+            f"The transcript {path} cannot be written: {error.strerror or error}. Give another --output_dir."
+        ) from None

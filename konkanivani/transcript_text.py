@@ -1,0 +1,142 @@
+"""Transcripts as plain text, JSON and subtitles, written segment by segment as they come.
+
+SubRip has no standard; WebVTT is the W3C's (w3.org/TR/webvtt1). Subtitles keep to what is readable: two lines of 42
+characters, seven seconds (the limits of Netflix's Timed Text Style Guides).
+"""
+
+import json
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from konkanivani.transcript import Segment, Transcript, Word
+
+LINE_CHARACTERS, CUE_LINES = 42, 2
+LONGEST_CUE, SHORTEST_CUE = 7.0, 1.0  # seconds; a shorter one stays on the screen until the next one comes
+CUE_PAUSE = 0.7  # seconds without a word, after which another cue begins
+
+TextFormat = Literal["txt", "json", "srt", "vtt"]
+Timestamps = Literal["segment", "word"]
+
+
+def text_of(segments: Iterable[Segment], text_format: TextFormat, timestamps: Timestamps, name: str) -> Iterator[str]:
+    """The segments of the recording `name` in a text format, piece by piece, each as soon as it is known.
+
+    With timestamps "word" plain text and subtitles have a line or a cue for each word, and JSON lists the words.
+    """
+    if text_format == "json":
+        yield json_text(Transcript(tuple(segments)), timestamps, name)
+    elif text_format == "txt":
+        for segment in segments:
+            yield plain_text(segment, timestamps)
+    elif text_format == "srt":
+        for number, cue in enumerate(cues_of(segments, timestamps), start=1):
+            yield f"{number}\n{_timing(cue, srt_time)}\n{cue.text}\n\n"
+    else:
+        yield "WEBVTT\n\n"
+        for cue in cues_of(segments, timestamps):
+            yield f"{_timing(cue, vtt_time)}\n{_escaped(cue.text)}\n\n"
+
+
+def plain_text(segment: Segment, timestamps: Timestamps) -> str:
+    """The segment on a line, or each word on a line of its own: start and end in seconds, the word."""
+    if timestamps == "segment":
+        return segment.text + "\n"
+    return "".join(f"{word.start:.3f}\t{word.end:.3f}\t{word.text}\n" for word in segment.words)
+
+
+def json_text(transcript: Transcript, timestamps: Timestamps, name: str) -> str:
+    """The transcript as one line of JSON; times in seconds."""
+    segments = []
+    for segment in transcript.segments:
+        row = {"start": round(segment.start, 3), "end": round(segment.end, 3), "text": segment.text}
+        segments.append(row | ({"words": [_word_row(word) for word in segment.words]} if timestamps == "word" else {}))
+    record = {"audio_filepath": name, "text": transcript.text, "segments": segments}
+    return json.dumps(record, ensure_ascii=False) + "\n"
+
+
+def _word_row(word: Word) -> dict[str, object]:
+    confidence = None if word.confidence is None else round(word.confidence, 4)
+    return {"start": round(word.start, 3), "end": round(word.end, 3), "text": word.text, "confidence": confidence}
+
+
+@dataclass(frozen=True)
+class Cue:
+    """What stands on the screen from `start` to `end`, in milliseconds; `text` has line ends."""
+
+    start: int
+    end: int
+    text: str
+
+
+def cues_of(segments: Iterable[Segment], timestamps: Timestamps) -> Iterator[Cue]:
+    """The cues of the segments, each at least a millisecond long, none over the next one."""
+    held: Cue | None = None
+    for segment in segments:
+        for words in [[word] for word in segment.words] if timestamps == "word" else _cue_words(segment.words):
+            start = round(words[0].start * 1000)
+            if held is not None:
+                start = max(start, held.start + 1)
+                yield _shown_until(held, start)
+            end = max(round(words[-1].end * 1000), start + 1)
+            held = Cue(start, end, _lines([word.text for word in words]))
+    if held is not None:
+        yield _shown_until(held, None)
+
+
+def _shown_until(cue: Cue, following: int | None) -> Cue:
+    """The cue, shown for as long as its words or long enough to be read, but no longer than to the `following` one."""
+    readable = max(cue.end, cue.start + round(SHORTEST_CUE * 1000))
+    return Cue(cue.start, readable if following is None else min(readable, following), cue.text)
+
+
+def _cue_words(words: Iterable[Word]) -> Iterator[list[Word]]:
+    """The words of a segment, cue by cue: as many as fit, none of them after a pause."""
+    cue: list[Word] = []
+    for word in words:
+        if cue and not (_fits([*cue, word]) and word.start - cue[-1].end < CUE_PAUSE):
+            yield cue
+            cue = []
+        cue.append(word)
+    if cue:
+        yield cue
+
+
+def _fits(words: list[Word]) -> bool:
+    lines = _wrapped([word.text for word in words], LINE_CHARACTERS)
+    return len(lines) <= CUE_LINES and words[-1].end - words[0].start <= LONGEST_CUE
+
+
+def _lines(words: list[str]) -> str:
+    """The words on as few lines as will do, and those of about the same length."""
+    lines = _wrapped(words, LINE_CHARACTERS)
+    widths = range(max(map(len, words)), LINE_CHARACTERS + 1)
+    balanced = next((found for width in widths if len(found := _wrapped(words, width)) <= len(lines)), lines)
+    return "\n".join(balanced)
+
+
+def _wrapped(words: list[str], width: int) -> list[str]:
+    return textwrap.wrap(" ".join(words), width, break_long_words=False, break_on_hyphens=False)
+
+
+def _timing(cue: Cue, written: Callable[[int], str]) -> str:
+    return f"{written(cue.start)} --> {written(cue.end)}"
+
+
+def srt_time(milliseconds: int) -> str:
+    """hh:mm:ss,mmm as SubRip has it."""
+    return vtt_time(milliseconds).replace(".", ",")
+
+
+def vtt_time(milliseconds: int) -> str:
+    """hh:mm:ss.mmm as WebVTT has it; more than two digits from 100 hours on."""
+    seconds, rest = divmod(milliseconds, 1000)
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:02d}:{minutes:02d}:{seconds:02d}.{rest:03d}"
+
+
+def _escaped(text: str) -> str:
+    """The text as WebVTT's cue text, in which < and & begin something else, and an arrow would be a timing."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

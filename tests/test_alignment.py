@@ -1,0 +1,120 @@
+"""Word times: the alignment against brute force, the arithmetic of frames, and words of tokens."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from konkanivani.alignment import AFTER_LAST_LETTER, FIRST_LETTER_LAG, AlignedToken, align_tokens, timed_words
+from konkanivani.lengths import HOP_SAMPLES, SAMPLE_RATE, encoded_length, encoder_frame_seconds
+from konkanivani.model.encoder import Subsampling
+from konkanivani.text import Tokenizer, train_tokenizer
+
+TEXTS = ["एक दोन तीन", "चार पांच", "उदक घर शाळा", "बाजार आवय", "एक घर"]
+
+
+@pytest.fixture(scope="module", params=["char", "unigram"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return train_tokenizer(TEXTS, request.param, 40)
+
+
+def log_probabilities(frames: int, vocabulary: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (2 * torch.randn(frames, vocabulary, generator=generator)).log_softmax(dim=-1)
+
+
+def collapsed(path: tuple[int, ...]) -> list[int]:
+    """The transcript of a CTC path."""
+    return [token for token, _ in itertools.groupby(path) if token]
+
+
+def best_path(frames: torch.Tensor, tokens: list[int]) -> tuple[int, ...]:
+    """The likeliest of all paths that spell the tokens."""
+    paths = itertools.product(range(frames.shape[1]), repeat=len(frames))
+    spelling = [path for path in paths if collapsed(path) == tokens]
+    return max(spelling, key=lambda path: sum(float(frames[place, token]) for place, token in enumerate(path)))
+
+
+@pytest.mark.parametrize("tokens", [[1], [1, 2], [2, 2], [3, 1, 3], [1, 1, 2]])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_alignment_is_the_likeliest_of_all_paths(tokens, seed):
+    frames = log_probabilities(6, 4, seed)
+    path = best_path(frames, tokens)
+    runs, place = [], 0
+    for token, run in itertools.groupby(path):
+        count = len(list(run))
+        if token:
+            probability = frames[place : place + count, token].exp().mean()
+            runs.append(AlignedToken(token, place, place + count, pytest.approx(float(probability), abs=1e-6)))
+        place += count
+    assert align_tokens(frames, tokens) == runs
+    # Negative control: frames in another order have another alignment.
+    assert align_tokens(frames.flip(0), tokens) != runs
+
+
+def test_what_ctc_cannot_have_said_is_spread_evenly():
+    frames = log_probabilities(3, 4, 0)
+    for tokens in ([1, 2, 3, 1], [1, 1, 1]):  # more tokens than frames; a blank between equals has no room
+        aligned = align_tokens(frames, tokens)
+        assert [a.token for a in aligned] == tokens and {a.probability for a in aligned} == {None}
+        assert aligned[0].first == 0 and aligned[-1].end == 3
+        assert all(a.end == b.first for a, b in itertools.pairwise(aligned))
+    assert all(a.probability is not None for a in align_tokens(frames, [1, 2, 3]))
+    assert align_tokens(frames, []) == [] and align_tokens(frames[:0], []) == []
+
+
+def test_a_frame_lies_in_the_middle_of_what_it_sees():
+    subsampling = Subsampling(80, 4, 8).eval()
+    features = torch.randn(1, 60, 80, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    subsampling(features)[0, 5].sum().backward()
+    seen = torch.nonzero(features.grad.abs().sum(dim=(0, 2)))[:, 0]
+    first_sample, end_sample = HOP_SAMPLES * int(seen[0]), HOP_SAMPLES * int(seen[-1]) + 512
+    assert encoder_frame_seconds(5) == (first_sample + end_sample) / 2 / SAMPLE_RATE
+    assert encoder_frame_seconds(6) - encoder_frame_seconds(5) == pytest.approx(0.04)
+    assert [encoded_length(samples) for samples in (0, 1471, 1472, 2112)] == [0, 0, 1, 2]
+
+
+def spikes(tokens: list[int], every: int = 5) -> list[AlignedToken]:
+    """Each token in one frame, so many frames apart, with a probability of its own."""
+    return [AlignedToken(t, every * place, every * place + 1, 1 / (place + 1)) for place, t in enumerate(tokens)]
+
+
+def test_words_are_those_of_the_text(tokenizer):
+    for text in TEXTS:
+        tokens = tokenizer.encode(text)
+        words = timed_words(spikes([tokenizer.start, *tokens, tokenizer.end]), tokenizer, 60.0)
+        assert [word.text for word in words] == text.split()
+        assert " ".join(word.text for word in words) == tokenizer.decode(tokens)
+        assert all(0 <= word.start <= word.end <= 60 and 0 < word.confidence <= 1 for word in words)
+        assert all(a.end <= b.start for a, b in itertools.pairwise(words))
+
+
+def test_a_word_begins_before_its_first_letter_is_said_and_ends_with_the_next_or_after_its_last():
+    tokenizer = train_tokenizer(TEXTS, "char", 40)
+    tokens = tokenizer.encode("एक घर")
+    assert [tokenizer.piece(token) for token in tokens] == ["▁", "ए", "क", "▁", "घ", "र"]
+    aligned = [AlignedToken(t, f, f + 1, 0.5) for t, f in zip(tokens, (1, 8, 12, 13, 15, 20), strict=True)]
+    first, second = timed_words(aligned, tokenizer, 5.0)
+    assert first.start == pytest.approx(encoder_frame_seconds(8) - FIRST_LETTER_LAG)
+    assert second.start == first.end == pytest.approx(encoder_frame_seconds(15) - FIRST_LETTER_LAG)
+    assert second.end == pytest.approx(encoder_frame_seconds(20) + AFTER_LAST_LETTER)
+    assert (first.confidence, second.confidence) == (0.5, 0.5)
+    # A pause between them belongs to neither, though the mark of the boundary is said before it.
+    late = [*aligned[:4], *(AlignedToken(a.token, a.first + 50, a.end + 50, None) for a in aligned[4:])]
+    first, second = timed_words(late, tokenizer, 5.0)
+    assert first.end == pytest.approx(encoder_frame_seconds(12) + AFTER_LAST_LETTER)
+    assert second.start == pytest.approx(encoder_frame_seconds(65) - FIRST_LETTER_LAG)
+    assert second.confidence is None
+
+
+def test_times_stay_within_the_waveform_and_in_order():
+    tokenizer = train_tokenizer(TEXTS, "char", 40)
+    tokens = tokenizer.encode("एक घर आवय")
+    crowded = [AlignedToken(t, place / 4, place / 4, None) for place, t in enumerate(tokens)]
+    for seconds in (0.05, 0.1, 1.0):
+        times = [t for word in timed_words(crowded, tokenizer, seconds) for t in (word.start, word.end)]
+        assert times == sorted(times) and times[0] >= 0 and times[-1] <= seconds
+        assert not any(math.isnan(t) for t in times)
+    only_marks = [AlignedToken(tokens[0], 0, 1, 1.0), AlignedToken(tokenizer.unknown, 1, 2, 1.0)]
+    assert timed_words(only_marks, tokenizer, 1.0) == []

@@ -1,0 +1,169 @@
+"""A recording as a stream: resampled as the whole would be, cut so that no speech is lost and memory stays flat."""
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+import torchaudio
+
+from konkanivani.audio import load_audio, resample_blocks, stream_audio, stream_samples
+from konkanivani.audio_file import AudioSource, UnusableAudio
+from konkanivani.errors import DataError
+from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.pieces import Piece, cut_into_pieces, cutting_of
+
+
+def noise(seconds: float, level: float = 0.1, seed: int = 0, rate: int = SAMPLE_RATE) -> torch.Tensor:
+    return level * torch.randn(round(seconds * rate), generator=torch.Generator().manual_seed(seed))
+
+
+def zeros(seconds: float) -> torch.Tensor:
+    return torch.zeros(round(seconds * SAMPLE_RATE))
+
+
+def syllables(seconds: float, seed: int = 0, rate: float = 5.0) -> torch.Tensor:
+    """What has the loud and the quiet of speech, `rate` times a second, and no pause."""
+    time = torch.arange(round(seconds * SAMPLE_RATE)) / SAMPLE_RATE
+    return noise(seconds, seed=seed) * (0.003 + torch.sin(rate * torch.pi * time).square())
+
+
+def cut(waveform: torch.Tensor, longest: float = 20.0, pause: float = 0.4, block: int = 16_000) -> list[Piece]:
+    return list(cut_into_pieces(waveform.split(block), cutting_of(longest, pause)))
+
+
+@pytest.mark.parametrize("rate", [4_000, 8_000, 11_025, 22_050, 44_100, 48_000, 96_000])
+def test_a_stream_is_resampled_as_the_whole_is(rate):
+    whole = noise(1.37, 0.3, rate=rate)
+    expected = torchaudio.functional.resample(whole.double(), rate, SAMPLE_RATE)
+    for sizes in (rate, 777, len(whole)):
+        streamed = torch.cat(list(resample_blocks(whole.split(sizes), rate)))
+        assert len(streamed) == len(expected)
+        assert (streamed - expected).abs().max() < 1e-6
+    # Negative control: blocks that know nothing of each other.
+    apart = torch.cat([torchaudio.functional.resample(block.double(), rate, SAMPLE_RATE) for block in whole.split(800)])
+    assert (apart[: len(expected)] - expected[: len(apart)]).abs().max() > 1e-2
+
+
+def test_a_rate_without_common_divisor_takes_no_large_filter():
+    tone = torch.sin(2 * torch.pi * 440 * torch.arange(44_099) / 44_099)
+    streamed = torch.cat(list(resample_blocks(tone.split(5_000), 44_099)))
+    expected = torch.sin(2 * torch.pi * 440 * torch.arange(16_000) / 16_000)
+    assert len(streamed) == 16_000
+    assert (streamed - expected)[200:-200].abs().max() < 2e-3
+
+
+@pytest.mark.parametrize(("rate", "channels", "suffix"), [(16_000, 1, "flac"), (48_000, 2, "wav"), (8_000, 2, "ogg")])
+def test_a_file_is_streamed_as_it_is_loaded(tmp_path, rate, channels, suffix):
+    samples = noise(3.3, rate=rate).repeat(channels, 1).T.numpy() * np.linspace(1, 0.5, channels)
+    soundfile.write(tmp_path / f"a.{suffix}", samples, rate)
+    source = AudioSource(str(tmp_path / f"a.{suffix}"))
+    streamed, loaded = torch.cat(list(stream_audio(source))), load_audio(source)
+    assert len(streamed) == len(loaded)
+    assert (streamed - loaded).abs().max() < 2e-5  # torchaudio's filter is in float32
+
+
+def test_a_file_that_breaks_off_says_so_after_what_is_there(tmp_path):
+    path = tmp_path / "a.flac"
+    soundfile.write(path, noise(20).numpy(), SAMPLE_RATE)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    blocks = stream_audio(AudioSource(str(path)))
+    assert len(next(blocks)) == SAMPLE_RATE
+    with pytest.raises(UnusableAudio, match=r"a\.flac cannot be read"):
+        list(blocks)
+
+
+def test_arrays_are_streamed_as_numbers_between_minus_one_and_one():
+    wave = noise(0.5)
+    stereo = torch.stack([wave, -0.5 * wave], dim=1)
+    whole = (wave * 32768).round().clamp(-32768, 32767).to(torch.int16)
+    for given, expected in ((wave.numpy(), wave), (stereo, wave / 4), (whole, wave), (wave.double(), wave)):
+        assert (torch.cat(list(stream_samples(given, SAMPLE_RATE))) - expected).abs().max() < 2e-5
+    assert list(stream_samples(np.zeros(0, dtype=np.float32), SAMPLE_RATE)) in ([], [pytest.approx([])])
+
+
+@pytest.mark.parametrize(
+    ("samples", "rate", "said"),
+    [
+        (np.full(100, np.nan), 16_000, "not numbers"),
+        (np.zeros((2, 16_000)), 16_000, "shape"),
+        (np.zeros((4, 4, 4)), 16_000, "shape"),
+        (np.zeros(100, dtype=np.uint8), 16_000, "uint8"),
+        (np.zeros(100), 100, "100 Hz"),
+        (["a"], 16_000, "no array"),
+    ],
+)
+def test_arrays_that_are_no_recording_are_refused_in_a_sentence(samples, rate, said):
+    with pytest.raises(DataError, match=said):
+        list(stream_samples(samples, rate))
+
+
+def test_a_recording_is_cut_at_its_pauses_and_silence_is_left_out():
+    parts = [zeros(3), syllables(2, 1), zeros(0.8), syllables(3, 2), zeros(70), syllables(1, 3), zeros(1)]
+    begins = list(itertools.accumulate(len(part) / SAMPLE_RATE for part in parts))
+    pieces = cut(torch.cat(parts))
+    assert [round(piece.start, 1) for piece in pieces] == [round(begins[place], 1) for place in (0, 2, 4)]
+    assert [round(piece.end, 1) for piece in pieces] == [round(begins[place], 1) for place in (1, 3, 5)]
+    assert all((piece.core_start, piece.core_end) == (piece.start, pytest.approx(piece.end)) for piece in pieces)
+
+
+def test_what_is_shorter_than_a_piece_stays_whole():
+    for waveform in (syllables(2.5), torch.cat([zeros(0.1), syllables(2), zeros(0.3), syllables(1), zeros(0.1)])):
+        (piece,) = cut(waveform)
+        assert torch.equal(piece.waveform, waveform)
+
+
+@pytest.mark.parametrize("silence", [zeros(30), zeros(0.05), torch.zeros(0), noise(30), noise(30, 1e-6), zeros(90)])
+def test_silence_and_steady_noise_make_no_piece(silence):
+    assert cut(silence) == []
+
+
+def test_noise_between_speech_is_skipped_and_quiet_speech_is_not():
+    quiet = 0.05 * syllables(2, 2)
+    parts = [syllables(2, 1), zeros(2), quiet, zeros(60), syllables(2, 3)]
+    recording = torch.cat(parts)
+    pieces = cut(recording + noise(len(recording) / SAMPLE_RATE, 2e-4, seed=9))
+    assert [round(piece.start + 0.15) for piece in pieces] == [0, 4, 66]
+
+
+@pytest.mark.parametrize("block", [160, 4_321, 16_000, 10**9])
+def test_speech_without_pause_is_cut_with_an_overlap_that_hides_the_cut(block):
+    waveform = syllables(95, rate=2.5)
+    pieces = cut(waveform, longest=10.0, block=block)
+    assert len(pieces) > 9 and all(piece.end - piece.start <= 10.001 for piece in pieces)
+    assert (pieces[0].core_start, pieces[-1].core_end) == (0, 95)
+    for one, other in itertools.pairwise(pieces):
+        assert one.core_end == other.core_start  # every moment is in exactly one core
+        assert one.end - one.core_end == pytest.approx(1.0) and other.core_start - other.start == pytest.approx(1.0)
+    for piece in pieces:
+        first = round(piece.start * SAMPLE_RATE)
+        assert torch.equal(piece.waveform, waveform[first : first + len(piece.waveform)])
+    # The cuts are where it is quietest: between two syllables, whose beginnings are 0.4 s apart.
+    assert all(abs(piece.core_end * 2.5 - round(piece.core_end * 2.5)) < 0.1 for piece in pieces[:-1])
+
+
+@pytest.mark.parametrize("longest", [0.03, 0.3, 1.0])
+def test_cutting_ends_however_short_the_pieces(longest):
+    waveform = syllables(4.123)
+    pieces = cut(waveform, longest=longest)
+    assert all(one.core_end == other.core_start < other.core_end for one, other in itertools.pairwise(pieces))
+    assert all(len(piece.waveform) > 0 for piece in pieces)
+    assert (pieces[0].core_start, pieces[-1].core_end) == (0, pytest.approx(4.123, abs=0.01))
+
+
+def test_no_more_than_a_minute_is_read_ahead():
+    read = 0
+
+    def blocks() -> Iterator[torch.Tensor]:
+        nonlocal read
+        for number in range(600):
+            read += 1
+            yield torch.cat([syllables(0.7, number), zeros(0.3)])
+
+    for count, piece in enumerate(cut_into_pieces(blocks(), cutting_of(20.0, 0.2))):
+        assert read <= piece.end + 62
+        if count == 50:
+            break
+    assert read < 120

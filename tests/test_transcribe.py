@@ -1,0 +1,344 @@
+"""Recordings to text: the recogniser, the script, its formats, and what cannot be transcribed."""
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from konkanivani.audio import load_audio
+from konkanivani.audio_file import AudioSource
+from konkanivani.checkpoint import BEST
+from konkanivani.errors import CheckpointError, UsageError
+from konkanivani.metrics import error_rates
+from konkanivani.pieces import cutting_of
+from konkanivani.recipe import build_run
+from konkanivani.recognizer import Recognizer, load_recognizer
+from konkanivani.start import resolve_start
+from konkanivani.training.loop import train
+from konkanivani.transcribe import Recording, find_recordings, output_paths
+from konkanivani.transcript import Segment, Word
+from konkanivani.transcript_text import cues_of, srt_time, text_of
+from tests.conftest import ROOT, TINY_MODEL, run_folders, run_script, speak, write_corpus
+
+TRANSCRIBE = "training_scripts/transcribe.py"
+WORDS = ("एक", "दोन", "तीन", "उदक", "घर", "शाळा", "बाजार", "आवय", "चार", "घर", "पांच", "दोन", "एक", "शाळा")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A tiny model that has learnt the tones of which tests/conftest.py makes words, and some recordings."""
+
+    checkpoint: Path
+    recognizer: Recognizer
+    recordings: Path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads_sleep_while_they_wait() -> Iterator[None]:
+    """Two threads that spin while they wait for each other are tens of times slower on cores that others use too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_WAIT_POLICY", "passive")
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    directory = tmp_path_factory.mktemp("trained")
+    corpus = write_corpus(directory / "tones", {"train": 160, "valid": 5, "test": 5})
+    flags = (
+        *(*TINY_MODEL, *corpus.flags(), *run_folders(directory), "--tokenizer_type", "char", "--ctc_weight", "0.9"),
+        *("--max_steps", "150", "--batch_size", "8", "--gradient_accumulation_steps", "1", "--num_workers", "0"),
+        *("--learning_rate", "0.005", "--warmup_steps", "20", "--epochs", "50", "--speed_perturbation", "1.0"),
+        *("--frequency_masks", "0", "--time_masks", "0", "--dropout", "0", "--save_minutes", "0"),
+    )
+    train(build_run(resolve_start(list(flags))))
+    checkpoint = directory / "checkpoints" / BEST
+    return Trained(checkpoint, load_recognizer(checkpoint, device="cpu"), directory / "tones" / "audio")
+
+
+def tones(words: tuple[str, ...], seed: int = 0) -> np.ndarray:
+    audio = speak(list(words))
+    return audio + 0.005 * np.random.default_rng(seed).standard_normal(len(audio)).astype(np.float32)
+
+
+def utterances() -> list[np.ndarray]:
+    """Twelve utterances of one to four words."""
+    begins = list(itertools.accumulate([1, 2, 3, 4] * 3, initial=0))
+    endless = list(itertools.islice(itertools.cycle(WORDS), begins[-1]))
+    return [tones(tuple(endless[a:b]), seed=a) for a, b in itertools.pairwise(begins)]
+
+
+def transcribe(trained: Trained, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return run_script(TRANSCRIBE, *map(str, arguments), "--checkpoint", str(trained.checkpoint), "--device", "cpu")
+
+
+# ----------------------------------------------------------------------------------------------------- the recogniser
+
+
+def test_the_tiny_model_has_learnt_its_words(trained):
+    heard = [trained.recognizer.transcribe(audio).text for audio in (tones(WORDS[:3]), tones(WORDS[3:7]))]
+    assert error_rates([" ".join(WORDS[:3]), " ".join(WORDS[3:7])], heard).cer < 0.2
+
+
+def with_pauses(spoken: list[np.ndarray]) -> np.ndarray:
+    """The utterances, each after three quarters of a second in which only the noise goes on."""
+    pause = 0.005 * np.random.default_rng(1).standard_normal(12_000).astype(np.float32)
+    return np.concatenate([part for audio in spoken for part in (pause, audio)])
+
+
+def test_a_long_recording_is_heard_as_its_utterances_are_one_by_one(trained):
+    spoken = utterances()
+    alone = [trained.recognizer.transcribe(audio).text for audio in spoken]
+    transcript = trained.recognizer.transcribe(with_pauses(spoken))
+    assert len(transcript.segments) == len(spoken) and all(alone)
+    heard = [segment.text for segment in transcript.segments]
+    # The pauses take part in normalising the features, so a doubtful letter may be another.
+    assert error_rates(alone, heard).cer < 0.05
+    ends = np.cumsum([0.75 + len(audio) / 16_000 for audio in spoken])
+    for segment, audio, end in zip(transcript.segments, spoken, ends, strict=True):
+        assert abs(segment.start - (end - len(audio) / 16_000)) < 0.2 and end - 0.4 < segment.end < end + 0.1
+    words = transcript.words
+    assert all(a.end <= b.start for a, b in itertools.pairwise(words))
+    assert all(word.start < word.end and 0 <= word.confidence <= 1 for word in words)
+
+
+def test_speech_without_pause_is_joined_from_overlapping_pieces(trained):
+    recording = np.concatenate(utterances())
+    whole = dataclasses.replace(trained.recognizer, cutting=cutting_of(60.0, 0.4)).transcribe(recording)
+    pieces = dataclasses.replace(trained.recognizer, cutting=cutting_of(3.0, 0.4)).transcribe(recording)
+    assert len(whole.segments) == 1 and len(pieces.segments) > 3
+    # Negative control: pieces of two seconds that know nothing of each other.
+    apart = [trained.recognizer.transcribe(part).text for part in np.array_split(recording, len(recording) // 32_000)]
+    joined, broken = (error_rates([whole.text], [text]).wer for text in (pieces.text, " ".join(apart)))
+    assert joined <= 0.1 and joined < broken
+
+
+def test_batches_are_heard_as_pieces_alone(trained, monkeypatch):
+    recording = with_pauses(utterances())
+    together = trained.recognizer.transcribe(recording)
+    monkeypatch.setattr("konkanivani.recognizer.BATCH_SECONDS", 0.0)
+    alone = trained.recognizer.transcribe(recording)
+    assert [(w.text, w.start, w.end) for w in together.words] == [(w.text, w.start, w.end) for w in alone.words]
+    for one, other in zip(together.words, alone.words, strict=True):
+        assert one.confidence == pytest.approx(other.confidence, abs=1e-4)
+
+
+def test_files_arrays_and_tensors_are_heard_alike(trained, tmp_path):
+    audio = tones(WORDS[:4])
+    soundfile.write(tmp_path / "a.flac", audio, 16_000)
+    soundfile.write(tmp_path / "b.wav", np.stack([audio, audio], axis=1), 16_000, subtype="FLOAT")
+    given = (tmp_path / "a.flac", str(tmp_path / "b.wav"), audio, torch.from_numpy(audio), audio.astype(np.float64))
+    assert len({trained.recognizer.transcribe(each).text for each in given}) == 1
+    assert trained.recognizer.transcribe(audio).text
+
+
+@pytest.mark.parametrize("decode", ["prefix", "attention", "joint"])
+def test_every_decoding_gives_timed_words(trained, decode):
+    recognizer = load_recognizer(trained.checkpoint, decode=decode, beam=2, device="cpu")
+    transcript = recognizer.transcribe(tones(WORDS[:4]))
+    assert transcript.text or decode == "attention"  # which has learnt little in so few steps
+    assert all(0 <= word.start < word.end <= 5 for word in transcript.words)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.09, 0.1, 0.12])
+def test_what_is_too_short_for_a_word_is_no_error(trained, seconds):
+    noise = np.random.default_rng(0).standard_normal(round(seconds * 16_000)).astype(np.float32)
+    assert len(trained.recognizer.transcribe(0.1 * noise).words) <= 2
+
+
+def test_segments_come_before_the_recording_has_ended(trained):
+    gap, words = torch.zeros(12_000), torch.from_numpy(tones(WORDS[:2]))
+    recording = torch.cat([words, gap]).repeat(80)
+    first = next(trained.recognizer.segments(recording))
+    assert first.words[0].start < 1
+    recording[-5:] = float("nan")  # it is read when its turn comes
+    assert next(trained.recognizer.segments(recording)).text == first.text
+
+
+def test_importing_the_package_does_not_wait_for_torch():
+    code = "import sys, konkanivani; assert 'torch' not in sys.modules; konkanivani.load_recognizer; "
+    code += "assert 'torch' in sys.modules; konkanivani.nothing"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "has no attribute 'nothing'" in done.stderr, done.stderr
+
+
+def test_a_checkpoint_that_is_none_is_said_in_a_sentence(trained, tmp_path):
+    (tmp_path / "cut.pt").write_bytes(trained.checkpoint.read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_recognizer(tmp_path / "cut.pt")
+    with pytest.raises(CheckpointError, match="no checkpoint at"):
+        load_recognizer(tmp_path / "nowhere.pt")
+
+
+# ---------------------------------------------------------------------------------------------------------- the formats
+
+
+def word(text: str, start: float, end: float, confidence: float | None = 0.5) -> Word:
+    return Word(text, start, end, confidence)
+
+
+def written(segments: list[Segment], text_format: str, timestamps: str = "segment") -> str:
+    return "".join(text_of(segments, text_format, timestamps, "a.wav"))
+
+
+SHORT = [Segment((word("एक", 1.0, 1.25), word("दोन", 1.25, 2.5))), Segment((word("a<b", 3600.0, 3600.2, None),))]
+
+
+def test_the_formats_are_what_players_read():
+    assert written(SHORT, "txt") == "एक दोन\na<b\n"
+    assert written(SHORT, "txt", "word").splitlines()[1] == "1.250\t2.500\tदोन"
+    assert written(SHORT, "srt") == (
+        "1\n00:00:01,000 --> 00:00:02,500\nएक दोन\n\n2\n01:00:00,000 --> 01:00:01,000\na<b\n\n"
+    )
+    assert written(SHORT, "vtt") == (
+        "WEBVTT\n\n00:00:01.000 --> 00:00:02.500\nएक दोन\n\n01:00:00.000 --> 01:00:01.000\na&lt;b\n\n"
+    )
+    assert written([], "txt") == written([], "srt") == "" and written([], "vtt") == "WEBVTT\n\n"
+    found = json.loads(written(SHORT, "json", "word"))
+    assert (found["audio_filepath"], found["text"]) == ("a.wav", "एक दोन a<b")
+    assert found["segments"][0]["words"][1] == {"start": 1.25, "end": 2.5, "text": "दोन", "confidence": 0.5}
+    assert found["segments"][1]["words"][0]["confidence"] is None
+    assert "words" not in json.loads(written(SHORT, "json"))["segments"][0]
+    assert (srt_time(0), srt_time(3_599_999), srt_time(360_000_001)) == (
+        "00:00:00,000",
+        "00:59:59,999",
+        "100:00:00,001",
+    )
+
+
+@pytest.mark.parametrize("timestamps", ["segment", "word"])
+def test_cues_can_be_read(timestamps):
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(1, 14, 300)
+    times = np.cumsum(generator.choice([0.0, 0.05, 0.3, 1.2], 601, p=[0.1, 0.3, 0.5, 0.1]))
+    words = [word("क" * n, *times[2 * k : 2 * k + 2]) for k, n in enumerate(lengths)]
+    segments = [Segment(tuple(words[k : k + 50])) for k in range(0, 300, 50)]
+    cues = list(cues_of(segments, timestamps))
+    assert " ".join(cue.text.replace("\n", " ") for cue in cues) == " ".join(w.text for w in words)
+    assert all(cue.start < cue.end and len(lines := cue.text.split("\n")) <= 2 for cue in cues for _ in (0,)) and lines
+    assert all(len(line) <= 42 for cue in cues for line in cue.text.split("\n"))
+    assert all(a.end <= b.start for a, b in itertools.pairwise(cues))
+    assert all(cue.end - cue.start <= 7000 for cue in cues)
+    if timestamps == "word":
+        assert len(cues) == len(words)
+
+
+def test_a_word_longer_than_a_line_has_a_line_of_its_own():
+    (cue,) = cues_of([Segment((word("क" * 60, 0, 1),))], "segment")
+    assert cue.text == "क" * 60
+
+
+# ----------------------------------------------------------------------------------------------------------- the script
+
+
+@pytest.fixture(scope="module")
+def folder(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Recordings good and bad, in a folder with a folder within, and links and pipes that lead nowhere."""
+    directory = tmp_path_factory.mktemp("recordings")
+    (directory / "inside").mkdir()
+    soundfile.write(directory / "good.wav", tones(WORDS[:4]), 16_000)
+    soundfile.write(directory / "inside" / "good.ogg", np.repeat(tones(WORDS[:2])[:, None], 2, axis=1), 48_000)
+    soundfile.write(directory / "silence.flac", np.zeros(16_000), 16_000)
+    (directory / "text.wav").write_text("no audio")
+    (directory / "notes.txt").write_text("no audio either")
+    soundfile.write(directory / "nan.wav", np.full(16_000, np.nan, dtype=np.float32), 16_000, subtype="FLOAT")
+    (directory / "inside" / "round").symlink_to(directory)
+    os.mkfifo(directory / "pipe.wav")
+    return directory
+
+
+def test_one_bad_file_does_not_stop_the_others(trained, folder, tmp_path):
+    done = transcribe(trained, folder, "--format", "srt", "--output_dir", tmp_path / "out")
+    assert done.returncode == 3 and "Traceback" not in done.stderr
+    for name in ("text.wav", "nan.wav", "pipe.wav"):
+        assert len(re.findall(rf"The audio file \S*{name} cannot be read", done.stderr)) == 1
+    assert "3 of 6 files could not be transcribed" in done.stderr
+    written = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert written == {"good.srt", "inside/good.srt", "silence.srt"}
+    assert (tmp_path / "out" / "silence.srt").read_text() == ""
+    assert (tmp_path / "out" / "good.srt").read_text(encoding="utf-8").startswith("1\n00:00:00,")
+
+
+def test_what_is_printed_is_what_the_recogniser_says(trained, folder):
+    expected = trained.recognizer.transcribe(folder / "good.wav")
+    done = transcribe(trained, folder / "good.wav")
+    assert (done.returncode, done.stdout, done.stderr) == (0, expected.text + "\n", "")
+    done = transcribe(trained, folder / "good.wav", folder / "silence.flac", "--format", "json", "--timestamps", "word")
+    assert done.returncode == 0
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert first["segments"][0]["words"] == [
+        {
+            "start": round(w.start, 3),
+            "end": round(w.end, 3),
+            "text": w.text,
+            "confidence": pytest.approx(w.confidence, abs=1e-3),
+        }
+        for w in expected.words
+    ]
+    assert (second["text"], second["segments"]) == ("", [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "said"),
+    [
+        ((), 2, "nothing to transcribe"),
+        (("{good}", "--pause", "0"), 2, "--pause"),
+        (("{good}", "--longest_piece", "0.1"), 2, "--longest_piece"),
+        (("{good}", "--beam", "0"), 2, "--beam"),
+        (("{good}", "{good}", "--format", "vtt"), 2, "--output_dir"),
+        (("/dev/zero",), 3, "no file"),
+        (("{text}",), 3, "cannot be opened as audio"),
+        (("{good}", "--output_dir", "{text}"), 6, "cannot be written"),
+    ],
+)
+def test_what_cannot_be_transcribed_is_said_in_a_sentence(trained, folder, arguments, exit_code, said):
+    known = {"good": folder / "good.wav", "text": folder / "text.wav"}
+    done = transcribe(trained, *(argument.format(**known) for argument in arguments))
+    assert done.returncode == exit_code and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert done.stdout == ""
+
+
+def test_without_a_checkpoint_it_says_so(folder, tmp_path):
+    done = run_script(TRANSCRIBE, str(folder / "good.wav"), cwd=tmp_path)
+    assert done.returncode == 4 and "no checkpoint in checkpoints/" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_folders_are_searched_in_order_and_links_are_not_followed(folder, tmp_path):
+    found = [str(recording.name) for recording in find_recordings([str(folder)])]
+    assert found == ["good.wav", "inside/good.ogg", "nan.wav", "pipe.wav", "silence.flac", "text.wav"]
+    names = [Recording(Path(name), Path(name)) for name in ("a.wav", "a.mp3", "b.wav")]
+    assert [path.name for path in output_paths(names, tmp_path, "txt")] == ["a.wav.txt", "a.mp3.txt", "b.txt"]
+    with pytest.raises(UsageError, match="Download"):
+        find_recordings(["https://example.org/a.wav"])
+    with pytest.raises(UsageError, match="would both be"):
+        output_paths([names[0], names[0]], tmp_path, "txt")
+
+
+def test_a_recording_is_loaded_as_in_training(trained):
+    """What the recogniser hears of an utterance is what training heard, so scores carry over."""
+    path = sorted(trained.recordings.glob("test_*.flac"))[3]
+    waveform = load_audio(AudioSource(str(path)))
+    encoded, lengths = trained.recognizer.speech_model.encode(waveform[None], (len(waveform),))
+    tokens = trained.recognizer.decode(trained.recognizer.speech_model.model, encoded, lengths)[0]
+    assert trained.recognizer.transcribe(path).text == trained.recognizer.speech_model.tokenizer.decode(tokens)
+
+
+def test_the_benchmark_of_a_long_file_says_what_it_took(trained):
+    manifest = trained.recordings.parent / "test.jsonl"
+    given = ("--checkpoint", str(trained.checkpoint), "--manifest", str(manifest), "--minutes", "0.5", "--json")
+    done = run_script("benchmarks/long_file.py", *given)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["audio_seconds"] >= 30 and found["segments"] == found["utterances"] > 10
+    assert 0 < found["rss_growth_mib"] < 600 and found["times_real_time"] > 0 and found["cer"] < 0.5

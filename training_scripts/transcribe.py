@@ -1,0 +1,82 @@
+#!/usr/bin/env python3
+"""Writes down what is said in audio files of any length, or in folders of them, as text, JSON or subtitles.
+
+python3 training_scripts/transcribe.py interview.mp3 recordings/ --format srt --output_dir subtitles
+"""
+
+import bootstrap
+
+bootstrap.rerun_under_venv()
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from konkanivani.command_line import read_flags, run_script
+from konkanivani.config import DecodingConfig
+from konkanivani.errors import CheckpointError, UsageError
+from konkanivani.flags import check_decoding
+
+SHORTEST_PIECE, LONGEST_PIECE = 1.0, 600.0
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.2, 60.0
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What is transcribed, by which model, and how it is written down."""
+
+    files: Annotated[tuple[str, ...], Positional, arg(metavar="FILE …")]
+    """Audio files that libsndfile reads (WAV, FLAC, MP3, OGG and more), and folders, which are searched for them."""
+    checkpoint: str | None = None
+    """A checkpoint_*.pt file (None: the best one in checkpoints/)."""
+    format: Literal["txt", "json", "srt", "vtt"] = "txt"
+    """txt: a line for what was said between two pauses; json: a line of JSON for each file; srt, vtt: subtitles."""
+    timestamps: Literal["segment", "word"] = "segment"
+    """word: times of each word: in txt a line a word, in json a list of them, in subtitles a cue a word."""
+    output_dir: str | None = None
+    """Folder for a transcript of each file (None: print them)."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where to run."""
+    longest_piece: float | None = None
+    """Seconds that are recognised in one piece at most (None: what the model was trained on, 30 at most)."""
+    pause: float = 0.4
+    """Seconds of silence at which speech is cut into pieces."""
+    decoding: DecodingConfig = field(default_factory=DecodingConfig)
+
+
+def transcribe(flags: Flags) -> str:
+    """Prints or writes the transcripts as they come; a sentence about the files written, if any."""
+    check_flags(flags)
+    from konkanivani.recognizer import build_recognizer
+    from konkanivani.trained_model import best_checkpoint
+    from konkanivani.transcribe import Transcription, find_recordings
+
+    recordings = find_recordings(flags.files)
+    checkpoint = Path(flags.checkpoint) if flags.checkpoint else best_checkpoint("checkpoints")
+    if flags.checkpoint is None and not checkpoint.is_file():
+        raise CheckpointError(
+            "There is no checkpoint in checkpoints/. Give the path of one with --checkpoint, or train a model first."
+        )
+    recognizer = build_recognizer(checkpoint, flags.decoding, flags.device, flags.longest_piece, flags.pause)
+    output = Path(flags.output_dir) if flags.output_dir is not None else None
+    return Transcription(recognizer, flags.format, flags.timestamps, output).run(recordings)
+
+
+def check_flags(flags: Flags) -> None:
+    """Raises a UsageError where the flags cannot work."""
+    if not flags.files:
+        raise UsageError("There is nothing to transcribe. Give audio files, or folders of them.")
+    if flags.longest_piece is not None and not SHORTEST_PIECE <= flags.longest_piece <= LONGEST_PIECE:
+        raise UsageError(f"--longest_piece must be from {SHORTEST_PIECE:g} to {LONGEST_PIECE:g} seconds.")
+    if not SHORTEST_PAUSE <= flags.pause <= LONGEST_PAUSE:
+        raise UsageError(f"--pause must be from {SHORTEST_PAUSE:g} to {LONGEST_PAUSE:g} seconds.")
+    check_decoding(flags.decoding)
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what cannot be written
+    flags = read_flags(Flags, sys.argv[1:])
+    sys.exit(run_script(lambda: transcribe(flags)))
