@@ -33,9 +33,6 @@ from konkanivani.lengths import (
 )
 
 MEL_BINS = 80
-BLOCK_SECONDS = 1.0  # of a stream: what is decoded and resampled at once
-# The resampling filter, as torchaudio's: a sinc that ends after six zeros, its cutoff a little under half of the rate.
-FILTER_ZEROS, FILTER_ROLLOFF = 6, 0.99
 SMALLEST_POWER = 1e-10
 # What features depend on; a model that was trained on features of other constants hears nothing here.
 FEATURES = {
@@ -50,6 +47,9 @@ FEATURES = {
     "edges": "no padding",
     "normalisation": "mean 0 and variance 1 of each bin over the utterance",
 }
+BLOCK_SECONDS = 1.0  # of a stream: what is decoded and resampled at once
+# The resampling filter, as torchaudio's: a sinc that ends after six zeros, its cutoff a little under half of the rate.
+FILTER_ZEROS, FILTER_ROLLOFF = 6, 0.99
 
 
 @contextlib.contextmanager

@@ -26,6 +26,16 @@ def subsampled_length(frames: int) -> int:
     return max(0, ((frames - 1) // 2 - 1) // 2)
 
 
+def feature_lengths(samples: torch.Tensor) -> torch.Tensor:
+    """`feature_length` of each of (B,) int64, for a graph that is exported: there lengths are known when it runs."""
+    return (1 + (samples - FFT_SAMPLES) // HOP_SAMPLES).clamp_min(0)
+
+
+def subsampled_lengths(frames: torch.Tensor) -> torch.Tensor:
+    """`subsampled_length` of each of (B,) int64, likewise."""
+    return (((frames - 1) // 2 - 1) // 2).clamp_min(0)
+
+
 def encoder_frame_seconds(frame: float) -> float:
     """Where the middle of what encoder frame `frame` sees lies in the waveform, in seconds: 46 ms, then every 40 ms."""
     middle_feature = SUBSAMPLING * frame + (SUBSAMPLING_REACH - 1) / 2
@@ -35,16 +45,6 @@ def encoder_frame_seconds(frame: float) -> float:
 def encoded_length(samples: int) -> int:
     """Encoder frames of a waveform, at least 0."""
     return subsampled_length(feature_length(samples))
-
-
-def feature_lengths(samples: torch.Tensor) -> torch.Tensor:
-    """`feature_length` of each of (B,) int64, for a graph that is exported: there lengths are known when it runs."""
-    return (1 + (samples - FFT_SAMPLES) // HOP_SAMPLES).clamp_min(0)
-
-
-def subsampled_lengths(frames: torch.Tensor) -> torch.Tensor:
-    """`subsampled_length` of each of (B,) int64, likewise."""
-    return (((frames - 1) // 2 - 1) // 2).clamp_min(0)
 
 
 def speed_perturbed_samples(samples: int, speed: float) -> int:

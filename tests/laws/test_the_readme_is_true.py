@@ -79,6 +79,7 @@ def test_the_two_commands_stand_at_the_top():
         assert (ROOT / command).stat().st_mode & 0o111
 
 
+@pytest.mark.timeout(1200)
 def test_every_other_command_runs(copy):
     ran, shown = [], json.loads(blocks("json")[0])
     for number, command in enumerate(c for c in commands() if c not in TOP and c.startswith("python3 ")):
@@ -136,7 +137,7 @@ def test_every_flag_it_names_exists():
     known = {f"--{setting.name}" for setting in settings_of(TrainConfig())}
     known |= {"--help", "--logdir", "--host", "--checkpoint", "--manifest", "--json", "--last", "--output"}
     known |= {"--batch", "--accum", "--gpu", "--sentences", "--html", "--references", "--hypotheses", "--compare"}
-    known |= {"--timestamps", "--output_dir", "--text", "--held_out", "--bundle", "--onnx", "--int8"}
+    known |= {"--text", "--held_out", "--bundle", "--onnx", "--int8", "--timestamps", "--output_dir"}
     prepare = (ROOT / "training_scripts" / "prepare_data.py").read_text(encoding="utf-8")
     known |= {f"--{name}" for name in re.findall(r"^    (\w+): \w+", prepare, re.MULTILINE)}
     named = set(re.findall(r"--[a-z][a-z0-9_]+", README))
