@@ -3,6 +3,7 @@
 The two at the top are run by `.ci/run` and by `benchmarks/first_run.sh`.
 """
 
+import dataclasses
 import json
 import re
 import shlex
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from konkanivani.audio import MEL_BINS
-from konkanivani.config import PRESETS, TrainConfig
+from konkanivani.config import PRESETS, DecodingConfig, TrainConfig
 from konkanivani.flags import settings_of
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from tests.conftest import ROOT, Corpus
@@ -138,6 +139,7 @@ def test_every_flag_it_names_exists():
     known |= {"--help", "--logdir", "--host", "--checkpoint", "--manifest", "--json", "--last", "--output"}
     known |= {"--batch", "--accum", "--gpu", "--sentences", "--html", "--references", "--hypotheses", "--compare"}
     known |= {"--text", "--held_out", "--bundle", "--onnx", "--int8", "--timestamps", "--output_dir"}
+    known |= {f"--{setting.name}" for setting in dataclasses.fields(DecodingConfig)}
     prepare = (ROOT / "training_scripts" / "prepare_data.py").read_text(encoding="utf-8")
     known |= {f"--{name}" for name in re.findall(r"^    (\w+): \w+", prepare, re.MULTILINE)}
     named = set(re.findall(r"--[a-z][a-z0-9_]+", README))
