@@ -122,6 +122,8 @@ class LossConfig:
 
     ctc_weight: float = 0.3
     """Share of the CTC loss; the rest is the attention loss."""
+    intermediate_ctc_weight: float = 0.0
+    """Share of the CTC loss that is asked of the encoder's middle block, for the same head; about 0.3 helps."""
     label_smoothing: float = 0.1
     """Label smoothing of the attention loss."""
 

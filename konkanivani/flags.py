@@ -269,6 +269,7 @@ def _learning_rules(config: TrainConfig) -> list[Rule]:
     return [
         Rule(config.text.vocab_size > 4, "--vocab_size must be above 4"),
         Rule(0 <= loss.ctc_weight <= 1, "--ctc_weight must be between 0 and 1"),
+        Rule(0 <= loss.intermediate_ctc_weight < 1, "--intermediate_ctc_weight must be at least 0 and below 1"),
         Rule(0 <= loss.label_smoothing < 1, "--label_smoothing must be at least 0 and below 1"),
         Rule(optimizer.learning_rate > 0, "--learning_rate must be above 0"),
         Rule(

@@ -73,5 +73,5 @@ class RecognitionGraph(torch.nn.Module):
         encoded_lengths = subsampled_lengths(frames)
         # Attention over no frame at all would not be a number, so that one stays in sight.
         padding = beyond(encoded_lengths.clamp_min(1), subsampled_length(features.shape[1]))
-        encoded = self.encoder.encode(features, padding, run_directly, chunk_frames=sys.maxsize)
+        encoded, _ = self.encoder.encode(features, padding, run_directly, chunk_frames=sys.maxsize)
         return self.ctc_head(encoded).log_softmax(dim=-1), encoded_lengths

@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from konkanivani.config import OptimizerConfig
 from konkanivani.data.batching import Cursor
@@ -14,7 +15,7 @@ from konkanivani.optimizer import OptimizerState, build_optimizer, learning_rate
 from konkanivani.training.loop import MOST_SKIPS_IN_A_ROW, check_numerics
 from konkanivani.training.state import TrainState
 from konkanivani.training.step import StepParts, train_step
-from tests.laws.parts import double_parts, speeches, window
+from tests.laws.parts import double_parts, relative_difference, speeches, window
 
 
 def weights_of(parts: StepParts) -> list[torch.Tensor]:
@@ -142,3 +143,49 @@ def test_learning_rate_warms_up_to_the_peak_and_falls(schedule):
 
 def test_a_cache_cannot_exist_in_training():
     assert not any("cache" in name for name in inspect.signature(KonkaniVaniASR.forward).parameters)
+
+
+# ---------------------------------------------------------------------------------------------------- intermediate CTC
+
+
+def with_intermediate(parts: StepParts, weight: float) -> StepParts:
+    """The same parts with a share of the CTC loss asked of the middle block."""
+    loss = dataclasses.replace(parts.forward.loss, intermediate_ctc_weight=weight)
+    return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, loss=loss))
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3, 0.9])
+def test_intermediate_ctc_is_what_the_paper_says(weight):
+    """(1 - w) CTC of the last block + w CTC of the middle one, both under the encoder's norm and the one head."""
+    parts = with_intermediate(double_parts(), weight)
+    (batch,) = window(speeches(3), 3).micro_batches
+    model, made = parts.model.train(), []
+    model.encoder.blocks[0].register_forward_hook(lambda *hooked: made.append(hooked[2]))
+    output, sums = parts.forward(batch)
+    expected = 0.0
+    for share, hidden in ((1 - weight, output.encoded), (weight, model.encoder.norm(made[0]))):
+        scores = model.ctc_head(hidden).log_softmax(dim=-1).transpose(0, 1)
+        lengths = output.encoded_lengths, batch.token_lengths
+        expected = expected + share * F.ctc_loss(scores, batch.tokens, *lengths, reduction="sum")
+    assert len(model.encoder.blocks) == 2 and sums.ctc.item() == pytest.approx(expected.item(), rel=1e-9)
+
+
+def test_intermediate_ctc_is_no_part_of_validation():
+    (batch,) = window(speeches(3, augmented=False), 3).micro_batches
+    found = []
+    for weight in (0.0, 0.5):
+        parts = with_intermediate(double_parts(), weight)
+        parts.model.eval()
+        found.append(parts.forward(batch)[1].ctc.item())
+        parts.model.train()
+        found.append(parts.forward(batch)[1].ctc.item())
+    assert found[0] == found[1] == found[2] != found[3]
+
+
+def test_the_split_does_not_change_a_step_with_intermediate_ctc():
+    weights = []
+    for batch_size in (1, 4):
+        parts = with_intermediate(double_parts(recompute="always" if batch_size == 1 else "never"), 0.3)
+        train_step(parts, window(speeches(4), batch_size), step=0)
+        weights.append(torch.cat([p.detach().flatten() for p in parts.model.parameters()]))
+    assert relative_difference(*weights) < 1e-9

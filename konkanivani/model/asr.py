@@ -19,10 +19,12 @@ from konkanivani.model.encoder import Encoder
 class ASROutput:
     """What one forward pass gives: encoded (B, T', D), their lengths, decoded (B, U + 1, D).
 
-    `ctc_head` makes CTC logits (B, T', V) of the first, `decoder.output` attention logits (B, U + 1, V) of the last.
+    `middle` (B, T', D) is what the encoder's middle block made, before any norm. `ctc_head` makes CTC logits (B, T', V)
+    of `encoded`, `decoder.output` attention logits (B, U + 1, V) of `decoded`.
     """
 
     encoded: torch.Tensor
+    middle: torch.Tensor
     encoded_lengths: Lengths
     decoded: torch.Tensor
 
@@ -53,9 +55,9 @@ class KonkaniVaniASR(torch.nn.Module):
         chunk_frames: int = CHUNK_FRAMES,
     ) -> ASROutput:
         """Teacher forcing: features (B, T, F) with their lengths, decoder_tokens (B, U + 1)."""
-        encoded, encoded_lengths = self.encoder(features, feature_lengths, run_block, chunk_frames)
-        decoded = self.decoder(decoder_tokens, encoded, encoded_lengths, run_block)
-        return ASROutput(encoded, encoded_lengths, decoded)
+        frames = self.encoder.with_middle(features, feature_lengths, run_block, chunk_frames)
+        encoded, _, encoded_lengths = frames
+        return ASROutput(*frames, self.decoder(decoder_tokens, encoded, encoded_lengths, run_block))
 
     def ctc_logits(self, features: torch.Tensor, feature_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
         """The encoder and the CTC head alone: logits (B, T', V) and their lengths, for greedy decoding."""

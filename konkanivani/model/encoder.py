@@ -63,19 +63,28 @@ class Encoder(torch.nn.Module):
         run_block: BlockRunner,
         chunk_frames: int = CHUNK_FRAMES,
     ) -> tuple[torch.Tensor, Lengths]:
+        encoded, _, encoded_lengths = self.with_middle(features, feature_lengths, run_block, chunk_frames)
+        return encoded, encoded_lengths
+
+    def with_middle(
+        self, features: torch.Tensor, feature_lengths: Lengths, run_block: BlockRunner, chunk_frames: int
+    ) -> tuple[torch.Tensor, torch.Tensor, Lengths]:
+        """encoded (B, T', D), what the middle block made on the way there (B, T', D), and their lengths."""
         encoded_lengths = tuple(map(subsampled_length, feature_lengths))
         longest, padding = subsampled_length(features.shape[1]), None
         if min(encoded_lengths) < longest:  # without padding, attention takes its fastest kernel
             padding = padding_mask(encoded_lengths, longest, features.device)
-        return self.encode(features, padding, run_block, chunk_frames), encoded_lengths
+        return *self.encode(features, padding, run_block, chunk_frames), encoded_lengths
 
     def encode(
         self, features: torch.Tensor, padding: torch.Tensor | None, run_block: BlockRunner, chunk_frames: int
-    ) -> torch.Tensor:
-        """Features (B, T, F) -> encoded (B, T', D); `padding` (B, T') is True beyond an utterance's end."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features (B, T, F) -> encoded and the middle block's, (B, T', D); `padding` (B, T') is True beyond an end."""
         x = self.dropout(run_block(self.subsampling, features, chunk_frames))
         positions = self.positions(x.shape[1], x)
         key_mask = None if padding is None else ~padding[:, None, None, :]
-        for block in self.blocks:
+        middle, last_of_half = x, len(self.blocks) // 2
+        for number, block in enumerate(self.blocks, start=1):
             x = run_block(block, x, positions, key_mask, padding)
-        return self.norm(x)
+            middle = x if number == last_of_half else middle
+        return self.norm(x), middle

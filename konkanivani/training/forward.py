@@ -56,14 +56,24 @@ class ForwardPass:
 
     def loss_sums(self, output: ASROutput, batch: Batch) -> LossSums:
         """Both summed losses of the model's output for a batch on the device."""
-        lengths = output.encoded_lengths, batch.tokens, batch.token_lengths
         smoothing = self.loss.label_smoothing
         return LossSums(
-            ctc=ctc_loss_sum(output.encoded, self.model.ctc_head, *lengths, self.chunk_frames),
+            ctc=self._ctc_loss_sum(output, batch),
             attention=attention_loss_sum(
                 output.decoded, self.model.decoder.output, batch.targets, smoothing, self.chunk_frames
             ),
         )
+
+    def _ctc_loss_sum(self, output: ASROutput, batch: Batch) -> torch.Tensor:
+        """The CTC loss; in training a share of it is asked of the encoder's middle block (Lee and Watanabe, 2021)."""
+        share, spoken = self.loss.intermediate_ctc_weight, (batch.tokens, batch.token_lengths)
+
+        def loss_sum(encoded: torch.Tensor) -> torch.Tensor:
+            return ctc_loss_sum(encoded, self.model.ctc_head, output.encoded_lengths, *spoken, self.chunk_frames)
+
+        if not share or not self.model.training:
+            return loss_sum(output.encoded)
+        return (1 - share) * loss_sum(output.encoded) + share * loss_sum(self.model.encoder.norm(output.middle))
 
     def cut(self, micro_batches: tuple[Batch, ...]) -> Cut:
         """These micro-batches run as this forward pass runs them."""
