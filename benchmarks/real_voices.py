@@ -109,7 +109,7 @@ def measure(flags: Flags) -> str:
 
 
 def train(run: Path, recipe: Recipe, seed: int, flags: Flags) -> float:
-    """Trains one run to its end, going on with what is there; the seconds that all of it took."""
+    """Trains one run to its end, going on with what is there; the seconds that it took since it was last started."""
     taken = run / "seconds.txt"
     if taken.is_file():
         return float(taken.read_text())
