@@ -348,4 +348,4 @@ def test_the_benchmark_of_a_long_file_says_what_it_took(trained):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["audio_seconds"] >= 30 and found["segments"] == found["utterances"] > 10
-    assert 0 < found["rss_growth_mib"] < 600 and found["times_real_time"] > 0 and found["cer"] < 0.5
+    assert 0 <= found["rss_growth_mib"] < 600 and found["times_real_time"] > 0 and found["cer"] < 0.5

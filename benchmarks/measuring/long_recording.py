@@ -31,7 +31,7 @@ def transcribe(recognizer: Recognizer, path: Path) -> Run:
     for segment in recognizer.segments(path):
         texts.append(segment.text)
     seconds = time.perf_counter() - started
-    return Run(round(peak_resident_mib() - before, 1), round(seconds, 1), len(texts), " ".join(texts))
+    return Run(round(peak_resident_mib() - before, 1), round(seconds, 4), len(texts), " ".join(texts))
 
 
 def utterances_for(manifest: str, seconds: float, gap_seconds: float) -> list[Utterance]:
