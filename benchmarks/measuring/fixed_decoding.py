@@ -46,13 +46,11 @@ class DecodingTimes:
     attention: float
     joint: float
     tokens: int
+    beam: int
     cached_seconds: float
     uncached_seconds: float
-
-    @property
-    def cache_gain(self) -> float:
-        """How many times faster the cache makes the decoder."""
-        return self.uncached_seconds / self.cached_seconds
+    cached_beam_seconds: float
+    uncached_beam_seconds: float
 
     def sentences(self) -> str:
         """For a person."""
@@ -60,7 +58,9 @@ class DecodingTimes:
             f"{self.preset} on {self.threads} threads, times faster than the speech: greedy {self.greedy:.0f}, "
             f"prefix {self.prefix:.0f}, attention {self.attention:.1f}, joint {self.joint:.1f}.\n"
             f"{self.tokens} tokens of the attention decoder: {self.cached_seconds:.3f} s with its cache, "
-            f"{self.uncached_seconds:.3f} s without, {self.cache_gain:.1f} times as long."
+            f"{self.uncached_seconds:.3f} s without, {self.uncached_seconds / self.cached_seconds:.1f} times as long; "
+            f"of {self.beam} hypotheses {self.cached_beam_seconds:.3f} s and {self.uncached_beam_seconds:.3f} s, "
+            f"{self.uncached_beam_seconds / self.cached_beam_seconds:.1f} times as long."
         )
 
 
@@ -99,12 +99,14 @@ def measure_decoding(
         lambda: prefix(model, *encode()),
         lambda: search(0.0),
         lambda: search(JOINT_CTC_WEIGHT),
-        lambda: decode_with_cache(model, one, one_length, tokens),
-        lambda: decode_without_cache(model, one, one_length, tokens),
+        lambda: decode_with_cache(model, one, one_length, 1, tokens),
+        lambda: decode_without_cache(model, one, one_length, 1, tokens),
+        lambda: decode_with_cache(model, one, one_length, beam, tokens),
+        lambda: decode_without_cache(model, one, one_length, beam, tokens),
     )
     audio = speech.seconds * speech.utterances
     rates = [audio / each for each in seconds[:4]]
-    return DecodingTimes(preset, torch.get_num_threads(), *rates, tokens, *seconds[4:])
+    return DecodingTimes(preset, torch.get_num_threads(), *rates, tokens, beam, *seconds[4:])
 
 
 def medians(rounds: int, device: torch.device, *actions: Callable[[], object]) -> list[float]:
@@ -122,22 +124,26 @@ def medians(rounds: int, device: torch.device, *actions: Callable[[], object]) -
 
 
 @torch.no_grad()
-def decode_with_cache(model: KonkaniVaniASR, encoded: torch.Tensor, lengths: Lengths, tokens: int) -> torch.Tensor:
-    """The last logits (V,) after `tokens` greedy tokens, each computed once."""
-    cache = model.decoder.begin(encoded, lengths, beam=1)
-    token = torch.full((1, 1), Tokenizer.start, device=encoded.device)
+def decode_with_cache(
+    model: KonkaniVaniASR, encoded: torch.Tensor, lengths: Lengths, hypotheses: int, tokens: int
+) -> torch.Tensor:
+    """The last logits (K, V) of K equal hypotheses of one utterance after `tokens` tokens, each computed once."""
+    cache = model.decoder.begin(encoded, lengths, hypotheses)
+    last = torch.full((1, hypotheses), Tokenizer.start, device=encoded.device)
     for _ in range(tokens):
-        logits = model.decoder.output(model.decoder.step(token, cache))[0, 0]
-        token = logits.argmax().view(1, 1)
-    return logits
+        logits = model.decoder.output(model.decoder.step(last, cache))
+        last = logits.argmax(dim=-1)
+    return logits[0]
 
 
 @torch.no_grad()
-def decode_without_cache(model: KonkaniVaniASR, encoded: torch.Tensor, lengths: Lengths, tokens: int) -> torch.Tensor:
+def decode_without_cache(
+    model: KonkaniVaniASR, encoded: torch.Tensor, lengths: Lengths, hypotheses: int, tokens: int
+) -> torch.Tensor:
     """The same, with all tokens so far computed again for each."""
-    said = torch.full((1, 1), Tokenizer.start, device=encoded.device)
+    rows, lengths = encoded.expand(hypotheses, -1, -1), lengths * hypotheses
+    said = torch.full((hypotheses, 1), Tokenizer.start, device=encoded.device)
     for _ in range(tokens):
-        decoded = model.decoder(said, encoded, lengths, run_directly)[:, -1]
-        logits = model.decoder.output(decoded)[0]
-        said = torch.cat([said, logits.argmax().view(1, 1)], dim=1)
+        logits = model.decoder.output(model.decoder(said, rows, lengths, run_directly)[:, -1])
+        said = torch.cat([said, logits.argmax(dim=-1, keepdim=True)], dim=1)
     return logits

@@ -20,9 +20,10 @@ def linear_of(
 
     In autocast the product is in half precision, the norm in at least fp32 on every device.
     """
-    scale, shift, epsilon = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
     if not torch.is_grad_enabled():  # a Function's own time is half of a decoder's step over a few tokens
-        return _product(x, linear.weight, linear.bias, scale, shift, epsilon, activated)
+        normed = x if norm is None else norm(_in_full(x))
+        return linear(F.silu(normed) if activated else normed)
+    scale, shift, epsilon = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
     kept = _Kept.apply(x, linear.weight, scale, shift)
     return _Linear.apply([kept], x, linear.weight, linear.bias, scale, shift, epsilon, activated)
 
@@ -54,7 +55,11 @@ class _Linear(torch.autograd.Function):
         activated: bool,
     ) -> torch.Tensor:
         ctx.kept, ctx.epsilon, ctx.activated = kept, epsilon, activated
-        return _product(x, weight, bias, scale, shift, epsilon, activated)
+        if scale is not None:
+            x, _, _ = _normalize(x, scale, shift, epsilon)
+        product = F.linear((F.silu(x) if activated else x).flatten(0, -2), weight, bias)
+        # Not a view to autograd, so that the rotation of queries and keys may change it in place.
+        return torch.ops.aten._unsafe_view(product, [*x.shape[:-1], -1])
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> Backward:
@@ -78,22 +83,6 @@ class _Linear(torch.autograd.Function):
             by_inner, _in_full(x), scale.shape, mean, inverse_deviation, scale, shift, [True, True, True]
         )
         return None, by_x, by_weight, by_bias, by_scale, by_shift, None, None
-
-
-def _product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    epsilon: float,
-    activated: bool,
-) -> torch.Tensor:
-    if scale is not None:
-        x, _, _ = _normalize(x, scale, shift, epsilon)
-    product = F.linear((F.silu(x) if activated else x).flatten(0, -2), weight, bias)
-    # Not a view to autograd, so that the rotation of queries and keys may change it in place.
-    return torch.ops.aten._unsafe_view(product, [*x.shape[:-1], -1])
 
 
 def _normalize(
