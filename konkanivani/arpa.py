@@ -7,7 +7,6 @@ them, `<s>`, `</s>` and `<unk>`. In memory logarithms are natural.
 
 import gzip
 import math
-import os
 import re
 import stat
 import zlib
@@ -22,6 +21,7 @@ import numpy as np
 
 from konkanivani.errors import DataError, ResourceError
 from konkanivani.text import Tokenizer
+from konkanivani.whole_file import published
 
 LN_10 = math.log(10)
 IMPOSSIBLE = -99.0  # SRILM's base-10 logarithm of zero; what the file of a model says of <s>
@@ -204,16 +204,13 @@ def write_arpa(path: str | Path, orders: Sequence[Ngrams], tokenizer: Tokenizer)
     A ResourceError says why that cannot be done.
     """
     path = Path(path)
-    partial = path.with_name(path.name + ".partial")
     pieces = [tokenizer.piece(token) for token in range(tokenizer.size)]
     try:
-        with gzip.GzipFile(partial, "wb", mtime=0) if path.suffix == ".gz" else open(partial, "wb") as file:
-            for line in _lines(orders, pieces):
-                file.write(line.encode() + b"\n")
-        os.replace(partial, path)
+        with published(path) as partial:
+            with gzip.GzipFile(partial, "wb", mtime=0) if path.suffix == ".gz" else open(partial, "wb") as file:
+                for line in _lines(orders, pieces):
+                    file.write(line.encode() + b"\n")
     except OSError as error:
-        if partial.is_file():
-            partial.unlink()
         raise ResourceError(
             f"The language model cannot be written to {path}: {error.strerror or error}. "
             "Give another --output in a folder of yours."

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from konkanivani.errors import ResourceError, UsageError
+from konkanivani.whole_file import published
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #faf9f6; --card: #ffffff; --ink: #1c1d20; --soft: #5b5f66;
@@ -110,10 +111,8 @@ def _is_page(path: str) -> bool:
 
 def write_page(path: str, page: str) -> None:
     """Writes the page beside `path` and renames it into place."""
-    partial = Path(path + ".partial")
     try:
-        partial.write_text(page, encoding="utf-8", errors="backslashreplace")
-        os.replace(partial, path)
+        with published(Path(path)) as partial:
+            partial.write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise ResourceError(f"--html {path} cannot be written: {error.strerror or error}. Give another path.") from None

@@ -50,7 +50,7 @@ class Scorers:
         scores = scores.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
         candidates = _likeliest(scores, CANDIDATES_A_PLACE * beam if self.ctc else scores.shape[2])
         scores = scores.gather(2, candidates)
-        if self.ctc and self.ctc_weight:
+        if self.ctc:
             scores = scores + self.ctc_weight * self.ctc.score(candidates)
         return candidates, scores
 
