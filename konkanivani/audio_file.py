@@ -9,11 +9,12 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import soundfile
 
+from konkanivani.audio_roots import outside, resolved_inside
 from konkanivani.errors import DataError
 
 MOST_CHANNELS = 32
@@ -30,7 +31,7 @@ class AudioSource:
 
     `byte_count` > 0: the audio file is those bytes of the file at `path`, from `byte_offset` on (a tar shard's member).
     `start` None: all of the audio file, which lasts `seconds` where those are known; else the span of `seconds` from
-    there on.
+    there on. `roots`: the folders in which the file must lie, links resolved (None: anywhere, a person named it).
     """
 
     path: str
@@ -38,6 +39,7 @@ class AudioSource:
     byte_count: int = 0
     start: float | None = None
     seconds: float | None = None
+    roots: tuple[str, ...] | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         inside = f" at byte {self.byte_offset}" if self.byte_count else ""
@@ -81,7 +83,7 @@ def duration_tolerance(seconds: float) -> float:
 def read_bytes(source: AudioSource) -> Iterator[bytes]:
     """The bytes of the audio file as they lie there, piece by piece; an OSError where they cannot be read."""
     left = source.byte_count or sys.maxsize
-    with open(source.path, "rb") as file:
+    with _open_file(source) as file:
         file.seek(source.byte_offset)
         while piece := file.read(min(PIECE_BYTES, left)):
             left -= len(piece)
@@ -195,22 +197,42 @@ class _Window(io.RawIOBase):
         return count
 
 
+def _open_file(source: AudioSource) -> io.BufferedReader:
+    """The regular file that holds the audio; an UnusableAudio or an OSError where there is none, or none allowed.
+
+    What is no file, or lies outside, is never opened; where one takes a file's place in between, that does no harm.
+    """
+    path = source.path if source.roots is None else resolved_inside(source.path, source.roots)
+    if path is None:
+        raise _unusable(source, outside(os.path.realpath(source.path)))
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise _unusable(source, "it is no file")
+    file = open(path, "rb", opener=_open_without_waiting)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise _unusable(source, "it is no file")
+    return file
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+
+
 @contextlib.contextmanager
 def _open(source: AudioSource) -> Iterator[soundfile.SoundFile]:
     with contextlib.ExitStack() as opened:
         try:
-            status = os.stat(source.path)
-            if not stat.S_ISREG(status.st_mode):
-                raise _unusable(source, "it is no file")
-            if source.byte_count and source.byte_offset + source.byte_count > status.st_size:
-                raise _unusable(source, f"its shard ends at byte {status.st_size}")
-            file = opened.enter_context(open(source.path, "rb"))
+            file = opened.enter_context(_open_file(source))
+            size = os.fstat(file.fileno()).st_size
+            if source.byte_count and source.byte_offset + source.byte_count > size:
+                raise _unusable(source, f"its shard ends at byte {size}")
         except (OSError, ValueError) as error:
             reason = "it does not exist" if isinstance(error, FileNotFoundError) else str(error)
             raise _unusable(source, reason) from None
         try:
-            audio = _Window(file, source.byte_offset, source.byte_count) if source.byte_count else source.path
-            sound = opened.enter_context(soundfile.SoundFile(audio))
+            inside = _Window(file, source.byte_offset, source.byte_count) if source.byte_count else None
+            # What has been opened is read, whatever has the name by now.
+            sound = opened.enter_context(soundfile.SoundFile(inside or file.fileno(), closefd=False))
         except (OSError, RuntimeError, TypeError, ValueError) as error:  # soundfile's own errors are RuntimeErrors
             is_its_own = isinstance(error, soundfile.LibsndfileError)
             reason = str(error).rsplit(": ", 1)[-1].rstrip(".") if is_its_own else error

@@ -1,12 +1,11 @@
 """Named stateful parts in one verified file, published by rename.
 
 A checkpoint is torch's zip format and holds tensors, strings, bytes (as a uint8 tensor) and plain numbers only. Reading
-checks every record's CRC first, because torch.load does not, and then unpickles with `weights_only=True`.
+checks every record's CRC first, because torch.load does not, and what no checkpoint of ours holds: checkpoint_archive.py.
 """
 
 import os
 import re
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from konkanivani.checkpoint_archive import load_archive
 from konkanivani.errors import CheckpointError, ResourceError
 
 FORMAT = 2  # 1: the norm now at a block's beginning stood at its end
@@ -78,12 +78,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     if not path.is_file():
         raise CheckpointError(f"There is no checkpoint at {path}. Give the path of a checkpoint_*.pt file.")
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise CheckpointError(f"The checkpoint {path} is damaged: the CRC of its record {damaged} does not match.")
-        record = torch.load(path, map_location="cpu", weights_only=True)
-        return _parse_record(record, path)
+        return _parse_record(load_archive(path), path)
     except CheckpointError:
         raise
     except (PermissionError, MemoryError) as error:  # nothing that renaming the file would mend
@@ -110,7 +105,10 @@ def _parse_record(record: object, path: Path) -> Checkpoint:
         isinstance(record["config"], str)
         and isinstance(tokenizer, torch.Tensor)
         and tokenizer.dtype == torch.uint8
+        and tokenizer.dim() == 1
         and all(type(record[name]) is int for name in ("vocab_size", "step", "plan_digest"))
+        and 0 < record["vocab_size"] < 2**31
+        and 0 <= record["step"] < 2**63
         and isinstance(states, dict)
         and all(isinstance(state, dict) for state in states.values())
     )

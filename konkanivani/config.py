@@ -48,6 +48,8 @@ class DataConfig:
     """JSONL manifest for validation after each epoch."""
     test_manifest: str | None = None
     """JSONL manifest scored once at the end, by greedy CTC."""
+    audio_roots: tuple[str, ...] = ()
+    """Folders beside each manifest's own that its audio may lie in; rows that name other places are broken."""
     test_decode: Literal["greedy", "prefix", "attention", "joint"] = "joint"
     """How the test manifest is scored a second time, with a beam of 10; greedy: no second time."""
     batch_size: int | Literal["auto"] = 2

@@ -304,7 +304,8 @@ def _has_type(setting: Setting) -> bool:
     if get_origin(declared) is Literal:
         return setting.value in get_args(declared)
     if get_origin(declared) is tuple:
-        return isinstance(setting.value, tuple) and all(isinstance(v, (int, float)) for v in setting.value)
+        kinds = (str,) if get_args(declared)[0] is str else (int, float)
+        return isinstance(setting.value, tuple) and all(isinstance(value, kinds) for value in setting.value)
     if any(get_origin(kind) is Literal and setting.value in get_args(kind) for kind in get_args(declared)):
         return True
     kinds = tuple(kind for kind in get_args(declared) if isinstance(kind, type)) or (declared,)

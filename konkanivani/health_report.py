@@ -19,7 +19,7 @@ def diagnose(manifests: tuple[str, ...], config: TrainConfig, audio_utterances: 
     parts, refusals, tokenizer = [], [], None
     for number, path in enumerate(manifests):
         try:
-            manifest = read_manifest(path)
+            manifest = read_manifest(path, config.data.audio_roots)
             parts.append(Part(path, number == 0, manifest, len(manifest), manifest.broken))
             if number == 0 and len(manifest):  # where all rows are broken, that is what there is to say
                 tokenizer = build_tokenizer(manifest, config)

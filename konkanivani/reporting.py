@@ -52,7 +52,7 @@ def score_test(checkpoint: Path, config: DataConfig, device: torch.device) -> tu
         return tuple(TestScore(decode, None) for decode in ways)
     trained = load_trained_model(checkpoint, device)
     decoders = [build_decode(DecodingConfig(decode), trained.tokenizer, device) for decode in ways]
-    evaluations = [evaluate_manifest(trained, config.test_manifest, decode) for decode in decoders]
+    evaluations = [evaluate_manifest(trained, config.test_manifest, decode, config.audio_roots) for decode in decoders]
     return tuple(map(TestScore, ways, evaluations))
 
 

@@ -52,7 +52,7 @@ def build_speech(start: Start, device: torch.device, rejected: Path) -> RunSpeec
             "python3 training_scripts/prepare_builtin_corpus.py and give data/builtin/train.jsonl."
         )
     rejections = Rejections(rejected, parse_share(config.data.max_rejected, "--max_rejected"))
-    manifest = read_manifest(config.data.train_manifest)
+    manifest = read_manifest(config.data.train_manifest, config.data.audio_roots)
     rejections.begin(manifest)
     tokenizer = choose_tokenizer(start, manifest)
     train = build_training_speech(config, manifest, tokenizer, rejections)
@@ -99,7 +99,7 @@ def build_training_speech(
         config.augment.speed_perturbation,
         config.run.seed,
         manifest.path,
-        read_surroundings(config.augment, config.run.seed),
+        read_surroundings(config.augment, config.run.seed, config.data.audio_roots),
     )
 
 
@@ -123,7 +123,7 @@ def build_evaluation_set(
 ) -> EvaluationSet:
     """The manifest's utterances laid into batches for evaluation; those left out are added to the rejections."""
     limits, digits = evaluation_limits(config.data), config.text.digits
-    manifest = read_manifest(path)
+    manifest = read_manifest(path, config.data.audio_roots)
     rejections.begin(manifest)
     kept = choose_usable(manifest, tokenizer, limits, digits, rejections)
     plan = plan_evaluation(kept.durations, config.data.validation_batch_seconds)

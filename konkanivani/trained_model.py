@@ -43,9 +43,15 @@ def load_trained_model(path: str | Path, device: torch.device) -> TrainedModel:
     return TrainedModel(checkpoint, config, Tokenizer(checkpoint.tokenizer), forward)
 
 
-def evaluate_manifest(trained: TrainedModel, manifest: str, decode: Decode) -> Evaluation:
-    """The model's losses and error rates over a manifest; what is left out is told row by row."""
+def evaluate_manifest(
+    trained: TrainedModel, manifest: str, decode: Decode, named_roots: tuple[str, ...] = ()
+) -> Evaluation:
+    """The model's losses and error rates over a manifest; what is left out is told row by row.
+
+    The folders that audio may lie in are those named here, whatever the checkpoint says of them.
+    """
     config, forward = trained.config, trained.forward
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, audio_roots=named_roots))
     rejections = Rejections(None, parse_share(config.data.max_rejected, "--max_rejected"))
     utterances = build_evaluation_set(manifest, config, trained.tokenizer, forward.device, rejections)
     return utterances.evaluate(forward, decode)
@@ -57,7 +63,7 @@ def hear_manifest(trained: TrainedModel, path: str, manifest: Manifest, decoding
     They are to be normalised as in its training.
     """
     decode = build_decode(decoding, trained.tokenizer, trained.forward.device)
-    evaluation = evaluate_manifest(trained, manifest.path, decode)
+    evaluation = evaluate_manifest(trained, manifest.path, decode, manifest.named_roots)
     heard = {scored.utterance.row: scored.hypothesis for scored in evaluation.scored}
     texts = tuple(
         ScoredText(said.id, said.text, heard[said.row], said.speaker, said.duration, said.pattern)

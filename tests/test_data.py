@@ -196,7 +196,7 @@ def test_an_audio_file_that_goes_missing_is_named_and_the_workers_end(speech, wo
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_cannot_be_read_is_left_out_of_its_window_and_told_once(speech, workers, tmp_path, capsys):
-    missing = dataclasses.replace(speech.utterances[3], audio_path=str(tmp_path / "gone"))
+    missing = dataclasses.replace(speech.utterances[3], audio_path=str(tmp_path / "gone"), roots=None)
     spoilt = dataclasses.replace(speech, utterances=[*speech.utterances[:3], missing, *speech.utterances[4:]])
     windows = stream(spoilt, workers)
     for (window, behind), (expected, expected_behind) in zip(

@@ -366,6 +366,13 @@ class Prepared:
     def manifest(self, split: str) -> Path:
         return self.directory / "prepared" / f"{split}.jsonl"
 
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """The folder that the printed command names for --audio_roots, where it names one."""
+        root = json.loads((self.directory / "prepared" / "report.json").read_text())["audio_root"]
+        assert not root or f"--audio_roots {root}" in self.said or "Train on it" not in self.said
+        return (root,) if root else ()
+
 
 @pytest.fixture(scope="module", params=MINIATURES)
 def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
@@ -385,7 +392,7 @@ def test_every_utterance_is_in_a_manifest_with_its_text_span_speaker_and_split(p
         if not prepared.manifest(split).exists():
             assert split not in {spoken.split for spoken in prepared.spoken}
             continue
-        for utterance in read_manifest(prepared.manifest(split)):
+        for utterance in read_manifest(prepared.manifest(split), prepared.roots):
             spoken = expected[utterance.text]
             listed.append(utterance.text)
             assert (utterance.speaker, spoken.split or split) == (spoken.speaker, split)
@@ -406,7 +413,7 @@ def test_two_steps_of_training_run_on_it(prepared, tmp_path):
     flags = ("--max_steps", "2", "--batch_size", "2", "--gradient_accumulation_steps", "2", "--num_workers", "0")
     done = run_trainer(
         *TINY_MODEL, *flags, "--train_manifest", str(prepared.manifest("train")), "--valid_manifest", str(valid),
-        *run_folders(tmp_path), "--vocab_size", "60",
+        *run_folders(tmp_path), "--vocab_size", "60", *(("--audio_roots", *prepared.roots) if prepared.roots else ()),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == 2
@@ -418,7 +425,9 @@ def test_a_whole_table_of_common_voice_is_split_by_its_speakers(tmp_path):
     flags = ("--source", "corpus/cv-corpus-21.0-2025-03-14/kok", "--table", "validated.tsv", "--output", "out")
     done = run_script(SCRIPT, "--format", "common_voice", *flags, cwd=tmp_path)
     assert done.returncode == 0 and "split by speaker" in done.stdout, done.stderr
-    manifests = [list(read_manifest(tmp_path / "out" / f"{split}.jsonl")) for split in SPLITS]
+    manifests = [
+        list(read_manifest(tmp_path / "out" / f"{split}.jsonl", (str(tmp_path / "corpus"),))) for split in SPLITS
+    ]
     speakers = [{utterance.speaker for utterance in utterances} for utterances in manifests]
     assert all(speakers) and not (speakers[0] & speakers[1] or speakers[0] & speakers[2] or speakers[1] & speakers[2])
     assert sum(map(len, manifests)) == 12

@@ -63,7 +63,7 @@ class Table:
         return prepare(self.directory, "csv", "--table", "all.csv", *flags)
 
     def utterances(self, split: str) -> list:
-        return list(read_manifest(self.output / f"{split}.jsonl"))
+        return list(read_manifest(self.output / f"{split}.jsonl", (str(self.directory),)))
 
     def report(self) -> dict:
         return json.loads((self.output / "report.json").read_text())
@@ -307,7 +307,7 @@ def test_a_tar_with_members_of_all_kinds_gives_what_can_be_used(tmp_path):
     assert Counter(row["kind"] for row in rejected(tmp_path)) == Counter(
         {"no transcript": 1, "unusable audio": 1, "not UTF-8": 1, "broken row": 1}
     )
-    assert [u.text for u in read_manifest(tmp_path / "out" / "train.jsonl")] == [sentence(0)]
+    assert [u.text for u in read_manifest(tmp_path / "out" / "train.jsonl", (str(tmp_path),))] == [sentence(0)]
 
 
 def _damage(path: Path, generator: random.Random) -> None:

@@ -39,6 +39,8 @@ class Flags:
     """A checkpoint_*.pt file to score on --manifest."""
     manifest: str | None = None
     """JSONL manifest to score it on."""
+    audio_roots: tuple[str, ...] = ()
+    """Folders beside the manifest's own that its audio may lie in."""
     references: str | None = None
     """Without a checkpoint: what was said, a text file or JSON lines (None: --hypotheses has it)."""
     hypotheses: str | None = None
@@ -95,7 +97,7 @@ def score(flags: Flags) -> str:
 
 def hear(flags: Flags) -> Heard:
     """What the checkpoint hears in the manifest, evaluated just as training's final scoring does."""
-    manifest = read_manifest(flags.manifest)
+    manifest = read_manifest(flags.manifest, flags.audio_roots)
     from konkanivani.preflight import choose_device
     from konkanivani.trained_model import hear_manifest, load_trained_model
 

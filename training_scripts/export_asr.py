@@ -13,7 +13,7 @@ bootstrap.rerun_under_venv()
 import math
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,8 @@ class Flags:
     """ONNX file to write with weights of eight bits; feed it one utterance at a time."""
     manifest: str | None = None
     """JSONL manifest on which the checkpoint and what was exported are scored and compared."""
+    audio_roots: tuple[str, ...] = ()
+    """Folders beside the manifest's own that its audio may lie in."""
 
     @property
     def outputs(self) -> list[Path]:
@@ -64,7 +66,7 @@ def export(flags: Flags) -> str:
     """Writes what was asked for, with a line about each file; returns the table of scores, or that all is well."""
     check_flags(flags)
     if flags.manifest is not None:
-        read_manifest(flags.manifest)
+        read_manifest(flags.manifest, flags.audio_roots)
     import torch
 
     from konkanivani.checkpoint import read_checkpoint
@@ -84,7 +86,7 @@ def export(flags: Flags) -> str:
         forms += export_onnx(flags, speech_model)
     if flags.manifest is None:
         return "Read again, compared with the checkpoint on a signal: sound. With --manifest they are scored."
-    return "\n".join(score(flags.manifest, checkpoint, speech_model, forms))
+    return "\n".join(score(flags, checkpoint, speech_model, forms))
 
 
 def export_bundle(path: Path, speech_model: "SpeechModel") -> "Exported":
@@ -122,7 +124,7 @@ def export_onnx(flags: Flags, speech_model: "SpeechModel") -> list["Exported"]:
     return forms
 
 
-def score(manifest: str, checkpoint: "Checkpoint", speech_model: "SpeechModel", forms: list["Exported"]) -> list[str]:
+def score(flags: Flags, checkpoint: "Checkpoint", speech_model: "SpeechModel", forms: list["Exported"]) -> list[str]:
     """The table of the forms' scores on the manifest."""
     from konkanivani.data.rejections import Rejections
     from konkanivani.export import compare
@@ -130,8 +132,9 @@ def score(manifest: str, checkpoint: "Checkpoint", speech_model: "SpeechModel", 
     from konkanivani.run_speech import build_evaluation_set
 
     config = config_from_text(checkpoint.config)
+    config = replace(config, data=replace(config.data, audio_roots=flags.audio_roots))
     rejections = Rejections(None, parse_share(config.data.max_rejected, "--max_rejected"))
-    utterances = build_evaluation_set(manifest, config, speech_model.tokenizer, speech_model.device, rejections)
+    utterances = build_evaluation_set(flags.manifest, config, speech_model.tokenizer, speech_model.device, rejections)
     return table(compare(forms, utterances))
 
 

@@ -117,6 +117,8 @@ def _next_step(report: Report, output: Path) -> list[str]:
     flags = " ".join(
         f"--{s.name}_manifest {shlex.quote(os.path.abspath(output / s.name))}.jsonl" for s in report.splits
     )
+    if report.audio_root:  # the audio stays where it is, outside of the manifests' folder
+        flags += f" --audio_roots {shlex.quote(report.audio_root)}"
     return [
         "Train on it:",
         f"./run_training_memory_optimized.sh {flags} --checkpoint_dir checkpoints/mine --run_name mine",

@@ -7,6 +7,7 @@ for millions of rows than for one, and every process shares the same pages. It i
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -18,11 +19,13 @@ from typing import BinaryIO
 
 import numpy as np
 
+from konkanivani.audio_roots import audio_roots
 from konkanivani.data.utterance import BadRow, parse_row
 
-VERSION = 1
+VERSION = 2  # 1: by the time of the last change alone, which an archive brings along
 SMALL_BYTES = 4 * 2**20  # read anew at each start: it takes less than a second, and nothing is left beside the file
 BLOCK_BYTES = 16 * 2**20
+LONGEST_LINE = 2**20  # bytes; hours of speech need less
 MISSING = "the audio file does not exist"
 ARRAYS = {"starts": np.int64, "sizes": np.int32, "rows": np.int32, "durations": np.float64}
 
@@ -55,27 +58,34 @@ class ManifestIndex:
     folder: Path | None
 
 
-def open_index(manifest: Path) -> ManifestIndex:
-    """The manifest's index, from beside it where that fits; an OSError where the manifest cannot be read."""
-    found = manifest.stat()
+def open_index(manifest: Path, named_roots: tuple[str, ...] = ()) -> ManifestIndex:
+    """The manifest's index, from beside it where that fits; an OSError where the manifest cannot be read.
+
+    Rows whose audio lies neither in the manifest's folder nor in one of the `named_roots` are broken.
+    """
+    found, roots = manifest.stat(), audio_roots(str(manifest.parent), named_roots)
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+        raise OSError("it is no file")  # a pipe would be waited for
     if found.st_size < SMALL_BYTES or not manifest.is_file():
-        return _joined(list(_scanned(manifest)), folder=None)
-    identity = {"version": VERSION, "bytes": found.st_size, "changed_ns": found.st_mtime_ns}
+        return _joined(list(_scanned(manifest, roots)), folder=None)
+    # Inode and time of the change, so that an index that came along with a manifest is never taken for ours.
+    identity = {"version": VERSION, "bytes": found.st_size, "inode": found.st_ino, "changed_ns": found.st_ctime_ns}
+    identity["roots"] = list(roots)
     folder = manifest.with_name(manifest.name + ".index")
     index = _read(folder, manifest, identity)
     if index is not None:
         return index
     print(f"{manifest} is indexed, once: {found.st_size / 2**30:.2f} GiB.", flush=True)
     try:
-        return _write(folder, manifest, identity)
+        return _write(folder, manifest, identity, roots)
     except OSError as error:
         print(
             f"The index cannot be kept in {folder} ({error.strerror or error}); it is made at each start.", flush=True
         )
-        return _joined(list(_scanned(manifest)), folder=None)
+        return _joined(list(_scanned(manifest, roots)), folder=None)
 
 
-def _read(folder: Path, manifest: Path, identity: dict[str, int]) -> ManifestIndex | None:
+def _read(folder: Path, manifest: Path, identity: dict[str, object]) -> ManifestIndex | None:
     """The index in the folder; None where there is none, it is of another manifest, or a missing file is there now."""
     try:
         if json.loads((folder / "index.json").read_text()) != identity:
@@ -93,13 +103,13 @@ def _mapped(path: Path, kind: type) -> np.ndarray:
     return np.memmap(path, kind, mode="r") if path.stat().st_size else np.empty(0, kind)
 
 
-def _write(folder: Path, manifest: Path, identity: dict[str, int]) -> ManifestIndex:
+def _write(folder: Path, manifest: Path, identity: dict[str, object], roots: tuple[str, ...]) -> ManifestIndex:
     """Writes the index beside its place and renames it there, block by block: memory does not grow with the rows."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     broken: list[BrokenRow] = []
-    for block in _scanned(manifest):
+    for block in _scanned(manifest, roots):
         for name in ARRAYS:
             with open(partial / name, "ab") as file:
                 getattr(block, name).tofile(file)
@@ -119,12 +129,12 @@ def _joined(blocks: list[ManifestIndex], folder: Path | None) -> ManifestIndex:
     return ManifestIndex(**arrays, broken=tuple(row for block in blocks for row in block.broken), folder=folder)
 
 
-def _scanned(manifest: Path) -> Iterator[ManifestIndex]:
+def _scanned(manifest: Path, roots: tuple[str, ...]) -> Iterator[ManifestIndex]:
     """The index of one block of lines after the other, scanned side by side where there are several."""
     edges = _block_edges(manifest)
     lines_before = 0
     with _processes(len(edges) - 1) as run_each:
-        for block, lines in run_each(_scan, repeat(str(manifest)), edges[:-1], edges[1:]):
+        for block, lines in run_each(_scan, repeat(str(manifest)), edges[:-1], edges[1:], repeat(roots)):
             broken = tuple(replace(row, row=row.row + lines_before) for row in block.broken)
             yield replace(block, rows=block.rows + np.int32(lines_before), broken=broken)
             lines_before += lines
@@ -146,38 +156,51 @@ def _block_edges(manifest: Path) -> list[int]:
     with open(manifest, "rb") as file:
         while edges[-1] + BLOCK_BYTES < size:
             file.seek(edges[-1] + BLOCK_BYTES)
-            file.readline()
+            for _ in _pieces_of_line(file):
+                pass
             edges.append(file.tell())
     return edges if edges[-1] == size and len(edges) > 1 else [*edges, size]
 
 
-def _scan(manifest: str, first: int, end: int) -> tuple[ManifestIndex, int]:
+def _scan(manifest: str, first: int, end: int, roots: tuple[str, ...]) -> tuple[ManifestIndex, int]:
     """The index of the lines in these bytes, rows numbered from 1, and how many lines there are."""
     columns: dict[str, list] = {name: [] for name in ARRAYS}
     broken, start, row, known = [], first, 0, ""
     folder = os.path.dirname(manifest)
     with open(manifest, "rb") as file:
         file.seek(first)
-        for row, line in enumerate(_lines(file, end), start=1):
+        for row, (line, size) in enumerate(_lines(file, end), start=1):
             if line.strip():
                 try:
-                    utterance = parse_row(line, folder, row)
+                    if size > LONGEST_LINE:
+                        raise BadRow(f"{size:,} bytes are too many for a row")
+                    utterance = parse_row(line, folder, row, roots)
                     if utterance.audio_path != known and not os.path.exists(utterance.audio_path):
                         raise BadRow(MISSING, utterance.audio_filepath)
                     known = utterance.audio_path
-                    for column, value in zip(
-                        columns.values(), (start, len(line), row, utterance.duration), strict=True
-                    ):
+                    for column, value in zip(columns.values(), (start, size, row, utterance.duration), strict=True):
                         column.append(value)
                 except BadRow as error:
                     broken.append(BrokenRow(row, error.audio_filepath, str(error), str(error) == MISSING))
-            start += len(line)
+            start += size
     arrays = {name: np.array(columns[name], kind) for name, kind in ARRAYS.items()}
     return ManifestIndex(**arrays, broken=tuple(broken), folder=None), row
 
 
-def _lines(file: BinaryIO, end: int) -> Iterator[bytes]:
+def _lines(file: BinaryIO, end: int) -> Iterator[tuple[bytes, int]]:
+    """Each line with its size; of one that is too long, its beginning."""
     position = file.tell()
-    while position < end and (line := file.readline()):
-        position += len(line)
-        yield line
+    while position < end and (line := file.readline(LONGEST_LINE)):
+        size = len(line)
+        if size == LONGEST_LINE and not line.endswith(b"\n"):
+            size += sum(map(len, _pieces_of_line(file)))
+        position += size
+        yield line, size
+
+
+def _pieces_of_line(file: BinaryIO) -> Iterator[bytes]:
+    """The rest of a line, however long, piece by piece."""
+    while piece := file.readline(LONGEST_LINE):
+        yield piece
+        if piece.endswith(b"\n"):
+            return

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from konkanivani.audio_roots import audio_roots
 from konkanivani.data.index import BrokenRow, ManifestIndex, open_index
 from konkanivani.data.utterance import BadRow, Utterance, parse_row, row_of
 from konkanivani.errors import DataError
@@ -19,8 +20,10 @@ class Manifest(Sequence[Utterance]):
     whatever process asks.
     """
 
-    def __init__(self, path: str, index: ManifestIndex) -> None:
-        self.path, self.index = path, index
+    def __init__(self, path: str, index: ManifestIndex, named_roots: tuple[str, ...] = ()) -> None:
+        self.path, self.index, self.named_roots = path, index, named_roots
+        self._folder = os.path.dirname(path)
+        self._roots = audio_roots(self._folder, named_roots)
         self._file: int | None = None
 
     @property
@@ -42,34 +45,45 @@ class Manifest(Sequence[Utterance]):
             self._file = os.open(self.path, os.O_RDONLY)
         start, row = int(self.index.starts[place]), int(self.index.rows[place])
         line = os.pread(self._file, int(self.index.sizes[place]), start)
-        return parse_row(line, os.path.dirname(self.path), row)
+        return self._parse(line, row)
 
     def __iter__(self) -> Iterator[Utterance]:
         return self.between(0, len(self))
 
     def between(self, first: int, end: int) -> Iterator[Utterance]:
         """The utterances at places first to end - 1, the file read from one to the other."""
-        folder, index = os.path.dirname(self.path), self.index
+        index = self.index
         with open(self.path, "rb") as file:
             for start, size, row in zip(
                 index.starts[first:end], index.sizes[first:end], index.rows[first:end], strict=True
             ):
                 file.seek(start)
-                yield parse_row(file.read(size), folder, int(row))
+                yield self._parse(file.read(size), int(row))
+
+    def _parse(self, line: bytes, row: int) -> Utterance:
+        try:
+            return parse_row(line, self._folder, row, self._roots)
+        except BadRow as error:
+            raise DataError(
+                f"{self.path}, row {row}: {error}. It was sound before: do not change a manifest that is being read."
+            ) from None
 
     def __reduce__(self) -> tuple:
         # Another process opens the file and maps the index itself.
-        return read_manifest, (self.path,)
+        return read_manifest, (self.path, self.named_roots)
 
     def __del__(self) -> None:
         if getattr(self, "_file", None) is not None:
             os.close(self._file)
 
 
-def read_manifest(path: str | Path) -> Manifest:
-    """The manifest at `path`; a DataError where it cannot be read or lists nothing at all."""
+def read_manifest(path: str | Path, named_roots: tuple[str, ...] = ()) -> Manifest:
+    """The manifest at `path`; a DataError where it cannot be read or lists nothing at all.
+
+    Its audio must lie in its own folder or in one of the `named_roots`: rows that name another place are broken.
+    """
     try:
-        index = open_index(Path(path))
+        index = open_index(Path(path), named_roots)
     except OSError as error:
         raise DataError(
             f"The manifest {path} cannot be read: {error.strerror or error}. Give the path of a JSONL manifest."
@@ -78,21 +92,27 @@ def read_manifest(path: str | Path) -> Manifest:
         raise DataError(
             f"The manifest {path} is empty. Each line must be a JSON object with audio_filepath, duration and text."
         )
-    return Manifest(str(path), index)
+    return Manifest(str(path), index, named_roots)
 
 
-def read_recordings(path: str | Path) -> list[Utterance]:
-    """All rows of a manifest of sounds, whose text may be left out; a DataError names the first bad row."""
+def read_recordings(path: str | Path, named_roots: tuple[str, ...] = ()) -> list[Utterance]:
+    """All rows of a manifest of sounds, whose text may be left out; a DataError names the first bad row.
+
+    As in `read_manifest`, audio must lie in the manifest's folder or in one of the `named_roots`.
+    """
     try:
+        if not Path(path).is_file() and Path(path).exists() and not Path(path).is_dir():
+            raise OSError("it is no file")
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
         raise DataError(
             f"The manifest {path} cannot be read: {error.strerror or error}. Give the path of a JSONL manifest."
         ) from None
     sounds, folder = [], os.path.dirname(path)
+    roots = audio_roots(folder, named_roots)
     for row, line in enumerate(lines, start=1):
         try:
-            sounds += [parse_row(line, folder, row, needs_text=False)] if line.strip() else []
+            sounds += [parse_row(line, folder, row, roots, needs_text=False)] if line.strip() else []
         except BadRow as error:
             raise DataError(f"{path}, row {row}: {error}. Mend or delete the row.") from None
     if not sounds:

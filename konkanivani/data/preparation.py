@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from konkanivani.audio_roots import is_named_inside
 from konkanivani.data.corpus import AudioRoots, CheckedUtterance, Corpus, read_corpus
 from konkanivani.data.formats import (
     common_voice,
@@ -82,7 +83,7 @@ class RefusalCount:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of a preparation; report.json is this."""
+    """What came of a preparation; report.json is this. `audio_root` holds what audio the output does not ("": none)."""
 
     format: str
     source: str
@@ -91,6 +92,7 @@ class Report:
     splits: tuple[SplitSummary, ...]
     refused: tuple[RefusalCount, ...]
     leaks: tuple[Leak, ...]
+    audio_root: str
 
 
 def prepare_corpus(task: Preparation) -> Report:
@@ -252,7 +254,11 @@ def _report(
 ) -> Report:
     splits = tuple(summary for name in SPLITS if (summary := _summary(name, utterances)).utterances)
     source = printable(str(task.source.path))
-    return Report(task.format, source, split_by, task.seed, splits, _counts(refused), find_leaks(utterances))
+    output = str(task.output.resolve())
+    is_outside = any(not is_named_inside(u.utterance.audio_filepath, (output,)) for u in utterances)
+    audio_root = str(task.audio_root.resolve()) if is_outside else ""
+    leaks = find_leaks(utterances)
+    return Report(task.format, source, split_by, task.seed, splits, _counts(refused), leaks, audio_root)
 
 
 def _summary(name: str, utterances: list[CheckedUtterance]) -> SplitSummary:

@@ -128,20 +128,21 @@ def load_response(sound: Sound, generator: torch.Generator) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------------------ manifests
 
 
-def read_surroundings(config: AugmentConfig, seed: int) -> Surroundings:
+def read_surroundings(config: AugmentConfig, seed: int, named_roots: tuple[str, ...] = ()) -> Surroundings:
     """What the configuration asks for, every header read, nothing decoded; a DataError names row and reason."""
     rooms = noise = None
     if config.rir_manifest is not None:
-        rooms = RoomCorpus(read_sounds(config.rir_manifest, LONGEST_RESPONSE_SECONDS), config.rir_share)
+        rooms = RoomCorpus(read_sounds(config.rir_manifest, named_roots, LONGEST_RESPONSE_SECONDS), config.rir_share)
     if config.noise_manifest is not None:
-        noise = NoiseCorpus(read_sounds(config.noise_manifest), parse_snr(config.noise_snr), config.noise_share)
+        sounds = read_sounds(config.noise_manifest, named_roots)
+        noise = NoiseCorpus(sounds, parse_snr(config.noise_snr), config.noise_share)
     return Surroundings(seed, rooms, noise, config.gain)
 
 
-def read_sounds(manifest: str, longest: float = float("inf")) -> tuple[Sound, ...]:
+def read_sounds(manifest: str, named_roots: tuple[str, ...] = (), longest: float = float("inf")) -> tuple[Sound, ...]:
     """The manifest's rows with what their headers say; a DataError for one that cannot be used or lasts too long."""
     sounds = []
-    for row in read_recordings(manifest):
+    for row in read_recordings(manifest, named_roots):
         try:
             header = read_header(row.source)
         except DataError as error:

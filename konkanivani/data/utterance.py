@@ -1,6 +1,7 @@
 """One row of a JSONL manifest in NeMo's layout: an utterance, read from its line and written as one.
 
-A row is a JSON object: `audio_filepath` (relative to the manifest's folder, or absolute), `duration` in seconds,
+A row is a JSON object: `audio_filepath` (relative to the manifest's folder, or absolute; it must lie in that folder or
+in one that the user names, see audio_roots.py), `duration` in seconds,
 `text`, and optionally `speaker` and `pattern` (`seen` or `unseen` in training; the built-in corpus sets it).
 With `offset` an utterance is the `duration` seconds of its file that begin `offset` seconds into it. With `byte_offset`
 and `byte_count` the audio file is a part of the file named: a member of a tar shard.
@@ -11,6 +12,7 @@ import os
 from dataclasses import dataclass, field
 
 from konkanivani.audio_file import AudioSource
+from konkanivani.audio_roots import is_named_inside, outside
 from konkanivani.text import forbidden_character
 
 LONGEST_SECONDS = 1e9
@@ -29,7 +31,8 @@ class Utterance:
     """One row of a manifest; `duration` and `offset` are in seconds, `offset` None stands for the whole audio file.
 
     `audio_filepath` is the path as the manifest writes it, `audio_path` the one to open. `row` is the line in its file,
-    from 1 (0: from no file), and no part of what the utterance is.
+    from 1 (0: from no file), and no part of what the utterance is; nor are the `roots`, in one of which its audio must
+    lie (None: anywhere).
     """
 
     audio_filepath: str
@@ -42,6 +45,7 @@ class Utterance:
     byte_offset: int = 0
     byte_count: int = 0
     row: int = field(default=0, compare=False)
+    roots: tuple[str, ...] | None = field(default=None, compare=False, repr=False)
 
     @property
     def id(self) -> str:
@@ -52,7 +56,8 @@ class Utterance:
     @property
     def source(self) -> AudioSource:
         """Where its audio lies."""
-        return AudioSource(self.audio_path, self.byte_offset, self.byte_count, self.offset, self.duration)
+        place = self.audio_path, self.byte_offset, self.byte_count
+        return AudioSource(*place, self.offset, self.duration, self.roots)
 
 
 def row_of(utterance: Utterance) -> dict[str, object]:
@@ -70,10 +75,13 @@ def row_of(utterance: Utterance) -> dict[str, object]:
     return row | {name: mark for name, mark in marks.items() if mark}
 
 
-def parse_row(line: bytes, folder: str, row: int, needs_text: bool = True) -> Utterance:
+def parse_row(
+    line: bytes, folder: str, row: int, roots: tuple[str, ...] | None = None, needs_text: bool = True
+) -> Utterance:
     """The utterance of a manifest's line; `folder` is the manifest's. A BadRow says what is wrong with it.
 
-    Without `needs_text` a row may leave out its text: noise has none.
+    `roots` are the folders that its audio must lie in, the manifest's own first. Without `needs_text` a row may leave
+    out its text: noise has none.
     """
     try:
         fields = json.loads(line)
@@ -86,8 +94,10 @@ def parse_row(line: bytes, folder: str, row: int, needs_text: bool = True) -> Ut
     if not needs_text and fields.get("text") is None:
         fields["text"] = ""
     audio = fields.get("audio_filepath")
-    if not isinstance(audio, str) or not audio or "\0" in audio or not _is_encodable(audio):
-        raise BadRow(f"audio_filepath must be a path in quotes, not {audio!r}")
+    if not isinstance(audio, str) or not audio or forbidden_character(audio):
+        raise BadRow(f"audio_filepath must be a path in quotes, not {audio!r:.200}")
+    if roots is not None and not is_named_inside(audio, roots):
+        raise BadRow(outside(os.path.normpath(os.path.join(roots[0], audio))), audio)
     reason = _reason_to_refuse(fields)
     if reason:
         raise BadRow(reason, audio)
@@ -103,6 +113,7 @@ def parse_row(line: bytes, folder: str, row: int, needs_text: bool = True) -> Ut
         byte_offset=fields.get("byte_offset", 0),
         byte_count=fields.get("byte_count", 0),
         row=row,
+        roots=roots,
     )
 
 
@@ -110,29 +121,20 @@ def _reason_to_refuse(fields: dict[str, object]) -> str | None:
     """What is wrong with a row's fields beside the path; None where nothing is."""
     text, duration, offset = fields.get("text"), fields.get("duration"), fields.get("offset")
     if not isinstance(text, str):
-        return f"text must be the transcript in quotes, not {text!r}"
+        return f"text must be the transcript in quotes, not {text!r:.200}"
     character = forbidden_character(text)
     if character:
         return f"the transcript holds U+{ord(character):04X}, which controls a screen and is no part of any text"
     if not _is_seconds(duration):
-        return f"duration must be a number of seconds, not {duration!r}"
+        return f"duration must be a number of seconds, not {duration!r:.200}"
     if offset is not None and not _is_seconds(offset):
-        return f"offset must be a number of seconds, not {offset!r}"
+        return f"offset must be a number of seconds, not {offset!r:.200}"
     for name in ("byte_offset", "byte_count"):
         value = fields.get(name, 0)
         if type(value) is not int or not 0 <= value < 2**63:
-            return f"{name} must be a number of bytes, not {value!r}"
+            return f"{name} must be a number of bytes, not {value!r:.200}"
     return None
 
 
 def _is_seconds(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < LONGEST_SECONDS
-
-
-def _is_encodable(path: str) -> bool:
-    """Whether a file can have this path: JSON can write halves of characters."""
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

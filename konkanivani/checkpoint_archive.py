@@ -1,0 +1,105 @@
+"""The zip that torch.save writes, looked over before torch believes a word of it.
+
+A checkpoint may come from a stranger. `weights_only` keeps its pickle from running code, and no more: torch inflates
+compressed records to any size that they claim, makes byte arrays of any length that a pickle asks for, and tensors of
+any size whose strides are 0. What torch.save never writes is refused here, at the cost of reading the file once.
+"""
+
+import os
+import pickletools
+import re
+import struct
+import zipfile
+from pathlib import Path
+
+import torch
+
+MOST_DIRECTORY_BYTES = 2**21  # of the zip's list of records: some 70 a tensor
+MOST_PICKLE_BYTES = 2**21  # of data.pkl: some 130 a tensor, of which the largest preset's checkpoint has 1,800
+MOST_DEPTH = 16
+RECORD = re.compile(
+    r"data\.pkl|data/\d+|version|byteorder|\.format_version|\.storage_alignment|\.data/serialization_id"
+)
+# All that the pickle names: tensors, over typed storages, and the hooks of each, of which there are none.
+GLOBAL = re.compile(r"torch [A-Z][A-Za-z0-9]*Storage|torch\._utils _rebuild_tensor_v2|collections OrderedDict")
+BUILDING = frozenset({"STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "BUILD", "EXT1", "EXT2", "EXT4"})
+# A zip ends with these three, the first two where it may be larger than 4 GiB; in both ends its directory's size.
+END_64, LOCATOR_BYTES, END = struct.Struct("<40xQ8x"), 20, struct.Struct("<4s8xL6x")
+
+
+def load_archive(path: Path) -> object:
+    """What torch.save wrote to `path`, tensors on the CPU; nearly any exception where the file is not as it wrote it.
+
+    A tree of dicts, lists and tuples, with plain numbers, strings and tensors that take no more memory than the file.
+    """
+    _check_end(path)
+    with zipfile.ZipFile(path) as archive:
+        _check_records(archive.infolist())
+        damaged = archive.testzip()
+        if damaged is not None:
+            raise ValueError(f"the CRC of its record {damaged} does not match")
+        _check_pickle(archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl"))))
+    record = torch.load(path, map_location="cpu", weights_only=True)
+    claimed = _bytes_of(record, set(), MOST_DEPTH)
+    if claimed > path.stat().st_size:
+        raise ValueError(f"its tensors claim {claimed} bytes, more than it has")
+    return record
+
+
+def _check_end(path: Path) -> None:
+    """Refuses a list of records that alone would fill the memory."""
+    with open(path, "rb") as file:
+        file.seek(-min(LOCATOR_BYTES + END.size + END_64.size, path.stat().st_size), os.SEEK_END)
+        tail = file.read()
+    if len(tail) < END.size:
+        raise ValueError("it breaks off")
+    signature, size = END.unpack(tail[-END.size :])
+    if len(tail) == LOCATOR_BYTES + END.size + END_64.size:
+        size = max(size, *END_64.unpack(tail[: END_64.size])) if tail.startswith(b"PK\x06\x06") else size
+    if signature != b"PK\x05\x06" or size > MOST_DIRECTORY_BYTES:
+        raise ValueError("it does not end as an archive of torch.save")
+
+
+def _check_records(records: list[zipfile.ZipInfo]) -> None:
+    """Refuses a record that is compressed, is there twice, or has a name that torch.save does not give."""
+    folders, names = set(), set()
+    for record in records:
+        folder, _, name = record.orig_filename.partition("/")
+        if not RECORD.fullmatch(name) or name in names:
+            raise ValueError(f"its record {record.orig_filename!r:.80} is none of torch.save's, or there twice")
+        if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
+            raise ValueError(f"its record {name} is compressed")
+        if name == "data.pkl" and record.file_size > MOST_PICKLE_BYTES:
+            raise ValueError(f"its data.pkl has more than {MOST_PICKLE_BYTES} bytes")
+        folders.add(folder)
+        names.add(name)
+    if len(folders) != 1 or "data.pkl" not in names:
+        raise ValueError("it is no archive of torch.save")
+
+
+def _check_pickle(pickled: bytes) -> None:
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name in BUILDING or (opcode.name == "GLOBAL" and not GLOBAL.fullmatch(argument)):
+            raise ValueError(f"its pickle asks for {argument or opcode.name!r:.80}")
+
+
+def _bytes_of(value: object, seen: set[int], depth: int) -> int:
+    """What the tensors of a tree take when each has memory of its own; a ValueError where it is no tree of ours.
+
+    A container that hangs in two places is refused: thirty that each hold the next one twice are a billion to whoever
+    goes through them.
+    """
+    if isinstance(value, torch.Tensor):
+        if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
+            raise ValueError("it holds a tensor of a kind that is never saved")
+        return value.numel() * value.element_size()
+    if value is None or type(value) in (str, int, float, bool):
+        return 0
+    if type(value) not in (dict, list, tuple) or id(value) in seen or depth == 0:
+        raise ValueError(f"it holds a {type(value).__name__}, or one in two places or too deep")
+    if value:  # there is one empty tuple
+        seen.add(id(value))
+    if type(value) is dict and not all(type(name) is str for name in value):
+        raise ValueError("it holds names that are no strings")
+    parts = value.values() if type(value) is dict else value
+    return sum(_bytes_of(part, seen, depth - 1) for part in parts)
