@@ -23,7 +23,7 @@ from konkanivani.config import AugmentConfig, ModelConfig, TrainConfig
 from konkanivani.errors import CheckpointError, DataError, ResourceError, UsageError
 from konkanivani.flags import check_config, config_from_text
 from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.speech_model import SpeechModel, check_finite
+from konkanivani.speech_model import SpeechModel, check_finite, is_within_bounds
 from konkanivani.text import Tokenizer
 from konkanivani.whole_file import whole_file
 
@@ -31,7 +31,6 @@ FORMAT = 1
 SUFFIX = ".safetensors"
 ENTRY = "konkanivani"  # of the file's metadata
 TOKENIZER = "tokenizer"  # the name of its tensor
-MOST_LAYERS, LARGEST_DIMENSION = 256, 2**16  # a file that claims more is none of ours, and takes no memory to refuse
 
 
 @dataclass(frozen=True)
@@ -161,8 +160,7 @@ def _config(dimensions: Mapping[str, object], digits: object) -> TrainConfig:
         raise ValueError("its settings are of the wrong kind") from None
     except UsageError as error:
         raise ValueError(error) from None
-    numbers = [value for value in dimensions.values() if isinstance(value, int)]
-    if max(numbers) > LARGEST_DIMENSION or config.model.encoder_layers + config.model.decoder_layers > MOST_LAYERS:
+    if not is_within_bounds(config.model):
         raise ValueError("its dimensions are beyond any model of ours")
     return config
 

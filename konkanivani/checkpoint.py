@@ -1,9 +1,10 @@
 """Named stateful parts in one verified file, published by rename.
 
 A checkpoint is torch's zip format and holds tensors, strings, bytes (as a uint8 tensor) and plain numbers only. Reading
-checks every record's CRC first, because torch.load does not, and what no checkpoint of ours holds: checkpoint_archive.py.
+checks every record's CRC first, because torch.load does not, and refuses what torch.save never writes.
 """
 
+import errno
 import os
 import re
 from collections.abc import Mapping
@@ -13,11 +14,12 @@ from typing import Protocol
 
 import torch
 
-from konkanivani.checkpoint_archive import load_archive
+from konkanivani.checkpoint_archive import is_whole, load_archive
 from konkanivani.errors import CheckpointError, ResourceError
 
 FORMAT = 2  # 1: the norm now at a block's beginning stood at its end
 LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
+DAMAGE = (None, errno.EINVAL, errno.EIO)  # what reading a file can end with that does not hold what it says
 EPOCH_NAME = re.compile(r"checkpoint_epoch_(\d+)\.pt")
 
 
@@ -81,15 +83,22 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         return _parse_record(load_archive(path), path)
     except CheckpointError:
         raise
-    except (PermissionError, MemoryError) as error:  # nothing that renaming the file would mend
-        reason = "permission denied" if isinstance(error, PermissionError) else "not enough memory"
+    except (OSError, MemoryError) as error:
+        if isinstance(error, OSError) and error.errno in DAMAGE:
+            raise _damaged(path, error) from None
+        # Nothing that moving the file aside would mend.
+        reason = error.strerror or error if isinstance(error, OSError) else "not enough memory"
         raise ResourceError(f"The checkpoint {path} cannot be read: {reason}. Mend that and start again.") from None
     except Exception as error:  # a damaged zip or pickle can raise nearly anything
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"The checkpoint {path} is damaged or not ours ({reason}). "
-            "Use another one, or --resume auto for the newest sound one."
-        ) from None
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return CheckpointError(
+        f"The checkpoint {path} is damaged or not ours ({reason:.300}). "
+        "Use another one, or --resume auto for the newest sound one."
+    )
 
 
 def _parse_record(record: object, path: Path) -> Checkpoint:
@@ -138,18 +147,21 @@ class Checkpointer:
         """Publishes the checkpoint as checkpoint_last.pt, and as epoch `epoch` and as the best one where asked.
 
         Whatever the instant of a kill, every name holds a whole file: the data is written once, beside, and linked or
-        renamed into place; `last` goes last, and the one it replaces stays as `previous`.
+        renamed into place; `last` goes last, and the one it replaces stays as `previous`. Nothing is replaced or
+        deleted before the new file has been read back; and of `last` and `previous`, where the one has been damaged
+        since, the other stays.
         """
         partial = self.directory / (LAST + ".partial")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             write_checkpoint(partial, checkpoint)
+            self._check_written(partial)
             if epoch is not None:
                 _link(partial, self.directory / f"checkpoint_epoch_{epoch}.pt")
             if is_best:
                 _link(partial, self.directory / BEST)
             last = self.directory / LAST
-            if last.exists():
+            if last.exists() and is_whole(last):
                 _link(last, self.directory / PREVIOUS)
             os.replace(partial, last)
             _sync_directory(self.directory)
@@ -160,6 +172,14 @@ class Checkpointer:
                 "Free space, mend its permissions, or give another --checkpoint_dir."
             ) from None
         return last
+
+    def _check_written(self, partial: Path) -> None:
+        if not is_whole(partial):
+            partial.unlink(missing_ok=True)
+            raise ResourceError(
+                f"The checkpoint {partial} was not kept: read again, it is not what was written. Check the disk of "
+                f"{self.directory}, or give another --checkpoint_dir."
+            )
 
     def read_newest_sound(self) -> tuple[Path, Checkpoint] | None:
         """The newest checkpoint that verifies, or None in a folder without any.

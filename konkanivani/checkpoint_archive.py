@@ -5,6 +5,7 @@ compressed records to any size that they claim, makes byte arrays of any length 
 any size whose strides are 0. What torch.save never writes is refused here, at the cost of reading the file once.
 """
 
+import contextlib
 import os
 import pickletools
 import re
@@ -35,15 +36,30 @@ def load_archive(path: Path) -> object:
     _check_end(path)
     with zipfile.ZipFile(path) as archive:
         _check_records(archive.infolist())
-        damaged = archive.testzip()
-        if damaged is not None:
-            raise ValueError(f"the CRC of its record {damaged} does not match")
+        _check_sums(archive)
         _check_pickle(archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl"))))
-    record = torch.load(path, map_location="cpu", weights_only=True)
+    record = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
     claimed = _bytes_of(record, set(), MOST_DEPTH)
     if claimed > path.stat().st_size:
         raise ValueError(f"its tensors claim {claimed} bytes, more than it has")
     return record
+
+
+def is_whole(path: Path) -> bool:
+    """Whether every byte of what torch.save wrote to `path` is on the disk as it was written.
+
+    The disk is asked, not what the system still holds in memory of the file, where that lets itself be forgotten.
+    """
+    try:
+        with open(path, "rb") as file, contextlib.suppress(OSError):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        _check_end(path)
+        with zipfile.ZipFile(path) as archive:
+            _check_records(archive.infolist())
+            _check_sums(archive)
+    except Exception:  # a damaged zip can raise nearly anything
+        return False
+    return True
 
 
 def _check_end(path: Path) -> None:
@@ -75,6 +91,12 @@ def _check_records(records: list[zipfile.ZipInfo]) -> None:
         names.add(name)
     if len(folders) != 1 or "data.pkl" not in names:
         raise ValueError("it is no archive of torch.save")
+
+
+def _check_sums(archive: zipfile.ZipFile) -> None:
+    damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"the CRC of its record {damaged} does not match")
 
 
 def _check_pickle(pickled: bytes) -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
 
+LOG_NAME = "log.jsonl"
 PAIRS_ON_CONSOLE = 5
 
 # Regular expressions over tags: TensorBoard anchors them at the start only.
@@ -83,7 +84,7 @@ class Logbook:
         self._warn = warn or _warn_on_stderr
         directory = Path(directory)
         self._sinks: tuple[Sink, ...] = (
-            JsonLinesSink(directory / "log.jsonl", resumed_step),
+            JsonLinesSink(directory / LOG_NAME, resumed_step),
             TensorBoardSink(directory, resumed_step),
             ConsoleSink(),
         )

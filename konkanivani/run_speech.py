@@ -26,6 +26,7 @@ from konkanivani.data.token_counts import Digits
 from konkanivani.errors import DataError, UsageError
 from konkanivani.flags import config_from_text
 from konkanivani.run_plan import SpeechSizes
+from konkanivani.speech_model import tokenizer_of
 from konkanivani.start import Start
 from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
 from konkanivani.training.run import EvaluationSet
@@ -65,13 +66,13 @@ def build_speech(start: Start, device: torch.device, rejected: Path) -> RunSpeec
 def choose_tokenizer(start: Start, manifest: Manifest) -> Tokenizer:
     """The checkpoint's tokenizer where there is one that serves, else one trained on the manifest's texts."""
     if start.resumed:
-        return Tokenizer(start.resumed.tokenizer)
+        return tokenizer_of(start.resumed)
     text = start.config.text
     texts = [normalized for normalized in (normalize_text(t, text.digits) for t in texts_of(manifest)) if normalized]
     if not texts:
         raise DataError(f"No transcript of {manifest.path} has any text after normalisation.")
     if start.initial and config_from_text(start.initial.config).text == text:
-        tokenizer = Tokenizer(start.initial.tokenizer)
+        tokenizer = tokenizer_of(start.initial)
         if not any(Tokenizer.unknown in tokenizer.encode(text) for text in texts):
             return tokenizer
     return train_tokenizer(texts, text.tokenizer_type, text.vocab_size)

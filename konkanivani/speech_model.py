@@ -3,6 +3,7 @@
 B batch, S samples, T' encoder frames, D model width.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -12,12 +13,15 @@ import torch
 from konkanivani.audio import MEL_BINS
 from konkanivani.augment import FrontEnd
 from konkanivani.checkpoint import Checkpoint, load_states
-from konkanivani.errors import CheckpointError
-from konkanivani.flags import config_from_text
+from konkanivani.config import ModelConfig, TrainConfig
+from konkanivani.errors import CheckpointError, DataError, UsageError
+from konkanivani.flags import check_config, config_from_text
 from konkanivani.lengths import Lengths
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.blocks import run_directly
 from konkanivani.text import Tokenizer
+
+MOST_LAYERS, LARGEST_DIMENSION = 256, 2**16  # a file that claims more is none of ours, and takes no memory to refuse
 
 
 @dataclass(frozen=True)
@@ -43,13 +47,58 @@ class SpeechModel:
 
 def speech_model_of(checkpoint: Checkpoint, device: torch.device) -> SpeechModel:
     """The checkpoint's model on `device`; a CheckpointError where its weights do not fit."""
-    config = config_from_text(checkpoint.config)
+    config, tokenizer = settings_of_weights(checkpoint), tokenizer_of(checkpoint)
     model = KonkaniVaniASR(config.model, checkpoint.vocab_size, MEL_BINS)
     load_states(checkpoint, {"model": model})
     front_end = FrontEnd(config.augment).to(device)
-    tokenizer = Tokenizer(checkpoint.tokenizer)
     longest_seconds, digits = float(config.data.max_duration), config.text.digits
     return SpeechModel(model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits)
+
+
+def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
+    """The checkpoint's settings; a CheckpointError where they cannot work, or weights or tokenizer are of other sizes.
+
+    A file may claim any size: nothing of it is built before the weights are seen to have it.
+    """
+    config = config_from_text(checkpoint.config)
+    try:
+        check_config(config)
+    except UsageError as error:
+        raise CheckpointError(f"The checkpoint's settings are none of ours. {error}") from None
+    tokenizer_of(checkpoint)
+    weights = checkpoint.states.get("model", {})
+    layers = f"encoder.blocks.{config.model.encoder_layers - 1}.", f"decoder.blocks.{config.model.decoder_layers - 1}."
+    if not is_within_bounds(config.model) or not all(any(n.startswith(last) for n in weights) for last in layers):
+        raise CheckpointError("The checkpoint's weights are not those of its dimensions. Use another checkpoint.")
+    with torch.device("meta"):
+        model = KonkaniVaniASR(config.model, checkpoint.vocab_size, MEL_BINS)
+    for name, tensor in model.state_dict().items():
+        if not isinstance(weights.get(name), torch.Tensor) or weights[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"The checkpoint's model cannot be loaded: its {name} is not of the shape that its settings say. "
+                "Use another checkpoint."
+            )
+    return config
+
+
+def is_within_bounds(model: ModelConfig) -> bool:
+    """Whether the dimensions could be those of a model of ours."""
+    numbers = [value for value in dataclasses.astuple(model) if isinstance(value, int)]
+    return max(numbers) <= LARGEST_DIMENSION and model.encoder_layers + model.decoder_layers <= MOST_LAYERS
+
+
+def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
+    """The checkpoint's tokenizer; a CheckpointError where it is none, or not the one of its weights."""
+    try:
+        tokenizer = Tokenizer(checkpoint.tokenizer)
+    except DataError as error:
+        raise CheckpointError(f"The checkpoint's tokenizer cannot be used: {error} Use another checkpoint.") from None
+    if tokenizer.size != checkpoint.vocab_size:
+        raise CheckpointError(
+            f"The checkpoint's tokenizer has {tokenizer.size} tokens and its model {checkpoint.vocab_size}. "
+            "Use another checkpoint."
+        )
+    return tokenizer
 
 
 def check_finite(name: str, weights: Mapping[str, torch.Tensor]) -> None:

@@ -7,8 +7,21 @@ from pathlib import Path
 from konkanivani.checkpoint import Checkpoint, Checkpointer, read_checkpoint
 from konkanivani.config import TrainConfig
 from konkanivani.errors import CheckpointError, UsageError
-from konkanivani.flags import check_idle_flags, config_from_text, contradictions, parse_flags
+from konkanivani.flags import check_idle_flags, contradictions, is_given, parse_flags, settings_of
+from konkanivani.logbook import LOG_NAME
+from konkanivani.speech_model import settings_of_weights
 from konkanivani.training.interruption import RunLock
+
+# What a checkpoint remembers of the files and folders that its run read and wrote.
+PATHS = (
+    "train_manifest",
+    "valid_manifest",
+    "test_manifest",
+    "audio_roots",
+    "rir_manifest",
+    "noise_manifest",
+    "log_dir",
+)
 
 
 @dataclass(frozen=True)
@@ -29,10 +42,14 @@ def resolve_start(arguments: list[str]) -> Start:
     if asked.run.resume:
         checkpoint = read_checkpoint(asked.run.resume)
         config = _resumed_config(arguments, checkpoint, Path(asked.run.resume))
+        if not is_given("checkpoint_dir", arguments):  # wherever it was trained, it goes on where it lies
+            config = _in_folder(config, str(Path(asked.run.resume).parent))
         lock = RunLock(config.run.checkpoint_dir)
         _check_folder_is_its_own(Path(asked.run.resume), Path(config.run.checkpoint_dir))
         return Start(config, lock, checkpoint, None)
     initial = read_checkpoint(asked.run.init_from) if asked.run.init_from else None
+    if initial:
+        settings_of_weights(initial)
     lock = RunLock(asked.run.checkpoint_dir)
     _claim_folder(Checkpointer(asked.run.checkpoint_dir, asked.run.keep_checkpoints), asked)
     return Start(asked, lock, None, initial)
@@ -49,13 +66,16 @@ def _resume_newest(arguments: list[str], asked: TrainConfig) -> Start:
     path, checkpoint = found
     config = _resumed_config(arguments, checkpoint, path)
     # The folder may have been moved since the checkpoint wrote down its name.
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, checkpoint_dir=folder))
-    return Start(config, lock, checkpoint, None)
+    return Start(_in_folder(config, folder), lock, checkpoint, None)
+
+
+def _in_folder(config: TrainConfig, folder: str) -> TrainConfig:
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, checkpoint_dir=folder))
 
 
 def _resumed_config(arguments: list[str], checkpoint: Checkpoint, path: Path) -> TrainConfig:
     """The checkpoint's settings under the flags that are given; a CheckpointError lists what contradicts it."""
-    stored = config_from_text(checkpoint.config)
+    stored = settings_of_weights(checkpoint)
     config = parse_flags(arguments, stored)
     found = contradictions(stored, config)
     if found:
@@ -65,7 +85,30 @@ def _resumed_config(arguments: list[str], checkpoint: Checkpoint, path: Path) ->
             f"anew from its weights with --init_from {path} and another --checkpoint_dir (or --fresh)."
         )
     print(f"Going on from {path}: step {checkpoint.step}.", flush=True)
+    _tell_paths(config, arguments)
+    _check_log_folder(config, arguments, path)
     return config
+
+
+def _tell_paths(config: TrainConfig, arguments: list[str]) -> None:
+    """Says which files and folders are taken from the checkpoint, which may be another person's."""
+    paths = [s for s in settings_of(config) if s.name in PATHS and s.value and not is_given(s.name, arguments)]
+    if paths:
+        print("As the checkpoint says:" + "".join(f" --{path.name} {path.value!r}" for path in paths), flush=True)
+
+
+def _check_log_folder(config: TrainConfig, arguments: list[str], path: Path) -> None:
+    """Refuses to write a log where only a checkpoint, perhaps another person's, says so.
+
+    It goes on in a folder under this one, or where the run of this name has logged before.
+    """
+    folder = Path(config.run.log_dir)
+    is_below = not folder.is_absolute() and ".." not in folder.parts
+    if not (is_below or is_given("log_dir", arguments) or (folder / config.run.run_name / LOG_NAME).is_file()):
+        raise CheckpointError(
+            f"The checkpoint {path} would log to {config.run.log_dir!r}, where no run named {config.run.run_name!r} "
+            "has logged. Say where with --log_dir."
+        )
 
 
 def _claim_folder(checkpointer: Checkpointer, asked: TrainConfig) -> None:

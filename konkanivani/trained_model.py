@@ -13,9 +13,9 @@ from konkanivani.config import DecodingConfig, TrainConfig
 from konkanivani.data.manifest import Manifest
 from konkanivani.data.rejections import Rejections
 from konkanivani.decoding.decode import Decode, build_decode
-from konkanivani.flags import config_from_text
 from konkanivani.heard import CheckpointRun, Heard
 from konkanivani.run_speech import build_evaluation_set
+from konkanivani.speech_model import settings_of_weights, tokenizer_of
 from konkanivani.text import Tokenizer
 from konkanivani.training.evaluation import Evaluation
 from konkanivani.training.forward import ForwardPass
@@ -35,12 +35,12 @@ class TrainedModel:
 def load_trained_model(path: str | Path, device: torch.device) -> TrainedModel:
     """The model of the checkpoint at `path` on `device`, in full precision there."""
     checkpoint = read_checkpoint(path)
-    config = config_from_text(checkpoint.config)
+    config, tokenizer = settings_of_weights(checkpoint), tokenizer_of(checkpoint)
     # The card that it was trained on may have had formats that this device lacks.
     config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, mixed_precision=False))
     forward = build_forward(config, checkpoint.vocab_size, device, build_front_end(config, device))
     load_states(checkpoint, {"model": forward.model})
-    return TrainedModel(checkpoint, config, Tokenizer(checkpoint.tokenizer), forward)
+    return TrainedModel(checkpoint, config, tokenizer, forward)
 
 
 def evaluate_manifest(

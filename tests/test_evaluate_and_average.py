@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,10 +46,10 @@ def threads_sleep_while_they_wait() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     directory = tmp_path_factory.mktemp("trained")
+    shutil.copytree(corpus.directory / "audio", directory / "audio")
     manifest = directory / "marked.jsonl"
     rows = [json.loads(line) for line in Path(corpus.manifest("test")).read_text(encoding="utf-8").splitlines()]
     for number, row in enumerate(rows):
-        row |= {"audio_filepath": str(corpus.directory / row["audio_filepath"])}
         row |= {"pattern": "seen" if number % 2 else "unseen"}
     manifest.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     done = run_trainer(

@@ -129,10 +129,10 @@ def train(flags: Flags) -> str:
     from konkanivani.checkpoint import read_checkpoint
     from konkanivani.flags import config_from_text
     from konkanivani.ngram import estimate_ngrams
-    from konkanivani.text import Tokenizer
+    from konkanivani.speech_model import tokenizer_of
 
     checkpoint = read_checkpoint(flags.checkpoint)
-    tokenizer, settings = Tokenizer(checkpoint.tokenizer), config_from_text(checkpoint.config).text
+    tokenizer, settings = tokenizer_of(checkpoint), config_from_text(checkpoint.config).text
     order = flags.order or (CHARACTER_ORDER if settings.tokenizer_type == "char" else SUBWORD_ORDER)
     held_out = Corpus(tokenizer, settings.digits)
     others = list(held_out.read(*apart(flags.held_out))) if flags.held_out else []  # before the work, not after it

@@ -66,7 +66,7 @@ class TrainState:
         state = {"splits": 0} | dict(state)  # older versions did not count them
         for field in dataclasses.fields(self):
             value = state.get(field.name)
-            if type(value) is not field.type:
+            if type(value) is not field.type or (type(value) is int and not 0 <= value < 2**63):
                 raise CheckpointError(
                     f"The checkpoint's counter {field.name} is {value!r:.40}. Use another checkpoint."
                 )

@@ -99,7 +99,7 @@ def test_negative_control_torch_load_alone_takes_a_flipped_bit(tmp_path):
     middle = flipped.index(torch.full((8,), 5.0).numpy().tobytes()) + 1000
     flipped[middle] ^= 1
     path.write_bytes(flipped)
-    loaded = torch.load(path, weights_only=True)["states"]["model"]["weight"]
+    loaded = torch.load(path, weights_only=True)["states"]["model"]["weight"]  # noqa: TID251
     assert not torch.equal(loaded, torch.full((1000,), 5.0))
     with pytest.raises(CheckpointError, match="CRC"):
         read_checkpoint(path)

@@ -1,0 +1,24 @@
+"""The smallest run that is one: two epochs of a corpus of tones, every step saved."""
+
+from pathlib import Path
+
+from konkanivani.recipe import build_run
+from konkanivani.start import resolve_start
+from konkanivani.training.loop import train
+from tests.conftest import run_folders, write_corpus
+
+SMALL_MODEL = (
+    *("--d_model", "8", "--encoder_layers", "1", "--decoder_layers", "1", "--attention_heads", "2"),
+    *("--convolution_kernel", "3", "--subsampling_channels", "2", "--tokenizer_type", "char", "--device", "cpu"),
+)
+
+
+def train_small_run(folder: Path) -> Path:
+    """`folder`, with a corpus in it, and a run's checkpoints and logs: last, previous, best and two epochs."""
+    corpus = write_corpus(folder / "corpus", {"train": 6, "valid": 2})
+    flags = ("--batch_size", "2", "--gradient_accumulation_steps", "1", "--epochs", "2", "--save_steps", "1")
+    arguments = [*SMALL_MODEL, *corpus.flags(), *flags, "--num_workers", "0", *run_folders(folder)]
+    run = build_run(resolve_start(arguments))
+    with run.logbook:
+        train(run)
+    return folder

@@ -1,0 +1,319 @@
+"""Checkpoints as an enemy would make them, from a sound one, each with the error that is due to it."""
+
+import contextlib
+import os
+import pickle
+import struct
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from konkanivani.averaging import NamedCheckpoint, average_checkpoints
+from konkanivani.checkpoint import read_checkpoint
+from konkanivani.recipe import build_run
+from konkanivani.recognizer import load_recognizer
+from konkanivani.start import resolve_start
+
+ROOT_OF_ZIP = "archive"
+
+
+@dataclass(frozen=True)
+class Sound:
+    """A sound checkpoint's records, by their names in its zip."""
+
+    path: Path
+    records: Mapping[str, bytes]
+
+    @property
+    def pickled(self) -> bytes:
+        """What its pickle says."""
+        return self.records["data.pkl"]
+
+    def content(self) -> dict:
+        """What the checkpoint holds."""
+        return torch.load(self.path, weights_only=True)  # noqa: TID251
+
+
+def read_sound(path: Path) -> Sound:
+    """The records of a checkpoint."""
+    with zipfile.ZipFile(path) as archive:
+        return Sound(path, {name.partition("/")[2]: archive.read(name) for name in archive.namelist()})
+
+
+def write_records(path: Path, records: Mapping[str, bytes], compression: int = zipfile.ZIP_STORED) -> None:
+    """A zip of these records, with the right sums."""
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in records.items():
+            archive.writestr(f"{ROOT_OF_ZIP}/{name}", content)
+
+
+def use_everywhere(path: Path) -> None:
+    """Whatever a person may do with a checkpoint that they were given, except to train with it."""
+    errors = []
+    for use in (_resume, _begin_from, _transcribe, _average):
+        try:
+            use(path)
+        except Exception as error:
+            errors.append(error)
+    # What was not due is what counts, then the first.
+    for error in sorted(errors, key=lambda error: hasattr(error, "exit_code")):
+        raise error
+
+
+def _resume(path: Path) -> None:
+    build_run(resolve_start(["--resume", str(path), "--device", "cpu"]))
+
+
+def _begin_from(path: Path) -> None:
+    fresh = path.parent / "fresh"
+    flags = ("--init_from", str(path), "--checkpoint_dir", str(fresh), "--log_dir", str(fresh), "--preset", "minimal")
+    resolve_start([*flags, "--device", "cpu"])
+
+
+def _transcribe(path: Path) -> None:
+    load_recognizer(path, device="cpu")
+
+
+def _average(path: Path) -> None:
+    average_checkpoints([NamedCheckpoint(str(path), read_checkpoint(path))])
+
+
+# --------------------------------------------------------------------------------------------- what pickles may ask for
+
+
+class Calls:
+    """Unpickled, it calls the function."""
+
+    def __init__(self, function: Callable, *arguments: object) -> None:
+        self.function, self.arguments = function, arguments
+
+    def __reduce__(self) -> tuple:
+        return self.function, self.arguments
+
+
+def calling(function: Callable, *arguments: object, protocol: int = 2) -> Callable[[Sound, Path], None]:
+    """A checkpoint whose pickle calls the function while it is read, then says what the sound one's says."""
+
+    def write(sound: Sound, path: Path) -> None:
+        call = pickle.dumps(Calls(function, *arguments), protocol)
+        # Its result is dropped ("0" for "."), so that what follows is as it should be.
+        pickled = call[:2] + call[2:].removesuffix(b".") + b"0" + sound.pickled[2:]
+        write_records(path, {**sound.records, "data.pkl": pickled})
+
+    return write
+
+
+def pickled(content: bytes) -> Callable[[Sound, Path], None]:
+    """A checkpoint with this pickle in place of its own."""
+    return lambda sound, path: write_records(path, {**sound.records, "data.pkl": content})
+
+
+def with_part(instructions: bytes) -> Callable[[Sound, Path], None]:
+    """A checkpoint that has one more field, made by these instructions of a pickle, and a record of one byte for it."""
+
+    def write(sound: Sound, path: Path) -> None:
+        more = b"X\x04\x00\x00\x00more" + instructions + b"s."
+        records = {**sound.records, "data/9999": b"\0"}
+        write_records(path, records | {"data.pkl": sound.pickled.removesuffix(b".") + more})
+
+    return write
+
+
+def changed(**fields: object) -> Callable[[Sound, Path], None]:
+    """A checkpoint of torch's own making with other fields."""
+    return lambda sound, path: torch.save(sound.content() | fields, path)
+
+
+def configured(*lines: str) -> Callable[[Sound, Path], None]:
+    """A checkpoint with other settings."""
+
+    def write(sound: Sound, path: Path) -> None:
+        content = sound.content()
+        torch.save(content | {"config": content["config"] + "".join(f"{line}\n" for line in lines)}, path)
+
+    return write
+
+
+def states_changed(change: Callable[[dict], None]) -> Callable[[Sound, Path], None]:
+    """A checkpoint with changed states."""
+
+    def write(sound: Sound, path: Path) -> None:
+        content = sound.content()
+        change(content["states"])
+        torch.save(content, path)
+
+    return write
+
+
+def _number(value: int) -> bytes:
+    """The instruction that puts a whole number on the stack."""
+    data = value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+def _tensor(size: int, stride: int, claimed: int = 1) -> bytes:
+    """The instructions that make a tensor of one axis over the storage of record 9999, which claims so many elements."""
+    storage = b"(X\x07\x00\x00\x00storagectorch\nByteStorage\nX\x04\x00\x00\x009999X\x03\x00\x00\x00cpu"
+    shape = _number(size) + b"\x85" + _number(stride) + b"\x85"
+    rest = b"\x89ccollections\nOrderedDict\n)R"
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + _number(claimed) + b"tQK\x00" + shape + rest + b"tR"
+
+
+def _laughs(depth: int) -> bytes:
+    """A list of two of the same list of two of the same list, and so on."""
+    return b"]" + b"".join(b"q%c0](h%ch%ce" % (level, level, level) for level in range(100, 100 + depth))
+
+
+# --------------------------------------------------------------------------------------------------- what zips may hold
+
+
+def _duplicate(sound: Sound, path: Path) -> None:
+    write_records(path, sound.records)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(f"{ROOT_OF_ZIP}/data.pkl", pickle.dumps(Calls(os.system, "touch exploded"), 2))
+
+
+def _inflating(sound: Sound, path: Path) -> None:
+    """Half a megabyte that unpacks to half a gigabyte."""
+    write_records(path, {**sound.records, "data/0": bytes(2**29)}, zipfile.ZIP_DEFLATED)
+
+
+def _inflating_pickle(sound: Sound, path: Path) -> None:
+    write_records(path, {**sound.records, "data.pkl": b"\x80\x02" + b"]0" * 2**26 + b"]."}, zipfile.ZIP_DEFLATED)
+
+
+def _many_records(sound: Sound, path: Path) -> None:
+    records = {**sound.records} | {f"data/{number}": b"" for number in range(10_000, 200_000)}
+    write_records(path, records)
+
+
+def _claims_more_records(sound: Sound, path: Path) -> None:
+    """The zip's end says that 2^60 bytes of directory precede it."""
+    write_records(path, sound.records)
+    end = bytearray(path.read_bytes())
+    directory = len(end) - 22
+    long_end = struct.pack("<4sQHHLLQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, 2**50, 2**50, 2**60, 0)
+    locator = struct.pack("<4sLQL", b"PK\x06\x07", 0, directory, 1)
+    path.write_bytes(bytes(end[:directory]) + long_end + locator + bytes(end[directory:]))
+
+
+def _header_of_another_size(sound: Sound, path: Path) -> None:
+    write_records(path, sound.records)
+    content = bytearray(path.read_bytes())
+    place = content.rindex(b"PK\x01\x02") + 20  # both sizes of the last record in the directory
+    content[place : place + 8] = struct.pack("<LL", 2**32 - 2, 2**32 - 2)
+    path.write_bytes(bytes(content))
+
+
+def _scripted(sound: Sound, path: Path) -> None:
+    torch.jit.script(torch.nn.Linear(2, 2)).save(str(path))
+
+
+def _old_pickle(sound: Sound, path: Path) -> None:
+    torch.save({"format": 1, "config": Calls(os.system, "touch exploded")}, path, _use_new_zipfile_serialization=False)
+
+
+def _tokenizer(content: bytes) -> Callable[[Sound, Path], None]:
+    return changed(tokenizer=torch.frombuffer(bytearray(content), dtype=torch.uint8))
+
+
+def _sparse(sound: Sound, path: Path) -> None:
+    indices, values = torch.zeros(1, 1, dtype=torch.long), torch.ones(1)
+    torch.save(sound.content() | {"more": torch.sparse_coo_tensor(indices, values, (2**40,))}, path)
+
+
+def _meta(sound: Sound, path: Path) -> None:
+    torch.save(sound.content() | {"more": torch.empty(2**50, device="meta")}, path)
+
+
+def _spoil_counters(states: dict) -> None:
+    states["progress"]["epoch"] = -1
+
+
+def _lose_model(states: dict) -> None:
+    del states["model"]
+
+
+def _endless_weight(states: dict) -> None:
+    name = next(iter(states["model"]))
+    states["model"][name] = torch.zeros(1).expand(2**40)
+
+
+SETTINGS_OF_A_BOMB = ("--d_model 65536", "--attention_heads 2", "--encoder_layers 128", "--decoder_layers 128")
+HOSTILE: dict[str, Callable[[Sound, Path], None]] = {
+    "calls os.system": calling(os.system, "touch exploded"),
+    "calls eval": calling(eval, "open('exploded', 'w')"),
+    "calls exec": calling(exec, "open('exploded', 'w')"),
+    "calls open": calling(open, "exploded", "w"),
+    "calls by protocol 4": calling(os.system, "touch exploded", protocol=4),
+    "calls through an instance": pickled(b"\x80\x02(S'touch exploded'\nios\nsystem\n."),
+    "calls through a new object": pickled(b"\x80\x02cposix\nsystem\nX\x0e\x00\x00\x00touch exploded\x85\x81."),
+    "sets attributes": with_part(b"ccollections\nOrderedDict\n)R}X\x05\x00\x00\x00itemsK\x01sb"),
+    "a persistent id that calls": with_part(b"cposix\nsystem\nX\x0e\x00\x00\x00touch exploded\x85RQ"),
+    "persistent ids in each other": with_part(b"(X\x07\x00\x00\x00storage" * 50 + b"tQ" * 50),
+    "8 GiB of byte array": with_part(b"c__builtin__\nbytearray\n" + _number(2**33) + b"\x85R"),
+    "a tensor of 2^60": with_part(_tensor(2**60, 1)),
+    "a stride of 2^60": with_part(_tensor(2, 2**60)),
+    "a size below zero": with_part(_tensor(-5, 1)),
+    "a tensor that stands still": with_part(_tensor(2**40, 0)),
+    "a storage beyond its record": with_part(_tensor(2**20, 1, claimed=2**20)),
+    "a storage of 2^60": with_part(_tensor(1, 1, claimed=2**60)),
+    "a sparse tensor": _sparse,
+    "a tensor without memory": _meta,
+    "a weight that stands still": states_changed(_endless_weight),
+    "lists in lists": with_part(b"]" * 100_000 + b"a" * 99_999),
+    "a billion lists": with_part(_laughs(60)),
+    "a list in itself": with_part(b"]q\xf0h\xf0a"),
+    "half a character": with_part(b"X\x02\x00\x00\x00\xff\xfe"),
+    "a string of 4 GiB": with_part(b"X\xff\xff\xff\xff"),
+    "a pickle without an end": lambda sound, path: write_records(path, {**sound.records, "data.pkl": b"\x80\x02}"}),
+    "a record twice": _duplicate,
+    "a record outside": lambda sound, path: write_records(path, {**sound.records, "../../exploded": b""}),
+    "a record of a script": lambda sound, path: write_records(path, {**sound.records, "constants.pkl": b"."}),
+    "a compressed bomb": _inflating,
+    "a compressed pickle": _inflating_pickle,
+    "200,000 records": _many_records,
+    "2^60 bytes of directory": _claims_more_records,
+    "a record longer than the file": _header_of_another_size,
+    "a zip behind another file": lambda sound, path: path.write_bytes(b"#!/bin/sh\n" * 9 + sound.path.read_bytes()),
+    "a TorchScript archive": _scripted,
+    "an old pickle": _old_pickle,
+    "no fields": pickled(b"\x80\x02}X\x06\x00\x00\x00formatK\x02s."),
+    "states in a list": changed(states=[]),
+    "a state that is a list": changed(states={"model": []}),
+    "a tokenizer of floats": changed(tokenizer=torch.zeros(3)),
+    "a step of a thousand digits": changed(step=10**600),
+    "a vocabulary below zero": changed(vocab_size=-1),
+    "a vocabulary of 2^40": changed(vocab_size=2**40),
+    "no model": states_changed(_lose_model),
+    "counters below zero": states_changed(_spoil_counters),
+    "a model of 10^13 weights": configured(*SETTINGS_OF_A_BOMB),
+    "a model 2^60 wide": configured(f"--d_model {2**60}"),
+    "a million layers": configured("--encoder_layers 1000000"),
+    "no heads": configured("--attention_heads 0"),
+    "settings that are code": configured("--epochs __import__('os').system('touch exploded')"),
+    "settings in settings": configured("--epochs " + "(" * 10_000),
+    "logs elsewhere": configured("--log_dir '/tmp/konkanivani_elsewhere'"),
+    "logs above": configured("--log_dir '../../konkanivani_elsewhere'"),
+    "a run's name that is a path": configured("--run_name '../../../elsewhere'"),
+    "a tokenizer of noise": _tokenizer(bytes(range(256)) * 8),
+    "no tokenizer": changed(tokenizer=torch.zeros(0, dtype=torch.uint8)),
+    "a tokenizer that claims 2 GiB": _tokenizer(b"\x0a\xff\xff\xff\xff\x07" + bytes(64)),
+}
+
+
+def exploding(path: Path) -> bool:
+    """Whether the file does what it threatens when all is believed: the negative control of all the others."""
+    marker, here = path.parent / "exploded", os.getcwd()
+    os.chdir(path.parent)
+    try:
+        with warnings.catch_warnings(), contextlib.suppress(Exception):  # what comes after the call does not matter
+            warnings.simplefilter("ignore")
+            torch.load(path, weights_only=False)  # noqa: TID251
+    finally:
+        os.chdir(here)
+    return marker.exists()

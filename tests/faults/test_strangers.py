@@ -1,0 +1,376 @@
+"""What comes from a stranger runs no code, opens nothing outside of its folder, and takes no memory to refuse."""
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from konkanivani.audio_roots import audio_roots, is_named_inside, resolved_inside
+from konkanivani.checkpoint import LAST
+from konkanivani.data.manifest import read_manifest, read_recordings
+from konkanivani.data.shards import read_members
+from konkanivani.errors import DataError
+from tests.conftest import ROOT, run_script
+from tests.faults.strangers import HOSTILE, exploding, read_sound, use_everywhere
+from tests.faults.watching import watch
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture(scope="module")
+def sound(small_run: Path, tmp_path_factory: pytest.TempPathFactory):
+    path = tmp_path_factory.mktemp("sound") / LAST
+    configured("--log_dir 'runs'")(read_sound(small_run / "checkpoints" / LAST), path)
+    return read_sound(path)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_checkpoint_ends_with_its_error_and_nothing_else(name, sound, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    HOSTILE[name](sound, tmp_path / LAST)
+    verdict = watch(lambda: use_everywhere(tmp_path / LAST), tmp_path)
+    assert verdict.fault is None, verdict.fault
+    assert verdict.outcome == "CheckpointError", verdict
+    assert "\n" not in verdict.message.strip() and len(verdict.message) < 1000
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_there_are_enough_of_them():
+    assert len(HOSTILE) >= 15
+
+
+def test_a_sound_checkpoint_is_taken_wherever_it_lies(sound, tmp_path, monkeypatch):
+    """Negative control: it is not that all are refused."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(sound.path, tmp_path / LAST)
+    verdict = watch(lambda: use_everywhere(tmp_path / LAST), tmp_path)
+    assert verdict.outcome == "taken", verdict.message
+
+
+@pytest.mark.parametrize("name", ["calls os.system", "calls eval", "calls exec", "calls open", "a record twice"])
+def test_negative_control_believed_they_explode(name, sound, tmp_path):
+    HOSTILE[name](sound, tmp_path / LAST)
+    assert exploding(tmp_path / LAST)
+
+
+def test_negative_control_what_reaches_out_hangs_or_grows_is_seen(tmp_path):
+    assert "wrote" in watch(lambda: open(tmp_path.parent / "elsewhere", "w"), tmp_path).fault
+    assert "os.system" in watch(lambda: os.system("true"), tmp_path).fault  # noqa: S605
+    assert "subprocess" in watch(lambda: subprocess.run(["true"]), tmp_path).fault
+    assert "hung" in watch(lambda: [None for _ in iter(int, 1)], tmp_path, seconds=0.3).fault
+    assert "grew by" in watch(lambda: bytearray(2**28), tmp_path).fault
+    assert "ZeroDivisionError" in watch(lambda: 1 / 0, tmp_path).fault
+    assert "SIGSEGV" in watch(lambda: os.kill(os.getpid(), 11), tmp_path).fault
+    assert watch(lambda: (tmp_path / "inside").write_text("x"), tmp_path).fault is None
+
+
+# -------------------------------------------------------------------------------------------- manifests and their audio
+
+
+def tone(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    soundfile.write(path, 0.1 * np.ones(16_000), 16_000)
+    return path
+
+
+@pytest.fixture
+def downloaded(tmp_path: Path) -> Path:
+    """A folder with a recording in it, beside another one with a recording that is nobody else's business."""
+    tone(tmp_path / "private" / "diary.wav")
+    tone(tmp_path / "downloaded" / "good.wav")
+    return tmp_path / "downloaded"
+
+
+def _link_file(folder: Path) -> str:
+    (folder / "link.wav").symlink_to(folder.parent / "private" / "diary.wav")
+    return "link.wav"
+
+
+def _link_folder(folder: Path) -> str:
+    (folder / "audio").symlink_to(folder.parent / "private")
+    return "audio/diary.wav"
+
+
+def _link_to_zeros(folder: Path) -> str:
+    (folder / "zeros.wav").symlink_to("/dev/zero")
+    return "zeros.wav"
+
+
+def _pipe(folder: Path) -> str:
+    os.mkfifo(folder / "pipe.wav")
+    return "pipe.wav"
+
+
+OUTSIDE: dict[str, Callable[[Path], str]] = {
+    "above": lambda folder: "../private/diary.wav",
+    "down and above": lambda folder: "audio/../../private/diary.wav",
+    "absolute": lambda folder: str(folder.parent / "private" / "diary.wav"),
+    "absolute by way of the folder": lambda folder: f"{folder}/../private/diary.wav",
+    "a neighbour of the same beginning": lambda folder: f"{folder}_2/diary.wav",
+    "a link": _link_file,
+    "a linked folder": _link_folder,
+    "passwords": lambda folder: "/etc/passwd",
+    "zeros": lambda folder: "/dev/zero",
+    "a link to zeros": _link_to_zeros,
+    "a terminal": lambda folder: "/dev/tty",
+    "memory": lambda folder: "/proc/self/mem",
+    "a pipe": _pipe,
+    "a URL": lambda folder: "https://example.org/a.wav",
+    "a file URL": lambda folder: "file:///etc/passwd",
+    "a command": lambda folder: "touch exploded |",
+    "a home": lambda folder: "~/.ssh/id_rsa",
+    "a variable": lambda folder: "$HOME/.ssh/id_rsa",
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_audio_outside_of_the_manifests_folder_is_never_opened(name, downloaded):
+    audio = OUTSIDE[name](downloaded)
+    rows = [{"audio_filepath": path, "duration": 1.0, "text": "एक"} for path in ("good.wav", audio)]
+    manifest = downloaded / "train.jsonl"
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def read() -> None:
+        from konkanivani.audio import load_audio
+        from konkanivani.data.leaks import Recording
+        from konkanivani.data.repeats import content_key
+
+        found = read_manifest(manifest)
+        for utterance in [*found, *read_recordings(manifest)]:
+            content_key(utterance.source)
+            Recording(utterance.audio_path, utterance.byte_offset, utterance.byte_count)
+            load_audio(utterance.source)
+        raise DataError(found.broken[0].reason)
+
+    verdict = watch(read, downloaded)
+    assert verdict.fault is None, verdict.fault
+    assert verdict.outcome in ("DataError", "UnusableAudio"), verdict
+    targets = [path for path in verdict.opened if path.startswith((str(downloaded.parent), "/etc", "/dev", "/proc"))]
+    assert {Path(path).parent for path in targets} <= {downloaded, Path("/proc/self")}, targets
+    assert not [path for path in targets if path.startswith("/proc") and not path.endswith(("status", "clear_refs"))]
+    if name in ("above", "absolute", "a link"):
+        assert "--audio_roots" in verdict.message and "private" in verdict.message
+
+
+def test_the_named_root_allows_it(downloaded):
+    """Negative control: where the user names the folder, the very same rows are read, and the target is opened."""
+    audio = [OUTSIDE[name](downloaded) for name in ("above", "absolute", "a link", "a linked folder")]
+    manifest = downloaded / "train.jsonl"
+    rows = [{"audio_filepath": path, "duration": 1.0, "text": "एक"} for path in audio]
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_manifest(manifest, (str(downloaded.parent / "private"),))
+    assert len(found) == 4 and not found.broken
+
+    def read() -> None:
+        from konkanivani.audio import load_audio
+
+        for utterance in found:
+            load_audio(utterance.source)
+
+    verdict = watch(read, downloaded)
+    assert verdict.outcome == "taken", verdict
+    assert str(downloaded.parent / "private" / "diary.wav") in verdict.opened
+
+
+def test_roots_hold_what_is_in_them_and_nothing_else(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "other").symlink_to(tmp_path / "corpus")
+    roots = audio_roots(str(tmp_path / "other"), [str(tmp_path / "more")])
+    inside = (
+        "a.wav",
+        "b/../a.wav",
+        "..a.wav",
+        "a..wav",
+        f"{tmp_path}/corpus/a.wav",
+        f"{tmp_path}/more/a.wav",
+        "../more/a",
+    )
+    outside = ("../a.wav", "b/../../a.wav", f"{tmp_path}/corpus2/a.wav", f"{tmp_path}/a.wav", "/", "..", "../..")
+    assert all(is_named_inside(path, roots) for path in inside)
+    assert not any(is_named_inside(path, roots) for path in outside)
+    assert resolved_inside(f"{tmp_path}/other/a.wav", roots) == f"{tmp_path}/corpus/a.wav"
+    assert resolved_inside(f"{tmp_path}/a.wav", roots) is None
+    assert audio_roots("/", []) == ("/",) and is_named_inside("/etc/passwd", ("/",))
+
+
+@pytest.mark.parametrize("place", ["/dev/zero", "pipe"])
+def test_a_manifest_that_is_no_file_is_refused_and_not_waited_for(place, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    path = tmp_path / place
+    for read in (read_manifest, read_recordings):
+        verdict = watch(lambda read=read: read(path), tmp_path)
+        assert (verdict.outcome, verdict.fault) == ("DataError", None), verdict
+        assert "it is no file" in verdict.message and str(path) not in verdict.opened
+
+
+def test_an_index_that_came_with_a_manifest_is_never_believed(downloaded, monkeypatch):
+    monkeypatch.setattr("konkanivani.data.index.SMALL_BYTES", 0)
+    manifest = downloaded / "train.jsonl"
+    manifest.write_text(json.dumps({"audio_filepath": "good.wav", "duration": 1.0, "text": "एक"}) + "\n")
+    assert [u.text for u in read_manifest(manifest)] == ["एक"]
+    copy = downloaded.parent / "copy"
+    subprocess.run(["cp", "-a", downloaded, copy], check=True)  # times and all, as an archive unpacks
+    (copy / "train.jsonl.index" / "durations").write_bytes(struct.pack("<d", float("nan")))
+    (copy / "train.jsonl.index" / "sizes").write_bytes(struct.pack("<i", 2**31 - 1))
+    assert [(u.text, u.duration) for u in read_manifest(copy / "train.jsonl")] == [("एक", 1.0)]
+
+
+# --------------------------------------------------------------------------------------------------------------- shards
+
+
+def _add(tar: tarfile.TarFile, name: str, kind: bytes = tarfile.REGTYPE, size: int = 0, link: str = "") -> None:
+    member = tarfile.TarInfo(name)
+    member.type, member.size, member.linkname = kind, size, link
+    tar.addfile(member, open("/dev/zero", "rb") if size else None)
+
+
+def hostile_shard(path: Path) -> None:
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as tar:
+        for name in ("../../above.wav", "/etc/absolute.wav", "a/../../b.wav"):
+            _add(tar, name, size=64)
+        _add(tar, "link.wav", tarfile.SYMTYPE, link="/etc/passwd")
+        _add(tar, "hard.wav", tarfile.LNKTYPE, link="../../private/diary.wav")
+        for kind in (tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE):
+            _add(tar, f"kind{kind.decode()}.wav", kind)
+        huge = tarfile.TarInfo("huge.wav")
+        huge.size = 2**60
+        tar.fileobj.write(huge.tobuf(tarfile.GNU_FORMAT))
+        tar.offset += 512
+
+
+def test_a_tars_members_are_never_unpacked_and_its_names_are_never_paths(downloaded):
+    shard = downloaded / "audio_0.tar"
+    hostile_shard(shard)
+    before = sorted(downloaded.parent.rglob("*"))
+    members = []
+    verdict = watch(lambda: members.extend(read_members(shard)), downloaded)
+    assert verdict.fault is None and verdict.outcome in ("taken", "DataError"), verdict
+    assert {path for path in verdict.opened if path.startswith(str(downloaded.parent))} == {str(shard)}
+    assert not [path for path in verdict.opened if path.startswith(("/etc", "/dev"))]
+    assert sorted(downloaded.parent.rglob("*")) == before
+    found = []
+    with pytest.raises(DataError) if verdict.outcome == "DataError" else _nothing():
+        for member in read_members(shard):
+            found.append(member)
+    assert {member.name for member in found} <= {"../../above.wav", "/etc/absolute.wav", "a/../../b.wav"}
+    assert all(member.byte_offset + member.byte_count <= shard.stat().st_size for member in found)
+
+
+def test_a_member_that_claims_2_to_the_60_bytes_is_a_broken_row(downloaded):
+    rows = [
+        {"audio_filepath": "good.wav", "duration": 1.0, "text": "एक", "byte_offset": offset, "byte_count": count}
+        for offset, count in ((0, 2**60), (2**60, 64), (2**62, 2**62), (0, 2**63 - 1))
+    ]
+    manifest = downloaded / "train.jsonl"
+    manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for utterance in read_manifest(manifest):
+        verdict = watch(lambda utterance=utterance: _load(utterance), downloaded)
+        assert verdict.outcome == "UnusableAudio" and "its shard ends" in verdict.message and not verdict.fault
+
+
+def _load(utterance: object) -> None:
+    from konkanivani.audio import load_audio
+
+    load_audio(utterance.source)
+
+
+# ----------------------------------------------------------------------------------------------------------- lint rules
+
+FORBIDDEN = (
+    ("import pickle", 'pickle.load(open("x", "rb"))'),
+    ("import pickle", 'pickle.loads(b"")'),
+    ("import yaml", 'yaml.load("x")'),
+    ("import yaml", 'yaml.unsafe_load("x")'),
+    ("", 'eval("1")'),
+    ("", 'exec("1")'),
+    ("import subprocess", 'subprocess.run("x", shell=True)'),
+    ("import os", 'os.system("x")'),
+    ("import os", 'os.popen("x")'),
+    ("import marshal", 'marshal.loads(b"")'),
+    ("import torch", 'torch.load("x")'),
+    ("import torch", 'torch.load("x", weights_only=False)'),
+    ("import torch", 'torch.jit.load("x")'),
+    ("import numpy as np", 'np.load("x", allow_pickle=True)'),
+    ("import joblib", 'joblib.load("x")'),
+)
+
+
+def lint(directory: Path, source: str) -> str:
+    """What ruff says of a file of this source, by our own settings."""
+    (directory / "written.py").write_text(source)
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--config", str(ROOT / "pyproject.toml"), "-q"]
+    return subprocess.run([*command, "written.py"], cwd=directory, capture_output=True, text=True).stdout
+
+
+def test_code_that_runs_what_it_reads_is_no_style_of_ours(tmp_path):
+    for imported, statement in FORBIDDEN:
+        said = lint(tmp_path, f"{imported}\n\n{statement}\n" if imported else f"{statement}\n")
+        assert any(rule in said for rule in ("S102", "S30", "S506", "S60", "TID251")), (statement, said)
+    assert lint(tmp_path, "import json\n\njson.loads('1')\n") == ""  # negative control
+
+
+def test_what_is_let_through_loads_weights_only_but_in_the_controls():
+    """Where a line asks ruff to look away, it is a test, or the one reader of checkpoints."""
+    found = []
+    for path in [*ROOT.glob("konkanivani/**/*.py"), *ROOT.glob("*_scripts/*.py"), *ROOT.glob("benchmarks/**/*.py")]:
+        found += [(path.name, line) for line in path.read_text(encoding="utf-8").splitlines() if "noqa: S" in line]
+        found += [(path.name, line) for line in path.read_text(encoding="utf-8").splitlines() if "noqa: TID" in line]
+    assert [name for name, _ in found] == ["checkpoint_archive.py"]
+    assert "weights_only=True" in found[0][1]
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    assert all(f'"{rule}"' in pyproject for rule in ("S102", "S301", "S307", "S506", "S602", "S604", "S605", "TID251"))
+
+
+# ---------------------------------------------------------------------------------------------- TensorBoard and secrets
+
+
+def test_every_text_that_starts_tensorboard_starts_it_for_this_machine_alone():
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    commands = []
+    for name in files:
+        if name.endswith((".py", ".md", ".sh", ".toml", ".cfg")) and not name.startswith("tests/"):
+            text = (ROOT / name).read_text(encoding="utf-8")
+            commands += [(name, line) for line in text.splitlines() if "--logdir" in line]
+    assert len(commands) >= 2
+    assert all("--host 127.0.0.1" in line for _, line in commands), commands
+    assert all("bind_all" not in (ROOT / name).read_text(encoding="utf-8") for name, _ in commands)
+
+
+SECRETS = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "KONKANIVANI_CANARY")
+CANARY = "canary-7b1f5c"
+
+
+def test_no_secret_of_the_environment_is_in_anything_that_a_run_says_or_writes(small_run, tmp_path, monkeypatch):
+    for name in SECRETS:
+        monkeypatch.setenv(name, f"{CANARY}-{name}")
+    last = tmp_path / "checkpoints" / LAST
+    shutil.copytree(small_run, tmp_path, dirs_exist_ok=True)
+    script = "training_scripts/train_konkanivani_asr.py"
+    folders = ("--log_dir", str(tmp_path / "runs"))
+    said = run_script(script, "--resume", str(last), "--epochs", "3", *folders)
+    assert said.returncode == 0, said.stderr
+    wrong = run_script(script, "--resume", str(last), "--train_manifest", str(tmp_path / "nowhere"), *folders)
+    assert wrong.returncode == 3
+    last.write_bytes(b"PK")
+    broken = run_script(script, "--resume", str(last), *folders)
+    assert broken.returncode == 4
+    for done in (said, wrong, broken):
+        assert CANARY not in done.stdout + done.stderr
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any("tfevents" in path.name for path in written) and len(written) > 10
+    assert [path for path in written if CANARY.encode() in path.read_bytes()] == []
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...

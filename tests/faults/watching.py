@@ -1,0 +1,143 @@
+"""Input that may be hostile, handled in a process of its own that is watched: time, memory, files, other programs."""
+
+import gc
+import json
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from konkanivani.errors import KonkaniVaniError
+
+MOST_SECONDS = 5.0
+MOST_GROWTH_MIB = 200.0
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+# What an audit hook hears of other programs and machines, and of files that change without being opened.
+RUNNING = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn", "ctypes.dlopen")
+REACHING = ("socket.connect", "socket.bind", "socket.getaddrinfo", "urllib.Request")
+CHANGING = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How an input was handled: `outcome` is `taken`, the class of our own error, or what should not have happened.
+
+    `opened` are the paths that were opened, `touched` those outside of the folder allowed that were changed, and
+    programs that were started. `growth_mib` is the most that the process grew by.
+    """
+
+    outcome: str
+    message: str = ""
+    seconds: float = 0.0
+    growth_mib: float = 0.0
+    opened: tuple[str, ...] = ()
+    touched: tuple[str, ...] = ()
+
+    @property
+    def fault(self) -> str | None:
+        """What is wrong with it; None where nothing is."""
+        if self.outcome == "fault":
+            return self.message
+        if self.touched:
+            return f"it reached out: {', '.join(self.touched[:3])}"
+        if self.growth_mib > MOST_GROWTH_MIB:
+            return f"the process grew by {self.growth_mib:.0f} MiB"
+        return None
+
+
+def watch(handle: Callable[[], object], folder: Path, seconds: float = MOST_SECONDS) -> Verdict:
+    """What becomes of `handle()` in a fork of this process, which may write to `folder` only and is killed after
+    `seconds`.
+    """
+    reading, writing = os.pipe()
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reading)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends it even where C code hangs
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            verdict = _handled(handle, os.path.realpath(folder))
+            _write_all(writing, json.dumps(asdict(verdict)).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(child, 0)
+    spent = time.monotonic() - started
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        hung, died = f"it hung for {seconds:g} s", f"it died of {signal.Signals(number).name}"
+        return Verdict("fault", hung if number == signal.SIGALRM else died, spent)
+    fields = json.loads(said)
+    return Verdict(**fields | {"opened": tuple(fields["opened"]), "touched": tuple(fields["touched"])})
+
+
+def _handled(handle: Callable[[], object], folder: str) -> Verdict:
+    opened, touched = [], []
+    is_heard = True
+
+    def hear(event: str, arguments: tuple) -> None:
+        if not is_heard:
+            return
+        if event == "open" and isinstance(arguments[0], (str, bytes)):
+            path = os.path.abspath(os.fsdecode(arguments[0]))
+            opened.append(path)
+            if arguments[2] & WRITING and not _is_allowed(path, folder):
+                touched.append(f"wrote {path}")
+        elif event in CHANGING and not _is_allowed(os.path.abspath(os.fsdecode(arguments[0])), folder):
+            touched.append(f"{event} {os.fsdecode(arguments[0])}")
+        elif event in RUNNING or event in REACHING:
+            touched.append(event)
+
+    silence = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(silence, stream)
+    sys.dont_write_bytecode = True
+    torch.set_num_threads(1)  # the others stayed with the parent
+    gc.collect()
+    before, started = _forget_peak(), time.monotonic()
+    sys.addaudithook(hear)
+    outcome, message = "taken", ""
+    try:
+        handle()
+    except KonkaniVaniError as error:
+        outcome, message = type(error).__name__, str(error)
+    except SystemExit as error:
+        outcome, message = ("UsageError", "") if error.code == 2 else ("fault", f"it ended with {error.code}")
+    except BaseException:  # anything at all is what is looked for
+        outcome, message = "fault", traceback.format_exc()[-1500:]
+    seconds, growth = time.monotonic() - started, _peak_mib() - before
+    is_heard = False
+    return Verdict(outcome, message, seconds, growth, tuple(opened), tuple(touched))
+
+
+def _is_allowed(path: str, folder: str) -> bool:
+    return path.startswith((folder + "/", "/dev/null")) or path == folder
+
+
+def _forget_peak() -> float:
+    """The memory resident now in MiB; the most from now on is counted anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _mib("VmRSS")
+
+
+def _peak_mib() -> float:
+    return _mib("VmHWM")
+
+
+def _mib(name: str) -> float:
+    return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text()).group(1)) / 1024
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
