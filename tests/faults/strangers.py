@@ -156,7 +156,7 @@ def _number(value: int) -> bytes:
 
 
 def _tensor(size: int, stride: int, claimed: int = 1) -> bytes:
-    """The instructions that make a tensor of one axis over the storage of record 9999, which claims so many elements."""
+    """The instructions that make a tensor over the storage of record 9999 that claims so many elements."""
     storage = b"(X\x07\x00\x00\x00storagectorch\nByteStorage\nX\x04\x00\x00\x009999X\x03\x00\x00\x00cpu"
     shape = _number(size) + b"\x85" + _number(stride) + b"\x85"
     rest = b"\x89ccollections\nOrderedDict\n)R"

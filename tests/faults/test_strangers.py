@@ -20,7 +20,7 @@ from konkanivani.data.manifest import read_manifest, read_recordings
 from konkanivani.data.shards import read_members
 from konkanivani.errors import DataError
 from tests.conftest import ROOT, run_script
-from tests.faults.strangers import HOSTILE, exploding, read_sound, use_everywhere
+from tests.faults.strangers import HOSTILE, configured, exploding, read_sound, use_everywhere
 from tests.faults.watching import watch
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints

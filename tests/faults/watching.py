@@ -103,7 +103,7 @@ def _handled(handle: Callable[[], object], folder: str) -> Verdict:
         os.dup2(silence, stream)
     sys.dont_write_bytecode = True
     torch.set_num_threads(1)  # the others stayed with the parent
-    gc.collect()
+    gc.freeze()  # else a collection would go through, and so copy, all that the parent holds
     before, started = _forget_peak(), time.monotonic()
     sys.addaudithook(hear)
     outcome, message = "taken", ""

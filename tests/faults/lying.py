@@ -1,0 +1,95 @@
+"""Checkpoints that were sound and are not any more: cut short, or with a bit flipped; and what is made of them."""
+
+import random
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from konkanivani.checkpoint import LAST, PREVIOUS, Checkpoint, Checkpointer, read_checkpoint
+from konkanivani.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What a file has become, and in words how."""
+
+    name: str
+    content: bytes
+
+
+def truncations(whole: bytes) -> Iterator[Damage]:
+    """The file cut to nothing, one byte, half, all but a ten-thousandth, all but a byte."""
+    sizes = {"0 bytes": 0, "1 byte": 1, "50 %": len(whole) // 2, "99.99 %": int(0.9999 * len(whole))}
+    for name, size in {**sizes, "all but a byte": len(whole) - 1}.items():
+        yield Damage(f"cut to {name}", whole[:size])
+
+
+def flips(whole: bytes, count: int, seed: int) -> Iterator[Damage]:
+    """The file with one bit flipped, at so many places of it, evenly drawn and never the same."""
+    draw = random.Random(seed)
+    for place in draw.sample(range(8 * len(whole)), count):
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        yield Damage(f"bit {place} flipped", bytes(flipped))
+
+
+def same(one: Checkpoint, other: Checkpoint) -> bool:
+    """Whether two checkpoints hold the same, every tensor bit for bit."""
+    return _plain(vars(one)) == _plain(vars(other))
+
+
+def _plain(value: object) -> object:
+    """The value with tensors as their bytes, which are equal where NaN is not."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape), value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def resume_from(folder: Path, damage: Damage, last: Checkpoint, previous: Checkpoint) -> str:
+    """What becomes of a resume in a copy of a run's folder whose newest checkpoint is damaged, in a word.
+
+    `detected`: it was moved aside by name and the previous one is used; `harmless`: it is loaded, and is what was
+    saved. Anything else is a sentence.
+    """
+    with torch.random.fork_rng():
+        (folder / LAST).write_bytes(damage.content)
+        path, found = Checkpointer(folder, keep=2).read_newest_sound()
+    aside = folder / f"{LAST}.damaged"
+    if path.name == LAST:
+        return "harmless" if same(found, last) else f"{damage.name}: read wrongly"
+    if path.name != PREVIOUS or not same(found, previous):
+        return f"{damage.name}: {path.name} was used"
+    if not aside.exists() or aside.read_bytes() != damage.content or (folder / LAST).exists():
+        return f"{damage.name}: not moved aside"
+    aside.unlink()
+    return "detected"
+
+
+def try_damages(checkpoints: Path, damages: Iterator[Damage], work: Path) -> Counter[str]:
+    """How often each came of it, over all the damages to a run's newest checkpoint."""
+    shutil.copytree(checkpoints, work)
+    last, previous = read_checkpoint(work / LAST), read_checkpoint(work / PREVIOUS)
+    return Counter(resume_from(work, damage, last, previous) for damage in damages)
+
+
+def refuses_where_all_are_bad(checkpoints: Path, content: bytes, work: Path) -> bool:
+    """Whether a folder whose checkpoints are all damaged is refused, twice, every file still there under some name."""
+    shutil.copytree(checkpoints, work)
+    names = [path.name for path in work.glob("checkpoint_*.pt")]
+    for name in names:
+        (work / name).unlink()  # some are one file under two names
+        (work / name).write_bytes(content)
+    for _ in range(2):
+        try:
+            Checkpointer(work, keep=2).read_newest_sound()
+        except CheckpointError as error:
+            refused = "--fresh" in str(error)
+        else:
+            return False
+    return refused and sorted(p.name for p in work.glob("*.damaged")) == sorted(f"{name}.damaged" for name in names)

@@ -1,0 +1,36 @@
+"""Changed input ends with an error of ours or is taken: no hang, no growth, nothing written elsewhere."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+
+from tests.faults import fuzz
+from tests.faults.fuzz import Fuzzer
+from tests.faults.watching import MOST_GROWTH_MIB, MOST_SECONDS
+
+COUNTS = {"audio": 200, "manifests": 150, "checkpoints": 80, "flags": 60}  # --parts fuzz --full: 18,000 together
+OURS = {
+    "audio": {"taken", "UnusableAudio", "DataError"},
+    "manifests": {"taken", "UnusableAudio", "DataError"},
+    "checkpoints": {"taken", "CheckpointError", "UsageError"},
+    "flags": {"taken", "UsageError"},
+}
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_changed_input_is_taken_or_refused(kind, small_run, tmp_path):
+    tally = fuzz.fuzz(kind, COUNTS[kind], 0, tmp_path / "work", small_run)
+    assert tally.faults == [], tally.faults[-1]
+    assert set(tally.outcomes) <= OURS[kind], tally.outcomes
+    assert sum(tally.outcomes.values()) >= COUNTS[kind] and len(tally.outcomes) > 1, tally.outcomes
+    assert tally.slowest < MOST_SECONDS and tally.largest < MOST_GROWTH_MIB
+
+
+def test_negative_control_an_error_that_is_not_ours_is_found(small_run, tmp_path, monkeypatch):
+    def build(folder: Path, run: Path) -> Fuzzer:
+        return Fuzzer(st.integers(0, 100), lambda number, inside: [0] * 50 if number < 50 else {}[number])
+
+    monkeypatch.setitem(fuzz.FUZZERS, "flags", build)
+    tally = fuzz.fuzz("flags", 60, 0, tmp_path / "work", small_run)
+    assert "50: " in tally.faults[-1] and "KeyError" in tally.faults[-1] and tally.outcomes["fault"]  # made small
