@@ -1,0 +1,47 @@
+"""Checkpoints as an enemy would make them: what each ends with, and what refusing it takes."""
+
+import os
+from pathlib import Path
+
+from benchmarks.measuring.faults.effort import Effort, FaultTable
+from konkanivani.checkpoint import LAST
+from tests.faults.small_run import train_small_run
+from tests.faults.strangers import HOSTILE, configured, read_sound, use_everywhere
+from tests.faults.watching import Verdict, watch
+
+
+def measure(effort: Effort) -> FaultTable:
+    """A row for each of them; few or full, all are tried."""
+    path = effort.folder / "sound.pt"
+    configured("--log_dir 'runs'")(read_sound(train_small_run(effort.folder / "run") / "checkpoints" / LAST), path)
+    sound = read_sound(path)
+    rows, failures = [], []
+    for number, (name, write) in enumerate(HOSTILE.items()):
+        folder = effort.folder / str(number)
+        folder.mkdir()
+        write(sound, folder / LAST)
+        verdict = watch(lambda folder=folder: _use(folder), folder)
+        (folder / LAST).unlink()
+        rows.append((name, verdict.outcome, _reason(verdict, folder), f"{max(0.0, verdict.growth_mib):.0f} MiB"))
+        if verdict.fault or verdict.outcome != "CheckpointError" or (folder / "exploded").exists():
+            failures.append(f"{name}: {verdict.fault or verdict.outcome}")
+    return FaultTable(
+        "Checkpoints from strangers",
+        ("checkpoint", "ends with", "reason", "growth"),
+        tuple(rows),
+        tuple(failures),
+        (
+            "Each is resumed, begun from, transcribed with and averaged; no code ran, nothing else was opened for writing.",
+        ),
+    )
+
+
+def _use(folder: Path) -> None:
+    os.chdir(folder)  # of a process of its own
+    use_everywhere(folder / LAST)
+
+
+def _reason(verdict: Verdict, folder: Path) -> str:
+    """What the message says beside the file's name and what to do."""
+    message = verdict.message.replace(str(folder / LAST), "").replace("|", "\\|").split("\n")[0]
+    return message.split(" Use another")[0].removeprefix("The checkpoint  is damaged or not ours ").strip("().")[:90]
