@@ -1,5 +1,7 @@
 """Checkpoints that were sound and are not any more: cut short, or with a bit flipped; and what is made of them."""
 
+import contextlib
+import io
 import random
 import shutil
 from collections import Counter
@@ -57,8 +59,8 @@ def resume_from(folder: Path, damage: Damage, last: Checkpoint, previous: Checkp
     `detected`: it was moved aside by name and the previous one is used; `harmless`: it is loaded, and is what was
     saved. Anything else is a sentence.
     """
-    with torch.random.fork_rng():
-        (folder / LAST).write_bytes(damage.content)
+    (folder / LAST).write_bytes(damage.content)
+    with contextlib.redirect_stdout(io.StringIO()):
         path, found = Checkpointer(folder, keep=2).read_newest_sound()
     aside = folder / f"{LAST}.damaged"
     if path.name == LAST:
@@ -87,7 +89,8 @@ def refuses_where_all_are_bad(checkpoints: Path, content: bytes, work: Path) -> 
         (work / name).write_bytes(content)
     for _ in range(2):
         try:
-            Checkpointer(work, keep=2).read_newest_sound()
+            with contextlib.redirect_stdout(io.StringIO()):
+                Checkpointer(work, keep=2).read_newest_sound()
         except CheckpointError as error:
             refused = "--fresh" in str(error)
         else:

@@ -1,5 +1,7 @@
 """The smallest run that is one: two epochs of a corpus of tones, every step saved."""
 
+import contextlib
+import io
 from pathlib import Path
 
 from konkanivani.recipe import build_run
@@ -18,7 +20,8 @@ def train_small_run(folder: Path) -> Path:
     corpus = write_corpus(folder / "corpus", {"train": 6, "valid": 2})
     flags = ("--batch_size", "2", "--gradient_accumulation_steps", "1", "--epochs", "2", "--save_steps", "1")
     arguments = [*SMALL_MODEL, *corpus.flags(), *flags, "--num_workers", "0", *run_folders(folder)]
-    run = build_run(resolve_start(arguments))
-    with run.logbook:
-        train(run)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        run = build_run(resolve_start(arguments))
+        with run.logbook:
+            train(run)
     return folder

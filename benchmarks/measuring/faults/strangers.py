@@ -30,9 +30,7 @@ def measure(effort: Effort) -> FaultTable:
         ("checkpoint", "ends with", "reason", "growth"),
         tuple(rows),
         tuple(failures),
-        (
-            "Each is resumed, begun from, transcribed with and averaged; no code ran, nothing else was opened for writing.",
-        ),
+        ("Each is resumed, begun from, transcribed with and averaged; no code ran, no other file was written.",),
     )
 
 
