@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import soundfile
 
-from konkanivani.audio_roots import outside, resolved_inside
+from konkanivani.audio_roots import LED_OUTSIDE, resolved_inside
 from konkanivani.errors import DataError
 
 MOST_CHANNELS = 32
@@ -204,7 +204,7 @@ def _open_file(source: AudioSource) -> io.BufferedReader:
     """
     path = source.path if source.roots is None else resolved_inside(source.path, source.roots)
     if path is None:
-        raise _unusable(source, outside(os.path.realpath(source.path)))
+        raise _unusable(source, LED_OUTSIDE)
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise _unusable(source, "it is no file")
     file = open(path, "rb", opener=_open_without_waiting)

@@ -7,7 +7,8 @@ name alone, and by what its links resolve to, before anything is opened.
 import os
 from collections.abc import Iterable
 
-FLAG = "--audio_roots"
+OUTSIDE = "it lies outside of its manifest's folder, and no --audio_roots names where"
+LED_OUTSIDE = "a link leads out of its manifest's folder, and no --audio_roots names where to"
 
 
 def audio_roots(folder: str, named: Iterable[str]) -> tuple[str, ...]:
@@ -36,8 +37,3 @@ def resolved_inside(path: str, roots: tuple[str, ...]) -> str | None:
 
 def _lies_in(path: str, roots: tuple[str, ...]) -> bool:
     return any(path == root or path.startswith(root if root.endswith("/") else root + "/") for root in roots)
-
-
-def outside(place: str) -> str:
-    """What is wrong with audio that lies at `place`, in none of the roots, and the flag that would allow it."""
-    return f"it lies outside of its manifest's folder: {FLAG} {os.path.dirname(place)} allows that, if it is meant"

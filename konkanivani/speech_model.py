@@ -69,7 +69,7 @@ def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
     weights = checkpoint.states.get("model", {})
     layers = f"encoder.blocks.{config.model.encoder_layers - 1}.", f"decoder.blocks.{config.model.decoder_layers - 1}."
     if not is_within_bounds(config.model) or not all(any(n.startswith(last) for n in weights) for last in layers):
-        raise CheckpointError("The checkpoint's weights are not those of its dimensions. Use another checkpoint.")
+        raise CheckpointError("The checkpoint's model has not the weights of its dimensions. Use another checkpoint.")
     with torch.device("meta"):
         model = KonkaniVaniASR(config.model, checkpoint.vocab_size, MEL_BINS)
     for name, tensor in model.state_dict().items():

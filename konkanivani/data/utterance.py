@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass, field
 
 from konkanivani.audio_file import AudioSource
-from konkanivani.audio_roots import is_named_inside, outside
+from konkanivani.audio_roots import OUTSIDE, is_named_inside
 from konkanivani.text import forbidden_character
 
 LONGEST_SECONDS = 1e9
@@ -97,7 +97,7 @@ def parse_row(
     if not isinstance(audio, str) or not audio or forbidden_character(audio):
         raise BadRow(f"audio_filepath must be a path in quotes, not {audio!r:.200}")
     if roots is not None and not is_named_inside(audio, roots):
-        raise BadRow(outside(os.path.normpath(os.path.join(roots[0], audio))), audio)
+        raise BadRow(OUTSIDE, audio)
     reason = _reason_to_refuse(fields)
     if reason:
         raise BadRow(reason, audio)

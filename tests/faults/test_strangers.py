@@ -158,7 +158,8 @@ def test_audio_outside_of_the_manifests_folder_is_never_opened(name, downloaded)
     assert {Path(path).parent for path in targets} <= {downloaded, Path("/proc/self")}, targets
     assert not [path for path in targets if path.startswith("/proc") and not path.endswith(("status", "clear_refs"))]
     if name in ("above", "absolute", "a link"):
-        assert "--audio_roots" in verdict.message and "private" in verdict.message
+        assert "outside" in verdict.message or "leads out" in verdict.message
+        assert "--audio_roots" in verdict.message
 
 
 def test_the_named_root_allows_it(downloaded):
