@@ -178,16 +178,16 @@ def _duplicate(sound: Sound, path: Path) -> None:
 
 
 def _inflating(sound: Sound, path: Path) -> None:
-    """Half a megabyte that unpacks to half a gigabyte."""
-    write_records(path, {**sound.records, "data/0": bytes(2**29)}, zipfile.ZIP_DEFLATED)
+    """A quarter of a megabyte that unpacks to a quarter of a gigabyte."""
+    write_records(path, {**sound.records, "data/0": bytes(2**28)}, zipfile.ZIP_DEFLATED)
 
 
 def _inflating_pickle(sound: Sound, path: Path) -> None:
-    write_records(path, {**sound.records, "data.pkl": b"\x80\x02" + b"]0" * 2**26 + b"]."}, zipfile.ZIP_DEFLATED)
+    write_records(path, {**sound.records, "data.pkl": b"\x80\x02" + b"]0" * 2**25 + b"]."}, zipfile.ZIP_DEFLATED)
 
 
 def _many_records(sound: Sound, path: Path) -> None:
-    records = {**sound.records} | {f"data/{number}": b"" for number in range(10_000, 200_000)}
+    records = {**sound.records} | {f"data/{number}": b"" for number in range(10_000, 60_000)}
     write_records(path, records)
 
 
@@ -276,7 +276,7 @@ HOSTILE: dict[str, Callable[[Sound, Path], None]] = {
     "a record of a script": lambda sound, path: write_records(path, {**sound.records, "constants.pkl": b"."}),
     "a compressed bomb": _inflating,
     "a compressed pickle": _inflating_pickle,
-    "200,000 records": _many_records,
+    "50,000 records": _many_records,
     "2^60 bytes of directory": _claims_more_records,
     "a record longer than the file": _header_of_another_size,
     "a zip behind another file": lambda sound, path: path.write_bytes(b"#!/bin/sh\n" * 9 + sound.path.read_bytes()),

@@ -18,8 +18,11 @@ from konkanivani.audio_roots import audio_roots, is_named_inside, resolved_insid
 from konkanivani.checkpoint import LAST
 from konkanivani.data.manifest import read_manifest, read_recordings
 from konkanivani.data.shards import read_members
-from konkanivani.errors import DataError
-from tests.conftest import ROOT, run_script
+from konkanivani.errors import CheckpointError, DataError, KonkaniVaniError
+from konkanivani.recipe import build_run
+from konkanivani.recognizer import load_recognizer
+from konkanivani.start import resolve_start
+from tests.conftest import ROOT, run_trainer
 from tests.faults.strangers import HOSTILE, configured, exploding, read_sound, use_everywhere
 from tests.faults.watching import watch
 
@@ -54,6 +57,14 @@ def test_a_sound_checkpoint_is_taken_wherever_it_lies(sound, tmp_path, monkeypat
     shutil.copy(sound.path, tmp_path / LAST)
     verdict = watch(lambda: use_everywhere(tmp_path / LAST), tmp_path)
     assert verdict.outcome == "taken", verdict.message
+
+
+@pytest.mark.parametrize("size", [2**60, 2**64 - 1, 2**31, 0])
+def test_a_bundle_whose_header_claims_any_size_is_refused(size, tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", size) + b'{"__metadata__":{}}')
+    verdict = watch(lambda: load_recognizer(path, device="cpu"), tmp_path)
+    assert (verdict.outcome, verdict.fault) == ("CheckpointError", None), verdict
 
 
 @pytest.mark.parametrize("name", ["calls os.system", "calls eval", "calls exec", "calls open", "a record twice"])
@@ -350,22 +361,29 @@ SECRETS = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "KONKANIVANI_CA
 CANARY = "canary-7b1f5c"
 
 
-def test_no_secret_of_the_environment_is_in_anything_that_a_run_says_or_writes(small_run, tmp_path, monkeypatch):
+def test_no_secret_of_the_environment_is_in_anything_that_a_run_says_or_writes(
+    small_run, tmp_path, monkeypatch, capsys
+):
     for name in SECRETS:
         monkeypatch.setenv(name, f"{CANARY}-{name}")
-    last = tmp_path / "checkpoints" / LAST
     shutil.copytree(small_run, tmp_path, dirs_exist_ok=True)
-    script = "training_scripts/train_konkanivani_asr.py"
-    folders = ("--log_dir", str(tmp_path / "runs"))
-    said = run_script(script, "--resume", str(last), "--epochs", "3", *folders)
-    assert said.returncode == 0, said.stderr
-    wrong = run_script(script, "--resume", str(last), "--train_manifest", str(tmp_path / "nowhere"), *folders)
-    assert wrong.returncode == 3
+    last, folders = tmp_path / "checkpoints" / LAST, ("--log_dir", str(tmp_path / "runs"))
+    done = run_trainer("--resume", str(last), "--epochs", "3", *folders)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout + done.stderr
+    for arguments in (
+        ("--train_manifest", str(tmp_path / "nowhere")),
+        ("--d_model", "64"),
+        ("--memory_budget", "1MiB"),
+    ):
+        with pytest.raises(KonkaniVaniError) as caught:
+            build_run(resolve_start(["--resume", str(last), *arguments, *folders]))
+        said += str(caught.value)
     last.write_bytes(b"PK")
-    broken = run_script(script, "--resume", str(last), *folders)
-    assert broken.returncode == 4
-    for done in (said, wrong, broken):
-        assert CANARY not in done.stdout + done.stderr
+    with pytest.raises(CheckpointError) as caught:
+        resolve_start(["--resume", str(last), *folders])
+    said += str(caught.value) + capsys.readouterr().out
+    assert CANARY not in said and "Going on from" in said
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert any("tfevents" in path.name for path in written) and len(written) > 10
     assert [path for path in written if CANARY.encode() in path.read_bytes()] == []
