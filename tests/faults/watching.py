@@ -16,7 +16,8 @@ import torch
 
 from konkanivani.errors import KonkaniVaniError
 
-MOST_SECONDS = 5.0
+MOST_SECONDS = 5.0  # of a processor, or of waiting for anything but one
+BUSY_FACTOR = 12  # so much longer may it take where many others want the processors
 MOST_GROWTH_MIB = 200.0
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # What an audit hook hears of other programs and machines, and of files that change without being opened.
@@ -30,7 +31,8 @@ class Verdict:
     """How an input was handled: `outcome` is `taken`, the class of our own error, or what should not have happened.
 
     `opened` are the paths that were opened, `touched` those outside of the folder allowed that were changed, and
-    programs that were started. `growth_mib` is the most that the process grew by.
+    programs that were started. `seconds` are without those in which others had the processor. `growth_mib` is the most
+    that the process grew by.
     """
 
     outcome: str
@@ -47,6 +49,8 @@ class Verdict:
             return self.message
         if self.touched:
             return f"it reached out: {', '.join(self.touched[:3])}"
+        if self.seconds > MOST_SECONDS:
+            return f"it took {self.seconds:.1f} s"
         if self.growth_mib > MOST_GROWTH_MIB:
             return f"the process grew by {self.growth_mib:.0f} MiB"
         return None
@@ -62,8 +66,10 @@ def watch(handle: Callable[[], object], folder: Path, seconds: float = MOST_SECO
     if child == 0:
         try:
             os.close(reading)
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends it even where C code hangs
-            signal.setitimer(signal.ITIMER_REAL, seconds)
+            for alarm in (signal.SIGALRM, signal.SIGPROF):
+                signal.signal(alarm, signal.SIG_DFL)  # ends it even where C code hangs
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            signal.setitimer(signal.ITIMER_REAL, BUSY_FACTOR * seconds)
             verdict = _handled(handle, os.path.realpath(folder))
             _write_all(writing, json.dumps(asdict(verdict)).encode())
         finally:
@@ -76,7 +82,7 @@ def watch(handle: Callable[[], object], folder: Path, seconds: float = MOST_SECO
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         hung, died = f"it hung for {seconds:g} s", f"it died of {signal.Signals(number).name}"
-        return Verdict("fault", hung if number == signal.SIGALRM else died, spent)
+        return Verdict("fault", hung if number in (signal.SIGALRM, signal.SIGPROF) else died, spent)
     fields = json.loads(said)
     return Verdict(**fields | {"opened": tuple(fields["opened"]), "touched": tuple(fields["touched"])})
 
@@ -104,7 +110,7 @@ def _handled(handle: Callable[[], object], folder: str) -> Verdict:
     sys.dont_write_bytecode = True
     torch.set_num_threads(1)  # the others stayed with the parent
     gc.freeze()  # else a collection would go through, and so copy, all that the parent holds
-    before, started = _forget_peak(), time.monotonic()
+    before, started, starved = _forget_peak(), time.monotonic(), _starved()
     sys.addaudithook(hear)
     outcome, message = "taken", ""
     try:
@@ -115,7 +121,7 @@ def _handled(handle: Callable[[], object], folder: str) -> Verdict:
         outcome, message = ("UsageError", "") if error.code == 2 else ("fault", f"it ended with {error.code}")
     except BaseException:  # anything at all is what is looked for
         outcome, message = "fault", traceback.format_exc()[-1500:]
-    seconds, growth = time.monotonic() - started, _peak_mib() - before
+    seconds, growth = time.monotonic() - started - (_starved() - starved), _peak_mib() - before
     is_heard = False
     return Verdict(outcome, message, seconds, growth, tuple(opened), tuple(touched))
 
@@ -128,6 +134,11 @@ def _forget_peak() -> float:
     """The memory resident now in MiB; the most from now on is counted anew."""
     Path("/proc/self/clear_refs").write_text("5")
     return _mib("VmRSS")
+
+
+def _starved() -> float:
+    """Seconds for which this process could have run, and others did."""
+    return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
 def _peak_mib() -> float:
