@@ -20,7 +20,7 @@ from konkanivani.decibels import parse_snr
 from konkanivani.errors import CheckpointError, UsageError
 
 # These say how this one process starts; a checkpoint's values for them are never taken over.
-SESSION_FLAGS = ("resume", "fresh", "init_from", "replan")
+SESSION_FLAGS = ("resume", "fresh", "init_from", "replan", "dry_run")
 # These say how a manifest's audio is used, and nothing without it.
 MANIFEST_OF = {"rir_share": "rir_manifest", "noise_snr": "noise_manifest", "noise_share": "noise_manifest"}
 

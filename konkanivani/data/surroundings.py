@@ -18,6 +18,7 @@ from konkanivani.data.utterance import Utterance
 from konkanivani.decibels import DecibelRange, parse_snr
 from konkanivani.errors import DataError
 from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.problems import Problems
 from konkanivani.randomness import utterance_generator
 
 LONGEST_RESPONSE_SECONDS = 20.0  # the longest halls on record ring so long; it is read whole for each utterance
@@ -130,11 +131,14 @@ def load_response(sound: Sound, generator: torch.Generator) -> torch.Tensor:
 
 def read_surroundings(config: AugmentConfig, seed: int) -> Surroundings:
     """What the configuration asks for, every header read, nothing decoded; a DataError names row and reason."""
-    rooms = noise = None
+    rooms, noise, problems = None, None, Problems()
     if config.rir_manifest is not None:
-        rooms = RoomCorpus(read_sounds(config.rir_manifest, LONGEST_RESPONSE_SECONDS), config.rir_share)
+        with problems.noted():
+            rooms = RoomCorpus(read_sounds(config.rir_manifest, LONGEST_RESPONSE_SECONDS), config.rir_share)
     if config.noise_manifest is not None:
-        noise = NoiseCorpus(read_sounds(config.noise_manifest), parse_snr(config.noise_snr), config.noise_share)
+        with problems.noted():
+            noise = NoiseCorpus(read_sounds(config.noise_manifest), parse_snr(config.noise_snr), config.noise_share)
+    problems.raise_all()
     return Surroundings(seed, rooms, noise, config.gain)
 
 
