@@ -60,13 +60,20 @@ def config_from_text(text: str) -> TrainConfig:
     for line in text.splitlines():
         name, _, value = line.removeprefix("--").partition(" ")
         if name not in known:
-            raise CheckpointError(f"The checkpoint was made with the flag --{name}, which this version does not have.")
+            raise CheckpointError(
+                f"The checkpoint was made with the flag --{name}, which this version does not have. Use the version "
+                "that made it."
+            )
         try:
             setting = dataclasses.replace(known[name], value=ast.literal_eval(value))
         except (ValueError, SyntaxError, MemoryError, RecursionError):
-            raise CheckpointError(f"The checkpoint holds {value[:80]!r} for --{name}, which is not a value.") from None
+            raise CheckpointError(
+                f"The checkpoint holds {value[:80]!r} for --{name}, which is not a value. Use another one."
+            ) from None
         if not _has_type(setting):
-            raise CheckpointError(f"The checkpoint holds {value[:80]!r} for --{name}, which is of the wrong kind.")
+            raise CheckpointError(
+                f"The checkpoint holds {value[:80]!r} for --{name}, which is of the wrong kind. Use another one."
+            )
         config = with_setting(config, setting)
     return config
 

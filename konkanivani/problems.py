@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from konkanivani.errors import CheckpointError, DataError, KonkaniVaniError, ResourceError, UsageError
 
+MOST_TOLD = 20
 COLLECTED = (UsageError, DataError, CheckpointError, ResourceError)
 
 
@@ -33,6 +34,7 @@ class Problems:
                 return
             case [error]:
                 raise error
-        # Two manifests may lack the same file.
-        lines = dict.fromkeys(str(error) for error in self._found)
-        raise type(self._found[0])("\n".join(lines))
+        kind = next(kind for kind in COLLECTED if isinstance(self._found[0], kind))
+        lines = [str(error) for error in self._found[:MOST_TOLD]]
+        more = len(self._found) - len(lines)
+        raise kind("\n".join(lines) + (f"\nAnd {more} more of this kind." if more else ""))

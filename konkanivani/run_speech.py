@@ -104,15 +104,19 @@ def choose_tokenizer(start: Start, manifest: Manifest) -> Tokenizer:
     text = start.config.text
     texts = [normalized for normalized in (normalize_text(t, text.digits) for t in texts_of(manifest)) if normalized]
     if not texts:
-        raise DataError(
-            f"No transcript of {manifest.path} has any text after normalisation. Give the manifest transcripts in "
-            "its text fields."
-        )
+        raise no_text(manifest)
     if start.initial and config_from_text(start.initial.config).text == text:
         tokenizer = Tokenizer(start.initial.tokenizer)
         if not any(Tokenizer.unknown in tokenizer.encode(text) for text in texts):
             return tokenizer
     return train_tokenizer(texts, text.tokenizer_type, text.vocab_size)
+
+
+def no_text(manifest: Manifest) -> DataError:
+    """What to say where there is nothing to train a tokenizer on."""
+    return DataError(
+        f"No transcript of {manifest.path} has any text after normalisation. Write what is said into its rows' text."
+    )
 
 
 def texts_of(manifest: Manifest) -> Iterator[str]:

@@ -144,18 +144,24 @@ def read_surroundings(config: AugmentConfig, seed: int) -> Surroundings:
 
 def read_sounds(manifest: str, longest: float = float("inf")) -> tuple[Sound, ...]:
     """The manifest's rows with what their headers say; a DataError for one that cannot be used or lasts too long."""
-    sounds = []
+    sounds, problems = [], Problems()
     for row in read_recordings(manifest):
-        try:
-            header = read_header(row.source)
-        except DataError as error:
-            raise DataError(f"{manifest}, row {row.row}: {error}") from None
-        sound = sound_of(row, header)
-        reason = reason_to_refuse(sound, header, longest)
-        if reason:
-            raise DataError(f"{manifest}, row {row.row}: {row.audio_path} {reason}. Mend or delete the row.")
-        sounds.append(sound)
+        with problems.noted():
+            sounds.append(_read_sound(manifest, row, longest))
+    problems.raise_all()
     return tuple(sounds)
+
+
+def _read_sound(manifest: str, row: Utterance, longest: float) -> Sound:
+    try:
+        header = read_header(row.source)
+    except DataError as error:
+        raise DataError(f"{manifest}, row {row.row}: {error}") from None
+    sound = sound_of(row, header)
+    reason = reason_to_refuse(sound, header, longest)
+    if reason:
+        raise DataError(f"{manifest}, row {row.row}: {row.audio_path} {reason}. Mend or delete the row.")
+    return sound
 
 
 def sound_of(row: Utterance, header: AudioHeader) -> Sound:
