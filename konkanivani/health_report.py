@@ -9,7 +9,7 @@ from konkanivani.config import TrainConfig
 from konkanivani.data.findings import Diagnosis, find_all, reach_verdict
 from konkanivani.data.health import Part, Question, judge_corpus
 from konkanivani.data.manifest import Manifest, read_manifest
-from konkanivani.errors import DataError, KonkaniVaniError
+from konkanivani.errors import KonkaniVaniError
 from konkanivani.run_speech import no_text, texts_of
 from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
 
