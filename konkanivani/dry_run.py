@@ -68,11 +68,15 @@ class Estimate:
 
     def sentence(self) -> str:
         """The estimate for a person."""
-        epoch, everything = duration_words(self.seconds_per_epoch / 3600), duration_words(self.seconds_in_all / 3600)
+        epoch, everything = _time_words(self.seconds_per_epoch), _time_words(self.seconds_in_all)
         return (
             f"{self.seconds_per_step:.2f} s a step: an epoch takes about {epoch}, the {count(self.steps, 'step')} to "
             f"come about {everything}, without validation"
         )
+
+
+def _time_words(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else duration_words(seconds / 3600)
 
 
 def _try_steps(start: Start, clock: StageClock) -> tuple[Estimate, int]:
@@ -106,7 +110,7 @@ def _try_going_on(folder: Path, clock: StageClock) -> float:
 
     The distance of the weights from the last save's, as a share of their norm: 0 on a CPU, bit for bit.
     """
-    with contextlib.redirect_stdout(io.StringIO()):  # all of it has been told
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # it has been told
         start = resolve_start(["--resume", str(folder / PREVIOUS)])
         run = build_run(start)
     check_same(run.checkpoint(), start.resumed, "What was resumed is not what was saved")

@@ -155,9 +155,10 @@ def test_a_used_folder_is_refused_as_the_run_would(corpus, copy):
 def test_a_folder_in_which_another_process_trains_is_refused(corpus, tmp_path):
     child = os.fork()
     if child == 0:
-        RunLock(tmp_path / "checkpoints")
+        lock = RunLock(tmp_path / "checkpoints")
         (tmp_path / "held").touch()
         time.sleep(120)
+        del lock  # held until here
         os._exit(0)
     try:
         deadline = time.monotonic() + 60
