@@ -5,23 +5,20 @@ import dataclasses
 import gc
 import io
 import json
-import shutil
-import signal
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
-import numpy as np
 import torch
 
 from konkanivani.budget import MIB
 from konkanivani.checkpoint import LAST, PREVIOUS, Checkpoint, read_checkpoint
 from konkanivani.config import TrainConfig
-from konkanivani.errors import CheckpointError, Interrupted
+from konkanivani.differences import differences, relative_difference
+from konkanivani.errors import CheckpointError
 from konkanivani.recipe import build_run
 from konkanivani.reporting import as_json, tell_rehearsal
+from konkanivani.scratch import scratch_folder, stopping_at_signals
 from konkanivani.stages import StageClock
 from konkanivani.start import Start, resolve_start
 from konkanivani.training.interruption import RunLock
@@ -32,7 +29,6 @@ from konkanivani.wording import count, duration_words
 STEPS = 2
 MOST_VALIDATED = 4
 CLOSE = 1e-3  # of all weights: CUDA's kernels add in varying order
-STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 def dry_run(arguments: list[str]) -> str:
@@ -156,9 +152,6 @@ def _estimate(run: Run, steps_before: int) -> Estimate:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- comparing
-
-
 def check_same(one: Checkpoint, other: Checkpoint, what: str) -> None:
     """Raises a CheckpointError where two states differ by a bit."""
     found = differences(one, other)
@@ -169,34 +162,6 @@ def check_same(one: Checkpoint, other: Checkpoint, what: str) -> None:
         )
 
 
-def differences(one: Checkpoint, other: Checkpoint) -> list[str]:
-    """Every tensor and number in which two states differ, by one bit or more."""
-    values, theirs = _values(one), _values(other)
-    names = sorted(values.keys() | theirs.keys())
-    return [name for name in names if not (name in values and name in theirs and _same(values[name], theirs[name]))]
-
-
-def _values(checkpoint: Checkpoint) -> dict[str, object]:
-    return {f"{part}/{name}": value for part, state in checkpoint.states.items() for name, value in state.items()}
-
-
-def _same(one: object, other: object) -> bool:
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return one == other
-    same_kind = one.dtype == other.dtype and one.shape == other.shape
-    return same_kind and torch.equal(*(t.detach().cpu().reshape(-1).view(torch.uint8) for t in (one, other)))
-
-
-def relative_difference(one: Checkpoint, other: Checkpoint) -> float:
-    """The norm of the difference of two models' weights, as a share of the first one's."""
-    pairs = [(value, other.states["model"][name]) for name, value in one.states["model"].items()]
-    apart = sum(float((value.double() - theirs.double()).square().sum()) for value, theirs in pairs)
-    return float(np.sqrt(apart / sum(float(value.double().square().sum()) for value, _ in pairs)))
-
-
-# -------------------------------------------------------------------------------------------------- leaving no trace
-
-
 @contextlib.contextmanager
 def scratch_config(config: TrainConfig) -> Iterator[TrainConfig]:
     """The configuration with folders of its own inside of the run's: on the same disk, under the same permissions."""
@@ -204,59 +169,3 @@ def scratch_config(config: TrainConfig) -> Iterator[TrainConfig]:
     with scratch_folder(Path(run.checkpoint_dir)) as checkpoints, scratch_folder(Path(run.log_dir)) as logs:
         folders = dataclasses.replace(run, checkpoint_dir=str(checkpoints), log_dir=str(logs))
         yield dataclasses.replace(config, run=folders)
-
-
-@contextlib.contextmanager
-def scratch_folder(folder: Path) -> Iterator[Path]:
-    """A new folder in `folder`, removed at the end with all that it holds and all that was made to hold it."""
-    absent = [place for place in (folder, *folder.parents) if not place.exists()]
-    scratch = folder / f"dry_run_{uuid.uuid4().hex[:8]}"
-    try:
-        scratch.mkdir(parents=True)
-        yield scratch
-    finally:
-        with held_signals():
-            shutil.rmtree(scratch, ignore_errors=True)
-            for place in absent:
-                with contextlib.suppress(OSError):
-                    place.rmdir()
-            if scratch.exists():
-                print(f"{scratch} could not be removed: delete it.", flush=True)
-
-
-class _Stop(BaseException):
-    """A signal; no Exception, so that nothing on its way takes it for a fault of its own and goes on."""
-
-
-@contextlib.contextmanager
-def stopping_at_signals() -> Iterator[None]:
-    """SIGINT and SIGTERM end the block at once; what it cleans up on the way out is not disturbed by another one."""
-    came = []
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        for each in STOPPING:
-            signal.signal(each, signal.SIG_IGN)
-        came.append(number)
-        raise _Stop
-
-    before = {number: signal.signal(number, stop) for number in STOPPING}
-    try:
-        yield
-    except _Stop:
-        raise Interrupted(
-            "The dry run was stopped by a signal, and what it wrote is removed. Start it again to have its answer.",
-            came[0],
-        ) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def held_signals() -> Iterator[None]:
-    """Keeps SIGINT and SIGTERM back until the end of the block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -9,6 +9,7 @@ from konkanivani.config import RunConfig, TrainConfig
 from konkanivani.disk import check_disk
 from konkanivani.errors import CheckpointError, UsageError
 from konkanivani.flags import check_idle_flags, config_from_text, contradictions, parse_flags
+from konkanivani.preflight import choose_device, choose_precision
 from konkanivani.run_paths import check_paths, manifests_of
 from konkanivani.stages import Tell, say_nothing
 from konkanivani.training.interruption import RunLock, check_nobody_trains
@@ -55,6 +56,7 @@ def resolve_start(arguments: list[str], tell: Tell = say_nothing) -> Start:
 
 
 def _check_places(config: TrainConfig, vocab_size: int, tell: Tell) -> None:
+    choose_precision(config.memory, choose_device(config.run.device))  # flags too, of which torch must be asked
     check_paths(config)
     manifests = count(len(manifests_of(config)), "manifest", "is/are")
     tell("paths", f"{manifests} there, {config.run.checkpoint_dir} and {config.run.log_dir} can be written")

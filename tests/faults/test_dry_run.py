@@ -15,9 +15,11 @@ import torch
 
 from konkanivani import dry_run as dry
 from konkanivani.checkpoint import LAST, PREVIOUS, Checkpoint
-from konkanivani.dry_run import check_same, differences, dry_run, relative_difference, scratch_folder
+from konkanivani.differences import differences, relative_difference
+from konkanivani.dry_run import check_same, dry_run
 from konkanivani.errors import CheckpointError, DataError, Interrupted, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.recipe import build_run
+from konkanivani.scratch import STOPPING, scratch_folder
 from konkanivani.start import resolve_start
 from konkanivani.training.interruption import RunLock
 from konkanivani.training.loop import train
@@ -192,12 +194,12 @@ def test_a_signal_at_any_stage_ends_it_with_its_code_and_removes_everything(
             time.sleep(30)  # the handler ends this
 
     monkeypatch.setattr(dry.StageClock, "done", interrupted)
-    handlers = [signal.getsignal(each) for each in dry.STOPPING]
+    handlers = [signal.getsignal(each) for each in STOPPING]
     with pytest.raises(Interrupted) as stopped:
         dry_run(flags(corpus, tmp_path, "--dry_run"))
     assert stopped.value.exit_code == 128 + number and "removed" in str(stopped.value)
     assert os.listdir(tmp_path) == []
-    assert [signal.getsignal(each) for each in dry.STOPPING] == handlers
+    assert [signal.getsignal(each) for each in STOPPING] == handlers
 
 
 def test_ctrl_c_ends_the_script_with_130_and_its_workers_with_it(corpus, tmp_path):

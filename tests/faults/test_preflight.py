@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from konkanivani import disk, recipe, run_speech
 from konkanivani.assembly import build_front_end, build_step_parts
@@ -31,6 +32,25 @@ def refusal(kind: type[KonkaniVaniError], *flags: str) -> str:
         build_run(resolve_start([*TINY_MODEL, *QUICK, *flags]))
     assert caught.value.exit_code == kind.exit_code
     return str(caught.value)
+
+
+# Flags
+
+
+def test_every_flag_that_cannot_work_is_told_at_once():
+    wrong = ("--epochs", "0", "--dropout", "2", "--max_rejected", "many", "--memory_budget", "4", "--noise_snr", "x")
+    idle = ("--effective_batch_size", "7", "--rir_share", "0.5")
+    said = refusal(UsageError, *wrong, *idle)
+    for flag in (*wrong[::2], *idle[::2]):
+        assert flag in said, said
+    assert len(said.splitlines()) == 6
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device that is not there, which here is")
+def test_a_device_that_is_not_there_is_told_before_any_path(tmp_path):
+    flags = ("--device", "cuda", "--train_manifest", "none.jsonl")
+    assert "--device cpu" in refusal(UsageError, *flags, *run_folders(tmp_path))
+    assert os.listdir(tmp_path) == []
 
 
 # Paths
@@ -107,16 +127,13 @@ def test_so_many_problems_are_told_and_the_others_counted():
 
 def saved_size(shape: ModelConfig, directory: Path) -> int:
     config = dataclasses.replace(TrainConfig(), model=shape)
-    parts = build_step_parts(config, 1000, _cpu(), 1, build_front_end(config, _cpu()))
+    parts = build_step_parts(config, 1000, CPU, 1, build_front_end(config, CPU))
     states = {"model": parts.model.state_dict(), "optimizer": OptimizerState(parts.model, parts.optimizer).state_dict()}
     saved = Checkpoint(config_to_text(config), bytes(30_000), 1000, 1, 7, states)
     return Checkpointer(directory, keep=2).save(saved).stat().st_size
 
 
-def _cpu():
-    import torch
-
-    return torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("shape", [ModelConfig(32, 2, 1, 2), ModelConfig(64, 3, 2, 2, encoder_type="transformer")])
