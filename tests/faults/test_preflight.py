@@ -152,7 +152,7 @@ def test_the_disk_must_hold_every_checkpoint_that_there_will_be_at_once(tmp_path
     config = TrainConfig(run=run, model=PRESETS["minimal"])
     assert most_checkpoints(run) == 5 + 4 and most_checkpoints(RunConfig(epochs=1)) == 1 + 4
     (room,) = check_disk(config, 1000)
-    assert room.needed == 9 * checkpoint_bytes(config.model, 1000) + 20 * 2 * 2**20
+    assert room.needed == 9 * checkpoint_bytes(config.model, 1000) + 20 * 2**20
     monkeypatch.setattr(disk, "free_bytes", lambda folder: room.needed)
     check_disk(config, 1000)
     monkeypatch.setattr(disk, "free_bytes", lambda folder: room.needed - 1)
