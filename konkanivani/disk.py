@@ -20,7 +20,7 @@ SAVED_BYTES = 12  # a parameter's weight and two moments in fp32; its gradient i
 RECORD_BYTES = 400  # name, checksum and alignment of one tensor, of which a parameter has four
 SETTINGS_BYTES = MIB  # flags, tokenizer, counters
 BESIDE_EPOCHS = 4  # the last, the previous, the best, and the one that is being written
-DRY_RUN_FILES = 3  # the last, the previous, and the one that is being written
+DRY_RUN_FILES = 5  # two to compare with, the last, the previous, and the one that is being written
 LOG_BYTES_AN_EPOCH = MIB  # 2.3 kB a step, the sound and the picture of one utterance; logs that end, end no run
 
 

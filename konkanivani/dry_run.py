@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from konkanivani.budget import MIB
-from konkanivani.checkpoint import LAST, PREVIOUS, Checkpoint, read_checkpoint
+from konkanivani.checkpoint import LAST, Checkpoint, read_checkpoint
 from konkanivani.config import TrainConfig
 from konkanivani.differences import differences, relative_difference
 from konkanivani.errors import CheckpointError
@@ -27,6 +27,7 @@ from konkanivani.training.run import EvaluationSet, Run
 from konkanivani.wording import count, duration_words
 
 STEPS = 2
+SECOND, THIRD = "second_step.pt", "third_step.pt"
 MOST_VALIDATED = 4
 CLOSE = 1e-3  # of all weights: CUDA's kernels add in varying order
 
@@ -76,10 +77,7 @@ def _time_words(seconds: float) -> str:
 
 
 def _try_steps(start: Start, clock: StageClock) -> tuple[Estimate, int]:
-    """Rehearses, steps, validates and saves as the run will, and one step more; what that says, and tensors compared.
-
-    The last save is of the third step, the previous one of the second.
-    """
+    """Rehearses, steps, validates, saves as the run will, and steps again; what that says, and the tensors compared."""
     run = build_run(start, clock.done)
     clock.done("model", "built" if start.resumed is None else f"built, with the state of step {run.state.step}")
     with run.logbook:
@@ -93,33 +91,38 @@ def _try_steps(start: Start, clock: StageClock) -> tuple[Estimate, int]:
         if run.validation is not None:
             evaluation = _few(run).evaluate(run.step.forward, run.decode)
             clock.done("validation", f"{count(len(evaluation.scored), 'utterance')}, loss {evaluation.loss:.2f}")
-        saved = read_checkpoint(run.checkpointer.directory / LAST)
+        saved = read_checkpoint(_kept(run, SECOND))
         check_same(run.checkpoint(), saved, "What was saved is not what is read back")
         compared = sum(isinstance(value, torch.Tensor) for state in saved.states.values() for value in state.values())
         clock.done("saved", f"read back equal, {count(compared, 'tensor')}, {estimate.checkpoint_mib:.0f} MiB")
         train(_until(run, run.state.step + 1))
+        _kept(run, THIRD)
     return estimate, compared
 
 
 def _try_going_on(folder: Path, clock: StageClock) -> float:
-    """Goes on from the save before the last as --resume does, and makes the last one's step again.
+    """Goes on from the second step's save as --resume does, and makes the third one again.
 
-    The distance of the weights from the last save's, as a share of their norm: 0 on a CPU, bit for bit.
+    The distance of the weights from the third step's save, as a share of their norm: 0 on a CPU, bit for bit.
     """
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # it has been told
-        start = resolve_start(["--resume", str(folder / PREVIOUS)])
+        start = resolve_start(["--resume", str(folder / SECOND)])
         run = build_run(start)
     check_same(run.checkpoint(), start.resumed, "What was resumed is not what was saved")
     with run.logbook:
         train(_until(run, run.state.step + 1))
-    # The save of this step has made the one of the undisturbed run the previous one.
-    undisturbed, resumed = (read_checkpoint(folder / name) for name in (PREVIOUS, LAST))
+    undisturbed, resumed = (read_checkpoint(folder / name) for name in (THIRD, LAST))
     difference = relative_difference(undisturbed, resumed)
     if run.step.forward.device.type == "cpu" or difference > CLOSE:
         check_same(undisturbed, resumed, "A step after resuming is not the step without")
     exactly = "the same, bit for bit" if difference == 0 else f"the same to {difference:.1g}"
     clock.done("resumed", f"step {run.state.step} after it is {exactly}")
     return difference
+
+
+def _kept(run: Run, name: str) -> Path:
+    """The last save under a name that no later save takes: those of an epoch's end or of --save_steps may follow."""
+    return (run.checkpointer.directory / LAST).rename(run.checkpointer.directory / name)
 
 
 def _until(run: Run, step: int) -> Run:

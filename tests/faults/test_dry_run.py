@@ -100,6 +100,15 @@ def test_it_takes_the_path_of_other_runs_too(more, corpus, tmp_path, capsys):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("batch", ["13", "26"])  # an epoch ends with every second window, or with every one
+def test_saves_that_fall_due_on_the_way_change_nothing(batch, corpus, tmp_path):
+    given = [*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), "--num_workers", "0", "--batch_size", batch]
+    given += ["--gradient_accumulation_steps", "1", "--save_steps", "1", "--epochs", "1", "--dry_run"]
+    summary = json.loads(dry_run(given))
+    assert summary["resumed_difference"] == 0 and summary["steps"] == 26 // int(batch)
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_dry_resume_goes_on_from_the_checkpoint_and_touches_nothing_of_its_run(copy, capsys):
     before = files_of(copy)
     for resumed in (["--resume", "auto", *run_folders(copy)], ["--resume", str(copy / "checkpoints" / LAST)]):
