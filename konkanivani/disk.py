@@ -20,7 +20,7 @@ SAVED_BYTES = 12  # a parameter's weight and two moments in fp32; its gradient i
 RECORD_BYTES = 400  # name, checksum and alignment of one tensor, of which a parameter has four
 SETTINGS_BYTES = MIB  # flags, tokenizer, counters
 BESIDE_EPOCHS = 4  # the last, the previous, the best, and the one that is being written
-DRY_RUN_FILES = 5  # two to compare with, the last, the previous, and the one that is being written
+DRY_RUN_FILES = 6  # what a dry run goes on from needs as a run that keeps 2 does
 LOG_BYTES_AN_EPOCH = MIB  # 2.3 kB a step, the sound and the picture of one utterance; logs that end, end no run
 
 
@@ -49,15 +49,13 @@ def check_disk(config: TrainConfig, vocab_size: int) -> tuple[DiskRoom, ...]:
         checkpoints -= _held_bytes(Path(run.checkpoint_dir))  # they make room as they are replaced
     least = DRY_RUN_FILES * checkpoint_bytes(config.model, vocab_size) if run.dry_run else 0
     checkpoints = max(least, checkpoints)
-    needs = {Path(run.checkpoint_dir): checkpoints, Path(run.log_dir): run.epochs * LOG_BYTES_AN_EPOCH}
-    devices: dict[int, list[Path]] = {}
-    for folder in needs:
-        devices.setdefault(os.stat(nearest_folder(folder)).st_dev, []).append(folder)
-    rooms = tuple(
-        DiskRoom(tuple(folders), sum(needs[folder] for folder in folders), free_bytes(folders[0]))
-        for folders in devices.values()
-    )
-    short = [room for room in rooms if room.needed > room.free]
+    needs = (Path(run.checkpoint_dir), checkpoints), (Path(run.log_dir), run.epochs * LOG_BYTES_AN_EPOCH)
+    rooms: dict[int, DiskRoom] = {}
+    for folder, needed in needs:
+        device = os.stat(nearest_folder(folder)).st_dev
+        shared = rooms.get(device, DiskRoom((), 0, free_bytes(folder)))
+        rooms[device] = DiskRoom((*shared.folders, folder), shared.needed + needed, shared.free)
+    short = [room for room in rooms.values() if room.needed > room.free]
     if short:
         listed = "\n".join(
             f"The disk is too full: the run {room.sentence()} ({room.needed} and {room.free} bytes)." for room in short
@@ -66,7 +64,7 @@ def check_disk(config: TrainConfig, vocab_size: int) -> tuple[DiskRoom, ...]:
             f"{listed} Free space, or give --keep_checkpoints 2, a smaller --preset, or a --checkpoint_dir and a "
             "--log_dir elsewhere."
         )
-    return rooms
+    return tuple(rooms.values())
 
 
 def most_checkpoints(run: RunConfig) -> int:

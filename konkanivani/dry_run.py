@@ -27,7 +27,7 @@ from konkanivani.training.run import EvaluationSet, Run
 from konkanivani.wording import count, duration_words
 
 STEPS = 2
-SECOND, THIRD = "second_step.pt", "third_step.pt"
+SECOND, THIRD = "checkpoint_second_step.pt", "checkpoint_third_step.pt"
 MOST_VALIDATED = 4
 CLOSE = 1e-3  # of all weights: CUDA's kernels add in varying order
 
@@ -106,7 +106,7 @@ def _try_going_on(folder: Path, clock: StageClock) -> float:
     The distance of the weights from the third step's save, as a share of their norm: 0 on a CPU, bit for bit.
     """
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # it has been told
-        start = resolve_start(["--resume", str(folder / SECOND)])
+        start = resolve_start(["--resume", str(folder / SECOND), "--keep_checkpoints", "2"])
         run = build_run(start)
     check_same(run.checkpoint(), start.resumed, "What was resumed is not what was saved")
     with run.logbook:

@@ -162,6 +162,32 @@ def test_the_disk_must_hold_every_checkpoint_that_there_will_be_at_once(tmp_path
     assert f"({room.needed} and {room.needed - 1} bytes)" in said and "--keep_checkpoints" in said
 
 
+def test_each_file_system_must_hold_what_is_written_to_it(tmp_path, monkeypatch):
+    run = RunConfig(checkpoint_dir=str(tmp_path / "checkpoints"), log_dir=str(tmp_path / "runs"))
+    config = TrainConfig(run=run, model=PRESETS["minimal"])
+    (together,) = check_disk(config, 1000)
+    monkeypatch.setattr(disk, "nearest_folder", lambda path: Path("/proc" if path.name == "runs" else tmp_path))
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: 0 if folder.name == "runs" else 2**40)
+    with pytest.raises(ResourceError, match=r"needs 20 MiB for \S+runs, has 0 MiB \(20971520 and 0 bytes\)"):
+        check_disk(config, 1000)
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: 2**40)
+    assert [room.needed for room in check_disk(config, 1000)] == [together.needed - 20 * 2**20, 20 * 2**20]
+    same = dataclasses.replace(config, run=dataclasses.replace(run, log_dir=run.checkpoint_dir))
+    assert check_disk(same, 1000)[0].needed == together.needed
+
+
+def test_a_dry_resume_needs_room_for_its_own_files_however_much_the_run_holds(tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    run = RunConfig(checkpoint_dir=str(folder), log_dir=str(tmp_path / "runs"), resume="auto")
+    config = TrainConfig(run=run, model=PRESETS["minimal"])
+    with open(folder / "checkpoint_last.pt", "wb") as file:
+        file.truncate(2**40)
+    assert check_disk(config, 1000)[0].needed == 20 * 2**20
+    dry = dataclasses.replace(config, run=dataclasses.replace(run, dry_run=True))
+    assert check_disk(dry, 1000)[0].needed == 6 * checkpoint_bytes(config.model, 1000) + 20 * 2**20
+
+
 def test_a_resumed_run_needs_no_room_for_what_it_will_replace(tmp_path):
     folder = tmp_path / "checkpoints"
     run = RunConfig(checkpoint_dir=str(folder), log_dir=str(tmp_path / "runs"), resume="auto")
