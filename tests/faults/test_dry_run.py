@@ -188,8 +188,9 @@ def test_a_folder_in_which_another_process_trains_is_refused(corpus, tmp_path):
 # Stopping it
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("stage", ["data", "rehearsal", "saved"])
+@pytest.mark.parametrize(
+    "number, stage", [(signal.SIGINT, "data"), (signal.SIGTERM, "rehearsal"), (signal.SIGINT, "saved")]
+)
 def test_a_signal_at_any_stage_ends_it_with_its_code_and_removes_everything(
     number, stage, corpus, tmp_path, monkeypatch
 ):
