@@ -11,6 +11,7 @@ from konkanivani.data.index import BrokenRow, ManifestIndex, open_index
 from konkanivani.data.utterance import BadRow, Utterance, parse_row, row_of
 from konkanivani.errors import DataError
 from konkanivani.json_lines import write_json_lines
+from konkanivani.problems import Problems
 
 
 class Manifest(Sequence[Utterance]):
@@ -96,7 +97,7 @@ def read_manifest(path: str | Path, named_roots: tuple[str, ...] = ()) -> Manife
 
 
 def read_recordings(path: str | Path, named_roots: tuple[str, ...] = ()) -> list[Utterance]:
-    """All rows of a manifest of sounds, whose text may be left out; a DataError names the first bad row.
+    """All rows of a manifest of sounds, whose text may be left out; a DataError names the bad ones.
 
     As in `read_manifest`, audio must lie in the manifest's folder or in one of the `named_roots`.
     """
@@ -108,13 +109,14 @@ def read_recordings(path: str | Path, named_roots: tuple[str, ...] = ()) -> list
         raise DataError(
             f"The manifest {path} cannot be read: {error.strerror or error}. Give the path of a JSONL manifest."
         ) from None
-    sounds, folder = [], os.path.dirname(path)
+    sounds, folder, problems = [], os.path.dirname(path), Problems()
     roots = audio_roots(folder, named_roots)
     for row, line in enumerate(lines, start=1):
         try:
             sounds += [parse_row(line, folder, row, roots, needs_text=False)] if line.strip() else []
         except BadRow as error:
-            raise DataError(f"{path}, row {row}: {error}. Mend or delete the row.") from None
+            problems.add(DataError(f"{path}, row {row}: {error}. Mend or delete the row."))
+    problems.raise_all()
     if not sounds:
         raise DataError(f"The manifest {path} is empty. Each line must be a JSON object with audio_filepath, duration.")
     return sounds
