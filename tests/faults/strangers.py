@@ -69,9 +69,10 @@ def _resume(path: Path) -> None:
 
 
 def _begin_from(path: Path) -> None:
-    fresh = path.parent / "fresh"
+    fresh, manifest = path.parent / "fresh", path.parent / "train.jsonl"
+    manifest.touch()
     flags = ("--init_from", str(path), "--checkpoint_dir", str(fresh), "--log_dir", str(fresh), "--preset", "minimal")
-    resolve_start([*flags, "--device", "cpu"])
+    resolve_start([*flags, "--device", "cpu", "--train_manifest", str(manifest)])
 
 
 def _transcribe(path: Path) -> None:

@@ -121,8 +121,8 @@ def _handled(handle: Callable[[], object], folder: str) -> Verdict:
         outcome, message = ("UsageError", "") if error.code == 2 else ("fault", f"it ended with {error.code}")
     except BaseException:  # anything at all is what is looked for
         outcome, message = "fault", traceback.format_exc()[-1500:]
-    seconds, growth = time.monotonic() - started - (_starved() - starved), _peak_mib() - before
     is_heard = False
+    seconds, growth = time.monotonic() - started - (_starved() - starved), _peak_mib() - before
     return Verdict(outcome, message, seconds, growth, tuple(opened), tuple(touched))
 
 
