@@ -139,6 +139,11 @@ def half_precision(scale: float) -> None:
     torch.amp.GradScaler = functools.partial(torch.amp.GradScaler, init_scale=scale)
 
 
+def other_draws(number: int) -> None:
+    """One optimizer step draws its dropout from another seed: what a comparison must see."""
+    wrap(step, "seed_step", lambda original: lambda seed, at: original(seed + (at == number), at))
+
+
 def double_precision() -> None:
     """All is computed in float64, so that sums in another order are the same to fifteen digits."""
     torch.set_default_dtype(torch.float64)
@@ -281,6 +286,7 @@ FAULTS: dict[str, Callable] = {
         out_of_memory,
         not_finite,
         half_precision,
+        other_draws,
         double_precision,
         hashed_steps,
         spoilt_weight,
