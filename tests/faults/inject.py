@@ -4,19 +4,23 @@ Every function takes strings and numbers, since they come from another process, 
 the loader calls.
 """
 
+import ctypes
+import errno
 import functools
 import hashlib
 import json
 import os
 import resource
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
-from konkanivani import assembly, checkpoint
+from konkanivani import assembly, audio_file, checkpoint
 from konkanivani.data import loading
 from konkanivani.training import loop, step
 from tests.laws.failing import ERRORS
@@ -114,14 +118,15 @@ def out_of_memory(above: int, seconds: float) -> None:
     wrap(step, "add_gradients", around)
 
 
-def not_finite(what: str, value: str, utterances: str) -> None:
-    """The loss or the gradient of each micro-batch with one of the utterances (comma between them) is `value`."""
-    named = set(utterances.split(",")) - {""}
+def not_finite(what: str, value: str, utterance: str, after: int = 0) -> None:
+    """The loss or the gradient of each micro-batch with the utterance is `value`, or of all but the first `after`."""
+    passed = []
 
     def around(original: Callable) -> Callable:
         def add_gradients(parts, batch, counts):
             sums = original(parts, batch, counts)
-            if not named or named & set(batch.utterance_ids):
+            passed.append(None)
+            if utterance in batch.utterance_ids or (not utterance and len(passed) > after):
                 if what == "gradient":
                     next(parts.model.parameters()).grad.view(-1)[3] = float(value)
                 else:
@@ -156,7 +161,7 @@ def hashed_steps(path: str) -> None:
     def state_hash(parts) -> str:
         digest = hashlib.sha256()
         for tensor in parts.state_tensors():
-            digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.detach().numpy().tobytes())
         digest.update(repr([group["lr"] for group in parts.optimizer.param_groups]).encode())
         return digest.hexdigest()
 
@@ -174,8 +179,8 @@ def hashed_steps(path: str) -> None:
     wrap(loop, "train_step", around)
 
 
-def spoilt_weight(value: str, number: int) -> None:
-    """After the `number`-th window, one weight is `value`, as an update that overflows would leave it."""
+def spoilt_state(what: str, value: str, number: int) -> None:
+    """After the `number`-th window, one weight or moment is `value`, as an update that overflows would leave it."""
 
     def around(original: Callable) -> Callable:
         windows = []
@@ -184,7 +189,9 @@ def spoilt_weight(value: str, number: int) -> None:
             report = original(parts, *rest)
             windows.append(None)
             if len(windows) == number:
-                next(parts.model.parameters()).data.view(-1)[0] = float(value)
+                parameter = next(parts.model.parameters())
+                tensor = parameter.data if what == "weight" else parts.optimizer.state[parameter][what]
+                tensor.view(-1)[0] = float(value)
             return report
 
         return train_step
@@ -230,21 +237,66 @@ def ballast(folder: str, free: int, first: int, last: int) -> None:
     after(loop, "train_step", last, path.unlink)
 
 
-def disk_error(name: str, number: int) -> None:
-    """The `number`-th call of open, fsync, link or replace by the checkpoint's module finds no space."""
+def disk_error_at_save(name: str, number: int, save: int) -> None:
+    """In the save of number `save`, the `number`-th call of open, fsync, link or replace finds no space."""
+    saves = []
 
-    def fail() -> None:
-        raise OSError(28, "No space left on device")
+    def around(original: Callable) -> Callable:
+        def refused(*arguments, **named):
+            if len(saves) == save:
+                calls.append(None)
+                if len(calls) == number:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+            return original(*arguments, **named)
 
+        return refused
+
+    calls = []
+    place = checkpoint if name == "open" else SimpleNamespace(**vars(os))
     if name == "open":
         checkpoint.open = open
-        before(checkpoint, name, number, fail)
     else:
-        before(checkpoint.os, name, number, fail)
+        checkpoint.os = place
+    wrap(place, name, around)
+    count_saves = lambda original: lambda *arguments: (saves.append(None), original(*arguments))[1]  # noqa: E731
+    wrap(checkpoint.Checkpointer, "save", count_saves)
 
 
-def worker(how: str, utterance: str, mark: str) -> None:
-    """A worker that reads the utterance is lost: killed by a signal, stopped, or hung on a pipe.
+def read_only(folder: str, first: int, last: int) -> None:
+    """The folder is read-only from the end of the `first`-th window to the end of the `last`-th."""
+    _give_up_privileges()
+    after(loop, "train_step", first, lambda: os.chmod(folder, 0o555))
+    after(loop, "train_step", last, lambda: os.chmod(folder, 0o755))
+
+
+def _give_up_privileges() -> None:
+    """Has a folder's mode count for root too (capset(2), all effective capabilities dropped, the others kept)."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    kept = (ctypes.c_uint32 * 6)()
+    libc = ctypes.CDLL(None)
+    libc.capget(header, kept)
+    kept[0] = kept[3] = 0
+    if libc.capset(header, kept):
+        raise OSError("the capabilities cannot be dropped")
+
+
+def small_shared_memory(kilobytes: int) -> None:
+    """Workers have so much shared memory; in a mount namespace of this process."""
+    new_mounts = 0x20000
+    if ctypes.CDLL(None).unshare(new_mounts):
+        raise OSError("no mount namespace")
+    options = f"size={kilobytes}k"
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", "/dev/shm"], check=True)
+
+
+def pipes_pass_for_files() -> None:
+    """What stands in place of a file is found out only when it is opened, as where it is put there in between."""
+    audio_file.stat = SimpleNamespace(S_ISREG=lambda _mode: True)
+
+
+def worker(signal_number: int, utterance: str, mark: str) -> None:
+    """A worker that reads the utterance gets the signal of that number.
 
     With a `mark`, a file, only the first that finds no such file is: the fault does not come back.
     """
@@ -253,29 +305,13 @@ def worker(how: str, utterance: str, mark: str) -> None:
         def read(spoken, manifest):
             if spoken.id == utterance and not (mark and os.path.exists(mark)):
                 (mark and Path(mark).touch())
-                lose(how)
+                die(signal_number)
+                time.sleep(600)
             return original(spoken, manifest)
 
         return read
 
     wrap(loading, "_read", around)
-
-
-def lose(how: str) -> None:
-    """Does not come back from here, unless the process is a trainer without workers."""
-    match how:
-        case "hung on a pipe":
-            pipe = f"/tmp/pipe_{os.getpid()}"
-            os.mkfifo(pipe)
-            try:
-                open(pipe, "rb")  # nobody ever writes
-            finally:
-                os.unlink(pipe)
-        case "stopped":
-            die(signal.SIGSTOP)
-        case _:
-            die(int(how))
-    time.sleep(600)
 
 
 FAULTS: dict[str, Callable] = {
@@ -289,11 +325,14 @@ FAULTS: dict[str, Callable] = {
         other_draws,
         double_precision,
         hashed_steps,
-        spoilt_weight,
+        spoilt_state,
         label,
         file_limit,
         ballast,
-        disk_error,
+        disk_error_at_save,
+        read_only,
+        small_shared_memory,
+        pipes_pass_for_files,
         worker,
     )
 }

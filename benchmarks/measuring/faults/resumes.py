@@ -49,10 +49,10 @@ def _trials(bench: ResumeBench) -> Iterator[Trial]:
         run = partial(bench.whole_process_differences, step, workers)
         yield Trial("bit for bit: whole processes against a fork", f"killed after step {step}", run)
     for case in recut_cases():
-        what = (
-            "another cut, weights to 1e-9" if case.settings.precision == "fp64" else "another cut, order and counters"
+        what = "weights to 1e-9" if case.settings.precision == "fp64" else "order and counters"
+        yield Trial(
+            f"another cut, {what}: {case.settings.precision}", case.name, partial(bench.recut_differences, case)
         )
-        yield Trial(f"{what}: {case.settings.precision}", case.name, partial(bench.recut_differences, case))
     for case in control_cases():
         yield Trial("negative control, must differ", case.name, partial(bench.differences, case), is_to_differ=True)
 
