@@ -113,7 +113,9 @@ def _until_the_end(bench: ResumeBench, case: FullDisk, run: Path) -> list[str]:
     """Left alone: one warning, training goes on, the next save is made."""
     ended = run_on(bench, run, case, [])
     warnings = ended.output.count("Training goes on; the checkpoint before stays")
-    if ended.code or warnings != 1 or "Traceback" in ended.output:
+    # What it says goes to a file too, and that may not grow beyond the smallest sizes either.
+    is_heard = case.share > 0.01 or not case.name.startswith("no file beyond")
+    if ended.code or warnings > 1 or warnings < is_heard or "Traceback" in ended.output:
         return [f"it ended with {ended.code} after {warnings} warnings: {ended.output[-600:]}"]
     return _without_lost_records(case, run_differences(bench.undisturbed(SETTINGS), run))
 
