@@ -58,7 +58,7 @@ def state(step: int, value: float = 1.0, moment: float = 1e38) -> Checkpoint:
         "optimizer": {"weight/exp_avg": torch.full((4,), moment, dtype=torch.bfloat16)},
         "progress": {"step": step, "best_score": math.inf},
     }
-    return Checkpoint("", b"", 3, step, 0, states)
+    return Checkpoint("", b"tokens", 3, step, 0, states)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
