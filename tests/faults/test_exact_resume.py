@@ -16,11 +16,7 @@ from tests.faults.resuming import (
 )
 
 CASES = {case.name + case.settings.precision: case for case in resume_cases()}
-SAMPLE = (
-    "twice in one epochbf16",
-    "after window 3, out of memory beforefp32",
-    "after window 12, fp16 steps skipped beforefp16",
-)
+SAMPLE = ("twice in one epochbf16", "after window 12, fp16 steps skipped beforefp16")
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -56,7 +52,7 @@ def test_a_difference_of_one_bit_or_kind_is_seen(bench):
     name = next(iter(other.states["model"]))
     other.states["model"][name].view(-1)[5] += 1e-7
     other.states["scaler"]["_growth_tracker"] += 1
-    assert checkpoint_differences(one, other) == [f"model/{name}", "scaler/_growth_tracker"]
+    assert sorted(checkpoint_differences(one, other)) == [f"model/{name}", "scaler/_growth_tracker"]
     without = {part: state for part, state in one.states.items() if part != "splits"}
     assert checkpoint_differences(one, dataclasses.replace(one, states=without)) == [
         "only one of them has the state splits"

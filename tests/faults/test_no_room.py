@@ -5,12 +5,17 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from konkanivani import checkpoint
+from konkanivani.checkpoint import LAST, PREVIOUS, Checkpoint, Checkpointer, read_checkpoint
 from konkanivani.data.rejections import Rejection, Rejections
+from konkanivani.errors import ResourceError
 from tests.conftest import ROOT
 from tests.faults.resuming import ResumeBench
 from tests.faults.room import (
     FULL_DISKS,
+    OPERATIONS,
     full_disk_findings,
     full_log_findings,
     small_disk,
@@ -31,13 +36,39 @@ def mounts(tmp_path):
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("name", ["no file beyond 50.00% of a checkpoint", "replace 2 refused", "read-only"])
-def test_one_save_that_fails_keeps_the_old_checkpoint_and_is_made_up_for(bench: ResumeBench, name, tmp_path):
-    assert full_disk_findings(bench, CASES[name], tmp_path / "run") == []
+def test_one_save_that_fails_keeps_the_old_checkpoint_and_is_made_up_for(bench: ResumeBench, tmp_path):
+    assert full_disk_findings(bench, CASES["no file beyond 50.00% of a checkpoint"], tmp_path / "run") == []
 
 
-def test_a_full_disk_too(bench, mounts, tmp_path):
-    assert full_disk_findings(bench, CASES["room for 90.00% of a checkpoint"], tmp_path / "run") == []
+def a_checkpoint(step: int) -> Checkpoint:
+    states = {"model": {"weight": torch.full((1000,), float(step))}, "progress": {"step": step}}
+    return Checkpoint("", b"tokens", 3, step, 0, states)
+
+
+@pytest.mark.parametrize("name, number", [*OPERATIONS, ("replace", 3), ("replace", 4)])
+def test_each_operation_of_a_save_may_be_refused(name, number, tmp_path, monkeypatch):
+    """The save is an epoch's and the best, so that there are four names to give."""
+    keeper = Checkpointer(tmp_path, keep=2)
+    keeper.save(a_checkpoint(2))
+    before, calls = (tmp_path / LAST).read_bytes(), []
+    place = checkpoint if name == "open" else checkpoint.os
+    original = open if name == "open" else getattr(os, name)
+
+    def refused(*arguments):
+        calls.append(arguments)
+        if len(calls) == number:
+            raise OSError(28, "No space left on device")
+        return original(*arguments)
+
+    with monkeypatch.context() as full:
+        full.setattr(place, name, refused, raising=False)
+        with pytest.raises(ResourceError, match="No space left on device"):
+            keeper.save(a_checkpoint(4), epoch=1, is_best=True)
+    assert len(calls) == number and (tmp_path / LAST).read_bytes() == before
+    assert all(read_checkpoint(path).step in (2, 4) for path in tmp_path.iterdir()), "something half written is left"
+    keeper.save(a_checkpoint(6))
+    steps = [read_checkpoint(tmp_path / file).step for file in (LAST, PREVIOUS)]
+    assert steps == [6, 2]
 
 
 def test_three_in_a_row_end_with_6(bench, tmp_path):
