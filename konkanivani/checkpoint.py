@@ -5,7 +5,6 @@ checks every record's CRC first, because torch.load does not, and then unpickles
 """
 
 import contextlib
-import math
 import os
 import re
 import zipfile
@@ -206,15 +205,18 @@ class Checkpointer:
         return None
 
     def _check_finite(self, checkpoint: Checkpoint) -> None:
-        """Raises a NumericsError where a weight or a moment is NaN or infinite; one pass over them, one read."""
+        """Raises a NumericsError where a weight or a moment is not finite: one pass, one read a device."""
         tensors = {
             f"{part}/{name}": value
             for part, state in checkpoint.states.items()
             for name, value in state.items()
-            if isinstance(value, torch.Tensor) and value.is_floating_point()
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel()
         }
-        # The largest magnitude: unlike a sum it does not overflow, and NaN wins.
-        if not tensors or math.isfinite(torch.nn.utils.get_total_norm(tensors.values(), math.inf).item()):
+        # The least and the greatest number: unlike a sum they do not overflow, and NaN is both.
+        bounds: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in tensors.values():
+            bounds.setdefault(tensor.device, []).extend(bound.double() for bound in tensor.aminmax())
+        if all(torch.stack(found).isfinite().all() for found in bounds.values()):
             return
         spoilt = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
         good = self.newest_before(checkpoint.step)
