@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "training_scripts" / "train_konkanivani_asr.py"
 
+PATIENCE = 280.0  # seconds: runs take two, but other work may be going on
 Fault = tuple  # the name of a function of inject.py and its arguments: strings and numbers
 
 
@@ -55,7 +56,7 @@ class WarmTrainer:
         self._running.add(process)
         return process
 
-    def wait(self, process: int, output: Path, seconds: float = 120) -> Ended:
+    def wait(self, process: int, output: Path, seconds: float = PATIENCE) -> Ended:
         """How the run has ended; a TimeoutError, and the run killed, where it has not within so many seconds."""
         try:
             code = self._ask({"wait": process}, seconds)
@@ -67,7 +68,7 @@ class WarmTrainer:
             self._running.discard(process)
         return Ended(code, output.read_text(encoding="utf-8", errors="replace"))
 
-    def run(self, flags: Sequence[str], output: Path, faults: Sequence[Fault] = (), seconds: float = 120) -> Ended:
+    def run(self, flags: Sequence[str], output: Path, faults: Sequence[Fault] = (), seconds: float = PATIENCE) -> Ended:
         """A run to its end."""
         return self.wait(self.start(flags, output, faults), output, seconds)
 
@@ -76,7 +77,11 @@ class WarmTrainer:
         for process in self._running:
             os.killpg(process, signal.SIGKILL)
         self._server.stdin.close()
-        self._server.wait(30)
+        try:
+            self._server.wait(30)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
         self._server.stdout.close()
 
     def __enter__(self) -> "WarmTrainer":
