@@ -167,7 +167,7 @@ def _share(value: Window | Batch, ids: list[str]) -> None:
     """
     try:
         for batch in value.micro_batches if isinstance(value, Window) else (value,):
-            for tensor in batch.tensors():
+            for tensor in filter(torch.Tensor.numel, batch.tensors()):
                 tensor.share_memory_()
     except RuntimeError as error:
         if "shared memory" not in str(error) and "shm" not in str(error):

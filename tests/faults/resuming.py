@@ -278,12 +278,12 @@ def _has_happened(settings: Settings, directory: Path) -> bool:
     return bool(skips) == is_skipped and bool(splits) == settings.splits
 
 
-def kill_after(directory: Path, step: int, command: list[str]) -> None:
+def kill_after(directory: Path, step: int, command: list[str], threads: int = 1) -> None:
     """Starts a run and sends SIGKILL to it once its log holds `step`."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
