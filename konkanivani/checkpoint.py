@@ -76,13 +76,15 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     A file that may not be read, or not now for want of memory, is a ResourceError.
     """
     path = Path(path)
-    if not path.is_file():
-        raise CheckpointError(f"There is no checkpoint at {path}. Give the path of a checkpoint_*.pt file.")
+    check_is_there(path)
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
         if damaged is not None:
-            raise CheckpointError(f"The checkpoint {path} is damaged: the CRC of its record {damaged} does not match.")
+            raise CheckpointError(
+                f"The checkpoint {path} is damaged: the CRC of its record {damaged} does not match. "
+                "Use another one, or --resume auto for the newest sound one."
+            )
         record = torch.load(path, map_location="cpu", weights_only=True)
         return _parse_record(record, path)
     except CheckpointError:
@@ -96,6 +98,12 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
             f"The checkpoint {path} is damaged or not ours ({reason}). "
             "Use another one, or --resume auto for the newest sound one."
         ) from None
+
+
+def check_is_there(path: Path) -> None:
+    """Raises a CheckpointError where there is no file."""
+    if not path.is_file():
+        raise CheckpointError(f"There is no checkpoint at {path}. Give the path of a checkpoint_*.pt file.")
 
 
 def _parse_record(record: object, path: Path) -> Checkpoint:
@@ -173,26 +181,29 @@ class Checkpointer:
             ) from None
         return last
 
-    def read_newest_sound(self) -> tuple[Path, Checkpoint] | None:
+    def read_newest_sound(self, sets_aside: bool = True) -> tuple[Path, Checkpoint] | None:
         """The newest checkpoint that verifies, or None in a folder without any.
 
-        Damaged ones on the way are named and renamed to *.damaged; where none is sound a CheckpointError is raised,
-        since beginning anew without a word would lose the run.
+        Damaged ones on the way are named and, where it `sets_aside`, renamed to *.damaged; where none is sound a
+        CheckpointError is raised, since beginning anew without a word would lose the run.
         """
+        damaged = len(self._damaged())
         for path in self._candidates():
             try:
                 return path, read_checkpoint(path)
             except OtherVersionError:
                 raise
             except CheckpointError as error:
+                damaged += 1
                 aside = path.with_name(path.name + ".damaged")
-                os.replace(path, aside)
-                print(f"{error} Moved aside to {aside.name}; trying the one before.", flush=True)
-        damaged = len(self._damaged())
+                if sets_aside:
+                    os.replace(path, aside)
+                moved = f"Moved aside to {aside.name}. " if sets_aside else ""
+                print(f"{error} {moved}Trying the one before.", flush=True)
         if damaged:
             raise CheckpointError(
-                f"None of the {damaged} checkpoints in {self.directory} is sound, all are now named *.damaged. "
-                "Restore a copy, or begin anew with --fresh."
+                f"None of the {damaged} checkpoints in {self.directory} is sound"
+                f"{', all are now named *.damaged' if sets_aside else ''}. Restore a copy, or begin anew with --fresh."
             )
         return None
 

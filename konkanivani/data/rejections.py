@@ -37,6 +37,7 @@ class Rejections:
         self._path, self._most = path, most
         self._rows: dict[str, int] = {}
         self._broken: dict[str, dict[int, Rejection]] = {}
+        self.count = 0
 
     def begin(self, manifest: Manifest) -> None:
         """Takes the manifest's broken rows; further ones of it may follow."""
@@ -62,6 +63,7 @@ class Rejections:
         self._take(new)
 
     def _take(self, rejections: list[Rejection]) -> None:
+        self.count += len(rejections)
         if self._path and rejections:
             with self._listing(), open(self._path, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(asdict(found), ensure_ascii=False) + "\n" for found in rejections)
