@@ -233,8 +233,8 @@ class Checkpointer:
         good = self.newest_before(checkpoint.step)
         raise NumericsError(
             f"The state of step {checkpoint.step} is not finite ({len(spoilt)} tensors, such as {spoilt[0]}) and is "
-            f"not saved. {f'The last good checkpoint is {good}' if good else 'No checkpoint was saved before'}: "
-            f"{f'go on from it with --resume {good}' if good else 'begin anew with --fresh'} and a lower "
+            f"not saved. {f'The last good checkpoint is {good}' if good else 'No checkpoint was saved before'}. "
+            f"Try {f'to go on from it with --resume {good}' if good else 'again with --fresh'} and a lower "
             "--learning_rate."
         )
 

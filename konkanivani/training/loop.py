@@ -80,7 +80,7 @@ def check_numerics(run: Run, report: StepReport) -> None:
     raise NumericsError(
         f"The gradients are not finite ({reason}) at step {state.step}; log.jsonl names the utterances. "
         + (f"The last good checkpoint is {good}" if good else "No checkpoint was saved while they were finite")
-        + f": {f'go on from it with --resume {good}' if good else 'begin anew with --fresh'} and a lower "
+        + f". Try {f'to go on from it with --resume {good}' if good else 'again with --fresh'} and a lower "
         + f"--learning_rate{', or --amp_dtype bf16 where the card has it' if scaler.is_enabled() else ''}."
     )
 
