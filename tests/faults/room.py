@@ -17,6 +17,7 @@ from tests.faults.warm_trainer import Ended, Fault
 SETTINGS = Settings()
 # Windows 4 to 6: the save at step 4 fails, that at step 6 comes when there is room again.
 FIRST, LAST_WINDOW = 4, 6
+DISK_BYTES = 2**26  # more than a run asks for when it begins; what is too much then is taken later
 SHARES = (0.0, 0.0001, 0.01, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 0.9999)
 # Making the partial file, writing it, giving the old one its second name, giving the new one its own. A link that is
 # refused is made a copy of, and the folder's own fsync may be impossible: these two are no failures.
@@ -78,11 +79,10 @@ def run_on(bench: ResumeBench, directory: Path, case: FullDisk, more: Sequence[F
 
 def full_disk_findings(bench: ResumeBench, case: FullDisk, directory: Path) -> list[str]:
     """What is not as it should be where one save fails: the old checkpoint stays, is gone on from, and training too."""
-    size = (bench.undisturbed(SETTINGS) / "checkpoints" / LAST).stat().st_size
     found = []
     for name in ("killed", "alone"):
         run = directory / name
-        disk = small_disk(run / "checkpoints", 12 * size) if case.is_mounted else contextlib.nullcontext()
+        disk = small_disk(run / "checkpoints", DISK_BYTES) if case.is_mounted else contextlib.nullcontext()
         with disk:
             found += (_while_full if name == "killed" else _until_the_end)(bench, case, run)
     return found
@@ -144,7 +144,7 @@ def three_failures_findings(bench: ResumeBench, share: float, directory: Path) -
 
 def full_log_findings(bench: ResumeBench, directory: Path) -> list[str]:
     """What is not as it should be where the disk of the logs is full for a while: only records may be missing."""
-    with small_disk(directory / "runs", 2**20):
+    with small_disk(directory / "runs", DISK_BYTES):
         faults = [("ballast", str(directory / "runs"), 0, FIRST, 9)]
         ended = bench.trainer.run(bench.flags(SETTINGS, directory, 0), directory / "output.txt", faults)
         if ended.code or "records are missing" not in ended.output or "Traceback" in ended.output:
