@@ -4,6 +4,7 @@ A checkpoint is torch's zip format and holds tensors, strings, bytes (as a uint8
 checks every record's CRC first, because torch.load does not, and refuses what torch.save never writes.
 """
 
+import contextlib
 import errno
 import os
 import re
@@ -15,7 +16,7 @@ from typing import Protocol
 import torch
 
 from konkanivani.checkpoint_archive import is_whole, load_archive
-from konkanivani.errors import CheckpointError, ResourceError
+from konkanivani.errors import CheckpointError, NumericsError, ResourceError
 
 FORMAT = 2  # 1: the norm now at a block's beginning stood at its end
 LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
@@ -141,8 +142,10 @@ def _parse_record(record: object, path: Path) -> Checkpoint:
 class Checkpointer:
     """The checkpoints of one folder: last, previous, best, and the newest `keep` epochs."""
 
-    def __init__(self, directory: str | Path, keep: int) -> None:
+    def __init__(self, directory: str | Path, keep: int, step_of_last: int | None = None) -> None:
+        """`step_of_last` is the step of the checkpoint that the run goes on from."""
         self.directory, self.keep = Path(directory), keep
+        self._step_of_last = step_of_last
 
     def has_checkpoints(self) -> bool:
         """Whether a run has saved something here, sound or not."""
@@ -152,10 +155,13 @@ class Checkpointer:
         """Publishes the checkpoint as checkpoint_last.pt, and as epoch `epoch` and as the best one where asked.
 
         Whatever the instant of a kill, every name holds a whole file: the data is written once, beside, and linked or
-        renamed into place; `last` goes last, and the one it replaces stays as `previous`. Nothing is replaced or
-        deleted before the new file has been read back; and of `last` and `previous`, where the one has been damaged
-        since, the other stays.
+        renamed into place; `last` goes last, and the one it replaces stays as `previous` (one of as many steps does
+        not: its weights are the same). Where it fails, a ResourceError, no name is lost. Numbers that are not finite
+        are never published: a NumericsError.
+        Nothing is replaced or deleted before the new file has been read back; and of `last` and `previous`, where the
+        one has been damaged since, the other stays.
         """
+        self._check_finite(checkpoint)
         partial = self.directory / (LAST + ".partial")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -166,12 +172,16 @@ class Checkpointer:
             if is_best:
                 _link(partial, self.directory / BEST)
             last = self.directory / LAST
-            if last.exists() and is_whole(last):
+            if last.exists() and checkpoint.step != self._step_of_last and is_whole(last):
                 _link(last, self.directory / PREVIOUS)
             os.replace(partial, last)
+            self._step_of_last = checkpoint.step
             _sync_directory(self.directory)
             self._prune()
         except OSError as error:
+            with contextlib.suppress(OSError):
+                for left in self.directory.glob("checkpoint_*.partial"):
+                    left.unlink()
             raise ResourceError(
                 f"The checkpoint folder {self.directory} cannot be written: {error.strerror or error}. "
                 "Free space, mend its permissions, or give another --checkpoint_dir."
@@ -211,6 +221,37 @@ class Checkpointer:
                 f"{', all are now named *.damaged' if sets_aside else ''}. Restore a copy, or begin anew with --fresh."
             )
         return None
+
+    def newest_before(self, step: int) -> Path | None:
+        """The newest sound checkpoint of fewer steps than `step`: its weights gave a finite gradient at least once."""
+        for path in self._candidates():
+            with contextlib.suppress(CheckpointError, ResourceError):
+                if read_checkpoint(path).step < step:
+                    return path
+        return None
+
+    def _check_finite(self, checkpoint: Checkpoint) -> None:
+        """Raises a NumericsError where a weight or a moment is not finite: one pass, one read a device."""
+        tensors = {
+            f"{part}/{name}": value
+            for part, state in checkpoint.states.items()
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel()
+        }
+        # The least and the greatest number: unlike a sum they do not overflow, and NaN is both.
+        bounds: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in tensors.values():
+            bounds.setdefault(tensor.device, []).extend(bound.double() for bound in tensor.aminmax())
+        if all(torch.stack(found).isfinite().all() for found in bounds.values()):
+            return
+        spoilt = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+        good = self.newest_before(checkpoint.step)
+        raise NumericsError(
+            f"The state of step {checkpoint.step} is not finite ({len(spoilt)} tensors, such as {spoilt[0]}) and is "
+            f"not saved. {f'The last good checkpoint is {good}' if good else 'No checkpoint was saved before'}. "
+            f"Try {f'to go on from it with --resume {good}' if good else 'again with --fresh'} and a lower "
+            "--learning_rate."
+        )
 
     def move_aside(self) -> Path | None:
         """Moves every checkpoint into a new folder `replaced_N` (for --fresh); None where there was none."""

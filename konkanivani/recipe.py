@@ -70,14 +70,15 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
     _tell_plan(config, step, speech.train, planner)
     if plan:
         print(plan_sentences(plan, blocks=len(step.model.blocks)), flush=True)
-    checkpointer = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints)
+    resumed_step = start.resumed.step if start.resumed else None
+    checkpointer = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints, resumed_step)
     if not start.resumed:
         _move_aside(checkpointer, run_directory)
     limits = plan.size_limits() if plan else same_size(config.data.batch_size)
     validation = speech.validation
     if plan and validation:
         validation = validation.within(plan.validation_seconds)
-    logbook = Logbook(run_directory, resumed_step=state.step)
+    logbook = Logbook(run_directory, resumed_step=state.step, resumed_skips=state.skipped_steps)
     logbook.log_settings(config_to_text(config))
     return Run(
         config=config.run,
