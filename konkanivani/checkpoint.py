@@ -158,6 +158,7 @@ class Checkpointer:
         renamed into place; `last` goes last, and the one it replaces stays as `previous` (one of as many steps does
         not: its weights are the same). Where it fails, a ResourceError, no name is lost. Numbers that are not finite
         are never published: a NumericsError.
+
         Nothing is replaced or deleted before the new file has been read back; and of `last` and `previous`, where the
         one has been damaged since, the other stays.
         """
