@@ -18,6 +18,8 @@ from konkanivani import checkpoint
 from konkanivani.checkpoint import BEST, LAST, PREVIOUS
 
 PARTIAL = LAST + ".partial"
+HALF = "after half of the bytes"
+BEST_NAME = re.escape(BEST)
 EPOCH = r"checkpoint_epoch_\d+\.pt"
 # Which argument of an audited operation is the name that it makes, changes or takes away.
 NAME_ARGUMENT = {"open": 0, "os.link": 1, "os.rename": 1, "os.remove": 0}
@@ -52,17 +54,20 @@ POINTS = (
     Point("before the file is opened", "open"),
     Point("before the first byte", "write"),
     Point("after 1 % of the bytes", "write", share=0.01),
-    Point("after half of the bytes", "write", share=0.5),
+    Point(HALF, "write", share=0.5),
     Point("after 99 % of the bytes", "write", share=0.99),
     Point("before the file's fsync", "fsync"),
     *_second_name("epoch (after the file's fsync)", EPOCH),
-    *_second_name("best", re.escape(BEST)),
+    *_second_name("best", BEST_NAME),
     *_second_name("previous", re.escape(PREVIOUS)),
     Point("last: before its rename", "os.rename", re.escape(LAST)),
     Point("last: after its rename, before the folder's fsync", "fsync", "", is_published=True),
     Point("before an old epoch is removed", "os.remove", EPOCH, is_published=True),
     Point("between two old epochs' removals", "os.remove", EPOCH, occurrence=2, is_published=True),
 )
+
+# The first kill leaves the file under its working name and as an epoch; a trainer that writes over it tears the epoch.
+WORSE_IN_A_ROW = tuple(point for point in POINTS if point.label in ("best: before the link", HALF))[::-1]
 
 
 @dataclass

@@ -1,14 +1,13 @@
 """SIGKILL again and again to one training run, and what must be true after each and at the end."""
 
+import itertools
 import random
-import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.conftest import TINY_MODEL, Corpus, read_log
-from tests.faults.fuse import EPOCH, POINTS, Fuse, Point
+from tests.faults.fuse import BEST_NAME, EPOCH, POINTS, WORSE_IN_A_ROW, Fuse, Point
 from tests.faults.lives import SCRIPT, Aftermath, LongRun
 from tests.laws.test_resume_is_exact import differences, last_checkpoint, losses
 
@@ -44,11 +43,10 @@ def run_to_be_killed_at_random(corpus: Corpus, directory: Path) -> LongRun:
     return small_run(corpus, directory, *more)
 
 
-def kill_at(run: LongRun, point: Point, draw: random.Random) -> Death:
-    """One life, ended at this point of one of its first saves; of its first epoch's for a point of an epoch's end."""
-    is_of_epochs = point.name.startswith(EPOCH)
-    fuse = Fuse(point, skip=0 if is_of_epochs else draw.randrange(3))
-    code = run.begin(*(FEWER_EPOCHS if point.occurrence == 2 else ()), fuse=fuse).end()
+def kill_at(run: LongRun, point: Point, skip: int) -> Death:
+    """One life, ended at this point of a save, passed `skip` times before; 0 times where only epochs have it."""
+    fuse = Fuse(point, 0 if point.name.startswith((EPOCH, BEST_NAME)) else skip)
+    code = run.begin(*(FEWER_EPOCHS if point.occurrence == 2 else ()), trap=fuse).end()
     found = run.aftermath()
     expected = found.logged if point.is_published else found.logged - 1
     complaints = complaints_of(found, code, most_lost=1)
@@ -63,7 +61,7 @@ def kill_at_random(run: LongRun, draw: random.Random, starts_anew: bool = False)
     `starts_anew`: by the script's own command line, with all its imports.
     """
     before = run.logged_step()
-    life = run.begin_script(sys.executable, str(SCRIPT)) if starts_anew else run.begin()
+    life = run.begin_script(SCRIPT) if starts_anew else run.begin()
     if draw.random() < 0.25:
         where, seconds = "while starting", draw.random() * (6.0 if starts_anew else 1.0)
     else:
@@ -119,6 +117,7 @@ def left_behind(run: LongRun) -> list[str]:
     return found
 
 
-def kill_at_every_point(run: LongRun, rounds: int, draw: random.Random) -> Sequence[Death]:
-    """So many rounds through all points of a save."""
-    return [kill_at(run, point, draw) for _ in range(rounds) for point in POINTS]
+def kill_at_points(run: LongRun, count: int) -> list[Death]:
+    """So many lives, through all points again and again."""
+    points = itertools.islice(itertools.cycle((*POINTS, *WORSE_IN_A_ROW)), count)
+    return [kill_at(run, point, skip=number % 3) for number, point in enumerate(points)]

@@ -15,16 +15,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Protocol
 
 from konkanivani.checkpoint import LAST, Checkpointer, read_checkpoint
 from konkanivani.errors import CheckpointError
 from tests.conftest import ROOT, run_folders
-from tests.faults.fuse import Fuse
 
 SCRIPT = ROOT / "training_scripts" / "train_konkanivani_asr.py"
-PATIENCE = 120.0  # seconds; what takes longer hangs
+PATIENCE = 60.0  # seconds; what takes longer hangs
 THREADS = "1"
 LOG_TAIL = 1 << 16  # bytes of a log in which its last step is looked for
+
+
+class Trap(Protocol):
+    """Something that is going to happen to a life."""
+
+    def lay(self, checkpoints: Path) -> None:
+        """Prepares it, in the process that lives, before the script is run."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class Life:
         return code
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Waits; an AssertionError where it ends before, or nothing comes for two minutes."""
+        """Waits; an AssertionError where it ends before, or nothing comes for a minute."""
         deadline = time.monotonic() + PATIENCE
         while not is_so():
             assert self.is_alive() and time.monotonic() < deadline, f"{what} never came"
@@ -97,23 +104,30 @@ class LongRun:
         """The command line that begins the run or goes on with it."""
         return [*self.flags, *run_folders(self.directory), "--resume", "auto", *more]
 
-    def begin(self, *more: str, fuse: Fuse | None = None) -> Life:
-        """A life forked from the process that has imported torch."""
+    def begin(self, *more: str, trap: Trap | None = None) -> Life:
+        """A life forked from the process that has imported torch, into the trap if one is given."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        process = _warm().Process(target=_live, args=(self.arguments(*more), self.checkpoints, self.output, fuse))
+        process = _warm().Process(target=_live, args=(self.arguments(*more), self.checkpoints, self.output, trap))
         process.start()
         return Life(process)
 
-    def begin_script(self, *command: str) -> Life:
-        """A life that begins as a person's does: `command`, with the run's flags, in an interpreter of its own."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+    def begin_script(self, script: Path, *more: str) -> Life:
+        """A life that begins as a person's does, in an interpreter of its own.
+
+        The shell script finds a python3 that names this environment's: a test has no business in setting one up.
+        """
+        python = self.directory / "bin" / "python3"
+        python.parent.mkdir(parents=True, exist_ok=True)
+        python.write_text(f'#!/bin/sh\n[ "$1" = -c ] || echo "{sys.executable}"\n', encoding="utf-8")
+        python.chmod(0o755)
+        interpreter = [sys.executable] if script.suffix == ".py" else []
         with open(self.output, "ab") as output:
             process = subprocess.Popen(
-                [*command, *self.arguments()],
+                [*interpreter, str(script), *self.arguments(*more)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | {"OMP_NUM_THREADS": THREADS},
+                env=os.environ | {"OMP_NUM_THREADS": THREADS, "PATH": f"{python.parent}:{os.environ['PATH']}"},
                 start_new_session=True,
             )
         return Life(process)
@@ -166,15 +180,16 @@ def _warm() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def _live(arguments: list[str], checkpoints: Path, output: Path, fuse: Fuse | None) -> None:
+def _live(arguments: list[str], checkpoints: Path, output: Path, trap: Trap | None) -> None:
     os.setpgid(0, 0)
     with open(output, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    multiprocessing.set_start_method("fork", force=True)  # for the loader's workers, as where the script is started
     os.chdir(ROOT)
-    if fuse:
-        fuse.lay(checkpoints)
+    if trap:
+        trap.lay(checkpoints)
     sys.argv = [str(SCRIPT), *arguments]
     sys.path.insert(0, str(SCRIPT.parent))
     runpy.run_path(str(SCRIPT), run_name="__main__")

@@ -10,20 +10,16 @@ import pytest
 
 from konkanivani.checkpoint import LAST
 from tests.faults import killing
-from tests.faults.fuse import POINTS
-from tests.faults.killing import complaints_of, kill_at, kill_at_random, left_behind, what_differs
+from tests.faults.fuse import POINTS, WORSE_IN_A_ROW
+from tests.faults.killing import complaints_of, kill_at_points, kill_at_random, left_behind, what_differs
 from tests.faults.lives import LongRun
 
 
 @pytest.fixture(scope="module")
 def killed(corpus, tmp_path_factory) -> LongRun:
-    """A run that was killed once at every point of a save."""
-    run, draw = (
-        killing.run_to_be_killed_at_points(corpus, tmp_path_factory.mktemp("points") / "killed"),
-        random.Random(0),
-    )
-    for point in POINTS:
-        death = kill_at(run, point, draw)
+    """A run that was killed once at every point of a save, and twice in a row where that could be worse than once."""
+    run = killing.run_to_be_killed_at_points(corpus, tmp_path_factory.mktemp("points") / "killed")
+    for death in kill_at_points(run, len(POINTS) + len(WORSE_IN_A_ROW)):
         assert death.complaints == (), death
     return run
 
@@ -34,7 +30,7 @@ def test_killed_at_every_point_of_a_save_it_is_the_run_that_nobody_killed(killed
 
 def test_killed_at_random_with_workers_it_is_the_run_that_nobody_killed(corpus, tmp_path):
     run, draw = killing.run_to_be_killed_at_random(corpus, tmp_path / "killed"), random.Random(0)
-    for _ in range(5):
+    for _ in range(4):
         death = kill_at_random(run, draw)
         assert death.complaints == (), death
     assert what_differs(run, killing.run_to_be_killed_at_random(corpus, tmp_path / "undisturbed")) == []
