@@ -15,7 +15,7 @@ from tests.faults.killing import (
     what_differs,
 )
 
-AT_POINTS, AT_RANDOM, ANEW = 126, 84, 16
+AT_POINTS, AT_RANDOM, ANEW = 105, 88, 12
 
 
 def measure(effort: Effort) -> FaultTable:
