@@ -22,7 +22,7 @@ from konkanivani.errors import CheckpointError
 from tests.conftest import ROOT, run_folders
 
 SCRIPT = ROOT / "training_scripts" / "train_konkanivani_asr.py"
-PATIENCE = 60.0  # seconds; what takes longer hangs
+PATIENCE = 120.0  # seconds; what takes longer hangs
 THREADS = "1"
 LOG_TAIL = 1 << 16  # bytes of a log in which its last step is looked for
 
@@ -82,7 +82,7 @@ class Life:
         return code
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Waits; an AssertionError where it ends before, or nothing comes for a minute."""
+        """Waits; an AssertionError where it ends before, or nothing comes for two minutes."""
         deadline = time.monotonic() + PATIENCE
         while not is_so():
             assert self.is_alive() and time.monotonic() < deadline, f"{what} never came"
