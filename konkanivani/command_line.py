@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from konkanivani.errors import KonkaniVaniError, ResourceError, UsageError
 
@@ -65,6 +65,18 @@ def run_script(action: Callable[[], str]) -> int:
             file=sys.stderr,
         )
         return ResourceError.exit_code
+
+
+def end_script(code: int) -> NoReturn:
+    """Ends the process; after a signal without the second of work in which Python frees what torch has imported.
+
+    Whoever sends a signal counts the seconds until SIGKILL, and what was to be saved is saved.
+    """
+    if code > 128:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
