@@ -85,7 +85,8 @@ class Life:
         """Waits; an AssertionError where it ends before, or nothing comes for two minutes."""
         deadline = time.monotonic() + PATIENCE
         while not is_so():
-            assert self.is_alive() and time.monotonic() < deadline, f"{what} never came"
+            assert self.is_alive(), f"it ended by itself, and {what} never came"
+            assert time.monotonic() < deadline, f"{what} never came"
             time.sleep(0.01)
 
 
