@@ -3,6 +3,7 @@
 #
 #   ./run_training_memory_optimized.sh                                  the built-in corpus
 #   ./run_training_memory_optimized.sh --train_manifest my/train.jsonl  your own (give --valid_manifest too)
+#   ./run_training_memory_optimized.sh --dry_run                        either, tried in a minute, nothing kept of it
 #
 # Flags are the trainer's own (--help lists them) and win over the defaults below. Paths in them are read from this
 # folder, wherever this is called from.

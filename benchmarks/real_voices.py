@@ -151,7 +151,8 @@ def script(name: str, *arguments: str) -> str:
     print(shlex.join(command), file=sys.stderr, flush=True)
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise DataError(f"{name} ended with exit code {done.returncode}: {done.stderr.strip().splitlines()[-1]}")
+        said = done.stderr.strip().splitlines()[-1]
+        raise DataError(f"{name} ended with exit code {done.returncode}: {said} Run the command above by itself.")
     return done.stdout
 
 

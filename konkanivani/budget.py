@@ -15,7 +15,7 @@ def parse_budget(text: str) -> int:
         raise UsageError(f"--memory_budget {text}: give a number and a unit, for example 4GiB or 700MiB.")
     size = int(float(match.group(1)) * UNITS[match.group(2)])
     if not 2**20 <= size <= 2**43:
-        raise UsageError(f"--memory_budget {text} is not a size of a memory: between 1MiB and 8192GiB.")
+        raise UsageError(f"--memory_budget {text} is not a size of a memory. Give one from 1MiB to 8192GiB.")
     return size
 
 

@@ -4,6 +4,7 @@ A checkpoint is torch's zip format and holds tensors, strings, bytes (as a uint8
 checks every record's CRC first, because torch.load does not, and then unpickles with `weights_only=True`.
 """
 
+import contextlib
 import os
 import re
 import zipfile
@@ -14,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from konkanivani.errors import CheckpointError, ResourceError
+from konkanivani.errors import CheckpointError, NumericsError, ResourceError
 
 FORMAT = 2  # 1: the norm now at a block's beginning stood at its end
 LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
@@ -75,13 +76,15 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     A file that may not be read, or not now for want of memory, is a ResourceError.
     """
     path = Path(path)
-    if not path.is_file():
-        raise CheckpointError(f"There is no checkpoint at {path}. Give the path of a checkpoint_*.pt file.")
+    check_is_there(path)
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
         if damaged is not None:
-            raise CheckpointError(f"The checkpoint {path} is damaged: the CRC of its record {damaged} does not match.")
+            raise CheckpointError(
+                f"The checkpoint {path} is damaged: the CRC of its record {damaged} does not match. "
+                "Use another one, or --resume auto for the newest sound one."
+            )
         record = torch.load(path, map_location="cpu", weights_only=True)
         return _parse_record(record, path)
     except CheckpointError:
@@ -95,6 +98,12 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
             f"The checkpoint {path} is damaged or not ours ({reason}). "
             "Use another one, or --resume auto for the newest sound one."
         ) from None
+
+
+def check_is_there(path: Path) -> None:
+    """Raises a CheckpointError where there is no file."""
+    if not path.is_file():
+        raise CheckpointError(f"There is no checkpoint at {path}. Give the path of a checkpoint_*.pt file.")
 
 
 def _parse_record(record: object, path: Path) -> Checkpoint:
@@ -129,8 +138,10 @@ def _parse_record(record: object, path: Path) -> Checkpoint:
 class Checkpointer:
     """The checkpoints of one folder: last, previous, best, and the newest `keep` epochs."""
 
-    def __init__(self, directory: str | Path, keep: int) -> None:
+    def __init__(self, directory: str | Path, keep: int, step_of_last: int | None = None) -> None:
+        """`step_of_last` is the step of the checkpoint that the run goes on from."""
         self.directory, self.keep = Path(directory), keep
+        self._step_of_last = step_of_last
 
     def has_checkpoints(self) -> bool:
         """Whether a run has saved something here, sound or not."""
@@ -140,8 +151,11 @@ class Checkpointer:
         """Publishes the checkpoint as checkpoint_last.pt, and as epoch `epoch` and as the best one where asked.
 
         Whatever the instant of a kill, every name holds a whole file: the data is written once, beside, and linked or
-        renamed into place; `last` goes last, and the one it replaces stays as `previous`.
+        renamed into place; `last` goes last, and the one it replaces stays as `previous` (one of as many steps does
+        not: its weights are the same). Where it fails, a ResourceError, no name is lost. Numbers that are not finite
+        are never published: a NumericsError.
         """
+        self._check_finite(checkpoint)
         partial = self.directory / (LAST + ".partial")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -153,40 +167,78 @@ class Checkpointer:
             if is_best:
                 _link(partial, self.directory / BEST)
             last = self.directory / LAST
-            if last.exists():
+            if last.exists() and checkpoint.step != self._step_of_last:
                 _link(last, self.directory / PREVIOUS)
             os.replace(partial, last)
+            self._step_of_last = checkpoint.step
             _sync_directory(self.directory)
             self._prune()
         except OSError as error:
+            with contextlib.suppress(OSError):
+                for left in self.directory.glob("checkpoint_*.partial"):
+                    left.unlink()
             raise ResourceError(
                 f"The checkpoint folder {self.directory} cannot be written: {error.strerror or error}. "
                 "Free space, mend its permissions, or give another --checkpoint_dir."
             ) from None
         return last
 
-    def read_newest_sound(self) -> tuple[Path, Checkpoint] | None:
+    def read_newest_sound(self, sets_aside: bool = True) -> tuple[Path, Checkpoint] | None:
         """The newest checkpoint that verifies, or None in a folder without any.
 
-        Damaged ones on the way are named and renamed to *.damaged; where none is sound a CheckpointError is raised,
-        since beginning anew without a word would lose the run.
+        Damaged ones on the way are named and, where it `sets_aside`, renamed to *.damaged; where none is sound a
+        CheckpointError is raised, since beginning anew without a word would lose the run.
         """
+        damaged = len(self._damaged())
         for path in self._candidates():
             try:
                 return path, read_checkpoint(path)
             except OtherVersionError:
                 raise
             except CheckpointError as error:
+                damaged += 1
                 aside = path.with_name(path.name + ".damaged")
-                os.replace(path, aside)
-                print(f"{error} Moved aside to {aside.name}; trying the one before.", flush=True)
-        damaged = len(self._damaged())
+                if sets_aside:
+                    os.replace(path, aside)
+                moved = f"Moved aside to {aside.name}. " if sets_aside else ""
+                print(f"{error} {moved}Trying the one before.", flush=True)
         if damaged:
             raise CheckpointError(
-                f"None of the {damaged} checkpoints in {self.directory} is sound, all are now named *.damaged. "
-                "Restore a copy, or begin anew with --fresh."
+                f"None of the {damaged} checkpoints in {self.directory} is sound"
+                f"{', all are now named *.damaged' if sets_aside else ''}. Restore a copy, or begin anew with --fresh."
             )
         return None
+
+    def newest_before(self, step: int) -> Path | None:
+        """The newest sound checkpoint of fewer steps than `step`: its weights gave a finite gradient at least once."""
+        for path in self._candidates():
+            with contextlib.suppress(CheckpointError, ResourceError):
+                if read_checkpoint(path).step < step:
+                    return path
+        return None
+
+    def _check_finite(self, checkpoint: Checkpoint) -> None:
+        """Raises a NumericsError where a weight or a moment is not finite: one pass, one read a device."""
+        tensors = {
+            f"{part}/{name}": value
+            for part, state in checkpoint.states.items()
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel()
+        }
+        # The least and the greatest number: unlike a sum they do not overflow, and NaN is both.
+        bounds: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in tensors.values():
+            bounds.setdefault(tensor.device, []).extend(bound.double() for bound in tensor.aminmax())
+        if all(torch.stack(found).isfinite().all() for found in bounds.values()):
+            return
+        spoilt = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+        good = self.newest_before(checkpoint.step)
+        raise NumericsError(
+            f"The state of step {checkpoint.step} is not finite ({len(spoilt)} tensors, such as {spoilt[0]}) and is "
+            f"not saved. {f'The last good checkpoint is {good}' if good else 'No checkpoint was saved before'}. "
+            f"Try {f'to go on from it with --resume {good}' if good else 'again with --fresh'} and a lower "
+            "--learning_rate."
+        )
 
     def move_aside(self) -> Path | None:
         """Moves every checkpoint into a new folder `replaced_N` (for --fresh); None where there was none."""

@@ -1,9 +1,10 @@
 """What every script does: flags from a dataclass, and errors as one sentence and an exit code. No torch here."""
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from collections.abc import Callable, Iterator
+from typing import NoReturn, TextIO, TypeVar
 
 from konkanivani.errors import KonkaniVaniError, ResourceError, UsageError
 
@@ -46,7 +47,8 @@ def run_script(action: Callable[[], str]) -> int:
             print(text, flush=True)
         return 0
     except KonkaniVaniError as error:
-        print(error, file=sys.stderr)
+        with contextlib.suppress(OSError):  # the code says it too where the disk that stderr goes to is full
+            print(error, file=sys.stderr, flush=True)
         return error.exit_code
     except BrokenPipeError:
         # Whoever reads, such as head, has seen enough; what is left must not be flushed into the pipe at exit.
@@ -73,10 +75,47 @@ def end_script(code: int) -> NoReturn:
     Whoever sends a signal counts the seconds until SIGKILL, and what was to be saved is saved.
     """
     if code > 128:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
         os._exit(code)
     sys.exit(code)
+
+
+class _LossyStream:
+    """A stream that loses what cannot be written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def output_may_be_lost() -> Iterator[None]:
+    """Lets work go on that matters more than what it prints: into a file on a full disk, to a reader who has gone."""
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(_LossyStream, streams)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
+        for stream in streams:
+            try:
+                stream.flush()
+            except OSError:
+                # What is stuck in it would fail once more at the exit, and change the exit code.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def is_out_of_memory(error: BaseException) -> bool:

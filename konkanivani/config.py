@@ -218,6 +218,8 @@ class RunConfig:
     """Begin anew in a folder that holds checkpoints; the old ones are moved into a folder beside them."""
     init_from: str | None = None
     """Begin anew with what fits of this checkpoint's weights, cut down where they are larger."""
+    dry_run: bool = False
+    """Try everything in a minute and leave nothing behind: data, plan, two steps, a save, going on from it."""
 
 
 @dataclass(frozen=True)

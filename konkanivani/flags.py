@@ -18,9 +18,10 @@ from konkanivani.config import (
 )
 from konkanivani.decibels import parse_snr
 from konkanivani.errors import CheckpointError, UsageError
+from konkanivani.problems import Problems
 
 # These say how this one process starts; a checkpoint's values for them are never taken over.
-SESSION_FLAGS = ("resume", "fresh", "init_from", "replan")
+SESSION_FLAGS = ("resume", "fresh", "init_from", "replan", "dry_run")
 # These say how a manifest's audio is used, and nothing without it.
 MANIFEST_OF = {"rir_share": "rir_manifest", "noise_snr": "noise_manifest", "noise_share": "noise_manifest"}
 
@@ -60,13 +61,20 @@ def config_from_text(text: str) -> TrainConfig:
     for line in text.splitlines():
         name, _, value = line.removeprefix("--").partition(" ")
         if name not in known:
-            raise CheckpointError(f"The checkpoint was made with the flag --{name}, which this version does not have.")
+            raise CheckpointError(
+                f"The checkpoint was made with the flag --{name}, which this version does not have. Use the version "
+                "that made it."
+            )
         try:
             setting = dataclasses.replace(known[name], value=ast.literal_eval(value))
         except (ValueError, SyntaxError, MemoryError, RecursionError):
-            raise CheckpointError(f"The checkpoint holds {value[:80]!r} for --{name}, which is not a value.") from None
+            raise CheckpointError(
+                f"The checkpoint holds {value[:80]!r} for --{name}, which is not a value. Use another one."
+            ) from None
         if not _has_type(setting):
-            raise CheckpointError(f"The checkpoint holds {value[:80]!r} for --{name}, which is of the wrong kind.")
+            raise CheckpointError(
+                f"The checkpoint holds {value[:80]!r} for --{name}, which is of the wrong kind. Use another one."
+            )
         config = with_setting(config, setting)
     return config
 
@@ -93,10 +101,15 @@ def parse_flags(arguments: list[str], stored: TrainConfig | None = None) -> Trai
     config = read_flags(TrainConfig, arguments, base)
     for setting in switched_on:
         config = with_setting(config, setting)
-    config = _settle_effective_batch(config, arguments, stored)
-    if stored or not config.run.resume:  # else the checkpoint may yet bring what they work on
-        check_idle_flags(config.augment, arguments)
-    check_config(config)
+    problems = Problems()
+    with problems.noted():
+        config = _settle_effective_batch(config, arguments, stored)
+    with problems.noted():
+        if stored or not config.run.resume:  # else the checkpoint may yet bring what they work on
+            check_idle_flags(config.augment, arguments)
+    with problems.noted():
+        check_config(config)
+    problems.raise_all()
     return config
 
 
@@ -135,6 +148,7 @@ def check_idle_flags(augment: AugmentConfig, arguments: list[str]) -> None:
 
 def check_config(config: TrainConfig) -> None:
     """Raises a UsageError that lists every setting that cannot work, each with what is allowed."""
+    problems = Problems()
     finite = [s.name for s in settings_of(config) if isinstance(s.value, float) and not abs(s.value) < float("inf")]
     rules = [
         *_model_rules(config.model),
@@ -144,11 +158,16 @@ def check_config(config: TrainConfig) -> None:
         *_run_rules(config.run),
         Rule(not finite, f"{', '.join('--' + name for name in finite)} must be a finite number"),
     ]
-    parse_share(config.data.max_rejected, "--max_rejected")
-    if config.memory.memory_budget is not None:
-        parse_budget(config.memory.memory_budget)
-    parse_snr(config.augment.noise_snr)
-    raise_broken(rules)
+    with problems.noted():
+        raise_broken(rules)
+    with problems.noted():
+        parse_share(config.data.max_rejected, "--max_rejected")
+    with problems.noted():
+        if config.memory.memory_budget is not None:
+            parse_budget(config.memory.memory_budget)
+    with problems.noted():
+        parse_snr(config.augment.noise_snr)
+    problems.raise_all()
 
 
 def check_decoding(config: DecodingConfig) -> None:

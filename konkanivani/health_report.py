@@ -9,8 +9,8 @@ from konkanivani.config import TrainConfig
 from konkanivani.data.findings import Diagnosis, find_all, reach_verdict
 from konkanivani.data.health import Part, Question, judge_corpus
 from konkanivani.data.manifest import Manifest, read_manifest
-from konkanivani.errors import DataError, KonkaniVaniError
-from konkanivani.run_speech import texts_of
+from konkanivani.errors import KonkaniVaniError
+from konkanivani.run_speech import no_text, texts_of
 from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
 
 
@@ -36,7 +36,7 @@ def build_tokenizer(manifest: Manifest, config: TrainConfig) -> Tokenizer:
     """The tokenizer that the trainer would train on the manifest; a DataError or UsageError says why it cannot."""
     texts = {normalize_text(text, config.text.digits) for text in texts_of(manifest)} - {""}
     if not texts:
-        raise DataError(f"No transcript of {manifest.path} has any text after normalisation.")
+        raise no_text(manifest)
     with contextlib.redirect_stdout(io.StringIO()):  # it tells of a smaller vocabulary, which the report does as well
         return train_tokenizer(texts, config.text.tokenizer_type, config.text.vocab_size)
 

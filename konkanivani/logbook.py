@@ -1,7 +1,7 @@
 """One `log()` fanned out to TensorBoard, JSONL and the console.
 
-TensorBoard draws the numbers that carry a tag (see records.py). JSONL gets every field of a step or a validation,
-exactly, and null where a number is not finite.
+TensorBoard draws the numbers that carry a tag (see records.py). JSONL gets every field of a step, a skipped one or a
+validation, exactly, and null where a number is not finite.
 
 A logger that fails never stops training. So nothing here stays open between two records, and there is no thread:
 a record is appended to each file in one piece, or taken back whole. torch's `SummaryWriter` is not used because it
@@ -31,6 +31,7 @@ from konkanivani.records import (
     Record,
     RehearsalRecord,
     SettingsRecord,
+    SkipRecord,
     SpectrogramRecord,
     StepRecord,
     ValidationRecord,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
 PAIRS_ON_CONSOLE = 5
+UTTERANCES_ON_CONSOLE = 8
 
 # Regular expressions over tags: TensorBoard anchors them at the start only.
 CUSTOM_LAYOUT = {
@@ -72,18 +74,26 @@ class Sink(Protocol):
 class Logbook:
     """All sinks of a run behind one `log()`, which raises nothing that a disk, a folder or a library can cause.
 
-    `resumed_step` is the step that training goes on from: what an earlier process logged beyond it is cut from
-    `log.jsonl` and purged from TensorBoard's curves, so each step is there once. 0 begins a fresh log.
+    `resumed_step` is the step that training goes on from, with `resumed_skips` windows skipped on the way: what an
+    earlier process logged beyond them is cut from `log.jsonl` and purged from TensorBoard's curves, so each step and
+    each skipped window is there once. Where both are 0 the log begins afresh.
     A failing sink is tried again at each record; one warning goes to `warn` per sink and cause,
     and `close()` says how many records are missing.
     """
 
-    def __init__(self, directory: str | Path, *, resumed_step: int = 0, warn: Callable[[str], None] | None = None):
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        resumed_step: int = 0,
+        resumed_skips: int = 0,
+        warn: Callable[[str], None] | None = None,
+    ):
         self.resumed_step = resumed_step
         self._warn = warn or _warn_on_stderr
         directory = Path(directory)
         self._sinks: tuple[Sink, ...] = (
-            JsonLinesSink(directory / "log.jsonl", resumed_step),
+            JsonLinesSink(directory / "log.jsonl", resumed_step, resumed_skips),
             TensorBoardSink(directory, resumed_step),
             ConsoleSink(),
         )
@@ -146,14 +156,14 @@ class Logbook:
 class JsonLinesSink:
     """`log.jsonl`: one JSON object a line, "kind" first, numbers that read back as the same floats."""
 
-    def __init__(self, path: Path, resumed_step: int):
+    def __init__(self, path: Path, resumed_step: int, resumed_skips: int):
         self.name = str(path)
         self._path = path
-        self._resumed_step = resumed_step
+        self._resumed_step, self._resumed_skips = resumed_step, resumed_skips
         self._is_cut = False
 
     def open(self) -> None:
-        """Cuts the lines past the resumed step, and those that a kill tore; until that succeeds nothing is appended."""
+        """Cuts the lines past what is resumed, and those that a kill tore; until that succeeds nothing is appended."""
         if not self._is_cut:
             if self._path.is_file():
                 self._cut()
@@ -163,6 +173,8 @@ class JsonLinesSink:
         match record:
             case StepRecord():
                 kind = "step"
+            case SkipRecord():
+                kind = "skip"
             case ValidationRecord():
                 kind = "validation"
             case RehearsalRecord():
@@ -180,11 +192,23 @@ class JsonLinesSink:
         beside = self._path.with_name(self._path.name + ".partial")
         with open(self._path, "rb") as old, open(beside, "wb") as new:
             for line in old:
-                if self._resumed_step > 0 and _step_of(line) <= self._resumed_step:
+                if self._is_kept(line):
                     new.write(line.rstrip(b"\n") + b"\n")
             new.flush()
             os.fsync(new.fileno())
         os.replace(beside, self._path)
+
+    def _is_kept(self, line: bytes) -> bool:
+        """Whether a line is of before the resumed step; one that is torn or is no record is not."""
+        if not self._resumed_step and not self._resumed_skips:
+            return False
+        try:
+            record = json.loads(line)
+            # Windows are skipped between two steps: before or after the checkpoint, their own count says.
+            is_too_late = record.get("kind") == "skip" and record["skipped_steps"] > self._resumed_skips
+            return isinstance(record["step"], int) and record["step"] <= self._resumed_step and not is_too_late
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return False
 
 
 class TensorBoardSink:
@@ -212,6 +236,8 @@ class TensorBoardSink:
                 values = _picture_and_sound(record)
             case SettingsRecord():
                 values = summary.text("settings", f"~~~~\n{record.text}\n~~~~").value
+            case SkipRecord():
+                return  # counted in the next step's record
         append_whole(self._path, _framed([_event(record.step, values)]), self._header)
 
     def sync(self) -> None:
@@ -239,7 +265,7 @@ class TensorBoardSink:
 
 
 class ConsoleSink:
-    """Validations for a person to read, written so that a progress bar stays whole."""
+    """Validations and skipped steps for a person to read, written so that a progress bar stays whole."""
 
     name = "the console"
 
@@ -250,6 +276,8 @@ class ConsoleSink:
     def write(self, record: Record) -> None:
         if isinstance(record, ValidationRecord):
             tqdm.write(describe_validation(record))
+        elif isinstance(record, SkipRecord) and record.consecutive_skips == 1:
+            tqdm.write(describe_skip(record))
 
 
 def describe_validation(record: ValidationRecord) -> str:
@@ -263,6 +291,16 @@ def describe_validation(record: ValidationRecord) -> str:
         lines.append(f"  reference   {' '.join(pair.reference.split())}")
         lines.append(f"  hypothesis  {' '.join(pair.hypothesis.split())}")
     return "\n".join(lines)
+
+
+def describe_skip(record: SkipRecord) -> str:
+    """What was skipped, why, and where to look."""
+    named, others = record.utterances[:UTTERANCES_ON_CONSOLE], len(record.utterances) - UTTERANCES_ON_CONSOLE
+    utterances = ", ".join(named) + (f" and {others} others" if others > 0 else "")
+    return (
+        f"Step {record.step + 1} is skipped: {record.reason}. No weight has changed. Its utterances: {utterances} "
+        "(log.jsonl names those of every skipped step)."
+    )
 
 
 def hypotheses_table(pairs: tuple[HypothesisPair, ...]) -> str:
@@ -304,15 +342,6 @@ def append_whole(path: Path, data: bytes, header: bytes = b"") -> None:
 def _sync(path: Path) -> None:
     with suppress(FileNotFoundError), open(path, "rb") as file:
         os.fsync(file.fileno())
-
-
-def _step_of(line: bytes) -> float:
-    """The step of a line of log.jsonl; infinity where the line is torn or is no record."""
-    try:
-        step = json.loads(line)["step"]
-        return step if isinstance(step, int) else math.inf
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return math.inf
 
 
 def _finite(value: Any) -> Any:

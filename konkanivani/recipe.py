@@ -1,12 +1,11 @@
 """Composition root: every part of a run, built from its settings and the checkpoint that it begins with."""
 
-import os
 from pathlib import Path
 
 import torch
 
 from konkanivani.assembly import build_front_end, build_step_parts
-from konkanivani.budget import MIB
+from konkanivani.budget import MIB, budget_text, peak_text
 from konkanivani.checkpoint import Checkpoint, Checkpointer, first_free_name, load_states
 from konkanivani.config import TrainConfig
 from konkanivani.data.batching import EpochPlanner, same_size
@@ -23,6 +22,7 @@ from konkanivani.optimizer import OptimizerState
 from konkanivani.preflight import announce_card, choose_device
 from konkanivani.run_plan import plan_sentences, resolve_plan
 from konkanivani.run_speech import RunSpeech, build_speech, loader_config, sizes_of
+from konkanivani.stages import Tell, say_nothing
 from konkanivani.start import Start
 from konkanivani.text import Tokenizer
 from konkanivani.training.interruption import Interruption
@@ -32,16 +32,23 @@ from konkanivani.training.state import TrainState
 from konkanivani.training.step import StepParts, recomputing
 from konkanivani.weights import take_over
 
+REJECTED = "rejected.jsonl"
 
-def build_run(start: Start) -> Run:
-    """Every part of the run, the checkpoint's state loaded."""
+
+def build_run(start: Start, tell: Tell = say_nothing) -> Run:
+    """Every part of the run, the checkpoint's state loaded; each stage on the way is told when it is done.
+
+    Paths and disk have been looked at by resolve_start; the data comes next, then the plan.
+    """
     config, resident_before = start.config, resident_mib()
     device = choose_device(config.run.device)
     announce_card(device)
     run_directory = make_run_directory(config)
-    speech = build_speech(start, device, run_directory / "rejected.jsonl")
+    speech = build_speech(start, device, None if config.run.dry_run else run_directory / REJECTED)
+    tell("data", speech.sentence())
     planner = EpochPlanner(speech.train.utterances.durations, config.window_size, config.run.seed)
     plan = plan_memory(start, speech, device) if config.is_planned else None
+    tell("plan", _plan_sentence(config, plan, planner))
     front_end = build_front_end(config, device)
     step = build_step_parts(config, speech.tokenizer.size, device, _total_steps(config, planner), front_end)
     if plan:
@@ -63,14 +70,15 @@ def build_run(start: Start) -> Run:
     _tell_plan(config, step, speech.train, planner)
     if plan:
         print(plan_sentences(plan, blocks=len(step.model.blocks)), flush=True)
-    checkpointer = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints)
+    resumed_step = start.resumed.step if start.resumed else None
+    checkpointer = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints, resumed_step)
     if not start.resumed:
         _move_aside(checkpointer, run_directory)
     limits = plan.size_limits() if plan else same_size(config.data.batch_size)
     validation = speech.validation
     if plan and validation:
         validation = validation.within(plan.validation_seconds)
-    logbook = Logbook(run_directory, resumed_step=state.step)
+    logbook = Logbook(run_directory, resumed_step=state.step, resumed_skips=state.skipped_steps)
     logbook.log_settings(config_to_text(config))
     return Run(
         config=config.run,
@@ -121,7 +129,7 @@ def _move_aside(checkpointer: Checkpointer, run_directory: Path) -> None:
     checkpoints = checkpointer.move_aside()
     if checkpoints:
         print(f"The old checkpoints are now in {checkpoints}.", flush=True)
-    logs = [path for path in run_directory.iterdir() if path.name != "rejected.jsonl"]
+    logs = [path for path in run_directory.iterdir() if path.name != REJECTED]
     if logs:
         aside = first_free_name(run_directory.parent, f"{run_directory.name}_replaced")
         aside.mkdir()
@@ -139,8 +147,6 @@ def make_run_directory(config: TrainConfig) -> Path:
         raise ResourceError(
             f"The log folder {directory} cannot be made: {error.strerror}. Give another --log_dir."
         ) from None
-    if not os.access(directory, os.W_OK):
-        raise ResourceError(f"The log folder {directory} cannot be written. Give another --log_dir.")
     return directory
 
 
@@ -163,6 +169,13 @@ def _take_weights(initial: Checkpoint, model: KonkaniVaniASR, tokenizer: Tokeniz
 def _total_steps(config: TrainConfig, planner: EpochPlanner) -> int:
     steps = config.run.epochs * planner.windows_per_epoch()
     return steps if config.run.max_steps is None else min(steps, config.run.max_steps)
+
+
+def _plan_sentence(config: TrainConfig, plan: MemoryPlan | None, planner: EpochPlanner) -> str:
+    cut = f"micro-batches of {config.data.batch_size}, no memory plan asked for"
+    if plan:
+        cut = f"planned peak {peak_text(plan.peak)} of {budget_text(plan.budget)}"
+    return f"{planner.windows_per_epoch():,} steps of {config.window_size} utterances an epoch, {cut}"
 
 
 def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainingSpeech, planner: EpochPlanner) -> None:

@@ -66,6 +66,27 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
+class SkipRecord:
+    """A window that changed no weight, since its loss or its gradient was not finite; `step` steps lie before it.
+
+    `skipped_steps` counts the run's, `consecutive_skips` those in a row, this one included. `scale` is what the loss
+    scale is now. `utterances` are the window's ids: at least one of them, or the weights, have something to do with it.
+    """
+
+    step: int
+    epoch: int
+    skipped_steps: int
+    consecutive_skips: int
+    loss: float
+    ctc_loss: float
+    attention_loss: float
+    gradient_norm: float
+    scale: float
+    reason: str
+    utterances: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class HypothesisPair:
     """What was said and what was heard."""
 
@@ -118,4 +139,4 @@ class SettingsRecord:
     text: str
 
 
-Record = StepRecord | ValidationRecord | RehearsalRecord | SpectrogramRecord | SettingsRecord
+Record = StepRecord | SkipRecord | ValidationRecord | RehearsalRecord | SpectrogramRecord | SettingsRecord

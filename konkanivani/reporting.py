@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from konkanivani.command_line import output_may_be_lost
 from konkanivani.config import DataConfig, DecodingConfig
 from konkanivani.decoding.decode import build_decode
 from konkanivani.memory.rehearsal import rehearse
@@ -22,6 +23,11 @@ from konkanivani.training.run import Run
 
 def train_and_report(arguments: list[str]) -> str:
     """Trains as the command line asks, scores the test manifest with the best checkpoint, and returns a JSON line."""
+    with output_may_be_lost():
+        return _train_and_report(arguments)
+
+
+def _train_and_report(arguments: list[str]) -> str:
     start = resolve_start(arguments)
     run = build_run(start)
     run.interruption.install()

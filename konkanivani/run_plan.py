@@ -112,8 +112,8 @@ def _largest_preset(room: int) -> str:
     for name, shape in PRESETS.items():
         state = _state_bytes(shape, TextConfig().vocab_size)
         if state <= room:
-            return f"--preset {name} takes {state / MIB:.0f} MiB."
-    return "No preset is small enough."
+            return f"Give --preset {name}, which takes {state / MIB:.0f} MiB, or a larger budget."
+    return "No preset is small enough. Give a larger budget."
 
 
 def bucket_edges(seconds: np.ndarray) -> list[float]:

@@ -21,45 +21,80 @@ from konkanivani.data.loading import EvaluationSpeech, LoaderConfig, TrainingSpe
 from konkanivani.data.manifest import Manifest, read_manifest
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.selection import Selection
-from konkanivani.data.surroundings import read_surroundings
+from konkanivani.data.surroundings import Surroundings, read_surroundings
 from konkanivani.data.token_counts import Digits
-from konkanivani.errors import DataError, UsageError
+from konkanivani.errors import DataError
 from konkanivani.flags import config_from_text
+from konkanivani.problems import Problems
 from konkanivani.run_plan import SpeechSizes
 from konkanivani.start import Start
 from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
 from konkanivani.training.run import EvaluationSet
+from konkanivani.wording import count, duration_words
 
 MOST_TOKENIZER_TEXTS = 500_000
 
 
 @dataclass(frozen=True)
 class RunSpeech:
-    """What a run trains and validates on, the tokenizer of its texts, and what is left out."""
+    """What a run trains and validates on, the tokenizer of its texts, and what is left out.
+
+    The test part is only looked at: it is read when training has ended.
+    """
 
     tokenizer: Tokenizer
     train: TrainingSpeech
     validation: EvaluationSet | None
     rejections: Rejections
+    tested: int
 
-
-def build_speech(start: Start, device: torch.device, rejected: Path) -> RunSpeech:
-    """The run's speech and tokenizer; what cannot be used is told and listed in the file `rejected`."""
-    config = start.config
-    if config.data.train_manifest is None:
-        raise UsageError(
-            "No --train_manifest is given. Give your JSONL manifest, or write the built-in corpus with "
-            "python3 training_scripts/prepare_builtin_corpus.py and give data/builtin/train.jsonl."
+    def sentence(self) -> str:
+        """The speech for a person."""
+        hours = self.train.utterances.durations.sum() / 3600
+        validated = len(self.validation.speech.utterances) if self.validation else 0
+        return (
+            f"{count(len(self.train.utterances), 'utterance')} to train on, {duration_words(hours)}; "
+            f"{validated:,} to validate on; {self.tested:,} to test on; {self.rejections.count:,} left out"
         )
+
+
+def build_speech(start: Start, device: torch.device, rejected: Path | None) -> RunSpeech:
+    """The run's speech and tokenizer; what cannot be used is told and, given a path, listed in the file `rejected`.
+
+    A DataError tells what is wrong with all manifests: first with their rows, before a tokenizer is trained on them,
+    then with what their utterances are to the tokenizer and the limits.
+    """
+    config, problems = start.config, Problems()
     rejections = Rejections(rejected, parse_share(config.data.max_rejected, "--max_rejected"))
-    manifest = read_manifest(config.data.train_manifest)
-    rejections.begin(manifest)
-    tokenizer = choose_tokenizer(start, manifest)
-    train = build_training_speech(config, manifest, tokenizer, rejections)
-    validation = None
-    if config.data.valid_manifest:
-        validation = build_evaluation_set(config.data.valid_manifest, config, tokenizer, device, rejections)
-    return RunSpeech(tokenizer, train, validation, rejections)
+    surroundings = Surroundings()
+    with problems.noted():
+        surroundings = read_surroundings(config.augment, config.run.seed)
+    train, valid, test = [
+        _begin_manifest(path, rejections, problems)
+        for path in (config.data.train_manifest, config.data.valid_manifest, config.data.test_manifest)
+    ]
+    problems.raise_all()
+    tokenizer = choose_tokenizer(start, train)
+    with problems.noted():
+        training = build_training_speech(config, train, tokenizer, rejections, surroundings)
+    validation = tested = None
+    with problems.noted():
+        validation = valid and evaluation_set_of(valid, config, tokenizer, device, rejections)
+    with problems.noted():
+        tested = test and evaluation_set_of(test, config, tokenizer, device, rejections)
+    problems.raise_all()
+    return RunSpeech(tokenizer, training, validation, rejections, len(tested.speech.utterances) if tested else 0)
+
+
+def _begin_manifest(path: str | None, rejections: Rejections, problems: Problems) -> Manifest | None:
+    """The manifest, its broken rows taken; None, and a problem more, where they are too many or it cannot be read."""
+    if path is None:
+        return None
+    with problems.noted():
+        manifest = read_manifest(path)
+        rejections.begin(manifest)
+        return manifest
+    return None
 
 
 def choose_tokenizer(start: Start, manifest: Manifest) -> Tokenizer:
@@ -69,12 +104,19 @@ def choose_tokenizer(start: Start, manifest: Manifest) -> Tokenizer:
     text = start.config.text
     texts = [normalized for normalized in (normalize_text(t, text.digits) for t in texts_of(manifest)) if normalized]
     if not texts:
-        raise DataError(f"No transcript of {manifest.path} has any text after normalisation.")
+        raise no_text(manifest)
     if start.initial and config_from_text(start.initial.config).text == text:
         tokenizer = Tokenizer(start.initial.tokenizer)
         if not any(Tokenizer.unknown in tokenizer.encode(text) for text in texts):
             return tokenizer
     return train_tokenizer(texts, text.tokenizer_type, text.vocab_size)
+
+
+def no_text(manifest: Manifest) -> DataError:
+    """What to say where there is nothing to train a tokenizer on."""
+    return DataError(
+        f"No transcript of {manifest.path} has any text after normalisation. Write what is said into its rows' text."
+    )
 
 
 def texts_of(manifest: Manifest) -> Iterator[str]:
@@ -86,7 +128,11 @@ def texts_of(manifest: Manifest) -> Iterator[str]:
 
 
 def build_training_speech(
-    config: TrainConfig, manifest: Manifest, tokenizer: Tokenizer, rejections: Rejections
+    config: TrainConfig,
+    manifest: Manifest,
+    tokenizer: Tokenizer,
+    rejections: Rejections,
+    surroundings: Surroundings,
 ) -> TrainingSpeech:
     """The utterances to train on; those left out are added to the rejections."""
     limits = training_limits(config.data, config.augment.speed_perturbation)
@@ -99,7 +145,7 @@ def build_training_speech(
         config.augment.speed_perturbation,
         config.run.seed,
         manifest.path,
-        read_surroundings(config.augment, config.run.seed),
+        surroundings,
     )
 
 
@@ -122,12 +168,19 @@ def build_evaluation_set(
     path: str, config: TrainConfig, tokenizer: Tokenizer, device: torch.device, rejections: Rejections
 ) -> EvaluationSet:
     """The manifest's utterances laid into batches for evaluation; those left out are added to the rejections."""
-    limits, digits = evaluation_limits(config.data), config.text.digits
     manifest = read_manifest(path)
     rejections.begin(manifest)
-    kept = choose_usable(manifest, tokenizer, limits, digits, rejections)
+    return evaluation_set_of(manifest, config, tokenizer, device, rejections)
+
+
+def evaluation_set_of(
+    manifest: Manifest, config: TrainConfig, tokenizer: Tokenizer, device: torch.device, rejections: Rejections
+) -> EvaluationSet:
+    """The same of a manifest whose broken rows have been taken."""
+    kept = choose_usable(manifest, tokenizer, evaluation_limits(config.data), config.text.digits, rejections)
     plan = plan_evaluation(kept.durations, config.data.validation_batch_seconds)
-    return EvaluationSet(EvaluationSpeech(kept, tokenizer, path), plan, loader_config(config, device), rejections)
+    speech = EvaluationSpeech(kept, tokenizer, manifest.path)
+    return EvaluationSet(speech, plan, loader_config(config, device), rejections)
 
 
 def loader_config(config: TrainConfig, device: torch.device) -> LoaderConfig:

@@ -59,12 +59,15 @@ class Tokenizer:
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
-            raise DataError(f"The tokenizer is not a SentencePiece model: {error}.") from None
+            raise DataError(
+                f"The tokenizer is not a SentencePiece model: {error}. Use another checkpoint or bundle."
+            ) from None
         processor = self._processor
         ids = (processor.pad_id(), processor.unk_id(), processor.bos_id(), processor.eos_id())
         if ids != (self.blank, self.unknown, self.start, self.end):
             raise DataError(
-                f"The tokenizer's special ids are {ids}, not (0, 1, 2, 3): it was not made by this trainer."
+                f"The tokenizer's special ids are {ids}, not (0, 1, 2, 3): it was not made by this trainer. Use one "
+                "that was."
             )
 
     def __reduce__(self) -> tuple:
@@ -99,7 +102,7 @@ def train_tokenizer(texts: Iterable[str], kind: Literal["unigram", "bpe", "char"
     if vocab_size < smallest:
         raise UsageError(
             f"--vocab_size {vocab_size} is too small: the training text has {smallest - 5} different characters, "
-            f"so it takes at least {smallest}."
+            f"so it takes at least {smallest}. Give that, or take rare characters out of the text."
         )
     if kind == "char":
         return Tokenizer(_train_sentencepiece(texts, kind, smallest))
@@ -110,7 +113,10 @@ def train_tokenizer(texts: Iterable[str], kind: Literal["unigram", "bpe", "char"
         largest = re.search(r"value <= (\d+)", str(error))
         if largest is None:
             if "too small" not in str(error) and "too high" not in str(error).lower():
-                raise DataError(f"SentencePiece could not be trained on the training text: {error}.") from None
+                raise DataError(
+                    f"SentencePiece could not be trained on the training text: {error}. Give more text, or "
+                    "--tokenizer_type char."
+                ) from None
             size = smallest
         else:
             size = int(largest.group(1))

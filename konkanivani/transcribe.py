@@ -107,7 +107,10 @@ class Transcription:
                     failed += 1
                     progress.write(f"{error}\n", sys.stderr)
         if failed:
-            raise DataError(f"{failed} of {len(recordings)} files could not be transcribed, for the reasons above.")
+            raise DataError(
+                f"{failed} of {len(recordings)} files could not be transcribed, for the reasons above. Mend or leave "
+                "them out; the others are done."
+            )
         return "" if self.output is None else f"{len(recordings)} transcripts are in {self.output}."
 
     def _targets(self, recordings: Sequence[Recording]) -> Sequence[Path | None]:

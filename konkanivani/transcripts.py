@@ -129,7 +129,7 @@ def _parse_json(place: str, line: str, role: Role) -> Transcript:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place} is not a line of JSON ({error}). Give a file of plain lines another name.") from None
     if not isinstance(fields, dict):
-        raise DataError(f"{place} is no JSON object. A row is one, such as a manifest's.")
+        raise DataError(f"{place} is no JSON object. Give rows such as a manifest's.")
     names = FIELDS[role]
     text = next((fields[name] for name in names if fields.get(name) is not None), None)
     if not isinstance(text, str):
@@ -167,7 +167,10 @@ def _check_ids(path: str, rows: list[Transcript]) -> None:
     with_id = sum(bool(row.id) for row in rows)
     if with_id not in (0, len(rows)):
         row = next(number for number, row in enumerate(rows, start=1) if not row.id)
-        raise DataError(f"{path}: {with_id:,} rows have an id (audio_filepath) and others, such as row {row}, do not.")
+        raise DataError(
+            f"{path}: {with_id:,} rows have an id (audio_filepath) and others, such as row {row}, do not. Give one to "
+            "all or to none."
+        )
     repeated = [name for name, count in Counter(row.id for row in rows).items() if count > 1] if with_id else []
     if repeated:
         raise DataError(f"{path} has several transcripts of {_names(repeated)}. Keep one of each.")

@@ -15,6 +15,7 @@ import soundfile
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: tests may share their cores
 
 ROOT = Path(__file__).resolve().parent.parent
+TRAINER = "training_scripts/train_konkanivani_asr.py"
 WORDS = ("एक", "दोन", "तीन", "चार", "पांच", "उदक", "घर", "शाळा", "बाजार", "आवय")
 TINY_MODEL = (
     *("--d_model", "32", "--encoder_layers", "2", "--decoder_layers", "1", "--attention_heads", "2"),
@@ -125,7 +126,7 @@ def run_script(script: str, *arguments: str, cwd: Path | None = None) -> subproc
 
 def run_trainer(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Runs the training script to its end."""
-    return run_script("training_scripts/train_konkanivani_asr.py", *arguments, cwd=cwd)
+    return run_script(TRAINER, *arguments, cwd=cwd)
 
 
 def run_folders(directory: Path) -> tuple[str, ...]:

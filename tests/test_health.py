@@ -36,6 +36,7 @@ from konkanivani.data.repeats import (
     repeats_within,
 )
 from konkanivani.data.sound import clipped_runs, listen
+from konkanivani.data.surroundings import Surroundings
 from konkanivani.errors import DataError
 from konkanivani.health_page import draw_page
 from konkanivani.health_report import build_tokenizer, diagnose
@@ -541,7 +542,7 @@ def test_what_is_left_out_is_what_the_trainer_leaves_out(small, tmp_path):
     manifest, rejections = read_manifest(path), Rejections(tmp_path / "rejected.jsonl", most=0.5)
     rejections.begin(manifest)
     tokenizer = build_tokenizer(manifest, config)
-    speech = build_training_speech(config, manifest, tokenizer, rejections)
+    speech = build_training_speech(config, manifest, tokenizer, rejections, Surroundings())
     listed = [json.loads(line) for line in (tmp_path / "rejected.jsonl").read_text().splitlines()]
     train = diagnose((path,), config, 0).health.parts[0]
     assert train.usable == len(speech.utterances) == 37

@@ -161,7 +161,9 @@ def warm_up(parts: StepParts, window: Window) -> None:
     for step in range(MOST_WARM_UP_STEPS):
         if not train_step(parts, window, step).is_skipped:
             return
-    raise NumericsError(f"The gradients of {MOST_WARM_UP_STEPS} steps in a row are not finite: nothing to measure.")
+    raise NumericsError(
+        f"The gradients of {MOST_WARM_UP_STEPS} steps in a row are not finite: nothing to measure. Try full precision."
+    )
 
 
 def timed_steps(parts: StepParts, window: Window, count: int) -> Iterator[tuple[float, StepReport]]:

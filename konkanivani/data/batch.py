@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from konkanivani.errors import DataError
 from konkanivani.lengths import SAMPLE_RATE, Lengths
 
 TENSORS = ("waveforms", "tokens", "decoder_tokens", "targets")
@@ -88,6 +89,19 @@ class Window:
     def pin_memory(self) -> Window:
         """The window in page-locked memory."""
         return dataclasses.replace(self, micro_batches=tuple(batch.pin_memory() for batch in self.micro_batches))
+
+
+def check_tokens(speech: Speech, vocab_size: int) -> None:
+    """Raises a DataError where a token is the CTC blank 0 or none of the vocabulary.
+
+    Here, on the host: CUDA's kernels would end the process, or give a loss that means nothing.
+    """
+    wrong = [token for token in speech.tokens if not 0 < token < vocab_size]
+    if wrong:
+        raise DataError(
+            f"The transcript of {speech.utterance_id} has the token {wrong[0]}, and tokens are between 1 and "
+            f"{vocab_size - 1}. Leave the utterance out, or make the tokenizer anew."
+        )
 
 
 def collate(speeches: list[Speech], start: int, end: int) -> Batch:

@@ -208,7 +208,7 @@ def plan_corpus(size: CorpusSize) -> CorpusPlan:
     if size.train < 1 or size.valid < 1 or size.test < 2:
         raise UsageError(
             f"The built-in corpus cannot have {size.train} train, {size.valid} valid and {size.test} test utterances: "
-            "it needs at least 1, 1 and 2."
+            "it needs at least 1, 1 and 2. Ask for more of them."
         )
     book = read_patterns()
     patterns = [book.seen[place] for place in spread(min(len(book.seen), size.train), len(book.seen))]

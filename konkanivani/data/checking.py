@@ -109,5 +109,6 @@ def check_any_usable(selection: Selection, rejections: list[Rejection]) -> None:
     if not len(selection):
         raise DataError(
             f"None of the {len(rejections)} utterances of {selection.manifest.path} can be used; the first: "
-            f"{rejections[0].reason}."
+            f"{rejections[0].reason}. Mend the manifest, or give limits that it keeps to (--min_duration, "
+            "--max_duration, --max_tokens; --max_validation_duration where it is validated or tested on)."
         )

@@ -7,29 +7,33 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+from tqdm import tqdm
 
 from konkanivani.audio import load_audio
 from konkanivani.audio_file import UnusableAudio
 from konkanivani.augment import choose_speed, perturb_speed
-from konkanivani.data.batch import Batch, Speech, Window, collate
+from konkanivani.data.batch import Batch, Speech, Window, check_tokens, collate
 from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit, cut_window
 from konkanivani.data.rejections import Rejection, Rejections
 from konkanivani.data.surroundings import Surroundings
 from konkanivani.data.utterance import Utterance
-from konkanivani.errors import DataError, ResourceError
+from konkanivani.errors import DataError, KonkaniVaniError, ResourceError
 from konkanivani.randomness import seed_of, utterance_generator
 from konkanivani.text import Tokenizer
 
 POLL_SECONDS = 1.0  # after so long without a batch, the workers are looked after
 END_SECONDS = 1.0  # that the workers have to end by themselves
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+SIGNS_OF_WORKERS = ("DataLoader", "Pin memory thread")  # in PyTorch's errors about a worker that failed
 
 
 @dataclass(frozen=True)
@@ -95,16 +99,27 @@ def _read(utterance: Utterance, manifest: str) -> torch.Tensor | Rejection:
 class Loaded:
     """What was made of some utterances (None: none of them could be read), and those that were left out.
 
-    An `error` comes back as a sentence, since a worker's exceptions lose theirs on the way.
+    An `error` comes back as a value, since what a worker raises loses its sentence on the way.
     """
 
     value: Window | Batch | None
     rejections: tuple[Rejection, ...]
-    error: str = ""
+    error: KonkaniVaniError | None = None
 
     def pin_memory(self) -> "Loaded":
         """The same in page-locked memory (the DataLoader calls this for CUDA)."""
         return dataclasses.replace(self, value=self.value and self.value.pin_memory())
+
+
+class _WorkersFailed(ResourceError):
+    """An audio worker was killed, by the system where memory was short or by what it read, or it hangs."""
+
+    def __init__(self, what: str, has_died: bool) -> None:
+        super().__init__(
+            f"{what}. Try --num_workers 0 to see what is wrong with it, or a longer --loader_timeout; "
+            "--resume auto goes on from the steps before."
+        )
+        self.what, self.has_died = what, has_died
 
 
 class _Fetcher(Dataset):
@@ -125,17 +140,47 @@ class _Fetcher(Dataset):
             try:
                 found.append(self.speech[key])
             except DataError as error:
-                return Loaded(None, (), str(error))
+                return Loaded(None, (), error)
         if worker:
             self.being_read[worker.id] = -1
         speeches = [speech for speech in found if isinstance(speech, Speech)]
         rejections = tuple(rejection for rejection in found if isinstance(rejection, Rejection))
-        return Loaded(self._combined(speeches) if speeches else None, rejections)
+        try:
+            value = self._combined(speeches) if speeches else None
+            if worker and value:
+                _share(value, self.ids(keys))
+            return Loaded(value, rejections)
+        except (DataError, ResourceError) as error:
+            return Loaded(None, (), error)
+
+    def ids(self, keys: list) -> list[str]:
+        """The utterances of an item's keys by name."""
+        return [self.speech.utterances[key[1] if isinstance(key, tuple) else key].id for key in keys]
 
     def _combined(self, speeches: list[Speech]) -> Window | Batch:
+        for speech in speeches:
+            check_tokens(speech, self.speech.tokenizer.size)
         if self.limits is None:
             return collate(speeches, Tokenizer.start, Tokenizer.end)
         return cut_window(speeches, self.limits, Tokenizer.start, Tokenizer.end)
+
+
+def _share(value: Window | Batch, ids: list[str]) -> None:
+    """Moves what a worker has made into shared memory; a ResourceError where that is full.
+
+    The queue would do it too, in a thread of which nobody hears how it fails.
+    """
+    try:
+        for batch in value.micro_batches if isinstance(value, Window) else (value,):
+            for tensor in filter(torch.Tensor.numel, batch.tensors()):
+                tensor.share_memory_()
+    except RuntimeError as error:
+        if "shared memory" not in str(error) and "shm" not in str(error):
+            raise
+        raise ResourceError(
+            f"The audio workers have too little shared memory (/dev/shm) for {', '.join(ids)}. Free it, give the "
+            "container more (docker run --shm-size), or try --num_workers 0, which needs none."
+        ) from None
 
 
 class WindowStream:
@@ -195,7 +240,41 @@ def load_batches(
                 yield found.value, [utterance for utterance in utterances if utterance.row not in left_out]
 
 
-def _load(fetcher: _Fetcher, keys: Iterator[list], loader: LoaderConfig, check: Callable[[], None]) -> Iterator[Loaded]:
+def _load(fetcher: _Fetcher, keys: Iterable[list], loader: LoaderConfig, check: Callable[[], None]) -> Iterator[Loaded]:
+    """What is made of each of the keys, in order.
+
+    Where a worker dies, all are started anew with the keys whose work has not come back, which gives the same; where
+    one dies a second time before anything has come, it is the ResourceError that names what was being read.
+    """
+    keys, waiting = iter(keys), deque()
+    is_second_try = False
+    while True:
+        try:
+            with closing(_load_until_a_death(fetcher, _handed_out(keys, waiting), waiting, loader, check)) as found:
+                for loaded in found:
+                    waiting.popleft()
+                    is_second_try = False
+                    yield loaded
+            return
+        except _WorkersFailed as failure:
+            if is_second_try or not failure.has_died:
+                raise
+            tqdm.write(f"{failure.what}. They are started once more, for the same utterances.")
+            is_second_try = True
+
+
+def _handed_out(keys: Iterator[list], waiting: deque[list]) -> Iterator[list]:
+    """The keys that wait for their work to come back, then the others, which from then on wait too."""
+    yield from tuple(waiting)
+    for key in keys:
+        waiting.append(key)
+        yield key
+
+
+def _load_until_a_death(
+    fetcher: _Fetcher, keys: Iterator[list], waiting: deque[list], loader: LoaderConfig, check: Callable[[], None]
+) -> Iterator[Loaded]:
+    fetcher.being_read.fill_(-1)
     batches = DataLoader(
         fetcher,
         sampler=keys,
@@ -209,25 +288,19 @@ def _load(fetcher: _Fetcher, keys: Iterator[list], loader: LoaderConfig, check: 
     with _no_exceptions_from_signals(), _signals_held_back():
         iterator = iter(batches)
     try:
-        while (loaded := _next(iterator, fetcher, loader, check)) is not None:
+        while (loaded := _next(iterator, fetcher, waiting, loader, check)) is not None:
             if loaded.error:
-                raise DataError(loaded.error)
+                raise loaded.error
             yield loaded
     finally:
         # Left to the garbage collector, workers that ignore SIGTERM keep a process from ending.
         if loader.workers:
             # One that hangs has not heard of it, and would be waited for 5 s. Not before its pinning thread has ended.
-            patience = threading.Timer(END_SECONDS, _kill, [iterator._workers])
-            patience.start()
-            iterator._shutdown_workers()
-            patience.cancel()
-            _kill(iterator._workers)
-
-
-def _kill(workers: list[multiprocessing.Process]) -> None:
-    for worker in workers:
-        worker.kill()
-        worker.join()
+            with _workers_killed_after(END_SECONDS, iterator._workers):
+                iterator._shutdown_workers()
+            for worker in iterator._workers:
+                worker.kill()
+                worker.join()
 
 
 @contextmanager
@@ -244,7 +317,7 @@ def _no_exceptions_from_signals() -> Iterator[None]:
 
 @contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Delivers SIGINT and SIGTERM afterwards: a worker that is forked within is born deaf to both."""
+    """A worker that is forked within is born deaf to SIGINT and SIGTERM; this process hears of them afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         yield
@@ -253,29 +326,61 @@ def _signals_held_back() -> Iterator[None]:
 
 
 def _next(
-    iterator: Iterator[Loaded], fetcher: _Fetcher, loader: LoaderConfig, check: Callable[[], None]
+    iterator: Iterator[Loaded], fetcher: _Fetcher, waiting: deque[list], loader: LoaderConfig, check: Callable[[], None]
 ) -> Loaded | None:
     """What the loader gives next, None at its end; a ResourceError names what a worker was reading when it failed."""
-    deadline = time.monotonic() + loader.timeout
-    while True:
+    if not loader.workers:
         check()
-        try:
-            return next(iterator, None)
-        except (RuntimeError, OSError, EOFError) as error:
-            # A connection that breaks off is how a death shows where a worker's tensor was just being taken over.
-            if not loader.workers or (isinstance(error, RuntimeError) and "DataLoader" not in str(error)):
-                raise
-            is_late = "timed out" in str(error)
-            if is_late and time.monotonic() < deadline:
-                continue
-            numbers = [number for number in fetcher.being_read.tolist() if number >= 0]
-            reading = ", ".join(fetcher.speech.utterances[number].id for number in numbers)
-            reason = str(error).splitlines()[0].rstrip(".") if isinstance(error, RuntimeError) else "a worker has died"
-            reason = f"nothing came for {loader.timeout:g} s" if is_late else reason
-        raise ResourceError(
-            f"The audio workers failed{f' while they were reading {reading}' if reading else ''}: {reason}. "
-            "Try --num_workers 0 to see what is wrong with it, or a longer --loader_timeout."
-        )
+        return next(iterator, None)
+    deadline = time.monotonic() + loader.timeout
+    with _workers_killed_after(loader.timeout, iterator._workers):
+        while True:
+            check()
+            try:
+                return next(iterator, None)
+            except (RuntimeError, OSError, EOFError) as error:
+                # A connection that breaks off is how a death shows where a worker's tensor was just being taken over.
+                if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in SIGNS_OF_WORKERS):
+                    raise
+                is_late = time.monotonic() >= deadline
+                if "timed out" in str(error) and not is_late:
+                    continue
+                reason = str(error).splitlines()[0].rstrip(".") if isinstance(error, RuntimeError) else "one has died"
+                reason = f"nothing came for {loader.timeout:g} s" if is_late else reason
+            check()
+            scene = _scene([] if is_late else iterator._workers, fetcher, waiting)
+            raise _WorkersFailed(f"{scene}: {reason}", has_died=not is_late)
+
+
+@contextmanager
+def _workers_killed_after(seconds: float, workers: list[BaseProcess]) -> Iterator[None]:
+    """Kills the workers where the block takes so long: one that is stopped would be waited for without an end.
+
+    A worker hands its tensors over by answering a call, for which neither the DataLoader nor its thread that pins
+    memory has a timeout; to a dead one the connection breaks off.
+    """
+
+    def kill() -> None:
+        for worker in workers:
+            worker.kill()
+
+    timer = threading.Timer(seconds, kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _scene(workers: list[BaseProcess], fetcher: _Fetcher, waiting: deque[list]) -> str:
+    """Which utterances were being read, by those of the workers that are dead if any are, and were waited for."""
+    numbers = fetcher.being_read.tolist()
+    of_the_dead = [number for number, worker in zip(numbers, workers, strict=False) if not worker.is_alive()]
+    reading = fetcher.ids([number for number in of_the_dead or numbers if number >= 0])
+    doing = f" while they were reading {', '.join(reading)}" if reading else ""
+    awaited = f" ({', '.join(fetcher.ids(waiting[0]))} were waited for)" if waiting else ""
+    return f"The audio workers failed{doing}{awaited}"
 
 
 def _begin_worker(_worker: int) -> None:

@@ -10,6 +10,7 @@ from konkanivani.data.index import BrokenRow, ManifestIndex, open_index
 from konkanivani.data.utterance import BadRow, Utterance, parse_row, row_of
 from konkanivani.errors import DataError
 from konkanivani.json_lines import write_json_lines
+from konkanivani.problems import Problems
 
 
 class Manifest(Sequence[Utterance]):
@@ -82,19 +83,20 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def read_recordings(path: str | Path) -> list[Utterance]:
-    """All rows of a manifest of sounds, whose text may be left out; a DataError names the first bad row."""
+    """All rows of a manifest of sounds, whose text may be left out; a DataError names the bad ones."""
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
         raise DataError(
             f"The manifest {path} cannot be read: {error.strerror or error}. Give the path of a JSONL manifest."
         ) from None
-    sounds, folder = [], os.path.dirname(path)
+    sounds, folder, problems = [], os.path.dirname(path), Problems()
     for row, line in enumerate(lines, start=1):
         try:
             sounds += [parse_row(line, folder, row, needs_text=False)] if line.strip() else []
         except BadRow as error:
-            raise DataError(f"{path}, row {row}: {error}. Mend or delete the row.") from None
+            problems.add(DataError(f"{path}, row {row}: {error}. Mend or delete the row."))
+    problems.raise_all()
     if not sounds:
         raise DataError(f"The manifest {path} is empty. Each line must be a JSON object with audio_filepath, duration.")
     return sounds

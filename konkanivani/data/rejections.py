@@ -1,9 +1,10 @@
 """The utterances that are left out, and how many of them are too many."""
 
+import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,11 +37,13 @@ class Rejections:
         self._path, self._most = path, most
         self._rows: dict[str, int] = {}
         self._broken: dict[str, dict[int, Rejection]] = {}
+        self.count = 0
 
     def begin(self, manifest: Manifest) -> None:
         """Takes the manifest's broken rows; further ones of it may follow."""
         if self._path and not self._rows:
-            write_json_lines(self._path, ())
+            with self._listing():
+                write_json_lines(self._path, ())
         self._rows[manifest.path], self._broken[manifest.path] = len(manifest) + len(manifest.broken), {}
         self.add_many([Rejection(manifest.path, b.row, b.audio_filepath, b.reason, True) for b in manifest.broken])
 
@@ -60,14 +63,23 @@ class Rejections:
         self._take(new)
 
     def _take(self, rejections: list[Rejection]) -> None:
+        self.count += len(rejections)
         if self._path and rejections:
-            with open(self._path, "a", encoding="utf-8") as file:
+            with self._listing(), open(self._path, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(asdict(found), ensure_ascii=False) + "\n" for found in rejections)
         for found in rejections:
             if found.is_broken:
                 self._broken[found.manifest][found.row] = found
         for manifest in {found.manifest for found in rejections}:
             self._check(manifest)
+
+    @contextlib.contextmanager
+    def _listing(self) -> Iterator[None]:
+        """Lets a list that cannot be written, for want of room, end nothing."""
+        try:
+            yield
+        except OSError as error:
+            print(f"{self._path} cannot be written ({error.strerror}) and lacks what is left out.", flush=True)
 
     def _check(self, manifest: str) -> None:
         broken, rows = list(self._broken[manifest].values()), self._rows[manifest]

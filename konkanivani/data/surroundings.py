@@ -18,6 +18,7 @@ from konkanivani.data.utterance import Utterance
 from konkanivani.decibels import DecibelRange, parse_snr
 from konkanivani.errors import DataError
 from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.problems import Problems
 from konkanivani.randomness import utterance_generator
 
 LONGEST_RESPONSE_SECONDS = 20.0  # the longest halls on record ring so long; it is read whole for each utterance
@@ -130,28 +131,37 @@ def load_response(sound: Sound, generator: torch.Generator) -> torch.Tensor:
 
 def read_surroundings(config: AugmentConfig, seed: int) -> Surroundings:
     """What the configuration asks for, every header read, nothing decoded; a DataError names row and reason."""
-    rooms = noise = None
+    rooms, noise, problems = None, None, Problems()
     if config.rir_manifest is not None:
-        rooms = RoomCorpus(read_sounds(config.rir_manifest, LONGEST_RESPONSE_SECONDS), config.rir_share)
+        with problems.noted():
+            rooms = RoomCorpus(read_sounds(config.rir_manifest, LONGEST_RESPONSE_SECONDS), config.rir_share)
     if config.noise_manifest is not None:
-        noise = NoiseCorpus(read_sounds(config.noise_manifest), parse_snr(config.noise_snr), config.noise_share)
+        with problems.noted():
+            noise = NoiseCorpus(read_sounds(config.noise_manifest), parse_snr(config.noise_snr), config.noise_share)
+    problems.raise_all()
     return Surroundings(seed, rooms, noise, config.gain)
 
 
 def read_sounds(manifest: str, longest: float = float("inf")) -> tuple[Sound, ...]:
     """The manifest's rows with what their headers say; a DataError for one that cannot be used or lasts too long."""
-    sounds = []
+    sounds, problems = [], Problems()
     for row in read_recordings(manifest):
-        try:
-            header = read_header(row.source)
-        except DataError as error:
-            raise DataError(f"{manifest}, row {row.row}: {error}") from None
-        sound = sound_of(row, header)
-        reason = reason_to_refuse(sound, header, longest)
-        if reason:
-            raise DataError(f"{manifest}, row {row.row}: {row.audio_path} {reason}. Mend or delete the row.")
-        sounds.append(sound)
+        with problems.noted():
+            sounds.append(_read_sound(manifest, row, longest))
+    problems.raise_all()
     return tuple(sounds)
+
+
+def _read_sound(manifest: str, row: Utterance, longest: float) -> Sound:
+    try:
+        header = read_header(row.source)
+    except DataError as error:
+        raise DataError(f"{manifest}, row {row.row}: {error}") from None
+    sound = sound_of(row, header)
+    reason = reason_to_refuse(sound, header, longest)
+    if reason:
+        raise DataError(f"{manifest}, row {row.row}: {row.audio_path} {reason}. Mend or delete the row.")
+    return sound
 
 
 def sound_of(row: Utterance, header: AudioHeader) -> Sound:

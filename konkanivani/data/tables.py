@@ -60,7 +60,10 @@ def read_text(path: Path) -> str:
     """All of a text file of bounded size."""
     with open_text(path) as file:
         if path.stat().st_size > MOST_BYTES:
-            raise DataError(f"{path} cannot be read: {path.stat().st_size} bytes are too many for a text at once.")
+            raise DataError(
+                f"{path} cannot be read: {path.stat().st_size} bytes are too many for a text at once. "
+                "Check --format and --source."
+            )
         return file.read()
 
 

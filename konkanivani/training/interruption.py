@@ -60,21 +60,42 @@ class RunLock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file: TextIO = open(self.path, "a+", encoding="utf-8")
         except OSError as error:
-            raise ResourceError(
-                f"The checkpoint folder {directory} cannot be written: {error.strerror}. Give another --checkpoint_dir."
-            ) from None
-        try:
-            # Not flock: its locks pass to forked audio workers, which outlive a killed trainer by seconds.
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                print(f"{directory} has no locks ({error.strerror}): see to it that no other run uses it.", flush=True)
-                return
-            self._file.seek(0)
-            holder = self._file.read().strip() or "unknown"
-            raise ResourceError(
-                f"Process {holder} is training in {directory} already. Stop it, or give another --checkpoint_dir."
-            ) from None
-        self._file.truncate(0)
-        self._file.write(str(os.getpid()))
-        self._file.flush()
+            raise _not_writable(directory, error) from None
+        if _lock(self._file, directory):
+            self._file.truncate(0)
+            self._file.write(str(os.getpid()))
+            self._file.flush()
+
+
+def _not_writable(directory: str | Path, error: OSError) -> ResourceError:
+    return ResourceError(
+        f"The checkpoint folder {directory} cannot be written: {error.strerror}. Give another --checkpoint_dir."
+    )
+
+
+def check_nobody_trains(directory: str | Path) -> None:
+    """Raises the ResourceError that a RunLock would, and leaves the folder as it is."""
+    try:
+        with open(Path(directory) / ".lock", "r+", encoding="utf-8") as file:
+            _lock(file, directory)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise _not_writable(directory, error) from None
+
+
+def _lock(file: TextIO, directory: str | Path) -> bool:
+    """Locks the file until it is closed; False where its file system has no locks."""
+    try:
+        # Not flock: its locks pass to forked audio workers, which outlive a killed trainer by seconds.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            print(f"{directory} has no locks ({error.strerror}): see to it that no other run uses it.", flush=True)
+            return False
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        raise ResourceError(
+            f"Process {holder} is training in {directory} already. Stop it, or give another --checkpoint_dir."
+        ) from None

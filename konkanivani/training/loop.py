@@ -1,15 +1,15 @@
 """The training loop: windows in, steps, validation, checkpoints and logs out, in the order in which they happen."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import torch
 
-from konkanivani.checkpoint import LAST
 from konkanivani.data.batch import Window
 from konkanivani.errors import DataError, Interrupted, NumericsError, ResourceError
-from konkanivani.records import HypothesisPair, SpectrogramRecord, StepRecord, ValidationRecord
+from konkanivani.records import HypothesisPair, SkipRecord, SpectrogramRecord, StepRecord, ValidationRecord
 from konkanivani.training.evaluation import Evaluation
 from konkanivani.training.run import Run
 from konkanivani.training.step import StepReport, train_step
@@ -75,19 +75,22 @@ def check_numerics(run: Run, report: StepReport) -> None:
     if state.consecutive_skips < MOST_SKIPS_IN_A_ROW and not has_no_scale:
         return
     reason = f"the loss scale fell to {report.scale:g}" if has_no_scale else f"{state.consecutive_skips} steps in a row"
+    good = run.checkpointer.newest_before(state.step)
     raise NumericsError(
-        f"The gradients are not finite ({reason}) at step {state.step}. The last good checkpoint is "
-        f"{run.checkpointer.directory}/{LAST} (--resume auto finds it). "
-        "Try a lower --learning_rate, or leave out --mixed_precision."
+        f"The gradients are not finite ({reason}) at step {state.step}; log.jsonl names the utterances. "
+        + (f"The last good checkpoint is {good}" if good else "No checkpoint was saved while they were finite")
+        + f". Try {f'to go on from it with --resume {good}' if good else 'again with --fresh'} and a lower "
+        + f"--learning_rate{', or --amp_dtype bf16 where the card has it' if scaler.is_enabled() else ''}."
     )
 
 
 def log_step(run: Run, window: Window, report: StepReport) -> None:
-    """Logs one consumed window; a skipped one has no step of its own and shows up in the next one's count."""
+    """Logs one consumed window; a skipped one has no step of its own and shows up in the next one's count too."""
     seconds, monitor = run.progress.lap(), run.step.forward.monitor
     run.progress.show(report, window.audio_seconds, seconds, monitor.overall_peak_mib())
     run.watch.look(monitor.overall_peak_mib())
     if report.is_skipped:
+        run.logbook.log(skip_record(run, window, report))
         return
     clearing = monitor.report_clearing()
     record = StepRecord(
@@ -113,6 +116,29 @@ def log_step(run: Run, window: Window, report: StepReport) -> None:
         memory=monitor.report(),
     )
     run.logbook.log(record)
+
+
+def skip_record(run: Run, window: Window, report: StepReport) -> SkipRecord:
+    """What is known of a window whose loss or gradient is not finite."""
+    if not math.isfinite(report.loss):
+        reason = f"its loss is {report.loss}"
+    elif run.step.scaler.is_enabled():
+        reason = f"its gradient overflowed; the loss scale falls to {report.scale:g}, which is usual now and then"
+    else:
+        reason = f"its gradient's norm is {report.gradient_norm}"
+    return SkipRecord(
+        step=run.state.step,
+        epoch=run.state.epoch,
+        skipped_steps=run.state.skipped_steps,
+        consecutive_skips=run.state.consecutive_skips,
+        loss=report.loss,
+        ctc_loss=report.ctc_loss,
+        attention_loss=report.attention_loss,
+        gradient_norm=report.gradient_norm,
+        scale=report.scale,
+        reason=reason,
+        utterances=tuple(name for batch in window.micro_batches for name in batch.utterance_ids),
+    )
 
 
 def log_validation(run: Run, evaluation: Evaluation) -> None:

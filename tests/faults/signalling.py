@@ -126,10 +126,17 @@ def send(life: Life, number: signal.Signals, target: Target) -> None:
             os.kill(life.pid, number)
 
 
+def left_after(life: Life) -> list[int]:
+    """The processes of an ended life that are there 2 s later: left alone, PyTorch's workers take 5 s to notice."""
+    deadline = time.monotonic() + 2.0
+    while (left := members(life.pid)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
+
+
 def _complaints(run: LongRun, life: Life) -> list[str]:
     found = [f"{name} cannot be read" for name in run.aftermath().unsound]
-    time.sleep(0.1)  # the kernel's own, to end the workers of a process that has ended at once
-    if left := members(life.pid):
+    if left := left_after(life):
         found.append(f"{len(left)} processes were left behind")
     if "Traceback" in run.output.read_text(encoding="utf-8"):
         found.append("a traceback was printed")

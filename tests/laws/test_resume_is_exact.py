@@ -8,9 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from konkanivani.checkpoint import Checkpoint, read_checkpoint
 from tests.conftest import (
     ROOT,
     TINY_MODEL,
@@ -22,6 +20,7 @@ from tests.conftest import (
     write_shards,
     write_surroundings,
 )
+from tests.faults.resuming import checkpoint_differences, kill_after, last_checkpoint
 
 STEPS = 17  # 7 windows an epoch: two epochs and three windows of a third
 LOGGED = ("step", "epoch", "loss", "ctc_loss", "attention_loss", "learning_rate", "gradient_norm", "padding_share")
@@ -38,43 +37,8 @@ def flags(corpus: Corpus, directory: Path, workers: int, *more: str) -> tuple[st
     )
 
 
-def last_checkpoint(directory: Path) -> Checkpoint:
-    return read_checkpoint(directory / "checkpoints" / "checkpoint_last.pt")
-
-
-def differences(one: Checkpoint, other: Checkpoint) -> list[str]:
-    """Every tensor and number in which two checkpoints differ, by one bit or more."""
-    found = []
-    for part, state in one.states.items():
-        assert state.keys() == other.states[part].keys()
-        for name, value in state.items():
-            theirs = other.states[part][name]
-            same = torch.equal(value, theirs) if isinstance(value, torch.Tensor) else value == theirs
-            if not same:
-                found.append(f"{part}/{name}")
-    return found
-
-
 def losses(directory: Path) -> list[tuple]:
     return [tuple(record[name] for name in LOGGED) for record in read_log(directory)]
-
-
-def kill_after(directory: Path, step: int, command: list[str]) -> None:
-    """Starts a run and sends SIGKILL to it once its log holds `step`."""
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    log = directory / "runs" / "default" / "log.jsonl"
-    deadline = time.monotonic() + 120
-    while not (log.exists() and f'"step": {step},' in log.read_text(encoding="utf-8")):
-        assert process.poll() is None and time.monotonic() < deadline, "the run ended before it was killed"
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +51,7 @@ def undisturbed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def test_a_killed_run_resumes_bit_for_bit_with_another_worker_count(corpus, undisturbed, tmp_path):
     # The middle of the second epoch, once with workers and once without, so that both orders are seen.
-    kill_after(tmp_path, 9, script_command("training_scripts/train_konkanivani_asr.py", *flags(corpus, tmp_path, 2)))
+    kill_after(tmp_path, 9, script_command("training_scripts/train_konkanivani_asr.py", *flags(corpus, tmp_path, 2)), 2)
     resumed = run_trainer(*flags(corpus, tmp_path, 0, "--resume", "auto"))
     assert resumed.returncode == 0, resumed.stderr
     said = int(re.search(r"Going on from .*: step (\d+)\.", resumed.stdout).group(1))
@@ -96,7 +60,7 @@ def test_a_killed_run_resumes_bit_for_bit_with_another_worker_count(corpus, undi
     assert steps == list(range(1, STEPS + 1))
     assert f'"steps": {STEPS}' in resumed.stdout.splitlines()[-1]
     assert losses(tmp_path) == losses(undisturbed)
-    assert differences(last_checkpoint(tmp_path), last_checkpoint(undisturbed)) == []
+    assert checkpoint_differences(last_checkpoint(tmp_path), last_checkpoint(undisturbed)) == []
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +78,12 @@ def surrounded(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tupl
 def test_from_shards_in_noise_it_is_as_exact_for_any_worker_count(surrounded, killed, resumed, tmp_path):
     shards, more, undisturbed = surrounded
     command = script_command("training_scripts/train_konkanivani_asr.py", *flags(shards, tmp_path, killed, *more))
-    kill_after(tmp_path, 9, command)
+    kill_after(tmp_path, 9, command, threads=2)
     done = run_trainer(*flags(shards, tmp_path, resumed, "--resume", "auto"))
     assert done.returncode == 0, done.stderr
     assert [record["step"] for record in read_log(tmp_path)] == list(range(1, STEPS + 1))
     assert losses(tmp_path) == losses(undisturbed)
-    assert differences(last_checkpoint(tmp_path), last_checkpoint(undisturbed)) == []
+    assert checkpoint_differences(last_checkpoint(tmp_path), last_checkpoint(undisturbed)) == []
 
 
 def test_negative_control_without_the_noise_it_is_another_run(surrounded, tmp_path):
@@ -155,11 +119,11 @@ def test_sigterm_saves_exits_143_and_resumes_exactly(corpus, undisturbed, tmp_pa
     assert "Traceback" not in output
     assert run_trainer(*flags(corpus, tmp_path, 0, "--resume", "auto")).returncode == 0
     assert losses(tmp_path) == losses(undisturbed)
-    assert differences(last_checkpoint(tmp_path), last_checkpoint(undisturbed)) == []
+    assert checkpoint_differences(last_checkpoint(tmp_path), last_checkpoint(undisturbed)) == []
 
 
 def test_negative_control_another_seed_is_another_run(corpus, undisturbed, tmp_path):
     done = run_trainer(*flags(corpus, tmp_path, 0, "--seed", "4321"))
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path) != losses(undisturbed)
-    assert differences(last_checkpoint(tmp_path), last_checkpoint(undisturbed)) != []
+    assert checkpoint_differences(last_checkpoint(tmp_path), last_checkpoint(undisturbed)) != []

@@ -75,8 +75,8 @@ def _parts(source: SpeechFolder) -> Iterator[Part]:
         import datasets  # noqa: F401 - Parquet alone would do without, but one rule is easier to remember
     except ImportError:
         raise ResourceError(
-            "--format huggingface needs the library `datasets`, which is not installed. Install it: "
-            ".venv/bin/python -m pip install datasets"
+            "--format huggingface needs the library `datasets`, which is not installed. "
+            "Install it with .venv/bin/python -m pip install datasets."
         ) from None
     is_saved = any((source.path / name).is_file() for name in ("dataset_dict.json", "state.json"))
     found = _saved_parts(source) if is_saved else _parquet_parts(source)

@@ -121,8 +121,9 @@ def _utterance(file: str, row: int, fields: dict[str, object], audio: Path, spli
 def _index(shard: Path) -> dict[str, Member]:
     if not shard.exists():
         packed = next((p for p in shard.parent.glob(f"{shard.name}.*")), None)
-        what = f"{packed.name} is compressed: decompress it to" if packed else "its manifest names it: get"
-        raise DataError(f"{shard} does not exist, and {what} {shard.name}.")
+        if packed:
+            raise DataError(f"{shard} does not exist, but {packed.name} does. Decompress it to {shard.name}.")
+        raise DataError(f"{shard} does not exist, and its manifest names it. Download {shard.name} as well.")
     return {member.name: member for member in read_members(shard)}
 
 

@@ -1,0 +1,32 @@
+"""Things to try, each of a kind, and the table of how many went as they should."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.measuring.faults.effort import Effort, FaultTable
+
+Findings = Callable[[Path], list[str]]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Something to try: `findings` of a new folder to run it in are sentences on what is not as it should be."""
+
+    kind: str
+    name: str
+    findings: Findings
+
+
+def try_all(title: str, trials: Sequence[Trial], effort: Effort, each: int, notes: tuple[str, ...] = ()) -> FaultTable:
+    """The table of all trials, or of each so many-th where the effort is not full."""
+    right: dict[str, list[bool]] = {}
+    failures = []
+    for number, trial in enumerate(trials if effort.is_full else trials[::each]):
+        found = trial.findings(effort.folder / f"trial_{number}")
+        right.setdefault(trial.kind, []).append(not found)
+        if found:
+            failures.append(f"{trial.kind}, {trial.name}: {'; '.join(found[:3])}")
+    rows = [(kind, str(len(tried)), str(sum(tried))) for kind, tried in right.items()]
+    rows.append(("all", *(str(sum(int(row[column]) for row in rows)) for column in (1, 2))))
+    return FaultTable(title, ("What", "Tried", "As it should be"), tuple(rows), tuple(failures), notes)

@@ -1,0 +1,104 @@
+"""The room on the disk that a run's checkpoints and logs will take, and what there is."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
+
+from konkanivani.audio import MEL_BINS
+from konkanivani.budget import MIB
+from konkanivani.config import ModelConfig, RunConfig, TrainConfig
+from konkanivani.errors import ResourceError
+from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.run_paths import nearest_folder
+
+SAVED_BYTES = 12  # a parameter's weight and two moments in fp32; its gradient is not saved
+RECORD_BYTES = 400  # name, checksum and alignment of one tensor, of which a parameter has four
+SETTINGS_BYTES = MIB  # flags, tokenizer, counters
+BESIDE_EPOCHS = 4  # the last, the previous, the best, and the one that is being written
+DRY_RUN_FILES = 6  # what a dry run goes on from needs as a run that keeps 2 does
+LOG_BYTES_AN_EPOCH = MIB  # 2.3 kB a step, the sound and the picture of one utterance; logs that end, end no run
+
+
+@dataclass(frozen=True)
+class DiskRoom:
+    """What the files of one file system will take more than they do now, and what is free there; bytes."""
+
+    folders: tuple[Path, ...]
+    needed: int
+    free: int
+
+    def sentence(self) -> str:
+        """The room for a person."""
+        folders = " and ".join(map(str, self.folders))
+        return f"needs {-(-self.needed // MIB)} MiB for {folders}, has {self.free // MIB} MiB"
+
+
+def check_disk(config: TrainConfig, vocab_size: int) -> tuple[DiskRoom, ...]:
+    """The room on each file system that the run writes to; a ResourceError where there is less than it will need.
+
+    A quota cannot be seen: one that is reached shows as a full disk does, at a save.
+    """
+    run = config.run
+    checkpoints = most_checkpoints(run) * checkpoint_bytes(config.model, vocab_size)
+    if run.resume:
+        checkpoints -= _held_bytes(Path(run.checkpoint_dir))  # they make room as they are replaced
+    least = DRY_RUN_FILES * checkpoint_bytes(config.model, vocab_size) if run.dry_run else 0
+    checkpoints = max(least, checkpoints)
+    needs = (Path(run.checkpoint_dir), checkpoints), (Path(run.log_dir), run.epochs * LOG_BYTES_AN_EPOCH)
+    rooms: dict[int, DiskRoom] = {}
+    for folder, needed in needs:
+        device = os.stat(nearest_folder(folder)).st_dev
+        shared = rooms.get(device, DiskRoom((), 0, free_bytes(folder)))
+        rooms[device] = DiskRoom((*shared.folders, folder), shared.needed + needed, shared.free)
+    short = [room for room in rooms.values() if room.needed > room.free]
+    if short:
+        listed = "\n".join(
+            f"The disk is too full: the run {room.sentence()} ({room.needed} and {room.free} bytes)." for room in short
+        )
+        raise ResourceError(
+            f"{listed} Free space, or give --keep_checkpoints 2, a smaller --preset, or a --checkpoint_dir and a "
+            "--log_dir elsewhere."
+        )
+    return tuple(rooms.values())
+
+
+def most_checkpoints(run: RunConfig) -> int:
+    """How many different checkpoint files the run will have at one time."""
+    return min(run.keep_checkpoints, run.epochs) + BESIDE_EPOCHS
+
+
+def checkpoint_bytes(shape: ModelConfig, vocab_size: int) -> int:
+    """At most so many bytes does a checkpoint of this model take."""
+    with torch.device("meta"), _Unfilled():
+        model = KonkaniVaniASR(shape, vocab_size, MEL_BINS)
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(SAVED_BYTES * tensor.numel() + 4 * RECORD_BYTES for tensor in tensors) + SETTINGS_BYTES
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves tensors without values unfilled: torch imports a thousand modules, a second of them, to fill nothing."""
+
+    FILLS = (init.uniform_, init.normal_, init.kaiming_uniform_, torch.Tensor.zero_, torch.Tensor.fill_)
+
+    def __torch_function__(
+        self, function: Callable, types: tuple, args: tuple = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        return None if function in self.FILLS else function(*args, **(kwargs or {}))
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that a user may still write in the folder, or in the nearest above it."""
+    found = os.statvfs(nearest_folder(folder))
+    # Some mounted cloud folders tell no size at all.
+    return found.f_bavail * found.f_frsize if found.f_blocks else 2**62
+
+
+def _held_bytes(folder: Path) -> int:
+    """What the checkpoints in the folder take now; a file with several names counts once."""
+    found = [path.stat() for path in folder.glob("checkpoint_*.pt")]
+    return sum({entry.st_ino: entry.st_size for entry in found}.values())

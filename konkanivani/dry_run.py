@@ -1,0 +1,174 @@
+"""A run tried in a minute, from its flags to going on from its checkpoint, and everything of it removed again."""
+
+import contextlib
+import dataclasses
+import gc
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from konkanivani.budget import MIB
+from konkanivani.checkpoint import LAST, Checkpoint, read_checkpoint
+from konkanivani.config import TrainConfig
+from konkanivani.differences import differences, relative_difference
+from konkanivani.errors import CheckpointError
+from konkanivani.recipe import build_run
+from konkanivani.reporting import as_json, tell_rehearsal
+from konkanivani.scratch import scratch_folder, stopping_at_signals
+from konkanivani.stages import StageClock
+from konkanivani.start import Start, resolve_start
+from konkanivani.training.interruption import RunLock
+from konkanivani.training.loop import train
+from konkanivani.training.run import EvaluationSet, Run
+from konkanivani.wording import count, duration_words
+
+STEPS = 2
+SECOND, THIRD = "checkpoint_second_step.pt", "checkpoint_third_step.pt"
+MOST_VALIDATED = 4
+CLOSE = 1e-3  # of all weights: CUDA's kernels add in varying order
+
+
+def dry_run(arguments: list[str]) -> str:
+    """Tries the run that the command line asks for, a line a stage; one line of JSON on what it will take.
+
+    The parts are the run's own, in folders inside of its folders. Errors are those of the run.
+    """
+    clock = StageClock()
+    with stopping_at_signals():
+        start = resolve_start(arguments, clock.done)
+        with scratch_config(start.config) as config:
+            start = dataclasses.replace(start, config=config, lock=RunLock(config.run.checkpoint_dir))
+            estimate, compared = _try_steps(start, clock)
+            gc.collect()  # the weights of the resumed run come in their place
+            difference = _try_going_on(Path(config.run.checkpoint_dir), clock)
+    clock.done("removed", "nothing of this is left")
+    summary = {"dry_run": True, **dataclasses.asdict(estimate), "tensors_compared": compared}
+    summary |= {"resumed_difference": difference, "seconds": clock.seconds()}
+    return json.dumps({name: as_json(value) for name, value in summary.items()}, allow_nan=False)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the run will take: seconds of computing without validation, and its peak in MiB as measured so far."""
+
+    utterances: int
+    steps: int
+    seconds_per_step: float
+    seconds_per_epoch: float
+    seconds_in_all: float
+    peak_memory_mib: float
+    checkpoint_mib: float
+
+    def sentence(self) -> str:
+        """The estimate for a person."""
+        epoch, everything = _time_words(self.seconds_per_epoch), _time_words(self.seconds_in_all)
+        return (
+            f"{self.seconds_per_step:.2f} s a step: an epoch takes about {epoch}, the {count(self.steps, 'step')} to "
+            f"come about {everything}, without validation"
+        )
+
+
+def _time_words(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else duration_words(seconds / 3600)
+
+
+def _try_steps(start: Start, clock: StageClock) -> tuple[Estimate, int]:
+    """Rehearses, steps, validates, saves as the run will, and steps again; what that says, and the tensors compared."""
+    run = build_run(start, clock.done)
+    clock.done("model", "built" if start.resumed is None else f"built, with the state of step {run.state.step}")
+    with run.logbook:
+        tell_rehearsal(run)
+        clock.done("rehearsal", "the costliest batches fit")
+        steps_before = run.state.step
+        run.progress.lap()  # what came before is not training time
+        train(_until(run, steps_before + STEPS))
+        estimate = _estimate(run, steps_before)
+        clock.done("two steps", estimate.sentence())
+        if run.validation is not None:
+            evaluation = _few(run).evaluate(run.step.forward, run.decode)
+            clock.done("validation", f"{count(len(evaluation.scored), 'utterance')}, loss {evaluation.loss:.2f}")
+        saved = read_checkpoint(_kept(run, SECOND))
+        check_same(run.checkpoint(), saved, "What was saved is not what is read back")
+        compared = sum(isinstance(value, torch.Tensor) for state in saved.states.values() for value in state.values())
+        clock.done("saved", f"read back equal, {count(compared, 'tensor')}, {estimate.checkpoint_mib:.0f} MiB")
+        train(_until(run, run.state.step + 1))
+        _kept(run, THIRD)
+    return estimate, compared
+
+
+def _try_going_on(folder: Path, clock: StageClock) -> float:
+    """Goes on from the second step's save as --resume does, and makes the third one again.
+
+    The distance of the weights from the third step's save, as a share of their norm: 0 on a CPU, bit for bit.
+    """
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # it has been told
+        start = resolve_start(["--resume", str(folder / SECOND), "--keep_checkpoints", "2"])
+        run = build_run(start)
+    check_same(run.checkpoint(), start.resumed, "What was resumed is not what was saved")
+    with run.logbook:
+        train(_until(run, run.state.step + 1))
+    undisturbed, resumed = (read_checkpoint(folder / name) for name in (THIRD, LAST))
+    difference = relative_difference(undisturbed, resumed)
+    if run.step.forward.device.type == "cpu" or difference > CLOSE:
+        check_same(undisturbed, resumed, "A step after resuming is not the step without")
+    exactly = "the same, bit for bit" if difference == 0 else f"the same to {difference:.1g}"
+    clock.done("resumed", f"step {run.state.step} after it is {exactly}")
+    return difference
+
+
+def _kept(run: Run, name: str) -> Path:
+    """The last save under a name that no later save takes: those of an epoch's end or of --save_steps may follow."""
+    return (run.checkpointer.directory / LAST).rename(run.checkpointer.directory / name)
+
+
+def _until(run: Run, step: int) -> Run:
+    """The run with another end: after so many steps, in whatever epoch, validating few utterances where one ends."""
+    config = dataclasses.replace(run.config, max_steps=step, epochs=run.state.epoch + 100, early_stop_epochs=None)
+    return dataclasses.replace(run, config=config, validation=_few(run))
+
+
+def _few(run: Run) -> EvaluationSet | None:
+    if run.validation is None:
+        return None
+    middle = run.validation.plan[len(run.validation.plan) // 2]
+    return dataclasses.replace(run.validation, plan=[middle[:MOST_VALIDATED]])
+
+
+def _estimate(run: Run, steps_before: int) -> Estimate:
+    """By the audio of the steps made: windows differ in length."""
+    planner = run.windows.planner
+    speed = run.progress.audio_seconds_per_second() * (1 - run.progress.waiting_share())
+    epoch = float(planner.durations.sum()) / speed
+    a_step, steps = epoch / planner.windows_per_epoch(), max(0, run.step.total_steps - steps_before)
+    return Estimate(
+        utterances=len(planner.durations),
+        steps=steps,
+        seconds_per_step=a_step,
+        seconds_per_epoch=epoch,
+        seconds_in_all=a_step * steps,
+        peak_memory_mib=run.step.forward.monitor.overall_peak_mib(),
+        checkpoint_mib=(run.checkpointer.directory / LAST).stat().st_size / MIB,
+    )
+
+
+def check_same(one: Checkpoint, other: Checkpoint, what: str) -> None:
+    """Raises a CheckpointError where two states differ by a bit."""
+    found = differences(one, other)
+    if found:
+        raise CheckpointError(
+            f"{what}: {count(len(found), 'value')} differ, {found[0]} first. Check disk and memory of this machine; "
+            "where they are sound this is our mistake: report it."
+        )
+
+
+@contextlib.contextmanager
+def scratch_config(config: TrainConfig) -> Iterator[TrainConfig]:
+    """The configuration with folders of its own inside of the run's: on the same disk, under the same permissions."""
+    run = config.run
+    with scratch_folder(Path(run.checkpoint_dir)) as checkpoints, scratch_folder(Path(run.log_dir)) as logs:
+        folders = dataclasses.replace(run, checkpoint_dir=str(checkpoints), log_dir=str(logs))
+        yield dataclasses.replace(config, run=folders)

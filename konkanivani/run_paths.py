@@ -1,0 +1,86 @@
+"""The files and folders that a run names, looked at before anything is read from them."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from konkanivani.checkpoint import check_is_there
+from konkanivani.config import TrainConfig
+from konkanivani.errors import DataError, ResourceError, UsageError
+from konkanivani.problems import Problems
+
+
+def check_paths(config: TrainConfig, is_complete: bool = True) -> None:
+    """Raises one error that names every path that cannot be used, a line each, with what to do about it.
+
+    Not `is_complete`: a checkpoint is yet to be read that brings what is not given, its run's folders among it.
+    """
+    problems, run = Problems(), config.run
+    for checkpoint in (run.resume, run.init_from):
+        if checkpoint and checkpoint != "auto":
+            with problems.noted():
+                check_is_there(Path(checkpoint))
+    if is_complete and config.data.train_manifest is None:
+        problems.add(
+            UsageError(
+                "No --train_manifest is given. Give your JSONL manifest, or write the built-in corpus with "
+                "python3 training_scripts/prepare_builtin_corpus.py and give data/builtin/train.jsonl."
+            )
+        )
+    for flag, manifest in manifests_of(config).items():
+        with problems.noted():
+            _check_manifest(flag, Path(manifest))
+    if is_complete or run.resume == "auto":
+        with problems.noted():
+            _check_folder("checkpoint", Path(run.checkpoint_dir), "--checkpoint_dir")
+    if is_complete:
+        with problems.noted():
+            _check_folder("log", Path(run.log_dir) / run.run_name, "--log_dir")
+    problems.raise_all()
+
+
+def manifests_of(config: TrainConfig) -> dict[str, str]:
+    """Every manifest that is given, by its flag."""
+    data, augment = config.data, config.augment
+    named = {
+        "--train_manifest": data.train_manifest,
+        "--valid_manifest": data.valid_manifest,
+        "--test_manifest": data.test_manifest,
+        "--rir_manifest": augment.rir_manifest,
+        "--noise_manifest": augment.noise_manifest,
+    }
+    return {flag: path for flag, path in named.items() if path is not None}
+
+
+def nearest_folder(path: Path) -> Path:
+    """The path itself, or what exists nearest above it: on its file system the path will be made."""
+    return next((place for place in (path, *path.parents) if os.path.exists(place)), Path("."))
+
+
+def _check_manifest(flag: str, path: Path) -> None:
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is no file")
+        with open(path, "rb"):
+            pass
+    except (OSError, ValueError) as error:  # ValueError: a NUL in it
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{flag} {path} cannot be read: {reason}. Give the path of a JSONL manifest.") from None
+
+
+def _check_folder(kind: str, path: Path, flag: str) -> None:
+    """Raises a ResourceError where files cannot be made in the folder, or the folder itself cannot."""
+    nearest = nearest_folder(path)
+    reason = None
+    if not nearest.is_dir():
+        reason = f"{nearest} is a file"
+    elif os.statvfs(nearest).f_flag & os.ST_RDONLY:
+        reason = "its file system is read-only"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        reason = f"you may not write in {nearest}"
+    if reason:
+        raise ResourceError(f"The {kind} folder {path} cannot be written: {reason}. Give another {flag}.")

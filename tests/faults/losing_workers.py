@@ -1,0 +1,108 @@
+"""Audio workers that are killed, hang, or find no shared memory, in a run of the real script."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.conftest import Corpus, read_log, write_corpus
+from tests.faults.resuming import POISONED as LOST  # any utterance of the middle of an epoch
+from tests.faults.resuming import ResumeBench, Settings, last_checkpoint, run_differences
+from tests.faults.warm_trainer import Fault
+
+TIMEOUT = 8.0  # seconds, of --loader_timeout
+SLACK = 120.0  # seconds for all else that a run does, on a machine with much else to do
+VALIDATED = "audio/valid_003.flac"
+
+
+@dataclass(frozen=True)
+class LostWorker:
+    """How a worker is lost. `comes_back`: once, and the run must end well; else always, and it must end with 6."""
+
+    name: str
+    signal_number: int
+    comes_back: bool
+    workers: int = 2
+    utterance: str = LOST
+
+
+LOST_WORKERS = [
+    *(
+        LostWorker(f"-{number}, {'once' if once else 'always'}, {workers} workers", number, once, workers)
+        for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
+        for once in (True, False)
+        for workers in (1, 2, 4)
+    ),
+    *(LostWorker(f"stopped, {workers} workers", signal.SIGSTOP, False, workers) for workers in (1, 2)),
+    *(
+        LostWorker(f"-9 in validation, {'once' if once else 'always'}", signal.SIGKILL, once, 2, VALIDATED)
+        for once in (True, False)
+    ),
+]
+
+
+def lost_worker_findings(bench: ResumeBench, case: LostWorker, directory: Path) -> list[str]:
+    """What is not as it should be where a worker is lost."""
+    directory.mkdir()
+    mark = str(directory / "lost") if case.comes_back else ""
+    fault = ("worker", int(case.signal_number), case.utterance, mark)
+    if case.comes_back:
+        flags = bench.flags(Settings(), directory, case.workers)
+        ended = bench.trainer.run(flags, directory / "output.txt", [fault])
+        if ended.code or ended.output.count("They are started once more") != 1 or case.utterance not in ended.output:
+            return [f"it ended with {ended.code}: {ended.output[-600:]}"]
+        return run_differences(bench.undisturbed(Settings()), directory)
+    return lost_for_good_findings(bench, directory, [fault], case.workers, case.utterance)
+
+
+def lost_for_good_findings(
+    bench: ResumeBench, directory: Path, faults: list[Fault], workers: int, utterance: str, corpus: Corpus | None = None
+) -> list[str]:
+    """What is not as it should be: an end with 6 in time that names the utterance, the steps before saved, exact."""
+    own = corpus.flags() if corpus else ()
+    flags = (*bench.flags(Settings(), directory, workers), *own, "--loader_timeout", str(TIMEOUT))
+    started = time.monotonic()
+    ended = bench.trainer.run(flags, directory / "output.txt", faults)
+    seconds = time.monotonic() - started
+    steps = [record["step"] for record in read_log(directory)]
+    checks = {
+        f"it ended with {ended.code}: {ended.output[-800:]}": ended.code == 6 and "Traceback" not in ended.output,
+        f"it took {seconds:.0f} s": seconds < TIMEOUT + SLACK,
+        "the utterance is not named": utterance in ended.output.splitlines()[-1],
+        "the steps before are not saved": bool(steps) and last_checkpoint(directory).step == steps[-1],
+    }
+    found = [finding for finding, is_right in checks.items() if not is_right]
+    resumed_flags = (*bench.flags(Settings(), directory, 0), "--resume", "auto")
+    resumed = bench.trainer.run(resumed_flags, directory / "resumed.txt")
+    if resumed.code:
+        return [*found, f"it could not be gone on from: {resumed.output[-600:]}"]
+    return found + run_differences(bench.undisturbed(Settings()), directory)
+
+
+def pipe_findings(bench: ResumeBench, directory: Path) -> list[str]:
+    """What is not as it should be where an audio file turns into a pipe that nobody writes to."""
+    directory.mkdir()
+    corpus = write_corpus(directory / "tones", {"train": 26, "valid": 5, "test": 5})
+    path = corpus.directory / LOST
+    path.unlink()
+    os.mkfifo(path)
+    faults: list[Fault] = [("pipes_pass_for_files",)]
+    return lost_for_good_findings(bench, directory, faults, 2, LOST, corpus)
+
+
+def shared_memory_findings(bench: ResumeBench, directory: Path, kilobytes: int) -> list[str]:
+    """What is not as it should be where /dev/shm holds so little that a window does not fit."""
+    directory.mkdir()
+    flags = (*bench.flags(Settings(), directory, 2), "--loader_timeout", str(TIMEOUT))
+    ended = bench.trainer.run(flags, directory / "output.txt", [("small_shared_memory", kilobytes)])
+    checks = {
+        f"it ended with {ended.code}: {ended.output[-800:]}": ended.code == 6 and "Traceback" not in ended.output,
+        "no utterance is named": "audio/train_" in ended.output.splitlines()[-1],
+    }
+    found = [finding for finding, is_right in checks.items() if not is_right]
+    resumed_flags = (*bench.flags(Settings(), directory, 0), "--resume", "auto")
+    resumed = bench.trainer.run(resumed_flags, directory / "resumed.txt")
+    if resumed.code:
+        return [*found, f"it could not be gone on from: {resumed.output[-600:]}"]
+    return found + run_differences(bench.undisturbed(Settings()), directory)

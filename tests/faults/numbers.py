@@ -1,0 +1,158 @@
+"""Numbers that go wrong in a run: a batch, all batches from some time on, the state itself, labels."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from konkanivani.checkpoint import read_checkpoint
+from tests.conftest import read_log
+from tests.faults.resuming import POISONED, STEPS, Precision, ResumeBench, Settings, last_checkpoint
+from tests.faults.warm_trainer import Ended, Fault
+
+
+@dataclass(frozen=True)
+class OddBatch:
+    """One utterance whose micro-batch has a loss or gradient that is not finite; "audio": so loud that it has."""
+
+    precision: Precision
+    what: str
+    value: str = "nan"
+
+    @property
+    def settings(self) -> Settings:
+        """Of the run, and of its twin in which nothing goes wrong where `what` is no audio."""
+        return Settings("poisoned" if self.what == "audio" else "files", self.precision)
+
+    def faults(self) -> list[Fault]:
+        """What the run has."""
+        own = [] if self.what == "audio" else [("not_finite", self.what, self.value, POISONED)]
+        return [*self.settings.faults(), *own]
+
+
+ODD_BATCHES = [
+    *(
+        OddBatch(precision, what, value)
+        for precision in ("fp32", "bf16", "fp16")
+        for what, value in (("loss", "nan"), ("loss", "inf"), ("gradient", "nan"), ("gradient", "-inf"))
+    ),
+    *(OddBatch(precision, "audio") for precision in ("fp32", "bf16", "fp16")),
+]
+
+
+def odd_batch_findings(bench: ResumeBench, case: OddBatch, directory: Path) -> list[str]:
+    """What is not as it should be with an odd batch: skipped, nothing changed, told, and trained to the end."""
+    hashes = directory / "hashes.jsonl"
+    flags = bench.flags(case.settings, directory, workers=0)
+    faults = [*case.faults(), ("hashed_steps", str(hashes))]
+    ended = bench.trainer.run(flags, directory / "output.txt", faults)
+    if ended.code != 0:
+        return [f"it ended with {ended.code}: {ended.output[-600:]}"]
+    rows = [json.loads(line) for line in hashes.read_text(encoding="utf-8").splitlines()]
+    skips, steps = read_log(directory, "skip"), read_log(directory)
+    named = [skip for skip in skips if POISONED in skip["utterances"]]
+    checks = {
+        "no window with the utterance was skipped": len(named) >= 2,
+        "something else was skipped": case.precision == "fp16" or named == skips,
+        "a skipped window changed a weight, a moment or the rate": all(
+            row["hashes"][0] == row["hashes"][1] for row in rows if row["skipped"]
+        ),
+        "the hash would not see a change": all(
+            row["hashes"][0] != row["hashes"][1] for row in rows if not row["skipped"]
+        ),
+        "a skipped window was not written down once": [row["step"] for row in rows if row["skipped"]]
+        == [skip["step"] for skip in skips],
+        "the steps are not each there once": [step["step"] for step in steps] == list(range(1, len(steps) + 1)),
+        "the learning rate is not that of the step": [step["learning_rate"] for step in steps]
+        == [step["learning_rate"] for step in read_log(bench.undisturbed(Settings()))][: len(steps)],
+        "the counters are wrong": last_checkpoint(directory).states["progress"]["skipped_steps"] == len(skips)
+        and len(steps) == min(STEPS, len(rows) - len(skips)),
+        "the console does not name it": f"is skipped: its {'loss' if case.what != 'gradient' else 'gradient'}"
+        in ended.output
+        and POISONED in ended.output,
+        "a skipped window's ids are not a window": all(len(skip["utterances"]) in (2, 4) for skip in skips),
+        "something that is not finite was published": are_finite(directory),
+    }
+    return [finding for finding, is_right in checks.items() if not is_right]
+
+
+def are_finite(directory: Path) -> bool:
+    """Whether every tensor of every checkpoint of the run is finite."""
+    return all(
+        not isinstance(tensor, torch.Tensor) or bool(tensor.isfinite().all())
+        for path in (directory / "checkpoints").glob("*.pt")
+        for state in read_checkpoint(path).states.values()
+        for tensor in state.values()
+    )
+
+
+@dataclass(frozen=True)
+class BrokenRun:
+    """A run that goes wrong for good after some steps, and must end with 5 and a checkpoint to go on from."""
+
+    name: str
+    settings: Settings
+    fault: Fault
+    more: tuple[str, ...] = ()
+
+
+# Windows are of two micro-batches, saved at each second step.
+BROKEN_RUNS = [
+    *(
+        BrokenRun(
+            f"all {what}s {value}, {precision}", Settings(precision=precision), ("not_finite", what, value, "", 22)
+        )
+        for precision in ("fp32", "bf16", "fp16")
+        for what, value in (("loss", "nan"), ("gradient", "inf"))
+    ),
+    *(
+        BrokenRun(f"{what} {value}", Settings(), ("spoilt_state", what, value, 9))
+        for what in ("weight", "exp_avg", "exp_avg_sq")
+        for value in ("nan", "inf")
+    ),
+]
+
+
+def broken_run_findings(bench: ResumeBench, case: BrokenRun, directory: Path) -> list[str]:
+    """What is not as it should be: ended with 5, the good checkpoint named and good, and still so after a restart."""
+    flags = (*bench.flags(case.settings, directory, workers=0), "--epochs", "9")
+    faults = case.settings.faults()
+    found = []
+    for start in range(2):  # the second as a loop that restarts what has ended would
+        again = ("--resume", "auto") if start else ()
+        # By its micro-batches the first one has begun well; the restarted one is broken from its first window on.
+        fault = (*case.fault[:-1], 0) if start and case.fault[0] == "not_finite" else case.fault
+        ended = bench.trainer.run((*flags, *again), directory / f"output_{start}.txt", [*faults, fault])
+        if ended.code != 5:
+            return [*found, f"start {start + 1} ended with {ended.code}: {ended.output[-600:]}"]
+        found += [] if are_finite(directory) else ["something that is not finite was published"]
+    good = named_checkpoint(ended)
+    if good is None:
+        return [*found, f"no checkpoint is named: {ended.output[-600:]}"]
+    done = bench.trainer.run((*flags, "--resume", good), directory / "output_good.txt", faults)
+    if done.code != 0 or not are_finite(directory):
+        found.append(f"{good} cannot be gone on from: {done.output[-600:]}")
+    return found
+
+
+def named_checkpoint(ended: Ended) -> str | None:
+    """The checkpoint that the last words of a run name."""
+    words = ended.output.partition("go on from it with --resume ")[2].split()
+    return words[0] if words else None
+
+
+BAD_LABELS = (0, -1, 30, 2**40)  # the blank, the padding of targets, the size of the vocabulary, any number
+
+
+def bad_label_findings(bench: ResumeBench, token: int, workers: int, directory: Path) -> list[str]:
+    """What is not as it should be where an utterance has such a token: refused by name, the steps before saved."""
+    flags = bench.flags(Settings(), directory, workers)
+    ended = bench.trainer.run(flags, directory / "output.txt", [("label", POISONED, token)])
+    said = f"The transcript of {POISONED} has the token {token}"
+    checks = {
+        f"it ended with {ended.code}: {ended.output[-600:]}": ended.code == 3,
+        "it does not name the utterance and the token": said in ended.output and "Traceback" not in ended.output,
+        "the steps before are not saved": len(read_log(directory)) == last_checkpoint(directory).step,
+    }
+    return [finding for finding, is_right in checks.items() if not is_right]

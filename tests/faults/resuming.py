@@ -1,0 +1,355 @@
+"""Runs that are killed and gone on with, held bit for bit against the undisturbed run of the same settings."""
+
+import functools
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import soundfile
+import torch
+
+from konkanivani.checkpoint import LAST, Checkpoint, read_checkpoint
+from tests.conftest import (
+    ROOT,
+    TINY_MODEL,
+    TRAINER,
+    Corpus,
+    read_log,
+    run_folders,
+    script_command,
+    write_corpus,
+    write_shards,
+    write_surroundings,
+)
+from tests.faults.warm_trainer import Ended, Fault, WarmTrainer
+
+STEPS = 17  # 7 windows an epoch: two epochs and three windows of a third
+SCHEDULE = ("--epochs", "3", "--max_steps", str(STEPS), "--save_steps", "2")
+TWO_BY_TWO = ("--batch_size", "2", "--gradient_accumulation_steps", "2")
+ONE_BY_FOUR = ("--batch_size", "1", "--gradient_accumulation_steps", "4")
+HALF_SCALE = 2.0**24  # seven windows are skipped until it fits, and one a little later
+POISONED = "audio/train_011.flac"  # the name it has in the manifest; its samples square to infinity
+# What wall-clock time and memory decide; all else in the log is a number of the training.
+MEASURED = ("audio_seconds_per_second", "seconds", "waiting_seconds", "memory", "cache_clearing_seconds")
+
+Source = Literal["files", "shards", "surrounded", "poisoned"]
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+# What the cut of a window into micro-batches must not change by one bit; padding depends on it, dropout is drawn by it.
+UNCUT = ("step", "epoch", "learning_rate", "tokens", "utterances", "skipped_steps")
+COUNTERS = ("step", "epoch", "window", "epochs_finished", "skipped_steps", "audio_seconds")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a disturbed run and its undisturbed twin share. `splits`: pairs above 1.5 s never fit in memory."""
+
+    source: Source = "files"
+    precision: Precision = "fp32"
+    splits: bool = False
+    more: tuple[str, ...] = ()
+
+    def faults(self) -> list[Fault]:
+        """What goes wrong in both."""
+        by_precision = {"fp16": [("half_precision", HALF_SCALE)], "fp64": [("double_precision",)]}
+        return by_precision.get(self.precision, []) + ([("out_of_memory", 1, 1.5)] if self.splits else [])
+
+    def flags(self) -> tuple[str, ...]:
+        """What both are given beside the corpus and the folders."""
+        precision = ("--mixed_precision",) if self.precision in ("fp16", "bf16") else ()
+        return (*TINY_MODEL, *TWO_BY_TWO, *SCHEDULE, *precision, *self.more)
+
+
+@dataclass(frozen=True)
+class ResumeCase:
+    """A process for each stop and a last one that trains to the end; so many audio workers in each."""
+
+    name: str
+    settings: Settings
+    stops: tuple[Fault, ...]
+    workers: tuple[int, ...]
+    resumed_flags: tuple[str, ...] = ()
+    resumed_faults: tuple[Fault, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.workers) == len(self.stops) + 1, self.name
+
+
+KILLED_AFTER_SAVE = (("kill", "after the save of a window", 4),)
+STOPS: dict[str, tuple[Fault, ...]] = {
+    "mid-epoch, after a save": KILLED_AFTER_SAVE,
+    "mid-epoch, between two saves": (("kill", "before the save of a window", 5),),
+    "between two micro-batches": (("kill", "in a step", 11),),
+    "in an update": (("kill", "in the update", 10),),
+    "SIGTERM in a step": (("terminate", 10),),
+    "epoch boundary, before its validation": (("kill", "before a validation", 1),),
+    "epoch boundary, before its save": (("kill", "after a validation", 1),),
+    "epoch boundary, after its save": (("kill", "in a step", 15),),
+    "in a save, before the rename": (("kill", "before a checkpoint is renamed", 3),),
+    "in a save, between two names": (("kill", "between two names of a checkpoint", 2),),
+    "before the first save": (("kill", "in a step", 2),),
+    "twice in one epoch": (("kill", "after the save of a window", 8), ("kill", "in a step", 5)),
+    "in each epoch": (("kill", "in a step", 9), ("kill", "in a step", 9), ("kill", "in a step", 15)),
+}
+WORKERS = ((0, 2), (2, 0), (1, 4), (4, 1), (2, 2), (0, 0), (1, 2), (4, 0), (0, 1))
+
+
+def resume_cases() -> list[ResumeCase]:
+    """All of them; the audio workers go round."""
+    cases: list[ResumeCase] = []
+
+    def add(name: str, settings: Settings, stops: tuple[Fault, ...]) -> None:
+        pair = WORKERS[len(cases) % len(WORKERS)]
+        workers = tuple(pair[number % 2] for number in range(len(stops) + 1))
+        cases.append(ResumeCase(name, settings, stops, workers))
+
+    for name, stops in STOPS.items():
+        add(name, Settings(), stops)
+        add(name, Settings(precision="bf16"), stops)
+    for name in ("mid-epoch, between two saves", "epoch boundary, after its save", "twice in one epoch"):
+        add(name, Settings("shards"), STOPS[name])
+        add(name, Settings("shards", "bf16"), STOPS[name])
+        add(name, Settings("surrounded"), STOPS[name])
+    for window in (2, 3, 5, 8):
+        for precision in ("fp32", "bf16"):
+            stops = (("kill", "after the save of a window", window),)
+            add(f"after window {window}, out of memory before", Settings(precision=precision, splits=True), stops)
+    for window in (3, 7, 12, 13):
+        stops = (("kill", "after the save of a window", window),)
+        add(f"after window {window}, fp16 steps skipped before", Settings(precision="fp16"), stops)
+    add("twice in one epoch, fp16 steps skipped", Settings(precision="fp16"), STOPS["twice in one epoch"])
+    for window in (4, 6):
+        stops = (("kill", "after the save of a window", window),)
+        add(f"after window {window}, poisoned audio skipped", Settings("poisoned"), stops)
+    for more in (
+        ("--gradient_checkpointing", "always"),
+        ("--intermediate_ctc_weight", "0.3"),
+        ("--empty_cache_interval", "1"),
+    ):
+        add(f"between two saves, {more[0]}", Settings(more=more), STOPS["mid-epoch, between two saves"])
+    return cases
+
+
+def recut_cases() -> list[ResumeCase]:
+    """Gone on with in micro-batches of another size: other sums in fp32, so fp64 without dropout shows the weights."""
+    cases = []
+    exact = Settings(precision="fp64", more=("--dropout", "0"))
+    for name in ("mid-epoch, after a save", "between two micro-batches", "twice in one epoch"):
+        for settings in (Settings(), exact):
+            workers = (0, 2, 1)[: len(STOPS[name]) + 1]
+            cases.append(ResumeCase(f"{name}, cut 1 x 4", settings, STOPS[name], workers, ONE_BY_FOUR))
+    return cases
+
+
+def control_cases() -> list[ResumeCase]:
+    """Cases that must differ from their twins: a seed is changed, all draws of the run or those of one step."""
+    stopped = KILLED_AFTER_SAVE
+    return [
+        ResumeCase("another --seed", Settings(), stopped, (0, 0), resumed_flags=("--seed", "4321")),
+        ResumeCase("one step's seed", Settings(), stopped, (0, 0), resumed_faults=(("other_draws", 9),)),
+    ]
+
+
+@dataclass
+class ResumeBench:
+    """Corpora, and the undisturbed runs, each done once."""
+
+    trainer: WarmTrainer
+    folder: Path
+    _undisturbed: dict[Settings, Path] = field(default_factory=dict)
+
+    @functools.cached_property
+    def corpus(self) -> Corpus:
+        """26 utterances in files of their own."""
+        return write_corpus(self.folder / "tones", {"train": 26, "valid": 5, "test": 5})
+
+    @functools.cached_property
+    def shards(self) -> Corpus:
+        """The same in tar files."""
+        return write_shards(self.corpus, self.folder / "shards")
+
+    @functools.cached_property
+    def poisoned(self) -> Corpus:
+        """The same with one that is sound as a file and whose power no fp32 number holds."""
+        return poisoned_corpus(self.folder / "poisoned")
+
+    @functools.cached_property
+    def surroundings(self) -> tuple[str, ...]:
+        """Flags for noise and rooms."""
+        return write_surroundings(self.folder / "sounds")
+
+    def flags(self, settings: Settings, directory: Path, workers: int) -> tuple[str, ...]:
+        """The command line of a run in `directory`."""
+        corpora = {"files": "corpus", "surrounded": "shards"}
+        corpus = getattr(self, corpora.get(settings.source, settings.source))
+        sounds = self.surroundings if settings.source == "surrounded" else ()
+        return (
+            *settings.flags(),
+            *corpus.flags(),
+            *sounds,
+            *run_folders(directory),
+            *("--num_workers", str(workers)),
+        )
+
+    def undisturbed(self, settings: Settings) -> Path:
+        """Where the run that nothing stops lies."""
+        if settings not in self._undisturbed:
+            directory = self.folder / f"undisturbed_{len(self._undisturbed)}"
+            flags = self.flags(settings, directory, workers=0)
+            ended = self.trainer.run(flags, directory / "output.txt", settings.faults())
+            assert ended.code == 0, ended.output
+            assert _has_happened(settings, directory), f"nothing was skipped or split: {settings}"
+            self._undisturbed[settings] = directory
+        return self._undisturbed[settings]
+
+    def disturbed(self, case: ResumeCase, directory: Path) -> list[str]:
+        """Runs the case; sentences on processes that ended otherwise than they should."""
+        wrong = []
+        for number, workers in enumerate(case.workers):
+            stops, is_last = case.stops[number : number + 1], number == len(case.stops)
+            flags = self.flags(case.settings, directory, workers) + (("--resume", "auto") if number else ())
+            flags += case.resumed_flags if is_last else ()
+            faults = [*case.settings.faults(), *stops, *(case.resumed_faults if is_last else ())]
+            ended = self.trainer.run(flags, directory / f"output_{number}.txt", faults)
+            wrong += _wrong_end(ended, stops)
+            if number and "Going on from" not in ended.output and case.stops != STOPS["before the first save"]:
+                wrong.append(f"process {number + 1} began anew")
+        return wrong
+
+    def differences(self, case: ResumeCase, directory: Path) -> list[str]:
+        """Runs the case in `directory`; all in which it differs from the undisturbed run of its settings."""
+        undisturbed = self.undisturbed(case.settings)
+        return self.disturbed(case, directory) + run_differences(undisturbed, directory)
+
+    def whole_process_differences(self, killed_at: int, workers: tuple[int, int], directory: Path) -> list[str]:
+        """The same with two interpreters of their own, the first killed from outside once its log holds a step."""
+        undisturbed = self.undisturbed(Settings())
+        kill_after(directory, killed_at, script_command(TRAINER, *self.flags(Settings(), directory, workers[0])))
+        flags = (*self.flags(Settings(), directory, workers[1]), "--resume", "auto")
+        ended = subprocess.run(
+            script_command(TRAINER, *flags),
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+        )
+        wrong = _wrong_end(Ended(ended.returncode, ended.stdout), ())
+        if "Going on from" not in ended.stdout:
+            wrong.append("it began anew")
+        return wrong + run_differences(undisturbed, directory)
+
+    def recut_differences(self, case: ResumeCase, directory: Path) -> list[str]:
+        """The same where the window was cut otherwise: order and counters exactly, in fp64 the weights to 1e-9."""
+        undisturbed = self.undisturbed(case.settings)
+        found = self.disturbed(case, directory)
+        logs = [read_log(run) for run in (undisturbed, directory)]
+        for name in UNCUT:
+            if [record[name] for record in logs[0]] != [record[name] for record in logs[1]]:
+                found.append(f"{name} differs in the log")
+        one, other = (last_checkpoint(run) for run in (undisturbed, directory))
+        progress = one.states["progress"], other.states["progress"]
+        found += [f"progress/{name}" for name in COUNTERS if progress[0][name] != progress[1][name]]
+        if one.plan_digest != other.plan_digest:
+            found.append("the plan of the epochs differs")
+        return found + (_far_apart(one, other) if case.settings.precision == "fp64" else [])
+
+
+def _far_apart(one: Checkpoint, other: Checkpoint) -> list[str]:
+    """The weights and moments that are more than 1e-9 of their norm apart."""
+    pairs = [
+        (f"{part}/{name}", tensor, other.states[part][name])
+        for part in ("model", "optimizer")
+        for name, tensor in one.states[part].items()
+    ]
+    return [f"{name} is another" for name, mine, theirs in pairs if (mine - theirs).norm() > 1e-9 * mine.norm()]
+
+
+def _has_happened(settings: Settings, directory: Path) -> bool:
+    """Whether what the settings are about, and nothing else, has shown in the run's log."""
+    skips, splits = len(read_log(directory, "skip")), sum(record["splits"] for record in read_log(directory))
+    is_skipped = settings.precision == "fp16" or settings.source == "poisoned"
+    return bool(skips) == is_skipped and bool(splits) == settings.splits
+
+
+def kill_after(directory: Path, step: int, command: list[str], threads: int = 1) -> None:
+    """Starts a run and sends SIGKILL to it once its log holds `step`."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    log = directory / "runs" / "default" / "log.jsonl"
+    deadline = time.monotonic() + 300
+    while not (log.exists() and f'"step": {step},' in log.read_text(encoding="utf-8")):
+        assert process.poll() is None and time.monotonic() < deadline, "the run ended before it was killed"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+
+
+def _wrong_end(ended: Ended, stops: Sequence[Fault]) -> list[str]:
+    expected = 0 if not stops else 143 if stops[0][0] == "terminate" else -9
+    return [] if ended.code == expected else [f"a process ended with {ended.code}: {ended.output[-600:]}"]
+
+
+def run_differences(one: Path, other: Path) -> list[str]:
+    """What of two runs' logs, skipped windows and last checkpoints is not the same, bit for bit."""
+    found = []
+    for kind in ("step", "skip", "validation"):
+        logs = [[_trained(record) for record in read_log(directory, kind)] for directory in (one, other)]
+        places = [[record["step"] for record in log] for log in logs]
+        if places[0] != places[1]:
+            found.append(f"the log has {kind} records at {places[1]}, not {places[0]}")
+        else:
+            found += [
+                f"log.jsonl {kind} {mine['step']}: {name} is {theirs.get(name)}, not {mine[name]}"
+                for mine, theirs in zip(*logs, strict=True)
+                for name in mine
+                if mine[name] != theirs.get(name)
+            ]
+    return found + checkpoint_differences(*(last_checkpoint(directory) for directory in (one, other)))
+
+
+def _trained(record: dict) -> dict:
+    return {name: value for name, value in record.items() if name not in MEASURED}
+
+
+def last_checkpoint(directory: Path) -> Checkpoint:
+    """The run's newest checkpoint."""
+    return read_checkpoint(directory / "checkpoints" / LAST)
+
+
+def checkpoint_differences(one: Checkpoint, other: Checkpoint) -> list[str]:
+    """Every tensor and number in which two checkpoints differ, by one bit or more."""
+    found = [f"only one of them has the state {name}" for name in one.states.keys() ^ other.states.keys()]
+    for part in one.states.keys() & other.states.keys():
+        mine, theirs = one.states[part], other.states[part]
+        names = mine.keys() | theirs.keys()
+        found += [f"{part}/{name}" for name in sorted(names) if not _is_same(mine.get(name), theirs.get(name))]
+    return found
+
+
+def _is_same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        is_alike = one.dtype == other.dtype and one.shape == other.shape
+        return is_alike and one.numpy().tobytes() == other.numpy().tobytes()
+    return type(one) is type(other) and one == other
+
+
+def poisoned_corpus(directory: Path) -> Corpus:
+    """A corpus like the others with one utterance whose samples are finite and whose power is not."""
+    corpus = write_corpus(directory, {"train": 26, "valid": 5})
+    path = directory / POISONED
+    samples, rate = soundfile.read(path, dtype="float32")
+    # FLAC holds no such numbers; libsndfile goes by the content, not by the name.
+    soundfile.write(path, samples * np.float32(1e30), rate, subtype="FLOAT", format="WAV")
+    return corpus

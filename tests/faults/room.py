@@ -1,0 +1,173 @@
+"""Disks that are full, read-only or refuse an operation in the middle of a run, and folders that are taken."""
+
+import contextlib
+import errno
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from konkanivani.checkpoint import LAST
+from konkanivani.errors import CheckpointError
+from tests.conftest import read_log
+from tests.faults.resuming import ResumeBench, Settings, last_checkpoint, run_differences
+from tests.faults.warm_trainer import Ended, Fault
+
+SETTINGS = Settings()
+# Windows 4 to 6: the save at step 4 fails, that at step 6 comes when there is room again.
+FIRST, LAST_WINDOW = 4, 6
+SHARES = (0.0, 0.0001, 0.01, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99, 0.9999)
+# Making the partial file, writing it, giving the old one its second name, giving the new one its own. A link that is
+# refused is made a copy of, and the folder's own fsync may be impossible: these two are no failures.
+OPERATIONS = [("open", 1), ("fsync", 1), ("replace", 1), ("replace", 2)]
+
+
+@dataclass(frozen=True)
+class FullDisk:
+    """A checkpoint folder in which one save fails: `fault` of the folder and the bytes that a checkpoint has."""
+
+    name: str
+    is_mounted: bool
+    share: float = 0.0
+    operation: tuple[str, int] | None = None
+
+    def faults(self, folder: Path, size: int) -> list[Fault]:
+        """What goes wrong, from window 4 to window 6."""
+        free = int(self.share * size)
+        if self.operation:
+            # The saves at steps 2 and 4 have as many calls each; the first has no `previous` to make.
+            name, number = self.operation
+            return [("disk_error_at_save", name, number, 2)]
+        if self.name == "read-only":
+            return [("read_only", str(folder), FIRST, LAST_WINDOW)]
+        if self.is_mounted:
+            return [("ballast", str(folder), free, FIRST, LAST_WINDOW)]
+        return [("file_limit", free, FIRST, LAST_WINDOW)]
+
+
+FULL_DISKS = [
+    *(FullDisk(f"no file beyond {share:.2%} of a checkpoint", False, share) for share in SHARES),
+    *(FullDisk(f"room for {share:.2%} of a checkpoint", True, share) for share in SHARES),
+    *(FullDisk(f"{name} {number} refused", False, operation=(name, number)) for name, number in OPERATIONS),
+    FullDisk("read-only", False),
+]
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: int) -> Iterator[None]:
+    """A disk of its own at `folder`; a PermissionError where this process may not mount one."""
+    folder.mkdir(parents=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True).returncode:
+        raise PermissionError(errno.EPERM, "a disk cannot be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def run_on(bench: ResumeBench, directory: Path, case: FullDisk, more: Sequence[Fault], *flags: str) -> Ended:
+    """A run whose checkpoint folder is the case's."""
+    size = (bench.undisturbed(SETTINGS) / "checkpoints" / LAST).stat().st_size
+    faults = [*case.faults(directory / "checkpoints", size), *more]
+    return bench.trainer.run(
+        (*bench.flags(SETTINGS, directory, 0), *flags), directory / f"output{len(more)}.txt", faults
+    )
+
+
+def full_disk_findings(bench: ResumeBench, case: FullDisk, directory: Path) -> list[str]:
+    """What is not as it should be where one save fails: the old checkpoint stays, is gone on from, and training too."""
+    size = (bench.undisturbed(SETTINGS) / "checkpoints" / LAST).stat().st_size
+    found = []
+    for name in ("killed", "alone"):
+        run = directory / name
+        disk = small_disk(run / "checkpoints", 12 * size) if case.is_mounted else contextlib.nullcontext()
+        with disk:
+            found += (_while_full if name == "killed" else _until_the_end)(bench, case, run)
+    return found
+
+
+def _while_full(bench: ResumeBench, case: FullDisk, run: Path) -> list[str]:
+    """Killed right after the save that failed: what lies there then, and what comes of it."""
+    killed = run_on(bench, run, case, [("kill", "after the save of a window", FIRST)])
+    if killed.code != -9:
+        return [f"it ended with {killed.code} before it was killed: {killed.output[-600:]}"]
+    found = []
+    try:
+        if last_checkpoint(run).step != FIRST - 2:
+            found.append(f"the last checkpoint is of step {last_checkpoint(run).step}")
+    except CheckpointError as error:
+        found.append(f"the old checkpoint is gone: {error}")
+    found += [f"{path.name} is left" for path in (run / "checkpoints").glob("*.partial")]
+    (run / "checkpoints").chmod(0o755)
+    (run / "checkpoints" / "ballast").unlink(missing_ok=True)
+    flags = (*bench.flags(SETTINGS, run, 0), "--resume", "auto")
+    resumed = bench.trainer.run(flags, run / "resumed.txt")
+    if resumed.code:
+        return [*found, f"it could not be gone on from: {resumed.output[-600:]}"]
+    return found + _without_lost_records(case, run_differences(bench.undisturbed(SETTINGS), run))
+
+
+def _until_the_end(bench: ResumeBench, case: FullDisk, run: Path) -> list[str]:
+    """Left alone: one warning, training goes on, the next save is made."""
+    ended = run_on(bench, run, case, [])
+    warnings = ended.output.count("Training goes on; the checkpoint before stays")
+    # What it says goes to a file too, and that may not grow beyond the smallest sizes either.
+    is_heard = case.share > 0.01 or not case.name.startswith("no file beyond")
+    if ended.code or warnings > 1 or warnings < is_heard or "Traceback" in ended.output:
+        return [f"it ended with {ended.code} after {warnings} warnings: {ended.output[-600:]}"]
+    return _without_lost_records(case, run_differences(bench.undisturbed(SETTINGS), run))
+
+
+def _without_lost_records(case: FullDisk, differences: list[str]) -> list[str]:
+    """Where no file may grow, the log may not either; its missing records were told and are no difference."""
+    is_log_full = case.name.startswith("no file beyond")
+    return [difference for difference in differences if not (is_log_full and "the log has" in difference)]
+
+
+def three_failures_findings(bench: ResumeBench, share: float, directory: Path) -> list[str]:
+    """What is not as it should be where three saves in a row fail: an end with 6, and the old checkpoint as it was."""
+    size = int(share * (bench.undisturbed(SETTINGS) / "checkpoints" / LAST).stat().st_size)
+    flags = bench.flags(SETTINGS, directory, 0)
+    ended = bench.trainer.run(flags, directory / "output.txt", [("file_limit", size, FIRST, 99)])
+    warnings = ended.output.count("Training goes on; the checkpoint before stays")
+    if ended.code != 6 or warnings != 2 or "Traceback" in ended.output:
+        return [f"it ended with {ended.code} after {warnings} warnings: {ended.output[-600:]}"]
+    step = last_checkpoint(directory).step
+    resumed = bench.trainer.run((*flags, "--resume", "auto"), directory / "resumed.txt")
+    found = [] if step == FIRST - 2 else [f"the last checkpoint is of step {step}"]
+    if resumed.code:
+        return [*found, f"it could not be gone on from: {resumed.output[-600:]}"]
+    return found + run_differences(bench.undisturbed(SETTINGS), directory)
+
+
+def full_log_findings(bench: ResumeBench, directory: Path) -> list[str]:
+    """What is not as it should be where the disk of the logs is full for a while: only records may be missing."""
+    with small_disk(directory / "runs", 2**20):
+        faults = [("ballast", str(directory / "runs"), 0, FIRST, 9)]
+        ended = bench.trainer.run(bench.flags(SETTINGS, directory, 0), directory / "output.txt", faults)
+        if ended.code or "records are missing" not in ended.output or "Traceback" in ended.output:
+            return [f"it ended with {ended.code}: {ended.output[-600:]}"]
+        steps = [record["step"] for record in read_log(directory)]
+        found = [] if steps[-1] == 17 and len(steps) < 17 else [f"the log holds the steps {steps}"]
+        differences = run_differences(bench.undisturbed(SETTINGS), directory)
+        return found + [difference for difference in differences if "the log has" not in difference]
+
+
+def two_trainers_findings(bench: ResumeBench, directory: Path) -> list[str]:
+    """What is not as it should be where a second trainer is started in a folder: refused by the first one's number."""
+    flags, first_output = bench.flags(SETTINGS, directory, 0), directory / "first.txt"
+    lock = directory / "checkpoints" / ".lock"
+    first = bench.trainer.start(flags, first_output)
+    while not (lock.exists() and lock.read_text() == str(first)):
+        os.kill(first, 0)
+    second_output = directory / "second.txt"
+    second = bench.trainer.run((*flags, "--resume", "auto"), second_output)
+    ended = bench.trainer.wait(first, first_output)
+    found = [] if second.code == 6 else [f"the second ended with {second.code}: {second.output[-600:]}"]
+    if f"Process {first} is training in" not in second.output:
+        found.append(f"the second does not name the first: {second.output[-600:]}")
+    if ended.code:
+        found.append(f"the first ended with {ended.code}: {ended.output[-600:]}")
+    return found + run_differences(bench.undisturbed(SETTINGS), directory)

@@ -1,0 +1,311 @@
+"""A dry run says what the run would say, takes its real path, and leaves the disk as it was to the last byte."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from konkanivani import dry_run as dry
+from konkanivani.checkpoint import LAST, PREVIOUS, Checkpoint
+from konkanivani.differences import differences, relative_difference
+from konkanivani.dry_run import check_same, dry_run
+from konkanivani.errors import CheckpointError, DataError, Interrupted, KonkaniVaniError, ResourceError, UsageError
+from konkanivani.recipe import build_run
+from konkanivani.scratch import STOPPING, scratch_folder
+from konkanivani.start import resolve_start
+from konkanivani.training.interruption import RunLock
+from konkanivani.training.loop import train
+from tests.conftest import ROOT, TINY_MODEL, Corpus, read_log, run_folders, script_command
+
+TRAINER = "training_scripts/train_konkanivani_asr.py"
+QUICK = ("--num_workers", "0", "--batch_size", "2", "--gradient_accumulation_steps", "2")
+STAGES = ["flags", "paths", "disk", "data", "plan", "model", "rehearsal", "two steps", "validation", "saved", "resumed"]
+
+
+def flags(corpus: Corpus, directory: Path, *more: str) -> list[str]:
+    tested = "--test_manifest", corpus.manifest("test")
+    return [*TINY_MODEL, *QUICK, *corpus.flags(), *tested, *run_folders(directory), *more]
+
+
+def files_of(directory: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file and folder with its inode and its bytes."""
+    found = {}
+    for path in sorted(directory.rglob("*")):
+        content = path.read_bytes() if path.is_file() else b""
+        found[str(path.relative_to(directory))] = path.stat().st_ino, content
+    return found
+
+
+def stages_of(output: str) -> list[str]:
+    return re.findall(r"^(\w[\w ]*): .* \(\d+\.\d s\)$", output, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which a run of three steps has ended."""
+    directory = tmp_path_factory.mktemp("trained")
+    train(build_run(resolve_start(flags(corpus, directory, "--max_steps", "3"))))
+    return directory
+
+
+@pytest.fixture
+def copy(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it to spoil."""
+    shutil.copytree(trained, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_the_script_tells_every_stage_and_leaves_nothing(corpus, tmp_path):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "mine.txt").write_text("mine")
+    before = files_of(tmp_path)
+    given = flags(corpus, tmp_path / "here" / "deep" / "er", "--dry_run", "--num_workers", "2")
+    done = subprocess.run(script_command(TRAINER, *given), capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert stages_of(done.stdout) == [*STAGES, "removed"]
+    assert "26 utterances to train on" in done.stdout and "7 steps of 4 utterances an epoch" in done.stdout
+    assert "the 140 steps to come" in done.stdout and "bit for bit" in done.stdout
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["dry_run"] is True and summary["steps"] == 140 and summary["resumed_difference"] == 0
+    assert summary["tensors_compared"] > 100 and summary["seconds_in_all"] > 0
+    assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--batch_size", "auto", "--memory_budget", "480MiB", "--gradient_checkpointing", "auto"),
+        ("--mixed_precision", "--fresh", "--max_steps", "1", "--epochs", "1", "--early_stop_epochs", "1"),
+    ],
+    ids=["planned", "half precision"],
+)
+def test_it_takes_the_path_of_other_runs_too(more, corpus, tmp_path, capsys):
+    given = flags(corpus, tmp_path, "--dry_run", *more)
+    if "auto" in more:
+        at = given.index("--gradient_accumulation_steps")
+        del given[at : at + 2]
+    summary = json.loads(dry_run(given))
+    assert summary["resumed_difference"] == 0 and summary["steps"] == (1 if "--max_steps" in more else 80)
+    output = capsys.readouterr().out
+    assert stages_of(output)[-2:] == ["resumed", "removed"]
+    assert ("planned peak" in output) == ("auto" in more)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("batch", ["13", "26"])  # an epoch ends with every second window, or with every one
+def test_saves_that_fall_due_on_the_way_change_nothing(batch, corpus, tmp_path):
+    given = [*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), "--num_workers", "0", "--batch_size", batch]
+    given += ["--gradient_accumulation_steps", "1", "--save_steps", "1", "--epochs", "1", "--dry_run"]
+    summary = json.loads(dry_run(given))
+    assert summary["resumed_difference"] == 0 and summary["steps"] == 26 // int(batch)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_dry_resume_goes_on_from_the_checkpoint_and_touches_nothing_of_its_run(copy, capsys):
+    before = files_of(copy)
+    for resumed in (["--resume", "auto", *run_folders(copy)], ["--resume", str(copy / "checkpoints" / LAST)]):
+        given = [*resumed, *run_folders(copy), "--max_steps", "9", "--dry_run"]
+        assert json.loads(dry_run(given))["steps"] == 6
+        output = capsys.readouterr().out
+        assert "with the state of step 3" in output and "step 6 after it is the same, bit for bit" in output
+        assert files_of(copy) == before
+
+
+def test_a_dry_resume_passes_over_damaged_checkpoints_and_leaves_them_their_names(copy, capsys):
+    folder = copy / "checkpoints"
+    shutil.copy(folder / LAST, folder / PREVIOUS)
+    (folder / LAST).write_bytes((folder / LAST).read_bytes()[:-100])
+    before = files_of(copy)
+    given = ["--resume", "auto", *run_folders(copy), "--max_steps", "9", "--dry_run"]
+    assert json.loads(dry_run(given))["steps"] == 6
+    output = capsys.readouterr().out
+    assert f"{LAST} is damaged" in output and "Trying the one before." in output and "Moved" not in output
+    assert files_of(copy) == before
+    (folder / PREVIOUS).unlink()
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="None of the 1 checkpoints .* is sound. Restore a copy"):
+            dry_run(given)
+    assert (folder / LAST).exists()
+
+
+REFUSED = [
+    (("--learning_rate", "nan"), UsageError, "finite"),
+    (("--valid_manifest", "none.jsonl"), DataError, "none.jsonl"),
+    (("--min_duration", "19"), DataError, "None of the 26"),
+    (("--memory_budget", "2MiB"), ResourceError, "before any audio"),
+    (("--resume", "none.pt"), CheckpointError, "none.pt"),
+]
+
+
+@pytest.mark.parametrize("more, kind, said", REFUSED, ids=[more[0] for more, _, _ in REFUSED])
+def test_it_refuses_what_the_run_would_and_leaves_nothing(more, kind, said, corpus, tmp_path):
+    given = flags(corpus, tmp_path, *more)
+    with pytest.raises(kind, match=said) as refused:
+        dry_run([*given, "--dry_run"])
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(KonkaniVaniError) as real:
+        build_run(resolve_start(given))
+    assert str(refused.value) == str(real.value)
+
+
+def test_a_used_folder_is_refused_as_the_run_would(corpus, copy):
+    before = files_of(copy)
+    with pytest.raises(UsageError, match="holds checkpoints of a run"):
+        dry_run(flags(corpus, copy, "--dry_run"))
+    assert files_of(copy) == before
+
+
+def test_a_folder_in_which_another_process_trains_is_refused(corpus, tmp_path):
+    child = os.fork()
+    if child == 0:
+        lock = RunLock(tmp_path / "checkpoints")
+        (tmp_path / "held").touch()
+        time.sleep(120)
+        del lock  # held until here
+        os._exit(0)
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "held").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        before = files_of(tmp_path)
+        with pytest.raises(ResourceError, match=f"Process {child} is training"):
+            dry_run(flags(corpus, tmp_path, "--dry_run"))
+        assert files_of(tmp_path) == before
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+# Stopping it
+
+
+@pytest.mark.parametrize(
+    "number, stage", [(signal.SIGINT, "data"), (signal.SIGTERM, "rehearsal"), (signal.SIGINT, "saved")]
+)
+def test_a_signal_at_any_stage_ends_it_with_its_code_and_removes_everything(
+    number, stage, corpus, tmp_path, monkeypatch
+):
+    tell = dry.StageClock.done
+
+    def interrupted(clock: dry.StageClock, name: str, sentence: str) -> None:
+        tell(clock, name, sentence)
+        if name == stage:
+            assert os.listdir(tmp_path)
+            os.kill(os.getpid(), number)
+            time.sleep(30)  # the handler ends this
+
+    monkeypatch.setattr(dry.StageClock, "done", interrupted)
+    handlers = [signal.getsignal(each) for each in STOPPING]
+    with pytest.raises(Interrupted) as stopped:
+        dry_run(flags(corpus, tmp_path, "--dry_run"))
+    assert stopped.value.exit_code == 128 + number and "removed" in str(stopped.value)
+    assert os.listdir(tmp_path) == []
+    assert [signal.getsignal(each) for each in STOPPING] == handlers
+
+
+def test_ctrl_c_ends_the_script_with_130_and_its_workers_with_it(corpus, tmp_path):
+    given = flags(corpus, tmp_path, "--dry_run", "--num_workers", "2", "--batch_size", "1", "--d_model", "256")
+    child = subprocess.Popen(
+        script_command(TRAINER, *given),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    for line in child.stdout:
+        if line.startswith("model:"):
+            break
+    os.killpg(child.pid, signal.SIGINT)  # as a terminal does
+    output, errors = child.communicate(timeout=120)
+    assert child.returncode == 130, output + errors
+    assert "Traceback" not in errors and "what it wrote is removed" in errors
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(ProcessLookupError):
+        os.killpg(child.pid, 0)
+
+
+# What it compares
+
+
+def state(**changed: object) -> Checkpoint:
+    weights = {"a": torch.arange(6.0), "b": torch.tensor(0.0), "c": torch.tensor([float("nan")])} | changed
+    return Checkpoint("", b"", 5, 1, 7, {"model": weights, "progress": {"step": 1, "best_score": float("inf")}})
+
+
+def test_two_states_are_equal_only_to_the_last_bit():
+    assert differences(state(), state()) == []
+    check_same(state(), state(), "Equal")
+    flipped = torch.arange(6.0)
+    flipped.view(torch.int32)[3] ^= 1
+    for changed in ({"a": flipped}, {"b": torch.tensor(-0.0)}, {"a": torch.arange(6.0).double()}, {"d": torch.ones(1)}):
+        (name,) = changed
+        assert differences(state(), state(**changed)) == [f"model/{name}"]
+        with pytest.raises(CheckpointError, match=f"1 value differ.*, model/{name} first"):
+            check_same(state(), state(**changed), "Unequal")
+    other = dataclasses.replace(state(), states=state().states | {"progress": {"step": 2, "best_score": float("inf")}})
+    assert differences(state(), other) == ["progress/step"]
+    apart = relative_difference(state(c=torch.ones(1)), state(a=flipped, c=torch.ones(1)))
+    assert 0 < apart < 1e-6
+
+
+def test_negative_control_a_resume_that_forgets_something_is_found(corpus, tmp_path, monkeypatch):
+    """The optimizer's moments are not loaded: weights are equal, the step after is not."""
+    from konkanivani.optimizer import OptimizerState
+
+    monkeypatch.setattr(OptimizerState, "load_state_dict", lambda self, state: None)
+    with pytest.raises(CheckpointError, match="What was resumed is not what was saved: .*optimizer/"):
+        dry_run(flags(corpus, tmp_path, "--dry_run"))
+    monkeypatch.setattr(dry, "differences", lambda one, other: [])
+    summary = json.loads(dry_run(flags(corpus, tmp_path, "--dry_run")))
+    assert summary["resumed_difference"] > 0
+    assert os.listdir(tmp_path) == []
+
+
+def test_negative_control_a_save_that_loses_a_bit_is_found(corpus, tmp_path, monkeypatch):
+    read = dry.read_checkpoint
+
+    def read_wrongly(path: Path) -> Checkpoint:
+        checkpoint = read(path)
+        tensor = next(iter(checkpoint.states["model"].values()))
+        tensor.view(-1).view(torch.int32)[0] ^= 1
+        return checkpoint
+
+    monkeypatch.setattr(dry, "read_checkpoint", read_wrongly)
+    with pytest.raises(CheckpointError, match="What was saved is not what is read back: 1 value"):
+        dry_run(flags(corpus, tmp_path, "--dry_run"))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_scratch_folder_takes_its_parents_along_and_leaves_what_was_there(tmp_path):
+    with scratch_folder(tmp_path / "a" / "b") as scratch:
+        (scratch / "file").touch()
+        assert scratch.parent == tmp_path / "a" / "b"
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ZeroDivisionError), scratch_folder(tmp_path / "a" / "b"):
+        raise ZeroDivisionError
+    with scratch_folder(tmp_path / "c"):
+        (tmp_path / "c" / "of_another").touch()
+    assert sorted(os.listdir(tmp_path)) == ["a", "c"] and os.listdir(tmp_path / "c") == ["of_another"]
+
+
+def test_the_run_after_a_dry_run_is_the_run_without_one_bit_for_bit(corpus, tmp_path):
+    logs = []
+    for name in ("with", "without"):
+        given = flags(corpus, tmp_path / name, "--max_steps", "3")
+        if name == "with":
+            dry_run([*given, "--dry_run"])
+        train(build_run(resolve_start(given)))
+        logs.append([(record["step"], record["loss"]) for record in read_log(tmp_path / name)])
+    assert logs[0] == logs[1] and len(logs[0]) == 3

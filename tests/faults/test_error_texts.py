@@ -1,0 +1,142 @@
+"""Every error of ours says what to do, and every script ends bad usage with 2 and answers --help without torch."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, script_command
+
+OURS = {"UsageError", "DataError", "CheckpointError", "NumericsError", "ResourceError", "OtherVersionError"}
+# An imperative begins a sentence or a clause; usage errors may say what must be.
+IMPERATIVES = (
+    "ask average begin check copy decompress define delete download end export free give go install keep leave lower "
+    "mend move name point put reinstall repair resample restore run save say start stop take train try update use write"
+).split()
+WHAT_TO_DO = re.compile(
+    rf"(^|[.:;,)X]\s+|\bor |\band |\bthen )({'|'.join(IMPERATIVES)})\b|\bmust\b|\blie(s)? between\b", re.IGNORECASE
+)
+# Placeholders that hold the advice themselves: another error of ours, or a sentence made elsewhere.
+ADVICE = {
+    "advice",
+    "FOREIGN",
+    "_remedy(capability)",
+    "_largest_preset(budget - beside)",
+    "error",
+    "loaded.error",
+    "'; '.join(broken)",
+}
+SCRIPTS = sorted(path.name for path in (ROOT / "training_scripts").glob("*.py") if path.name != "bootstrap.py")
+
+
+def spoken(node: ast.expr) -> str:
+    """The text of a message; what is filled in stands in braces."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr():
+            return "".join(spoken(part) for part in node.values)
+        case ast.FormattedValue():
+            return f"{{{ast.unparse(node.value)}}}"
+        case ast.BinOp(op=ast.Add()):
+            return spoken(node.left) + spoken(node.right)
+    return f"{{{ast.unparse(node)}}}"
+
+
+def messages(source: str) -> list[str]:
+    """The message of every error of ours that is made in the source."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return [spoken(call.args[0]) for call in calls if isinstance(call.func, ast.Name) and call.func.id in OURS]
+
+
+def complaint(message: str) -> str | None:
+    """What is wrong with a message, as far as its text shows it; None where nothing is."""
+    filled = re.findall(r"\{([^{}]*)\}", message)
+    if message.endswith("}") and filled and filled[-1] in ADVICE:
+        return None
+    plain = re.sub(r"\{.*?\}", "X", message).strip()
+    if not re.search(r"[.X]$", plain):
+        return "it does not end as a sentence"
+    if not re.match(r"[A-ZX\"'-]", plain):
+        return "it does not begin as a sentence"
+    if any(advice in filled for advice in ADVICE):
+        return None
+    return None if WHAT_TO_DO.search(plain) else "it does not say what to do"
+
+
+def sources() -> list[Path]:
+    folders = (ROOT / name for name in ("konkanivani", "training_scripts", "benchmarks"))
+    return [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+
+
+def test_every_error_is_a_sentence_that_says_what_to_do():
+    found = [(path, message) for path in sources() for message in messages(path.read_text(encoding="utf-8"))]
+    assert len(found) > 150
+    bad = [f"{path.relative_to(ROOT)}: {said}: {text}" for path, text in found if (said := complaint(text))]
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        'raise DataError(f"{path} is broken.")',
+        'raise DataError(f"{path} is broken. Mend it")',
+        'raise UsageError("mend the flags.")',
+        'raise CheckpointError(f"The checkpoint {path} has no use.")',
+    ],
+)
+def test_negative_control_a_message_that_falls_short_is_found(raised):
+    (message,) = messages(raised)
+    assert complaint(message)
+
+
+PROBE = """
+import runpy, sys
+sys.argv = ["{script}", {argument!r}]
+sys.path.insert(0, "{script.parent}")
+code = 0
+try:
+    runpy.run_path("{script}", run_name="__main__")
+except SystemExit as end:
+    code = end.code or 0
+print("torch" if "torch" in sys.modules else "", file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def probe(script: str, argument: str) -> subprocess.CompletedProcess[str]:
+    """The script with one argument; the last line of its stderr says whether it has imported torch."""
+    code = PROBE.format(script=ROOT / "training_scripts" / script, argument=argument)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, stdin=subprocess.DEVNULL
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_and_bad_usage_end_at_once_without_torch(script):
+    shown = probe(script, "--help")
+    assert shown.returncode == 0 and shown.stdout.startswith("usage:"), shown.stderr
+    assert f"training_scripts/{script}" in shown.stdout  # the exact command
+    refused = probe(script, "--no_such_flag")
+    assert refused.returncode == 2 and "--no_such_flag" in refused.stderr, refused.stderr
+    for done in (shown, refused):
+        assert "Traceback" not in done.stderr and done.stderr.splitlines()[-1] == ""
+
+
+def test_negative_control_a_script_that_has_imported_torch_is_found(tmp_path):
+    (tmp_path / "torch.py").touch()
+    (tmp_path / "heavy.py").write_text("import torch\n")
+    code = PROBE.format(script=tmp_path / "heavy.py", argument="--help")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr.splitlines()[-1] == "torch"
+
+
+def test_the_trainers_help_lists_every_exit_code():
+    done = subprocess.run(
+        script_command("training_scripts/train_konkanivani_asr.py", "--help"), capture_output=True, text=True
+    )
+    for code in ("0 done", "2 usage", "3 data", "4 checkpoint", "5 numerics", "6 resources", "130 ", "143 "):
+        assert code in " ".join(done.stdout.split()), code

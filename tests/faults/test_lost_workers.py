@@ -1,0 +1,33 @@
+"""Audio workers that are lost; benchmarks/faults.py --parts loaders --full has all cases."""
+
+import signal
+
+import pytest
+
+from tests.faults.losing_workers import (
+    LostWorker,
+    lost_worker_findings,
+    shared_memory_findings,
+)
+from tests.faults.resuming import ResumeBench
+from tests.faults.room import small_disk
+
+CASES = (LostWorker("killed once", signal.SIGKILL, True), LostWorker("crashes each time", signal.SIGSEGV, False))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_worker_that_dies_is_made_up_for_once(bench: ResumeBench, case, tmp_path):
+    assert lost_worker_findings(bench, case, tmp_path / "run") == []
+
+
+def test_a_worker_that_stops_ends_the_run_in_time(bench, tmp_path):
+    assert lost_worker_findings(bench, LostWorker("stopped", signal.SIGSTOP, False, 1), tmp_path / "run") == []
+
+
+def test_too_little_shared_memory_is_an_error_at_once(bench, tmp_path):
+    try:
+        with small_disk(tmp_path / "try", 2**16):
+            pass
+    except PermissionError as error:
+        pytest.skip(str(error))
+    assert shared_memory_findings(bench, tmp_path / "run", 64) == []

@@ -1,0 +1,301 @@
+"""A start looks at flags, paths, disk, data and plan in this order, and tells all that is wrong with one at once."""
+
+import dataclasses
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from konkanivani import disk, recipe, run_speech
+from konkanivani.assembly import build_front_end, build_step_parts
+from konkanivani.checkpoint import Checkpoint, Checkpointer, read_checkpoint
+from konkanivani.config import PRESETS, ModelConfig, RunConfig, TrainConfig
+from konkanivani.disk import check_disk, checkpoint_bytes, most_checkpoints
+from konkanivani.errors import CheckpointError, DataError, KonkaniVaniError, ResourceError, UsageError
+from konkanivani.flags import config_to_text
+from konkanivani.optimizer import OptimizerState
+from konkanivani.problems import MOST_TOLD, Problems
+from konkanivani.recipe import build_run
+from konkanivani.start import resolve_start
+from konkanivani.training.loop import train
+from tests.conftest import TINY_MODEL, Corpus, run_folders, write_corpus
+
+QUICK = ("--num_workers", "0", "--batch_size", "4", "--gradient_accumulation_steps", "1")
+
+
+def refusal(kind: type[KonkaniVaniError], *flags: str) -> str:
+    with pytest.raises(kind) as caught:
+        build_run(resolve_start([*TINY_MODEL, *QUICK, *flags]))
+    assert caught.value.exit_code == kind.exit_code
+    return str(caught.value)
+
+
+# Flags
+
+
+def test_every_flag_that_cannot_work_is_told_at_once():
+    wrong = ("--epochs", "0", "--dropout", "2", "--max_rejected", "many", "--memory_budget", "4", "--noise_snr", "x")
+    idle = ("--effective_batch_size", "7", "--rir_share", "0.5")
+    said = refusal(UsageError, *wrong, *idle)
+    for flag in (*wrong[::2], *idle[::2]):
+        assert flag in said, said
+    assert len(said.splitlines()) == 6
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device that is not there, which here is")
+def test_a_device_that_is_not_there_is_told_before_any_path(tmp_path):
+    flags = ("--device", "cuda", "--train_manifest", "none.jsonl")
+    assert "--device cpu" in refusal(UsageError, *flags, *run_folders(tmp_path))
+    assert os.listdir(tmp_path) == []
+
+
+# Paths
+
+
+def test_every_path_that_cannot_be_used_is_told_on_a_line_of_its_own(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    flags = (
+        *("--train_manifest", str(tmp_path / "train.jsonl"), "--valid_manifest", str(tmp_path / "folder")),
+        *("--test_manifest", str(tmp_path / "pipe"), "--noise_manifest", str(tmp_path / "file" / "noise.jsonl")),
+        *("--rir_manifest", str(tmp_path / "rir.jsonl"), "--init_from", str(tmp_path / "nothing.pt")),
+        *("--checkpoint_dir", str(tmp_path / "file"), "--log_dir", str(tmp_path / "file" / "runs")),
+    )
+    lines = refusal(CheckpointError, *flags).splitlines()
+    told = [
+        ("nothing.pt", "Give the path of a checkpoint"),
+        ("--train_manifest", "No such file", "Give the path of a JSONL manifest"),
+        ("--valid_manifest", "Is a directory", "Give"),
+        ("--test_manifest", "it is no file", "Give"),
+        ("--rir_manifest", "No such file", "Give"),
+        ("--noise_manifest", "Not a directory", "Give"),
+        ("checkpoint folder", "is a file", "Give another --checkpoint_dir"),
+        ("log folder", "is a file", "Give another --log_dir"),
+    ]
+    assert len(lines) == len(told)
+    assert all(part in line for line, parts in zip(lines, told, strict=True) for part in parts), lines
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder", "pipe"]  # nothing was made on the way
+
+
+def test_a_start_that_is_refused_for_its_paths_makes_no_folder(corpus, tmp_path):
+    message = refusal(UsageError, *run_folders(tmp_path), "--valid_manifest", str(tmp_path / "none.jsonl"))
+    assert [line.split()[0] for line in message.splitlines()] == ["No", "--valid_manifest"]
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_resume_looks_at_what_is_given_before_it_reads_the_checkpoint_and_then_at_what_that_brings(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus", {"train": 6, "valid": 2})
+    train(build_run(resolve_start([*TINY_MODEL, *QUICK, *corpus.flags(), *run_folders(tmp_path), "--max_steps", "1"])))
+    last = str(tmp_path / "checkpoints" / "checkpoint_last.pt")
+    lines = refusal(CheckpointError, "--resume", last + "x", "--test_manifest", "none.jsonl").splitlines()
+    assert len(lines) == 2 and last + "x" in lines[0] and "--test_manifest none.jsonl" in lines[1]
+    shutil.rmtree(tmp_path / "corpus")
+    for resumed in (("--resume", last), ("--resume", "auto", *run_folders(tmp_path))):
+        with pytest.raises(DataError) as caught:
+            resolve_start([*resumed])
+        assert [line.split()[0] for line in str(caught.value).splitlines()] == ["--train_manifest", "--valid_manifest"]
+
+
+def test_a_folder_that_may_not_be_written_is_told_by_root_too(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    lines = refusal(ResourceError, *corpus.flags(), *run_folders(tmp_path)).splitlines()
+    assert [line.split(". ")[-1] for line in lines] == ["Give another --checkpoint_dir.", "Give another --log_dir."]
+    assert all("you may not write in" in line for line in lines)
+
+
+def test_so_many_problems_are_told_and_the_others_counted():
+    problems = Problems()
+    problems.raise_all()
+    for number in range(MOST_TOLD + 5):
+        with problems.noted():
+            raise DataError(f"Row {number} is wrong. Mend it.")
+    with pytest.raises(DataError) as caught:
+        problems.raise_all()
+    lines = str(caught.value).splitlines()
+    assert len(lines) == MOST_TOLD + 1 and lines[-1] == "And 5 more of this kind."
+    with pytest.raises(ZeroDivisionError), problems.noted():  # what is not ours is no problem of a stage
+        raise ZeroDivisionError
+
+
+# Disk
+
+
+def saved_size(shape: ModelConfig, directory: Path) -> int:
+    config = dataclasses.replace(TrainConfig(), model=shape)
+    parts = build_step_parts(config, 1000, CPU, 1, build_front_end(config, CPU))
+    states = {"model": parts.model.state_dict(), "optimizer": OptimizerState(parts.model, parts.optimizer).state_dict()}
+    saved = Checkpoint(config_to_text(config), bytes(30_000), 1000, 1, 7, states)
+    return Checkpointer(directory, keep=2).save(saved).stat().st_size
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("shape", [ModelConfig(32, 2, 1, 2), ModelConfig(64, 3, 2, 2, encoder_type="transformer")])
+def test_the_size_of_a_checkpoint_is_bounded_closely_before_there_is_one(shape, tmp_path):
+    size = saved_size(shape, tmp_path)
+    assert size <= checkpoint_bytes(shape, 1000) < size + 1.5 * 2**20
+
+
+def test_the_size_of_the_minimal_preset_is_known_to_three_in_a_hundred(tmp_path):
+    size = saved_size(PRESETS["minimal"], tmp_path)
+    assert size <= checkpoint_bytes(PRESETS["minimal"], 1000) < 1.03 * size
+
+
+def test_the_disk_must_hold_every_checkpoint_that_there_will_be_at_once(tmp_path, monkeypatch):
+    run = RunConfig(checkpoint_dir=str(tmp_path / "checkpoints"), log_dir=str(tmp_path / "runs"), keep_checkpoints=5)
+    config = TrainConfig(run=run, model=PRESETS["minimal"])
+    assert most_checkpoints(run) == 5 + 4 and most_checkpoints(RunConfig(epochs=1)) == 1 + 4
+    (room,) = check_disk(config, 1000)
+    assert room.needed == 9 * checkpoint_bytes(config.model, 1000) + 20 * 2**20
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: room.needed)
+    check_disk(config, 1000)
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: room.needed - 1)
+    with pytest.raises(ResourceError) as caught:
+        check_disk(config, 1000)
+    said = str(caught.value)
+    assert f"({room.needed} and {room.needed - 1} bytes)" in said and "--keep_checkpoints" in said
+
+
+def test_each_file_system_must_hold_what_is_written_to_it(tmp_path, monkeypatch):
+    run = RunConfig(checkpoint_dir=str(tmp_path / "checkpoints"), log_dir=str(tmp_path / "runs"))
+    config = TrainConfig(run=run, model=PRESETS["minimal"])
+    (together,) = check_disk(config, 1000)
+    monkeypatch.setattr(disk, "nearest_folder", lambda path: Path("/proc" if path.name == "runs" else tmp_path))
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: 0 if folder.name == "runs" else 2**40)
+    with pytest.raises(ResourceError, match=r"needs 20 MiB for \S+runs, has 0 MiB \(20971520 and 0 bytes\)"):
+        check_disk(config, 1000)
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: 2**40)
+    assert [room.needed for room in check_disk(config, 1000)] == [together.needed - 20 * 2**20, 20 * 2**20]
+    same = dataclasses.replace(config, run=dataclasses.replace(run, log_dir=run.checkpoint_dir))
+    assert check_disk(same, 1000)[0].needed == together.needed
+
+
+def test_a_dry_resume_needs_room_for_its_own_files_however_much_the_run_holds(tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    run = RunConfig(checkpoint_dir=str(folder), log_dir=str(tmp_path / "runs"), resume="auto")
+    config = TrainConfig(run=run, model=PRESETS["minimal"])
+    with open(folder / "checkpoint_last.pt", "wb") as file:
+        file.truncate(2**40)
+    assert check_disk(config, 1000)[0].needed == 20 * 2**20
+    dry = dataclasses.replace(config, run=dataclasses.replace(run, dry_run=True))
+    assert check_disk(dry, 1000)[0].needed == 6 * checkpoint_bytes(config.model, 1000) + 20 * 2**20
+
+
+def test_a_resumed_run_needs_no_room_for_what_it_will_replace(tmp_path):
+    folder = tmp_path / "checkpoints"
+    run = RunConfig(checkpoint_dir=str(folder), log_dir=str(tmp_path / "runs"), resume="auto")
+    config = TrainConfig(run=run, model=PRESETS["minimal"])
+    (before,) = check_disk(config, 1000)
+    folder.mkdir()
+    (folder / "checkpoint_last.pt").write_bytes(bytes(5000))
+    os.link(folder / "checkpoint_last.pt", folder / "checkpoint_epoch_1.pt")  # one file, two names
+    (folder / "checkpoint_previous.pt").write_bytes(bytes(300))
+    (after,) = check_disk(config, 1000)
+    assert before.needed - after.needed == 5300
+
+
+def test_a_disk_that_is_too_full_ends_with_6_before_any_data_is_read(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(run_speech, "read_manifest", _never)
+    assert "The disk is too full" in refusal(ResourceError, *corpus.flags(), *run_folders(tmp_path))
+    assert os.listdir(tmp_path) == []
+
+
+def _never(*_: object) -> None:
+    raise AssertionError("this comes too early")
+
+
+# Data
+
+
+def spoil_rows(corpus: Corpus, split: str, **fields: object) -> str:
+    path = Path(corpus.manifest(split))
+    rows = [json.loads(line) | fields for line in path.read_text(encoding="utf-8").splitlines()]
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def test_what_is_wrong_with_all_manifests_is_told_at_once_before_a_tokenizer_is_trained(tmp_path, monkeypatch):
+    corpus = write_corpus(tmp_path / "corpus", {"train": 6, "valid": 2, "test": 2})
+    monkeypatch.setattr(run_speech, "train_tokenizer", _never)
+    train_rows = spoil_rows(corpus, "train", audio_filepath="nowhere.flac")
+    valid = spoil_rows(corpus, "valid", duration=-1)
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "noise.jsonl").write_text(
+        '{"audio_filepath": "a.wav", "duration": 1}\n{"audio_filepath": "b.wav", "duration": 1}\n'
+    )
+    flags = (
+        *(*corpus.flags(), "--test_manifest", str(tmp_path / "empty.jsonl"), *run_folders(tmp_path)),
+        *("--noise_manifest", str(tmp_path / "noise.jsonl"), "--rir_manifest", str(tmp_path / "empty.jsonl")),
+    )
+    said = refusal(DataError, *flags)
+    assert f"6 of the 6 rows of {train_rows} are broken" in said and "nowhere.flac" in said
+    assert f"2 of the 2 rows of {valid} are broken" in said and "duration must be" in said
+    assert said.count(f"The manifest {tmp_path / 'empty.jsonl'} is empty") == 2
+    assert "noise.jsonl, row 1:" in said and "noise.jsonl, row 2:" in said
+
+
+def test_what_no_limit_lets_through_is_told_of_all_manifests_at_once_the_test_part_included(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus", {"train": 6, "valid": 2, "test": 2})
+    spoil_rows(corpus, "valid", duration=31.0)
+    spoil_rows(corpus, "test", duration=32.0)
+    flags = (*corpus.flags(), "--test_manifest", corpus.manifest("test"), *run_folders(tmp_path))
+    lines = refusal(DataError, *flags).splitlines()
+    assert len(lines) == 2 and "valid.jsonl" in lines[0] and "test.jsonl" in lines[1]
+    assert all("--max_validation_duration" in line for line in lines)
+
+
+def test_negative_control_the_same_manifests_unspoilt_start(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus", {"train": 6, "valid": 2, "test": 2})
+    told = []
+    flags = [*TINY_MODEL, *QUICK, *corpus.flags(), "--test_manifest", corpus.manifest("test"), *run_folders(tmp_path)]
+    run = build_run(resolve_start(flags, lambda *stage: told.append(stage)), lambda *stage: told.append(stage))
+    assert [stage for stage, _ in told] == ["flags", "paths", "disk", "data", "plan"]
+    assert "6 utterances" in told[3][1] and "2 to validate on; 2 to test on; 0 left out" in told[3][1]
+    assert len(run.validation.speech.utterances) == 2
+
+
+# Order
+
+
+def test_every_stage_is_refused_before_the_next_one_costs_anything(corpus, tmp_path, monkeypatch):
+    """Each stage is broken alone with all behind it made to fail: what comes is its own refusal."""
+    wrong = [
+        ("flags", ("--epochs", "0"), UsageError),
+        ("paths", ("--valid_manifest", "none.jsonl"), DataError),
+        ("disk", (), ResourceError),
+        ("data", ("--min_duration", "19"), DataError),
+        ("plan", ("--memory_budget", "2MiB"), ResourceError),
+    ]
+    behind = {
+        "flags": ("konkanivani.start.check_paths",),
+        "paths": ("konkanivani.start.check_disk", "konkanivani.start.RunLock"),
+        "disk": ("konkanivani.start.RunLock", "konkanivani.recipe.build_speech"),
+        "data": ("konkanivani.recipe.plan_memory", "konkanivani.recipe.build_step_parts"),
+        "plan": ("konkanivani.recipe.build_step_parts",),
+    }
+    for stage, flags, kind in wrong:
+        with monkeypatch.context() as patch:
+            for name in behind[stage]:
+                patch.setattr(name, _never)
+            if stage == "disk":
+                patch.setattr(disk, "free_bytes", lambda folder: 0)
+            started = time.monotonic()
+            refusal(kind, *corpus.flags(), *run_folders(tmp_path / stage), *flags)
+            assert time.monotonic() - started < 60  # in the first minute
+
+
+def test_the_test_part_of_a_resumed_run_is_looked_at_before_it_trains(corpus, tmp_path):
+    flags = (*TINY_MODEL, *QUICK, *corpus.flags(), *run_folders(tmp_path))
+    train(build_run(resolve_start([*flags, "--max_steps", "1"])))
+    said = refusal(DataError, *flags, "--resume", "auto", "--test_manifest", str(tmp_path / "gone.jsonl"))
+    assert "--test_manifest" in said
+    assert read_checkpoint(tmp_path / "checkpoints" / "checkpoint_last.pt").step == 1
+    assert recipe.REJECTED not in os.listdir(tmp_path)
