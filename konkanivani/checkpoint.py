@@ -166,6 +166,8 @@ class Checkpointer:
         partial = self.directory / (LAST + ".partial")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            # What a kill left may share its bytes with an epoch or the best one, which writing over it would change.
+            partial.unlink(missing_ok=True)
             write_checkpoint(partial, checkpoint)
             self._check_written(partial)
             if epoch is not None:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import TextIO, TypeVar
+from typing import NoReturn, TextIO, TypeVar
 
 from konkanivani.errors import KonkaniVaniError, ResourceError, UsageError
 
@@ -67,6 +67,19 @@ def run_script(action: Callable[[], str]) -> int:
             file=sys.stderr,
         )
         return ResourceError.exit_code
+
+
+def end_script(code: int) -> NoReturn:
+    """Ends the process; after a signal without the second of work in which Python frees what torch has imported.
+
+    Whoever sends a signal counts the seconds until SIGKILL, and what was to be saved is saved.
+    """
+    if code > 128:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 class _LossyStream:

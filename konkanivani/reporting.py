@@ -35,6 +35,7 @@ def _train_and_report(arguments: list[str]) -> str:
         if start.config.is_rehearsed and (run.state.step == 0 or start.config.memory.replan):
             tell_rehearsal(run)
         train(run)
+    run.interruption.end_training()
     print(memory_table(run), flush=True)
     best = best_checkpoint(start.config.run.checkpoint_dir)
     scores = score_test(best, start.config.data, run.step.forward.device)

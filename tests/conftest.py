@@ -49,14 +49,14 @@ def speak(words: list[str]) -> np.ndarray:
     return np.concatenate(pieces).astype(np.float32)
 
 
-def write_corpus(directory: Path, counts: dict[str, int], seed: int = 0) -> Corpus:
-    """A corpus of so many utterances a split, one to six words each."""
+def write_corpus(directory: Path, counts: dict[str, int], seed: int = 0, lengths: range = range(1, 7)) -> Corpus:
+    """A corpus of so many utterances a split, of as many words as the lengths say in turn."""
     generator = np.random.default_rng(seed)
     (directory / "audio").mkdir(parents=True)
     for split, count in counts.items():
         rows = []
         for number in range(count):
-            words = [WORDS[i] for i in generator.integers(len(WORDS), size=1 + number % 6)]
+            words = [WORDS[i] for i in generator.integers(len(WORDS), size=lengths[number % len(lengths)])]
             audio = speak(words)
             audio += 0.005 * generator.standard_normal(len(audio)).astype(np.float32)
             name = f"audio/{split}_{number:03d}.flac"

@@ -14,7 +14,7 @@ bootstrap.rerun_under_venv()
 
 import sys
 
-from konkanivani.command_line import run_script
+from konkanivani.command_line import end_script, run_script
 from konkanivani.flags import parse_flags
 
 
@@ -31,4 +31,4 @@ def main(arguments: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(lambda: main(sys.argv[1:])))
+    end_script(run_script(lambda: main(sys.argv[1:])))

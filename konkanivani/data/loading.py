@@ -1,11 +1,14 @@
 """Utterances read, resampled and batched by worker processes, from any cursor onward."""
 
+import ctypes
 import dataclasses
+import multiprocessing
+import os
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -27,7 +30,9 @@ from konkanivani.errors import DataError, KonkaniVaniError, ResourceError
 from konkanivani.randomness import seed_of, utterance_generator
 from konkanivani.text import Tokenizer
 
-POLL_SECONDS = 5.0  # after so long without a batch, the workers are looked after
+POLL_SECONDS = 1.0  # after so long without a batch, the workers are looked after
+END_SECONDS = 1.0  # that the workers have to end by themselves
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SIGNS_OF_WORKERS = ("DataLoader", "Pin memory thread")  # in PyTorch's errors about a worker that failed
 
 
@@ -192,10 +197,13 @@ class WindowStream:
         self.speech, self.planner, self.limits, self.loader = speech, planner, limits, loader
         self.rejections = rejections
 
-    def from_cursor(self, cursor: Cursor) -> Iterator[tuple[Window, Cursor]]:
-        """Endless. Closing the generator ends the workers. A window of which nothing can be read is passed over."""
+    def from_cursor(self, cursor: Cursor, check: Callable[[], None] = lambda: None) -> Iterator[tuple[Window, Cursor]]:
+        """Endless. Closing the generator ends the workers. A window of which nothing can be read is passed over.
+
+        `check` is called before each window and while one is waited for; what it raises ends the waiting.
+        """
         fetcher = _Fetcher(self.speech, self.limits, self.loader.workers)
-        with closing(_load(fetcher, self.planned(cursor), self.loader)) as loaded:
+        with closing(_load(fetcher, self.planned(cursor), self.loader, check)) as loaded:
             for found, behind in zip(loaded, self.planner.cursors_behind(cursor), strict=False):
                 self.rejections.add(found.rejections)
                 if found.value is not None:
@@ -212,11 +220,18 @@ class WindowStream:
 
 
 def load_batches(
-    speech: EvaluationSpeech, plan: list[np.ndarray], loader: LoaderConfig, rejections: Rejections
+    speech: EvaluationSpeech,
+    plan: list[np.ndarray],
+    loader: LoaderConfig,
+    rejections: Rejections,
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Batch, list[Utterance]]]:
-    """The planned evaluation batches in order, each with its utterances; those that cannot be read are left out."""
+    """The planned evaluation batches in order, each with its utterances; those that cannot be read are left out.
+
+    `check` as for a WindowStream.
+    """
     keys = ([int(number) for number in batch] for batch in plan)
-    with closing(_load(_Fetcher(speech, None, loader.workers), keys, loader)) as loaded:
+    with closing(_load(_Fetcher(speech, None, loader.workers), keys, loader, check)) as loaded:
         for found, numbers in zip(loaded, plan, strict=True):
             rejections.add(found.rejections)
             if found.value is not None:
@@ -225,7 +240,7 @@ def load_batches(
                 yield found.value, [utterance for utterance in utterances if utterance.row not in left_out]
 
 
-def _load(fetcher: _Fetcher, keys: Iterable[list], loader: LoaderConfig) -> Iterator[Loaded]:
+def _load(fetcher: _Fetcher, keys: Iterable[list], loader: LoaderConfig, check: Callable[[], None]) -> Iterator[Loaded]:
     """What is made of each of the keys, in order.
 
     Where a worker dies, all are started anew with the keys whose work has not come back, which gives the same; where
@@ -235,7 +250,7 @@ def _load(fetcher: _Fetcher, keys: Iterable[list], loader: LoaderConfig) -> Iter
     is_second_try = False
     while True:
         try:
-            with closing(_load_until_a_death(fetcher, _handed_out(keys, waiting), waiting, loader)) as found:
+            with closing(_load_until_a_death(fetcher, _handed_out(keys, waiting), waiting, loader, check)) as found:
                 for loaded in found:
                     waiting.popleft()
                     is_second_try = False
@@ -257,7 +272,7 @@ def _handed_out(keys: Iterator[list], waiting: deque[list]) -> Iterator[list]:
 
 
 def _load_until_a_death(
-    fetcher: _Fetcher, keys: Iterator[list], waiting: deque[list], loader: LoaderConfig
+    fetcher: _Fetcher, keys: Iterator[list], waiting: deque[list], loader: LoaderConfig, check: Callable[[], None]
 ) -> Iterator[Loaded]:
     fetcher.being_read.fill_(-1)
     batches = DataLoader(
@@ -267,21 +282,23 @@ def _load_until_a_death(
         num_workers=loader.workers,
         timeout=min(POLL_SECONDS, loader.timeout) if loader.workers else 0,
         pin_memory=loader.pin_memory,
-        worker_init_fn=_ignore_signals,
+        worker_init_fn=_begin_worker,
         generator=torch.Generator(),  # the default one belongs to the training step
     )
-    with _no_exceptions_from_signals():
+    with _no_exceptions_from_signals(), _signals_held_back():
         iterator = iter(batches)
     try:
-        while (loaded := _next(iterator, fetcher, waiting, loader)) is not None:
+        while (loaded := _next(iterator, fetcher, waiting, loader, check)) is not None:
             if loaded.error:
                 raise loaded.error
             yield loaded
     finally:
         # Left to the garbage collector, workers that ignore SIGTERM keep a process from ending.
         if loader.workers:
-            iterator._shutdown_workers()
-            for worker in iterator._workers:  # one that hangs has not heard of it
+            # One that hangs has not heard of it, and would be waited for 5 s. Not before its pinning thread has ended.
+            with _workers_killed_after(END_SECONDS, iterator._workers):
+                iterator._shutdown_workers()
+            for worker in iterator._workers:
                 worker.kill()
                 worker.join()
 
@@ -298,13 +315,27 @@ def _no_exceptions_from_signals() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, before)
 
 
-def _next(iterator: Iterator[Loaded], fetcher: _Fetcher, waiting: deque[list], loader: LoaderConfig) -> Loaded | None:
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """A worker that is forked within is born deaf to SIGINT and SIGTERM; this process hears of them afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _next(
+    iterator: Iterator[Loaded], fetcher: _Fetcher, waiting: deque[list], loader: LoaderConfig, check: Callable[[], None]
+) -> Loaded | None:
     """What the loader gives next, None at its end; a ResourceError names what a worker was reading when it failed."""
     if not loader.workers:
+        check()
         return next(iterator, None)
     deadline = time.monotonic() + loader.timeout
     with _workers_killed_after(loader.timeout, iterator._workers):
         while True:
+            check()
             try:
                 return next(iterator, None)
             except (RuntimeError, OSError, EOFError) as error:
@@ -316,6 +347,7 @@ def _next(iterator: Iterator[Loaded], fetcher: _Fetcher, waiting: deque[list], l
                     continue
                 reason = str(error).splitlines()[0].rstrip(".") if isinstance(error, RuntimeError) else "one has died"
                 reason = f"nothing came for {loader.timeout:g} s" if is_late else reason
+            check()
             scene = _scene([] if is_late else iterator._workers, fetcher, waiting)
             raise _WorkersFailed(f"{scene}: {reason}", has_died=not is_late)
 
@@ -351,7 +383,13 @@ def _scene(workers: list[BaseProcess], fetcher: _Fetcher, waiting: deque[list]) 
     return f"The audio workers failed{doing}{awaited}"
 
 
-def _ignore_signals(_worker: int) -> None:
-    """Ctrl-C reaches the whole process group; the training process alone decides when its workers end."""
+def _begin_worker(_worker: int) -> None:
+    """Ctrl-C reaches the whole process group; the training process alone decides when its workers end.
+
+    They do not outlive it, however it ends: not even one that hangs in a read.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != multiprocessing.parent_process().pid:  # it had ended before that was said
+        os._exit(1)

@@ -8,17 +8,19 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from konkanivani.errors import ResourceError
+from konkanivani.errors import Interrupted, ResourceError
 
 
 class Interruption:
-    """Remembers the first SIGINT or SIGTERM for the training step to see; the second one ends the process at once.
+    """Remembers the first SIGINT or SIGTERM for training to see; the second one ends the process at once.
 
-    A second signal is still safe: checkpoints are published by rename, so none can be half written.
+    A second signal is still safe: checkpoints are published by rename, so none can be half written, and the audio
+    workers end with the process. Once training is over there is nothing to save, and the first one ends it too.
     """
 
     def __init__(self) -> None:
         self.signal_number = 0
+        self._is_over = False
 
     def install(self) -> None:
         """Takes over both signals."""
@@ -29,8 +31,20 @@ class Interruption:
         """Whether a signal has come."""
         return self.signal_number != 0
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
+    def check(self) -> None:
+        """Raises Interrupted if a signal has come."""
         if self.signal_number:
+            raise Interrupted(
+                "Stopped by a signal; --resume auto goes on from the newest checkpoint.", self.signal_number
+            )
+
+    def end_training(self) -> None:
+        """From now on a signal ends the process at once. Raises Interrupted if one has come before."""
+        self._is_over = True
+        self.check()
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.signal_number or self._is_over:
             os._exit(128 + number)
         self.signal_number = number
         os.write(2, b"\nStopping: saving at the next micro-batch boundary (a second signal stops at once).\n")

@@ -24,7 +24,7 @@ def train(run: Run) -> None:
     state, saver = run.state, PeriodicSaver(run)
     run.step.forward.monitor.end_phase("start")
     # An error too must end the workers, and leave the progress bar's line.
-    with closing(run.progress), closing(run.windows.from_cursor(state.cursor)) as windows:
+    with closing(run.progress), closing(run.windows.from_cursor(state.cursor, run.interruption.check)) as windows:
         while True:
             if state.has_epoch_to_finish:
                 with steps_kept(saver):
@@ -35,12 +35,8 @@ def train(run: Run) -> None:
             with steps_kept(saver):
                 window, cursor = run.progress.wait_for_next(windows)
                 report = train_step(run.step, window, state.step, run.interruption.is_requested)
-            if report is None:
-                saver.save(is_final=True)
-                raise Interrupted(
-                    f"Stopped by a signal at step {state.step}; --resume auto goes on from there.",
-                    run.interruption.signal_number,
-                )
+                if report is None:
+                    run.interruption.check()
             state.advance(cursor, window.audio_seconds, report.is_skipped, report.splits)
             log_step(run, window, report)
             check_numerics(run, report)
@@ -50,19 +46,22 @@ def train(run: Run) -> None:
 
 @contextmanager
 def steps_kept(saver: "PeriodicSaver") -> Iterator[None]:
-    """Audio that cannot be read and memory that runs out cost none of the steps before: those are saved first."""
+    """Audio that cannot be read, memory that runs out and signals cost none of the steps before: those are saved."""
     try:
         yield
-    except (DataError, ResourceError):
+    except (DataError, ResourceError, Interrupted) as error:
         saver.save(is_final=True)
-        raise
+        if not isinstance(error, Interrupted):
+            raise
+        step, number = saver.run.state.step, saver.run.interruption.signal_number
+        raise Interrupted(f"Stopped by a signal at step {step}; --resume auto goes on from there.", number) from None
 
 
 def finish_epoch(run: Run) -> bool:
     """Validates the epoch whose windows are all consumed; whether it is the best so far (by CER, else by loss)."""
     if run.validation is None:
         return run.state.finish_epoch(score=float(-run.state.epoch))
-    evaluation = run.validation.evaluate(run.step.forward, run.decode)
+    evaluation = run.validation.evaluate(run.step.forward, run.decode, run.interruption.check)
     log_validation(run, evaluation)
     run.progress.lap()  # validation is not training time
     score = evaluation.rates.cer

@@ -1,7 +1,7 @@
 """The parts of a run, built once by the recipe and never changed."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -38,9 +38,9 @@ class EvaluationSet:
         """The same set in batches of so much padded audio."""
         return dataclasses.replace(self, plan=plan_evaluation(self.speech.utterances.durations, batch_seconds))
 
-    def evaluate(self, forward: ForwardPass, decode: Decode) -> Evaluation:
-        """The model's losses and error rates over the set."""
-        with closing(load_batches(self.speech, self.plan, self.loader, self.rejections)) as batches:
+    def evaluate(self, forward: ForwardPass, decode: Decode, check: Callable[[], None] = lambda: None) -> Evaluation:
+        """The model's losses and error rates over the set. `check` is called before each batch, and may raise."""
+        with closing(load_batches(self.speech, self.plan, self.loader, self.rejections, check)) as batches:
             return evaluate(forward, batches, self.speech.tokenizer, decode)
 
 

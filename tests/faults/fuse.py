@@ -1,0 +1,144 @@
+"""A process that kills itself at a chosen instant of a save. The trainer has no hook for it and needs none.
+
+Python tells audit hooks beforehand of every name that is made, changed or taken away; writing and fsync are wrapped.
+A kill after one of these operations is a kill before the next: nothing else happens in between.
+"""
+
+import builtins
+import io
+import os
+import re
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from konkanivani import checkpoint
+from konkanivani.checkpoint import BEST, LAST, PREVIOUS
+
+PARTIAL = LAST + ".partial"
+HALF = "after half of the bytes"
+BEST_NAME = re.escape(BEST)
+EPOCH = r"checkpoint_epoch_\d+\.pt"
+# Which argument of an audited operation is the name that it makes, changes or takes away.
+NAME_ARGUMENT = {"open": 0, "os.link": 1, "os.rename": 1, "os.remove": 0}
+
+
+@dataclass(frozen=True)
+class Point:
+    """The instant before an operation on a file of the checkpoint folder; `name` is an expression, "" the folder.
+
+    A write ends after `share` of the bytes that checkpoint_last.pt has; `occurrence` counts within one save.
+    `is_published`: whether the save's checkpoint_last.pt is in its place by then.
+    """
+
+    label: str
+    operation: Literal["open", "write", "fsync", "os.link", "os.rename", "os.remove"]
+    name: str = re.escape(PARTIAL)
+    share: float = 0.0
+    occurrence: int = 1
+    is_published: bool = False
+
+
+def _second_name(what: str, name: str) -> tuple[Point, Point, Point]:
+    """The three instants at which a file is given a second name."""
+    return (
+        Point(f"{what}: before what a kill left of its link is removed", "os.remove", rf"{name}\.partial"),
+        Point(f"{what}: before the link", "os.link", rf"{name}\.partial"),
+        Point(f"{what}: after the link, before the rename", "os.rename", name),
+    )
+
+
+POINTS = (
+    Point("before the file is opened", "open"),
+    Point("before the first byte", "write"),
+    Point("after 1 % of the bytes", "write", share=0.01),
+    Point(HALF, "write", share=0.5),
+    Point("after 99 % of the bytes", "write", share=0.99),
+    Point("before the file's fsync", "fsync"),
+    *_second_name("epoch (after the file's fsync)", EPOCH),
+    *_second_name("best", BEST_NAME),
+    *_second_name("previous", re.escape(PREVIOUS)),
+    Point("last: before its rename", "os.rename", re.escape(LAST)),
+    Point("last: after its rename, before the folder's fsync", "fsync", "", is_published=True),
+    Point("before an old epoch is removed", "os.remove", EPOCH, is_published=True),
+    Point("between two old epochs' removals", "os.remove", EPOCH, occurrence=2, is_published=True),
+)
+
+# The first kill leaves the file under its working name and as an epoch; a trainer that writes over it tears the epoch.
+WORSE_IN_A_ROW = tuple(point for point in POINTS if point.label in ("best: before the link", HALF))[::-1]
+
+
+@dataclass
+class Fuse:
+    """Kills its process at `point`, once that has been passed `skip` times."""
+
+    point: Point
+    skip: int
+    folder: str = ""
+    passed: int = 0
+    in_this_save: int = 0
+
+    def lay(self, folder: Path) -> None:
+        """Watches what this process does in the checkpoint folder from now on."""
+        self.folder = os.path.realpath(folder)
+        sys.addaudithook(self._hear)
+        sync = os.fsync
+
+        def fsync(descriptor: int) -> None:
+            self._reach("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
+            sync(descriptor)
+
+        os.fsync = fsync
+        checkpoint.open = self._open
+
+    def _hear(self, event: str, arguments: tuple) -> None:
+        if event in NAME_ARGUMENT and isinstance(path := arguments[NAME_ARGUMENT[event]], str | os.PathLike):
+            self._reach(event, os.fspath(path))
+
+    def _reach(self, operation: str, path: str | bytes) -> None:
+        path = os.path.realpath(os.fsdecode(path))
+        if path != self.folder and os.path.dirname(path) != self.folder:
+            return
+        name = "" if path == self.folder else os.path.basename(path)
+        if (operation, name) == ("open", PARTIAL):
+            self.in_this_save = 0
+        if operation == self.point.operation and re.fullmatch(self.point.name, name):
+            self.in_this_save += 1
+            if self.in_this_save == self.point.occurrence and self._is_due():
+                die()
+
+    def _is_due(self) -> bool:
+        self.passed += 1
+        return self.passed > self.skip
+
+    def _open(self, path: Path, mode: str) -> io.BufferedIOBase:
+        file = builtins.open(path, mode)
+        if self.point.operation != "write" or path.name != PARTIAL or not self._is_due():
+            return file
+        last = path.with_name(LAST)
+        return _EndingFile(file.detach(), int(self.point.share * last.stat().st_size) if last.exists() else 0)
+
+
+class _EndingFile(io.BufferedWriter):
+    """A file whose writer dies when `most` bytes are written."""
+
+    def __init__(self, raw: io.RawIOBase, most: int) -> None:
+        super().__init__(raw)
+        self.room = most
+
+    def write(self, data: bytes) -> int:
+        data = memoryview(data).cast("B")
+        if len(data) >= self.room:
+            super().write(data[: self.room])
+            self.flush()
+            die()
+        self.room -= len(data)
+        return super().write(data)
+
+
+def die() -> NoReturn:
+    """Ends this process as the kernel does when memory runs out, or a scheduler whose patience is over."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("SIGKILL cannot be survived")

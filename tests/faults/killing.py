@@ -1,0 +1,119 @@
+"""SIGKILL again and again to one training run, and what must be true after each and at the end."""
+
+import itertools
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.conftest import TINY_MODEL, Corpus, read_log
+from tests.faults.fuse import BEST_NAME, EPOCH, POINTS, WORSE_IN_A_ROW, Fuse, Point
+from tests.faults.lives import SCRIPT, Aftermath, LongRun
+from tests.faults.resuming import run_differences
+
+KEPT_EPOCHS = 4
+FEWER_EPOCHS = ("--keep_checkpoints", "2")  # so that a save has two to remove
+SAVE_STEPS = 2  # of the runs that are killed at random
+
+
+@dataclass(frozen=True)
+class Death:
+    """One kill: where, what lay there afterwards, and sentences on what should not have been so."""
+
+    where: str
+    aftermath: Aftermath
+    complaints: tuple[str, ...]
+
+
+def small_run(corpus: Corpus, directory: Path, *more: str) -> LongRun:
+    """A run of the smallest model that can be ended after any number of steps: its schedule does not know the end."""
+    flags = ("--batch_size", "2", "--gradient_accumulation_steps", "2", "--epochs", "1000")
+    steady = ("--schedule", "inverse_sqrt", "--warmup_steps", "2", "--keep_checkpoints", str(KEPT_EPOCHS))
+    return LongRun(directory, (*TINY_MODEL, "--train_manifest", corpus.manifest("train"), *flags, *steady, *more))
+
+
+def run_to_be_killed_at_points(corpus: Corpus, directory: Path) -> LongRun:
+    """Saves after every step; without validation every epoch is the best, so that all names are given at each end."""
+    return small_run(corpus, directory, "--save_steps", "1", "--num_workers", "0")
+
+
+def run_to_be_killed_at_random(corpus: Corpus, directory: Path) -> LongRun:
+    """Saves after every second step, validates after each epoch, reads its audio in two workers."""
+    more = ("--save_steps", str(SAVE_STEPS), "--valid_manifest", corpus.manifest("valid"), "--num_workers", "2")
+    return small_run(corpus, directory, *more)
+
+
+def kill_at(run: LongRun, point: Point, skip: int) -> Death:
+    """One life, ended at this point of a save, passed `skip` times before; 0 times where only epochs have it."""
+    fuse = Fuse(point, 0 if point.name.startswith((EPOCH, BEST_NAME)) else skip)
+    code = run.begin(*(FEWER_EPOCHS if point.occurrence == 2 else ()), trap=fuse).end()
+    found = run.aftermath()
+    expected = found.logged if point.is_published else found.logged - 1
+    complaints = complaints_of(found, code, most_lost=1)
+    if found.saved != expected:
+        complaints.append(f"step {found.saved} was found in place of {expected}")
+    return Death(point.label, found, tuple(complaints))
+
+
+def kill_at_random(run: LongRun, draw: random.Random, starts_anew: bool = False) -> Death:
+    """One life, ended at any instant: a quarter of them while they start, the others while they train.
+
+    `starts_anew`: by the script's own command line, with all its imports.
+    """
+    before = run.logged_step()
+    life = run.begin_script(SCRIPT) if starts_anew else run.begin()
+    if draw.random() < 0.25:
+        where, seconds = "while starting", draw.random() * (6.0 if starts_anew else 1.0)
+    else:
+        life.wait_until(lambda: run.logged_step() > before, "the first step")
+        where, seconds = "while training", draw.random() * 0.6
+    time.sleep(seconds)
+    life.kill()
+    code = life.end()
+    found = run.aftermath()
+    where = "while saving" if found.was_saving and where == "while training" else where
+    return Death(where, found, tuple(complaints_of(found, code, SAVE_STEPS)))
+
+
+def complaints_of(found: Aftermath, code: int | None, most_lost: int) -> list[str]:
+    """What a kill has done that it should not have, in sentences."""
+    complaints = []
+    if code != -9:
+        complaints.append("it hung" if code is None else f"it ended by itself with {code}")
+    if found.unsound:
+        complaints.append(f"{', '.join(found.unsound)} cannot be read")
+    if not 0 <= found.steps_lost <= most_lost:
+        complaints.append(f"step {found.logged} was logged and step {found.saved} was found")
+    return complaints
+
+
+def what_differs(run: LongRun, undisturbed: LongRun) -> list[str]:
+    """Ends the run two steps on, trains another without a kill to the same step: every difference, in sentences."""
+    steps = run.logged_step() + 2
+    for each in (run, undisturbed):
+        code = each.begin("--max_steps", str(steps)).end()
+        if code != 0:
+            return [f"{each.directory.name} ended with {code}: {each.output.read_text(encoding='utf-8')[-2000:]}"]
+    found = run_differences(undisturbed.directory, run.directory)
+    logged = [record["step"] for record in read_log(run.directory)]
+    if logged != list(range(1, steps + 1)):
+        found.append("the log does not hold each step once")
+    return found + left_behind(run)
+
+
+def left_behind(run: LongRun) -> list[str]:
+    """What a finished run should not have left, in sentences."""
+    paths = [path for path in run.directory.rglob("*") if path.suffix in (".partial", ".damaged", ".tmp")]
+    found = [f"{path.name} was left behind" for path in paths]
+    epochs = len(list(run.checkpoints.glob("checkpoint_epoch_*.pt")))
+    if epochs > KEPT_EPOCHS:
+        found.append(f"{epochs} epochs were kept")
+    if "Traceback" in run.output.read_text(encoding="utf-8"):
+        found.append("a traceback was printed")
+    return found
+
+
+def kill_at_points(run: LongRun, count: int) -> list[Death]:
+    """So many lives, through all points again and again."""
+    points = itertools.islice(itertools.cycle((*POINTS, *WORSE_IN_A_ROW)), count)
+    return [kill_at(run, point, skip=number % 3) for number, point in enumerate(points)]

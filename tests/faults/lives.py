@@ -1,0 +1,196 @@
+"""A training run in as many lives as it is ended: each a process that runs the real script and goes on with the run.
+
+Most lives are forked from one process that has imported torch already, which saves each of them four seconds.
+"""
+
+import multiprocessing
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Protocol
+
+from konkanivani.checkpoint import LAST, Checkpointer, read_checkpoint
+from konkanivani.errors import CheckpointError
+from tests.conftest import ROOT, run_folders
+
+SCRIPT = ROOT / "training_scripts" / "train_konkanivani_asr.py"
+PATIENCE = 120.0  # seconds; what takes longer hangs
+THREADS = "1"
+LOG_TAIL = 1 << 16  # bytes of a log in which its last step is looked for
+
+
+class Trap(Protocol):
+    """Something that is going to happen to a life."""
+
+    def lay(self, checkpoints: Path) -> None:
+        """Prepares it, in the process that lives, before the script is run."""
+
+
+@dataclass(frozen=True)
+class Aftermath:
+    """What a life has left behind: the last step in its log, that of the newest sound checkpoint (0: none), the names
+    of files that should be checkpoints and are none, and whether it ended while a checkpoint was being written."""
+
+    logged: int
+    saved: int
+    unsound: tuple[str, ...]
+    was_saving: bool
+
+    @property
+    def steps_lost(self) -> int:
+        return self.logged - self.saved
+
+
+@dataclass(frozen=True)
+class Life:
+    """A process that trains, and leads a process group of its own."""
+
+    process: BaseProcess | subprocess.Popen
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended yet."""
+        return self.process.is_alive() if isinstance(self.process, BaseProcess) else self.process.poll() is None
+
+    def kill(self) -> None:
+        """Sends SIGKILL."""
+        self.process.kill()
+
+    def end(self, seconds: float = PATIENCE) -> int | None:
+        """The exit code, negative for a signal; None where it still lives after so many seconds (it is killed then)."""
+        try:
+            if isinstance(self.process, BaseProcess):
+                self.process.join(seconds)
+                code = self.process.exitcode
+            else:
+                code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        if code is None:
+            self.kill()
+        return code
+
+    def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+        """Waits; an AssertionError where it ends before, or nothing comes for two minutes."""
+        deadline = time.monotonic() + PATIENCE
+        while not is_so():
+            assert self.is_alive(), f"it ended by itself, and {what} never came"
+            assert time.monotonic() < deadline, f"{what} never came"
+            time.sleep(0.01)
+
+
+@dataclass(frozen=True)
+class LongRun:
+    """A training run in a folder of its own."""
+
+    directory: Path
+    flags: tuple[str, ...]
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
+
+    def arguments(self, *more: str) -> list[str]:
+        """The command line that begins the run or goes on with it."""
+        return [*self.flags, *run_folders(self.directory), "--resume", "auto", *more]
+
+    def begin(self, *more: str, trap: Trap | None = None) -> Life:
+        """A life forked from the process that has imported torch, into the trap if one is given."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        process = _warm().Process(target=_live, args=(self.arguments(*more), self.checkpoints, self.output, trap))
+        process.start()
+        return Life(process)
+
+    def begin_script(self, script: Path, *more: str) -> Life:
+        """A life that begins as a person's does, in an interpreter of its own.
+
+        The shell script finds a python3 that names this environment's: a test has no business in setting one up.
+        """
+        python = self.directory / "bin" / "python3"
+        python.parent.mkdir(parents=True, exist_ok=True)
+        python.write_text(f'#!/bin/sh\n[ "$1" = -c ] || echo "{sys.executable}"\n', encoding="utf-8")
+        python.chmod(0o755)
+        interpreter = [sys.executable] if script.suffix == ".py" else []
+        with open(self.output, "ab") as output:
+            process = subprocess.Popen(
+                [*interpreter, str(script), *self.arguments(*more)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=os.environ | {"OMP_NUM_THREADS": THREADS, "PATH": f"{python.parent}:{os.environ['PATH']}"},
+                start_new_session=True,
+            )
+        return Life(process)
+
+    @property
+    def output(self) -> Path:
+        """What all its lives have printed."""
+        return self.directory / "output.txt"
+
+    def logged_step(self) -> int:
+        """The last step in the log; 0 where there is none."""
+        log = self.directory / "runs" / "default" / "log.jsonl"
+        if not log.exists():
+            return 0
+        with open(log, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL))
+            found = re.findall(rb'"kind": "step", "step": (\d+),.*\n', file.read())
+        return int(found[-1]) if found else 0
+
+    def aftermath(self) -> Aftermath:
+        """What lies there now. Reads what a resuming run would read, and changes nothing where all is sound."""
+        unsound = []
+        for path in sorted(self.checkpoints.glob("checkpoint_*")):
+            try:
+                if not path.name.endswith(".partial"):
+                    read_checkpoint(path)
+            except CheckpointError:
+                unsound.append(path.name)
+        found = Checkpointer(self.checkpoints, keep=2).read_newest_sound()
+        partial = self.checkpoints / (LAST + ".partial")
+        return Aftermath(self.logged_step(), found[1].step if found else 0, tuple(unsound), partial.exists())
+
+
+def members(group: int) -> list[int]:
+    """The processes of a group that live; one that has ended and that nobody has asked about does not count."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(its_group) == group and state not in "ZX":
+            found.append(int(path.parent.name))
+    return found
+
+
+def _warm() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.faults.warm"])
+    return context
+
+
+def _live(arguments: list[str], checkpoints: Path, output: Path, trap: Trap | None) -> None:
+    os.setpgid(0, 0)
+    with open(output, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    multiprocessing.set_start_method("fork", force=True)  # for the loader's workers, as where the script is started
+    os.chdir(ROOT)
+    if trap:
+        trap.lay(checkpoints)
+    sys.argv = [str(SCRIPT), *arguments]
+    sys.path.insert(0, str(SCRIPT.parent))
+    runpy.run_path(str(SCRIPT), run_name="__main__")

@@ -1,0 +1,143 @@
+"""SIGTERM and SIGINT to a training run: how it ends, how soon, and what is left."""
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from konkanivani.audio_file import AudioSource
+from konkanivani.data import loading
+from tests.conftest import ROOT, Corpus
+from tests.faults.killing import small_run
+from tests.faults.lives import Life, LongRun, Trap, members
+
+SHELL_SCRIPT = ROOT / "run_training_memory_optimized.sh"
+Target = Literal["the process", "its group", "the shell script"]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """One life that a signal has ended: seconds from the signal to its end, and what should not have been so."""
+
+    seconds: float
+    complaints: tuple[str, ...]
+
+
+def run_to_be_signalled(corpus: Corpus, directory: Path, *more: str) -> LongRun:
+    """Saves by minutes only, so that what is saved at a signal is saved because of it; validates after each epoch."""
+    return small_run(corpus, directory, "--valid_manifest", corpus.manifest("valid"), *more)
+
+
+def run_of_preset(corpus: Corpus, directory: Path, preset: str) -> LongRun:
+    """The first command's micro-batches, 2 of 4 utterances, with a preset's model."""
+    flags = ("--preset", preset, "--device", "cpu", "--batch_size", "4", "--gradient_accumulation_steps", "2")
+    manifests = ("--train_manifest", corpus.manifest("train"), "--valid_manifest", corpus.manifest("valid"))
+    return LongRun(directory, (*flags, *manifests, "--epochs", "1000", "--keep_checkpoints", "2"))
+
+
+def end_by_signal(run: LongRun, number: signal.Signals, target: Target, workers: int, delay: float) -> Ending:
+    """One life that is sent a signal so many seconds after its first step; nothing of it may be lost or stay behind."""
+    life = begin(run, target, workers)
+    time.sleep(delay)
+    sent = time.monotonic()
+    send(life, number, target)
+    code = life.end()
+    seconds = time.monotonic() - sent
+    found, complaints = run.aftermath(), []
+    if code != 128 + number:
+        complaints.append(f"the exit code was {code}")
+    if found.steps_lost:
+        complaints.append(f"step {found.logged} was logged and step {found.saved} was saved")
+    return Ending(seconds, (*complaints, *_complaints(run, life)))
+
+
+def end_by_two(run: LongRun, number: signal.Signals, workers: int, delay: float) -> Ending:
+    """One life that is sent a second signal `delay` seconds after the first; the seconds are counted from it on."""
+    before = run.aftermath().saved
+    life = begin(run, "its group", workers)
+    send(life, number, "its group")
+    time.sleep(delay)
+    sent = time.monotonic()
+    send(life, number, "its group")
+    code = life.end()
+    seconds = time.monotonic() - sent
+    found, complaints = run.aftermath(), []
+    if code != 128 + number:
+        complaints.append(f"the exit code was {code}")
+    if found.saved not in (before, found.logged):
+        complaints.append(f"step {found.saved} was saved, neither {before} nor {found.logged}")
+    return Ending(seconds, (*complaints, *_complaints(run, life)))
+
+
+@dataclass
+class HangingAudio:
+    """Has each audio worker hang after so many recordings, as one does that reads from a server which has gone."""
+
+    recordings: int
+
+    def lay(self, _checkpoints: Path) -> None:
+        """Stands between the loader and the reading of audio."""
+        load = loading.load_audio
+
+        def hang_after_some(source: AudioSource) -> torch.Tensor:
+            self.recordings -= 1
+            if self.recordings < 0:
+                time.sleep(3600)
+            return load(source)
+
+        loading.load_audio = hang_after_some
+
+
+def end_while_workers_hang(run: LongRun, number: signal.Signals) -> Ending:
+    """One life that waits for workers that never answer when the signal comes."""
+    life = begin(run, "the process", workers=2, trap=HangingAudio(recordings=12))
+    logged = -1
+    while logged != (logged := run.logged_step()):  # what was loaded beforehand is trained on
+        time.sleep(1.0)
+    sent = time.monotonic()
+    send(life, number, "the process")
+    code = life.end()
+    seconds = time.monotonic() - sent
+    complaints = [] if code == 128 + number else [f"the exit code was {code}"]
+    if run.aftermath().steps_lost:
+        complaints.append("steps were lost")
+    return Ending(seconds, (*complaints, *_complaints(run, life)))
+
+
+def begin(run: LongRun, target: Target, workers: int, trap: Trap | None = None) -> Life:
+    """A life that has made a step."""
+    before, loader = run.logged_step(), ("--num_workers", str(workers))
+    life = run.begin_script(SHELL_SCRIPT, *loader) if target == "the shell script" else run.begin(*loader, trap=trap)
+    life.wait_until(lambda: run.logged_step() > before, "the first step")
+    return life
+
+
+def send(life: Life, number: signal.Signals, target: Target) -> None:
+    """The signal to the process that was started, or to all of its group, as a terminal does."""
+    with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
+        if target == "its group":
+            os.killpg(life.pid, number)
+        else:
+            os.kill(life.pid, number)
+
+
+def left_after(life: Life) -> list[int]:
+    """The processes of an ended life that are there 2 s later: left alone, PyTorch's workers take 5 s to notice."""
+    deadline = time.monotonic() + 2.0
+    while (left := members(life.pid)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
+
+
+def _complaints(run: LongRun, life: Life) -> list[str]:
+    found = [f"{name} cannot be read" for name in run.aftermath().unsound]
+    if left := left_after(life):
+        found.append(f"{len(left)} processes were left behind")
+    if "Traceback" in run.output.read_text(encoding="utf-8"):
+        found.append("a traceback was printed")
+    return found

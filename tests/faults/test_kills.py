@@ -1,0 +1,62 @@
+"""Laws 1 and 8 on the real script: killed again and again, the run is the one that nobody killed."""
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from konkanivani.checkpoint import LAST
+from tests.faults import killing
+from tests.faults.fuse import POINTS, WORSE_IN_A_ROW
+from tests.faults.killing import complaints_of, kill_at_points, kill_at_random, left_behind, what_differs
+from tests.faults.lives import LongRun
+
+
+@pytest.fixture(scope="module")
+def killed(corpus, tmp_path_factory) -> LongRun:
+    """A run that was killed once at every point of a save, and twice in a row where that could be worse than once."""
+    run = killing.run_to_be_killed_at_points(corpus, tmp_path_factory.mktemp("points") / "killed")
+    for death in kill_at_points(run, len(POINTS) + len(WORSE_IN_A_ROW)):
+        assert death.complaints == (), death
+    return run
+
+
+def test_killed_at_every_point_of_a_save_it_is_the_run_that_nobody_killed(killed, corpus, tmp_path):
+    assert what_differs(killed, killing.run_to_be_killed_at_points(corpus, tmp_path / "undisturbed")) == []
+
+
+def test_killed_at_random_with_workers_it_is_the_run_that_nobody_killed(corpus, tmp_path):
+    run, draw = killing.run_to_be_killed_at_random(corpus, tmp_path / "killed"), random.Random(0)
+    for _ in range(4):
+        death = kill_at_random(run, draw)
+        assert death.complaints == (), death
+    assert what_differs(run, killing.run_to_be_killed_at_random(corpus, tmp_path / "undisturbed")) == []
+
+
+def tear_last(folder: Path) -> None:
+    os.truncate(folder / LAST, (folder / LAST).stat().st_size // 2)
+
+
+def lose_last(folder: Path) -> None:
+    """As a trainer would that published only the epochs."""
+    (folder / LAST).unlink()
+    (folder / "checkpoint_previous.pt").unlink()
+
+
+@pytest.mark.parametrize("spoil, said", [(tear_last, "cannot be read"), (lose_last, "was found")])
+def test_negative_control_a_torn_or_lost_checkpoint_is_complained_of(killed, spoil: Callable, said: str, tmp_path):
+    run = LongRun(tmp_path / "copy", killed.flags)
+    shutil.copytree(killed.directory, run.directory)
+    assert complaints_of(run.aftermath(), -9, most_lost=1) == []
+    spoil(run.checkpoints)
+    assert said in "".join(complaints_of(run.aftermath(), -9, most_lost=1))
+
+
+def test_negative_control_a_leftover_is_complained_of(killed, tmp_path):
+    run = LongRun(tmp_path / "copy", killed.flags)
+    shutil.copytree(killed.directory, run.directory)
+    (run.checkpoints / f"{LAST}.partial").write_bytes(b"PK")
+    assert f"{LAST}.partial was left behind" in left_behind(run)

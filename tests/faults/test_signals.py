@@ -1,0 +1,123 @@
+"""SIGTERM and SIGINT save at the next micro-batch boundary, a second one ends at once; no worker is left behind."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from konkanivani.data.loading import _signals_held_back
+from konkanivani.errors import Interrupted
+from konkanivani.recipe import build_run
+from konkanivani.start import resolve_start
+from konkanivani.training import evaluation
+from konkanivani.training.loop import train
+from tests.conftest import ROOT, TINY_MODEL, read_log, run_folders
+from tests.faults.killing import what_differs
+from tests.faults.lives import LongRun, members
+from tests.faults.signalling import (
+    begin,
+    end_by_signal,
+    end_by_two,
+    end_while_workers_hang,
+    left_after,
+    run_to_be_signalled,
+)
+
+
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory) -> LongRun:
+    """One run that all these signals end in turn."""
+    return run_to_be_signalled(corpus, tmp_path_factory.mktemp("signals") / "signalled")
+
+
+@pytest.mark.parametrize(
+    "number, target, workers",
+    [
+        (signal.SIGTERM, "the process", 0),
+        (signal.SIGINT, "its group", 2),
+        (signal.SIGTERM, "the shell script", 2),
+    ],
+    ids=["SIGTERM to the process", "SIGINT to the group", "SIGTERM to the shell script"],
+)
+def test_a_signal_saves_every_step_and_leaves_nobody_behind(run, number, target, workers):
+    assert end_by_signal(run, number, target, workers, delay=0.1 * random.Random(workers).random()).complaints == ()
+
+
+def test_a_signal_breaks_off_the_wait_for_workers_that_hang_and_kills_them(run):
+    ending = end_while_workers_hang(run, signal.SIGTERM)
+    assert ending.complaints == () and ending.seconds < 30
+
+
+def test_a_second_signal_ends_at_once_and_is_still_safe(run):
+    ending = end_by_two(run, signal.SIGINT, workers=2, delay=0.0)
+    assert ending.complaints == ()
+
+
+def test_workers_do_not_outlive_a_killed_trainer_even_where_they_hang(run):
+    life = begin(run, "the process", workers=2)
+    workers = [pid for pid in members(life.pid) if pid != life.pid]
+    assert len(workers) == 2
+    os.kill(workers[0], signal.SIGSTOP)
+    life.kill()
+    life.end()
+    assert left_after(life) == []
+
+
+def test_a_run_that_was_signalled_again_and_again_is_the_run_that_nobody_disturbed(run, corpus, tmp_path):
+    assert what_differs(run, run_to_be_signalled(corpus, tmp_path / "undisturbed")) == []
+
+
+def test_a_signal_breaks_off_validation_which_is_done_anew_when_the_run_goes_on(corpus, tmp_path, monkeypatch):
+    flags = ("--batch_size", "13", "--gradient_accumulation_steps", "1", "--epochs", "1", "--num_workers", "0")
+    batches = ("--validation_batch_seconds", "0.1")  # one utterance each
+    flags = (*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), *flags, *batches)
+    run, calls = build_run(resolve_start([*flags])), []
+
+    def recognize_and_signal(*arguments: object) -> evaluation.RecognizedBatch:
+        calls.append(1)
+        run.interruption.signal_number = signal.SIGTERM
+        return recognize(*arguments)
+
+    recognize = evaluation.recognize
+    with monkeypatch.context() as patched, pytest.raises(Interrupted, match="at step 2"):
+        patched.setattr(evaluation, "recognize", recognize_and_signal)
+        train(run)
+    assert len(calls) == 1 and run.state.epochs_finished == 0
+    run.lock._file.close()
+    train(resumed := build_run(resolve_start([*flags, "--resume", "auto"])))
+    assert (resumed.state.step, resumed.state.epochs_finished) == (2, 1)
+    assert [record["utterances"] for record in read_log(tmp_path, "validation")] == [5]
+
+
+AFTER_TRAINING = """
+import os, signal, sys, time
+from konkanivani.training.interruption import Interruption
+interruption = Interruption()
+interruption.install()
+if sys.argv[1] == "after":
+    interruption.end_training()
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(0.01)
+print("lives", flush=True)
+interruption.end_training()
+"""
+
+
+def test_once_training_is_over_a_signal_ends_at_once_and_one_that_came_before_is_not_forgotten():
+    after = subprocess.run([sys.executable, "-c", AFTER_TRAINING, "after"], cwd=ROOT, capture_output=True, text=True)
+    assert (after.returncode, after.stdout) == (128 + signal.SIGTERM, "")
+    before = subprocess.run([sys.executable, "-c", AFTER_TRAINING, "before"], cwd=ROOT, capture_output=True, text=True)
+    assert before.stdout == "lives\n" and "Interrupted: Stopped by a signal" in before.stderr
+
+
+def test_what_is_forked_while_signals_are_held_back_is_deaf_to_them_and_the_trainer_is_not():
+    asked = {signal.SIGINT, signal.SIGTERM}
+    with _signals_held_back():
+        child = os.fork()
+        if child == 0:
+            os._exit(10 + len(asked & signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 12
+    assert not asked & signal.pthread_sigmask(signal.SIG_BLOCK, ())
