@@ -41,6 +41,8 @@ class Flags:
     """Seconds of the shortest utterance."""
     longest: float = 12.0
     """Seconds of the longest utterance."""
+    width: int = 256
+    """Width of every model."""
     cuts: tuple[int, ...] = (1, 2, 4, 8)
     """Micro-batches into which the effective batch is cut: every toolkit in each of these ways."""
     contestants: tuple[Toolkit, ...] = get_args(Toolkit)
@@ -65,12 +67,16 @@ def compare(flags: Flags) -> str:
     """Races, and returns what is to be printed."""
     if flags.rounds < 1 or any(cut < 1 or flags.utterances % cut for cut in flags.cuts) or not flags.cuts:
         raise UsageError("--rounds must be at least 1, and each of --cuts must divide --utterances.")
+    if flags.width < 8 or flags.width % 8:
+        raise UsageError("--width must be a multiple of 8: four heads of an even width.")
     if not 0.2 <= flags.shortest <= flags.longest:
         raise UsageError("--shortest must be at least 0.2, and --longest no less.")
     from benchmarks.measuring.peers.comparison import compare_all
     from benchmarks.measuring.peers.contest import Terms
 
-    terms = Terms(flags.utterances, flags.shortest, flags.longest, flags.dropout, flags.device, flags.mixed_precision)
+    terms = Terms(
+        flags.utterances, flags.shortest, flags.longest, flags.width, flags.dropout, flags.device, flags.mixed_precision
+    )
     folder = Path(flags.folder).expanduser()
     comparison = compare_all(terms, flags.contestants, flags.cuts, flags.rounds, folder, flags.without_dropout)
     if flags.markdown:

@@ -11,8 +11,8 @@ from benchmarks.measuring.fixed_step import VOCABULARY, build_speech
 from benchmarks.measuring.flops import forward_layers, machine_rate, step_flop
 from benchmarks.measuring.peers.contest import Entry, Terms
 from benchmarks.measuring.peers.environment import peer_python
+from benchmarks.measuring.peers.ours import model_of
 from benchmarks.measuring.peers.race import Result, race
-from konkanivani.config import PRESETS
 
 OURS = "konkanivani"
 
@@ -131,7 +131,7 @@ def step_flop_of(entry: Entry, terms: Terms) -> float:
     for start in range(0, terms.utterances, size):
         frames = int(speech.frames[start : start + size].max())
         tokens = int(speech.token_lengths[start : start + size].max())
-        layers = forward_layers(PRESETS["original"], VOCABULARY, size, frames, tokens)
+        layers = forward_layers(model_of(terms), VOCABULARY, size, frames, tokens)
         total += step_flop(layers, entry.setting == "recompute")
     return total
 

@@ -30,11 +30,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Terms:
-    """The work: utterances in the step, dropout on the residual branches, the device and its precision."""
+    """The work: utterances in the step, their seconds, the model's width, dropout on its residual branches, where."""
 
     utterances: int
     shortest: float
     longest: float
+    width: int
     dropout: float
     device: str
     mixed_precision: bool

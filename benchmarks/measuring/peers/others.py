@@ -1,6 +1,6 @@
-"""The models of other toolkits at the size of the preset `original`, trained as their own recipes do.
+"""The models of other toolkits in the shape of the preset `original`, trained as their own recipes do.
 
-Conformer, 12 + 6 layers, width 256, feed-forward 1024, 4 heads, 1,000 tokens; CTC and attention losses, label
+Conformer, 12 + 6 layers, feed-forward of four times the width, 4 heads, 1,000 tokens; CTC and attention losses, label
 smoothing, AdamW. Dropout on the residual branches is what the terms say, of attention probabilities too: these toolkits
 drop them.
 """
@@ -15,7 +15,7 @@ from benchmarks.measuring.peers.contest import CTC_SHARE, LABEL_SMOOTHING, Entry
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import peak_resident_mib, reset_peak_resident, resident_mib
 
-BINS, WIDTH, INNER, HEADS, ENCODER_LAYERS, DECODER_LAYERS, KERNEL = 80, 256, 1024, 4, 12, 6, 31
+BINS, HEADS, ENCODER_LAYERS, DECODER_LAYERS, KERNEL = 80, 4, 12, 6, 31
 BLANK, START, END = 0, 1, 2
 
 
@@ -24,7 +24,7 @@ class ESPnet(torch.nn.Module):
 
     package = "espnet"
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         from espnet2.asr.ctc import CTC
         from espnet2.asr.decoder.transformer_decoder import TransformerDecoder
@@ -34,9 +34,9 @@ class ESPnet(torch.nn.Module):
         rates = {"dropout_rate": dropout, "positional_dropout_rate": dropout}
         encoder = ConformerEncoder(
             BINS,
-            output_size=WIDTH,
+            output_size=width,
             attention_heads=HEADS,
-            linear_units=INNER,
+            linear_units=4 * width,
             num_blocks=ENCODER_LAYERS,
             attention_dropout_rate=dropout,
             input_layer="conv2d",
@@ -51,9 +51,9 @@ class ESPnet(torch.nn.Module):
         )
         decoder = TransformerDecoder(
             VOCABULARY,
-            WIDTH,
+            width,
             attention_heads=HEADS,
-            linear_units=INNER,
+            linear_units=4 * width,
             num_blocks=DECODER_LAYERS,
             self_attention_dropout_rate=dropout,
             src_attention_dropout_rate=dropout,
@@ -70,7 +70,7 @@ class ESPnet(torch.nn.Module):
             encoder=encoder,
             postencoder=None,
             decoder=decoder,
-            ctc=CTC(VOCABULARY, WIDTH),
+            ctc=CTC(VOCABULARY, width),
             joint_network=None,
             ctc_weight=CTC_SHARE,
             lsm_weight=LABEL_SMOOTHING,
@@ -88,7 +88,7 @@ class SpeechBrain(torch.nn.Module):
 
     package = "speechbrain"
 
-    def __init__(self, dropout: float, attention: str = "RoPEMHA") -> None:
+    def __init__(self, width: int, dropout: float, attention: str = "RoPEMHA") -> None:
         super().__init__()
         from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
         from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
@@ -106,11 +106,11 @@ class SpeechBrain(torch.nn.Module):
         self.transformer = TransformerASR(
             tgt_vocab=VOCABULARY,
             input_size=BINS // 4 * 32,
-            d_model=WIDTH,
+            d_model=width,
             nhead=HEADS,
             num_encoder_layers=ENCODER_LAYERS,
             num_decoder_layers=DECODER_LAYERS,
-            d_ffn=INNER,
+            d_ffn=4 * width,
             dropout=dropout,
             activation=torch.nn.GELU,
             conformer_activation=torch.nn.GELU,
@@ -119,8 +119,8 @@ class SpeechBrain(torch.nn.Module):
             normalize_before=True,
             causal=False,
         )
-        self.by_ctc = torch.nn.Linear(WIDTH, VOCABULARY)
-        self.by_attention = torch.nn.Linear(WIDTH, VOCABULARY)
+        self.by_ctc = torch.nn.Linear(width, VOCABULARY)
+        self.by_attention = torch.nn.Linear(width, VOCABULARY)
 
     def loss(self, piece: Piece) -> torch.Tensor:
         """The recipe's joint loss; lengths are shares of the longest, as it counts them."""
@@ -146,7 +146,7 @@ class OtherToolkit:
         import_toolkit(entry)
         self.resident_before = resident_mib()
         reset_peak_resident()
-        model = build_model(entry, terms.dropout)
+        model = build_model(entry, terms)
         self.version = version(model.package)
         self.model, self.terms = model.to(terms.device).train(), terms
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -199,9 +199,9 @@ def import_toolkit(entry: Entry) -> None:
         import speechbrain.nnet.losses  # noqa: F401
 
 
-def build_model(entry: Entry, dropout: float) -> ESPnet | SpeechBrain:
+def build_model(entry: Entry, terms: Terms) -> ESPnet | SpeechBrain:
     """The toolkit's model, freshly initialised."""
     torch.manual_seed(0)
     if entry.toolkit == "espnet":
-        return ESPnet(dropout)
-    return SpeechBrain(dropout, "RelPosMHAXL" if entry.setting == "relative" else "RoPEMHA")
+        return ESPnet(terms.width, terms.dropout)
+    return SpeechBrain(terms.width, terms.dropout, "RelPosMHAXL" if entry.setting == "relative" else "RoPEMHA")

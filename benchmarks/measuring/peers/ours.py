@@ -14,11 +14,16 @@ from benchmarks.measuring.fixed_step import (
 from benchmarks.measuring.peers.contest import Entry, Terms
 from konkanivani.assembly import build_step_parts
 from konkanivani.budget import MIB
-from konkanivani.config import PRESETS, DataConfig, MemoryConfig, TrainConfig
+from konkanivani.config import PRESETS, DataConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.memory.monitor import resident_mib
 from konkanivani.model.asr import parameter_count
 from konkanivani.preflight import choose_device
 from konkanivani.training.step import train_step
+
+
+def model_of(terms: Terms) -> ModelConfig:
+    """The preset `original`, of another width where the terms say so."""
+    return dataclasses.replace(PRESETS["original"], d_model=terms.width, dropout=terms.dropout)
 
 
 class KonkaniVani:
@@ -33,7 +38,7 @@ class KonkaniVani:
             data=DataConfig(
                 batch_size=terms.utterances // entry.micro_batches, gradient_accumulation_steps=entry.micro_batches
             ),
-            model=dataclasses.replace(PRESETS["original"], dropout=terms.dropout),
+            model=model_of(terms),
             memory=MemoryConfig(mixed_precision=terms.mixed_precision, gradient_checkpointing=recompute),
         )
         device = choose_device(terms.device)
