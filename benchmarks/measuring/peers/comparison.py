@@ -1,7 +1,6 @@
 """The race's tables: who is fastest, who is leanest, and by how much."""
 
 import os
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -10,11 +9,9 @@ import torch
 from benchmarks.measuring.fixed_step import VOCABULARY, build_speech
 from benchmarks.measuring.flops import forward_layers, machine_rate, step_flop
 from benchmarks.measuring.peers.contest import Entry, Terms
-from benchmarks.measuring.peers.environment import peer_python
+from benchmarks.measuring.peers.environment import OURS, pythons_of
 from benchmarks.measuring.peers.ours import model_of
 from benchmarks.measuring.peers.race import Result, race
-
-OURS = "konkanivani"
 
 
 @dataclass(frozen=True)
@@ -150,9 +147,7 @@ def compare_all(
     terms: Terms, toolkits: tuple[str, ...], cuts: tuple[int, ...], rounds: int, folder: Path, without_dropout: bool
 ) -> Comparison:
     """The whole comparison; the others' environment is made where it is missing."""
-    others = tuple(toolkit for toolkit in toolkits if toolkit != OURS)
-    pythons = dict.fromkeys(others, peer_python(folder, ("speechbrain", "espnet")) if others else None)
-    pythons[OURS] = Path(sys.executable)
+    pythons = pythons_of(toolkits, folder)
     rate = machine_rate(terms.device)
     results = race(entries_of(toolkits, cuts), pythons, terms, rounds)
     comparison = Comparison(

@@ -8,6 +8,16 @@ from pathlib import Path
 
 from konkanivani.errors import ResourceError
 
+OURS = "konkanivani"
+PACKAGES = ("speechbrain", "espnet", "matplotlib")
+
+
+def pythons_of(toolkits: tuple[str, ...], folder: Path) -> dict[str, Path]:
+    """Each toolkit's interpreter; the others' environment under `folder` is made where it is missing."""
+    others = [toolkit for toolkit in toolkits if toolkit != OURS]
+    pythons = {OURS: Path(sys.executable)} if OURS in toolkits else {}
+    return pythons | (dict.fromkeys(others, peer_python(folder, PACKAGES)) if others else {})
+
 
 def peer_python(folder: Path, packages: tuple[str, ...]) -> Path:
     """The Python of an environment under `folder` that has `packages`, made where it is not there yet.
