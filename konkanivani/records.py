@@ -16,7 +16,8 @@ def tagged(tag: str, default: Any = MISSING) -> Any:
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Memory in MiB at the end of a phase ("start", "forward", "backward", "update", "validation", "save").
+    """Memory in MiB at the end of a phase ("start", "data", "forward", "backward", "update", "log", "validation",
+    "save").
 
     None = does not apply here. allocated, reserved and peak are the accelerator's; resident is the process's. On a CPU,
     peak is the peak resident. Of a phase's moments the one of highest peak counts; of fragmentation = reserved -

@@ -79,12 +79,13 @@ def tell_rehearsal(run: Run) -> None:
 
 
 def memory_table(run: Run) -> str:
-    """What each phase took at most, beside what was planned for it, and what memory that was short has cost."""
+    """What each phase took at most and in all its time, what was planned, and what memory that was short has cost."""
     monitor = run.step.forward.monitor
     phases, clearing = monitor.report_run(), monitor.report_clearing_of_run()
-    rows = list(zip(*_columns(phases), strict=True))
+    seconds = [monitor.seconds_of(phase.phase) for phase in phases]
+    rows = list(zip(*_columns(phases, seconds), strict=True))
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = ["Memory in MiB, the largest of each phase:"]
+    lines = ["Memory in MiB, the largest of each phase, and its time:"]
     for name, *numbers in rows:
         cells = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
         lines.append("  ".join(["", name.ljust(widths[0]), *cells]))
@@ -94,7 +95,7 @@ def memory_table(run: Run) -> str:
     return "\n".join(lines)
 
 
-def _columns(phases: tuple[PhaseMemory, ...]) -> Iterator[list[str]]:
+def _columns(phases: tuple[PhaseMemory, ...], seconds: list[float]) -> Iterator[list[str]]:
     """The table by columns, each with its title first; without those that say nothing here."""
     yield ["phase", *(phase.phase for phase in phases)]
     columns = {
@@ -106,6 +107,8 @@ def _columns(phases: tuple[PhaseMemory, ...]) -> Iterator[list[str]]:
     for title, values in columns.items():
         if any(value is not None for value in values):
             yield [title, *("-" if value is None else f"{value:.0f}" for value in values)]
+    yield ["seconds", *(f"{value:.1f}" for value in seconds)]
+    yield ["share", *(f"{value / sum(seconds):.1%}" for value in seconds)]
 
 
 def summary_line(run: Run, scores: tuple[TestScore, ...], checkpoint: str, tensorboard: str) -> str:

@@ -188,9 +188,9 @@ def test_the_table_at_the_end_on_a_card(allocator):
     monitor.report()
     monitor.tend_cache()
     lines = memory_table(run_with(monitor, splits=4)).splitlines()
-    assert lines[1].split() == ["phase", "planned", "peak", "fragmentation", "allocator", "retries"]
-    assert lines[2].split() == ["forward", "1200", "1100", "500", "3"]
-    assert lines[3].split() == ["update", "-", "1100", "500", "0"]
+    assert lines[1].split() == ["phase", "planned", "peak", "fragmentation", "allocator", "retries", "seconds", "share"]
+    assert lines[2].split()[:5] == ["forward", "1200", "1100", "500", "3"]
+    assert lines[3].split()[:5] == ["update", "-", "1100", "500", "0"]
     assert len({len(line) for line in lines[1:4]}) == 1, "the columns do not align"
     assert lines[4].endswith("out of memory: 4.") and lines[5] == (
         f"Clearings of the cache: 1, in {monitor.report_clearing_of_run().seconds:.2f} s."
@@ -206,7 +206,7 @@ def test_the_summary_has_the_splits_and_the_retries(allocator):
 
 def test_the_table_at_the_end_on_a_cpu_has_no_empty_columns():
     lines = memory_table(run_with(phases_of_two_blocks())).splitlines()
-    assert lines[1].split() == ["phase", "peak"] and len(lines) == 6
+    assert lines[1].split() == ["phase", "peak", "seconds", "share"] and len(lines) == 6
     assert allocator_retries(phases_of_two_blocks().report_run()) is None
 
 
@@ -224,19 +224,22 @@ def test_splits_are_counted_over_the_run_and_an_older_checkpoint_has_none():
         state.load_state_dict(older)
 
 
+STEP_PHASES = ("data", "forward", "backward", "update")
+
+
 def test_a_run_logs_every_phase_and_ends_with_the_table(corpus: Corpus, tmp_path):
     done = run_trainer(*corpus.flags(), *TINY_MODEL, *run_folders(tmp_path), "--max_steps", "4", "--save_steps", "2")
     assert done.returncode == 0, done.stderr
     steps = read_log(tmp_path)
-    assert [phase["phase"] for phase in steps[0]["memory"]] == ["start", "forward", "backward", "update"]
-    assert [phase["phase"] for phase in steps[2]["memory"]] == ["save", "forward", "backward", "update"]
+    assert [phase["phase"] for phase in steps[0]["memory"]] == ["start", *STEP_PHASES]
+    assert [phase["phase"] for phase in steps[2]["memory"]] == ["log", "save", *STEP_PHASES]
     assert steps[0]["cache_clearings"] is None and steps[0]["cache_clearing_seconds"] is None
     lines = done.stdout.splitlines()
     summary = json.loads(lines[-1])
     assert (summary["memory_splits"], summary["allocator_retries"]) == (0, None)
-    table = lines[lines.index("Memory in MiB, the largest of each phase:") :]
-    peaks = {line.split()[0]: float(line.split()[1]) for line in table[2:6]}
-    assert list(peaks) == ["start", "forward", "backward", "update"]
+    table = lines[lines.index("Memory in MiB, the largest of each phase, and its time:") :]
+    peaks = {line.split()[0]: float(line.split()[1]) for line in table[2:8]}
+    assert list(peaks) == ["start", *STEP_PHASES, "log"]
     logged = {phase["phase"]: phase["peak_mib"] for step in steps for phase in step["memory"]}
     assert set(peaks) <= set(logged) and summary["peak_memory_mib"] >= max(logged.values())
 
@@ -282,3 +285,12 @@ def test_a_run_that_keeps_to_its_plan_leaves_no_holes(call):
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, check=True)
     assert (float(done.stdout) < 20) == (call != "pass")
+
+
+def test_a_phase_has_the_seconds_between_its_moments_and_those_before(monkeypatch):
+    clock = iter([10.0, 11.0, 11.5, 14.5])
+    monkeypatch.setattr("konkanivani.memory.monitor.time.perf_counter", lambda: next(clock))
+    monitor = MemoryMonitor(torch.device("cpu"), 0)
+    for phase in ("forward", "backward", "forward"):
+        monitor.end_phase(phase)
+    assert [monitor.seconds_of(phase) for phase in ("forward", "backward", "save")] == [4.0, 0.5, 0.0]

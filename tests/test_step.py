@@ -116,7 +116,7 @@ def test_scaled_gradients_give_the_update_of_unscaled_ones_and_an_overflow_halve
     # The scale is a power of two, so nothing is rounded.
     assert all_equal(weights_of(plain), weights_of(scaled))
     broken = [dataclasses.replace(s, waveform=s.waveform * float("nan")) for s in speeches(2)]
-    assert train_step(scaled, window(broken, 1), 1).scale == 512.0
+    assert train_step(scaled, window(broken, 1), 1).scale == 1024.0 and scaled.scaler.get_scale() == 512.0
 
 
 def test_ctc_runs_in_full_precision_under_autocast():

@@ -118,10 +118,10 @@ def measure(config: TrainConfig, steps: int, recomputed_blocks: int | None = Non
     )
 
 
-def build_speech(utterances: int) -> FixedSpeech:
-    """The fixed utterances, the same numbers on every machine: 3 to 12 s each, random features and tokens."""
+def build_speech(utterances: int, shortest: float = 3.0, longest: float = 12.0) -> FixedSpeech:
+    """The fixed utterances, the same numbers on every machine: of so many seconds, random features and tokens."""
     lengths = random.Random(0)
-    seconds = sorted((lengths.uniform(3.0, 12.0) for _ in range(utterances)), reverse=True)
+    seconds = sorted((lengths.uniform(shortest, longest) for _ in range(utterances)), reverse=True)
     frames = torch.tensor([int(length * FRAMES_PER_SECOND) for length in seconds])
     token_lengths = torch.tensor([max(2, int(length * TOKENS_PER_SECOND)) for length in seconds])
     generator = torch.Generator().manual_seed(0)  # the features are drawn first, then the tokens

@@ -1,4 +1,4 @@
-"""How much memory each phase of training takes, and the periodic return of cached GPU memory."""
+"""How much memory and time each phase of training takes, and the periodic return of cached GPU memory."""
 
 import ctypes
 import dataclasses
@@ -90,6 +90,8 @@ class MemoryMonitor:
         self._planned: dict[str, float] = {}
         self._phases: dict[str, PhaseMemory] = {}  # since the last report
         self._phases_of_run: dict[str, PhaseMemory] = {}
+        self._seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
         self._micro_batches = self._retries = 0
         self._clearing = self._clearing_of_run = CacheClearing()
 
@@ -103,6 +105,9 @@ class MemoryMonitor:
         self.peak_mib = max(self.peak_mib, now.peak_mib)
         for phases in (self._phases, self._phases_of_run):
             phases[phase] = _joined(phases[phase], now) if phase in phases else now
+        ended = time.perf_counter()
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + ended - self._since
+        self._since = ended
 
     def report(self) -> tuple[PhaseMemory, ...]:
         """The largest of each phase since the last report."""
@@ -112,6 +117,10 @@ class MemoryMonitor:
     def report_run(self) -> tuple[PhaseMemory, ...]:
         """The largest of each phase since the monitor was made."""
         return tuple(self._phases_of_run.values())
+
+    def seconds_of(self, phase: str) -> float:
+        """The wall time of all moments of a phase. On CUDA a kernel's is where the step waits for it: in its update."""
+        return self._seconds.get(phase, 0.0)
 
     def tend_cache(self) -> None:
         """Counts a micro-batch; every `empty_cache_interval` of them, cached GPU memory is returned to the driver.

@@ -21,8 +21,8 @@ MOST_FAILED_SAVES_IN_A_ROW = 3
 
 def train(run: Run) -> None:
     """Trains until `run.is_finished()`; what it has learned is in the newest checkpoint when it returns."""
-    state, saver = run.state, PeriodicSaver(run)
-    run.step.forward.monitor.end_phase("start")
+    state, saver, monitor = run.state, PeriodicSaver(run), run.step.forward.monitor
+    monitor.end_phase("start")
     # An error too must end the workers, and leave the progress bar's line.
     with closing(run.progress), closing(run.windows.from_cursor(state.cursor, run.interruption.check)) as windows:
         while True:
@@ -34,11 +34,13 @@ def train(run: Run) -> None:
                 break
             with steps_kept(saver):
                 window, cursor = run.progress.wait_for_next(windows)
+                monitor.end_phase("data")
                 report = train_step(run.step, window, state.step, run.interruption.is_requested)
                 if report is None:
                     run.interruption.check()
             state.advance(cursor, window.audio_seconds, report.is_skipped, report.splits)
             log_step(run, window, report)
+            monitor.end_phase("log")
             check_numerics(run, report)
             saver.save_if_due()
     saver.save(is_final=True)

@@ -50,11 +50,15 @@ class StepParts:
 
 @dataclass(frozen=True)
 class WindowGradient:
-    """The window's summed losses in nats and the norm of its gradient, which lies clipped in each `.grad`."""
+    """The window's summed losses in nats and the norm of its gradient, which lies clipped in each `.grad`.
+
+    `scale` is what the losses were multiplied by for the backward pass, and the gradient divided by since.
+    """
 
     ctc_sum: float
     attention_sum: float
     norm: float
+    scale: float
 
     @property
     def is_finite(self) -> bool:
@@ -66,7 +70,7 @@ class WindowGradient:
 class StepReport:
     """What a step did; losses in nats a token over the window. A skipped step has changed no weight.
 
-    `splits` counts how often it ran out of memory and was begun again.
+    `scale` is that of its backward pass; `splits` counts how often it ran out of memory and was begun again.
     """
 
     loss: float
@@ -115,7 +119,8 @@ def compute_gradient(
         parts.forward.monitor.tend_cache()
     parts.scaler.unscale_(parts.optimizer)
     norm = torch.nn.utils.clip_grad_norm_(parts.model.parameters(), parts.schedule.max_grad_norm)
-    return WindowGradient(*parts.read(torch.cat([totals, norm.detach().double()[None]])))
+    scale = parts.scaler.scale(torch.ones_like(norm))  # get_scale() would wait for the device once more
+    return WindowGradient(*parts.read(torch.cat([totals, torch.stack([norm.detach(), scale]).double()])))
 
 
 def recomputing(parts: StepParts, policy: RecomputePolicy) -> StepParts:
@@ -162,7 +167,7 @@ def update(parts: StepParts, gradient: WindowGradient, counts: LossCounts, step:
         attention_loss=attention_loss,
         gradient_norm=gradient.norm,
         learning_rate=rate,
-        scale=parts.scaler.get_scale(),
+        scale=gradient.scale,
         is_skipped=not gradient.is_finite,
         splits=splits,
     )

@@ -1,0 +1,79 @@
+"""The arithmetic of a training step by a formula per layer, and the machine's rate to hold it against.
+
+A multiplication and its addition are two. Forward once, backward twice (by the input and by the weight), which holds of
+every product here but the first convolution's, whose input needs no gradient. Norms, activations, softmax, dropout, CTC
+and the optimizer are left out: they move memory, and what time they take is what an efficient step has too little of.
+
+B batch, T feature frames, T' encoder frames, U tokens, D model width.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from konkanivani.audio import MEL_BINS
+from konkanivani.config import ModelConfig
+from konkanivani.lengths import subsampled_length
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's forward arithmetic in one micro-batch; `backwards` are as many again for the backward pass."""
+
+    name: str
+    formula: str
+    flop: float
+    backwards: int = 2
+    is_dense: bool = True
+
+
+def forward_layers(config: ModelConfig, vocab_size: int, batch: int, frames: int, tokens: int) -> tuple[Layer, ...]:
+    """Every product of the Conformer's forward pass over (batch, frames) padded features and (batch, tokens) tokens."""
+    width, inner, channels, kernel = (
+        config.d_model,
+        config.resolved_feedforward_dim,
+        config.subsampling_channels,
+        config.convolution_kernel,
+    )
+    halved, bins_halved = (frames - 3) // 2 + 1, (MEL_BINS - 3) // 2 + 1
+    encoded, bins = subsampled_length(frames), subsampled_length(MEL_BINS)
+    rows, spoken = batch * encoded, batch * (tokens + 1)
+    blocks, decoders = config.encoder_layers, config.decoder_layers
+    return (
+        Layer("first convolution", "2 B T/2 F/2 9 C", 2 * batch * halved * bins_halved * 9 * channels, 1),
+        Layer("depthwise convolution", "2 B T' F' 9 C", 2 * rows * bins * 9 * channels, is_dense=False),
+        Layer("pointwise convolution", "2 B T' F' C^2", 2 * rows * bins * channels**2),
+        Layer("subsampling's output", "2 B T' C F' D", 2 * rows * channels * bins * width),
+        Layer("feed-forward", "L 2 (4 B T' D I)", blocks * 2 * 4 * rows * width * inner),
+        Layer("attention's projections", "L 8 B T' D^2", blocks * 8 * rows * width**2),
+        Layer("attention", "L 4 B T'^2 D", blocks * 4 * rows * encoded * width, is_dense=False),
+        Layer("convolution's gate, output", "L 6 B T' D^2", blocks * 6 * rows * width**2),
+        Layer("depthwise along time", "L 2 B T' K D", blocks * 2 * rows * kernel * width, is_dense=False),
+        Layer("CTC head", "2 B T' D V", 2 * rows * width * vocab_size),
+        Layer("decoder's self-attention", "M 8 B U D^2", decoders * 8 * spoken * width**2),
+        Layer("its products", "M 4 B U^2 D", decoders * 4 * spoken * (tokens + 1) * width, is_dense=False),
+        Layer("cross-attention", "M 4 B (U + T') D^2", decoders * 4 * (spoken + rows) * width**2),
+        Layer("its products over frames", "M 4 B U T' D", decoders * 4 * spoken * encoded * width, is_dense=False),
+        Layer("decoder's feed-forward", "M 4 B U D I", decoders * 4 * spoken * width * inner),
+        Layer("decoder's output", "2 B U D V", 2 * spoken * width * vocab_size),
+    )
+
+
+def step_flop(layers: tuple[Layer, ...], recomputes: bool) -> float:
+    """Forward and backward; with every block recomputed the forward pass counts twice."""
+    return sum(layer.flop * (1 + recomputes + layer.backwards) for layer in layers)
+
+
+def machine_rate(device: str, size: int = 1024, rounds: int = 20) -> float:
+    """FLOP a second of a size^3 product in fp32, the median of some rounds."""
+    a, b = (torch.randn(size, size, device=device) for _ in range(2))
+    seconds = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        a @ b
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return 2 * size**3 / statistics.median(seconds)

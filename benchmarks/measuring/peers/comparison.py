@@ -1,0 +1,171 @@
+"""The race's tables: who is fastest, who is leanest, and by how much."""
+
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.measuring.fixed_step import VOCABULARY, build_speech
+from benchmarks.measuring.flops import forward_layers, machine_rate, step_flop
+from benchmarks.measuring.peers.contest import Entry, Terms
+from benchmarks.measuring.peers.environment import OURS, pythons_of
+from benchmarks.measuring.peers.ours import model_of
+from benchmarks.measuring.peers.race import Result, race
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was measured: with dropout, without it, and the machine's rate in FLOP a second."""
+
+    terms: Terms
+    audio_seconds: float
+    rate: float
+    rounds: int
+    machine: str
+    results: tuple[Result, ...]
+    without_dropout: tuple[Result, ...]
+
+    def fastest(self, toolkit: str, recomputes: bool | None = None) -> Result:
+        """The toolkit's fastest cut."""
+        return min(self._of(toolkit, recomputes), key=lambda result: result.median)
+
+    def leanest(self, toolkit: str) -> Result:
+        """The toolkit's cut with the lowest peak."""
+        return min(self._of(toolkit, None), key=lambda result: result.peak_mib)
+
+    def _of(self, toolkit: str, recomputes: bool | None) -> list[Result]:
+        return [
+            result
+            for result in self.results
+            if result.entry.toolkit == toolkit and recomputes in (None, result.entry.setting == "recompute")
+        ]
+
+    @property
+    def toolkits(self) -> tuple[str, ...]:
+        """Who took part, without us."""
+        return tuple(dict.fromkeys(r.entry.toolkit for r in self.results if r.entry.toolkit != OURS))
+
+    def share_of_rate(self, result: Result) -> float:
+        """Of our own step: its arithmetic a second over what a plain product reaches; padding counts as arithmetic."""
+        return step_flop_of(result.entry, self.terms) / result.median / self.rate
+
+    def ratios(self) -> list[tuple[str, Result, Result]]:
+        """(what is said, ours, theirs): our fastest and our leanest beside each one's fastest."""
+        found = []
+        for toolkit in self.toolkits:
+            theirs = self.fastest(toolkit)
+            found.append(("fastest", self.fastest(OURS), theirs))
+            found.append(("leanest", self.leanest(OURS), theirs))
+        return found
+
+    def markdown(self) -> str:
+        """The tables, with what they were measured on above them."""
+        lines = [
+            f"{self.terms.utterances} utterances of {self.terms.shortest:g} to {self.terms.longest:g} s, "
+            f"{self.audio_seconds:.1f} s in all; dropout {self.terms.dropout:g}; {self.machine}; medians of "
+            f"{self.rounds} rounds, one step of each in turn; a product of 1024 x 1024 x 1024 in fp32: "
+            f"{self.rate / 1e9:.0f} GFLOP/s.",
+            "",
+            "| contestant | parameters | cut | step, s | from, to | audio s/s | peak, MiB | growth, MiB |",
+            "|---|---|---|---|---|---|---|---|",
+            *(self._row(result) for result in self.results),
+            "",
+            "| ours | beside | step, s | ratio of times | ratio of peaks |",
+            "|---|---|---|---|---|",
+            *map(_ratio_row, self.ratios()),
+        ]
+        if self.without_dropout:
+            lines += [
+                "",
+                "| at dropout 0 | cut | step, s | peak, MiB |",
+                "|---|---|---|---|",
+                *(
+                    f"| {r.entry.name} | {_cut(r, self.terms)} | {r.median:.2f} | {r.peak_mib:.0f} |"
+                    for r in self.without_dropout
+                ),
+            ]
+        ours = [result for result in self.results if result.entry.toolkit == OURS]
+        if ours:
+            shares = ", ".join(f"{_cut(r, self.terms)} {r.entry.setting}: {self.share_of_rate(r):.0%}" for r in ours)
+            lines += ["", f"Our share of the machine's rate, by how the batch is cut: {shares}."]
+        return "\n".join(lines)
+
+    def _row(self, result: Result) -> str:
+        cells = (
+            f"{result.entry.name} {result.version}",
+            f"{result.parameters / 1e6:.1f} M",
+            _cut(result, self.terms),
+            f"{result.median:.2f}",
+            f"{min(result.seconds):.2f} to {max(result.seconds):.2f}",
+            f"{self.audio_seconds / result.median:.1f}",
+            f"{result.peak_mib:.0f}",
+            f"{result.growth_mib:.0f}",
+        )
+        return f"| {' | '.join(cells)} |"
+
+    def as_json(self) -> dict[str, object]:
+        """Everything, for a program."""
+        return asdict(self)
+
+
+def _cut(result: Result, terms: Terms) -> str:
+    return f"{result.entry.micro_batches} x {terms.utterances // result.entry.micro_batches}"
+
+
+def _ratio_row(row: tuple[str, Result, Result]) -> str:
+    what, ours, theirs = row
+    return (
+        f"| {what} | {theirs.entry.name} | {ours.median:.2f} : {theirs.median:.2f} | "
+        f"{ours.median / theirs.median:.2f} | {ours.peak_mib / theirs.peak_mib:.2f} |"
+    )
+
+
+def step_flop_of(entry: Entry, terms: Terms) -> float:
+    """The arithmetic of our step as it is cut, padding included."""
+    speech, total = build_speech(terms.utterances, terms.shortest, terms.longest), 0.0
+    size = terms.utterances // entry.micro_batches
+    for start in range(0, terms.utterances, size):
+        frames = int(speech.frames[start : start + size].max())
+        tokens = int(speech.token_lengths[start : start + size].max())
+        layers = forward_layers(model_of(terms), VOCABULARY, size, frames, tokens)
+        total += step_flop(layers, entry.setting == "recompute")
+    return total
+
+
+def entries_of(toolkits: tuple[str, ...], cuts: tuple[int, ...]) -> tuple[Entry, ...]:
+    """Every toolkit in every cut; ours in the finest one with every block recomputed too."""
+    entries = []
+    for toolkit in toolkits:
+        entries += [Entry(toolkit, "", cut) for cut in cuts]
+        if toolkit == OURS:
+            entries.append(Entry(toolkit, "recompute", max(cuts)))
+    return tuple(entries)
+
+
+def compare_all(
+    terms: Terms, toolkits: tuple[str, ...], cuts: tuple[int, ...], rounds: int, folder: Path, without_dropout: bool
+) -> Comparison:
+    """The whole comparison; the others' environment is made where it is missing."""
+    pythons = pythons_of(toolkits, folder)
+    rate = machine_rate(terms.device)
+    results = race(entries_of(toolkits, cuts), pythons, terms, rounds)
+    comparison = Comparison(
+        terms=terms,
+        audio_seconds=build_speech(terms.utterances, terms.shortest, terms.longest).seconds,
+        rate=max(rate, machine_rate(terms.device)),
+        rounds=rounds,
+        machine=_machine(terms.device),
+        results=results,
+        without_dropout=(),
+    )
+    if not without_dropout or not terms.dropout:
+        return comparison
+    fastest = tuple(comparison.fastest(toolkit, recomputes=False).entry for toolkit in toolkits)
+    return replace(comparison, without_dropout=race(fastest, pythons, replace(terms, dropout=0.0), rounds))
+
+
+def _machine(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads, torch {torch.__version__}"

@@ -1,0 +1,63 @@
+"""The product's own step as a contestant."""
+
+import dataclasses
+
+from benchmarks.measuring.fixed_step import (
+    TOTAL_STEPS,
+    VOCABULARY,
+    build_speech,
+    build_window,
+    peak_mib,
+    take_features_as_given,
+    warm_up,
+)
+from benchmarks.measuring.peers.contest import Entry, Terms
+from konkanivani.assembly import build_step_parts
+from konkanivani.budget import MIB
+from konkanivani.config import PRESETS, DataConfig, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.memory.monitor import resident_mib
+from konkanivani.model.asr import parameter_count
+from konkanivani.preflight import choose_device
+from konkanivani.training.step import train_step
+
+
+def model_of(terms: Terms) -> ModelConfig:
+    """The preset `original`, of another width where the terms say so."""
+    return dataclasses.replace(PRESETS["original"], d_model=terms.width, dropout=terms.dropout)
+
+
+class KonkaniVani:
+    """`train_step` on the preset `original`; the setting `recompute` is --gradient_checkpointing always."""
+
+    version = "this tree"
+
+    def __init__(self, entry: Entry, terms: Terms) -> None:
+        recompute = "always" if entry.setting == "recompute" else "never"
+        config = dataclasses.replace(
+            TrainConfig(),
+            data=DataConfig(
+                batch_size=terms.utterances // entry.micro_batches, gradient_accumulation_steps=entry.micro_batches
+            ),
+            model=model_of(terms),
+            memory=MemoryConfig(mixed_precision=terms.mixed_precision, gradient_checkpointing=recompute),
+        )
+        device = choose_device(terms.device)
+        self.window = build_window(build_speech(terms.utterances, terms.shortest, terms.longest), entry.micro_batches)
+        self.resident_before = resident_mib()
+        self.parts = build_step_parts(config, VOCABULARY, device, TOTAL_STEPS, take_features_as_given)
+        self.parameters = parameter_count(self.parts.model)
+        self.steps = 0
+        warm_up(self.parts, self.window)
+
+    def step(self) -> float:
+        """One optimizer step; the losses in nats a token."""
+        self.steps += 1
+        return train_step(self.parts, self.window, self.steps).loss
+
+    def resident_peak_mib(self) -> float:
+        """The run's, which the monitor begins anew each phase on a CPU."""
+        return self.parts.forward.monitor.overall_peak_mib()
+
+    def peak_bytes(self) -> int:
+        """The peak of one more step."""
+        return round(peak_mib(self.parts, self.window) * MIB)

@@ -1,0 +1,114 @@
+"""All contestants in turn, one step each, round after round: A B C A B C …
+
+Each waits in a process of its own while another works, so that a machine that grows slower does so for all of them.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.measuring.peers.contest import Entry, Terms
+from konkanivani.errors import ResourceError
+
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
+REST_SECONDS = 0.3  # a process's idle threads spin for a moment after its step
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one contestant took: seconds of each round's step, memory in MiB, the loss of its last step."""
+
+    entry: Entry
+    version: str
+    parameters: int
+    seconds: tuple[float, ...]
+    peak_mib: float
+    growth_mib: float
+    loss: float
+
+    @property
+    def median(self) -> float:
+        """Seconds a step."""
+        return statistics.median(self.seconds)
+
+
+class Runner:
+    """A contestant's process."""
+
+    def __init__(self, python: Path, entry: Entry, terms: Terms) -> None:
+        asked = json.dumps({"entry": asdict(entry), "terms": asdict(terms)})
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        if entry.toolkit == "konkanivani":
+            environment.setdefault("OMP_WAIT_POLICY", "passive")  # as its scripts set it
+        self.entry, self.seconds = entry, []
+        self.process = subprocess.Popen(
+            [str(python), "-m", "benchmarks.measuring.peers.child", asked],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def hear(self) -> dict:
+        """Its next line; a ResourceError with its last words where it has died."""
+        line = self.process.stdout.readline()
+        if not line:
+            words = self.process.stderr.read().strip().splitlines()
+            raise ResourceError(f"{self.entry.name} did not come to a step: {words[-1] if words else 'it is gone'}")
+        return json.loads(line)
+
+    def ask(self, command: str) -> dict:
+        """Its answer to a command."""
+        print(command, file=self.process.stdin, flush=True)
+        return self.hear()
+
+
+@contextmanager
+def running(python: Path, entry: Entry, terms: Terms) -> Iterator[Runner]:
+    """The contestant's process, ended when all is done."""
+    runner = Runner(python, entry, terms)
+    try:
+        yield runner
+    finally:
+        runner.process.kill()
+        runner.process.communicate()
+
+
+def race(entries: tuple[Entry, ...], pythons: dict[str, Path], terms: Terms, rounds: int) -> tuple[Result, ...]:
+    """Every entry's result, in their order; `pythons` has each toolkit's interpreter."""
+    with ExitStack() as stack:
+        runners, ready = [], []
+        for entry in entries:  # one by one: each warms up alone
+            runners.append(stack.enter_context(running(pythons[entry.toolkit], entry, terms)))
+            ready.append(runners[-1].hear())
+            print(f"{entry.name}, {terms.utterances // entry.micro_batches} at once: ready", file=sys.stderr)
+        for number in range(rounds):
+            answers = []
+            for runner in runners:
+                time.sleep(REST_SECONDS)
+                answers.append(runner.ask("step"))
+                runner.seconds.append(answers[-1]["seconds"])
+            times = " ".join(f"{answer['seconds']:.2f}" for answer in answers)
+            print(f"round {number + 1} of {rounds}: {times} s", file=sys.stderr, flush=True)
+        peaks = [runner.ask("peak") for runner in runners]
+    return tuple(
+        Result(
+            entry=runner.entry,
+            version=born["version"],
+            parameters=born["parameters"],
+            seconds=tuple(runner.seconds),
+            peak_mib=peak["peak_mib"],
+            growth_mib=peak["growth_mib"],
+            loss=last["loss"],
+        )
+        for runner, born, peak, last in zip(runners, ready, peaks, answers, strict=True)
+    )

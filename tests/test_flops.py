@@ -1,0 +1,59 @@
+"""The formulas of a step's arithmetic against what PyTorch counts, layer kind by layer kind."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.measuring.fixed_step import build_speech, build_window, take_features_as_given
+from benchmarks.measuring.flops import forward_layers, step_flop
+from konkanivani.assembly import build_step_parts
+from konkanivani.audio import MEL_BINS
+from konkanivani.config import MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.model.encoder import Subsampling
+from konkanivani.training.step import train_step
+
+VOCABULARY = 1000
+SHAPE = ModelConfig(d_model=48, encoder_layers=2, decoder_layers=1, attention_heads=2, subsampling_channels=16)
+CONVOLUTIONS = ("first convolution", "depthwise convolution", "pointwise convolution")
+MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_matrix_products_of_a_step_are_what_the_formulas_say(recompute):
+    config = dataclasses.replace(
+        TrainConfig(), model=SHAPE, memory=MemoryConfig(gradient_checkpointing=recompute), data=TrainConfig().data
+    )
+    speech = build_speech(2, 3.0, 3.0)
+    window = build_window(speech, 1)
+    parts = build_step_parts(config, VOCABULARY, torch.device("cpu"), 10, take_features_as_given)
+    with FlopCounterMode(display=False) as counter:
+        train_step(parts, window, 0)
+    counted = sum(flop for kind, flop in counter.get_flop_counts()["Global"].items() if kind in MATRIX_PRODUCTS)
+    layers = forward_layers(SHAPE, VOCABULARY, 2, int(speech.frames.max()), int(speech.token_lengths.max()))
+    dense = tuple(layer for layer in layers if layer.is_dense and layer.name not in CONVOLUTIONS)
+    expected = step_flop(dense, recompute == "always")
+    if recompute == "never":
+        assert counted == expected
+    else:  # the heads are not in a block, and a block's recomputation stops before its last product
+        assert step_flop(dense, False) < counted < expected
+
+
+def test_dense_convolutions_are_what_pytorch_counts():
+    subsampling = Subsampling(MEL_BINS, SHAPE.subsampling_channels, SHAPE.d_model)
+    layers = {layer.name: layer for layer in forward_layers(SHAPE, VOCABULARY, 2, 301, 5)}
+    features = torch.randn(2, 301, MEL_BINS)
+    with FlopCounterMode(display=False) as counter:
+        halved = subsampling.first(features[:, None])
+    assert counter.get_total_flops() == layers["first convolution"].flop
+    quartered = subsampling.depthwise(halved)
+    with FlopCounterMode(display=False) as counter:
+        subsampling.pointwise(quartered)
+    assert counter.get_total_flops() == layers["pointwise convolution"].flop
+
+
+def test_negative_control_another_width_is_another_count():
+    one = step_flop(forward_layers(SHAPE, VOCABULARY, 2, 301, 12), recomputes=False)
+    other = step_flop(forward_layers(dataclasses.replace(SHAPE, d_model=64), VOCABULARY, 2, 301, 12), recomputes=False)
+    assert other > 1.2 * one

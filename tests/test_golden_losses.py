@@ -1,0 +1,62 @@
+"""A tiny run's losses, step by step, as they have always been: no speed-up may change them.
+
+The losses in golden_losses.txt are those of float64 on a CPU without dropout, whose masks are the only thing that a
+faster way to draw them may change. Where the mathematics itself is changed on purpose, write them anew:
+
+    .venv/bin/python -m tests.test_golden_losses
+"""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from konkanivani.config import LossConfig
+from konkanivani.training.step import StepParts, train_step
+from tests.laws.parts import MODEL, double_parts, speeches, window
+
+GOLDEN = Path(__file__).parent / "golden_losses.txt"
+STEPS = 12
+RUNS = {
+    "conformer": MODEL,
+    "transformer": dataclasses.replace(MODEL, encoder_type="transformer"),
+    "intermediate_ctc": MODEL,
+}
+
+
+def parts_of(run: str) -> StepParts:
+    """The run's step parts, freshly initialised."""
+    parts = double_parts(RUNS[run])
+    if run != "intermediate_ctc":
+        return parts
+    loss = LossConfig(intermediate_ctc_weight=0.3)
+    return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, loss=loss))
+
+
+def losses(parts: StepParts) -> list[float]:
+    """The joint loss of each step, another window of six utterances each, the last in another cut."""
+    cuts = [2] * (STEPS - 1) + [3]
+    windows = (window(speeches(6, seed=step), cut) for step, cut in enumerate(cuts))
+    return [train_step(parts, one, step).loss for step, one in enumerate(windows)]
+
+
+def read_golden(run: str) -> list[float]:
+    """The run's losses in the file."""
+    rows = (line.split() for line in GOLDEN.read_text().splitlines() if not line.startswith("#"))
+    return [float(loss) for name, _, loss in rows if name == run]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_losses_are_what_they_have_always_been(run):
+    assert losses(parts_of(run)) == pytest.approx(read_golden(run), rel=1e-9, abs=0)
+
+
+def test_negative_control_another_epsilon_in_a_norm_is_seen():
+    parts = parts_of("conformer")
+    parts.model.encoder.blocks[0].entry_norm.eps *= 1.001
+    assert losses(parts) != pytest.approx(read_golden("conformer"), rel=1e-9, abs=0)
+
+
+if __name__ == "__main__":
+    lines = [f"{run} {step} {loss!r}" for run in RUNS for step, loss in enumerate(losses(parts_of(run)))]
+    GOLDEN.write_text("# run, step, loss in nats a token: see test_golden_losses.py\n" + "\n".join(lines) + "\n")

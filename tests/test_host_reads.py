@@ -1,0 +1,101 @@
+"""A step waits for its device once: where the norm and the losses are read, to know whether the update may happen."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.measuring.fixed_step import build_speech, build_window, take_features_as_given
+from konkanivani.assembly import build_step_parts
+from konkanivani.config import MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.training.step import StepParts, train_step
+
+VOCABULARY = 1000
+SHAPE = ModelConfig(d_model=48, encoder_layers=2, decoder_layers=1, attention_heads=2, subsampling_channels=16)
+# What the host cannot go on without on any device: a number, or a shape that depends on numbers.
+WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim", "item")
+
+
+class Reads(TorchDispatchMode):
+    """The operations that make the host wait for numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(
+        self, operation: Callable, types: tuple, args: tuple = (), kwargs: Mapping | None = None
+    ) -> object:
+        name = operation.overloadpacket.__name__
+        by_mask = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        if name in WAITING or by_mask:
+            self.found.append(name)
+        return operation(*args, **(kwargs or {}))
+
+
+def step_on(device: str, memory: MemoryConfig) -> tuple[StepParts, list[int]]:
+    """Step parts whose reads are counted."""
+    config = TrainConfig(model=SHAPE, memory=memory)
+    parts = build_step_parts(config, VOCABULARY, torch.device(device), 10, take_features_as_given)
+    reads: list[int] = []
+
+    def read(tensor: torch.Tensor) -> list[float]:
+        reads.append(tensor.numel())
+        return tensor.tolist()
+
+    return dataclasses.replace(parts, read=read), reads
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_the_host_reads_four_numbers_once_a_step_whatever_the_micro_batches(recompute, scaled):
+    parts, reads = step_on("cpu", MemoryConfig(gradient_checkpointing=recompute))
+    parts = dataclasses.replace(parts, scaler=torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled))
+    window = build_window(build_speech(4), 2)  # two utterances of different lengths: masks, padding
+    with Reads() as mode:
+        assert not train_step(parts, window, 0).is_skipped
+    # Fused AdamW reads its step counts on a CPU, where they are numbers already.
+    assert reads == [4] and set(mode.found) <= {"_local_scalar_dense"} and len(mode.found) == updated(parts)
+
+
+def updated(parts: StepParts) -> int:
+    """How often the optimizer alone reads."""
+    with Reads() as mode:
+        parts.optimizer.step()
+    return len(mode.found)
+
+
+def test_negative_control_a_read_in_the_loss_is_seen():
+    parts, _ = step_on("cpu", MemoryConfig())
+    output = torch.ones(3, requires_grad=True)
+    with Reads() as mode:
+        float(output.sum().detach())
+        output[output > 0].sum()
+    assert mode.found == ["_local_scalar_dense", "index"] and parts is not None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card: set_sync_debug_mode watches its driver")
+def test_on_a_card_nothing_else_waits():
+    parts, reads = step_on("cuda", MemoryConfig(mixed_precision=True))
+    window = build_window(build_speech(4), 2)
+    for step in range(8):  # kernels are chosen, the loss scale found
+        train_step(parts, window, step)
+    reads.clear()
+
+    def read(tensor: torch.Tensor) -> list[float]:
+        torch.cuda.set_sync_debug_mode("default")
+        reads.append(tensor.numel())
+        values = tensor.tolist()
+        torch.cuda.set_sync_debug_mode("error")
+        return values
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train_step(dataclasses.replace(parts, read=read), window, 8)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert reads == [4]
