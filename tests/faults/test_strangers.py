@@ -330,9 +330,9 @@ def test_code_that_runs_what_it_reads_is_no_style_of_ours(tmp_path):
 
 
 def test_what_is_let_through_loads_weights_only_but_in_the_controls():
-    """Where a line asks ruff to look away, it is a test, or the one reader of checkpoints."""
+    """In what users run, one line asks ruff to look away: the reader of checkpoints."""
     found = []
-    for path in [*ROOT.glob("konkanivani/**/*.py"), *ROOT.glob("*_scripts/*.py"), *ROOT.glob("benchmarks/**/*.py")]:
+    for path in [*ROOT.glob("konkanivani/**/*.py"), *ROOT.glob("*_scripts/*.py")]:
         found += [(path.name, line) for line in path.read_text(encoding="utf-8").splitlines() if "noqa: S" in line]
         found += [(path.name, line) for line in path.read_text(encoding="utf-8").splitlines() if "noqa: TID" in line]
     assert [name for name, _ in found] == ["checkpoint_archive.py"]
