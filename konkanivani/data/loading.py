@@ -283,6 +283,8 @@ def _load_until_a_death(
         timeout=min(POLL_SECONDS, loader.timeout) if loader.workers else 0,
         pin_memory=loader.pin_memory,
         worker_init_fn=_begin_worker,
+        # Not Python's own choice, which is another from 3.14 on: no worker would then be this process's child.
+        multiprocessing_context="fork" if loader.workers else None,
         generator=torch.Generator(),  # the default one belongs to the training step
     )
     with _no_exceptions_from_signals(), _signals_held_back():

@@ -3,6 +3,7 @@
 Most lives are forked from one process that has imported torch already, which saves each of them four seconds.
 """
 
+import ctypes
 import multiprocessing
 import os
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from konkanivani.checkpoint import LAST, Checkpointer, read_checkpoint
+from konkanivani.data.loading import PR_SET_PDEATHSIG
 from konkanivani.errors import CheckpointError
 from tests.conftest import ROOT, run_folders
 
@@ -187,7 +189,7 @@ def _live(arguments: list[str], checkpoints: Path, output: Path, trap: Trap | No
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    multiprocessing.set_start_method("fork", force=True)  # for the loader's workers, as where the script is started
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a test that is broken off leaves no run behind
     os.chdir(ROOT)
     if trap:
         trap.lay(checkpoints)
