@@ -66,6 +66,8 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:  # a full disk reaches us as either
         path.unlink(missing_ok=True)
+        if error.__context__ is not None and not isinstance(error.__context__, Exception):
+            raise error.__context__ from None  # a signal, which torch's writer has buried under an error of its own
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise ResourceError(
             f"The checkpoint {path} could not be written: {reason}. Free space or mend the folder."

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.checkpoint import Checkpoint, Checkpointer, read_checkpoint
+from konkanivani.checkpoint import Checkpoint, Checkpointer, read_checkpoint, write_checkpoint
 from konkanivani.errors import CheckpointError
 from tests.conftest import ROOT
 
@@ -114,3 +114,16 @@ def test_all_damaged_is_refused_and_never_a_fresh_start(tmp_path):
     with pytest.raises(CheckpointError, match="None of the 5"):
         keeper.read_newest_sound()
     assert Path(tmp_path / "checkpoint_last.pt.damaged").exists()
+
+
+def test_a_signal_in_the_middle_of_a_write_is_no_full_disk(tmp_path, monkeypatch):
+    def interrupted(_record: object, _file: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("unexpected pos 64 vs 0")  # what torch's writer says on its way out
+
+    monkeypatch.setattr("konkanivani.checkpoint.torch.save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_checkpoint(tmp_path / "checkpoint_last.pt", checkpoint(1))
+    assert list(tmp_path.iterdir()) == []
