@@ -120,7 +120,8 @@ def end(process: subprocess.Popen[str], name: str) -> str:
     """What it has printed when it is done; a DataError with its last words where it failed."""
     output, errors = process.communicate()
     if process.returncode:
-        raise DataError(f"{name} ended with {process.returncode}: {errors.strip().splitlines()[-1]}")
+        last = errors.strip().splitlines()[-1]
+        raise DataError(f"The script {name} ended with {process.returncode}: {last} Mend that and start again.")
     return output
 
 

@@ -26,7 +26,10 @@ def measure(effort: Effort) -> FaultTable:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
     if done.returncode:
-        raise ResourceError(f"{' '.join(command)} ended with {done.returncode}; what it said stands above.")
+        raise ResourceError(
+            f"The command {' '.join(command)} ended with {done.returncode}; what it said stands above. Mend that and "
+            "start again."
+        )
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     bad = ("begins anew", "crashes", "wrong without a word")
     ours = [row for row in found if row["saver"] == "KonkaniVani"]
@@ -56,7 +59,8 @@ def make_environment() -> Path:
     if done.returncode or not _has_packages(python):
         reason = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
         raise ResourceError(
-            f"{', '.join(PACKAGES)} could not be installed into {ENVIRONMENT}: {reason} This part needs a network once."
+            f"The packages {', '.join(PACKAGES)} could not be installed into {ENVIRONMENT}: {reason} Start this part "
+            "once with a network, or leave it out of --parts."
         )
     return python
 

@@ -42,6 +42,6 @@ def _run(command: list[str]) -> None:
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
         raise ResourceError(
-            f"`{' '.join(command[1:])}` failed: {last}. The other toolkits come from PyPI: see that it can be reached, "
-            "or name only ours with --contestants."
+            f"The command {' '.join(command)} failed: {last}. The other toolkits come from PyPI: see that it can be "
+            "reached, or name only ours with --contestants."
         )

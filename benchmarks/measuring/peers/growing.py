@@ -103,4 +103,6 @@ def draw(curves: tuple[Curve, ...], picture: Path, folder: Path) -> None:
     command = [str(python), str(Path(__file__).with_name("drawing.py")), str(picture.resolve())]
     done = subprocess.run(command, input=curves_as_json, text=True, capture_output=True, cwd=ROOT)
     if done.returncode:
-        raise ResourceError(f"The picture {picture} could not be drawn: {done.stderr.strip().splitlines()[-1]}")
+        raise ResourceError(
+            f"The picture {picture} could not be drawn: {done.stderr.strip().splitlines()[-1]} Give another --plot."
+        )

@@ -63,7 +63,11 @@ class Runner:
         line = self.process.stdout.readline()
         if not line:
             words = self.process.stderr.read().strip().splitlines()
-            raise ResourceError(f"{self.entry.name} did not come to a step: {words[-1] if words else 'it is gone'}")
+            reason = words[-1] if words else "it is gone, as where memory has run out"
+            raise ResourceError(
+                f"The contestant {self.entry.name} did not come to a step: {reason}. Leave it out with --contestants, "
+                "or give fewer --utterances."
+            )
         return json.loads(line)
 
     def ask(self, command: str) -> dict:
