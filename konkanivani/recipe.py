@@ -9,7 +9,8 @@ from konkanivani.budget import MIB, budget_text, peak_text
 from konkanivani.checkpoint import Checkpoint, Checkpointer, first_free_name, load_states
 from konkanivani.config import TrainConfig
 from konkanivani.data.batching import EpochPlanner, same_size
-from konkanivani.data.loading import TrainingSpeech, WindowStream
+from konkanivani.data.loading import WindowStream
+from konkanivani.data.speech import TrainingSpeech
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.errors import ResourceError
 from konkanivani.flags import config_from_text, config_to_text

@@ -17,12 +17,13 @@ from konkanivani.data.checking import (
     evaluation_limits,
     training_limits,
 )
-from konkanivani.data.loading import EvaluationSpeech, LoaderConfig, TrainingSpeech
 from konkanivani.data.manifest import Manifest, read_manifest
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.selection import Selection
+from konkanivani.data.speech import EvaluationSpeech, TrainingSpeech
 from konkanivani.data.surroundings import Surroundings, read_surroundings
 from konkanivani.data.token_counts import Digits
+from konkanivani.data.workers import LoaderConfig
 from konkanivani.errors import DataError
 from konkanivani.flags import config_from_text
 from konkanivani.problems import Problems

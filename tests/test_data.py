@@ -21,14 +21,15 @@ from konkanivani.audio import load_audio, one_thread
 from konkanivani.audio_file import AudioSource
 from konkanivani.augment import FrontEnd, SpecAugment, choose_speed, perturb_speed
 from konkanivani.config import AugmentConfig
-from konkanivani.data import loading
 from konkanivani.data.batch import Speech, Window, collate
 from konkanivani.data.batching import Cursor, EpochPlanner, choose_subset, cut_window, plan_evaluation, same_size
 from konkanivani.data.index import ARRAYS, ManifestIndex
-from konkanivani.data.loading import LoaderConfig, TrainingSpeech, WindowStream
+from konkanivani.data.loading import WindowStream
 from konkanivani.data.manifest import Manifest, read_manifest, write_manifest
 from konkanivani.data.rejections import Rejections
+from konkanivani.data.speech import TrainingSpeech
 from konkanivani.data.utterance import Utterance
+from konkanivani.data.workers import LoaderConfig
 from konkanivani.errors import DataError, ResourceError
 from konkanivani.lengths import ctc_frames_needed, feature_length, speed_perturbed_samples, subsampled_length
 from konkanivani.model.encoder import Subsampling
@@ -220,7 +221,9 @@ def die() -> None:
 
 @pytest.mark.parametrize("fail", [hang, die])
 def test_a_worker_that_hangs_or_dies_is_an_error_that_names_what_it_was_reading(speech, fail, monkeypatch):
-    monkeypatch.setattr(loading, "load_audio", lambda source: fail() if source.path == "x" else load_audio(source))
+    monkeypatch.setattr(
+        "konkanivani.data.speech.load_audio", lambda source: fail() if source.path == "x" else load_audio(source)
+    )
     odd = dataclasses.replace(speech.utterances[5], audio_path="x")
     spoilt = dataclasses.replace(speech, utterances=[*speech.utterances[:5], odd, *speech.utterances[6:]])
     with pytest.raises(ResourceError, match=rf"while they were reading .*{re.escape(odd.id)}"):

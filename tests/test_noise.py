@@ -17,10 +17,12 @@ from konkanivani.config import AugmentConfig
 from konkanivani.data import surroundings as surroundings_module
 from konkanivani.data.batch import Window
 from konkanivani.data.batching import Cursor, EpochPlanner, same_size
-from konkanivani.data.loading import LoaderConfig, TrainingSpeech, WindowStream
+from konkanivani.data.loading import WindowStream
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.rejections import Rejections
+from konkanivani.data.speech import TrainingSpeech
 from konkanivani.data.surroundings import Sound, Surroundings, load_excerpt, read_sounds, read_surroundings
+from konkanivani.data.workers import LoaderConfig
 from konkanivani.decibels import DecibelRange, parse_snr
 from konkanivani.errors import DataError, UsageError
 from konkanivani.flags import config_from_text, config_to_text, parse_flags

@@ -15,10 +15,12 @@ from konkanivani.config import DataConfig, TextConfig
 from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit, padded_seconds
 from konkanivani.data.builtin_corpus import interleave_sentences, read_patterns
 from konkanivani.data.checking import check_utterances, training_limits
-from konkanivani.data.loading import LoaderConfig, TrainingSpeech, WindowStream
+from konkanivani.data.loading import WindowStream
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.rejections import Rejections
+from konkanivani.data.speech import TrainingSpeech
 from konkanivani.data.token_counts import count_tokens
+from konkanivani.data.workers import LoaderConfig
 from konkanivani.memory.monitor import peak_resident_mib, resident_mib
 from konkanivani.run_speech import texts_of
 from konkanivani.text import Tokenizer, normalize_text, train_tokenizer

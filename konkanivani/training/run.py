@@ -10,8 +10,10 @@ import numpy as np
 from konkanivani.checkpoint import Checkpoint, Checkpointer, Stateful
 from konkanivani.config import RunConfig
 from konkanivani.data.batching import plan_evaluation
-from konkanivani.data.loading import EvaluationSpeech, LoaderConfig, WindowStream, load_batches
+from konkanivani.data.loading import WindowStream, load_batches
 from konkanivani.data.rejections import Rejections
+from konkanivani.data.speech import EvaluationSpeech
+from konkanivani.data.workers import LoaderConfig
 from konkanivani.decoding.decode import Decode
 from konkanivani.logbook import Logbook
 from konkanivani.memory.available import BudgetWatch

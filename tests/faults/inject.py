@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import torch
 
 from konkanivani import assembly, audio_file, checkpoint
-from konkanivani.data import loading
+from konkanivani.data import speech
 from konkanivani.training import loop, step
 from tests.laws.failing import ERRORS
 
@@ -152,7 +152,7 @@ def other_draws(number: int) -> None:
 def double_precision() -> None:
     """All is computed in float64, so that sums in another order are the same to fifteen digits."""
     torch.set_default_dtype(torch.float64)
-    wrap(loading, "load_audio", lambda original: lambda source: original(source).double())
+    wrap(speech, "load_audio", lambda original: lambda source: original(source).double())
 
 
 def hashed_steps(path: str) -> None:
@@ -211,7 +211,7 @@ def label(utterance: str, token: int) -> None:
 
         return getitem
 
-    wrap(loading.TrainingSpeech, "__getitem__", around)
+    wrap(speech.TrainingSpeech, "__getitem__", around)
 
 
 def file_limit(size: int, first: int, last: int) -> None:
@@ -311,7 +311,7 @@ def worker(signal_number: int, utterance: str, mark: str) -> None:
 
         return read
 
-    wrap(loading, "_read", around)
+    wrap(speech, "_read", around)
 
 
 FAULTS: dict[str, Callable] = {

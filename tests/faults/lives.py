@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from konkanivani.checkpoint import LAST, Checkpointer, read_checkpoint
-from konkanivani.data.loading import PR_SET_PDEATHSIG
+from konkanivani.data.workers import PR_SET_PDEATHSIG
 from konkanivani.errors import CheckpointError
 from tests.conftest import ROOT, run_folders
 

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from konkanivani.audio_file import AudioSource
-from konkanivani.data import loading
+from konkanivani.data import speech
 from tests.conftest import ROOT, Corpus
 from tests.faults.killing import small_run
 from tests.faults.lives import Life, LongRun, Trap, members
@@ -82,7 +82,7 @@ class HangingAudio:
 
     def lay(self, _checkpoints: Path) -> None:
         """Stands between the loader and the reading of audio."""
-        load = loading.load_audio
+        load = speech.load_audio
 
         def hang_after_some(source: AudioSource) -> torch.Tensor:
             self.recordings -= 1
@@ -90,7 +90,7 @@ class HangingAudio:
                 time.sleep(3600)
             return load(source)
 
-        loading.load_audio = hang_after_some
+        speech.load_audio = hang_after_some
 
 
 def end_while_workers_hang(run: LongRun, number: signal.Signals) -> Ending:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from konkanivani.data.loading import _signals_held_back
+from konkanivani.data.workers import _signals_held_back
 from konkanivani.errors import Interrupted
 from konkanivani.recipe import build_run
 from konkanivani.start import resolve_start

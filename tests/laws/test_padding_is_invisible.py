@@ -11,10 +11,12 @@ import torch
 
 from konkanivani.data.batch import Window
 from konkanivani.data.batching import Cursor, EpochPlanner, same_size
-from konkanivani.data.loading import LoaderConfig, TrainingSpeech, WindowStream
+from konkanivani.data.loading import WindowStream
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.rejections import Rejections
+from konkanivani.data.speech import TrainingSpeech
 from konkanivani.data.surroundings import read_surroundings
+from konkanivani.data.workers import LoaderConfig
 from konkanivani.flags import parse_flags
 from konkanivani.text import train_tokenizer
 from konkanivani.training.step import StepParts

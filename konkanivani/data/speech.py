@@ -1,0 +1,67 @@
+"""An utterance of a manifest as waveform and tokens, read when it is asked for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import Dataset
+
+from konkanivani.audio import load_audio
+from konkanivani.audio_file import UnusableAudio
+from konkanivani.augment import choose_speed, perturb_speed
+from konkanivani.data.batch import Speech
+from konkanivani.data.rejections import Rejection
+from konkanivani.data.surroundings import Surroundings
+from konkanivani.data.utterance import Utterance
+from konkanivani.randomness import seed_of, utterance_generator
+from konkanivani.text import Tokenizer
+
+
+@dataclass(frozen=True)
+class TrainingSpeech(Dataset):
+    """Map-style: (epoch, index) -> Speech, or a Rejection.
+
+    Speed-perturbed, then put into surroundings; random only in (seed, epoch, utterance).
+    """
+
+    utterances: Sequence[Utterance]
+    tokenizer: Tokenizer
+    speeds: tuple[float, ...]
+    seed: int
+    manifest: str = ""
+    surroundings: Surroundings = Surroundings()
+
+    def __getitem__(self, key: tuple[int, int]) -> Speech | Rejection:
+        epoch, index = key
+        utterance = self.utterances[index]
+        waveform = _read(utterance, self.manifest)
+        if isinstance(waveform, Rejection):
+            return waveform
+        speed = choose_speed(self.speeds, utterance_generator(self.seed, epoch, utterance.id, "speed"))
+        waveform = self.surroundings(perturb_speed(waveform, speed), epoch, utterance.id)
+        seed = seed_of(self.seed, epoch, "specaugment", utterance.id)
+        return Speech(utterance.id, waveform, self.tokenizer.encode(utterance.text), seed)
+
+
+@dataclass(frozen=True)
+class EvaluationSpeech(Dataset):
+    """Map-style: index -> Speech as it is in the file, or a Rejection."""
+
+    utterances: Sequence[Utterance]
+    tokenizer: Tokenizer
+    manifest: str = ""
+
+    def __getitem__(self, index: int) -> Speech | Rejection:
+        utterance = self.utterances[index]
+        waveform = _read(utterance, self.manifest)
+        if isinstance(waveform, Rejection):
+            return waveform
+        return Speech(utterance.id, waveform, self.tokenizer.encode(utterance.text), None)
+
+
+def _read(utterance: Utterance, manifest: str) -> torch.Tensor | Rejection:
+    """The utterance's waveform (S,), or why it is left out after all."""
+    try:
+        return load_audio(utterance.source)
+    except UnusableAudio as error:
+        return Rejection(manifest, utterance.row, utterance.id, error.reason, is_broken=True)

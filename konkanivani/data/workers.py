@@ -1,0 +1,286 @@
+"""Worker processes that read and batch: what they make, in order, and what becomes of one that dies or hangs."""
+
+import ctypes
+import dataclasses
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from tqdm import tqdm
+
+from konkanivani.data.batch import Batch, Speech, Window, check_tokens, collate
+from konkanivani.data.batching import SizeLimit, cut_window
+from konkanivani.data.rejections import Rejection
+from konkanivani.data.speech import EvaluationSpeech, TrainingSpeech
+from konkanivani.errors import DataError, KonkaniVaniError, ResourceError
+from konkanivani.text import Tokenizer
+
+POLL_SECONDS = 1.0  # after so long without a batch, the workers are looked after
+END_SECONDS = 1.0  # that the workers have to end by themselves
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+SIGNS_OF_WORKERS = ("DataLoader", "Pin memory thread")  # in PyTorch's errors about a worker that failed
+
+
+@dataclass(frozen=True)
+class LoaderConfig:
+    """How the loader runs; none of it changes what is loaded."""
+
+    workers: int
+    timeout: float
+    pin_memory: bool
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was made of some utterances (None: none of them could be read), and those that were left out.
+
+    An `error` comes back as a value, since what a worker raises loses its sentence on the way.
+    """
+
+    value: Window | Batch | None
+    rejections: tuple[Rejection, ...]
+    error: KonkaniVaniError | None = None
+
+    def pin_memory(self) -> "Loaded":
+        """The same in page-locked memory (the DataLoader calls this for CUDA)."""
+        return dataclasses.replace(self, value=self.value and self.value.pin_memory())
+
+
+class WorkersFailed(ResourceError):
+    """An audio worker was killed, by the system where memory was short or by what it read, or it hangs."""
+
+    def __init__(self, what: str, has_died: bool) -> None:
+        super().__init__(
+            f"{what}. Try --num_workers 0 to see what is wrong with it, or a longer --loader_timeout; "
+            "--resume auto goes on from the steps before."
+        )
+        self.what, self.has_died = what, has_died
+
+
+class Fetcher(Dataset):
+    """A whole window or batch per item. `being_read` (workers,) is the utterance that each worker reads now, or -1."""
+
+    def __init__(
+        self, speech: TrainingSpeech | EvaluationSpeech, limits: tuple[SizeLimit, ...] | None, workers: int
+    ) -> None:
+        self.speech, self.limits = speech, limits
+        self.being_read = torch.full((workers,), -1).share_memory_()
+
+    def __getitem__(self, keys: list) -> Loaded:
+        worker = get_worker_info()
+        found = []
+        for key in keys:
+            if worker:
+                self.being_read[worker.id] = key[1] if isinstance(key, tuple) else key
+            try:
+                found.append(self.speech[key])
+            except DataError as error:
+                return Loaded(None, (), error)
+        if worker:
+            self.being_read[worker.id] = -1
+        speeches = [speech for speech in found if isinstance(speech, Speech)]
+        rejections = tuple(rejection for rejection in found if isinstance(rejection, Rejection))
+        try:
+            value = self._combined(speeches) if speeches else None
+            if worker and value:
+                _share(value, self.ids(keys))
+            return Loaded(value, rejections)
+        except (DataError, ResourceError) as error:
+            return Loaded(None, (), error)
+
+    def ids(self, keys: list) -> list[str]:
+        """The utterances of an item's keys by name."""
+        return [self.speech.utterances[key[1] if isinstance(key, tuple) else key].id for key in keys]
+
+    def _combined(self, speeches: list[Speech]) -> Window | Batch:
+        for speech in speeches:
+            check_tokens(speech, self.speech.tokenizer.size)
+        if self.limits is None:
+            return collate(speeches, Tokenizer.start, Tokenizer.end)
+        return cut_window(speeches, self.limits, Tokenizer.start, Tokenizer.end)
+
+
+def _share(value: Window | Batch, ids: list[str]) -> None:
+    """Moves what a worker has made into shared memory; a ResourceError where that is full.
+
+    The queue would do it too, in a thread of which nobody hears how it fails.
+    """
+    try:
+        for batch in value.micro_batches if isinstance(value, Window) else (value,):
+            for tensor in filter(torch.Tensor.numel, batch.tensors()):
+                tensor.share_memory_()
+    except RuntimeError as error:
+        if "shared memory" not in str(error) and "shm" not in str(error):
+            raise
+        raise ResourceError(
+            f"The audio workers have too little shared memory (/dev/shm) for {', '.join(ids)}. Free it, give the "
+            "container more (docker run --shm-size), or try --num_workers 0, which needs none."
+        ) from None
+
+
+def load_in_order(
+    fetcher: Fetcher, keys: Iterable[list], loader: LoaderConfig, check: Callable[[], None]
+) -> Iterator[Loaded]:
+    """What is made of each of the keys, in order.
+
+    Where a worker dies, all are started anew with the keys whose work has not come back, which gives the same; where
+    one dies a second time before anything has come, it is the ResourceError that names what was being read.
+    """
+    keys, waiting = iter(keys), deque()
+    is_second_try = False
+    while True:
+        try:
+            with closing(_load_until_a_death(fetcher, _handed_out(keys, waiting), waiting, loader, check)) as found:
+                for loaded in found:
+                    waiting.popleft()
+                    is_second_try = False
+                    yield loaded
+            return
+        except WorkersFailed as failure:
+            if is_second_try or not failure.has_died:
+                raise
+            tqdm.write(f"{failure.what}. They are started once more, for the same utterances.")
+            is_second_try = True
+
+
+def _handed_out(keys: Iterator[list], waiting: deque[list]) -> Iterator[list]:
+    """The keys that wait for their work to come back, then the others, which from then on wait too."""
+    yield from tuple(waiting)
+    for key in keys:
+        waiting.append(key)
+        yield key
+
+
+def _load_until_a_death(
+    fetcher: Fetcher, keys: Iterator[list], waiting: deque[list], loader: LoaderConfig, check: Callable[[], None]
+) -> Iterator[Loaded]:
+    fetcher.being_read.fill_(-1)
+    batches = DataLoader(
+        fetcher,
+        sampler=keys,
+        batch_size=None,
+        num_workers=loader.workers,
+        timeout=min(POLL_SECONDS, loader.timeout) if loader.workers else 0,
+        pin_memory=loader.pin_memory,
+        worker_init_fn=_begin_worker,
+        # Not Python's own choice, which is another from 3.14 on: no worker would then be this process's child.
+        multiprocessing_context="fork" if loader.workers else None,
+        generator=torch.Generator(),  # the default one belongs to the training step
+    )
+    with _no_exceptions_from_signals(), _signals_held_back():
+        iterator = iter(batches)
+    try:
+        while (loaded := _next(iterator, fetcher, waiting, loader, check)) is not None:
+            if loaded.error:
+                raise loaded.error
+            yield loaded
+    finally:
+        # Left to the garbage collector, workers that ignore SIGTERM keep a process from ending.
+        if loader.workers:
+            # One that hangs has not heard of it, and would be waited for 5 s. Not before its pinning thread has ended.
+            with _workers_killed_after(END_SECONDS, iterator._workers):
+                iterator._shutdown_workers()
+            for worker in iterator._workers:
+                worker.kill()
+                worker.join()
+
+
+@contextmanager
+def _no_exceptions_from_signals() -> Iterator[None]:
+    """Takes back the DataLoader's handler of SIGCHLD, which raises in the middle of whatever runs, a step or a save.
+
+    A worker's death is seen all the same: where its work is waited for.
+    """
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, before)
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """A worker that is forked within is born deaf to SIGINT and SIGTERM; this process hears of them afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _next(
+    iterator: Iterator[Loaded], fetcher: Fetcher, waiting: deque[list], loader: LoaderConfig, check: Callable[[], None]
+) -> Loaded | None:
+    """What the loader gives next, None at its end; a ResourceError names what a worker was reading when it failed."""
+    if not loader.workers:
+        check()
+        return next(iterator, None)
+    deadline = time.monotonic() + loader.timeout
+    with _workers_killed_after(loader.timeout, iterator._workers):
+        while True:
+            check()
+            try:
+                return next(iterator, None)
+            except (RuntimeError, OSError, EOFError) as error:
+                # A connection that breaks off is how a death shows where a worker's tensor was just being taken over.
+                if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in SIGNS_OF_WORKERS):
+                    raise
+                is_late = time.monotonic() >= deadline
+                if "timed out" in str(error) and not is_late:
+                    continue
+                reason = str(error).splitlines()[0].rstrip(".") if isinstance(error, RuntimeError) else "one has died"
+                reason = f"nothing came for {loader.timeout:g} s" if is_late else reason
+            check()
+            scene = _scene([] if is_late else iterator._workers, fetcher, waiting)
+            raise WorkersFailed(f"{scene}: {reason}", has_died=not is_late)
+
+
+@contextmanager
+def _workers_killed_after(seconds: float, workers: list[BaseProcess]) -> Iterator[None]:
+    """Kills the workers where the block takes so long: one that is stopped would be waited for without an end.
+
+    A worker hands its tensors over by answering a call, for which neither the DataLoader nor its thread that pins
+    memory has a timeout; to a dead one the connection breaks off.
+    """
+
+    def kill() -> None:
+        for worker in workers:
+            worker.kill()
+
+    timer = threading.Timer(seconds, kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _scene(workers: list[BaseProcess], fetcher: Fetcher, waiting: deque[list]) -> str:
+    """Which utterances were being read, by those of the workers that are dead if any are, and were waited for."""
+    numbers = fetcher.being_read.tolist()
+    of_the_dead = [number for number, worker in zip(numbers, workers, strict=False) if not worker.is_alive()]
+    reading = fetcher.ids([number for number in of_the_dead or numbers if number >= 0])
+    doing = f" while they were reading {', '.join(reading)}" if reading else ""
+    awaited = f" ({', '.join(fetcher.ids(waiting[0]))} were waited for)" if waiting else ""
+    return f"The audio workers failed{doing}{awaited}"
+
+
+def _begin_worker(_worker: int) -> None:
+    """Ctrl-C reaches the whole process group; the training process alone decides when its workers end.
+
+    They do not outlive it, however it ends: not even one that hangs in a read.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != multiprocessing.parent_process().pid:  # it had ended before that was said
+        os._exit(1)
