@@ -21,7 +21,7 @@ def _trials(bench: ResumeBench) -> Iterator[Trial]:
     always = "a worker is killed each time or stops: ends with 6 in time, named; resumed, the run is exact"
     for case in LOST_WORKERS:
         yield Trial(once if case.comes_back else always, case.name, partial(lost_worker_findings, bench, case))
-    yield Trial("an audio file turns into a pipe: the same", "", partial(pipe_findings, bench))
+    yield Trial("an audio file turns into a pipe: its row is refused (3), at once", "", partial(pipe_findings, bench))
     for kilobytes in (64, 400):
         findings = partial(shared_memory_findings, bench, kilobytes=kilobytes)
         yield Trial("too little shared memory: the same, at once", f"{kilobytes} KiB", findings)
