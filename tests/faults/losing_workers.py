@@ -65,7 +65,7 @@ def lost_for_good_findings(
     corpus: Corpus | None = None,
     code: int = 6,
 ) -> list[str]:
-    """What is not as it should be: an end with `code` in time that names the utterance, the steps before saved, exact."""
+    """What is not as it should be: an end with `code`, in time and named; the steps before saved, exact."""
     own = corpus.flags() if corpus else ()
     flags = (*bench.flags(Settings(), directory, workers), *own, "--loader_timeout", str(TIMEOUT))
     started = time.monotonic()
