@@ -3,6 +3,8 @@
 import io
 import os
 import struct
+import subprocess
+import sys
 import tarfile
 import time
 import tracemalloc
@@ -15,6 +17,7 @@ import soundfile
 
 from konkanivani.audio_file import AudioSource, read_header, read_samples
 from konkanivani.errors import DataError
+from tests.conftest import ROOT
 
 RATE = 16_000
 
@@ -225,3 +228,22 @@ def test_a_member_that_is_not_there_is_refused_without_a_word_from_elsewhere(off
     with pytest.raises(DataError, match="shard.tar at byte"):
         read_samples(source_of(tmp_path / "shard.tar", byte_offset=offset, byte_count=count))
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("rate", [15_999, 44_099, 44_100])
+def test_an_odd_rate_costs_no_more_memory_and_a_sine_stays_the_sine(rate):
+    script = (
+        "import math, torch\n"
+        "from konkanivani.audio import resample\n"
+        "from konkanivani.memory.monitor import peak_resident_mib, reset_peak_resident, resident_mib\n"
+        f"heard = torch.sin(2 * math.pi * 440 * torch.arange({rate}) / {rate})\n"
+        "resample(heard[:1000], 48_000)\n"  # torchaudio is there
+        "before = resident_mib()\n"
+        "reset_peak_resident()\n"
+        f"found = resample(heard, {rate})\n"
+        "wanted = torch.sin(2 * math.pi * 440 * torch.arange(16_000) / 16_000)\n"
+        "print(len(found), float((found - wanted)[100:-100].abs().max()), peak_resident_mib() - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    count, error, growth = map(float, done.stdout.split())
+    assert count == 16_000 and error < 2e-3 and growth < 100
