@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+sys.path[0] = str(Path(__file__).resolve().parents[3])  # this script's own folder has a numbers.py, as Python has
 
 import accelerate
 import speechbrain
