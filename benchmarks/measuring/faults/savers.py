@@ -228,7 +228,10 @@ class Ours:
         net, optimizer = build()
 
         def save(step: int) -> None:
-            states = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+            # Names and tensors alone, as OptimizerState has them: a checkpoint with lists in it is refused.
+            of_all = optimizer.state_dict()["state"].items()
+            moments = {f"{number}/{name}": value for number, state in of_all for name, value in state.items()}
+            states = {"model": net.state_dict(), "optimizer": moments}
             Checkpointer(folder, keep=2).save(Checkpoint("", b"-", 1, step, 0, states))
 
         steps(tell, save, net, optimizer)
@@ -238,7 +241,12 @@ class Ours:
         if found is None:
             return None
         net, optimizer = build()
-        load_states(found[1], {"model": net, "optimizer": optimizer})
+        load_states(found[1], {"model": net})
+        moments: dict[int, dict[str, torch.Tensor]] = {}
+        for key, value in found[1].states["optimizer"].items():
+            number, name = key.split("/")
+            moments.setdefault(int(number), {})[name] = value
+        optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
         return Recovered(found[1].step, digest(net, optimizer))
 
     def newest(self, folder: Path) -> list[Path]:
