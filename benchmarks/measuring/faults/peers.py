@@ -3,23 +3,20 @@
 import json
 import os
 import subprocess
-import sys
-import sysconfig
-import venv
 from pathlib import Path
 
 from benchmarks.measuring.faults.effort import Effort, FaultTable
+from benchmarks.measuring.peers.environment import peer_python
 from konkanivani.errors import ResourceError
 
-ROOT = Path(__file__).resolve().parents[3]
-ENVIRONMENT = ROOT / ".venv.peers"
+FOLDER = Path("~/.cache/konkanivani/peers")
 PACKAGES = ("speechbrain", "transformers", "accelerate")
 OUTCOMES = ("newest, right", "an older one, right", "begins anew", "crashes", "wrong without a word")
 
 
 def measure(effort: Effort) -> FaultTable:
     """A row for each way and kind of fault. What fails here is ours: for the others it is what is measured."""
-    python = make_environment()
+    python = peer_python(FOLDER.expanduser(), PACKAGES)
     command = [str(python), str(Path(__file__).with_name("savers.py")), "--folder", str(effort.folder)]
     counts = {"--kills": effort.count(50, short=3), "--flips": effort.count(200, short=10), "--seed": effort.seed}
     command += [word for name, number in counts.items() for word in (name, str(number))]
@@ -42,34 +39,6 @@ def measure(effort: Effort) -> FaultTable:
         ),
         failures=tuple(f"{row['fault']}: {row[name]} x {name}" for row in ours for name in bad if row.get(name)),
     )
-
-
-def make_environment() -> Path:
-    """The Python of an environment that has the other packages and our PyTorch; a ResourceError says why not."""
-    python = ENVIRONMENT / "bin" / "python"
-    if _has_packages(python):
-        return python
-    print(f"Making {ENVIRONMENT} with {', '.join(PACKAGES)}.", file=sys.stderr, flush=True)
-    venv.create(ENVIRONMENT, with_pip=True)
-    asked = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    packages = Path(subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip())
-    (packages / "this_project.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *PACKAGES]
-    done = subprocess.run(install, capture_output=True, text=True)
-    if done.returncode or not _has_packages(python):
-        reason = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-        raise ResourceError(
-            f"The packages {', '.join(PACKAGES)} could not be installed into {ENVIRONMENT}: {reason} Start this part "
-            "once with a network, or leave it out of --parts."
-        )
-    return python
-
-
-def _has_packages(python: Path) -> bool:
-    if not python.exists():
-        return False
-    imports = f"import torch, {', '.join(PACKAGES)}"
-    return subprocess.run([str(python), "-c", imports], capture_output=True).returncode == 0
 
 
 def _times(row: dict[str, object]) -> int:

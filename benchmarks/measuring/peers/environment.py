@@ -43,5 +43,5 @@ def _run(command: list[str]) -> None:
         last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
         raise ResourceError(
             f"The command {' '.join(command)} failed: {last}. The other toolkits come from PyPI: see that it can be "
-            "reached, or name only ours with --contestants."
+            "reached, or leave them out of --contestants or --parts."
         )
