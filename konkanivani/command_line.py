@@ -48,7 +48,8 @@ def run_script(action: Callable[[], str]) -> int:
         return 0
     except KonkaniVaniError as error:
         with contextlib.suppress(OSError):  # the code says it too where the disk that stderr goes to is full
-            print(error, file=sys.stderr, flush=True)
+            if str(error):  # else another rank has told it
+                print(error, file=sys.stderr, flush=True)
         return error.exit_code
     except BrokenPipeError:
         # Whoever reads, such as head, has seen enough; what is left must not be flushed into the pipe at exit.

@@ -180,6 +180,8 @@ class MemoryConfig:
     to itself (None: no bound; with auto, what is free)."""
     rehearsal: Literal["always", "auto", "never"] = "auto"
     """Try the costliest batches before the first epoch and undo them; auto: when a budget or auto is given."""
+    shard: Literal["always", "auto", "never"] = "auto"
+    """Under torchrun: deal weights, gradients and optimizer to the ranks (FSDP2); auto: where they do not fit whole."""
     replan: bool = False
     """Make a new memory plan and forget what did not fit, instead of going on with the checkpoint's."""
     empty_cache_interval: int = 50
@@ -220,6 +222,8 @@ class RunConfig:
     """Begin anew in a folder that holds checkpoints; the old ones are moved into a folder beside them."""
     init_from: str | None = None
     """Begin anew with what fits of this checkpoint's weights, cut down where they are larger."""
+    rank_timeout: float = 600.0
+    """Under torchrun: seconds that a rank waits for the others before it takes them for lost."""
     dry_run: bool = False
     """Try everything in a minute and leave nothing behind: data, plan, two steps, a save, going on from it."""
 

@@ -46,3 +46,11 @@ class Interrupted(KonkaniVaniError):
     def __init__(self, message: str, signal_number: int):
         super().__init__(message)
         self.exit_code = 128 + signal_number
+
+
+class AlreadyTold(KonkaniVaniError):
+    """What ends this process was told by another rank; nothing is left to say but the exit code."""
+
+    def __init__(self, exit_code: int):
+        super().__init__("")
+        self.exit_code = exit_code

@@ -308,6 +308,7 @@ def _run_rules(run: RunConfig) -> list[Rule]:
         Rule(run.early_stop_epochs is None or run.early_stop_epochs > 0, "--early_stop_epochs must be at least 1"),
         Rule(0 <= run.seed < 2**63, "--seed must be between 0 and 2^63 - 1"),
         Rule(min(run.save_minutes, run.save_steps) >= 0, "--save_minutes and --save_steps must be at least 0"),
+        Rule(run.rank_timeout > 0, "--rank_timeout must be above 0"),
         Rule(run.keep_checkpoints >= 2, "--keep_checkpoints must be at least 2"),
         Rule(
             run.run_name not in ("", ".", "..") and "/" not in run.run_name and "\0" not in run.run_name,

@@ -75,6 +75,8 @@ class Sink(Protocol):
 class Logbook:
     """All sinks of a run behind one `log()`, which raises nothing that a disk, a folder or a library can cause.
 
+    Without a directory there is none: of several ranks the first one logs.
+
     `resumed_step` is the step that training goes on from, with `resumed_skips` windows skipped on the way: what an
     earlier process logged beyond them is cut from `log.jsonl` and purged from TensorBoard's curves, so each step and
     each skipped window is there once. Where both are 0 the log begins afresh.
@@ -84,7 +86,7 @@ class Logbook:
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: str | Path | None,
         *,
         resumed_step: int = 0,
         resumed_skips: int = 0,
@@ -92,12 +94,14 @@ class Logbook:
     ):
         self.resumed_step = resumed_step
         self._warn = warn or _warn_on_stderr
-        directory = Path(directory)
-        self._sinks: tuple[Sink, ...] = (
-            JsonLinesSink(directory / LOG_NAME, resumed_step, resumed_skips),
-            TensorBoardSink(directory, resumed_step),
-            ConsoleSink(),
-        )
+        self._sinks: tuple[Sink, ...] = ()
+        if directory is not None:
+            directory = Path(directory)
+            self._sinks = (
+                JsonLinesSink(directory / LOG_NAME, resumed_step, resumed_skips),
+                TensorBoardSink(directory, resumed_step),
+                ConsoleSink(),
+            )
         self._warned: set[tuple[str, type, int | None]] = set()
         self._lost = dict.fromkeys((sink.name for sink in self._sinks), 0)
         for sink in self._sinks:

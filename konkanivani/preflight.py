@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from konkanivani.config import MemoryConfig
+from konkanivani.distributed import Topology
 from konkanivani.errors import ResourceError, UsageError
 from konkanivani.memory.card import Card, read_card
+from konkanivani.wording import count
 
 TORCH_RANGE = ">=2.10,<2.12"  # that of setup.cfg; a test holds the two together
 OLDEST_OF_DEFAULT_BUILD = (7, 5)  # CUDA 13 ends below Turing; the CUDA 12.6 build reaches back to Maxwell
@@ -29,6 +31,22 @@ def choose_device(asked: str) -> torch.device:
     )
     torch.set_float32_matmul_precision("high")  # TF32 where the card has it
     return torch.device("cuda")
+
+
+def take_card(topology: Topology) -> None:
+    """Makes each rank's own card the current one; a UsageError where its machine has cards, but fewer than ranks.
+
+    Nothing where there is no card, or one process trains alone.
+    """
+    cards = torch.cuda.device_count()
+    if topology.is_alone or cards == 0:
+        return
+    if cards < topology.local_world:
+        raise UsageError(
+            f"There are {topology.local_world} ranks on this machine and only {count(cards, 'card')}. Give torchrun "
+            f"--nproc_per_node {cards}, or train with --device cpu and CUDA_VISIBLE_DEVICES= (empty)."
+        )
+    torch.cuda.set_device(topology.local_rank)
 
 
 def announce_card(device: torch.device, nvml: Any = None) -> Card | None:

@@ -14,9 +14,12 @@ def seed_of(*parts: int | str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def seed_step(seed: int, step: int) -> None:
-    """Seeds the default generators of every device for one optimizer step (dropout draws from them)."""
-    torch.manual_seed(seed_of(seed, "step", step))
+def seed_step(seed: int, step: int, rank: int = 0) -> None:
+    """Seeds the default generators of every device for one optimizer step (dropout draws from them).
+
+    Each rank draws its own masks; the first one those of a process alone.
+    """
+    torch.manual_seed(seed_of(seed, "step", step, *((rank,) if rank else ())))
 
 
 def utterance_generator(seed: int, epoch: int, utterance_id: str, purpose: str) -> torch.Generator:

@@ -1,5 +1,6 @@
 """Composition root: every part of a run, built from its settings and the checkpoint that it begins with."""
 
+import dataclasses
 from pathlib import Path
 
 import torch
@@ -12,10 +13,11 @@ from konkanivani.data.batching import EpochPlanner, same_size
 from konkanivani.data.loading import WindowStream
 from konkanivani.data.speech import TrainingSpeech
 from konkanivani.decoding.ctc import greedy_ctc
+from konkanivani.distributed import agree, from_first
 from konkanivani.errors import ResourceError
 from konkanivani.flags import config_from_text, config_to_text
 from konkanivani.logbook import Logbook
-from konkanivani.memory.available import BudgetWatch, enforce_budget
+from konkanivani.memory.available import BudgetWatch, available_bytes, enforce_budget
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
@@ -41,17 +43,19 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
 
     Paths and disk have been looked at by resolve_start; the data comes next, then the plan.
     """
-    config, resident_before = start.config, resident_mib()
+    config, topology, resident_before = start.config, start.topology, resident_mib()
     device = choose_device(config.run.device)
     announce_card(device)
-    run_directory = make_run_directory(config)
-    speech = build_speech(start, device, None if config.run.dry_run else run_directory / REJECTED)
+    run_directory = make_run_directory(config) if topology.is_first else None
+    rejected = run_directory and not config.run.dry_run and run_directory / REJECTED
+    speech = build_speech(start, device, rejected or None)
     tell("data", speech.sentence())
     planner = EpochPlanner(speech.train.utterances.durations, config.window_size, config.run.seed)
     plan = plan_memory(start, speech, device) if config.is_planned else None
     tell("plan", _plan_sentence(config, plan, planner))
     front_end = build_front_end(config, device)
     step = build_step_parts(config, speech.tokenizer.size, device, _total_steps(config, planner), front_end)
+    step = dataclasses.replace(step, topology=topology)
     if plan:
         step = keep_to_plan(step, plan, resident_before)
     state = TrainState()
@@ -73,7 +77,7 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
         print(plan_sentences(plan, blocks=len(step.model.blocks)), flush=True)
     resumed_step = start.resumed.step if start.resumed else None
     checkpointer = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints, resumed_step)
-    if not start.resumed:
+    if not start.resumed and topology.is_first:
         _move_aside(checkpointer, run_directory)
     limits = plan.size_limits() if plan else same_size(config.data.batch_size)
     validation = speech.validation
@@ -87,7 +91,7 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
         tokenizer=speech.tokenizer,
         state=state,
         step=step,
-        windows=WindowStream(speech.train, planner, limits, loader_config(config, device), speech.rejections),
+        windows=WindowStream(speech.train, planner, limits, loader_config(config, device), speech.rejections, topology),
         plan=plan,
         watch=BudgetWatch(plan.budget / MIB if plan and device.type == "cpu" else float("inf"), resident_before),
         validation=validation,
@@ -99,19 +103,30 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
         logbook=logbook,
         interruption=Interruption(),
         progress=Progress(state.step, step.total_steps),
+        topology=topology,
     )
 
 
 def plan_memory(start: Start, speech: RunSpeech, device: torch.device) -> MemoryPlan:
-    """The run's memory plan: the checkpoint's, or a new one."""
+    """The run's memory plan: the checkpoint's, or a new one.
+
+    The first rank plans for all, with the memory that the one has that has least: planning takes the processor for
+    seconds, and ranks of one machine would take it from each other. All then cut and recompute alike.
+    """
     validation = speech.validation
-    return resolve_plan(
-        start.config,
-        speech.tokenizer.size,
-        device,
-        train=sizes_of(speech.train.utterances, slowest=min(speech.train.speeds)),
-        validation=sizes_of(validation.speech.utterances, slowest=1.0) if validation else None,
-        stored=start.resumed.states.get("plan") if start.resumed else None,
+    ranks_here = start.topology.local_world if device.type == "cpu" else 1
+    free = -agree(start.topology, -available_bytes(device) // ranks_here)
+    return from_first(
+        start.topology,
+        lambda: resolve_plan(
+            start.config,
+            speech.tokenizer.size,
+            device,
+            free,
+            train=sizes_of(speech.train.utterances, slowest=min(speech.train.speeds)),
+            validation=sizes_of(validation.speech.utterances, slowest=1.0) if validation else None,
+            stored=start.resumed.states.get("plan") if start.resumed else None,
+        ),
     )
 
 

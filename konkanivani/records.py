@@ -98,7 +98,10 @@ class HypothesisPair:
 
 @dataclass(frozen=True)
 class ValidationRecord:
-    """One pass over the validation set after `step` steps. WER and CER are fractions (0.345 = 34.5 %)."""
+    """One pass over the validation set after `step` steps. WER and CER are fractions (0.345 = 34.5 %).
+
+    `rank_peaks_mib` are the peaks of memory of all ranks so far, by rank; empty where one process trains alone.
+    """
 
     step: int
     epoch: int
@@ -111,6 +114,7 @@ class ValidationRecord:
     seconds: float | None = None
     hypotheses: tuple[HypothesisPair, ...] = ()
     memory: PhaseMemory | None = None
+    rank_peaks_mib: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,11 @@ import torch
 from konkanivani.command_line import output_may_be_lost
 from konkanivani.config import DataConfig, DecodingConfig
 from konkanivani.decoding.decode import build_decode
+from konkanivani.digests import digest_of_code, digest_of_data, digest_of_flags
+from konkanivani.distributed import ALONE, Topology, check_same, from_first, joined, only_first_speaks, read_topology
+from konkanivani.flags import parse_flags
 from konkanivani.memory.rehearsal import rehearse
+from konkanivani.preflight import take_card
 from konkanivani.recipe import build_run
 from konkanivani.records import PhaseMemory, RehearsalRecord
 from konkanivani.start import resolve_start
@@ -22,13 +26,22 @@ from konkanivani.training.run import Run
 
 
 def train_and_report(arguments: list[str]) -> str:
-    """Trains as the command line asks, scores the test manifest with the best checkpoint, and returns a JSON line."""
-    with output_may_be_lost():
-        return _train_and_report(arguments)
+    """Trains as the command line asks, scores the test manifest with the best checkpoint, and returns a JSON line.
+
+    Every rank that torchrun has started does; the first one alone prints and returns the line.
+    """
+    topology = read_topology()
+    with joined(topology, parse_flags(arguments).run.rank_timeout), output_may_be_lost():
+        with only_first_speaks(topology):
+            line = _train_and_report(arguments, topology)
+    return line if topology.is_first else ""
 
 
-def _train_and_report(arguments: list[str]) -> str:
-    start = resolve_start(arguments)
+def _train_and_report(arguments: list[str], topology: Topology) -> str:
+    take_card(topology)
+    check_same(topology, {"flags": digest_of_flags(arguments), "code": digest_of_code()})
+    start = resolve_start(arguments, topology=topology)
+    check_same(topology, {"data": digest_of_data(start.config)})
     run = build_run(start)
     run.interruption.install()
     with run.logbook:
@@ -37,8 +50,8 @@ def _train_and_report(arguments: list[str]) -> str:
         train(run)
     run.interruption.end_training()
     print(memory_table(run), flush=True)
-    best = best_checkpoint(start.config.run.checkpoint_dir)
-    scores = score_test(best, start.config.data, run.step.forward.device)
+    best = from_first(topology, lambda: best_checkpoint(start.config.run.checkpoint_dir))
+    scores = score_test(best, start.config.data, run.step.forward.device, topology)
     log_directory = start.config.run.log_dir
     print(f"Look at the run with: .venv/bin/tensorboard --logdir {log_directory} --host 127.0.0.1", flush=True)
     return summary_line(run, scores, str(best), f"{log_directory}/{start.config.run.run_name}")
@@ -52,12 +65,14 @@ class TestScore:
     evaluation: Evaluation | None
 
 
-def score_test(checkpoint: Path, config: DataConfig, device: torch.device) -> tuple[TestScore, ...]:
-    """The test manifest scored by greedy CTC, and by --test_decode where that is another."""
+def score_test(
+    checkpoint: Path, config: DataConfig, device: torch.device, topology: Topology = ALONE
+) -> tuple[TestScore, ...]:
+    """The test manifest scored by greedy CTC, and by --test_decode where that is another; each rank hears its share."""
     ways = dict.fromkeys(("greedy", config.test_decode))
     if config.test_manifest is None:
         return tuple(TestScore(decode, None) for decode in ways)
-    trained = load_trained_model(checkpoint, device)
+    trained = load_trained_model(checkpoint, device, topology)
     decoders = [build_decode(DecodingConfig(decode), trained.tokenizer, device) for decode in ways]
     evaluations = [evaluate_manifest(trained, config.test_manifest, decode, config.audio_roots) for decode in decoders]
     return tuple(map(TestScore, ways, evaluations))
@@ -89,6 +104,9 @@ def memory_table(run: Run) -> str:
     for name, *numbers in rows:
         cells = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
         lines.append("  ".join(["", name.ljust(widths[0]), *cells]))
+    if not run.topology.is_alone:
+        peaks = ", ".join(f"{peak:.0f}" for peak in run.rank_peaks_mib())
+        lines.append(f"Those phases are rank 0's; the peaks of all ranks: {peaks}.")
     lines.append(f"Steps begun again in smaller pieces, out of memory: {run.state.splits}.")
     if clearing is not None and clearing.count:
         lines.append(f"Clearings of the cache: {clearing.count}, in {clearing.seconds:.2f} s.")

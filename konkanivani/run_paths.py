@@ -28,15 +28,23 @@ def check_paths(config: TrainConfig, is_complete: bool = True) -> None:
                 "python3 training_scripts/prepare_builtin_corpus.py and give data/builtin/train.jsonl."
             )
         )
-    for flag, manifest in manifests_of(config).items():
-        with problems.noted():
-            _check_manifest(flag, Path(manifest))
+    with problems.noted():
+        check_manifests(config)
     if is_complete or run.resume == "auto":
         with problems.noted():
             _check_folder("checkpoint", Path(run.checkpoint_dir), "--checkpoint_dir")
     if is_complete:
         with problems.noted():
             _check_folder("log", Path(run.log_dir) / run.run_name, "--log_dir")
+    problems.raise_all()
+
+
+def check_manifests(config: TrainConfig) -> None:
+    """Raises a DataError that names every manifest that is given and cannot be read."""
+    problems = Problems()
+    for flag, manifest in manifests_of(config).items():
+        with problems.noted():
+            _check_manifest(flag, Path(manifest))
     problems.raise_all()
 
 

@@ -14,7 +14,6 @@ from konkanivani.config import PRESETS, ModelConfig, TextConfig, TrainConfig
 from konkanivani.data.utterance import Utterance
 from konkanivani.errors import ResourceError
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.available import available_bytes
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
 from konkanivani.memory.planner import Planner, plan_bucket
@@ -43,12 +42,14 @@ def resolve_plan(
     config: TrainConfig,
     vocab_size: int,
     device: torch.device,
+    free: int,
     train: SpeechSizes,
     validation: SpeechSizes | None,
     stored: Mapping[str, object] | None,
 ) -> MemoryPlan:
     """The run's plan: the checkpoint's where it was made under these conditions, else a new one, told to the person.
 
+    `free` are the bytes to plan for without a --memory_budget.
     A ResourceError where the model's state or an utterance is beyond the budget says what would help.
     """
     conditions = plan_conditions(config, device)
@@ -58,7 +59,7 @@ def resolve_plan(
             return plan
         print("The checkpoint's memory plan was made under other conditions: a new one is made.", flush=True)
     budget = config.memory.memory_budget
-    budget = parse_budget(budget) if budget else available_bytes(device)
+    budget = parse_budget(budget) if budget else free
     rate = float(train.tokens.sum() / train.seconds.sum())
     costs = costs_of(device)
     check_state(config, vocab_size, costs, budget)

@@ -1,5 +1,6 @@
 """The speech of a run: manifests checked against the limits, the tokenizer of their texts, batches to evaluate on."""
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from konkanivani.data.speech import EvaluationSpeech, TrainingSpeech
 from konkanivani.data.surroundings import Surroundings, read_surroundings
 from konkanivani.data.token_counts import Digits
 from konkanivani.data.workers import LoaderConfig
+from konkanivani.distributed import from_first
 from konkanivani.errors import DataError
 from konkanivani.flags import config_from_text
 from konkanivani.problems import Problems
@@ -76,7 +78,7 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
         for path in (config.data.train_manifest, config.data.valid_manifest, config.data.test_manifest)
     ]
     problems.raise_all()
-    tokenizer = choose_tokenizer(start, train)
+    tokenizer = from_first(start.topology, lambda: choose_tokenizer(start, train))
     with problems.noted():
         training = build_training_speech(config, train, tokenizer, rejections, surroundings)
     validation = tested = None
@@ -85,6 +87,7 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
     with problems.noted():
         tested = test and evaluation_set_of(test, config, tokenizer, device, rejections)
     problems.raise_all()
+    validation = validation and dataclasses.replace(validation, topology=start.topology)
     return RunSpeech(tokenizer, training, validation, rejections, len(tested.speech.utterances) if tested else 0)
 
 

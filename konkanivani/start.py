@@ -7,6 +7,7 @@ from pathlib import Path
 from konkanivani.checkpoint import Checkpoint, Checkpointer, read_checkpoint
 from konkanivani.config import RunConfig, TrainConfig
 from konkanivani.disk import check_disk
+from konkanivani.distributed import ALONE, Topology, from_first
 from konkanivani.errors import CheckpointError, UsageError
 from konkanivani.flags import check_idle_flags, contradictions, is_given, parse_flags, settings_of
 from konkanivani.logbook import LOG_NAME
@@ -33,21 +34,60 @@ PATHS = (
 class Start:
     """How a run begins: its settings, its folder's lock, the checkpoint it goes on from or takes weights from.
 
-    A dry run has no lock of the folder: it leaves the folder as it is.
+    A dry run has no lock of the folder: it leaves the folder as it is. Of several ranks the first one has it.
     """
 
     config: TrainConfig
     lock: RunLock | None
     resumed: Checkpoint | None
     initial: Checkpoint | None
+    topology: Topology = ALONE
 
 
-def resolve_start(arguments: list[str], tell: Tell = say_nothing) -> Start:
+def resolve_start(arguments: list[str], tell: Tell = say_nothing, topology: Topology = ALONE) -> Start:
     """What a command line asks for, the checkpoint it names read and held against it.
 
-    Flags, then paths, then the disk are looked at before any folder is made; each stage is told when it is done.
+    Flags, then paths, then the disk are looked at before any folder is made; each stage is told when it is done. The
+    first rank does it for all, and sends the others what it found: they need not see its folders.
     """
     asked = parse_flags(arguments)
+    if topology.is_alone:
+        return _resolve(arguments, asked, tell)
+    check_ranks(asked, topology)
+    found = _resolve(arguments, restarted(asked, topology), tell) if topology.is_first else None
+    sent = from_first(topology, lambda: dataclasses.replace(found, lock=None))
+    return dataclasses.replace(found or sent, topology=topology)
+
+
+def check_ranks(asked: TrainConfig, topology: Topology) -> None:
+    """Raises a UsageError where so many ranks, or ranks that torchrun may restart, cannot do what is asked for."""
+    run, problems = asked.run, []
+    if run.dry_run:
+        problems.append("--dry_run tries a run in one process: leave torchrun out")
+    if asked.window_size < topology.world:
+        problems.append(
+            f"the effective batch is {asked.window_size} utterances, fewer than the {topology.world} ranks: give a "
+            "larger --batch_size or --gradient_accumulation_steps, or start fewer ranks"
+        )
+    if topology.most_restarts and (run.fresh or run.resume not in (None, "auto")):
+        flag = "--fresh" if run.fresh else f"--resume {run.resume}"
+        problems.append(
+            f"with torchrun's --max-restarts, {flag} would be done again at each restart: give --resume auto, and a "
+            "--checkpoint_dir that is empty or holds the run to go on with"
+        )
+    if problems:
+        raise UsageError(f"These ranks cannot train: {'; '.join(problems)}.")
+
+
+def restarted(asked: TrainConfig, topology: Topology) -> TrainConfig:
+    """What is asked for after torchrun has started the ranks anew: to go on with what they have saved, if anything."""
+    saved = Checkpointer(asked.run.checkpoint_dir, asked.run.keep_checkpoints).has_checkpoints()
+    if not (topology.restarts and saved):
+        return asked
+    return dataclasses.replace(asked, run=dataclasses.replace(asked.run, resume="auto", init_from=None))
+
+
+def _resolve(arguments: list[str], asked: TrainConfig, tell: Tell) -> Start:
     tell("flags", "they go together")
     if asked.run.resume:
         check_paths(asked, is_complete=False)

@@ -13,6 +13,7 @@ from konkanivani.config import DecodingConfig, TrainConfig
 from konkanivani.data.manifest import Manifest
 from konkanivani.data.rejections import Rejections
 from konkanivani.decoding.decode import Decode, build_decode
+from konkanivani.distributed import ALONE, Topology, from_first
 from konkanivani.heard import CheckpointRun, Heard
 from konkanivani.run_speech import build_evaluation_set
 from konkanivani.speech_model import settings_of_weights, tokenizer_of
@@ -30,17 +31,18 @@ class TrainedModel:
     config: TrainConfig
     tokenizer: Tokenizer
     forward: ForwardPass
+    topology: Topology = ALONE
 
 
-def load_trained_model(path: str | Path, device: torch.device) -> TrainedModel:
-    """The model of the checkpoint at `path` on `device`, in full precision there."""
-    checkpoint = read_checkpoint(path)
+def load_trained_model(path: str | Path, device: torch.device, topology: Topology = ALONE) -> TrainedModel:
+    """The model of the checkpoint at `path` on `device`, in full precision there. The first rank reads it for all."""
+    checkpoint = from_first(topology, lambda: read_checkpoint(path))
     config, tokenizer = settings_of_weights(checkpoint), tokenizer_of(checkpoint)
     # The card that it was trained on may have had formats that this device lacks.
     config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, mixed_precision=False))
     forward = build_forward(config, checkpoint.vocab_size, device, build_front_end(config, device))
     load_states(checkpoint, {"model": forward.model})
-    return TrainedModel(checkpoint, config, tokenizer, forward)
+    return TrainedModel(checkpoint, config, tokenizer, forward, topology)
 
 
 def evaluate_manifest(
@@ -54,7 +56,7 @@ def evaluate_manifest(
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, audio_roots=named_roots))
     rejections = Rejections(None, parse_share(config.data.max_rejected, "--max_rejected"))
     utterances = build_evaluation_set(manifest, config, trained.tokenizer, forward.device, rejections)
-    return utterances.evaluate(forward, decode)
+    return dataclasses.replace(utterances, topology=trained.topology).evaluate(forward, decode)
 
 
 def hear_manifest(trained: TrainedModel, path: str, manifest: Manifest, decoding: DecodingConfig) -> Heard:

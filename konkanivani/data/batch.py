@@ -78,13 +78,21 @@ class Batch:
 
 @dataclass(frozen=True)
 class Window:
-    """The utterances of one optimizer step, cut into micro-batches; the counts are over the whole window."""
+    """The utterances of one optimizer step, cut into micro-batches; the counts are over the whole window.
+
+    Where several ranks train, the micro-batches are those of one rank's share.
+    """
 
     micro_batches: tuple[Batch, ...]
     tokens: int
     utterances: int
     audio_seconds: float
     padding_share: float
+
+    @property
+    def utterance_ids(self) -> tuple[str, ...]:
+        """The names of the utterances in the micro-batches."""
+        return tuple(name for batch in self.micro_batches for name in batch.utterance_ids)
 
     def pin_memory(self) -> Window:
         """The window in page-locked memory."""

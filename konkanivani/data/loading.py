@@ -6,15 +6,23 @@ from contextlib import closing
 import numpy as np
 
 from konkanivani.data.batch import Batch, Window
-from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit
+from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit, deal
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.speech import EvaluationSpeech, TrainingSpeech
 from konkanivani.data.utterance import Utterance
-from konkanivani.data.workers import Fetcher, LoaderConfig, load_in_order
+from konkanivani.data.workers import Fetcher, Loaded, LoaderConfig, load_in_order
+from konkanivani.distributed import ALONE, Topology, gather, gather_numbers
+from konkanivani.errors import Interrupted
+from konkanivani.lengths import SAMPLE_RATE
+
+NO_UTTERANCES = Window((), tokens=0, utterances=0, audio_seconds=0.0, padding_share=0.0)
 
 
 class WindowStream:
-    """The training data from any cursor onward, epoch after epoch, each window with the cursor behind it."""
+    """The training data from any cursor onward, epoch after epoch, each window with the cursor behind it.
+
+    Every rank of the topology reads its share of each window; the windows, and so the cursor, are those of any world.
+    """
 
     def __init__(
         self,
@@ -23,29 +31,61 @@ class WindowStream:
         limits: tuple[SizeLimit, ...],
         loader: LoaderConfig,
         rejections: Rejections,
+        topology: Topology = ALONE,
     ) -> None:
         self.speech, self.planner, self.limits, self.loader = speech, planner, limits, loader
-        self.rejections = rejections
+        self.rejections, self.topology = rejections, topology
 
     def from_cursor(self, cursor: Cursor, check: Callable[[], None] = lambda: None) -> Iterator[tuple[Window, Cursor]]:
         """Endless. Closing the generator ends the workers. A window of which nothing can be read is passed over.
 
-        `check` is called before each window and while one is waited for; what it raises ends the waiting.
+        `check` is called before each window and while one is waited for; what it raises ends the waiting, and where
+        it is that the run is interrupted, that of all ranks.
         """
         fetcher = Fetcher(self.speech, self.limits, self.loader.workers)
         with closing(load_in_order(fetcher, self.planned(cursor), self.loader, check)) as loaded:
-            for found, behind in zip(loaded, self.planner.cursors_behind(cursor), strict=False):
-                self.rejections.add(found.rejections)
-                if found.value is not None:
-                    yield found.value, behind
+            for behind in self.planner.cursors_behind(cursor):
+                window = self._next(loaded)
+                if window is not None:
+                    yield window, behind
+
+    def _next(self, loaded: Iterator[Loaded]) -> Window | None:
+        """The next window, or this rank's share of it, the ranks' counts joined; None where nothing can be read."""
+        if self.topology.is_alone:
+            found = next(loaded)
+            self.rejections.add(found.rejections)
+            return found.value
+        try:
+            found, interrupted = next(loaded), None
+        except Interrupted as error:
+            found, interrupted = Loaded(None, ()), error
+        return self._joined(found, interrupted)
+
+    def _joined(self, found: Loaded, interrupted: Interrupted | None) -> Window | None:
+        share = found.value or NO_UTTERANCES
+        padded = sum(batch.waveforms.numel() for batch in share.micro_batches)
+        samples, exit_code = round(share.audio_seconds * SAMPLE_RATE), interrupted.exit_code if interrupted else 0
+        mine = [exit_code, len(found.rejections), share.tokens, share.utterances, samples, padded]
+        codes, rejected, *counts = zip(*gather_numbers(self.topology, mine), strict=True)
+        if any(codes):
+            raise interrupted or Interrupted("Another rank was stopped by a signal.", max(codes) - 128)
+        if any(rejected):
+            for theirs in gather(self.topology, found.rejections):
+                self.rejections.add(theirs)
+        tokens, utterances, samples, padded = map(sum, counts)
+        if not utterances:
+            return None
+        return Window(share.micro_batches, tokens, utterances, samples / SAMPLE_RATE, 1 - samples / padded)
 
     def planned(self, cursor: Cursor) -> Iterator[list[tuple[int, int]]]:
-        """The keys of each window from the cursor on; the loader runs ahead of the loop."""
+        """The keys of this rank's share of each window from the cursor on; the loader runs ahead of the loop."""
         epoch, consumed = cursor.epoch, cursor.window
         while True:
             plan = self.planner.plan_epoch(epoch)
             for number in range(consumed, len(plan)):
-                yield [(epoch, int(index)) for index in np.sort(plan[number])]  # as they lie in their files
+                window = np.sort(plan[number])  # as they lie in their files
+                share = deal(self.planner.durations[window], self.topology.world)[self.topology.rank]
+                yield [(epoch, int(index)) for index in window[share]]
             epoch, consumed = epoch + 1, 0
 
 

@@ -37,7 +37,13 @@ class Rejections:
         self._path, self._most = path, most
         self._rows: dict[str, int] = {}
         self._broken: dict[str, dict[int, Rejection]] = {}
+        self._news: list[Rejection] = []
         self.count = 0
+
+    def news(self) -> tuple[Rejection, ...]:
+        """What `add` has been told since it was asked for last, for the other ranks."""
+        news, self._news = tuple(self._news), []
+        return news
 
     def begin(self, manifest: Manifest) -> None:
         """Takes the manifest's broken rows; further ones of it may follow."""
@@ -60,6 +66,7 @@ class Rejections:
         new = [found for found in rejections if found.row not in self._broken[found.manifest]]
         for found in new:
             print(f"Left out: {found.audio_filepath} (row {found.row} of {found.manifest}): {found.reason}", flush=True)
+        self._news += new
         self._take(new)
 
     def _take(self, rejections: list[Rejection]) -> None:

@@ -1,6 +1,7 @@
 """Going on when memory runs out: the same work again in smaller pieces, with the same result."""
 
 import dataclasses
+import enum
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,19 @@ from konkanivani.data.batch import Batch, largest_batch, split_batch
 from konkanivani.errors import CheckpointError, ResourceError
 
 Result = TypeVar("Result")
+
+
+class Outcome(enum.IntEnum):
+    """What became of one attempt at some work; of several ranks' the largest counts for all."""
+
+    DONE = 0
+    SPLIT = 1  # it ran out of memory and is to be done again in smaller pieces
+    STOPPED = 2
+
+
+def alone(outcome: Outcome) -> Outcome:
+    """What one process agrees on with itself."""
+    return outcome
 
 
 @dataclass(frozen=True)
@@ -82,6 +96,15 @@ class RememberedSplits:
             self._fewest[int(batch.longest_seconds)] = fewest
         return is_news
 
+    def sizes(self) -> dict[int, int]:
+        """The fewest utterances that did not fit, by whole seconds."""
+        return dict(self._fewest)
+
+    def learn(self, sizes: Mapping[int, int]) -> None:
+        """Takes over what did not fit on another rank: any may be dealt as much next."""
+        for seconds, fewest in sizes.items():
+            self._fewest[seconds] = min(fewest, self._fewest.get(seconds, fewest))
+
     def cut_to_fit(self, cut: Cut) -> Cut:
         """The cut with everything known to be too large in smaller pieces."""
         pieces = tuple(piece for batch in cut.micro_batches for piece in self._pieces(batch))
@@ -115,26 +138,42 @@ class RememberedSplits:
 
 
 def run_or_split(
-    attempt: Callable[[Cut], Result], cut: Cut, splits: RememberedSplits, undo: Callable[[], None]
-) -> tuple[Result, int]:
+    attempt: Callable[[Cut], Result | None],
+    cut: Cut,
+    splits: RememberedSplits,
+    undo: Callable[[], None],
+    agree: Callable[[Outcome], Outcome] = alone,
+) -> tuple[Result | None, int]:
     """What `attempt` returns for `cut`, or for the first smaller one that fits in memory; and how often it was retried.
 
     `undo` takes back what a failed attempt has left, and must not allocate to speak of. A ResourceError names the
     utterance that does not fit even alone; every other error passes through.
+
+    `agree` tells of all ranks: one that is done waits, its result kept, until all are, and counts their retries with
+    its own; where one was stopped, which an attempt says by None, each takes back what it has and returns None.
     """
     cut, retries = splits.cut_to_fit(cut), 0
+    result, reason = _result_or_reason(attempt, cut)
     while True:
-        result, reason = _result_or_reason(attempt, cut)
-        if reason is None:
-            return result, retries
-        undo()
-        release_memory()
-        smaller = cut.smaller()
-        if smaller is None:
-            raise _does_not_fit(cut.largest, reason)
-        if splits.remember(cut):
-            _tell(cut, smaller)
-        cut, retries = smaller, retries + 1
+        mine = Outcome.SPLIT if reason is not None else Outcome.STOPPED if result is None else Outcome.DONE
+        # Before the others are told: one for whom nothing smaller is left ends with its cause, and they with it.
+        if mine is Outcome.SPLIT:
+            undo()
+            release_memory()
+            smaller = cut.smaller()
+            if smaller is None:
+                raise _does_not_fit(cut.largest, reason)
+        of_all = agree(mine)
+        if of_all is Outcome.STOPPED and mine is Outcome.DONE:
+            undo()
+        if of_all is not Outcome.SPLIT:
+            return (None if of_all is Outcome.STOPPED else result), retries
+        retries += 1
+        if mine is Outcome.SPLIT:
+            if splits.remember(cut):
+                _tell(cut, smaller)
+            cut = smaller
+            result, reason = _result_or_reason(attempt, cut)
 
 
 def _result_or_reason(attempt: Callable[[Cut], Result], cut: Cut) -> tuple[Result | None, str | None]:

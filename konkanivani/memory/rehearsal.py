@@ -16,6 +16,7 @@ from konkanivani.data.batch import Speech, Window, largest_batch
 from konkanivani.data.batching import cut_window, largest_size
 from konkanivani.data.rejections import Rejection
 from konkanivani.data.speech import TrainingSpeech
+from konkanivani.distributed import from_first
 from konkanivani.text import Tokenizer
 from konkanivani.training.run import Run
 from konkanivani.training.step import train_step
@@ -46,16 +47,18 @@ def rehearse(run: Run) -> tuple[Rehearsal, ...]:
     A ResourceError names an utterance that does not fit even alone, a DataError one that cannot be read.
     """
     saved = run.checkpointer.directory / SAVED
-    saved.parent.mkdir(parents=True, exist_ok=True)
-    write_checkpoint(saved, run.checkpoint())
+    if run.topology.is_first:
+        saved.parent.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(saved, run.checkpoint())
     try:
         tried = [_try_window(run, name, window) for name, window in costliest_windows(run)]
         if run.validation is not None:
             tried.append(_try_validation(run))
+        before = from_first(run.topology, lambda: read_checkpoint(saved))
+        load_states(before, {name: part for name, part in run.stateful.items() if name not in KEPT})
     finally:
-        undone = {name: part for name, part in run.stateful.items() if name not in KEPT}
-        load_states(read_checkpoint(saved), undone)
-        saved.unlink()
+        if run.topology.is_first:
+            saved.unlink()
     return tuple(tried)
 
 

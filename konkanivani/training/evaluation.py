@@ -1,11 +1,12 @@
 """Loss, WER and CER over a set of utterances, under `no_grad`."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from konkanivani.config import LossConfig
 from konkanivani.data.batch import Batch
 from konkanivani.data.utterance import Utterance
 from konkanivani.decoding.decode import Decode
@@ -60,18 +61,27 @@ def recognize(forward: ForwardPass, batch: Batch, decode: Decode) -> RecognizedB
     return RecognizedBatch(torch.stack([sums.ctc, sums.attention]).double(), hypotheses)
 
 
+@dataclass(frozen=True)
+class HeardShare:
+    """What was heard in some batches: the summed CTC and attention losses, tokens, every utterance in order."""
+
+    ctc_sum: float
+    attention_sum: float
+    tokens: int
+    scored: tuple[ScoredUtterance, ...]
+
+
 @torch.no_grad()
-def evaluate(
+def hear(
     forward: ForwardPass,
     batches: Iterable[tuple[Batch, list[Utterance]]],
     tokenizer: Tokenizer,
     decode: Decode,
-) -> Evaluation:
-    """Evaluates `batches`, each with its utterances in order; the weights stay as they are.
+) -> HeardShare:
+    """What the model hears in `batches`, each with its utterances in order; the weights stay as they are.
 
     A batch that does not fit in memory is cut smaller; a ResourceError names an utterance that does not fit even alone.
     """
-    started = time.perf_counter()
     forward.model.eval()
     splits = RememberedSplits(conditions=0)  # not training's: without gradients far more fits
     totals, tokens, scored = torch.zeros(2, dtype=torch.float64, device=forward.device), 0, []
@@ -88,12 +98,32 @@ def evaluate(
         hypotheses = [hypothesis for piece in pieces for hypothesis in piece.hypotheses]
         scored += [ScoredUtterance(u, tokenizer.decode(h)) for u, h in zip(utterances, hypotheses, strict=True)]
         forward.monitor.end_phase("validation")
-    ctc_loss, attention_loss = totals[0].item() / tokens, totals[1].item() / (tokens + len(scored))
+    return HeardShare(totals[0].item(), totals[1].item(), tokens, tuple(scored))
+
+
+def join_shares(shares: Sequence[HeardShare], loss: LossConfig, seconds: float) -> Evaluation:
+    """What all shares come to: each utterance once, share after share."""
+    scored = [utterance for share in shares for utterance in share.scored]
+    tokens = sum(share.tokens for share in shares)
+    ctc_loss = sum(share.ctc_sum for share in shares) / tokens
+    attention_loss = sum(share.attention_sum for share in shares) / (tokens + len(scored))
     return Evaluation(
-        loss=forward.loss.ctc_weight * ctc_loss + (1 - forward.loss.ctc_weight) * attention_loss,
+        loss=loss.ctc_weight * ctc_loss + (1 - loss.ctc_weight) * attention_loss,
         ctc_loss=ctc_loss,
         attention_loss=attention_loss,
         rates=rates_over(scored),
         scored=tuple(scored),
-        seconds=time.perf_counter() - started,
+        seconds=seconds,
     )
+
+
+def evaluate(
+    forward: ForwardPass,
+    batches: Iterable[tuple[Batch, list[Utterance]]],
+    tokenizer: Tokenizer,
+    decode: Decode,
+) -> Evaluation:
+    """The model's losses and error rates over `batches`, as `hear` hears them."""
+    started = time.perf_counter()
+    heard = hear(forward, batches, tokenizer, decode)
+    return join_shares([heard], forward.loss, time.perf_counter() - started)

@@ -1,6 +1,7 @@
 """The training loop: windows in, steps, validation, checkpoints and logs out, in the order in which they happen."""
 
 import math
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -8,6 +9,7 @@ from contextlib import closing, contextmanager
 import torch
 
 from konkanivani.data.batch import Window
+from konkanivani.distributed import gather
 from konkanivani.errors import DataError, Interrupted, NumericsError, ResourceError
 from konkanivani.records import HypothesisPair, SkipRecord, SpectrogramRecord, StepRecord, ValidationRecord
 from konkanivani.training.evaluation import Evaluation
@@ -38,6 +40,7 @@ def train(run: Run) -> None:
                 report = train_step(run.step, window, state.step, run.interruption.is_requested)
                 if report is None:
                     run.interruption.check()
+                    raise Interrupted("Another rank was stopped by a signal.", signal.SIGTERM)
             state.advance(cursor, window.audio_seconds, report.is_skipped, report.splits)
             log_step(run, window, report)
             monitor.end_phase("log")
@@ -55,7 +58,7 @@ def steps_kept(saver: "PeriodicSaver") -> Iterator[None]:
         saver.save(is_final=True)
         if not isinstance(error, Interrupted):
             raise
-        step, number = saver.run.state.step, saver.run.interruption.signal_number
+        step, number = saver.run.state.step, error.exit_code - 128
         raise Interrupted(f"Stopped by a signal at step {step}; --resume auto goes on from there.", number) from None
 
 
@@ -139,7 +142,7 @@ def skip_record(run: Run, window: Window, report: StepReport) -> SkipRecord:
         gradient_norm=report.gradient_norm,
         scale=report.scale,
         reason=reason,
-        utterances=tuple(name for batch in window.micro_batches for name in batch.utterance_ids),
+        utterances=tuple(name for share in gather(run.topology, window.utterance_ids) for name in share),
     )
 
 
@@ -159,6 +162,7 @@ def log_validation(run: Run, evaluation: Evaluation) -> None:
         seconds=evaluation.seconds,
         hypotheses=tuple(HypothesisPair(s.utterance.text, s.hypothesis, s.utterance.id) for s in shown),
         memory=memory[0] if memory else None,
+        rank_peaks_mib=run.rank_peaks_mib(),
     )
     run.logbook.log(record)
     log_spectrogram(run, shown[0].utterance.id)
@@ -197,7 +201,9 @@ class PeriodicSaver:
             self.save()
 
     def save(self, epoch: int | None = None, is_best: bool = False, is_final: bool = False) -> None:
-        """Saves now; a failure is a warning, three in a row or that of the final save an error."""
+        """Saves now, the first rank for all; a failure is a warning, three in a row or the final save's an error."""
+        if not self.run.topology.is_first:
+            return
         self._saved_at = time.monotonic()
         self.run.logbook.flush()
         try:

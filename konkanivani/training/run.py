@@ -1,6 +1,8 @@
 """The parts of a run, built once by the recipe and never changed."""
 
 import dataclasses
+import signal
+import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -9,17 +11,19 @@ import numpy as np
 
 from konkanivani.checkpoint import Checkpoint, Checkpointer, Stateful
 from konkanivani.config import RunConfig
-from konkanivani.data.batching import plan_evaluation
+from konkanivani.data.batching import deal, plan_evaluation
 from konkanivani.data.loading import WindowStream, load_batches
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.speech import EvaluationSpeech
 from konkanivani.data.workers import LoaderConfig
 from konkanivani.decoding.decode import Decode
+from konkanivani.distributed import ALONE, Topology, gather
+from konkanivani.errors import Interrupted
 from konkanivani.logbook import Logbook
 from konkanivani.memory.available import BudgetWatch
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.text import Tokenizer
-from konkanivani.training.evaluation import Evaluation, evaluate
+from konkanivani.training.evaluation import Evaluation, HeardShare, hear, join_shares
 from konkanivani.training.forward import ForwardPass
 from konkanivani.training.interruption import Interruption, RunLock
 from konkanivani.training.progress import Progress
@@ -35,15 +39,37 @@ class EvaluationSet:
     plan: list[np.ndarray]
     loader: LoaderConfig
     rejections: Rejections
+    topology: Topology = ALONE
 
     def within(self, batch_seconds: float) -> "EvaluationSet":
         """The same set in batches of so much padded audio."""
         return dataclasses.replace(self, plan=plan_evaluation(self.speech.utterances.durations, batch_seconds))
 
     def evaluate(self, forward: ForwardPass, decode: Decode, check: Callable[[], None] = lambda: None) -> Evaluation:
-        """The model's losses and error rates over the set. `check` is called before each batch, and may raise."""
-        with closing(load_batches(self.speech, self.plan, self.loader, self.rejections, check)) as batches:
-            return evaluate(forward, batches, self.speech.tokenizer, decode)
+        """The model's losses and error rates over the set. `check` is called before each batch, and may raise.
+
+        Each rank hears its share of the batches, and has the result of them all.
+        """
+        started, interrupted, share = time.perf_counter(), None, None
+        try:
+            share = self._hear_share(forward, decode, check)
+        except Interrupted as error:
+            if self.topology.is_alone:
+                raise
+            interrupted = error
+        shares = gather(self.topology, share)
+        if None in shares:
+            raise interrupted or Interrupted("Another rank was stopped by a signal.", signal.SIGTERM)
+        for found in gather(self.topology, self.rejections.news()):
+            self.rejections.add(found)
+        return join_shares(shares, forward.loss, time.perf_counter() - started)
+
+    def _hear_share(self, forward: ForwardPass, decode: Decode, check: Callable[[], None]) -> HeardShare:
+        durations = self.speech.utterances.durations
+        costs = np.array([len(batch) * durations[batch].max() for batch in self.plan])
+        plan = [self.plan[number] for number in deal(costs, self.topology.world)[self.topology.rank]]
+        with closing(load_batches(self.speech, plan, self.loader, self.rejections, check)) as batches:
+            return hear(forward, batches, self.speech.tokenizer, decode)
 
 
 @dataclass(frozen=True)
@@ -63,10 +89,16 @@ class Run:
     stateful: Mapping[str, Stateful]
     plan_digest: int
     checkpointer: Checkpointer
-    lock: RunLock
+    lock: RunLock | None
     logbook: Logbook
     interruption: Interruption
     progress: Progress
+    topology: Topology = ALONE
+
+    def rank_peaks_mib(self) -> tuple[float, ...]:
+        """The peak of memory of each rank so far; empty where one process trains alone."""
+        peaks = gather(self.topology, self.step.forward.monitor.overall_peak_mib())
+        return () if self.topology.is_alone else tuple(peaks)
 
     def checkpoint(self) -> Checkpoint:
         """The run's state as it is now."""

@@ -1,6 +1,8 @@
-"""ONE optimizer step: window -> micro-batches -> gradients -> clip -> update.
+"""ONE optimizer step: window -> micro-batches -> gradients -> agree -> sum over ranks -> clip -> update.
 
 Where memory runs out before the update, all of it is done again in smaller micro-batches; the update needs none.
+Ranks agree that all have their share of the gradient before they sum it: one that ran out of memory inside of a sum
+would leave the others waiting in it.
 """
 
 import dataclasses
@@ -12,9 +14,10 @@ import torch
 
 from konkanivani.config import OptimizerConfig
 from konkanivani.data.batch import Batch, Window
+from konkanivani.distributed import ALONE, Topology, agree, bucket_for, gather, sum_tensors
 from konkanivani.losses import LossCounts, LossSums, joint_loss
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.recovery import Cut, RememberedSplits, run_or_split
+from konkanivani.memory.recovery import Cut, Outcome, RememberedSplits, run_or_split
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.optimizer import learning_rate, set_learning_rate
 from konkanivani.randomness import seed_step
@@ -32,6 +35,7 @@ class StepParts:
     total_steps: int
     seed: int
     splits: RememberedSplits
+    topology: Topology = ALONE
     read: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist
     """The step's only read from the device; a trace, whose tensors hold no numbers, puts zeros in its place."""
 
@@ -67,6 +71,14 @@ class WindowGradient:
 
 
 @dataclass(frozen=True)
+class GradientShare:
+    """One rank's summed losses (2,), and the bucket in which its gradient, in each `.grad`, is to be summed."""
+
+    totals: torch.Tensor
+    bucket: torch.Tensor
+
+
+@dataclass(frozen=True)
 class StepReport:
     """What a step did; losses in nats a token over the window. A skipped step has changed no weight.
 
@@ -88,24 +100,68 @@ def train_step(
 ) -> StepReport | None:
     """Updates the weights from one window, or, interrupted between two micro-batches, changes nothing and returns None.
 
-    The losses are divided by the counts of the whole window, so the gradient does not depend on how it is cut, and
-    out of memory it is cut smaller. A ResourceError names an utterance that does not fit even alone.
+    The losses are divided by the counts of the whole window, so the gradient does not depend on how it is cut and
+    dealt, and out of memory it is cut smaller. A ResourceError names an utterance that does not fit even alone.
     """
     counts = LossCounts(window.tokens, window.utterances)
-    gradient, splits = run_or_split(
-        attempt=lambda cut: compute_gradient(parts, cut, counts, step, is_interrupted),
+    attempt = compute_gradient if parts.topology.is_alone else compute_share
+    found, splits = run_or_split(
+        attempt=lambda cut: attempt(parts, cut, counts, step, is_interrupted),
         cut=parts.forward.cut(window.micro_batches),
         splits=parts.splits,
         undo=lambda: drop_gradient(parts),
+        agree=lambda outcome: Outcome(agree(parts.topology, outcome)),
     )
-    return None if gradient is None else update(parts, gradient, counts, step, splits)
+    if splits:
+        for sizes in gather(parts.topology, parts.splits.sizes()):
+            parts.splits.learn(sizes)
+    if found is None:
+        return None
+    gradient = sum_shares(parts, found) if isinstance(found, GradientShare) else found
+    return update(parts, gradient, counts, step, splits)
 
 
 def compute_gradient(
     parts: StepParts, cut: Cut, counts: LossCounts, step: int, is_interrupted: Callable[[], bool]
 ) -> WindowGradient | None:
     """The window's gradient, unscaled and clipped, in the parameters' `.grad`; None, and none there, if interrupted."""
-    seed_step(parts.seed, step)
+    totals = add_up(parts, cut, counts, step, is_interrupted)
+    return None if totals is None else finish_gradient(parts, totals)
+
+
+def compute_share(
+    parts: StepParts, cut: Cut, counts: LossCounts, step: int, is_interrupted: Callable[[], bool]
+) -> GradientShare | None:
+    """This rank's share of the gradient, still scaled, in every parameter's `.grad`; None if interrupted.
+
+    With the room in which it will be summed over ranks: whoever has it has all the memory that the step needs.
+    """
+    totals = add_up(parts, cut, counts, step, is_interrupted)
+    if totals is None:
+        return None
+    if not cut.micro_batches:  # a rank that was dealt nothing
+        parts.scaler.scale(totals)  # only this makes the scale exist
+        for parameter in parts.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in parts.model.parameters()]
+    return GradientShare(totals, bucket_for(gradients))
+
+
+def sum_shares(parts: StepParts, share: GradientShare) -> WindowGradient:
+    """The window's gradient, unscaled and clipped, in the parameters' `.grad`: the sum of all ranks' shares."""
+    sum_tensors(parts.topology, [parameter.grad for parameter in parts.model.parameters()], share.bucket)
+    sum_tensors(parts.topology, [share.totals], share.totals)
+    return finish_gradient(parts, share.totals)
+
+
+def add_up(
+    parts: StepParts, cut: Cut, counts: LossCounts, step: int, is_interrupted: Callable[[], bool]
+) -> torch.Tensor | None:
+    """The micro-batches' summed losses (2,), CTC and attention; their gradients, scaled, in the parameters' `.grad`.
+
+    None, and none there, if interrupted.
+    """
+    seed_step(parts.seed, step, parts.topology.rank)
     parts.model.train()
     parts.optimizer.zero_grad(set_to_none=True)
     parts = dataclasses.replace(parts, forward=parts.forward.run_as(cut))
@@ -117,6 +173,11 @@ def compute_gradient(
         sums = add_gradients(parts, batch, counts)
         totals += torch.stack([sums.ctc, sums.attention])
         parts.forward.monitor.tend_cache()
+    return totals
+
+
+def finish_gradient(parts: StepParts, totals: torch.Tensor) -> WindowGradient:
+    """The gradient in the parameters' `.grad`, unscaled and clipped, of a window of these summed losses (2,)."""
     parts.scaler.unscale_(parts.optimizer)
     norm = torch.nn.utils.clip_grad_norm_(parts.model.parameters(), parts.schedule.max_grad_norm)
     scale = parts.scaler.scale(torch.ones_like(norm))  # get_scale() would wait for the device once more

@@ -1,0 +1,260 @@
+"""The processes that train together: who this one is, what they agree on, and which of them failed first.
+
+torchrun starts them and gives each its place in the environment; torch.distributed carries what they say. One process
+alone is a world of one: the same calls, which then answer at once. The numbers that ranks agree on travel over gloo
+between CPUs whatever they train on, so that agreeing never waits for a GPU.
+"""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from konkanivani.errors import AlreadyTold, KonkaniVaniError, ResourceError, UsageError
+
+Item = TypeVar("Item")
+
+BUCKET_BYTES = 25 * 2**20  # of gradients that are summed at once; also what their copy takes
+FIRST_CAUSE = "konkanivani/first_cause"
+ROLL_CALL_SECONDS = 3.0  # in which the ranks that still run say so, once contact to another is lost
+
+
+class RankLost(ResourceError):
+    """Contact to another rank was lost, which has ended or hangs; `joined` finds out which, and why."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This process's place: `rank` of `world` in all, `local_rank` of `local_world` on its machine.
+
+    `restarts` counts how often torchrun has started the ranks anew, `most_restarts` how often it may.
+    """
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    restarts: int = 0
+    most_restarts: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that reads and writes for all."""
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody else trains along."""
+        return self.world == 1
+
+
+ALONE = Topology()
+
+
+def read_topology(environment: Mapping[str, str] = os.environ) -> Topology:
+    """This process's place as torchrun's environment says it; a world of one where nothing is said.
+
+    A UsageError where it is no place.
+    """
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        return ALONE
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"
+    names += ("TORCHELASTIC_MAX_RESTARTS",)
+    try:
+        topology = Topology(*(int(environment.get(name, name.endswith("WORLD_SIZE"))) for name in names))
+    except ValueError:
+        topology = Topology(rank=-1)
+    is_place = 0 <= topology.rank < topology.world and 0 <= topology.local_rank < topology.local_world
+    if not is_place:
+        said = " ".join(f"{name}={environment[name]}" for name in names[:4] if name in environment)
+        raise UsageError(f"The environment says {said}, which is no rank of a world. Start with torchrun, or unset it.")
+    return topology
+
+
+@contextlib.contextmanager
+def joined(topology: Topology, timeout: float) -> Iterator[None]:
+    """The block runs in every process of the topology, joined; what one waits for another takes at most `timeout` s.
+
+    An error ends all of them, and is told by one: by the rank that it came from first. The others raise AlreadyTold
+    with the same exit code. Where a rank has ended without a word or hangs, one of those left says which.
+    """
+    if topology.is_alone:
+        yield
+        return
+    store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    try:
+        yield
+    except RankLost as error:
+        raise _cause_of(error, topology, store, timeout) from None
+    except BaseException as error:
+        code = error.exit_code if isinstance(error, KonkaniVaniError) else 1
+        if _is_first_cause(store, topology.rank, code):
+            raise
+        raise AlreadyTold(_first_cause(store)) from None
+    dist.destroy_process_group()
+
+
+def _is_first_cause(store: dist.Store, rank: int, code: int) -> bool:
+    """Books this rank's error as what ends all ranks, unless another was first; whether it is."""
+    mine = f"{rank} {code}"
+    return store.compare_set(FIRST_CAUSE, "", mine).decode() == mine
+
+
+def _first_cause(store: dist.Store) -> int:
+    """The exit code of the error that was first."""
+    return int(store.get(FIRST_CAUSE).decode().split()[1])
+
+
+def _cause_of(error: RankLost, topology: Topology, store: dist.Store, timeout: float) -> KonkaniVaniError:
+    """What to raise for a rank that was lost: AlreadyTold where it has told its reason, else an error that names it."""
+    with contextlib.suppress(RuntimeError):  # the store may have been the lost rank's
+        store.set(f"konkanivani/here_{topology.rank}", "")
+        until = time.monotonic() + ROLL_CALL_SECONDS
+        while time.monotonic() < until and not store.check([FIRST_CAUSE]):
+            time.sleep(0.05)
+        if not _is_first_cause(store, topology.rank, ResourceError.exit_code):
+            return AlreadyTold(_first_cause(store))
+        others = [rank for rank in range(topology.world) if not store.check([f"konkanivani/here_{rank}"])]
+        if others:
+            named = f"Rank {others[0]} is" if len(others) == 1 else f"Ranks {', '.join(map(str, others))} are"
+            return ResourceError(
+                f"{named} gone or not answering: killed, perhaps by the system where memory was short, cut off, or "
+                f"hanging for --rank_timeout {timeout:g} s. --resume auto goes on from the newest checkpoint."
+            )
+    return error
+
+
+def _contact_lost(error: RuntimeError) -> RankLost:
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return RankLost(
+        f"Contact to another rank was lost ({reason:.200}). --resume auto goes on from the newest checkpoint."
+    )
+
+
+@contextlib.contextmanager
+def _losing_ranks() -> Iterator[None]:
+    """Turns what torch raises where a collective fails into a RankLost."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise _contact_lost(error) from None
+
+
+def gather_numbers(topology: Topology, numbers: Sequence[int]) -> list[list[int]]:
+    """Every rank's numbers, by rank; each gives as many."""
+    if topology.is_alone:
+        return [list(numbers)]
+    mine = torch.tensor(numbers, dtype=torch.int64)
+    all_ranks = [torch.empty_like(mine) for _ in range(topology.world)]
+    with _losing_ranks():
+        dist.all_gather(all_ranks, mine)
+    return [theirs.tolist() for theirs in all_ranks]
+
+
+def agree(topology: Topology, number: int) -> int:
+    """The largest of all ranks' numbers."""
+    return max(theirs for (theirs,) in gather_numbers(topology, [number]))
+
+
+def sum_across(topology: Topology, numbers: Sequence[int]) -> list[int]:
+    """The sums of all ranks' numbers, each exact."""
+    return [sum(column) for column in zip(*gather_numbers(topology, numbers), strict=True)]
+
+
+def gather(topology: Topology, item: Item) -> list[Item]:
+    """Every rank's item, by rank, on each of them; what pickle takes."""
+    if topology.is_alone:
+        return [item]
+    items: list[Item | None] = [None] * topology.world
+    with _losing_ranks():
+        dist.all_gather_object(items, item)
+    return items
+
+
+def from_first(topology: Topology, make: Callable[[], Item]) -> Item:
+    """What `make` returns on the first rank, on every rank; the others do not call it. What pickle takes."""
+    if topology.is_alone:
+        return make()
+    box = [make() if topology.is_first else None]
+    with _losing_ranks():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def sum_tensors(topology: Topology, tensors: Sequence[torch.Tensor], bucket: torch.Tensor) -> None:
+    """Replaces each tensor by its sum over ranks, the same on all to the last bit, a bucketful at a time.
+
+    `bucket` (N,) is of their type, on their device; a tensor larger than it is summed where it lies. Nothing else is
+    allocated here, so what a rank has memory for beforehand it has memory for.
+    """
+    if topology.is_alone:
+        return
+    with _losing_ranks():
+        for group in _bucketfuls(tensors, bucket.numel()):
+            if len(group) == 1 and group[0].is_contiguous():
+                dist.all_reduce(group[0])
+                continue
+            flat = bucket[: sum(tensor.numel() for tensor in group)]
+            parts = flat.split([tensor.numel() for tensor in group])
+            for part, tensor in zip(parts, group, strict=True):
+                part.view_as(tensor).copy_(tensor)
+            dist.all_reduce(flat)
+            for part, tensor in zip(parts, group, strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+
+def bucket_for(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bucket in which these are summed over ranks: as large as all of them, at most BUCKET_BYTES."""
+    first = tensors[0]
+    return first.new_empty(min(sum(tensor.numel() for tensor in tensors), BUCKET_BYTES // first.element_size()))
+
+
+def _bucketfuls(tensors: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
+    """The tensors in order, in groups of at most `size` numbers, or of one larger tensor."""
+    group, held = [], 0
+    for tensor in tensors:
+        if group and held + tensor.numel() > size:
+            yield group
+            group, held = [], 0
+        group.append(tensor)
+        held += tensor.numel()
+    if group:
+        yield group
+
+
+def check_same(topology: Topology, digests: Mapping[str, str]) -> None:
+    """Raises one UsageError, on every rank, where a rank's digest is not the first one's; it names rank and what."""
+    ranks = gather(topology, dict(digests))
+    differing = [
+        f"rank {rank} has other {what}"
+        for rank, theirs in enumerate(ranks)
+        for what, digest in theirs.items()
+        if digest != ranks[0][what]
+    ]
+    if differing:
+        raise UsageError(
+            f"The ranks do not train the same: {', '.join(differing)} than rank 0. Give all of them the same command "
+            "line, the same sources and the same manifests."
+        )
+
+
+@contextlib.contextmanager
+def only_first_speaks(topology: Topology) -> Iterator[None]:
+    """Drops what the block writes on stdout and stderr, but on the first rank."""
+    if topology.is_first:
+        yield
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            yield
+    sys.stdout.flush()
