@@ -7,6 +7,7 @@ import torch
 from konkanivani.audio import MEL_BINS
 from konkanivani.augment import FrontEnd
 from konkanivani.config import TrainConfig
+from konkanivani.distributed import ALONE, Topology
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.recovery import RememberedSplits
@@ -14,6 +15,7 @@ from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.optimizer import build_optimizer
 from konkanivani.preflight import choose_precision
 from konkanivani.randomness import seed_of
+from konkanivani.sharding import shard_model
 from konkanivani.training.forward import FeatureExtractor, ForwardPass
 from konkanivani.training.step import StepParts
 
@@ -24,13 +26,21 @@ def build_front_end(config: TrainConfig, device: torch.device) -> FrontEnd:
 
 
 def build_forward(
-    config: TrainConfig, vocab_size: int, device: torch.device, front_end: FeatureExtractor
+    config: TrainConfig,
+    vocab_size: int,
+    device: torch.device,
+    front_end: FeatureExtractor,
+    sharded_over: Topology | None = None,
 ) -> ForwardPass:
-    """The model, freshly initialised from the seed, behind a front end."""
+    """The model, freshly initialised from the seed, behind a front end; its weights dealt to ranks if given."""
     torch.manual_seed(seed_of(config.run.seed, "weights"))
     model = KonkaniVaniASR(config.model, vocab_size, MEL_BINS)
+    if sharded_over is not None:
+        shard_model(model, sharded_over, device)
+    elif device.type != "cpu":  # a trace's tensors cannot be moved
+        model.to(device)
     return ForwardPass(
-        model=model if device.type == "cpu" else model.to(device),  # a trace's tensors cannot be moved
+        model=model,
         front_end=front_end,
         recompute=RecomputePolicy(config.memory.gradient_checkpointing),
         monitor=MemoryMonitor(device, config.memory.empty_cache_interval),
@@ -41,10 +51,16 @@ def build_forward(
 
 
 def build_step_parts(
-    config: TrainConfig, vocab_size: int, device: torch.device, total_steps: int, front_end: FeatureExtractor
+    config: TrainConfig,
+    vocab_size: int,
+    device: torch.device,
+    total_steps: int,
+    front_end: FeatureExtractor,
+    topology: Topology = ALONE,
+    sharded: bool = False,
 ) -> StepParts:
-    """Everything that a step works with, freshly initialised from the seed."""
-    forward = build_forward(config, vocab_size, device, front_end)
+    """Everything that a step works with, freshly initialised from the seed; `sharded`: dealt to the ranks."""
+    forward = build_forward(config, vocab_size, device, front_end, topology if sharded else None)
     return StepParts(
         forward=forward,
         optimizer=build_optimizer(forward.model, config.optimizer),
@@ -53,6 +69,7 @@ def build_step_parts(
         total_steps=total_steps,
         seed=config.run.seed,
         splits=RememberedSplits(memory_conditions(config, device)),
+        topology=topology,
     )
 
 

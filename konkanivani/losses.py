@@ -23,8 +23,8 @@ TARGET_PADDING = -1
 class LossCounts:
     """What the losses of one window are divided by: its tokens, and its utterances (one end token each)."""
 
-    tokens: int
-    utterances: int
+    tokens: float
+    utterances: float
 
 
 @dataclass(frozen=True)

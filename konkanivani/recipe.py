@@ -1,6 +1,5 @@
 """Composition root: every part of a run, built from its settings and the checkpoint that it begins with."""
 
-import dataclasses
 from pathlib import Path
 
 import torch
@@ -54,8 +53,7 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
     plan = plan_memory(start, speech, device) if config.is_planned else None
     tell("plan", _plan_sentence(config, plan, planner))
     front_end = build_front_end(config, device)
-    step = build_step_parts(config, speech.tokenizer.size, device, _total_steps(config, planner), front_end)
-    step = dataclasses.replace(step, topology=topology)
+    step = build_step_parts(config, speech.tokenizer.size, device, _total_steps(config, planner), front_end, topology)
     if plan:
         step = keep_to_plan(step, plan, resident_before)
     state = TrainState()

@@ -18,6 +18,10 @@ from konkanivani.errors import CheckpointError, ResourceError
 Result = TypeVar("Result")
 
 
+class DidNotFit(ResourceError):
+    """Memory ran out where the ranks cannot split: they start again, in smaller pieces."""
+
+
 class Outcome(enum.IntEnum):
     """What became of one attempt at some work; of several ranks' the largest counts for all."""
 
@@ -174,6 +178,24 @@ def run_or_split(
                 _tell(cut, smaller)
             cut = smaller
             result, reason = _result_or_reason(attempt, cut)
+
+
+def run_or_end(attempt: Callable[[Cut], Result], cut: Cut, splits: RememberedSplits) -> Result:
+    """What `attempt` returns for `cut`, where other ranks wait inside of it and nothing can be done again.
+
+    Out of memory, DidNotFit, its size remembered; a ResourceError that names an utterance where nothing is smaller.
+    """
+    result, reason = _result_or_reason(attempt, cut)
+    if reason is None:
+        return result
+    if cut.smaller() is None:
+        raise _does_not_fit(cut.largest, reason)
+    splits.remember(cut)
+    raise DidNotFit(
+        f"Out of memory at {cut.largest.size} x {cut.largest.longest_seconds:.1f} s ({reason.rstrip('.')}) where the "
+        "ranks share the weights, so none can go on alone. What did not fit is remembered: --resume auto goes on from "
+        "the newest checkpoint in smaller pieces (torchrun --max-restarts does it by itself)."
+    )
 
 
 def _result_or_reason(attempt: Callable[[Cut], Result], cut: Cut) -> tuple[Result | None, str | None]:

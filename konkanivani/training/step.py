@@ -13,14 +13,16 @@ from dataclasses import dataclass
 import torch
 
 from konkanivani.config import OptimizerConfig
-from konkanivani.data.batch import Batch, Window
+from konkanivani.data.batch import Batch, Speech, Window, collate
 from konkanivani.distributed import ALONE, Topology, agree, bucket_for, gather, sum_tensors
+from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.losses import LossCounts, LossSums, joint_loss
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.recovery import Cut, Outcome, RememberedSplits, run_or_split
+from konkanivani.memory.recovery import Cut, Outcome, RememberedSplits, run_or_end, run_or_split
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.optimizer import learning_rate, set_learning_rate
 from konkanivani.randomness import seed_step
+from konkanivani.sharding import is_sharded, plain
 from konkanivani.training.forward import ForwardPass
 
 
@@ -104,6 +106,8 @@ def train_step(
     dealt, and out of memory it is cut smaller. A ResourceError names an utterance that does not fit even alone.
     """
     counts = LossCounts(window.tokens, window.utterances)
+    if is_sharded(parts.model):
+        return update(parts, compute_in_step(parts, window, counts, step), counts, step, splits=0)
     attempt = compute_gradient if parts.topology.is_alone else compute_share
     found, splits = run_or_split(
         attempt=lambda cut: attempt(parts, cut, counts, step, is_interrupted),
@@ -154,6 +158,34 @@ def sum_shares(parts: StepParts, share: GradientShare) -> WindowGradient:
     return finish_gradient(parts, share.totals)
 
 
+def compute_in_step(parts: StepParts, window: Window, counts: LossCounts, step: int) -> WindowGradient:
+    """The window's gradient, unscaled and clipped, in the `.grad` of parameters that are dealt to the ranks.
+
+    A rank that runs out of memory leaves the others inside of a sum, so it ends, and they with it: DidNotFit, with what
+    did not fit remembered. A ResourceError names an utterance that does not fit even alone.
+    """
+    cut = parts.splits.cut_to_fit(parts.forward.cut(window.micro_batches))
+    passes = agree(parts.topology, max(1, len(cut.micro_batches)))
+    # A pass too few would leave the others waiting for this rank's part of the weights.
+    still = (silence(parts.model),) * (passes - len(cut.micro_batches))
+
+    def attempt(cut: Cut) -> torch.Tensor:
+        totals = add_up(parts, cut, counts, step, lambda: False)
+        for batch in still:
+            add_gradients(parts, batch, LossCounts(math.inf, math.inf))  # which makes of any loss a zero
+        return totals
+
+    totals = run_or_end(attempt, cut, parts.splits)
+    sum_tensors(parts.topology, [totals], totals)
+    return finish_gradient(parts, totals)
+
+
+def silence(model: KonkaniVaniASR) -> Batch:
+    """The smallest batch that the model takes: half a second of nothing, and one token."""
+    waveform = torch.zeros(SAMPLE_RATE // 2, dtype=next(model.parameters()).dtype)
+    return collate([Speech("silence", waveform, [1], None)], start=1, end=1)
+
+
 def add_up(
     parts: StepParts, cut: Cut, counts: LossCounts, step: int, is_interrupted: Callable[[], bool]
 ) -> torch.Tensor | None:
@@ -179,7 +211,7 @@ def add_up(
 def finish_gradient(parts: StepParts, totals: torch.Tensor) -> WindowGradient:
     """The gradient in the parameters' `.grad`, unscaled and clipped, of a window of these summed losses (2,)."""
     parts.scaler.unscale_(parts.optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(parts.model.parameters(), parts.schedule.max_grad_norm)
+    norm = plain(torch.nn.utils.clip_grad_norm_(parts.model.parameters(), parts.schedule.max_grad_norm))
     scale = parts.scaler.scale(torch.ones_like(norm))  # get_scale() would wait for the device once more
     return WindowGradient(*parts.read(torch.cat([totals, torch.stack([norm.detach(), scale]).double()])))
 

@@ -8,6 +8,7 @@ from konkanivani.assembly import build_front_end, build_step_parts
 from konkanivani.config import AugmentConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, same_size
+from konkanivani.distributed import ALONE, Topology
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.training.step import StepParts, train_step
 
@@ -23,13 +24,20 @@ MODEL = ModelConfig(
 )
 
 
-def double_parts(model: ModelConfig = MODEL, recompute: str = "never", vocab_size: int = VOCAB_SIZE) -> StepParts:
+def double_parts(
+    model: ModelConfig = MODEL,
+    recompute: str = "never",
+    vocab_size: int = VOCAB_SIZE,
+    topology: Topology = ALONE,
+    sharded: bool = False,
+) -> StepParts:
     """Step parts in float64 on the CPU; SpecAugment as in training."""
     config = TrainConfig(model=model, memory=MemoryConfig(gradient_checkpointing=recompute), augment=AugmentConfig())
     torch.set_default_dtype(torch.float64)
     try:
         cpu = torch.device("cpu")
-        return build_step_parts(config, vocab_size, cpu, total_steps=100, front_end=build_front_end(config, cpu))
+        front_end = build_front_end(config, cpu)
+        return build_step_parts(config, vocab_size, cpu, 100, front_end, topology, sharded)
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -1,0 +1,97 @@
+"""A model whose weights, gradients and optimizer state are dealt to the ranks: FSDP2, one block after the other.
+
+For a model that one card cannot hold. Each rank keeps its part of every tensor; a block's weights are gathered when it
+runs, forward and backward, and freed behind it, and its gradient is summed and dealt at once (Zhao et al., 2023). So
+the ranks run in step: each makes as many passes over a window as the one that has most micro-batches.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from konkanivani.checkpoint import Stateful
+from konkanivani.distributed import Topology
+from konkanivani.model.asr import KonkaniVaniASR
+
+
+def shard_model(model: KonkaniVaniASR, topology: Topology, device: torch.device) -> None:
+    """Deals the weights of a model on the CPU to the ranks' devices, in place, a block at a time.
+
+    What lies between the blocks (embedding, heads, norms) is gathered once a pass, and kept until its backward pass
+    ends. Gradients are summed, not averaged: the losses are divided by the counts of the whole window.
+    """
+    mesh = init_device_mesh(device.type, (topology.world,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for part in _shards(model):
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether the model's weights are dealt to the ranks."""
+    return isinstance(model, FSDPModule)
+
+
+def _shards(model: torch.nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@contextlib.contextmanager
+def whole_weights(model: torch.nn.Module) -> Iterator[None]:
+    """Within, every rank has all weights, and may run the model as often as it likes; without gradients only.
+
+    All ranks enter and leave together. It takes the memory of the whole weights; a model that is not dealt has them.
+    """
+    for part in _shards(model):
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in _shards(model):
+            part.reshard()
+            part.set_reshard_after_forward(part is not model, recurse=False)
+
+
+class Whole:
+    """A part whose tensors are dealt to the ranks, saved and loaded as those of a world of one are.
+
+    Every rank calls both; only the first one is given the whole tensors, on the CPU.
+    """
+
+    def __init__(self, part: Stateful, topology: Topology) -> None:
+        self._part, self._topology = part, topology
+
+    def state_dict(self) -> dict[str, object]:
+        """The part's state, its tensors gathered one by one; on other ranks empty ones in their place."""
+        return {name: self._gathered(value) for name, value in self._part.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> object:
+        """Takes this rank's parts of the whole tensors, which every rank has."""
+        own = self._part.state_dict()
+        return self._part.load_state_dict({name: _dealt(value, own.get(name)) for name, value in state.items()})
+
+    def _gathered(self, value: object) -> object:
+        if not isinstance(value, DTensor):
+            return value
+        whole = value.full_tensor()
+        return whole.cpu() if self._topology.is_first else whole.new_empty(0, device="cpu")
+
+
+def _dealt(value: object, like: object) -> object:
+    """This rank's part of a whole tensor, where `like` is dealt and of its shape."""
+    if not (isinstance(like, DTensor) and isinstance(value, torch.Tensor) and value.shape == like.shape):
+        return value
+    value = value.to(like.device, like.dtype)
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor that may be dealt to the ranks, all of which call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,127 @@
+"""Windows trained on by several processes as a run's ranks do, and what becomes of the weights.
+
+    python -m tests.laws.ranks OUTCOME.pt CASES.json
+
+is one rank of those that `train_in_ranks` starts: a process takes seconds to start, so each trains many cases.
+"""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from konkanivani.data.batch import Window
+from konkanivani.data.batching import deal
+from konkanivani.data.loading import NO_UTTERANCES
+from konkanivani.distributed import ALONE, Topology, joined, read_topology
+from konkanivani.sharding import Whole
+from konkanivani.training.step import StepParts, train_step
+from tests.laws.failing import ERRORS, failing_forward, once_at
+from tests.laws.parts import MODEL, double_parts, speeches, window
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TIMEOUT = 60.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of so many steps: cut into micro-batches of `batch_size`, its weights dealt to the ranks or not.
+
+    `recompute` as --gradient_checkpointing. `out_of_memory_rank` runs out of memory in its third micro-batch.
+    `own_divisor` is the negative control: each rank divides its losses by its own tokens.
+    """
+
+    steps: int
+    batch_size: int
+    sharded: bool = False
+    recompute: str = "never"
+    out_of_memory_rank: int | None = None
+    own_divisor: bool = False
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The weights and the losses of a case, and how often its steps were begun again."""
+
+    weights: dict[str, torch.Tensor]
+    losses: list[float]
+    splits: int
+
+
+def utterances_of(step: int) -> int:
+    """How many utterances the step's window has: eight, every fifth time five, once only one, whatever the ranks."""
+    return 1 if step == 2 else 5 if step % 5 == 4 else 8
+
+
+def share_of(step: int, case: Case, topology: Topology) -> Window:
+    """The rank's share of the step's window, with the counts of the whole."""
+    spoken = speeches(utterances_of(step), seed=step)
+    whole = window(spoken, case.batch_size)
+    dealt = deal(np.array([speech.seconds for speech in spoken]), topology.world)[topology.rank]
+    share = window([spoken[number] for number in dealt], case.batch_size) if len(dealt) else NO_UTTERANCES
+    if case.own_divisor:
+        return share if len(dealt) else dataclasses.replace(share, tokens=1, utterances=1)
+    return dataclasses.replace(whole, micro_batches=share.micro_batches)
+
+
+def parts_of(case: Case, topology: Topology) -> StepParts:
+    """The case's step parts, freshly initialised."""
+    parts = double_parts(MODEL, case.recompute, topology=topology, sharded=case.sharded)
+    if case.out_of_memory_rank == topology.rank and not topology.is_alone:
+        return failing_forward(parts, once_at(2), ERRORS["cpu"])
+    return parts
+
+
+def train_case(case: Case, topology: Topology = ALONE) -> Trained:
+    """Trains the case as one rank of the topology; the weights are whole on the first one."""
+    parts = parts_of(case, topology)
+    reports = [train_step(parts, share_of(step, case, topology), step) for step in range(case.steps)]
+    weights = Whole(parts.model, topology).state_dict()
+    return Trained(dict(weights), [report.loss for report in reports], sum(report.splits for report in reports))
+
+
+def train_in_ranks(cases: Sequence[Case], world: int, folder: Path) -> list[Trained]:
+    """Trains all cases in so many processes, one after the other."""
+    outcome, listed = folder / "outcome.pt", folder / "cases.json"
+    listed.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    places = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "tests.laws.ranks", str(outcome), str(listed)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **places, "MASTER_ADDR": "127.0.0.1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    errors = [rank.communicate(timeout=30 * TIMEOUT)[1] for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
+    return [Trained(**trained) for trained in torch.load(outcome, weights_only=True)]  # noqa: TID251
+
+
+def main(outcome: str, listed: str) -> None:
+    """One rank: trains the cases; the first one saves what they came to."""
+    torch.set_num_threads(1)
+    cases = [Case(**case) for case in json.loads(Path(listed).read_text())]
+    topology = read_topology()
+    with joined(topology, TIMEOUT):
+        trained = [train_case(case, topology) for case in cases]
+    if topology.is_first:
+        torch.save([vars(one) for one in trained], outcome)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,63 @@
+"""Law 9: two processes == one: dealt windows, summed gradients, dealt weights, a retry on one rank; to 1e-9 in float64.
+
+The whole grid, with four processes: benchmarks/scaling.py --parts law --full.
+"""
+
+import pytest
+
+from konkanivani.data.batching import deal
+from tests.laws.parts import relative_difference
+from tests.laws.ranks import Case, Trained, train_case, train_in_ranks
+
+BOUND = 1e-9
+FEW, MANY = 6, 50  # the third window has one utterance for two ranks, the fifth is ragged
+CASES = {
+    "one micro-batch": Case(FEW, batch_size=8),
+    "accumulated": Case(MANY, batch_size=2),
+    "out of memory on one rank": Case(FEW, batch_size=2, out_of_memory_rank=1),
+    "dealt weights": Case(FEW, batch_size=8, sharded=True),
+    "dealt weights, accumulated": Case(MANY, batch_size=2, sharded=True),
+    "dealt weights, recomputed": Case(FEW, batch_size=2, sharded=True, recompute="always"),
+}
+OWN_DIVISOR = Case(FEW, batch_size=2, own_divisor=True)
+
+
+@pytest.fixture(scope="module")
+def trained_by_two(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Trained]:
+    cases = [*CASES.values(), OWN_DIVISOR]
+    return dict(zip(cases, train_in_ranks(cases, 2, tmp_path_factory.mktemp("ranks")), strict=True))
+
+
+@pytest.fixture(scope="module")
+def trained_alone() -> dict[tuple[int, int], Trained]:
+    shapes = {(case.steps, case.batch_size) for case in CASES.values()}
+    return {shape: train_case(Case(*shape)) for shape in shapes}
+
+
+def weight_difference(one: Trained, other: Trained) -> float:
+    """The largest relative difference of a tensor."""
+    assert one.weights.keys() == other.weights.keys()
+    return max(relative_difference(weight, other.weights[name]) for name, weight in one.weights.items())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_make_the_weights_and_losses_of_one(name, trained_by_two, trained_alone):
+    case = CASES[name]
+    one, two = trained_alone[case.steps, case.batch_size], trained_by_two[case]
+    assert weight_difference(one, two) < BOUND
+    assert two.losses == pytest.approx(one.losses, rel=BOUND, abs=0)
+    assert two.splits == (1 if case.out_of_memory_rank is not None else 0)
+
+
+def test_negative_control_a_divisor_of_each_ranks_own_makes_other_weights(trained_by_two, trained_alone):
+    one = trained_alone[OWN_DIVISOR.steps, OWN_DIVISOR.batch_size]
+    assert weight_difference(one, trained_by_two[OWN_DIVISOR]) > 1e-3
+
+
+def test_a_window_is_dealt_whole_and_evenly():
+    seconds = [9.0, 1.0, 5.0, 4.0, 3.0, 8.0, 2.0]
+    hands = deal(seconds, 3)
+    assert sorted(int(number) for hand in hands for number in hand) == list(range(7))
+    loads = [sum(seconds[number] for number in hand) for hand in hands]
+    assert max(loads) <= 4 / 3 * sum(seconds) / 3
+    assert [len(hand) for hand in deal([1.0], 3)] == [1, 0, 0]
