@@ -4,26 +4,28 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.assembly import build_front_end, build_step_parts
-from konkanivani.budget import MIB, budget_text, peak_text
-from konkanivani.checkpoint import Checkpoint, Checkpointer, first_free_name, load_states
+from konkanivani.assembly import build_forward, build_front_end, build_step_parts
+from konkanivani.budget import MIB, budget_text, parse_budget, peak_text
+from konkanivani.checkpoint import Checkpoint, Checkpointer, Stateful, first_free_name, load_states
 from konkanivani.config import TrainConfig
 from konkanivani.data.batching import EpochPlanner, same_size
 from konkanivani.data.loading import WindowStream
 from konkanivani.data.speech import TrainingSpeech
 from konkanivani.decoding.ctc import greedy_ctc
-from konkanivani.distributed import agree, from_first
+from konkanivani.distributed import Topology, agree, from_first, gather
 from konkanivani.errors import ResourceError
 from konkanivani.flags import config_from_text, config_to_text
 from konkanivani.logbook import Logbook
 from konkanivani.memory.available import BudgetWatch, available_bytes, enforce_budget
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
+from konkanivani.memory.oversize import forget_sizes, read_sizes
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.optimizer import OptimizerState
 from konkanivani.preflight import announce_card, choose_device
-from konkanivani.run_plan import plan_sentences, resolve_plan
+from konkanivani.run_plan import Ranks, costs_of, needs_sharding, plan_sentences, resolve_plan
 from konkanivani.run_speech import RunSpeech, build_speech, loader_config, sizes_of
+from konkanivani.sharding import Whole
 from konkanivani.stages import Tell, say_nothing
 from konkanivani.start import Start
 from konkanivani.text import Tokenizer
@@ -50,16 +52,20 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
     speech = build_speech(start, device, rejected or None)
     tell("data", speech.sentence())
     planner = EpochPlanner(speech.train.utterances.durations, config.window_size, config.run.seed)
-    plan = plan_memory(start, speech, device) if config.is_planned else None
+    free = free_bytes(topology, device)
+    sharded = choose_sharding(config, speech.tokenizer.size, device, free, topology)
+    plan = plan_memory(start, speech, device, free, sharded) if config.is_planned else None
     tell("plan", _plan_sentence(config, plan, planner))
     front_end = build_front_end(config, device)
-    step = build_step_parts(config, speech.tokenizer.size, device, _total_steps(config, planner), front_end, topology)
+    total_steps = _total_steps(config, planner)
+    step = build_step_parts(config, speech.tokenizer.size, device, total_steps, front_end, topology, sharded)
     if plan:
         step = keep_to_plan(step, plan, resident_before)
     state = TrainState()
+    optimizer = OptimizerState(step.model, step.optimizer)
     stateful = {
-        "model": step.model,
-        "optimizer": OptimizerState(step.model, step.optimizer),
+        "model": Whole(step.model, topology) if sharded else step.model,
+        "optimizer": Whole(optimizer, topology) if sharded else optimizer,
         "scaler": step.scaler,
         "progress": state,
         "splits": step.splits,
@@ -69,7 +75,13 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
         load_states(start.resumed, {name: part for name, part in stateful.items() if name not in forgotten})
         _fit_cursor(state, start.resumed, planner)
     if start.initial:
-        _take_weights(start.initial, step.model, speech.tokenizer)
+        cpu = torch.device("cpu")
+        whole = build_forward(config, speech.tokenizer.size, cpu, front_end).model if sharded else step.model
+        _take_weights(start.initial, stateful["model"], whole, speech.tokenizer)
+    if (config.memory.replan or config.run.fresh) and not topology.restarts:
+        forget_sizes(Path(config.run.checkpoint_dir))
+    for sizes in gather(topology, read_sizes(Path(config.run.checkpoint_dir), step.splits.conditions)):
+        step.splits.learn(sizes)
     _tell_plan(config, step, speech.train, planner)
     if plan:
         print(plan_sentences(plan, blocks=len(step.model.blocks)), flush=True)
@@ -105,15 +117,28 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
     )
 
 
-def plan_memory(start: Start, speech: RunSpeech, device: torch.device) -> MemoryPlan:
+def free_bytes(topology: Topology, device: torch.device) -> int:
+    """Bytes that the rank with the least memory may take without anyone's word on it; a machine's ranks share it."""
+    ranks_here = topology.local_world if device.type == "cpu" else 1
+    return -agree(topology, -(available_bytes(device) // ranks_here))
+
+
+def choose_sharding(config: TrainConfig, vocab_size: int, device: torch.device, free: int, topology: Topology) -> bool:
+    """Whether weights, gradients and optimizer are dealt to the ranks, as --shard says."""
+    if topology.is_alone or config.memory.shard != "auto":
+        return not topology.is_alone and config.memory.shard == "always"
+    budget = config.memory.memory_budget
+    budget = parse_budget(budget) if budget else free
+    return from_first(topology, lambda: needs_sharding(config, vocab_size, costs_of(device), budget))
+
+
+def plan_memory(start: Start, speech: RunSpeech, device: torch.device, free: int, sharded: bool) -> MemoryPlan:
     """The run's memory plan: the checkpoint's, or a new one.
 
     The first rank plans for all, with the memory that the one has that has least: planning takes the processor for
     seconds, and ranks of one machine would take it from each other. All then cut and recompute alike.
     """
     validation = speech.validation
-    ranks_here = start.topology.local_world if device.type == "cpu" else 1
-    free = -agree(start.topology, -available_bytes(device) // ranks_here)
     return from_first(
         start.topology,
         lambda: resolve_plan(
@@ -121,6 +146,7 @@ def plan_memory(start: Start, speech: RunSpeech, device: torch.device) -> Memory
             speech.tokenizer.size,
             device,
             free,
+            Ranks(start.topology.world, sharded),
             train=sizes_of(speech.train.utterances, slowest=min(speech.train.speeds)),
             validation=sizes_of(validation.speech.utterances, slowest=1.0) if validation else None,
             stored=start.resumed.states.get("plan") if start.resumed else None,
@@ -174,9 +200,12 @@ def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner
         state.window = 0
 
 
-def _take_weights(initial: Checkpoint, model: KonkaniVaniASR, tokenizer: Tokenizer) -> None:
+def _take_weights(initial: Checkpoint, stateful: Stateful, whole: KonkaniVaniASR, tokenizer: Tokenizer) -> None:
+    """Takes what fits of a checkpoint's weights into the whole model, and the part `stateful` takes that model's."""
     heads = config_from_text(initial.config).model.attention_heads
-    takeover = take_over(model, initial.states["model"], heads, initial.tokenizer == tokenizer.model)
+    takeover = take_over(whole, initial.states["model"], heads, initial.tokenizer == tokenizer.model)
+    if stateful is not whole:
+        stateful.load_state_dict(whole.state_dict())
     print(f"Weights from the checkpoint of step {initial.step}:\n{takeover.summary()}", flush=True)
 
 

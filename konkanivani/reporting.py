@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from konkanivani.decoding.decode import build_decode
 from konkanivani.digests import digest_of_code, digest_of_data, digest_of_flags
 from konkanivani.distributed import ALONE, Topology, check_same, from_first, joined, only_first_speaks, read_topology
 from konkanivani.flags import parse_flags
+from konkanivani.memory.oversize import write_sizes
+from konkanivani.memory.recovery import DidNotFit
 from konkanivani.memory.rehearsal import rehearse
 from konkanivani.preflight import take_card
 from konkanivani.recipe import build_run
@@ -44,7 +47,7 @@ def _train_and_report(arguments: list[str], topology: Topology) -> str:
     check_same(topology, {"data": digest_of_data(start.config)})
     run = build_run(start)
     run.interruption.install()
-    with run.logbook:
+    with run.logbook, sizes_kept(run):
         if start.config.is_rehearsed and (run.state.step == 0 or start.config.memory.replan):
             tell_rehearsal(run)
         train(run)
@@ -55,6 +58,16 @@ def _train_and_report(arguments: list[str], topology: Topology) -> str:
     log_directory = start.config.run.log_dir
     print(f"Look at the run with: .venv/bin/tensorboard --logdir {log_directory} --host 127.0.0.1", flush=True)
     return summary_line(run, scores, str(best), f"{log_directory}/{start.config.run.run_name}")
+
+
+@contextmanager
+def sizes_kept(run: Run) -> Iterator[None]:
+    """Writes down what did not fit where the run must begin again to cut it smaller."""
+    try:
+        yield
+    except DidNotFit:
+        write_sizes(run.checkpointer.directory, run.topology.rank, run.step.splits)
+        raise
 
 
 @dataclass(frozen=True)

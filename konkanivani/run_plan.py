@@ -1,5 +1,6 @@
 """The memory plan of a run, from its utterances, its settings and its device; or the checkpoint's again."""
 
+import dataclasses
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from konkanivani.audio import MEL_BINS
 from konkanivani.budget import MIB, budget_text, parse_budget, peak_text
 from konkanivani.config import PRESETS, ModelConfig, TextConfig, TrainConfig
 from konkanivani.data.utterance import Utterance
+from konkanivani.distributed import BUCKET_BYTES
 from konkanivani.errors import ResourceError
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
@@ -21,12 +23,21 @@ from konkanivani.memory.tracer import Load, StepTracer
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.optimizer import STATE_BYTES
 from konkanivani.preflight import measure_context
+from konkanivani.sharding import held_bytes
 
 BUCKET_RATIO = 0.7  # of the longest utterances of neighbouring buckets
 MOST_BUCKETS = 8
 # Longer micro-batches only cost a CPU more padding (README: 4 x 2 beats 1 x 8); a GPU is the faster the fuller it is.
 MOST_CPU_SECONDS = 24.0
 LATER_KERNELS = 64 * MIB  # the driver loads a library's kernels when they are first used
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How many train together, and whether the model's state is dealt to them."""
+
+    world: int = 1
+    sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,16 +54,17 @@ def resolve_plan(
     vocab_size: int,
     device: torch.device,
     free: int,
+    ranks: Ranks,
     train: SpeechSizes,
     validation: SpeechSizes | None,
     stored: Mapping[str, object] | None,
 ) -> MemoryPlan:
     """The run's plan: the checkpoint's where it was made under these conditions, else a new one, told to the person.
 
-    `free` are the bytes to plan for without a --memory_budget.
+    `free` are the bytes to plan for without a --memory_budget. One rank's plan is that of each.
     A ResourceError where the model's state or an utterance is beyond the budget says what would help.
     """
-    conditions = plan_conditions(config, device)
+    conditions = plan_conditions(config, device, ranks)
     if stored and not config.memory.replan:
         plan = read_plan(stored)
         if plan.conditions == conditions:
@@ -61,7 +73,7 @@ def resolve_plan(
     budget = config.memory.memory_budget
     budget = parse_budget(budget) if budget else free
     rate = float(train.tokens.sum() / train.seconds.sum())
-    costs = costs_of(device)
+    costs = costs_among(costs_of(device), config.model, vocab_size, ranks)
     check_state(config, vocab_size, costs, budget)
     planner = Planner(build_tracer(config, vocab_size, costs), budget, rate)
     plan = _plan_buckets(config, planner, conditions, train, validation)
@@ -69,10 +81,29 @@ def resolve_plan(
     return plan
 
 
-def plan_conditions(config: TrainConfig, device: torch.device) -> int:
+def plan_conditions(config: TrainConfig, device: torch.device, ranks: Ranks) -> int:
     """A number that changes with everything that a plan depends on, but the data and the model."""
     asked = config.memory.memory_budget, config.data.batch_size, config.window_size
-    return zlib.crc32(repr((memory_conditions(config, device), asked)).encode())
+    among = () if ranks.world == 1 else (ranks,)
+    return zlib.crc32(repr((memory_conditions(config, device), asked, *among)).encode())
+
+
+def costs_among(costs: DeviceCosts, shape: ModelConfig, vocab_size: int, ranks: Ranks) -> DeviceCosts:
+    """What training takes beside the tensors of a model on one device where it is one of these ranks.
+
+    The bucket in which gradients are summed over ranks more, or, where the state is dealt to them, the others' less.
+    """
+    if ranks.world == 1:
+        return costs
+    model = _shape_only(shape, vocab_size)
+    whole = parameter_count(model)
+    more = held_bytes(model, ranks.world) - STATE_BYTES * whole if ranks.sharded else min(4 * whole, BUCKET_BYTES)
+    return dataclasses.replace(costs, among_ranks=more)
+
+
+def needs_sharding(config: TrainConfig, vocab_size: int, costs: DeviceCosts, budget: int) -> bool:
+    """Whether a rank cannot hold the whole state of the model in its budget: what --shard auto asks."""
+    return _state_bytes(config.model, vocab_size) + costs.beside > budget
 
 
 def costs_of(device: torch.device) -> DeviceCosts:
@@ -94,7 +125,7 @@ def build_tracer(config: TrainConfig, vocab_size: int, costs: DeviceCosts) -> St
 
 def check_state(config: TrainConfig, vocab_size: int, costs: DeviceCosts, budget: int) -> None:
     """A ResourceError where the model's state alone, gradients included, is beyond the budget."""
-    state, beside = _state_bytes(config.model, vocab_size), costs.workspace + costs.context
+    state, beside = _state_bytes(config.model, vocab_size) + costs.among_ranks, costs.workspace + costs.context
     if state + beside > budget:
         raise ResourceError(
             f"The weights, gradients and optimizer of this model take {state / MIB:.0f} MiB before any audio, and "
@@ -104,8 +135,12 @@ def check_state(config: TrainConfig, vocab_size: int, costs: DeviceCosts, budget
 
 
 def _state_bytes(shape: ModelConfig, vocab_size: int) -> int:
+    return STATE_BYTES * parameter_count(_shape_only(shape, vocab_size))
+
+
+def _shape_only(shape: ModelConfig, vocab_size: int) -> KonkaniVaniASR:
     with torch.device("meta"):
-        return STATE_BYTES * parameter_count(KonkaniVaniASR(shape, vocab_size, MEL_BINS))
+        return KonkaniVaniASR(shape, vocab_size, MEL_BINS)
 
 
 def _largest_preset(room: int) -> str:
@@ -140,7 +175,7 @@ def _plan_buckets(
     if validation is not None:
         longest = float(validation.seconds.max())
         seconds, validation_peak = planner.validation_seconds(longest, int(validation.tokens.max()), seconds)
-    beside = planner.tracer.costs.workspace
+    beside = planner.tracer.costs.beside - planner.tracer.costs.context
     return MemoryPlan(
         conditions=conditions,
         budget=planner.budget,

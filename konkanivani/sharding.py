@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from konkanivani.checkpoint import Stateful
 from konkanivani.distributed import Topology
-from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.model.asr import KonkaniVaniASR, parameter_count
+from konkanivani.optimizer import STATE_BYTES
 
 
 def shard_model(model: KonkaniVaniASR, topology: Topology, device: torch.device) -> None:
@@ -31,6 +32,18 @@ def shard_model(model: KonkaniVaniASR, topology: Topology, device: torch.device)
     for part in _shards(model):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+
+
+def held_bytes(model: KonkaniVaniASR, world: int) -> int:
+    """Bytes that one of `world` ranks holds of dealt weights, gradients and moments in fp32, at most.
+
+    Its part of all four; what lies between the blocks whole, and its gradient; and of the largest block six copies:
+    the weights of two, one gathered ahead, as they arrive and in place, a gradient, and that on its way to two sums.
+    """
+    blocks = [parameter_count(block) for block in model.blocks]
+    everything = parameter_count(model)
+    between = everything - sum(blocks)
+    return STATE_BYTES * -(-everything // world) + 4 * (2 * between + 6 * max(blocks))
 
 
 def is_sharded(model: torch.nn.Module) -> bool:

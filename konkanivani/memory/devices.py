@@ -80,7 +80,7 @@ class DeviceCosts:
     """Bytes beside the tensors; `rounding` is what the allocator rounds each of them up to a multiple of.
 
     `workspace` is what the libraries keep for matrix products and convolutions, `context` what the process takes before
-    its first tensor.
+    its first tensor. `among_ranks` is what training takes more, or less, than alone where several ranks share it.
     """
 
     name: str
@@ -88,6 +88,12 @@ class DeviceCosts:
     rounding: int
     workspace: int
     context: int
+    among_ranks: int = 0
+
+    @property
+    def beside(self) -> int:
+        """All of it."""
+        return self.workspace + self.context + self.among_ranks
 
     def attention_workspace(self, utterances: int, frames: int, d_model: int, is_half: bool) -> int:
         """Bytes of the fp32 sums of one attention's three gradients, where those are in half precision."""

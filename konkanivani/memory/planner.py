@@ -54,8 +54,8 @@ class Planner:
         self._growths: dict[RecomputePolicy, Growth] = {}
 
     def beside(self) -> int:
-        """Bytes beside the tensors: workspaces and the context."""
-        return self.tracer.costs.workspace + self.tracer.costs.context
+        """Bytes beside the tensors: workspaces, the context, and what the other ranks make of it."""
+        return self.tracer.costs.beside
 
     def peak(self, load: Load, recompute: RecomputePolicy) -> int:
         """The peak in bytes of a step at this load, everything included."""

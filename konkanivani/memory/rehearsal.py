@@ -47,9 +47,11 @@ def rehearse(run: Run) -> tuple[Rehearsal, ...]:
     A ResourceError names an utterance that does not fit even alone, a DataError one that cannot be read.
     """
     saved = run.checkpointer.directory / SAVED
+    before = run.checkpoint()
     if run.topology.is_first:
         saved.parent.mkdir(parents=True, exist_ok=True)
-        write_checkpoint(saved, run.checkpoint())
+        write_checkpoint(saved, before)
+    del before
     try:
         tried = [_try_window(run, name, window) for name, window in costliest_windows(run)]
         if run.validation is not None:

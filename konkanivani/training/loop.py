@@ -9,9 +9,10 @@ from contextlib import closing, contextmanager
 import torch
 
 from konkanivani.data.batch import Window
-from konkanivani.distributed import gather
+from konkanivani.distributed import agree, gather
 from konkanivani.errors import DataError, Interrupted, NumericsError, ResourceError
 from konkanivani.records import HypothesisPair, SkipRecord, SpectrogramRecord, StepRecord, ValidationRecord
+from konkanivani.sharding import whole_weights
 from konkanivani.training.evaluation import Evaluation
 from konkanivani.training.run import Run
 from konkanivani.training.step import StepReport, train_step
@@ -54,10 +55,12 @@ def steps_kept(saver: "PeriodicSaver") -> Iterator[None]:
     """Audio that cannot be read, memory that runs out and signals cost none of the steps before: those are saved."""
     try:
         yield
-    except (DataError, ResourceError, Interrupted) as error:
+    except (DataError, ResourceError):
+        if not saver.run.is_sharded:  # else the others are needed, who have ended or wait for this rank elsewhere
+            saver.save(is_final=True)
+        raise
+    except Interrupted as error:
         saver.save(is_final=True)
-        if not isinstance(error, Interrupted):
-            raise
         step, number = saver.run.state.step, error.exit_code - 128
         raise Interrupted(f"Stopped by a signal at step {step}; --resume auto goes on from there.", number) from None
 
@@ -177,7 +180,7 @@ def log_spectrogram(run: Run, utterance_id: str) -> None:
     forward = run.step.forward
     features, lengths = forward.front_end(waveform[None].to(forward.device), (len(waveform),), None)
     forward.model.eval()
-    with forward.autocast():
+    with whole_weights(forward.model), forward.autocast():
         logits, _ = forward.model.ctc_logits(features, lengths)
     posteriors = logits[0].float().softmax(dim=-1).cpu()
     run.logbook.log(SpectrogramRecord(run.state.step, utterance_id, waveform, features[0].float().cpu(), posteriors))
@@ -196,18 +199,22 @@ class PeriodicSaver:
         config, state = self.run.config, self.run.state
         by_steps = config.save_steps and state.step % config.save_steps == 0
         by_time = config.save_minutes and time.monotonic() - self._saved_at >= 60 * config.save_minutes
+        is_due = bool(by_steps or by_time)
+        if self.run.is_sharded:  # all ranks save, so no clock may differ
+            is_due = bool(agree(self.run.topology, is_due))
         # The end of an epoch is saved after its validation.
-        if (by_steps or by_time) and not state.has_epoch_to_finish:
+        if is_due and not state.has_epoch_to_finish:
             self.save()
 
     def save(self, epoch: int | None = None, is_best: bool = False, is_final: bool = False) -> None:
         """Saves now, the first rank for all; a failure is a warning, three in a row or the final save's an error."""
+        self._saved_at = time.monotonic()
+        checkpoint = self.run.checkpoint() if self.run.topology.is_first or self.run.is_sharded else None
         if not self.run.topology.is_first:
             return
-        self._saved_at = time.monotonic()
         self.run.logbook.flush()
         try:
-            self.run.checkpointer.save(self.run.checkpoint(), epoch, is_best)
+            self.run.checkpointer.save(checkpoint, epoch, is_best)
             self._failures = 0
         except ResourceError as error:
             self._failures += 1

@@ -22,6 +22,7 @@ from konkanivani.errors import Interrupted
 from konkanivani.logbook import Logbook
 from konkanivani.memory.available import BudgetWatch
 from konkanivani.memory.plan import MemoryPlan
+from konkanivani.sharding import is_sharded, whole_weights
 from konkanivani.text import Tokenizer
 from konkanivani.training.evaluation import Evaluation, HeardShare, hear, join_shares
 from konkanivani.training.forward import ForwardPass
@@ -68,7 +69,8 @@ class EvaluationSet:
         durations = self.speech.utterances.durations
         costs = np.array([len(batch) * durations[batch].max() for batch in self.plan])
         plan = [self.plan[number] for number in deal(costs, self.topology.world)[self.topology.rank]]
-        with closing(load_batches(self.speech, plan, self.loader, self.rejections, check)) as batches:
+        loaded = load_batches(self.speech, plan, self.loader, self.rejections, check)
+        with whole_weights(forward.model), closing(loaded) as batches:
             return hear(forward, batches, self.speech.tokenizer, decode)
 
 
@@ -100,8 +102,13 @@ class Run:
         peaks = gather(self.topology, self.step.forward.monitor.overall_peak_mib())
         return () if self.topology.is_alone else tuple(peaks)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the state is dealt to the ranks, which then save it together."""
+        return is_sharded(self.step.model)
+
     def checkpoint(self) -> Checkpoint:
-        """The run's state as it is now."""
+        """The run's state as it is now. Where it is dealt to the ranks all of them call this, and the first has it."""
         return Checkpoint(
             config=self.config_text,
             tokenizer=self.tokenizer.model,
