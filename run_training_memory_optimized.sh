@@ -4,9 +4,10 @@
 #   ./run_training_memory_optimized.sh                                  the built-in corpus
 #   ./run_training_memory_optimized.sh --train_manifest my/train.jsonl  your own (give --valid_manifest too)
 #   ./run_training_memory_optimized.sh --dry_run                        either, tried in a minute, nothing kept of it
+#   ./run_training_memory_optimized.sh --nproc_per_node 2               in two processes, on two cards where there are
 #
-# Flags are the trainer's own (--help lists them) and win over the defaults below. Paths in them are read from this
-# folder, wherever this is called from.
+# Flags are the trainer's own (--help lists them) and win over the defaults below; torchrun's go to torchrun
+# (docs/scaling.md). Paths in them are read from this folder, wherever this is called from.
 set -euo pipefail
 cd -P "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 
@@ -25,8 +26,22 @@ if [[ -z "$BASE" ]]; then
 fi
 PYTHON="$("$BASE" training_scripts/bootstrap.py --extras synthesis)"
 
-wants_help=no own_corpus=no device="" previous=""
+wants_help=no own_corpus=no device="" previous="" takes_value=no elsewhere=no
+torchrun=() trainer=()
 for argument in "$@"; do
+    if [[ $takes_value == yes ]]; then
+        torchrun+=("$argument") takes_value=no
+        continue
+    fi
+    case "$argument" in
+        --standalone) torchrun+=("$argument") elsewhere=yes; continue ;;
+        --nproc[-_]per[-_]node* | --nnodes* | --node[-_]rank* | --max[-_]restarts* | --rdzv[-_]* | --master[-_]*)
+            torchrun+=("$argument")
+            case "$argument" in --nproc* | --max*) ;; *) elsewhere=yes ;; esac
+            if [[ "$argument" != *=* ]]; then takes_value=yes; fi
+            continue ;;
+    esac
+    trainer+=("$argument")
     case "$argument" in
         -h | --help) wants_help=yes ;;
         --train[-_]manifest | --train[-_]manifest=*) own_corpus=yes ;;
@@ -62,4 +77,8 @@ if [[ $own_corpus == no ]]; then
 fi
 
 # exec: Ctrl-C and the kill of a job scheduler reach the trainer itself, which then saves before it ends.
-exec "$PYTHON" training_scripts/train_konkanivani_asr.py --resume auto "${defaults[@]}" "$@"
+training=(training_scripts/train_konkanivani_asr.py --resume auto "${defaults[@]}" ${trainer[@]+"${trainer[@]}"})
+if [[ ${#torchrun[@]} == 0 ]]; then exec "$PYTHON" "${training[@]}"; fi
+# On one machine each start has a meeting point of its own, so that two runs do not take each other's ranks.
+if [[ $elsewhere == no ]]; then torchrun+=(--standalone); fi
+exec "$PYTHON" -m torch.distributed.run "${torchrun[@]}" "${training[@]}"

@@ -3,12 +3,15 @@
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn, TextIO, TypeVar
 
-from konkanivani.errors import KonkaniVaniError, ResourceError, UsageError
+from konkanivani.errors import AlreadyTold, KonkaniVaniError, ResourceError, UsageError
 
 Flags = TypeVar("Flags")
+
+GRACE_SECONDS = 1.0  # that a rank with nothing to say leaves the others to say it
 
 
 def read_flags(kind: type[Flags], arguments: list[str], default: Flags | None = None) -> Flags:
@@ -68,6 +71,24 @@ def run_script(action: Callable[[], str]) -> int:
             file=sys.stderr,
         )
         return ResourceError.exit_code
+
+
+@contextlib.contextmanager
+def told_once_a_machine() -> Iterator[None]:
+    """What the block writes, and what is wrong in it, is told by the first rank of those that torchrun started here.
+
+    For what comes before the ranks can speak to each other: they were all given the same command line.
+    """
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        yield
+        return
+    try:
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+                yield
+    except (KonkaniVaniError, SystemExit) as error:
+        time.sleep(GRACE_SECONDS)  # torchrun ends all ranks when it sees the first one end, which should have spoken
+        raise AlreadyTold(error.exit_code if isinstance(error, KonkaniVaniError) else error.code or 0) from None
 
 
 def end_script(code: int) -> NoReturn:

@@ -7,6 +7,7 @@ between CPUs whatever they train on, so that agreeing never waits for a GPU.
 
 import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +18,14 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from konkanivani.command_line import GRACE_SECONDS
 from konkanivani.errors import AlreadyTold, KonkaniVaniError, ResourceError, UsageError
 
 Item = TypeVar("Item")
 
 BUCKET_BYTES = 25 * 2**20  # of gradients that are summed at once; also what their copy takes
-FIRST_CAUSE = "konkanivani/first_cause"
+STARTS, SEEN, FOUND = "konkanivani/starts_", "konkanivani/seen", "konkanivani/found_"
+FIRST_CAUSE, HERE = "konkanivani/first_cause", "konkanivani/here_"
 ROLL_CALL_SECONDS = 3.0  # in which the ranks that still run say so, once contact to another is lost
 
 
@@ -88,20 +91,48 @@ def joined(topology: Topology, timeout: float) -> Iterator[None]:
     if topology.is_alone:
         yield
         return
-    store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     limit = timedelta(seconds=timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    with losing_ranks():
+        common, rank, world = next(dist.rendezvous("env://", timeout=limit))
+        store = dist.PrefixStore(f"konkanivani/{_attempt(common, topology, timeout)}", common)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     try:
         yield
-    except RankLost as error:
-        raise _cause_of(error, topology, store, timeout) from None
     except BaseException as error:
-        code = error.exit_code if isinstance(error, KonkaniVaniError) else 1
-        if _is_first_cause(store, topology.rank, code):
+        cause = _cause_of(error, topology, store, timeout)
+        if isinstance(cause, AlreadyTold):
+            wait_for_the_end()
+        if cause is error:
             raise
-        raise AlreadyTold(_first_cause(store)) from None
+        raise cause from None
     dist.destroy_process_group()
+
+
+def _attempt(store: dist.Store, topology: Topology, timeout: float) -> int:
+    """A number that all ranks of this start have alike, and no start before had.
+
+    torchrun keeps its store over its restarts, and in it the addresses of ranks that have ended, which the next ones
+    would call without an end. Its own count of restarts is not the same on all machines. So each rank counts its
+    starts, the first one tells whose it has seen, and who finds its own among them belongs to that first one.
+    """
+    own, until = store.add(f"{STARTS}{topology.rank}", 1), time.monotonic() + timeout
+    while time.monotonic() < until:
+        if topology.is_first:
+            seen = [store.add(f"{STARTS}{rank}", 0) for rank in range(topology.world)]
+            store.set(SEEN, " ".join(map(str, seen)))
+            if store.add(f"{FOUND}{own}", 0) == topology.world - 1:
+                return own
+        elif store.check([SEEN]):
+            first, *_ = seen = [int(count) for count in store.get(SEEN).split()]
+            if len(seen) == topology.world and seen[topology.rank] == own:
+                store.add(f"{FOUND}{first}", 1)
+                return first
+        time.sleep(0.02)
+    raise RankLost(
+        f"Rank {topology.rank} waited {timeout:g} s for all {topology.world} ranks. See that every machine's torchrun "
+        "runs, with the same --rdzv_endpoint, or give a longer --rank_timeout."
+    )
 
 
 def _is_first_cause(store: dist.Store, rank: int, code: int) -> bool:
@@ -115,39 +146,56 @@ def _first_cause(store: dist.Store) -> int:
     return int(store.get(FIRST_CAUSE).decode().split()[1])
 
 
-def _cause_of(error: RankLost, topology: Topology, store: dist.Store, timeout: float) -> KonkaniVaniError:
-    """What to raise for a rank that was lost: AlreadyTold where it has told its reason, else an error that names it."""
+def _cause_of(error: BaseException, topology: Topology, store: dist.Store, timeout: float) -> BaseException:
+    """What to raise in place of an error: itself, AlreadyTold, or for a rank that was lost an error that names it."""
     with contextlib.suppress(RuntimeError):  # the store may have been the lost rank's
-        store.set(f"konkanivani/here_{topology.rank}", "")
-        until = time.monotonic() + ROLL_CALL_SECONDS
-        while time.monotonic() < until and not store.check([FIRST_CAUSE]):
-            time.sleep(0.05)
-        if not _is_first_cause(store, topology.rank, ResourceError.exit_code):
+        if isinstance(error, RankLost):
+            return _cause_of_loss(error, topology, store, timeout)
+        code = error.exit_code if isinstance(error, KonkaniVaniError) else 1
+        if not _is_first_cause(store, topology.rank, code):
             return AlreadyTold(_first_cause(store))
-        others = [rank for rank in range(topology.world) if not store.check([f"konkanivani/here_{rank}"])]
-        if others:
-            named = f"Rank {others[0]} is" if len(others) == 1 else f"Ranks {', '.join(map(str, others))} are"
-            return ResourceError(
-                f"{named} gone or not answering: killed, perhaps by the system where memory was short, cut off, or "
-                f"hanging for --rank_timeout {timeout:g} s. --resume auto goes on from the newest checkpoint."
-            )
     return error
 
 
-def _contact_lost(error: RuntimeError) -> RankLost:
-    reason = (str(error) or type(error).__name__).splitlines()[0]
-    return RankLost(
-        f"Contact to another rank was lost ({reason:.200}). --resume auto goes on from the newest checkpoint."
+def _cause_of_loss(error: RankLost, topology: Topology, store: dist.Store, timeout: float) -> KonkaniVaniError:
+    """AlreadyTold where the lost rank has had a reason of its own, else who did not answer to the roll call."""
+    store.set(f"{HERE}{topology.rank}", "")
+    until = time.monotonic() + ROLL_CALL_SECONDS
+    while time.monotonic() < until and not store.check([FIRST_CAUSE]):
+        time.sleep(0.05)
+    if not _is_first_cause(store, topology.rank, ResourceError.exit_code):
+        return AlreadyTold(_first_cause(store))
+    missing = [str(rank) for rank in range(topology.world) if not store.check([f"{HERE}{rank}"])]
+    if not missing:
+        return error
+    named = f"Rank {missing[0]} is" if len(missing) == 1 else f"Ranks {', '.join(missing)} are"
+    return ResourceError(
+        f"{named} gone or not answering: killed, perhaps by the system where memory was short, cut off, or hanging "
+        f"for --rank_timeout {timeout:g} s. --resume auto goes on from the newest checkpoint."
     )
 
 
+def wait_for_the_end() -> None:
+    """Waits a moment for torchrun to end this process: it ends all ranks at once when it sees the first one end.
+
+    That should be the one with something to tell, which else might not get to say it.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(GRACE_SECONDS)
+
+
 @contextlib.contextmanager
-def _losing_ranks() -> Iterator[None]:
-    """Turns what torch raises where a collective fails into a RankLost."""
+def losing_ranks() -> Iterator[None]:
+    """Turns what torch raises where ranks do not reach each other into a RankLost; other errors pass through."""
     try:
         yield
     except RuntimeError as error:
-        raise _contact_lost(error) from None
+        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        reason = str(error).splitlines()[0]
+        raise RankLost(
+            f"Contact to another rank was lost ({reason:.200}). --resume auto goes on from the newest checkpoint."
+        ) from None
 
 
 def gather_numbers(topology: Topology, numbers: Sequence[int]) -> list[list[int]]:
@@ -156,7 +204,7 @@ def gather_numbers(topology: Topology, numbers: Sequence[int]) -> list[list[int]
         return [list(numbers)]
     mine = torch.tensor(numbers, dtype=torch.int64)
     all_ranks = [torch.empty_like(mine) for _ in range(topology.world)]
-    with _losing_ranks():
+    with losing_ranks():
         dist.all_gather(all_ranks, mine)
     return [theirs.tolist() for theirs in all_ranks]
 
@@ -176,7 +224,7 @@ def gather(topology: Topology, item: Item) -> list[Item]:
     if topology.is_alone:
         return [item]
     items: list[Item | None] = [None] * topology.world
-    with _losing_ranks():
+    with losing_ranks():
         dist.all_gather_object(items, item)
     return items
 
@@ -186,7 +234,7 @@ def from_first(topology: Topology, make: Callable[[], Item]) -> Item:
     if topology.is_alone:
         return make()
     box = [make() if topology.is_first else None]
-    with _losing_ranks():
+    with losing_ranks():
         dist.broadcast_object_list(box, src=0)
     return box[0]
 
@@ -199,7 +247,7 @@ def sum_tensors(topology: Topology, tensors: Sequence[torch.Tensor], bucket: tor
     """
     if topology.is_alone:
         return
-    with _losing_ranks():
+    with losing_ranks():
         for group in _bucketfuls(tensors, bucket.numel()):
             if len(group) == 1 and group[0].is_contiguous():
                 dist.all_reduce(group[0])

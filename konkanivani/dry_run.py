@@ -15,7 +15,8 @@ from konkanivani.budget import MIB
 from konkanivani.checkpoint import LAST, Checkpoint, read_checkpoint
 from konkanivani.config import TrainConfig
 from konkanivani.differences import differences, relative_difference
-from konkanivani.errors import CheckpointError
+from konkanivani.distributed import read_topology
+from konkanivani.errors import CheckpointError, UsageError
 from konkanivani.recipe import build_run
 from konkanivani.reporting import as_json, tell_rehearsal
 from konkanivani.scratch import scratch_folder, stopping_at_signals
@@ -37,6 +38,8 @@ def dry_run(arguments: list[str]) -> str:
 
     The parts are the run's own, in folders inside of its folders. Errors are those of the run.
     """
+    if not read_topology().is_alone:
+        raise UsageError("--dry_run tries a run in one process: leave torchrun out.")
     clock = StageClock()
     with stopping_at_signals():
         start = resolve_start(arguments, clock.done)

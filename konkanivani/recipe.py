@@ -111,7 +111,7 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
         checkpointer=checkpointer,
         lock=start.lock,
         logbook=logbook,
-        interruption=Interruption(),
+        interruption=Interruption(topology),
         progress=Progress(state.step, step.total_steps),
         topology=topology,
     )

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from konkanivani.checkpoint import Stateful
-from konkanivani.distributed import Topology
+from konkanivani.distributed import Topology, losing_ranks
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.optimizer import STATE_BYTES
 
@@ -63,7 +63,8 @@ def whole_weights(model: torch.nn.Module) -> Iterator[None]:
     """
     for part in _shards(model):
         part.set_reshard_after_forward(False, recurse=False)
-        part.unshard()
+        with losing_ranks():
+            part.unshard()
     try:
         yield
     finally:
@@ -93,7 +94,8 @@ class Whole:
     def _gathered(self, value: object) -> object:
         if not isinstance(value, DTensor):
             return value
-        whole = value.full_tensor()
+        with losing_ranks():
+            whole = value.full_tensor()
         return whole.cpu() if self._topology.is_first else whole.new_empty(0, device="cpu")
 
 

@@ -62,12 +62,10 @@ def resolve_start(arguments: list[str], tell: Tell = say_nothing, topology: Topo
 def check_ranks(asked: TrainConfig, topology: Topology) -> None:
     """Raises a UsageError where so many ranks, or ranks that torchrun may restart, cannot do what is asked for."""
     run, problems = asked.run, []
-    if run.dry_run:
-        problems.append("--dry_run tries a run in one process: leave torchrun out")
     if asked.window_size < topology.world:
         problems.append(
-            f"the effective batch is {asked.window_size} utterances, fewer than the {topology.world} ranks: give a "
-            "larger --batch_size or --gradient_accumulation_steps, or start fewer ranks"
+            f"the effective batch is {count(asked.window_size, 'utterance')}, fewer than the {topology.world} ranks: "
+            "give a larger --batch_size or --gradient_accumulation_steps, or start fewer ranks"
         )
     if topology.most_restarts and (run.fresh or run.resume not in (None, "auto")):
         flag = "--fresh" if run.fresh else f"--resume {run.resume}"

@@ -4,7 +4,10 @@
     python3 training_scripts/train_konkanivani_asr.py --train_manifest train.jsonl --valid_manifest valid.jsonl \
         --batch_size 2 --gradient_accumulation_steps 4 --mixed_precision --device cuda --resume auto
 
-With --dry_run the same command line is tried in a minute, to the saving and resuming, and nothing stays behind.
+    torchrun --nproc_per_node 2 training_scripts/train_konkanivani_asr.py --train_manifest train.jsonl …
+
+trains in two processes as in one, on two cards where there are (docs/scaling.md). With --dry_run the same command line
+is tried in a minute, to the saving and resuming, and nothing stays behind.
 Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 resources, 130 Ctrl-C, 143 SIGTERM.
 """
 
@@ -14,17 +17,19 @@ bootstrap.rerun_under_venv()
 
 import sys
 
-from konkanivani.command_line import end_script, run_script
+from konkanivani.command_line import end_script, run_script, told_once_a_machine
 from konkanivani.flags import parse_flags
 
 
 def main(arguments: list[str]) -> str:
     """Trains, and scores the test manifest if there is one; one line of JSON."""
-    asked = parse_flags(arguments)  # usage errors do not wait for torch
+    with told_once_a_machine():
+        asked = parse_flags(arguments)  # usage errors do not wait for torch
     if asked.run.dry_run:
         from konkanivani.dry_run import dry_run
 
-        return dry_run(arguments)
+        with told_once_a_machine():
+            return dry_run(arguments)
     from konkanivani.reporting import train_and_report
 
     return train_and_report(arguments)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+from konkanivani.distributed import ALONE, Topology
 from konkanivani.errors import Interrupted, ResourceError
 
 
@@ -16,9 +17,13 @@ class Interruption:
 
     A second signal is still safe: checkpoints are published by rename, so none can be half written, and the audio
     workers end with the process. Once training is over there is nothing to save, and the first one ends it too.
+
+    A rank of several says nothing and lets further signals be: torchrun passes one on that a rank may have had already,
+    sends one when another rank ends, and kills after half a minute.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, topology: Topology = ALONE) -> None:
+        self._is_rank = not topology.is_alone
         self.signal_number = 0
         self._is_over = False
 
@@ -44,9 +49,11 @@ class Interruption:
         self.check()
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self.signal_number or self._is_over:
+        if self._is_over or (self.signal_number and not self._is_rank):
             os._exit(128 + number)
         self.signal_number = number
+        if self._is_rank:
+            return
         os.write(2, b"\nStopping: saving at the next micro-batch boundary (a second signal stops at once).\n")
 
 

@@ -61,6 +61,7 @@ def steps_kept(saver: "PeriodicSaver") -> Iterator[None]:
         raise
     except Interrupted as error:
         saver.save(is_final=True)
+        agree(saver.run.topology, 0)  # no rank ends before the first one has saved: torchrun would then end that too
         step, number = saver.run.state.step, error.exit_code - 128
         raise Interrupted(f"Stopped by a signal at step {step}; --resume auto goes on from there.", number) from None
 

@@ -14,7 +14,7 @@ import torch
 
 from konkanivani.config import OptimizerConfig
 from konkanivani.data.batch import Batch, Speech, Window, collate
-from konkanivani.distributed import ALONE, Topology, agree, bucket_for, gather, sum_tensors
+from konkanivani.distributed import ALONE, Topology, agree, bucket_for, gather, losing_ranks, sum_tensors
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.losses import LossCounts, LossSums, joint_loss
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
@@ -175,9 +175,10 @@ def compute_in_step(parts: StepParts, window: Window, counts: LossCounts, step: 
             add_gradients(parts, batch, LossCounts(math.inf, math.inf))  # which makes of any loss a zero
         return totals
 
-    totals = run_or_end(attempt, cut, parts.splits)
-    sum_tensors(parts.topology, [totals], totals)
-    return finish_gradient(parts, totals)
+    with losing_ranks():
+        totals = run_or_end(attempt, cut, parts.splits)
+        sum_tensors(parts.topology, [totals], totals)
+        return finish_gradient(parts, totals)
 
 
 def silence(model: KonkaniVaniASR) -> Batch:
