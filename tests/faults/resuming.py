@@ -36,7 +36,14 @@ ONE_BY_FOUR = ("--batch_size", "1", "--gradient_accumulation_steps", "4")
 HALF_SCALE = 2.0**24  # seven windows are skipped until it fits, and one a little later
 POISONED = "audio/train_011.flac"  # the name it has in the manifest; its samples square to infinity
 # What wall-clock time and memory decide; all else in the log is a number of the training.
-MEASURED = ("audio_seconds_per_second", "seconds", "waiting_seconds", "memory", "cache_clearing_seconds")
+MEASURED = (
+    "audio_seconds_per_second",
+    "seconds",
+    "waiting_seconds",
+    "memory",
+    "cache_clearing_seconds",
+    "rank_peaks_mib",
+)
 
 Source = Literal["files", "shards", "surrounded", "poisoned"]
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]

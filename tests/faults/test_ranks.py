@@ -1,0 +1,111 @@
+"""Several ranks of the real script: killed, out of memory, started with other flags, or too many."""
+
+import os
+import random
+import socket
+import subprocess
+
+import pytest
+import torch
+
+from konkanivani.config import DataConfig, RunConfig, TrainConfig
+from konkanivani.distributed import ALONE, Topology, read_topology
+from konkanivani.errors import UsageError
+from konkanivani.preflight import take_card
+from konkanivani.start import check_ranks
+from tests.conftest import ROOT, TINY_MODEL, TRAINER, read_log, run_folders, script_command
+from tests.faults.under_torchrun import (
+    PATIENCE,
+    RankRun,
+    end_all,
+    kill_ranks,
+    start_ranks,
+    train_undisturbed,
+    what_differs,
+)
+
+TWO = Topology(rank=0, world=2, local_rank=0, local_world=2)
+
+
+def test_a_killed_rank_costs_nothing_where_torchrun_may_start_again(corpus, tmp_path):
+    killed = RankRun(corpus, tmp_path / "killed", steps=12)
+    assert len(kill_ranks(killed, 1, random.Random(2))) == 1  # while it trains
+    said = (tmp_path / "killed" / "output.txt").read_text(encoding="utf-8")
+    assert said.count("gone or not answering") == 1
+    assert what_differs(killed, train_undisturbed(RankRun(corpus, tmp_path / "undisturbed", steps=12))) == []
+
+
+def test_dealt_weights_begin_again_in_smaller_pieces_after_an_out_of_memory(corpus, tmp_path):
+    run = RankRun(corpus, tmp_path, dealt=True, steps=2)
+    script = "tests/faults/unfitting_trainer.py"
+    process = start_ranks(tmp_path / "output.txt", 2, 4, *run.flags(), "--batch_size", "4", script=script)
+    try:
+        assert process.wait(PATIENCE) == 0, (tmp_path / "output.txt").read_text(encoding="utf-8")
+    finally:
+        end_all(process)
+    said = (tmp_path / "output.txt").read_text(encoding="utf-8")
+    assert "the test's memory is full" in said
+    assert 1 <= said.count("where the ranks share the weights") <= 3  # for each size anew, each time once
+    assert [record["step"] for record in read_log(tmp_path)] == [1, 2]
+    assert (tmp_path / "checkpoints" / "did_not_fit_1.json").is_file()
+    assert 'Traceback (most recent call last):\n  File "/tmp' not in said
+
+
+def test_ranks_with_other_flags_are_all_refused_with_one_message(corpus, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for rank, rate in enumerate(("0.001", "0.002")):
+        flags = (*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), "--learning_rate", rate)
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        ranks.append(
+            subprocess.Popen(
+                script_command(TRAINER, *flags),
+                cwd=ROOT,
+                env={**os.environ, **place, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    said = "".join(rank.communicate(timeout=PATIENCE)[1] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert said.count("rank 1 has other flags than rank 0") == 1
+    assert "code" not in said and "Traceback" not in said
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def asked(batch: int = 2, **run: object) -> TrainConfig:
+    data = DataConfig(batch_size=batch, gradient_accumulation_steps=1)
+    return TrainConfig(run=RunConfig(**run), data=data)
+
+
+def test_what_ranks_cannot_do_is_refused():
+    check_ranks(asked(), TWO)
+    with pytest.raises(UsageError, match="the effective batch is 1 utterance, fewer than the 2 ranks"):
+        check_ranks(asked(batch=1), TWO)
+    restarting = Topology(world=2, local_world=2, most_restarts=3)
+    check_ranks(asked(resume="auto"), restarting)
+    for run in ({"fresh": True}, {"resume": "some.pt"}):
+        check_ranks(asked(**run), TWO)
+        with pytest.raises(UsageError, match="would be done again at each restart"):
+            check_ranks(asked(**run), restarting)
+
+
+def test_fewer_cards_than_ranks_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UsageError, match="2 ranks on this machine and only 1 card"):
+        take_card(TWO)
+    take_card(ALONE)
+
+
+@pytest.mark.parametrize("environment", [{"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}])
+def test_an_environment_that_is_no_place_is_refused(environment):
+    with pytest.raises(UsageError, match="no rank of a world"):
+        read_topology(environment)
+
+
+def test_without_an_environment_it_is_a_world_of_one():
+    assert read_topology({"HOME": "/root"}) == ALONE
+    there = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert read_topology(there) == Topology(rank=3, world=4, local_rank=1, local_world=2)
