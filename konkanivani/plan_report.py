@@ -17,7 +17,7 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.plan import BucketPlan
 from konkanivani.memory.planner import ALWAYS, MOST_UTTERANCES, NEVER, Planner
-from konkanivani.run_plan import build_tracer, check_state
+from konkanivani.run_plan import ONE_RANK, Ranks, build_tracer, check_state, costs_among, traffic_bytes
 
 BUCKETS = (2.0, 5.0, 10.0, 20.0)
 GIB = 2**30
@@ -48,6 +48,10 @@ class Report:
     validation_peak: int
     answers: tuple[Answer, ...]
     flags: str
+    world: int = 1
+    sharded: bool = False
+    state_of_rank: int = 0
+    traffic: int = 0
 
     def as_json(self) -> str:
         """One line of JSON."""
@@ -59,6 +63,7 @@ class Report:
         lines = [
             f"Traced for {self.device} in {self.precision}; budget {_mib(self.budget)}.",
             f"State: weights, gradients and optimizer {_mib(self.state)}. Beside the tensors: {beside}.",
+            *self._ranks(),
             "",
             f"{'':24}{'utterances of':>14}{'at once':>9}{'audio':>9}{'activations':>13}{'peak':>11}",
         ]
@@ -72,18 +77,29 @@ class Report:
         lines += ["", f"Validation: peak {_mib(self.validation_peak)}.", "", f"Flags for the trainer: {self.flags}"]
         return "\n".join(lines)
 
+    def _ranks(self) -> list[str]:
+        """What several ranks make of it, a line if any."""
+        if self.world == 1:
+            return []
+        way = "dealt to them, each rank holds at most" if self.sharded else "whole on each, with a bucket for sums"
+        return [
+            f"{self.world} ranks, the state {way} {_mib(self.state_of_rank)}; each sends {_mib(self.traffic)} a "
+            f"{'micro-batch' if self.sharded else 'step'}. What follows is for one rank."
+        ]
+
     def _row(self, bucket: BucketPlan) -> str:
         if not bucket.utterances:
             return f"{bucket.seconds:12.0f} s{'none':>9}{'':22}{peak_text(bucket.peak):>11}"
-        activations = bucket.peak - self.state - self.workspace - self.context
+        activations = bucket.peak - self.state_of_rank - self.workspace - self.context
         return (
             f"{bucket.seconds:12.0f} s{bucket.utterances:9}{bucket.utterances * bucket.seconds:7.0f} s"
             f"{_mib(activations):>13}{peak_text(bucket.peak):>11}"
         )
 
 
-def plan_for(config: TrainConfig, costs: DeviceCosts, budget: int) -> Report:
-    """What of this configuration fits `budget` bytes; a ResourceError where not even its state does."""
+def plan_for(config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ranks = ONE_RANK) -> Report:
+    """What of this configuration fits `budget` bytes, on each rank; a ResourceError where not even its state does."""
+    costs = costs_among(costs, config.model, config.text.vocab_size, ranks)
     check_state(config, config.text.vocab_size, costs, budget)
     questions = [Question(config, costs, budget, mode) for mode in ("never", "always")]
     with _two_processes() as pool:
@@ -99,7 +115,11 @@ def plan_for(config: TrainConfig, costs: DeviceCosts, budget: int) -> Report:
         context=costs.context,
         validation_peak=frame.validation_peak,
         answers=answers,
-        flags=_flags(config, answers, budget),
+        flags=_flags(config, answers, budget) + (" --shard always" if ranks.sharded else ""),
+        world=ranks.world,
+        sharded=ranks.sharded,
+        state_of_rank=frame.state + costs.among_ranks,
+        traffic=traffic_bytes(config.model, config.text.vocab_size, ranks),
     )
 
 

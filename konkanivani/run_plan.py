@@ -40,6 +40,9 @@ class Ranks:
     sharded: bool = False
 
 
+ONE_RANK = Ranks()
+
+
 @dataclass(frozen=True)
 class SpeechSizes:
     """The sizes of a set of utterances (N,): seconds as they are longest played, and tokens."""
@@ -99,6 +102,26 @@ def costs_among(costs: DeviceCosts, shape: ModelConfig, vocab_size: int, ranks: 
     whole = parameter_count(model)
     more = held_bytes(model, ranks.world) - STATE_BYTES * whole if ranks.sharded else min(4 * whole, BUCKET_BYTES)
     return dataclasses.replace(costs, among_ranks=more)
+
+
+def ranks_of(config: TrainConfig, costs: DeviceCosts, budget: int, world: int) -> Ranks:
+    """So many ranks of one budget each, the state dealt to them as --shard says."""
+    shard = config.memory.shard
+    sharded = shard == "always" or (shard == "auto" and needs_sharding(config, config.text.vocab_size, costs, budget))
+    return Ranks(world, sharded and world > 1)
+
+
+def traffic_bytes(shape: ModelConfig, vocab_size: int, ranks: Ranks) -> int:
+    """Bytes in fp32 that one rank sends: a step, or, where the state is dealt to the ranks, a micro-batch.
+
+    A sum over N ranks sends each number 2 (N - 1) / N times, half to sum it and half to hand it round (Patarasuk and
+    Yuan, 2009); dealt weights go round for the forward and for the backward pass, and gradients are summed only: 3
+    halves, but what lies between the blocks goes round once.
+    """
+    model = _shape_only(shape, vocab_size)
+    whole, blocks = parameter_count(model), sum(map(parameter_count, model.blocks))
+    halves = 3 * blocks + 2 * (whole - blocks) if ranks.sharded else 2 * whole
+    return 4 * halves * (ranks.world - 1) // ranks.world
 
 
 def needs_sharding(config: TrainConfig, vocab_size: int, costs: DeviceCosts, budget: int) -> bool:

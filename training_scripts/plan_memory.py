@@ -2,6 +2,7 @@
 """Says what fits a memory budget before anything is trained. No GPU is needed: the step is traced.
 
 python3 training_scripts/plan_memory.py --memory_budget 4GiB --preset original
+python3 training_scripts/plan_memory.py --gpu T4 --preset original --world 8 --shard always
 """
 
 import bootstrap
@@ -26,6 +27,8 @@ class Flags:
 
     gpu: str | None = None
     """A card by its name, such as "GTX 980" or T4, in whose memory to plan (--device cuda: a card without a name)."""
+    world: int = 1
+    """Ranks that train together, each with a card of that memory; --shard says whether they share the state."""
     presets: bool = False
     """Print what fits for every preset in 2, 4, 8, 14.7 and 24 GiB."""
     json: bool = False
@@ -43,6 +46,8 @@ def read_plan_flags(arguments: list[str]) -> Flags:
 def plan(flags: Flags) -> str:
     """The plan, as it is to be printed."""
     check_config(flags.train)
+    if flags.world < 1:
+        raise UsageError("--world must be at least 1.")
     gpu, budget = find_gpu(flags.gpu) if flags.gpu else None, flags.train.memory.memory_budget
     if not (gpu or budget or flags.presets):
         raise UsageError("Give --memory_budget, for example 4GiB, or --gpu with the name of a card.")
@@ -50,14 +55,17 @@ def plan(flags: Flags) -> str:
         raise UsageError(f"--device cpu contradicts --gpu {flags.gpu}: give one of them.")
     size = parse_budget(budget) if budget else gpu.memory if gpu else 0
     from konkanivani.plan_report import plan_for, plan_presets
+    from konkanivani.run_plan import ranks_of
 
     costs = cpu_costs()
     if gpu or flags.train.run.device == "cuda":
         gpu = gpu or Gpu("a CUDA card", size, (7, 5))
         costs = cuda_costs(gpu.name, gpu.capability)
     if flags.presets:
+        if flags.world > 1:
+            raise UsageError("--presets is for one process: give --world with one --preset.")
         return plan_presets(flags.train, costs)
-    report = plan_for(flags.train, costs, size)
+    report = plan_for(flags.train, costs, size, ranks_of(flags.train, costs, size, flags.world))
     return report.as_json() if flags.json else report.as_table()
 
 
