@@ -8,7 +8,6 @@ between CPUs whatever they train on, so that agreeing never waits for a GPU.
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -302,7 +301,6 @@ def only_first_speaks(topology: Topology) -> Iterator[None]:
     if topology.is_first:
         yield
         return
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+    with open(os.devnull, "w") as out, open(os.devnull, "w") as err:  # two, for whoever asks which one it has
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             yield
-    sys.stdout.flush()

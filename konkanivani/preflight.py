@@ -2,12 +2,13 @@
 
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from konkanivani.config import MemoryConfig
-from konkanivani.distributed import Topology
+from konkanivani.distributed import Topology, joined, only_first_speaks, read_topology
 from konkanivani.errors import ResourceError, UsageError
 from konkanivani.memory.card import Card, read_card
 from konkanivani.wording import count
@@ -47,6 +48,19 @@ def take_card(topology: Topology) -> None:
             f"--nproc_per_node {cards}, or train with --device cpu and CUDA_VISIBLE_DEVICES= (empty)."
         )
     torch.cuda.set_device(topology.local_rank)
+
+
+def run_in_ranks(action: Callable[[Topology], str], timeout: float = 600.0) -> str:
+    """What `action` returns on the first rank, nothing on the others, which say nothing either.
+
+    Each rank that torchrun has started calls it, with a card of its own where there are cards, and waits at most
+    `timeout` seconds for the others; one process alone just does. An error ends all, and is told once.
+    """
+    topology = read_topology()
+    with joined(topology, timeout), only_first_speaks(topology):
+        take_card(topology)
+        result = action(topology)
+    return result if topology.is_first else ""
 
 
 def announce_card(device: torch.device, nvml: Any = None) -> Card | None:

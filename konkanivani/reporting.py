@@ -13,12 +13,12 @@ from konkanivani.command_line import output_may_be_lost
 from konkanivani.config import DataConfig, DecodingConfig
 from konkanivani.decoding.decode import build_decode
 from konkanivani.digests import digest_of_code, digest_of_data, digest_of_flags
-from konkanivani.distributed import ALONE, Topology, check_same, from_first, joined, only_first_speaks, read_topology
+from konkanivani.distributed import ALONE, Topology, check_same, from_first
 from konkanivani.flags import parse_flags
 from konkanivani.memory.oversize import write_sizes
 from konkanivani.memory.recovery import DidNotFit
 from konkanivani.memory.rehearsal import rehearse
-from konkanivani.preflight import take_card
+from konkanivani.preflight import run_in_ranks
 from konkanivani.recipe import build_run
 from konkanivani.records import PhaseMemory, RehearsalRecord
 from konkanivani.start import resolve_start
@@ -33,15 +33,12 @@ def train_and_report(arguments: list[str]) -> str:
 
     Every rank that torchrun has started does; the first one alone prints and returns the line.
     """
-    topology = read_topology()
-    with joined(topology, parse_flags(arguments).run.rank_timeout), output_may_be_lost():
-        with only_first_speaks(topology):
-            line = _train_and_report(arguments, topology)
-    return line if topology.is_first else ""
+    with output_may_be_lost():
+        timeout = parse_flags(arguments).run.rank_timeout
+        return run_in_ranks(lambda topology: _train_and_report(arguments, topology), timeout)
 
 
 def _train_and_report(arguments: list[str], topology: Topology) -> str:
-    take_card(topology)
     check_same(topology, {"flags": digest_of_flags(arguments), "code": digest_of_code()})
     start = resolve_start(arguments, topology=topology)
     check_same(topology, {"data": digest_of_data(start.config)})

@@ -8,16 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+import numpy as np
 import soundfile
 from tqdm import tqdm
 
 from konkanivani.audio_file import AudioSource, UnusableAudio, read_header
 from konkanivani.command_line import is_out_of_memory
+from konkanivani.data.batching import deal
+from konkanivani.distributed import ALONE, Topology, gather, sum_across
 from konkanivani.errors import DataError, ResourceError, UsageError
 from konkanivani.recognizer import Recognizer
 from konkanivani.transcript import Segment
 from konkanivani.transcript_text import TextFormat, Timestamps, text_of
 from konkanivani.whole_file import whole_file
+
+Held = tuple[str, bool]  # a text to write, and whether on stderr
 
 # Names that libsndfile's formats go by beside their own.
 OTHER_SUFFIXES = {".aif", ".aifc", ".oga", ".opus", ".snd"}
@@ -82,12 +87,16 @@ def output_paths(recordings: Sequence[Recording], directory: Path, text_format: 
 
 @dataclass(frozen=True)
 class Transcription:
-    """How recordings become text; `output` is the folder of the transcripts, None for the screen."""
+    """How recordings become text; `output` is the folder of the transcripts, None for the screen.
+
+    Each rank of the topology takes its share of the recordings; what goes to the screen the first one writes for all.
+    """
 
     recognizer: Recognizer
     text_format: TextFormat
     timestamps: Timestamps
     output: Path | None
+    topology: Topology = ALONE
 
     def run(self, recordings: Sequence[Recording]) -> str:
         """Transcribes them all; a sentence about the files written, if any.
@@ -97,15 +106,19 @@ class Transcription:
         """
         is_alone, failed = len(recordings) == 1, 0
         targets = self._targets(recordings)
-        with _Progress(recordings) as progress:
-            for recording, target in zip(recordings, targets, strict=True):
+        sizes = np.array([_bytes_of(recording.path) for recording in recordings])
+        share = deal(sizes, self.topology.world)[self.topology.rank]
+        with _Progress([recordings[number] for number in share], self.topology) as progress:
+            for number in share:
                 try:
-                    self._transcribe(recording, target, progress, is_alone)
+                    self._transcribe(recordings[number], targets[number], progress, is_alone)
                 except UnusableAudio as error:
                     if is_alone:
                         raise
                     failed += 1
                     progress.write(f"{error}\n", sys.stderr)
+                progress.end(int(number))
+        failed = sum_across(self.topology, [failed])[0]
         if failed:
             raise DataError(
                 f"{failed} of {len(recordings)} files could not be transcribed, for the reasons above. Mend or leave "
@@ -143,9 +156,15 @@ class Transcription:
 
 
 class _Progress:
-    """A bar on stderr, where that is a terminal, of the seconds of audio behind us; as a context manager."""
+    """A bar on stderr, where that is a terminal, of the seconds of audio behind us; as a context manager.
 
-    def __init__(self, recordings: Sequence[Recording]) -> None:
+    What is written comes at once; where several ranks transcribe, at the end, in the order of the recordings.
+    """
+
+    def __init__(self, recordings: Sequence[Recording], topology: Topology) -> None:
+        self._topology = topology
+        self._held: list[Held] = []  # of the recording that is being transcribed
+        self._kept: list[tuple[int, list[Held]]] = []
         is_shown = sys.stderr.isatty()
         self._seconds = {recording.path: _seconds(recording.path) for recording in recordings if is_shown}
         shape = "{percentage:3.0f}%|{bar}| {n:.0f} of {total:.0f} s of audio, {remaining} left"
@@ -154,11 +173,25 @@ class _Progress:
     def __enter__(self) -> "_Progress":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._bar.close()
+        if kind is not None or self._topology.is_alone:
+            return
+        of_all = [each for kept in gather(self._topology, self._kept) for each in kept]
+        for _, pieces in sorted(of_all, key=lambda each: each[0]):
+            for text, is_error in pieces:
+                print(text, end="", file=sys.stderr if is_error else sys.stdout, flush=True)
+
+    def end(self, number: int) -> None:
+        """Ends the recording of this number."""
+        self._kept.append((number, self._held))
+        self._held = []
 
     def write(self, text: str, stream: TextIO) -> None:
-        """Writes the text at once, the bar out of its way."""
+        """Writes the text, the bar out of its way."""
+        if not self._topology.is_alone:
+            self._held.append((text, stream is sys.stderr))
+            return
         with self._bar.external_write_mode(file=stream):
             stream.write(text)
             stream.flush()
@@ -170,6 +203,11 @@ class _Progress:
             self._bar.update(before + segment.end - self._bar.n)
             yield segment
         self._bar.update(before + self._seconds.get(recording.path, 0.0) - self._bar.n)
+
+
+def _bytes_of(path: Path) -> int:
+    """The file's size, by which recordings are dealt; 0 where there is none, of which its reader will tell."""
+    return path.stat().st_size if path.is_file() else 0
 
 
 def _seconds(path: Path) -> float:

@@ -13,9 +13,9 @@ bootstrap.rerun_under_venv()
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from konkanivani.command_line import read_flags, run_script
+from konkanivani.command_line import read_flags, run_script, told_once_a_machine
 from konkanivani.config import DecodingConfig
 from konkanivani.data.manifest import read_manifest
 from konkanivani.errors import UsageError
@@ -29,6 +29,9 @@ from konkanivani.score_page import draw_score_page
 from konkanivani.score_report import build_report
 from konkanivani.score_text import score_lines
 from konkanivani.transcripts import is_json_file, read_transcripts
+
+if TYPE_CHECKING:
+    from konkanivani.distributed import Topology
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,22 @@ class Flags:
 
 def score(flags: Flags) -> str:
     """Scores, writes what is asked for, and returns what is to be printed."""
-    check_flags(flags)
+    with told_once_a_machine():
+        check_flags(flags)
+    if flags.checkpoint is None:
+        return report_on(flags, read(flags))
+    from konkanivani.preflight import run_in_ranks
+
+    def hear_and_report(topology: "Topology") -> str:
+        heard = hear(flags, topology)
+        return report_on(flags, heard) if topology.is_first else ""
+
+    return run_in_ranks(hear_and_report)
+
+
+def report_on(flags: Flags, raw: Heard) -> str:
+    """Scores what was heard, writes what is asked for, and returns what is to be printed."""
     other = None if flags.compare is None else read_transcripts(flags.compare, flags.format, "hypothesis")
-    raw = hear(flags) if flags.checkpoint is not None else read(flags)
     heard = (raw if flags.normalize == "auto" else replace(raw, normalizer=flags.normalize)).normalized()
     edits = count_edits([text.reference for text in heard.texts], [text.hypothesis for text in heard.texts])
     system = None if other is None else other_system(heard, other)
@@ -95,13 +111,13 @@ def score(flags: Flags) -> str:
     return score_lines(report) + "".join(f"\n\nWritten: {path}" for path in written)
 
 
-def hear(flags: Flags) -> Heard:
-    """What the checkpoint hears in the manifest, evaluated just as training's final scoring does."""
+def hear(flags: Flags, topology: "Topology") -> Heard:
+    """What the checkpoint hears in the manifest, as in training's final scoring; each rank hears its share."""
     manifest = read_manifest(flags.manifest, flags.audio_roots)
     from konkanivani.preflight import choose_device
     from konkanivani.trained_model import hear_manifest, load_trained_model
 
-    trained = load_trained_model(flags.checkpoint, choose_device(flags.device))
+    trained = load_trained_model(flags.checkpoint, choose_device(flags.device), topology)
     check_output(flags.output_path)
     return hear_manifest(trained, flags.checkpoint, manifest, flags.decoding)
 
@@ -135,7 +151,13 @@ def check_flags(flags: Flags) -> None:
         raise UsageError(f"--output {flags.output_path} is also read, and would be lost: give another path.")
 
 
+def main() -> str:
+    """Scores as the command line asks."""
+    with told_once_a_machine():
+        flags = read_flags(Flags, sys.argv[1:], Flags())
+    return score(flags)
+
+
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what cannot be written
-    flags = read_flags(Flags, sys.argv[1:], Flags())
-    sys.exit(run_script(lambda: score(flags)))
+    sys.exit(run_script(main))

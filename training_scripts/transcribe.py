@@ -11,14 +11,17 @@ bootstrap.rerun_under_venv()
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from konkanivani.command_line import read_flags, run_script
+from konkanivani.command_line import read_flags, run_script, told_once_a_machine
 from konkanivani.config import DecodingConfig
 from konkanivani.errors import CheckpointError, UsageError
 from konkanivani.flags import check_decoding
+
+if TYPE_CHECKING:
+    from konkanivani.distributed import Topology
 
 SHORTEST_PIECE, LONGEST_PIECE = 1.0, 600.0
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.2, 60.0
@@ -49,7 +52,15 @@ class Flags:
 
 def transcribe(flags: Flags) -> str:
     """Prints or writes the transcripts as they come; a sentence about the files written, if any."""
-    check_flags(flags)
+    with told_once_a_machine():
+        check_flags(flags)
+    from konkanivani.preflight import run_in_ranks
+
+    return run_in_ranks(lambda topology: transcribe_share(flags, topology))
+
+
+def transcribe_share(flags: Flags, topology: "Topology") -> str:
+    """The same by one rank of those that torchrun has started: its share of the files."""
     from konkanivani.recognizer import build_recognizer
     from konkanivani.trained_model import best_checkpoint
     from konkanivani.transcribe import Transcription, find_recordings
@@ -62,7 +73,7 @@ def transcribe(flags: Flags) -> str:
         )
     recognizer = build_recognizer(checkpoint, flags.decoding, flags.device, flags.longest_piece, flags.pause)
     output = Path(flags.output_dir) if flags.output_dir is not None else None
-    return Transcription(recognizer, flags.format, flags.timestamps, output).run(recordings)
+    return Transcription(recognizer, flags.format, flags.timestamps, output, topology).run(recordings)
 
 
 def check_flags(flags: Flags) -> None:
@@ -76,7 +87,13 @@ def check_flags(flags: Flags) -> None:
     check_decoding(flags.decoding)
 
 
+def main() -> str:
+    """Transcribes as the command line asks."""
+    with told_once_a_machine():
+        flags = read_flags(Flags, sys.argv[1:])
+    return transcribe(flags)
+
+
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what cannot be written
-    flags = read_flags(Flags, sys.argv[1:])
-    sys.exit(run_script(lambda: transcribe(flags)))
+    sys.exit(run_script(main))
