@@ -88,15 +88,12 @@ def train_case(case: Case, topology: Topology = ALONE) -> Trained:
     return Trained(dict(weights), [report.loss for report in reports], sum(report.splits for report in reports))
 
 
-def train_in_ranks(cases: Sequence[Case], world: int, folder: Path) -> list[Trained]:
-    """Trains all cases in so many processes, one after the other."""
-    outcome, listed = folder / "outcome.pt", folder / "cases.json"
-    listed.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))
+def start_and_wait(command: Sequence[str], world: int, **environment: str) -> None:
+    """Runs the command as so many ranks on this machine to their end; an AssertionError where one fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    places = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "tests.laws.ranks", str(outcome), str(listed)]
+    places = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_PORT": str(port)} | environment
     ranks = [
         subprocess.Popen(
             command,
@@ -109,6 +106,13 @@ def train_in_ranks(cases: Sequence[Case], world: int, folder: Path) -> list[Trai
     ]
     errors = [rank.communicate(timeout=30 * TIMEOUT)[1] for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
+
+
+def train_in_ranks(cases: Sequence[Case], world: int, folder: Path) -> list[Trained]:
+    """Trains all cases in so many processes, one after the other."""
+    outcome, listed = folder / "outcome.pt", folder / "cases.json"
+    listed.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))
+    start_and_wait([sys.executable, "-m", "tests.laws.ranks", str(outcome), str(listed)], world)
     return [Trained(**trained) for trained in torch.load(outcome, weights_only=True)]  # noqa: TID251
 
 

@@ -1,0 +1,87 @@
+"""Steps of the minimal preset on fixed windows of noise, by one process or as one rank of several.
+
+    python3 -m benchmarks.measuring.scaling.fixed_run OUTCOME.json UTTERANCES STEPS SHARDED
+
+is a rank; the first one writes what its steps took.
+"""
+
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.measuring.random_speech import build_speech
+from konkanivani.assembly import build_front_end, build_step_parts
+from konkanivani.config import PRESETS, TrainConfig
+from konkanivani.data.batch import Speech, Window
+from konkanivani.data.batching import cut_window, deal, same_size
+from konkanivani.distributed import ALONE, Topology, joined, read_topology
+from konkanivani.training import step as training_step
+from konkanivani.training.step import StepParts, train_step
+
+VOCABULARY, MICRO_BATCH, WARM_UP = 1000, 4, 3
+SHORTEST, LONGEST = 3.0, 12.0
+TIMEOUT = 600.0
+
+
+def fixed_speech(utterances: int) -> list[Speech]:
+    """The same utterances on every machine."""
+    generator = torch.Generator().manual_seed(0)
+    seconds = torch.linspace(SHORTEST, LONGEST, utterances).tolist()
+    return [build_speech(length, VOCABULARY, generator) for length in seconds]
+
+
+def fixed_window(utterances: int, topology: Topology = ALONE) -> Window:
+    """These as one window in micro-batches of four: a rank's share of it, with the counts of all."""
+    speeches = fixed_speech(utterances)
+    whole = cut_window(speeches, same_size(MICRO_BATCH), start=2, end=3)
+    dealt = deal(np.array([speech.seconds for speech in speeches]), topology.world)[topology.rank]
+    share = cut_window([speeches[number] for number in dealt], same_size(MICRO_BATCH), start=2, end=3)
+    return dataclasses.replace(whole, micro_batches=share.micro_batches)
+
+
+def build_parts(topology: Topology = ALONE, sharded: bool = False) -> StepParts:
+    """The minimal preset's step parts on the CPU."""
+    config, cpu = dataclasses.replace(TrainConfig(), model=PRESETS["minimal"]), torch.device("cpu")
+    return build_step_parts(config, VOCABULARY, cpu, 1000, build_front_end(config, cpu), topology, sharded)
+
+
+class SumClock:
+    """The seconds that a step's sum over ranks takes: what computing does not hide, since they do not overlap."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._sum = training_step.sum_tensors
+
+    def __call__(self, topology: Topology, tensors: list[torch.Tensor], bucket: torch.Tensor) -> None:
+        started = time.perf_counter()
+        self._sum(topology, tensors, bucket)
+        self.seconds.append(time.perf_counter() - started)
+
+
+def main(outcome: str, utterances: str, steps: str, sharded: str) -> None:
+    """One rank: warms up, times the steps; the first one writes the median and the share of the sums."""
+    topology, clock = read_topology(), SumClock()
+    training_step.sum_tensors = clock
+    with joined(topology, TIMEOUT):
+        parts, window = build_parts(topology, sharded == "True"), fixed_window(int(utterances), topology)
+        for step in range(WARM_UP):
+            train_step(parts, window, step)
+        clock.seconds.clear()
+        times = []
+        for step in range(int(steps)):
+            started = time.perf_counter()
+            train_step(parts, window, WARM_UP + step)
+            times.append(time.perf_counter() - started)
+    if topology.is_first:
+        found = {"step": statistics.median(times), "sums": sum(clock.seconds) / sum(times)}
+        Path(outcome).write_text(json.dumps(found | {"audio": window.audio_seconds}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

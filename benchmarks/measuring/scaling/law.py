@@ -1,0 +1,58 @@
+"""Law 9 over its grid: every way to share a run's steps between processes, against one process alone."""
+
+import itertools
+
+from benchmarks.measuring.faults.effort import Effort, FaultTable
+from tests.laws.parts import relative_difference
+from tests.laws.ranks import Case, Trained, train_case, train_in_ranks
+
+BOUND = 1e-9
+STEPS, FEW_STEPS = 50, 6
+WHOLE_WINDOW, QUARTER = 8, 2  # utterances in a micro-batch: accumulation 1 and 4
+
+
+def cases_of(steps: int) -> dict[str, Case]:
+    """The grid in one world; the last one is the negative control."""
+    grid = {
+        f"{'FSDP2' if sharded else 'data parallel'}, {accumulation}": Case(steps, size, sharded, recompute)
+        for sharded, (accumulation, size), recompute in itertools.product(
+            (False, True), (("1 micro-batch", WHOLE_WINDOW), ("4 micro-batches", QUARTER)), ("never",)
+        )
+    }
+    grid["FSDP2, 4 micro-batches, all blocks recomputed"] = Case(steps, QUARTER, True, "always")
+    grid["data parallel, rank 1 out of memory once"] = Case(steps, QUARTER, out_of_memory_rank=1)
+    return grid | {"negative control: each rank's own divisor": Case(steps, QUARTER, own_divisor=True)}
+
+
+def measure(effort: Effort) -> FaultTable:
+    """A row for each cell of the grid."""
+    steps = effort.count(STEPS, short=FEW_STEPS)
+    cases = cases_of(steps)
+    alone = {size: train_case(Case(steps, size)) for size in (WHOLE_WINDOW, QUARTER)}
+    rows, failures = [], []
+    for world in (1, 2, 4) if effort.is_full else (2,):
+        for (name, case), trained in zip(
+            cases.items(), train_in_ranks(list(cases.values()), world, effort.folder), strict=True
+        ):
+            if world == 1 and (case.sharded or case.own_divisor or case.out_of_memory_rank):
+                continue  # a world of one deals nothing
+            weights, losses = differences(alone[case.batch_size], trained)
+            rows.append((str(world), name, f"{weights:.1e}", f"{losses:.1e}", str(trained.splits)))
+            if (max(weights, losses) < BOUND) == case.own_divisor:
+                failures.append(f"{world} ranks, {name}: {weights:.1e}, and the bound is {BOUND:.0e}")
+    return FaultTable(
+        title=f"Law 9: {steps} steps in float64, by ranks and by one process",
+        columns=("ranks", "way", "weights differ by", "losses differ by", "steps begun again"),
+        rows=tuple(rows),
+        failures=tuple(failures),
+        notes=(
+            "The largest difference of a tensor, as a share of its norm; every fifth window is ragged, one holds "
+            "a single utterance.",
+        ),
+    )
+
+
+def differences(one: Trained, other: Trained) -> tuple[float, float]:
+    """The largest relative difference of a weight tensor and of a loss."""
+    weights = max(relative_difference(weight, other.weights[name]) for name, weight in one.weights.items())
+    return weights, max(abs(a - b) / abs(a) for a, b in zip(one.losses, other.losses, strict=True))

@@ -1,0 +1,45 @@
+"""What the distributed path costs a process that trains alone: the same steps with it and without, in turn."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.measuring.faults.effort import Effort, FaultTable
+from benchmarks.measuring.scaling.fixed_run import build_parts, fixed_window
+from konkanivani.data.batch import Window
+from konkanivani.losses import LossCounts
+from konkanivani.training.step import StepParts, compute_gradient, train_step, update
+
+MOST = 0.02
+STEPS, FEW_STEPS = 60, 4
+
+
+def bare_step(parts: StepParts, window: Window, step: int) -> None:
+    """The step without agreement, retries and topology."""
+    counts = LossCounts(window.tokens, window.utterances)
+    gradient = compute_gradient(parts, parts.forward.cut(window.micro_batches), counts, step, lambda: False)
+    update(parts, gradient, counts, step, splits=0)
+
+
+def measure(effort: Effort) -> FaultTable:
+    """One row: medians of both in turn."""
+    torch.set_num_threads(1)
+    parts, window = build_parts(), fixed_window(8)
+    ways: dict[str, Callable[[StepParts, Window, int], object]] = {"bare": bare_step, "as trained": train_step}
+    seconds = {name: [] for name in ways}
+    for step in range(effort.count(STEPS, short=FEW_STEPS)):
+        for name, run in ways.items() if step % 2 else reversed(ways.items()):
+            started = time.perf_counter()
+            run(parts, window, step)
+            seconds[name].append(time.perf_counter() - started)
+    bare, trained = (statistics.median(seconds[name][2:] or seconds[name]) for name in ways)
+    overhead = trained / bare - 1
+    is_too_much = effort.is_full and overhead > MOST  # a few steps say nothing
+    return FaultTable(
+        title="The distributed path in a world of one",
+        columns=("a step without, s", "a step as trained, s", "overhead"),
+        rows=((f"{bare:.3f}", f"{trained:.3f}", f"{overhead:+.2%}"),),
+        failures=(f"{overhead:.2%} is more than {MOST:.0%}",) if is_too_much else (),
+    )

@@ -1,0 +1,72 @@
+"""Audio seconds a second by 1, 2 and 4 local processes on the same cores, at one effective batch."""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.measuring.faults.effort import Effort, FaultTable
+from konkanivani.config import PRESETS
+from konkanivani.run_plan import Ranks, traffic_bytes
+from tests.laws.ranks import start_and_wait
+
+UTTERANCES = 32
+STEPS, FEW_STEPS, ROUNDS = 10, 2, 3
+LEAST = 0.95  # of one process on all threads
+MODULE = "benchmarks.measuring.scaling.fixed_run"
+VOCABULARY = 1000
+
+
+@dataclass(frozen=True)
+class Setting:
+    """So many ranks of so many threads."""
+
+    name: str
+    world: int
+    threads: int
+    sharded: bool = False
+
+
+def settings(cores: int) -> list[Setting]:
+    """What is compared: all use the same cores."""
+    return [
+        Setting(f"1 process, {cores} threads", 1, cores),
+        Setting("2 processes, data parallel", 2, max(1, cores // 2)),
+        Setting("2 processes, FSDP2", 2, max(1, cores // 2), sharded=True),
+        Setting("4 processes, data parallel", 4, 1),
+    ]
+
+
+def measure(effort: Effort) -> FaultTable:
+    """A row for each setting, the best of several rounds in turn."""
+    cores = len(os.sched_getaffinity(0))
+    found: dict[str, list[dict[str, float]]] = {setting.name: [] for setting in settings(cores)}
+    for _ in range(effort.count(ROUNDS, short=1)):
+        for setting in settings(cores):
+            found[setting.name].append(run(setting, effort.folder / "outcome.json", effort.count(STEPS, FEW_STEPS)))
+    rows, rates = [], {}
+    for setting in settings(cores):
+        best = min(found[setting.name], key=lambda one: one["step"])
+        rates[setting.name] = best["audio"] / best["step"]
+        sent = traffic_bytes(PRESETS["minimal"], VOCABULARY, Ranks(setting.world, setting.sharded)) / 2**20
+        unit = "micro-batch" if setting.sharded else "step"
+        cells = f"{best['step']:.2f}", f"{rates[setting.name]:.1f}", f"{best['sums']:.1%}", f"{sent:.1f} MiB a {unit}"
+        rows.append((setting.name, *cells))
+    one, two, *_ = rates.values()
+    is_slow = effort.is_full and two < LEAST * one
+    return FaultTable(
+        title=f"Processes on {cores} cores, minimal preset, effective batch {UTTERANCES}",
+        columns=("processes", "s a step", "audio s/s", "of it in sums over ranks", "sent by each"),
+        rows=tuple(rows),
+        failures=(f"two processes make {two / one:.0%} of one's audio seconds a second",) if is_slow else (),
+        notes=("Only on an otherwise idle machine do these figures mean anything. The sums are what is not hidden.",),
+    )
+
+
+def run(setting: Setting, outcome: Path, steps: int) -> dict[str, float]:
+    """What one setting's steps took."""
+    arguments = (str(outcome), str(UTTERANCES), str(steps), str(setting.sharded))
+    command = [sys.executable, "-m", MODULE, *arguments]
+    start_and_wait(command, setting.world, OMP_NUM_THREADS=str(setting.threads), OMP_WAIT_POLICY="passive")
+    return json.loads(outcome.read_text())
