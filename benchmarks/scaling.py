@@ -23,7 +23,7 @@ from typing import Literal, get_args
 
 from konkanivani.command_line import read_flags, run_script
 
-Part = Literal["law", "kills", "overhead", "speed"]
+Part = Literal["law", "kills", "overhead", "speed", "traffic"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Flags:
 
     parts: tuple[Part, ...] = get_args(Part)
     """law: worlds of 1, 2 and 4 against one process; kills: ranks killed under torchrun; overhead: of the distributed
-    path in a world of one; speed: 1, 2 and 4 processes on the same cores (alone on the machine)."""
+    path in a world of one; speed: 1, 2 and 4 processes on the same cores (alone on the machine); traffic: a model of the
+    network."""
     full: bool = False
     """The counts of docs/scaling.md."""
     seed: int = 0
