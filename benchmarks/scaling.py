@@ -32,8 +32,8 @@ class Flags:
 
     parts: tuple[Part, ...] = get_args(Part)
     """law: worlds of 1, 2 and 4 against one process; kills: ranks killed under torchrun; overhead: of the distributed
-    path in a world of one; speed: 1, 2 and 4 processes on the same cores (alone on the machine); traffic: a model of the
-    network."""
+    path in a world of one; speed: 1, 2 and 4 processes on the same cores (alone on the machine); traffic: by a
+    model of the network."""
     full: bool = False
     """The counts of docs/scaling.md."""
     seed: int = 0

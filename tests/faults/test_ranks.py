@@ -2,8 +2,10 @@
 
 import os
 import random
+import shutil
 import socket
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +15,13 @@ from konkanivani.distributed import ALONE, Topology, read_topology
 from konkanivani.errors import UsageError
 from konkanivani.preflight import take_card
 from konkanivani.start import check_ranks
-from tests.conftest import ROOT, TINY_MODEL, TRAINER, read_log, run_folders, script_command
+from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders, run_trainer, script_command
 from tests.faults.under_torchrun import (
     PATIENCE,
     RankRun,
     end_all,
     kill_ranks,
+    run_ranks,
     start_ranks,
     train_undisturbed,
     what_differs,
@@ -33,6 +36,37 @@ def test_a_killed_rank_costs_nothing_where_torchrun_may_start_again(corpus, tmp_
     said = (tmp_path / "killed" / "output.txt").read_text(encoding="utf-8")
     assert said.count("gone or not answering") == 1
     assert what_differs(killed, train_undisturbed(RankRun(corpus, tmp_path / "undisturbed", steps=12))) == []
+
+
+def test_ranks_that_share_and_then_one_process_make_the_run_of_one(corpus, tmp_path):
+    broken = corpus_with_a_broken_recording(corpus, tmp_path / "corpus")
+    steady = ("--schedule", "inverse_sqrt", "--warmup_steps", "2", "--batch_size", "2", "--dropout", "0")
+    flags = (*TINY_MODEL, *broken.flags(), *steady, "--gradient_accumulation_steps", "2", "--max_rejected", "10%")
+    flags += ("--test_manifest", broken.manifest("test"), "--test_decode", "greedy", "--num_workers", "1")
+    one = run_trainer(*flags, *run_folders(tmp_path / "one"), "--max_steps", "12")
+    assert one.returncode == 0, one.stderr
+    shared = (*flags, *run_folders(tmp_path / "ranks"), "--resume", "auto")
+    code, said = run_ranks(tmp_path / "output.txt", 2, *shared, "--max_steps", "8", "--shard", "always")
+    assert code == 0, said
+    assert said.count("Left out: ") == 1 and said.count('"test_wer"') == 1
+    assert len(read_log(tmp_path / "ranks", "validation")[0]["rank_peaks_mib"]) == 2
+    resumed = run_trainer(*shared, "--max_steps", "12")
+    assert resumed.returncode == 0, resumed.stderr
+    for kind, name in (("step", "loss"), ("validation", "loss"), ("validation", "cer"), ("step", "tokens")):
+        alone, ranks = ([record[name] for record in read_log(tmp_path / run, kind)] for run in ("one", "ranks"))
+        assert ranks == pytest.approx(alone, rel=1e-4), name
+    rejected = [(tmp_path / run / "runs" / "default" / "rejected.jsonl").read_text() for run in ("one", "ranks")]
+    assert rejected[0] == rejected[1] and rejected[0].count("\n") == 1
+
+
+def corpus_with_a_broken_recording(corpus: Corpus, directory: Path) -> Corpus:
+    """The corpus with a training recording that turns out broken only when it is read to its end."""
+    shutil.copytree(corpus.directory, directory)
+    path = directory / "audio" / "train_011.flac"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+    path.write_bytes(data)
+    return Corpus(directory)
 
 
 def test_dealt_weights_begin_again_in_smaller_pieces_after_an_out_of_memory(corpus, tmp_path):

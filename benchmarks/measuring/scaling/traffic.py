@@ -34,7 +34,7 @@ def measure(_: Effort) -> FaultTable:
         columns=("preset", "way", "ranks", "MiB", *(f"at {gigabits} Gbit/s" for gigabits in GIGABITS)),
         rows=tuple(rows),
         notes=(
-            f"A model, not a measurement: a ring, bytes / bandwidth + 2 (N - 1) x {LATENCY * 1e6:.0f} µs, nothing of it "
+            f"A model, not a measurement: a ring, bytes / bandwidth + 2 (N - 1) x {LATENCY * 1e6:.0f} µs, nothing "
             f"hidden behind computing; FSDP2 with {MICRO_BATCHES} micro-batches a step.",
         ),
     )
