@@ -6,7 +6,7 @@ B batch, T query frames, S key frames, D model width, H heads, E = D / H head wi
 import torch
 import torch.nn.functional as F
 
-from konkanivani.model.linear import linear_of
+from konkanivani.model.linear import Linear, linear_of
 
 
 class RotaryPositions(torch.nn.Module):
@@ -69,8 +69,8 @@ class SelfAttention(torch.nn.Module):
     def __init__(self, d_model: int, heads: int, causal: bool) -> None:
         super().__init__()
         self.heads, self.causal = heads, causal
-        self.query_key_value = torch.nn.Linear(d_model, 3 * d_model)
-        self.output = torch.nn.Linear(d_model, d_model)
+        self.query_key_value = Linear(d_model, 3 * d_model)
+        self.output = Linear(d_model, d_model)
 
     def forward(
         self,
@@ -120,9 +120,9 @@ class CrossAttention(torch.nn.Module):
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.query = torch.nn.Linear(d_model, d_model)
-        self.key_value = torch.nn.Linear(d_model, 2 * d_model)
-        self.output = torch.nn.Linear(d_model, d_model)
+        self.query = Linear(d_model, d_model)
+        self.key_value = Linear(d_model, 2 * d_model)
+        self.output = Linear(d_model, d_model)
 
     def forward(
         self, x: torch.Tensor, norm: torch.nn.LayerNorm, encoded: torch.Tensor, key_mask: torch.Tensor | None
