@@ -13,6 +13,7 @@ from konkanivani.lengths import Lengths
 from konkanivani.model.blocks import BlockRunner, run_directly
 from konkanivani.model.decoder import Decoder
 from konkanivani.model.encoder import Encoder
+from konkanivani.model.linear import Linear
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class KonkaniVaniASR(torch.nn.Module):
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
         self.encoder = Encoder(config, mel_bins)
-        self.ctc_head = torch.nn.Linear(config.d_model, vocab_size)
+        self.ctc_head = Linear(config.d_model, vocab_size)
         self.decoder = Decoder(config, vocab_size)
         for number, block in enumerate(self.blocks):
             block.number = number

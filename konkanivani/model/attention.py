@@ -6,7 +6,7 @@ B batch, T query frames, S key frames, D model width, H heads, E = D / H head wi
 import torch
 import torch.nn.functional as F
 
-from konkanivani.model.linear import linear_of
+from konkanivani.model.linear import Linear, linear_of
 
 
 class RotaryPositions(torch.nn.Module):
@@ -26,20 +26,42 @@ class RotaryPositions(torch.nn.Module):
         return angles.cos(), angles.sin()
 
 
-class _Rotated(torch.autograd.Function):
-    """Vectors (B, T, ..., E) turned in place by their positions' angles, so that they are not kept twice."""
+class _Turned(torch.autograd.Function):
+    """Queries, keys and values (B, H, T, E) of projected (B, T, 3 D), in its memory, the first two turned in place.
+
+    So nothing is kept twice, and the three gradients are laid into one tensor as they are turned back.
+    """
 
     @staticmethod
-    def forward(ctx, projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int) -> torch.Tensor:
-        ctx.mark_dirty(projected)
+    def forward(
+        ctx, projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int
+    ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(cosines, sines)
-        ctx.heads = heads
-        return _turn(projected, cosines, sines, heads)
+        return _split(_turn(projected, cosines, sines, heads), heads)
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         cosines, sines = ctx.saved_tensors
-        return _turn(gradient.clone(), cosines, -sines, ctx.heads), None, None, None
+        batch, heads, length, width = gradients[0].shape
+        by_projected = gradients[0].new_empty(batch, length, 3, heads, width)
+        *by_turned, by_values = (gradient.transpose(1, 2) for gradient in gradients)
+        for number, gradient in enumerate(by_turned):
+            _turn_into(by_projected[:, :, number], gradient, cosines, -sines)
+        by_projected[:, :, 2].copy_(by_values)
+        return by_projected.flatten(2), None, None, None
+
+
+def _split(projected: torch.Tensor, heads: int) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values (B, H, T, E), views of projected (B, T, 3 D)."""
+    return projected.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def _turn_into(room: torch.Tensor, vectors: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
+    """Writes vectors (B, T, H, E) turned by their positions' angles into `room`, which is as large."""
+    cosines, sines = (table.to(vectors.dtype)[:, None, :] for table in (cosines, sines))
+    (first, second), (to_first, to_second) = vectors.chunk(2, dim=-1), room.chunk(2, dim=-1)
+    torch.mul(first, cosines, out=to_first).addcmul_(second, sines, value=-1)
+    torch.mul(second, cosines, out=to_second).addcmul_(first, sines)
 
 
 def _turn(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int) -> torch.Tensor:
@@ -47,7 +69,7 @@ def _turn(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, h
     queries_and_keys = projected.unflatten(-1, (3, heads, -1))[:, :, :2]
     cosines, sines = (table.to(projected.dtype)[:, None, None, :] for table in (cosines, sines))
     first, second = queries_and_keys.chunk(2, dim=-1)
-    turned = first * cosines - second * sines
+    turned = (first * cosines).addcmul_(second, sines, value=-1)
     second.mul_(cosines).addcmul_(first, sines)
     first.copy_(turned)
     return projected
@@ -69,8 +91,8 @@ class SelfAttention(torch.nn.Module):
     def __init__(self, d_model: int, heads: int, causal: bool) -> None:
         super().__init__()
         self.heads, self.causal = heads, causal
-        self.query_key_value = torch.nn.Linear(d_model, 3 * d_model)
-        self.output = torch.nn.Linear(d_model, d_model)
+        self.query_key_value = Linear(d_model, 3 * d_model)
+        self.output = Linear(d_model, d_model)
 
     def forward(
         self,
@@ -96,22 +118,23 @@ class SelfAttention(torch.nn.Module):
 
         `kept` (2, R, H, U, E) holds the others' keys and values, and is given this one's.
         """
-        projected = self._projected(x, norm, position)
-        kept[:, :, :, length] = projected[1:, :, :, 0]
+        query, *key_and_value = self._projected(x, norm, position)
+        for room, vectors in zip(kept, key_and_value, strict=True):
+            room[:, :, length] = vectors[:, :, 0]
         key, value = kept[:, :, :, : length + 1]
-        attended = F.scaled_dot_product_attention(projected[0], key, value)
+        attended = F.scaled_dot_product_attention(query, key, value)
         return self.output(attended.transpose(1, 2).flatten(2))
 
     def _projected(
         self, x: torch.Tensor, norm: torch.nn.LayerNorm, positions: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
-        """Queries, keys and values (3, B, H, T, E), the first two turned by their positions."""
-        batch, length, width = x.shape
-        turn = _Rotated.apply if torch.is_grad_enabled() else _turn
+    ) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values, each (B, H, T, E), the first two turned by their positions."""
+        projected = linear_of(x, self.query_key_value, norm)
         if torch.compiler.is_exporting():
-            turn = _turned
-        projected = turn(linear_of(x, self.query_key_value, norm), *positions, self.heads)
-        return projected.view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+            return _split(_turned(projected, *positions, self.heads), self.heads)
+        if torch.is_grad_enabled():
+            return _Turned.apply(projected, *positions, self.heads)
+        return _split(_turn(projected, *positions, self.heads), self.heads)
 
 
 class CrossAttention(torch.nn.Module):
@@ -120,9 +143,9 @@ class CrossAttention(torch.nn.Module):
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.query = torch.nn.Linear(d_model, d_model)
-        self.key_value = torch.nn.Linear(d_model, 2 * d_model)
-        self.output = torch.nn.Linear(d_model, d_model)
+        self.query = Linear(d_model, d_model)
+        self.key_value = Linear(d_model, 2 * d_model)
+        self.output = Linear(d_model, d_model)
 
     def forward(
         self, x: torch.Tensor, norm: torch.nn.LayerNorm, encoded: torch.Tensor, key_mask: torch.Tensor | None

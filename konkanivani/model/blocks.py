@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from konkanivani.config import ModelConfig
 from konkanivani.model.attention import CrossAttention, SelfAttention
 from konkanivani.model.dropout import Dropout
-from konkanivani.model.linear import linear_of
+from konkanivani.model.linear import Linear, linear_of
 
 Positions = tuple[torch.Tensor, torch.Tensor]
 
@@ -37,8 +37,8 @@ class FeedForward(torch.nn.Module):
     def __init__(self, d_model: int, inner: int, dropout: float, ends_block: bool) -> None:
         super().__init__()
         self.norm = torch.nn.LayerNorm(d_model)
-        self.expand = torch.nn.Linear(d_model, inner)
-        self.contract = torch.nn.Linear(inner, d_model)
+        self.expand = Linear(d_model, inner)
+        self.contract = Linear(inner, d_model)
         self.dropout = Dropout(dropout, ends_block)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,10 +55,10 @@ class ConvolutionModule(torch.nn.Module):
     def __init__(self, d_model: int, kernel: int, dropout: float) -> None:
         super().__init__()
         self.norm = torch.nn.LayerNorm(d_model)
-        self.gate = torch.nn.Linear(d_model, 2 * d_model)
+        self.gate = Linear(d_model, 2 * d_model)
         self.depthwise = torch.nn.Conv1d(d_model, d_model, kernel, padding=kernel // 2, groups=d_model)
         self.depthwise_norm = torch.nn.LayerNorm(d_model)
-        self.output = torch.nn.Linear(d_model, d_model)
+        self.output = Linear(d_model, d_model)
         self.dropout = Dropout(dropout)
 
     def forward(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:

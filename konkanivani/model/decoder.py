@@ -11,6 +11,7 @@ from konkanivani.model.attention import RotaryPositions
 from konkanivani.model.blocks import BlockRunner, DecoderBlock
 from konkanivani.model.cache import FIRST_ROOM, DecoderCache
 from konkanivani.model.dropout import Dropout
+from konkanivani.model.linear import Linear
 
 
 class Decoder(torch.nn.Module):
@@ -26,7 +27,7 @@ class Decoder(torch.nn.Module):
         self.positions = RotaryPositions(config.d_model // config.attention_heads)
         self.blocks = torch.nn.ModuleList(DecoderBlock(config) for _ in range(config.decoder_layers))
         self.norm = torch.nn.LayerNorm(config.d_model)
-        self.output = torch.nn.Linear(config.d_model, vocab_size)
+        self.output = Linear(config.d_model, vocab_size)
 
     def forward(
         self, tokens: torch.Tensor, encoded: torch.Tensor, encoded_lengths: Lengths, run_block: BlockRunner

@@ -11,6 +11,7 @@ from konkanivani.lengths import Lengths, padding_mask, subsampled_length
 from konkanivani.model.attention import RotaryPositions
 from konkanivani.model.blocks import BlockRunner, ConformerBlock, TransformerBlock
 from konkanivani.model.dropout import Dropout
+from konkanivani.model.linear import Linear
 
 
 class Subsampling(torch.nn.Module):
@@ -28,7 +29,7 @@ class Subsampling(torch.nn.Module):
         self.first = torch.nn.Conv2d(1, channels, 3, stride=2)
         self.depthwise = torch.nn.Conv2d(channels, channels, 3, stride=2, groups=channels)
         self.pointwise = torch.nn.Conv2d(channels, channels, 1)
-        self.output = torch.nn.Linear(channels * subsampled_length(mel_bins), d_model)
+        self.output = Linear(channels * subsampled_length(mel_bins), d_model)
 
     def forward(self, features: torch.Tensor, chunk_frames: int = CHUNK_FRAMES) -> torch.Tensor:
         frames = subsampled_length(features.shape[1])

@@ -10,6 +10,8 @@ B batch, T frames or tokens, D input width.
 import torch
 import torch.nn.functional as F
 
+from konkanivani.model.product import product, product_over_rows
+
 Backward = tuple[torch.Tensor | None, ...]
 
 
@@ -22,10 +24,17 @@ def linear_of(
     """
     if not torch.is_grad_enabled():  # a Function's own time is half of a decoder's step over a few tokens
         normed = x if norm is None else norm(_in_full(x))
-        return linear(F.silu(normed) if activated else normed)
+        return product(F.silu(normed) if activated else normed, linear.weight, linear.bias)
     scale, shift, epsilon = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
     kept = _Kept.apply(x, linear.weight, scale, shift)
     return _Linear.apply([kept], x, linear.weight, linear.bias, scale, shift, epsilon, activated)
+
+
+class Linear(torch.nn.Linear):
+    """torch's linear layer of (..., T, D), its products as `linear_of` takes them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear_of(x, self)
 
 
 class _Kept(torch.autograd.Function):
@@ -57,9 +66,9 @@ class _Linear(torch.autograd.Function):
         ctx.kept, ctx.epsilon, ctx.activated = kept, epsilon, activated
         if scale is not None:
             x, _, _ = _normalize(x, scale, shift, epsilon)
-        product = F.linear((F.silu(x) if activated else x).flatten(0, -2), weight, bias)
+        rows = product((F.silu(x) if activated else x).flatten(0, -2), weight, bias)
         # Not a view to autograd, so that the rotation of queries and keys may change it in place.
-        return torch.ops.aten._unsafe_view(product, [*x.shape[:-1], -1])
+        return torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], -1])
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> Backward:
@@ -71,9 +80,9 @@ class _Linear(torch.autograd.Function):
             normed, mean, inverse_deviation = _normalize(x, scale, shift, ctx.epsilon)
         inner = (F.silu(normed) if ctx.activated else normed).to(gradient.dtype)
         rows = gradient.flatten(0, -2)
-        by_weight, by_bias = rows.t() @ inner.flatten(0, -2), rows.sum(0)
+        by_weight, by_bias = product_over_rows(rows, inner.flatten(0, -2)), rows.sum(0)
         del inner
-        by_inner = (rows @ weight.to(gradient.dtype)).view_as(x).to(normed.dtype)
+        by_inner = product(rows, weight.to(gradient.dtype).t()).view_as(x).to(normed.dtype)
         if ctx.activated:
             by_inner = torch.ops.aten.silu_backward(by_inner, normed)
         if scale is None:

@@ -1,0 +1,44 @@
+"""Matrix products in fp32, on some processors by another library than PyTorch's own choice.
+
+On a CPU PyTorch gives them to Intel's MKL, which keeps AVX-512 for Intel's processors: on one of AMD's that has it they
+run at half the machine's rate. oneDNN, which PyTorch brings too and convolves with, takes what it finds.
+
+M rows, K inputs, N outputs.
+"""
+
+import functools
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+FEWEST_ROWS = 64  # with fewer, laying out the matrix for oneDNN takes as long as it saves
+
+
+def product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """rows (..., M, K) by the transpose of matrix (N, K) in any layout, plus bias (N,): (..., M, N)."""
+    if _takes_onednn(rows) and rows.numel() >= FEWEST_ROWS * rows.shape[-1]:
+        return torch.ops.mkldnn._linear_pointwise(rows, matrix, bias, "none", [], "")
+    return F.linear(rows, matrix, bias)
+
+
+def product_over_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The transpose of left (M, N) by right (M, K): (N, K), the gradient of a layer's weights."""
+    if _takes_onednn(left) and min(left.shape[1], right.shape[1]) >= FEWEST_ROWS:
+        # oneDNN's linear layer wants its rows one after another: a copy, which takes a tenth of the product.
+        return torch.ops.mkldnn._linear_pointwise(left.t().contiguous(), right.t(), None, "none", [], "")
+    return left.t() @ right
+
+
+def _takes_onednn(rows: torch.Tensor) -> bool:
+    if rows.device.type != "cpu" or rows.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+        return False
+    return torch.backends.mkldnn.enabled and _is_onednn_faster() and not torch.compiler.is_exporting()
+
+
+@functools.cache
+def _is_onednn_faster() -> bool:
+    if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text(encoding="utf-8", errors="replace")

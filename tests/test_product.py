@@ -1,0 +1,88 @@
+"""Matrix products through oneDNN against the same in double precision, and when they are taken that way."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from konkanivani.model import product as products
+from konkanivani.model.product import FEWEST_ROWS, product, product_over_rows
+
+SHAPES = [(391, 256, 1024), (391, 1024, 256), (FEWEST_ROWS, 144, 576), (97, 64, 1000)]
+
+
+class SeenKinds(TorchDispatchMode):
+    """The operators that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = []
+
+    def __torch_dispatch__(self, kind, types, args=(), kwargs=None):
+        self.kinds.append(kind)
+        return kind(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def taken_on_any_processor(monkeypatch):
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this PyTorch was built without oneDNN")
+    monkeypatch.setattr(products, "_is_onednn_faster", lambda: True)
+
+
+def ways_through_onednn(function, *inputs) -> int:
+    with SeenKinds() as seen:
+        function(*inputs)
+    return seen.kinds.count(torch.ops.mkldnn._linear_pointwise.default)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("rows, inputs, outputs", SHAPES)
+def test_all_three_products_of_a_layer(rows, inputs, outputs):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    gradient = torch.randn(rows, outputs)
+    of_doubles = [tensor.double() for tensor in (x, weight, bias, gradient)]
+    cases = [
+        (product, (x, weight, bias), of_doubles[0] @ of_doubles[1].t() + of_doubles[2]),
+        (product, (x, weight), of_doubles[0] @ of_doubles[1].t()),
+        (product, (gradient, weight.t()), of_doubles[3] @ of_doubles[1]),
+        (product_over_rows, (gradient, x), of_doubles[3].t() @ of_doubles[0]),
+    ]
+    for function, tensors, expected in cases:
+        assert ways_through_onednn(function, *tensors) == 1
+        assert relative_error(function(*tensors), expected) < 1e-6
+        with torch.backends.mkldnn.flags(enabled=False):
+            assert ways_through_onednn(function, *tensors) == 0
+            assert relative_error(function(*tensors), expected) < 1e-6
+        # Negative control: one number of a factor that is another shows.
+        changed = tensors[0].clone()
+        changed[0, 0] += 0.1
+        assert relative_error(function(changed, *tensors[1:]), expected) > 1e-5
+
+
+def test_rows_of_several_utterances_are_rows():
+    x, weight, bias = torch.randn(2, 70, 32), torch.randn(48, 32), torch.randn(48)
+    assert ways_through_onednn(product, x, weight, bias) == 1
+    assert torch.equal(product(x, weight, bias).flatten(0, 1), product(x.flatten(0, 1), weight, bias))
+
+
+def test_the_same_numbers_wherever_they_lie_in_memory():
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(391, 256), torch.randn(1024, 256), torch.randn(1024)
+    expected = product(x, weight, bias)
+    for offset in range(1, 17):
+        moved = torch.empty(x.numel() + offset)[offset:].view_as(x).copy_(x)
+        assert torch.equal(product(moved, weight, bias), expected)
+
+
+def test_few_rows_double_precision_and_autocast_go_the_usual_way():
+    x, weight = torch.randn(FEWEST_ROWS, 64), torch.randn(96, 64)
+    assert ways_through_onednn(product, x, weight) == 1
+    assert ways_through_onednn(product, x[1:], weight) == 0
+    assert ways_through_onednn(product, x.double(), weight.double()) == 0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert ways_through_onednn(product, x, weight) == 0
+        assert product(x, weight).dtype == torch.bfloat16
