@@ -291,7 +291,7 @@ def check_same(topology: Topology, digests: Mapping[str, str]) -> None:
     if differing:
         raise UsageError(
             f"The ranks do not train the same: {', '.join(differing)} than rank 0. Give all of them the same command "
-            "line, the same sources and the same manifests."
+            "line, sources, manifests and kind of device."
         )
 
 

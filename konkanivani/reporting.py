@@ -18,7 +18,7 @@ from konkanivani.flags import parse_flags
 from konkanivani.memory.oversize import write_sizes
 from konkanivani.memory.recovery import DidNotFit
 from konkanivani.memory.rehearsal import rehearse
-from konkanivani.preflight import run_in_ranks
+from konkanivani.preflight import choose_device, run_in_ranks
 from konkanivani.recipe import build_run
 from konkanivani.records import PhaseMemory, RehearsalRecord
 from konkanivani.start import resolve_start
@@ -39,9 +39,12 @@ def train_and_report(arguments: list[str]) -> str:
 
 
 def _train_and_report(arguments: list[str], topology: Topology) -> str:
-    check_same(topology, {"flags": digest_of_flags(arguments), "code": digest_of_code()})
+    if not topology.is_alone:
+        device = choose_device(parse_flags(arguments).run.device).type
+        check_same(topology, {"flags": digest_of_flags(arguments), "code": digest_of_code(), "devices": device})
     start = resolve_start(arguments, topology=topology)
-    check_same(topology, {"data": digest_of_data(start.config)})
+    if not topology.is_alone:
+        check_same(topology, {"data": digest_of_data(start.config)})
     run = build_run(start)
     run.interruption.install()
     with run.logbook, sizes_kept(run):

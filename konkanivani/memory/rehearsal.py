@@ -16,7 +16,7 @@ from konkanivani.data.batch import Speech, Window, largest_batch
 from konkanivani.data.batching import cut_window, largest_size
 from konkanivani.data.rejections import Rejection
 from konkanivani.data.speech import TrainingSpeech
-from konkanivani.distributed import from_first
+from konkanivani.distributed import ALONE, from_first
 from konkanivani.text import Tokenizer
 from konkanivani.training.run import Run
 from konkanivani.training.step import train_step
@@ -124,6 +124,6 @@ def _try_validation(run: Run) -> Rehearsal:
     speech, plan = run.validation.speech, run.validation.plan
     durations = speech.utterances.durations
     longest = max(plan, key=lambda batch: len(batch) * durations[batch[0]])
-    one_batch = dataclasses.replace(run.validation, plan=[longest])
+    one_batch = dataclasses.replace(run.validation, plan=[longest], topology=ALONE)  # each rank tries it
     one_batch.evaluate(run.step.forward, run.decode, run.interruption.check)
     return Rehearsal("validation", len(longest), float(durations[longest[0]]), 0)

@@ -1,0 +1,212 @@
+"""What several ranks agree on, remember and plan, without a process for each (those are in faults and laws)."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from konkanivani import command_line
+from konkanivani.config import PRESETS, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.data.batching import Cursor, EpochPlanner, deal, same_size
+from konkanivani.data.loading import WindowStream
+from konkanivani.data.rejections import Rejections
+from konkanivani.data.workers import LoaderConfig
+from konkanivani.distributed import (
+    ALONE,
+    RankLost,
+    Topology,
+    bucket_for,
+    check_same,
+    from_first,
+    gather,
+    losing_ranks,
+    sum_across,
+)
+from konkanivani.errors import AlreadyTold, ResourceError, UsageError
+from konkanivani.logbook import Logbook
+from konkanivani.memory.devices import cuda_costs
+from konkanivani.memory.oversize import forget_sizes, read_sizes, write_sizes
+from konkanivani.memory.recovery import Cut, DidNotFit, Outcome, RememberedSplits, run_or_end, run_or_split
+from konkanivani.optimizer import STATE_BYTES
+from konkanivani.run_plan import Ranks, costs_among, ranks_of, traffic_bytes
+from konkanivani.training.interruption import Interruption
+from tests.laws.parts import speeches, window
+
+TWO = Topology(rank=1, world=2, local_rank=1, local_world=2)
+SHAPE = PRESETS["original"]
+GIB = 2**30
+
+
+def test_a_world_of_one_answers_at_once():
+    assert gather(ALONE, "own") == ["own"] and from_first(ALONE, lambda: 3) == 3 and sum_across(ALONE, [2, 5]) == [2, 5]
+    check_same(ALONE, {"flags": "any"})
+
+
+def test_ranks_are_dealt_every_window_whole_and_the_cursor_is_that_of_one():
+    planner = EpochPlanner(np.random.default_rng(0).uniform(1, 9, 26), window_size=4, seed=7)
+    loader = LoaderConfig(workers=0, timeout=1.0, pin_memory=False)
+
+    def planned(topology: Topology) -> list[list[tuple[int, int]]]:
+        stream = WindowStream(None, planner, same_size(2), loader, Rejections(None, most=0.0), topology)
+        keys = stream.planned(Cursor(0, 5))  # the ragged window and an epoch's end are among them
+        return [next(keys) for _ in range(9)]
+
+    ranks = [planned(Topology(rank=rank, world=3)) for rank in range(3)]
+    for whole, *shares in zip(planned(ALONE), *ranks, strict=True):
+        assert sorted(key for share in shares for key in share) == whole
+
+
+def test_the_largest_share_is_near_the_mean():
+    costs = np.random.default_rng(1).uniform(1, 20, 32)
+    loads = [costs[hand].sum() for hand in deal(costs, 4)]
+    assert max(loads) < 1.05 * costs.sum() / 4
+
+
+class Attempts:
+    """An attempt that runs out of memory for micro-batches of more than `fits` utterances, and counts."""
+
+    def __init__(self, fits: int) -> None:
+        self.fits, self.sizes = fits, []
+
+    def __call__(self, cut: Cut) -> str:
+        self.sizes.append(cut.largest_size)
+        if cut.largest_size > self.fits:
+            raise MemoryError
+        return "gradient"
+
+
+def agreeing(others: list[Outcome]):
+    """What all ranks agree on where another one says these, one after the other."""
+    said = iter(others)
+    return lambda mine: max(mine, next(said))
+
+
+def cut_of(utterances: int) -> Cut:
+    return Cut(window(speeches(utterances), utterances).micro_batches, recomputes_all=False)
+
+
+def test_a_rank_that_is_done_keeps_its_gradient_while_another_splits():
+    attempt, undone = Attempts(fits=8), []
+    result, retries = run_or_split(
+        attempt, cut_of(4), RememberedSplits(0), lambda: undone.append(1), agreeing([Outcome.SPLIT, Outcome.DONE])
+    )
+    assert (result, retries, attempt.sizes, undone) == ("gradient", 1, [4], [])
+
+
+def test_a_rank_that_splits_does_so_until_it_fits_and_both_count_it():
+    attempt, undone = Attempts(fits=1), []
+    result, retries = run_or_split(
+        attempt, cut_of(4), RememberedSplits(0), lambda: undone.append(1), agreeing([Outcome.DONE] * 3)
+    )
+    assert (result, retries, attempt.sizes, undone) == ("gradient", 2, [4, 2, 1], [1, 1])
+
+
+@pytest.mark.parametrize("fits", [8, 1])
+def test_where_one_rank_is_stopped_all_take_back_what_they_have(fits):
+    attempt, undone = Attempts(fits), []
+    found = run_or_split(attempt, cut_of(4), RememberedSplits(0), lambda: undone.append(1), agreeing([Outcome.STOPPED]))
+    assert found == (None, 0) and undone == [1] and attempt.sizes == [4]
+
+
+def test_what_did_not_fit_on_one_rank_is_cut_on_all():
+    splits = RememberedSplits(5)
+    splits.learn({1: 3})
+    splits.learn({1: 2, 7: 4})
+    assert splits.sizes() == {1: 2, 7: 4}
+    assert splits.cut_to_fit(cut_of(4)).largest_size == 1
+
+
+def test_sizes_that_did_not_fit_outlive_the_ranks(tmp_path):
+    splits = RememberedSplits(5)
+    with pytest.raises(DidNotFit, match="share the weights"):
+        run_or_end(Attempts(fits=1), cut_of(4), splits)
+    write_sizes(tmp_path / "checkpoints", 1, splits)
+    (tmp_path / "checkpoints" / "did_not_fit_2.json").write_text("{")
+    assert read_sizes(tmp_path / "checkpoints", 5) == splits.sizes() != {}
+    assert read_sizes(tmp_path / "checkpoints", 6) == {}  # another device
+    forget_sizes(tmp_path / "checkpoints")
+    assert read_sizes(tmp_path / "checkpoints", 5) == {}
+    alone = Cut(cut_of(1).micro_batches, recomputes_all=True, chunk_frames=1)
+    with pytest.raises(ResourceError, match="does not fit"):
+        run_or_end(Attempts(fits=0), alone, splits)
+
+
+def test_only_what_is_about_contact_is_a_lost_rank():
+    with pytest.raises(RankLost, match="Connection closed by peer"), losing_ranks():
+        raise RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+    with pytest.raises(RuntimeError, match="a mistake") as caught, losing_ranks():
+        raise RuntimeError("a mistake")
+    assert not isinstance(caught.value, RankLost)
+
+
+def test_a_bucket_is_no_larger_than_it_need_be():
+    assert bucket_for([torch.zeros(3), torch.zeros(2, 2)]).numel() == 7
+    assert bucket_for([torch.empty(2**24, device="meta")]).nbytes == 25 * 2**20
+
+
+def test_a_second_signal_does_not_end_a_rank_that_saves(monkeypatch):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(os, "write", lambda *_: 0)
+    for topology in (TWO, ALONE):
+        interruption = Interruption(topology)
+        interruption._handle(signal.SIGTERM, None)
+        interruption._handle(signal.SIGTERM, None)
+        assert interruption.is_requested()
+    assert ended == [143]  # only the process that trains alone
+
+
+def test_only_a_machines_first_rank_tells_what_is_wrong_with_the_command_line(monkeypatch, capsys):
+    def fail() -> None:
+        with command_line.told_once_a_machine():
+            print("told")
+            raise UsageError("wrong")
+
+    monkeypatch.setattr(command_line, "GRACE_SECONDS", 0.0)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(UsageError):
+        fail()
+    assert capsys.readouterr().out == "told\n"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(AlreadyTold) as caught:
+        fail()
+    assert caught.value.exit_code == 2 and capsys.readouterr().out == ""
+
+
+def test_a_logbook_without_a_folder_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Logbook(None) as logbook:
+        logbook.log_settings("--flag 1")
+        logbook.flush()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_plan_of_a_rank_that_shares_the_state_has_less_of_it():
+    costs = cuda_costs("T4", (7, 5))
+    whole, bucket, shared = (
+        costs_among(costs, SHAPE, 1000, ranks) for ranks in (Ranks(), Ranks(8), Ranks(8, sharded=True))
+    )
+    assert whole == costs and bucket.among_ranks == 25 * 2**20
+    assert -393 * 2**20 < shared.among_ranks < -290 * 2**20  # of 392 MiB
+    tiny = costs_among(costs, ModelConfig(d_model=16, encoder_layers=1, decoder_layers=1), 20, Ranks(2))
+    assert 0 < tiny.among_ranks < 2**20
+
+
+def test_auto_shares_the_state_only_where_it_does_not_fit():
+    costs = cuda_costs("T4", (7, 5))
+    config = TrainConfig(model=SHAPE)
+    assert not ranks_of(config, costs, 4 * GIB, world=8).sharded
+    assert ranks_of(config, costs, GIB // 2, world=8).sharded
+    assert not ranks_of(config, costs, GIB // 2, world=1).sharded
+    always = TrainConfig(model=SHAPE, memory=MemoryConfig(shard="always"))
+    assert ranks_of(always, costs, 4 * GIB, world=2).sharded
+
+
+def test_traffic_is_that_of_a_ring():
+    gradients = 392 * 2**20 * 4 // STATE_BYTES
+    assert traffic_bytes(SHAPE, 1000, Ranks(1)) == 0
+    assert traffic_bytes(SHAPE, 1000, Ranks(2)) == pytest.approx(gradients, rel=0.01)
+    assert traffic_bytes(SHAPE, 1000, Ranks(64)) == pytest.approx(2 * gradients, rel=0.03)
+    assert 1.4 < traffic_bytes(SHAPE, 1000, Ranks(8, sharded=True)) / traffic_bytes(SHAPE, 1000, Ranks(8)) <= 1.5
