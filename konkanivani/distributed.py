@@ -36,7 +36,8 @@ class RankLost(ResourceError):
 class Topology:
     """This process's place: `rank` of `world` in all, `local_rank` of `local_world` on its machine.
 
-    `restarts` counts how often torchrun has started the ranks anew, `most_restarts` how often it may.
+    `restarts` counts how often torchrun has started the ranks anew, `most_restarts` how often it may. A single rank of
+    torchrun's goes the way of several: it can be started again, and tries on one card what several do.
     """
 
     rank: int = 0
@@ -45,6 +46,7 @@ class Topology:
     local_world: int = 1
     restarts: int = 0
     most_restarts: int = 0
+    is_launched: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -53,8 +55,8 @@ class Topology:
 
     @property
     def is_alone(self) -> bool:
-        """Whether nobody else trains along."""
-        return self.world == 1
+        """Whether this is a process that nobody started as a rank."""
+        return self.world == 1 and not self.is_launched
 
 
 ALONE = Topology()
@@ -70,7 +72,8 @@ def read_topology(environment: Mapping[str, str] = os.environ) -> Topology:
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"
     names += ("TORCHELASTIC_MAX_RESTARTS",)
     try:
-        topology = Topology(*(int(environment.get(name, name.endswith("WORLD_SIZE"))) for name in names))
+        places = (int(environment.get(name, name.endswith("WORLD_SIZE"))) for name in names)
+        topology = Topology(*places, is_launched=True)
     except ValueError:
         topology = Topology(rank=-1)
     is_place = 0 <= topology.rank < topology.world and 0 <= topology.local_rank < topology.local_world

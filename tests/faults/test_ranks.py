@@ -140,6 +140,7 @@ def test_an_environment_that_is_no_place_is_refused(environment):
 
 
 def test_without_an_environment_it_is_a_world_of_one():
-    assert read_topology({"HOME": "/root"}) == ALONE
+    assert read_topology({"HOME": "/root"}) == ALONE and ALONE.is_alone
+    assert not read_topology({"RANK": "0", "WORLD_SIZE": "1"}).is_alone
     there = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert read_topology(there) == Topology(rank=3, world=4, local_rank=1, local_world=2)
+    assert read_topology(there) == Topology(rank=3, world=4, local_rank=1, local_world=2, is_launched=True)
