@@ -70,7 +70,7 @@ def check_ranks(asked: TrainConfig, topology: Topology) -> None:
     if topology.most_restarts and (run.fresh or run.resume not in (None, "auto")):
         flag = "--fresh" if run.fresh else f"--resume {run.resume}"
         problems.append(
-            f"with torchrun's --max-restarts, {flag} would be done again at each restart: give --resume auto, and a "
+            f"with torchrun's --max_restarts, {flag} would be done again at each restart: give --resume auto, and a "
             "--checkpoint_dir that is empty or holds the run to go on with"
         )
     if problems:

@@ -194,7 +194,7 @@ def run_or_end(attempt: Callable[[Cut], Result], cut: Cut, splits: RememberedSpl
     raise DidNotFit(
         f"Out of memory at {cut.largest.size} x {cut.largest.longest_seconds:.1f} s ({reason.rstrip('.')}) where the "
         "ranks share the weights, so none can go on alone. What did not fit is remembered: --resume auto goes on from "
-        "the newest checkpoint in smaller pieces (torchrun --max-restarts does it by itself)."
+        "the newest checkpoint in smaller pieces (torchrun --max_restarts does it by itself)."
     )
 
 

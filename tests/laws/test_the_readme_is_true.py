@@ -139,6 +139,7 @@ def test_every_flag_it_names_exists():
     known |= {"--help", "--logdir", "--host", "--checkpoint", "--manifest", "--json", "--last", "--output"}
     known |= {"--batch", "--accum", "--gpu", "--sentences", "--html", "--references", "--hypotheses", "--compare"}
     known |= {"--text", "--held_out", "--bundle", "--onnx", "--int8", "--timestamps", "--output_dir"}
+    known |= {"--nproc_per_node", "--max_restarts"}  # torchrun's
     known |= {f"--{setting.name}" for setting in dataclasses.fields(DecodingConfig)}
     prepare = (ROOT / "training_scripts" / "prepare_data.py").read_text(encoding="utf-8")
     known |= {f"--{name}" for name in re.findall(r"^    (\w+): \w+", prepare, re.MULTILINE)}
