@@ -43,5 +43,15 @@ python3 benchmarks/plan_accuracy.py --full --device cuda
 echo "== 2,000 steps of mixed lengths, fp16: what memory does with time"
 python3 benchmarks/drift.py --steps 2000 --preset minimal --device cuda --mixed_precision
 
+echo "== one rank over NCCL, its weights whole and dealt, fp16; then all cards of this machine, if there are several"
+for shard in never always; do
+    for ranks in 1 gpu; do
+        "$(python3 training_scripts/bootstrap.py)" -m torch.distributed.run --standalone --nproc_per_node "$ranks" \
+            training_scripts/train_konkanivani_asr.py "${corpus[@]}" "${optimized[@]}" --shard "$shard" --max_steps 40 \
+            --batch_size 8 --gradient_accumulation_steps 4 --gradient_checkpointing always --run_name "$shard$ranks" \
+            --checkpoint_dir "$folder/checkpoints_$shard$ranks" --log_dir "$folder/runs"
+    done
+done
+
 echo "== the law that holds plan and measure together"
 "$(python3 training_scripts/bootstrap.py --extras test)" -m pytest tests/laws/test_a_planned_peak_bounds_the_measured_one.py

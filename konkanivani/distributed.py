@@ -173,7 +173,7 @@ def _cause_of_loss(error: RankLost, topology: Topology, store: dist.Store, timeo
     named = f"Rank {missing[0]} is" if len(missing) == 1 else f"Ranks {', '.join(missing)} are"
     return ResourceError(
         f"{named} gone or not answering: killed, perhaps by the system where memory was short, cut off, or hanging "
-        f"for --rank_timeout {timeout:g} s. --resume auto goes on from the newest checkpoint."
+        f"for --rank_timeout {timeout:g} s. Go on from the newest checkpoint with --resume auto."
     )
 
 
@@ -196,7 +196,7 @@ def losing_ranks() -> Iterator[None]:
             raise
         reason = str(error).splitlines()[0]
         raise RankLost(
-            f"Contact to another rank was lost ({reason:.200}). --resume auto goes on from the newest checkpoint."
+            f"Contact to another rank was lost ({reason:.200}). Go on from the newest checkpoint with --resume auto."
         ) from None
 
 

@@ -74,7 +74,7 @@ def check_ranks(asked: TrainConfig, topology: Topology) -> None:
             "--checkpoint_dir that is empty or holds the run to go on with"
         )
     if problems:
-        raise UsageError(f"These ranks cannot train: {'; '.join(problems)}.")
+        raise UsageError(f"These ranks cannot train, start them otherwise: {'; '.join(problems)}.")
 
 
 def restarted(asked: TrainConfig, topology: Topology) -> TrainConfig:
