@@ -18,6 +18,7 @@ from konkanivani.checkpoint import LAST, Checkpoint, Checkpointer, read_checkpoi
 from konkanivani.data.checking import Limits, reason_to_reject
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.utterance import Utterance
+from konkanivani.distributed import ALONE
 from konkanivani.errors import CheckpointError, DataError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.flags import parse_flags
 from konkanivani.recipe import build_run
@@ -442,6 +443,7 @@ class FlakyRun:
 
     def __init__(self, failing: set[int]):
         self.failing, self.saves = failing, 0
+        self.topology, self.is_sharded = ALONE, False
         self.logbook = self.checkpointer = self.step = self.forward = self.monitor = self
         self.phases: list[str] = []
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from konkanivani.budget import MIB
+from konkanivani.distributed import ALONE
 from konkanivani.errors import CheckpointError
 from konkanivani.memory import monitor as monitor_module
 from konkanivani.memory.monitor import CacheClearing, MemoryMonitor, PlannedPeak, reset_peak_resident
@@ -177,7 +178,8 @@ def run_with(monitor: MemoryMonitor, splits: int = 0) -> SimpleNamespace:
         SimpleNamespace(audio_seconds_per_second=lambda: 1.0, waiting_share=lambda: 0.0),
     )
     step = SimpleNamespace(forward=forward)
-    return SimpleNamespace(state=TrainState(splits=splits), step=step, validation=None, progress=progress)
+    state = TrainState(splits=splits)
+    return SimpleNamespace(state=state, step=step, validation=None, progress=progress, topology=ALONE)
 
 
 def test_the_table_at_the_end_on_a_card(allocator):
