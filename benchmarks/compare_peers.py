@@ -20,6 +20,7 @@ import bootstrap
 bootstrap.rerun_under_venv()
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -45,6 +46,8 @@ class Flags:
     """Width of every model."""
     cuts: tuple[int, ...] = (1, 2, 4, 8)
     """Micro-batches into which the effective batch is cut: every toolkit in each of these ways."""
+    within: tuple[str, ...] = ()
+    """Ours within a limit too, by CUT:MIB (such as 2:619): as few blocks recomputed as that takes."""
     contestants: tuple[Toolkit, ...] = get_args(Toolkit)
     """Toolkits that take part."""
     dropout: float = 0.1
@@ -71,14 +74,18 @@ def compare(flags: Flags) -> str:
         raise UsageError("--width must be a multiple of 8: four heads of an even width.")
     if not 0.2 <= flags.shortest <= flags.longest:
         raise UsageError("--shortest must be at least 0.2, and --longest no less.")
-    from benchmarks.measuring.peers.comparison import compare_all
+    limits = [re.fullmatch(r"([1-9]\d*):([1-9]\d*)", limit) for limit in flags.within]
+    if any(limit is None or flags.utterances % int(limit[1]) for limit in limits):
+        raise UsageError("--within takes CUT:MIB such as 2:619, where CUT divides --utterances.")
+    from benchmarks.measuring.peers.comparison import compare_all, entries_of
     from benchmarks.measuring.peers.contest import Terms
 
     terms = Terms(
         flags.utterances, flags.shortest, flags.longest, flags.width, flags.dropout, flags.device, flags.mixed_precision
     )
     folder = Path(flags.folder).expanduser()
-    comparison = compare_all(terms, flags.contestants, flags.cuts, flags.rounds, folder, flags.without_dropout)
+    entries = entries_of(flags.contestants, flags.cuts, [(int(limit[1]), int(limit[2])) for limit in limits])
+    comparison = compare_all(terms, entries, flags.rounds, folder, flags.without_dropout)
     if flags.markdown:
         Path(flags.markdown).write_text(comparison.markdown() + "\n", encoding="utf-8")
     return json.dumps(comparison.as_json()) if flags.json else comparison.markdown()

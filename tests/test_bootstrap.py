@@ -364,6 +364,20 @@ class TestRerun:
         assert not bootstrap.is_version_in("2.12.0", ">=2.10,<2.12")
 
 
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ({}, "glibc.malloc.hugetlb=1"),
+        ({"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}, "glibc.malloc.perturb=0:glibc.malloc.hugetlb=1"),
+        ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, "glibc.malloc.hugetlb=0"),
+    ],
+    ids=str,
+)
+def test_large_pages_are_asked_for_beside_a_users_own_settings(bootstrap, before, after):
+    bootstrap.add_huge_pages(before)
+    assert before == {"GLIBC_TUNABLES": after}
+
+
 class TestMalloc:
     # Blocks of mixed sizes, kept apart by small ones; malloc has seen one of 30 MiB freed, as in every training.
     PROGRAM = (

@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import os
+import re
 import resource
 import time
 from contextlib import suppress
@@ -45,7 +46,8 @@ def keep_holes_out() -> None:
     For a run on a CPU that is to keep to its plan; page faults cost it up to a fifth of a step's time (docs/LOG.md).
     A user's own setting stays, and elsewhere than on glibc nothing happens.
     """
-    if any(name in os.environ for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")):
+    is_set = any(name in os.environ for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"))
+    if is_set or re.search(r"glibc\.malloc\.(mmap|trim)_threshold", os.environ.get("GLIBC_TUNABLES", "")):
         return
     m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
     with suppress(AttributeError, OSError):

@@ -1,6 +1,8 @@
 """The race's tables: who is fastest, who is leanest, and by how much."""
 
+import math
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -12,6 +14,11 @@ from benchmarks.measuring.peers.contest import Entry, Terms
 from benchmarks.measuring.peers.environment import OURS, pythons_of
 from benchmarks.measuring.peers.ours import model_of
 from benchmarks.measuring.peers.race import Result, race
+from konkanivani.budget import MIB
+from konkanivani.optimizer import STATE_BYTES
+
+LEANER = "within the leanest other's peak"
+NEAR_FLOOR = "within 1.1 x 16 bytes a parameter"
 
 
 @dataclass(frozen=True)
@@ -26,20 +33,16 @@ class Comparison:
     results: tuple[Result, ...]
     without_dropout: tuple[Result, ...]
 
-    def fastest(self, toolkit: str, recomputes: bool | None = None) -> Result:
-        """The toolkit's fastest cut."""
-        return min(self._of(toolkit, recomputes), key=lambda result: result.median)
+    def fastest(self, toolkit: str, limit_mib: float = math.inf) -> Result:
+        """The toolkit's fastest cut of those whose peak is no larger."""
+        return min(self._of(toolkit, limit_mib), key=lambda result: result.median)
 
     def leanest(self, toolkit: str) -> Result:
         """The toolkit's cut with the lowest peak."""
-        return min(self._of(toolkit, None), key=lambda result: result.peak_mib)
+        return min(self._of(toolkit), key=lambda result: result.peak_mib)
 
-    def _of(self, toolkit: str, recomputes: bool | None) -> list[Result]:
-        return [
-            result
-            for result in self.results
-            if result.entry.toolkit == toolkit and recomputes in (None, result.entry.setting == "recompute")
-        ]
+    def _of(self, toolkit: str, limit_mib: float = math.inf) -> list[Result]:
+        return [r for r in self.results if r.entry.toolkit == toolkit and r.peak_mib <= limit_mib]
 
     @property
     def toolkits(self) -> tuple[str, ...]:
@@ -51,12 +54,19 @@ class Comparison:
         return step_flop_of(result.entry, self.terms) / result.median / self.rate
 
     def ratios(self) -> list[tuple[str, Result, Result]]:
-        """(what is said, ours, theirs): our fastest and our leanest beside each one's fastest."""
-        found = []
-        for toolkit in self.toolkits:
+        """(what is said, ours, theirs): our own fastest, the fastest of our leaner ones, beside each one's fastest."""
+        found, ours = [], [result for result in self.results if result.entry.toolkit == OURS]
+        leanest_other = min((self.leanest(toolkit).peak_mib for toolkit in self.toolkits), default=math.inf)
+        floor = STATE_BYTES * max((result.parameters for result in ours), default=0) / MIB
+        for toolkit in self.toolkits if ours else ():
             theirs = self.fastest(toolkit)
             found.append(("fastest", self.fastest(OURS), theirs))
-            found.append(("leanest", self.leanest(OURS), theirs))
+            for what, limit in (
+                ("with no more memory than the leanest other", leanest_other),
+                (NEAR_FLOOR, 1.1 * floor),
+            ):
+                if self._of(OURS, limit):
+                    found.append((what, self.fastest(OURS, limit), theirs))
         return found
 
     def markdown(self) -> str:
@@ -87,7 +97,9 @@ class Comparison:
             ]
         ours = [result for result in self.results if result.entry.toolkit == OURS]
         if ours:
-            shares = ", ".join(f"{_cut(r, self.terms)} {r.entry.setting}: {self.share_of_rate(r):.0%}" for r in ours)
+            shares = ", ".join(
+                f"{_cut(r, self.terms)} {r.entry.name.removeprefix(OURS)}: {self.share_of_rate(r):.0%}" for r in ours
+            )
             lines += ["", f"Our share of the machine's rate, by how the batch is cut: {shares}."]
         return "\n".join(lines)
 
@@ -107,6 +119,10 @@ class Comparison:
     def as_json(self) -> dict[str, object]:
         """Everything, for a program."""
         return asdict(self)
+
+
+def _setting(result: Result) -> str:
+    return result.entry.name.removeprefix(OURS)
 
 
 def _cut(result: Result, terms: Terms) -> str:
@@ -133,23 +149,27 @@ def step_flop_of(entry: Entry, terms: Terms) -> float:
     return total
 
 
-def entries_of(toolkits: tuple[str, ...], cuts: tuple[int, ...]) -> tuple[Entry, ...]:
-    """Every toolkit in every cut; ours in the finest one with every block recomputed too."""
+def entries_of(
+    toolkits: tuple[str, ...], cuts: tuple[int, ...], limits: Sequence[tuple[int, int]] = ()
+) -> tuple[Entry, ...]:
+    """Every toolkit in every cut; ours in the finest one with every block recomputed too, and within (cut, MiB)."""
     entries = []
     for toolkit in toolkits:
         entries += [Entry(toolkit, "", cut) for cut in cuts]
         if toolkit == OURS:
             entries.append(Entry(toolkit, "recompute", max(cuts)))
+            entries += [Entry(toolkit, "", cut, limit) for cut, limit in limits]
     return tuple(entries)
 
 
 def compare_all(
-    terms: Terms, toolkits: tuple[str, ...], cuts: tuple[int, ...], rounds: int, folder: Path, without_dropout: bool
+    terms: Terms, entries: tuple[Entry, ...], rounds: int, folder: Path, without_dropout: bool
 ) -> Comparison:
     """The whole comparison; the others' environment is made where it is missing."""
+    toolkits = tuple(dict.fromkeys(entry.toolkit for entry in entries))
     pythons = pythons_of(toolkits, folder)
     rate = machine_rate(terms.device)
-    results = race(entries_of(toolkits, cuts), pythons, terms, rounds)
+    results = race(entries, pythons, terms, rounds)
     comparison = Comparison(
         terms=terms,
         audio_seconds=build_speech(terms.utterances, terms.shortest, terms.longest).seconds,
@@ -161,7 +181,7 @@ def compare_all(
     )
     if not without_dropout or not terms.dropout:
         return comparison
-    fastest = tuple(comparison.fastest(toolkit, recomputes=False).entry for toolkit in toolkits)
+    fastest = tuple(comparison.fastest(toolkit).entry for toolkit in toolkits)
     return replace(comparison, without_dropout=race(fastest, pythons, replace(terms, dropout=0.0), rounds))
 
 

@@ -16,16 +16,21 @@ CTC_SHARE, LABEL_SMOOTHING = 0.3, 0.1
 
 @dataclass(frozen=True)
 class Entry:
-    """One way in which one toolkit takes the step: `micro_batches` pieces, `setting` is its own affair."""
+    """One way in which one toolkit takes the step: `micro_batches` pieces, `setting` is its own affair.
+
+    Ours alone can be told to keep its peak within `limit_mib`.
+    """
 
     toolkit: str
     setting: str
     micro_batches: int
+    limit_mib: int | None = None
 
     @property
     def name(self) -> str:
         """For tables."""
-        return " ".join(filter(None, (self.toolkit, self.setting)))
+        limit = f"within {self.limit_mib} MiB" if self.limit_mib else ""
+        return " ".join(filter(None, (self.toolkit, self.setting, limit)))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The product's own step as a contestant."""
 
+import bisect
 import dataclasses
 
 from benchmarks.measuring.fixed_step import (
@@ -15,10 +16,13 @@ from benchmarks.measuring.peers.contest import Entry, Terms
 from konkanivani.assembly import build_step_parts
 from konkanivani.budget import MIB
 from konkanivani.config import PRESETS, DataConfig, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.data.batch import Window
+from konkanivani.errors import ResourceError
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import resident_mib
 from konkanivani.model.asr import parameter_count
 from konkanivani.preflight import choose_device
-from konkanivani.training.step import train_step
+from konkanivani.training.step import StepParts, recomputing, train_step
 
 
 def model_of(terms: Terms) -> ModelConfig:
@@ -27,7 +31,10 @@ def model_of(terms: Terms) -> ModelConfig:
 
 
 class KonkaniVani:
-    """`train_step` on the preset `original`; the setting `recompute` is --gradient_checkpointing always."""
+    """`train_step` on the preset `original`; the setting `recompute` is --gradient_checkpointing always.
+
+    Within a limit as few blocks are recomputed as that takes, as --gradient_checkpointing auto has it.
+    """
 
     version = "this tree"
 
@@ -48,6 +55,8 @@ class KonkaniVani:
         self.parameters = parameter_count(self.parts.model)
         self.steps = 0
         warm_up(self.parts, self.window)
+        if entry.limit_mib:
+            self.parts = fewest_recomputed(self.parts, self.window, entry.limit_mib)
 
     def step(self) -> float:
         """One optimizer step; the losses in nats a token."""
@@ -61,3 +70,12 @@ class KonkaniVani:
     def peak_bytes(self) -> int:
         """The peak of one more step."""
         return round(peak_mib(self.parts, self.window) * MIB)
+
+
+def fewest_recomputed(parts: StepParts, window: Window, limit_mib: int) -> StepParts:
+    """The step with as few blocks recomputed as its measured peak needs to stay within the limit."""
+    ways = [recomputing(parts, RecomputePolicy.first(count)) for count in range(len(parts.model.blocks) + 1)]
+    fewest = bisect.bisect_left(ways, True, key=lambda way: peak_mib(way, window) <= limit_mib)
+    if fewest == len(ways):
+        raise ResourceError(f"No step fits into {limit_mib} MiB. Give a higher limit, or cut the batch finer.")
+    return ways[fewest]

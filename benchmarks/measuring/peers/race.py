@@ -14,6 +14,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import bootstrap
+
 from benchmarks.measuring.peers.contest import Entry, Terms
 from konkanivani.errors import ResourceError
 
@@ -46,7 +48,8 @@ class Runner:
         asked = json.dumps({"entry": asdict(entry), "terms": asdict(terms)})
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         if entry.toolkit == "konkanivani":
-            environment.setdefault("OMP_WAIT_POLICY", "passive")  # as its scripts set it
+            bootstrap.set_process_defaults(environment)
+            bootstrap.add_huge_pages(environment)
         self.entry, self.seconds = entry, []
         self.process = subprocess.Popen(
             [str(python), "-m", "benchmarks.measuring.peers.child", asked],
