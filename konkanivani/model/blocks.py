@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.config import ModelConfig
-from konkanivani.model.attention import CrossAttention, SelfAttention
+from konkanivani.lengths import Lengths
+from konkanivani.model.attention import CrossAttention, Positions, SelfAttention
 from konkanivani.model.dropout import Dropout
 from konkanivani.model.linear import Linear, linear_of
-
-Positions = tuple[torch.Tensor, torch.Tensor]
 
 
 class BlockRunner(Protocol):
@@ -49,7 +48,8 @@ class ConvolutionModule(torch.nn.Module):
     """(B, T, D) -> (B, T, D): the Conformer's convolution (Gulati et al., 2020) with LayerNorm for BatchNorm.
 
     `padding` (B, T) is True beyond an utterance's end; those frames are zeroed before the depthwise convolution, so
-    that a short utterance sees the same neighbourhood in any batch.
+    that a short utterance sees the same neighbourhood in any batch. With `lengths`, the T frames are spans of so many,
+    and each is convolved alone.
     """
 
     def __init__(self, d_model: int, kernel: int, dropout: float) -> None:
@@ -61,11 +61,14 @@ class ConvolutionModule(torch.nn.Module):
         self.output = Linear(d_model, d_model)
         self.dropout = Dropout(dropout)
 
-    def forward(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, padding: torch.Tensor | None, lengths: Lengths | None) -> torch.Tensor:
         x = F.glu(linear_of(x, self.gate, self.norm), dim=-1)
         if padding is not None:
             x = x.masked_fill(padding[:, :, None], 0.0)
-        return self.dropout(linear_of(self._convolve(x), self.output, self.depthwise_norm, activated=True))
+        spans = x.split(lengths, dim=1) if lengths else (x,)
+        convolved = [self._convolve(span) for span in spans]
+        x = torch.cat(convolved, dim=1) if lengths else convolved[0]
+        return self.dropout(linear_of(x, self.output, self.depthwise_norm, activated=True))
 
     def _convolve(self, x: torch.Tensor) -> torch.Tensor:
         """The depthwise convolution of (B, T, D) along T.
@@ -99,12 +102,17 @@ class ConformerBlock(torch.nn.Module):
         self.second_feedforward = FeedForward(d_model, inner, config.dropout, ends_block=True)
 
     def forward(
-        self, x: torch.Tensor, positions: Positions, key_mask: torch.Tensor | None, padding: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        positions: Positions,
+        key_mask: torch.Tensor | None,
+        padding: torch.Tensor | None,
+        lengths: Lengths | None,
     ) -> torch.Tensor:
         x = self.entry_norm(x)
         x = torch.add(x, self.first_feedforward(x), alpha=0.5)
-        x = x + self.dropout(self.attention(x, self.attention_norm, positions, key_mask))
-        x = x + self.convolution(x, padding)
+        x = x + self.dropout(self.attention(x, self.attention_norm, positions, key_mask, lengths))
+        x = x + self.convolution(x, padding, lengths)
         return torch.add(x, self.second_feedforward(x), alpha=0.5)
 
 
@@ -119,9 +127,14 @@ class TransformerBlock(torch.nn.Module):
         self.feedforward = FeedForward(config.d_model, config.resolved_feedforward_dim, config.dropout, ends_block=True)
 
     def forward(
-        self, x: torch.Tensor, positions: Positions, key_mask: torch.Tensor | None, padding: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        positions: Positions,
+        key_mask: torch.Tensor | None,
+        padding: torch.Tensor | None,
+        lengths: Lengths | None,
     ) -> torch.Tensor:
-        x = x + self.dropout(self.attention(x, self.attention_norm, positions, key_mask))
+        x = x + self.dropout(self.attention(x, self.attention_norm, positions, key_mask, lengths))
         return x + self.feedforward(x)
 
 
