@@ -41,3 +41,26 @@ def test_the_seed_decides_and_evaluation_drops_nothing():
     torch.manual_seed(4)
     assert torch.equal(first, dropout(x)) and not torch.equal(first, second)
     assert dropout.eval()(x) is x and Dropout(0.0)(x) is x
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.5])
+@pytest.mark.parametrize("ends_block", [False, True])
+def test_onto_a_residual_is_dropout_and_a_sum(weight, ends_block):
+    dropout, found = Dropout(0.3, ends_block), []
+    x, branch = (torch.randn(7, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    upstream = torch.randn(7, 5, dtype=torch.float64)
+    for way in (dropout.onto, lambda x, branch, weight: x + weight * dropout(branch)):
+        torch.manual_seed(5)
+        y = way(x, branch, weight)
+        found.append((y.detach(), *torch.autograd.grad(y, (x, branch), upstream)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)
+    assert 0 < int((found[0][2] == 0).sum()) < branch.numel()
+    assert torch.equal(dropout.eval().onto(x, branch, weight), torch.add(x, branch, alpha=weight))
+
+
+def test_onto_a_residual_in_full_precision_of_a_branch_in_half():
+    x, branch = torch.randn(6, 4, requires_grad=True), torch.randn(6, 4, dtype=torch.bfloat16, requires_grad=True)
+    y = Dropout(0.3).onto(x, branch)
+    y.sum().backward()
+    assert y.dtype == torch.float32 and branch.grad.dtype == torch.bfloat16

@@ -18,7 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from konkanivani.data.batch import Batch, Window, largest_batch
 from konkanivani.decoding.ctc import likeliest_tokens
-from konkanivani.lengths import SAMPLE_RATE, Lengths, feature_length, subsampled_length
+from konkanivani.lengths import (
+    HOP_SAMPLES,
+    SAMPLE_RATE,
+    SUBSAMPLING,
+    Lengths,
+    feature_length,
+    subsampled_length,
+)
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.live_bytes import LiveBytes
@@ -68,6 +75,7 @@ class StepTracer:
                     setattr(module, name, self._mode.from_tensor(buffer))
             parts = build(front_end)
             gradients = [torch.empty_like(parameter) for parameter in parts.model.parameters()]
+        parts.model.encoder.packs = not costs.is_cuda
         # As a second micro-batch finds them: the first one's gradients are there, and nothing takes them away.
         parts.optimizer.zero_grad = lambda set_to_none=True: None
         for parameter, gradient in zip(parts.model.parameters(), gradients, strict=True):
@@ -141,14 +149,15 @@ class StepTracer:
         return self.costs.attention_workspace(batch.size, frames, self._parts.model.config.d_model, self.is_half)
 
     def _batch(self, load: Load) -> Batch:
-        """A batch in which one utterance is shorter, where there are several: padding costs masks."""
+        """A batch in which one utterance is a little shorter, where there are several: padding costs masks."""
         samples, tokens = round(load.seconds * SAMPLE_RATE), max(1, load.tokens)
         shorter = 1 if load.utterances > 1 else 0
+        a_frame_less = max(1, samples - SUBSAMPLING * HOP_SAMPLES)
         with self._mode:
             return Batch(
                 utterance_ids=tuple(map(str, range(load.utterances))),
                 waveforms=torch.empty(load.utterances, samples),
-                sample_lengths=(samples,) * (load.utterances - shorter) + (samples * 9 // 10,) * shorter,
+                sample_lengths=(samples,) * (load.utterances - shorter) + (a_frame_less,) * shorter,
                 tokens=torch.empty(load.utterances, tokens, dtype=torch.long),
                 token_lengths=(tokens,) * load.utterances,
                 decoder_tokens=torch.empty(load.utterances, tokens + 1, dtype=torch.long),

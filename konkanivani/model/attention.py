@@ -3,10 +3,15 @@
 B batch, T query frames, S key frames, D model width, H heads, E = D / H head width.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
+from konkanivani.lengths import Lengths
 from konkanivani.model.linear import Linear, linear_of
+
+Positions = tuple[torch.Tensor, torch.Tensor]
 
 
 class RotaryPositions(torch.nn.Module):
@@ -40,20 +45,63 @@ class _Turned(torch.autograd.Function):
         return _split(_turn(projected, cosines, sines, heads), heads)
 
     @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cosines, sines = ctx.saved_tensors
         batch, heads, length, width = gradients[0].shape
         by_projected = gradients[0].new_empty(batch, length, 3, heads, width)
-        *by_turned, by_values = (gradient.transpose(1, 2) for gradient in gradients)
-        for number, gradient in enumerate(by_turned):
-            _turn_into(by_projected[:, :, number], gradient, cosines, -sines)
-        by_projected[:, :, 2].copy_(by_values)
+        _turn_back_into(by_projected, gradients, cosines, sines)
         return by_projected.flatten(2), None, None, None
+
+
+class _AttendedSpans(torch.autograd.Function):
+    """Attention within each of the spans of `lengths` frames of projected (1, N, 3 D), which is turned in place.
+
+    (1, N, D), by PyTorch's own kernels for a CPU (its scaled_dot_product_attention without a mask takes the same), each
+    span's output laid into its place of one tensor, and its gradients too: autograd would keep every output twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int, lengths: Lengths
+    ) -> torch.Tensor:
+        _turn(projected, cosines, sines, heads)
+        attended = projected.new_empty(1, projected.shape[1], projected.shape[2] // 3)
+        ctx.heads, ctx.lengths, ctx.normalizers = heads, lengths, []
+        for span, room in zip(projected.split(lengths, dim=1), attended.split(lengths, dim=1), strict=True):
+            found, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*_split(span, heads))
+            room.copy_(found.transpose(1, 2).flatten(2))
+            ctx.normalizers.append(normalizer)
+        ctx.save_for_backward(projected, attended, cosines, sines)
+        return attended
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        projected, attended, cosines, sines = ctx.saved_tensors
+        by_projected = torch.empty_like(projected)
+        wholes = projected, attended, gradient, cosines[None], sines[None], by_projected
+        for number, parts in enumerate(zip(*(whole.split(ctx.lengths, dim=1) for whole in wholes), strict=True)):
+            span, found, by_found, turned_by, turned_up, room = parts
+            by_found, found = (part.unflatten(2, (ctx.heads, -1)).transpose(1, 2) for part in (by_found, found))
+            by_parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                by_found, *_split(span, ctx.heads), found, ctx.normalizers[number], 0.0, False
+            )
+            _turn_back_into(room.unflatten(2, (3, ctx.heads, -1)), by_parts, turned_by[0], turned_up[0])
+        return by_projected, None, None, None, None
 
 
 def _split(projected: torch.Tensor, heads: int) -> tuple[torch.Tensor, ...]:
     """Queries, keys and values (B, H, T, E), views of projected (B, T, 3 D)."""
     return projected.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def _turn_back_into(
+    room: torch.Tensor, gradients: Sequence[torch.Tensor], cosines: torch.Tensor, sines: torch.Tensor
+) -> None:
+    """Lays gradients by turned queries and keys, turned back, and by values (B, H, T, E) into room (B, T, 3, H, E)."""
+    by_query, by_key, by_value = (gradient.transpose(1, 2) for gradient in gradients)
+    _turn_into(room[:, :, 0], by_query, cosines, -sines)
+    _turn_into(room[:, :, 1], by_key, cosines, -sines)
+    room[:, :, 2].copy_(by_value)
 
 
 def _turn_into(room: torch.Tensor, vectors: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
@@ -86,7 +134,10 @@ def _turned(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor,
 
 
 class SelfAttention(torch.nn.Module):
-    """(B, T, D) -> (B, T, D): rotary self-attention; `key_mask` (B, 1, 1, T) is True where a key may be seen."""
+    """(B, T, D) -> (B, T, D): rotary self-attention; `key_mask` (B, 1, 1, T) is True where a key may be seen.
+
+    With `lengths`, which add up to T, the T frames are spans of so many, and each span sees itself alone.
+    """
 
     def __init__(self, d_model: int, heads: int, causal: bool) -> None:
         super().__init__()
@@ -98,21 +149,19 @@ class SelfAttention(torch.nn.Module):
         self,
         x: torch.Tensor,
         norm: torch.nn.LayerNorm,
-        positions: tuple[torch.Tensor, torch.Tensor],
+        positions: Positions,
         key_mask: torch.Tensor | None = None,
+        lengths: Lengths | None = None,
     ) -> torch.Tensor:
-        batch, length, width = x.shape
-        query, key, value = self._projected(x, norm, positions)
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask, is_causal=self.causal)
-        return self.output(attended.transpose(1, 2).reshape(batch, length, width))
+        if lengths:
+            return self.output(self._attended_spans(x, norm, positions, lengths))
+        attended = F.scaled_dot_product_attention(
+            *self._projected(x, norm, positions), attn_mask=key_mask, is_causal=self.causal
+        )
+        return self.output(attended.transpose(1, 2).flatten(2))
 
     def step(
-        self,
-        x: torch.Tensor,
-        norm: torch.nn.LayerNorm,
-        position: tuple[torch.Tensor, torch.Tensor],
-        kept: torch.Tensor,
-        length: int,
+        self, x: torch.Tensor, norm: torch.nn.LayerNorm, position: Positions, kept: torch.Tensor, length: int
     ) -> torch.Tensor:
         """The last token's (R, 1, D) alone, after `length` others; its position's cosines and sines are (1, E / 2).
 
@@ -125,9 +174,7 @@ class SelfAttention(torch.nn.Module):
         attended = F.scaled_dot_product_attention(query, key, value)
         return self.output(attended.transpose(1, 2).flatten(2))
 
-    def _projected(
-        self, x: torch.Tensor, norm: torch.nn.LayerNorm, positions: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
+    def _projected(self, x: torch.Tensor, norm: torch.nn.LayerNorm, positions: Positions) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values, each (B, H, T, E), the first two turned by their positions."""
         projected = linear_of(x, self.query_key_value, norm)
         if torch.compiler.is_exporting():
@@ -135,6 +182,11 @@ class SelfAttention(torch.nn.Module):
         if torch.is_grad_enabled():
             return _Turned.apply(projected, *positions, self.heads)
         return _split(_turn(projected, *positions, self.heads), self.heads)
+
+    def _attended_spans(
+        self, x: torch.Tensor, norm: torch.nn.LayerNorm, positions: Positions, lengths: Lengths
+    ) -> torch.Tensor:
+        return _AttendedSpans.apply(linear_of(x, self.query_key_value, norm), *positions, self.heads, lengths)
 
 
 class CrossAttention(torch.nn.Module):

@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.config import ModelConfig
-from konkanivani.model.attention import CrossAttention, SelfAttention
+from konkanivani.lengths import Lengths
+from konkanivani.model.attention import CrossAttention, Positions, SelfAttention
 from konkanivani.model.dropout import Dropout
 from konkanivani.model.linear import Linear, linear_of
-
-Positions = tuple[torch.Tensor, torch.Tensor]
 
 
 class BlockRunner(Protocol):
@@ -32,7 +31,7 @@ def run_directly(block: Callable[..., torch.Tensor], *inputs: object) -> torch.T
 
 
 class FeedForward(torch.nn.Module):
-    """(B, T, D) -> (B, T, D): LayerNorm, D -> inner, SiLU, inner -> D; `ends_block` where it is a block's last."""
+    """x (B, T, D) and `weight` times its LayerNorm, D -> inner, SiLU, inner -> D; `ends_block` as a block's last."""
 
     def __init__(self, d_model: int, inner: int, dropout: float, ends_block: bool) -> None:
         super().__init__()
@@ -41,15 +40,17 @@ class FeedForward(torch.nn.Module):
         self.contract = Linear(inner, d_model)
         self.dropout = Dropout(dropout, ends_block)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dropout(linear_of(linear_of(x, self.expand, self.norm), self.contract, activated=True))
+    def forward(self, x: torch.Tensor, weight: float) -> torch.Tensor:
+        branch = linear_of(linear_of(x, self.expand, self.norm), self.contract, activated=True)
+        return self.dropout.onto(x, branch, weight)
 
 
 class ConvolutionModule(torch.nn.Module):
-    """(B, T, D) -> (B, T, D): the Conformer's convolution (Gulati et al., 2020) with LayerNorm for BatchNorm.
+    """x (B, T, D) and the Conformer's convolution of it (Gulati et al., 2020), with LayerNorm for BatchNorm.
 
     `padding` (B, T) is True beyond an utterance's end; those frames are zeroed before the depthwise convolution, so
-    that a short utterance sees the same neighbourhood in any batch.
+    that a short utterance sees the same neighbourhood in any batch. With `lengths`, the T frames are spans of so many,
+    and each is convolved alone.
     """
 
     def __init__(self, d_model: int, kernel: int, dropout: float) -> None:
@@ -61,11 +62,14 @@ class ConvolutionModule(torch.nn.Module):
         self.output = Linear(d_model, d_model)
         self.dropout = Dropout(dropout)
 
-    def forward(self, x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-        x = F.glu(linear_of(x, self.gate, self.norm), dim=-1)
+    def forward(self, x: torch.Tensor, padding: torch.Tensor | None, lengths: Lengths | None) -> torch.Tensor:
+        gated = F.glu(linear_of(x, self.gate, self.norm), dim=-1)
         if padding is not None:
-            x = x.masked_fill(padding[:, :, None], 0.0)
-        return self.dropout(linear_of(self._convolve(x), self.output, self.depthwise_norm, activated=True))
+            gated = gated.masked_fill(padding[:, :, None], 0.0)
+        spans = gated.split(lengths, dim=1) if lengths else (gated,)
+        convolved = [self._convolve(span) for span in spans]
+        whole = torch.cat(convolved, dim=1) if lengths else convolved[0]
+        return self.dropout.onto(x, linear_of(whole, self.output, self.depthwise_norm, activated=True))
 
     def _convolve(self, x: torch.Tensor) -> torch.Tensor:
         """The depthwise convolution of (B, T, D) along T.
@@ -99,13 +103,18 @@ class ConformerBlock(torch.nn.Module):
         self.second_feedforward = FeedForward(d_model, inner, config.dropout, ends_block=True)
 
     def forward(
-        self, x: torch.Tensor, positions: Positions, key_mask: torch.Tensor | None, padding: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        positions: Positions,
+        key_mask: torch.Tensor | None,
+        padding: torch.Tensor | None,
+        lengths: Lengths | None,
     ) -> torch.Tensor:
         x = self.entry_norm(x)
-        x = torch.add(x, self.first_feedforward(x), alpha=0.5)
-        x = x + self.dropout(self.attention(x, self.attention_norm, positions, key_mask))
-        x = x + self.convolution(x, padding)
-        return torch.add(x, self.second_feedforward(x), alpha=0.5)
+        x = self.first_feedforward(x, weight=0.5)
+        x = self.dropout.onto(x, self.attention(x, self.attention_norm, positions, key_mask, lengths))
+        x = self.convolution(x, padding, lengths)
+        return self.second_feedforward(x, weight=0.5)
 
 
 class TransformerBlock(torch.nn.Module):
@@ -119,10 +128,15 @@ class TransformerBlock(torch.nn.Module):
         self.feedforward = FeedForward(config.d_model, config.resolved_feedforward_dim, config.dropout, ends_block=True)
 
     def forward(
-        self, x: torch.Tensor, positions: Positions, key_mask: torch.Tensor | None, padding: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        positions: Positions,
+        key_mask: torch.Tensor | None,
+        padding: torch.Tensor | None,
+        lengths: Lengths | None,
     ) -> torch.Tensor:
-        x = x + self.dropout(self.attention(x, self.attention_norm, positions, key_mask))
-        return x + self.feedforward(x)
+        x = self.dropout.onto(x, self.attention(x, self.attention_norm, positions, key_mask, lengths))
+        return self.feedforward(x, weight=1.0)
 
 
 class DecoderBlock(torch.nn.Module):
@@ -140,9 +154,9 @@ class DecoderBlock(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, positions: Positions, encoded: torch.Tensor, encoded_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        x = x + self.dropout(self.self_attention(x, self.self_attention_norm, positions))
-        x = x + self.dropout(self.cross_attention(x, self.cross_attention_norm, encoded, encoded_mask))
-        return x + self.feedforward(x)
+        x = self.dropout.onto(x, self.self_attention(x, self.self_attention_norm, positions))
+        x = self.dropout.onto(x, self.cross_attention(x, self.cross_attention_norm, encoded, encoded_mask))
+        return self.feedforward(x, weight=1.0)
 
     def step(
         self,
@@ -162,4 +176,4 @@ class DecoderBlock(torch.nn.Module):
         attended = self.self_attention.step(rows, self.self_attention_norm, position, kept.flatten(1, 2), length)
         x = x + attended.view_as(x)
         x = x + self.cross_attention.attend(x, self.cross_attention_norm, *of_encoded, encoded_mask)
-        return x + self.feedforward(x)
+        return self.feedforward(x, weight=1.0)

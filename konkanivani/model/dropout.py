@@ -28,6 +28,13 @@ class Dropout(torch.nn.Module):
             return F.dropout(x, self.share)  # one fused kernel, and a byte a number as well
         return _Masked.apply(x, draw_mask(x, self.share), 1 / (1 - self.share), self.ends_block)
 
+    def onto(self, x: torch.Tensor, branch: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
+        """x + weight * dropout(branch), in fewer passes than one after another takes on a CPU."""
+        if self.training and self.share and x.device.type == "cpu":
+            mask = draw_mask(branch, self.share)
+            return _MaskedSum.apply(x, branch, mask, weight / (1 - self.share), self.ends_block)
+        return torch.add(x, self(branch), alpha=weight)
+
     def extra_repr(self) -> str:
         return f"share={self.share}"
 
@@ -43,19 +50,46 @@ class _Masked(torch.autograd.Function):
     """x * mask * scale, keeping the mask alone."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, mask: torch.Tensor, scale: float, keeps_mask: bool) -> torch.Tensor:
-        # What is saved is given back and recomputed by activation checkpointing, an attribute stays.
-        ctx.mask = mask if keeps_mask else None
-        ctx.save_for_backward(*(() if keeps_mask else (mask,)))
+    def forward(ctx, x: torch.Tensor, mask: torch.Tensor, scale: float, ends_block: bool) -> torch.Tensor:
+        _keep_mask(ctx, mask, ends_block)
         ctx.scale = scale
         return _masked(x, mask, scale)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        mask = ctx.saved_tensors[0] if ctx.mask is None else ctx.mask
-        return _masked(gradient, mask, ctx.scale), None, None, None
+        return _masked(gradient, _kept_mask(ctx), ctx.scale), None, None, None
+
+
+class _MaskedSum(torch.autograd.Function):
+    """x + branch * mask * scale, keeping the mask alone."""
+
+    @staticmethod
+    def forward(
+        ctx, x: torch.Tensor, branch: torch.Tensor, mask: torch.Tensor, scale: float, ends_block: bool
+    ) -> torch.Tensor:
+        _keep_mask(ctx, mask, ends_block)
+        ctx.scale, ctx.dtype = scale, branch.dtype
+        return torch.addcmul(x, branch, _as_numbers(mask, branch.dtype), value=scale)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradient, _masked(gradient, _kept_mask(ctx), ctx.scale).to(ctx.dtype), None, None, None
+
+
+def _keep_mask(ctx, mask: torch.Tensor, ends_block: bool) -> None:
+    """What is saved is given back and recomputed by activation checkpointing, an attribute stays."""
+    ctx.mask = mask if ends_block else None
+    ctx.save_for_backward(*(() if ends_block else (mask,)))
+
+
+def _kept_mask(ctx) -> torch.Tensor:
+    return ctx.saved_tensors[0] if ctx.mask is None else ctx.mask
 
 
 def _masked(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """x * mask * scale; a mask that is multiplied as numbers takes half as long as one of truth values."""
-    return (x * mask.view(torch.int8)).mul_(scale)
+    return _as_numbers(mask, x.dtype).mul_(x).mul_(scale)
+
+
+def _as_numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The mask as zeros and ones; bytes become numbers in half the time that truth values take."""
+    return mask.view(torch.int8).to(dtype)

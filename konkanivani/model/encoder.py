@@ -48,6 +48,9 @@ class Subsampling(torch.nn.Module):
 class Encoder(torch.nn.Module):
     """Features (B, T, F) with their lengths -> encoded (B, T', D) with their lengths."""
 
+    packs = True
+    """Whether a CPU runs a batch without its padding; a trace for a card, whose tensors are a CPU's, says no."""
+
     def __init__(self, config: ModelConfig, mel_bins: int) -> None:
         super().__init__()
         block = ConformerBlock if config.encoder_type == "conformer" else TransformerBlock
@@ -74,6 +77,8 @@ class Encoder(torch.nn.Module):
         encoded_lengths = tuple(map(subsampled_length, feature_lengths))
         longest, padding = subsampled_length(features.shape[1]), None
         if min(encoded_lengths) < longest:  # without padding, attention takes its fastest kernel
+            if self.packs and features.device.type == "cpu":
+                return *self._encode_packed(features, encoded_lengths, run_block, chunk_frames), encoded_lengths
             padding = padding_mask(encoded_lengths, longest, features.device)
         return *self.encode(features, padding, run_block, chunk_frames), encoded_lengths
 
@@ -82,10 +87,28 @@ class Encoder(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Features (B, T, F) -> encoded and the middle block's, (B, T', D); `padding` (B, T') is True beyond an end."""
         x = self.dropout(run_block(self.subsampling, features, chunk_frames))
-        positions = self.positions(x.shape[1], x)
         key_mask = None if padding is None else ~padding[:, None, None, :]
+        return self._through_blocks(x, run_block, self.positions(x.shape[1], x), key_mask, padding, None)
+
+    def _encode_packed(
+        self, features: torch.Tensor, lengths: Lengths, run_block: BlockRunner, chunk_frames: int
+    ) -> tuple[torch.Tensor, ...]:
+        """The same without padding: the utterances' frames go through the blocks one after another, as one (1, N, D).
+
+        So nothing is computed for padding and nothing kept; frames beyond an end come out as zeros.
+        """
+        x = run_block(self.subsampling, features, chunk_frames)
+        tables = self.positions(max(lengths), x)
+        positions = tuple(torch.cat([table[:length] for length in lengths]) for table in tables)
+        x = self.dropout(torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])[None])
+        outputs = self._through_blocks(x, run_block, positions, None, None, lengths)
+        return tuple(torch.nn.utils.rnn.pad_sequence(y[0].split(lengths), batch_first=True) for y in outputs)
+
+    def _through_blocks(
+        self, x: torch.Tensor, run_block: BlockRunner, *rest: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         middle, last_of_half = x, len(self.blocks) // 2
         for number, block in enumerate(self.blocks, start=1):
-            x = run_block(block, x, positions, key_mask, padding)
+            x = run_block(block, x, *rest)
             middle = x if number == last_of_half else middle
         return self.norm(x), middle

@@ -18,12 +18,20 @@ from konkanivani.data.speech import TrainingSpeech
 from konkanivani.data.surroundings import read_surroundings
 from konkanivani.data.workers import LoaderConfig
 from konkanivani.flags import parse_flags
+from konkanivani.model.encoder import Encoder
 from konkanivani.text import train_tokenizer
 from konkanivani.training.step import StepParts
 from tests.conftest import Corpus, write_shards, write_surroundings
 from tests.laws.parts import MODEL, double_parts, relative_difference, speeches, window
 
 BOUND = 1e-9
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["packed", "padded"])
+def is_packed(request, monkeypatch) -> bool:
+    """As a CPU runs a batch, and as a card does."""
+    monkeypatch.setattr(Encoder, "packs", request.param)
+    return request.param
 
 
 def outputs(parts: StepParts, spoken: list, batch_size: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -99,6 +107,15 @@ def doubled(window: Window) -> Window:
     )
 
 
+def test_a_cpu_computes_nothing_for_padding(is_packed):
+    parts, shapes = double_parts(), []
+    parts.model.encoder.blocks[1].register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape[:2]))
+    batch = window(speeches(5), 5).micro_batches[0]
+    output, _ = parts.forward(batch)
+    frames = sum(output.encoded_lengths)
+    assert shapes == [(1, frames) if is_packed else (5, max(output.encoded_lengths))] and frames < 5 * shapes[0][1]
+
+
 def test_what_lies_in_the_padding_does_not_matter():
     parts = double_parts()
     batch = window(speeches(4), 4).micro_batches[0]
@@ -118,6 +135,6 @@ def test_negative_control_without_the_convolutions_mask_padding_shows(monkeypatc
     alone = outputs(parts, spoken, 1)
     for block in parts.model.encoder.blocks:
         unmasked = block.convolution.forward
-        monkeypatch.setattr(block.convolution, "forward", lambda x, padding, unmasked=unmasked: unmasked(x, None))
+        monkeypatch.setattr(block.convolution, "forward", lambda x, *_, unmasked=unmasked: unmasked(x, None, None))
     together = outputs(parts, spoken, 7)
     assert max(relative_difference(alone[name][0], together[name][0]) for name in alone) > 1e-6

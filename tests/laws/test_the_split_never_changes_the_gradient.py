@@ -8,10 +8,18 @@ import torch
 from konkanivani.config import ModelConfig
 from konkanivani.data.batch import Window
 from konkanivani.losses import LossCounts
+from konkanivani.model.encoder import Encoder
 from konkanivani.training.step import StepParts, StepReport, add_gradients, train_step
 from tests.laws.parts import MODEL, double_parts, relative_difference, speeches, window
 
 BOUND = 1e-9
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["packed", "padded"])
+def is_packed(request, monkeypatch) -> bool:
+    """As a CPU runs a batch, and as a card does."""
+    monkeypatch.setattr(Encoder, "packs", request.param)
+    return request.param
 
 
 def gradients(parts: StepParts, cut: Window) -> dict[str, torch.Tensor]:
