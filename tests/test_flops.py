@@ -20,19 +20,20 @@ CONVOLUTIONS = ("first convolution", "depthwise convolution", "pointwise convolu
 MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
 
 
+@pytest.mark.parametrize("seconds", [(3.0, 3.0), (2.0, 6.0)])
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_matrix_products_of_a_step_are_what_the_formulas_say(recompute):
+def test_matrix_products_of_a_step_are_what_the_formulas_say(recompute, seconds):
     config = dataclasses.replace(
         TrainConfig(), model=SHAPE, memory=MemoryConfig(gradient_checkpointing=recompute), data=TrainConfig().data
     )
-    speech = build_speech(2, 3.0, 3.0)
+    speech = build_speech(2, *seconds)
     window = build_window(speech, 1)
     parts = build_step_parts(config, VOCABULARY, torch.device("cpu"), 10, take_features_as_given)
     # Through oneDNN the products are the same, but none of PyTorch's counted kinds.
     with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
         train_step(parts, window, 0)
     counted = sum(flop for kind, flop in counter.get_flop_counts()["Global"].items() if kind in MATRIX_PRODUCTS)
-    layers = forward_layers(SHAPE, VOCABULARY, 2, int(speech.frames.max()), int(speech.token_lengths.max()))
+    layers = forward_layers(SHAPE, VOCABULARY, tuple(speech.frames.tolist()), int(speech.token_lengths.max()))
     dense = tuple(layer for layer in layers if layer.is_dense and layer.name not in CONVOLUTIONS)
     expected = step_flop(dense, recompute == "always")
     if recompute == "never":
@@ -43,7 +44,7 @@ def test_matrix_products_of_a_step_are_what_the_formulas_say(recompute):
 
 def test_dense_convolutions_are_what_pytorch_counts():
     subsampling = Subsampling(MEL_BINS, SHAPE.subsampling_channels, SHAPE.d_model)
-    layers = {layer.name: layer for layer in forward_layers(SHAPE, VOCABULARY, 2, 301, 5)}
+    layers = {layer.name: layer for layer in forward_layers(SHAPE, VOCABULARY, (301, 301), 5)}
     features = torch.randn(2, 301, MEL_BINS)
     with FlopCounterMode(display=False) as counter:
         halved = subsampling.first(features[:, None])
@@ -55,6 +56,8 @@ def test_dense_convolutions_are_what_pytorch_counts():
 
 
 def test_negative_control_another_width_is_another_count():
-    one = step_flop(forward_layers(SHAPE, VOCABULARY, 2, 301, 12), recomputes=False)
-    other = step_flop(forward_layers(dataclasses.replace(SHAPE, d_model=64), VOCABULARY, 2, 301, 12), recomputes=False)
+    one = step_flop(forward_layers(SHAPE, VOCABULARY, (301, 301), 12), recomputes=False)
+    other = step_flop(
+        forward_layers(dataclasses.replace(SHAPE, d_model=64), VOCABULARY, (301, 301), 12), recomputes=False
+    )
     assert other > 1.2 * one

@@ -4,7 +4,7 @@ A multiplication and its addition are two. Forward once, backward twice (by the 
 every product here but the first convolution's, whose input needs no gradient. Norms, activations, softmax, dropout, CTC
 and the optimizer are left out: they move memory, and what time they take is what an efficient step has too little of.
 
-B batch, T feature frames, T' encoder frames, U tokens, D model width.
+B batch, T feature frames, T' encoder frames, N encoder frames of all utterances, U tokens, D model width.
 """
 
 import statistics
@@ -29,28 +29,33 @@ class Layer:
     is_dense: bool = True
 
 
-def forward_layers(config: ModelConfig, vocab_size: int, batch: int, frames: int, tokens: int) -> tuple[Layer, ...]:
-    """Every product of the Conformer's forward pass over (batch, frames) padded features and (batch, tokens) tokens."""
+def forward_layers(config: ModelConfig, vocab_size: int, frames: tuple[int, ...], tokens: int) -> tuple[Layer, ...]:
+    """Every product of the Conformer's forward pass over utterances of so many feature frames, `tokens` tokens each.
+
+    The encoder's blocks take N encoder frames, without padding, as they do on a CPU; all else takes B T'.
+    """
     width, inner, channels, kernel = (
         config.d_model,
         config.resolved_feedforward_dim,
         config.subsampling_channels,
         config.convolution_kernel,
     )
-    halved, bins_halved = (frames - 3) // 2 + 1, (MEL_BINS - 3) // 2 + 1
-    encoded, bins = subsampled_length(frames), subsampled_length(MEL_BINS)
-    rows, spoken = batch * encoded, batch * (tokens + 1)
+    batch, lengths = len(frames), tuple(map(subsampled_length, frames))
+    halved, bins_halved = (max(frames) - 3) // 2 + 1, (MEL_BINS - 3) // 2 + 1
+    encoded, bins = max(lengths), subsampled_length(MEL_BINS)
+    rows, packed, spoken = batch * encoded, sum(lengths), batch * (tokens + 1)
+    pairs = sum(length**2 for length in lengths)
     blocks, decoders = config.encoder_layers, config.decoder_layers
     return (
         Layer("first convolution", "2 B T/2 F/2 9 C", 2 * batch * halved * bins_halved * 9 * channels, 1),
         Layer("depthwise convolution", "2 B T' F' 9 C", 2 * rows * bins * 9 * channels, is_dense=False),
         Layer("pointwise convolution", "2 B T' F' C^2", 2 * rows * bins * channels**2),
         Layer("subsampling's output", "2 B T' C F' D", 2 * rows * channels * bins * width),
-        Layer("feed-forward", "L 2 (4 B T' D I)", blocks * 2 * 4 * rows * width * inner),
-        Layer("attention's projections", "L 8 B T' D^2", blocks * 8 * rows * width**2),
-        Layer("attention", "L 4 B T'^2 D", blocks * 4 * rows * encoded * width, is_dense=False),
-        Layer("convolution's gate, output", "L 6 B T' D^2", blocks * 6 * rows * width**2),
-        Layer("depthwise along time", "L 2 B T' K D", blocks * 2 * rows * kernel * width, is_dense=False),
+        Layer("feed-forward", "L 2 (4 N D I)", blocks * 2 * 4 * packed * width * inner),
+        Layer("attention's projections", "L 8 N D^2", blocks * 8 * packed * width**2),
+        Layer("attention", "L 4 sum T'^2 D", blocks * 4 * pairs * width, is_dense=False),
+        Layer("convolution's gate, output", "L 6 N D^2", blocks * 6 * packed * width**2),
+        Layer("depthwise along time", "L 2 N K D", blocks * 2 * packed * kernel * width, is_dense=False),
         Layer("CTC head", "2 B T' D V", 2 * rows * width * vocab_size),
         Layer("decoder's self-attention", "M 8 B U D^2", decoders * 8 * spoken * width**2),
         Layer("its products", "M 4 B U^2 D", decoders * 4 * spoken * (tokens + 1) * width, is_dense=False),
