@@ -37,6 +37,14 @@ for preset in original optimized minimal; do
     done
 done
 
+echo "== beside other toolkits in one run, fp16, effective batches of 8 and 64; growth with length, batch and width"
+for utterances in 8 64; do
+    python3 benchmarks/compare_peers.py --device cuda --mixed_precision --utterances "$utterances" --cuts 1 2 4 8 \
+        --markdown "$folder/peers_$utterances.md"
+done
+python3 benchmarks/growth.py --device cuda --mixed_precision --plot "$folder/growth.png"
+"$(python3 training_scripts/bootstrap.py --extras test)" -m pytest tests/test_host_reads.py
+
 echo "== the plan beside what the allocator gave"
 python3 benchmarks/plan_accuracy.py --full --device cuda
 
