@@ -76,7 +76,7 @@ def compare(flags: Flags) -> str:
         raise UsageError("--shortest must be at least 0.2, and --longest no less.")
     limits = [re.fullmatch(r"([1-9]\d*):([1-9]\d*)", limit) for limit in flags.within]
     if any(limit is None or flags.utterances % int(limit[1]) for limit in limits):
-        raise UsageError("--within takes CUT:MIB such as 2:619, where CUT divides --utterances.")
+        raise UsageError("--within is not CUT:MIB. Give it as 2:619, where CUT divides --utterances.")
     from benchmarks.measuring.peers.comparison import compare_all, entries_of
     from benchmarks.measuring.peers.contest import Terms
 

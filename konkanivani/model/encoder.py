@@ -13,6 +13,8 @@ from konkanivani.model.blocks import BlockRunner, ConformerBlock, TransformerBlo
 from konkanivani.model.dropout import Dropout
 from konkanivani.model.linear import Linear
 
+MOST_PACKED = 8  # utterances: each is an attention and a convolution of its own, which takes long for many short ones
+
 
 class Subsampling(torch.nn.Module):
     """Features (B, T, F) -> (B, T', D) by a convolution and a depthwise-separable one, both 3 x 3 with stride 2.
@@ -50,6 +52,8 @@ class Encoder(torch.nn.Module):
 
     packs = True
     """Whether a CPU runs a batch without its padding; a trace for a card, whose tensors are a CPU's, says no."""
+    packs_as_one = False
+    """Whether a packed batch is one utterance to the blocks: as much memory in fewer operators, for a trace."""
 
     def __init__(self, config: ModelConfig, mel_bins: int) -> None:
         super().__init__()
@@ -77,10 +81,15 @@ class Encoder(torch.nn.Module):
         encoded_lengths = tuple(map(subsampled_length, feature_lengths))
         longest, padding = subsampled_length(features.shape[1]), None
         if min(encoded_lengths) < longest:  # without padding, attention takes its fastest kernel
-            if self.packs and features.device.type == "cpu":
+            if self._can_pack(features, encoded_lengths):
                 return *self._encode_packed(features, encoded_lengths, run_block, chunk_frames), encoded_lengths
             padding = padding_mask(encoded_lengths, longest, features.device)
         return *self.encode(features, padding, run_block, chunk_frames), encoded_lengths
+
+    def _can_pack(self, features: torch.Tensor, lengths: Lengths) -> bool:
+        """Whether this batch is run without its padding; not in half precision, where attention's kernel has hung."""
+        is_whole = features.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+        return self.packs and is_whole and len(lengths) <= MOST_PACKED
 
     def encode(
         self, features: torch.Tensor, padding: torch.Tensor | None, run_block: BlockRunner, chunk_frames: int
@@ -101,7 +110,8 @@ class Encoder(torch.nn.Module):
         tables = self.positions(max(lengths), x)
         positions = tuple(torch.cat([table[:length] for length in lengths]) for table in tables)
         x = self.dropout(torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])[None])
-        outputs = self._through_blocks(x, run_block, positions, None, None, lengths)
+        spans = (sum(lengths),) if self.packs_as_one else lengths
+        outputs = self._through_blocks(x, run_block, positions, None, None, spans)
         return tuple(torch.nn.utils.rnn.pad_sequence(y[0].split(lengths), batch_first=True) for y in outputs)
 
     def _through_blocks(

@@ -146,7 +146,7 @@ def half_precision(scale: float) -> None:
 
 def other_draws(number: int) -> None:
     """One optimizer step draws its dropout from another seed: what a comparison must see."""
-    wrap(step, "seed_step", lambda original: lambda seed, at: original(seed + (at == number), at))
+    wrap(step, "seed_step", lambda original: lambda seed, at, rank: original(seed + (at == number), at, rank))
 
 
 def double_precision() -> None:

@@ -9,7 +9,7 @@ from tests.faults import fuzz
 from tests.faults.fuzz import Fuzzer
 from tests.faults.watching import MOST_GROWTH_MIB, MOST_SECONDS
 
-COUNTS = {"audio": 200, "manifests": 150, "checkpoints": 50, "flags": 60}  # --parts fuzz --full: 18,000 together
+COUNTS = {"audio": 200, "manifests": 150, "checkpoints": 150, "flags": 60}  # --parts fuzz --full: 18,000 together
 OURS = {
     "audio": {"taken", "UnusableAudio", "DataError"},
     "manifests": {"taken", "UnusableAudio", "DataError"},
