@@ -16,13 +16,10 @@ import bootstrap
 
 bootstrap.rerun_under_venv()
 
-import importlib
-import json
-import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal, get_args
 
-from konkanivani.command_line import read_flags, run_script
+from konkanivani.command_line import read_flags
 
 Part = Literal["kills", "signals", "resumes", "files", "room", "numbers", "loaders", "strangers", "fuzz", "peers"]
 
@@ -43,23 +40,9 @@ class Flags:
     """Print one line of JSON for each part instead of tables."""
 
 
-def try_faults(flags: Flags) -> int:
-    """Prints a table for each part; 1 where one failed."""
-    from benchmarks.measuring.faults.effort import Effort
-
-    failed = False
-    for part in flags.parts:
-        # Only the part that is asked for is imported: peers need packages that the others do without.
-        measure = importlib.import_module(f"benchmarks.measuring.faults.{part}").measure
-        with tempfile.TemporaryDirectory(dir=flags.folder, prefix=f"{part}_") as folder:
-            table = measure(Effort(flags.full, Path(folder), flags.seed))
-        print(json.dumps(asdict(table)) if flags.json else f"{table.markdown()}\n", flush=True)
-        failed = failed or bool(table.failures)
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
     flags = read_flags(Flags, sys.argv[1:], Flags())
-    codes: list[int] = []
-    code = run_script(lambda: codes.append(try_faults(flags)) or "")
-    sys.exit(code or codes[0])
+    from benchmarks.measuring.parts import run_parts
+
+    package = "benchmarks.measuring.faults"
+    sys.exit(run_parts(package, flags.parts, flags.full, flags.seed, flags.folder, flags.json))

@@ -74,6 +74,14 @@ def run_script(action: Callable[[], str]) -> int:
 
 
 @contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Drops what the block writes on stdout and stderr."""
+    with open(os.devnull, "w") as out, open(os.devnull, "w") as err:  # two, for whoever asks which one it has
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            yield
+
+
+@contextlib.contextmanager
 def told_once_a_machine() -> Iterator[None]:
     """What the block writes, and what is wrong in it, is told by the first rank of those that torchrun started here.
 
@@ -83,9 +91,8 @@ def told_once_a_machine() -> Iterator[None]:
         yield
         return
     try:
-        with open(os.devnull, "w", encoding="utf-8") as nowhere:
-            with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-                yield
+        with silenced():
+            yield
     except (KonkaniVaniError, SystemExit) as error:
         time.sleep(GRACE_SECONDS)  # torchrun ends all ranks when it sees the first one end, which should have spoken
         raise AlreadyTold(error.exit_code if isinstance(error, KonkaniVaniError) else error.code or 0) from None

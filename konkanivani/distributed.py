@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from konkanivani.command_line import GRACE_SECONDS
+from konkanivani.command_line import GRACE_SECONDS, silenced
 from konkanivani.errors import AlreadyTold, KonkaniVaniError, ResourceError, UsageError
 
 Item = TypeVar("Item")
@@ -301,9 +301,5 @@ def check_same(topology: Topology, digests: Mapping[str, str]) -> None:
 @contextlib.contextmanager
 def only_first_speaks(topology: Topology) -> Iterator[None]:
     """Drops what the block writes on stdout and stderr, but on the first rank."""
-    if topology.is_first:
+    with contextlib.nullcontext() if topology.is_first else silenced():
         yield
-        return
-    with open(os.devnull, "w") as out, open(os.devnull, "w") as err:  # two, for whoever asks which one it has
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            yield

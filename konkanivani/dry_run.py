@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import gc
-import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 
 from konkanivani.budget import MIB
 from konkanivani.checkpoint import LAST, Checkpoint, read_checkpoint
+from konkanivani.command_line import silenced
 from konkanivani.config import TrainConfig
 from konkanivani.differences import differences, relative_difference
 from konkanivani.distributed import read_topology
@@ -108,7 +108,7 @@ def _try_going_on(folder: Path, clock: StageClock) -> float:
 
     The distance of the weights from the third step's save, as a share of their norm: 0 on a CPU, bit for bit.
     """
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # it has been told
+    with silenced():  # it has been told
         start = resolve_start(["--resume", str(folder / SECOND), "--keep_checkpoints", "2"])
         run = build_run(start)
     check_same(run.checkpoint(), start.resumed, "What was resumed is not what was saved")

@@ -1,6 +1,5 @@
 """Loss, WER and CER over a set of utterances, under `no_grad`."""
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -115,15 +114,3 @@ def join_shares(shares: Sequence[HeardShare], loss: LossConfig, seconds: float) 
         scored=tuple(scored),
         seconds=seconds,
     )
-
-
-def evaluate(
-    forward: ForwardPass,
-    batches: Iterable[tuple[Batch, list[Utterance]]],
-    tokenizer: Tokenizer,
-    decode: Decode,
-) -> Evaluation:
-    """The model's losses and error rates over `batches`, as `hear` hears them."""
-    started = time.perf_counter()
-    heard = hear(forward, batches, tokenizer, decode)
-    return join_shares([heard], forward.loss, time.perf_counter() - started)
