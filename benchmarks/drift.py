@@ -24,7 +24,7 @@ from typing import Literal
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.config import PRESETS, DataConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from konkanivani.errors import UsageError
-from konkanivani.flags import check_config
+from konkanivani.rules import check_config
 
 SHORTEST, LONGEST = 0.5, 60.0
 

@@ -19,30 +19,21 @@ bootstrap.rerun_under_venv()
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from benchmarks.measuring.parts import PartsFlags, run_parts
 from konkanivani.command_line import read_flags
 
 Part = Literal["kills", "signals", "resumes", "files", "room", "numbers", "loaders", "strangers", "fuzz", "peers"]
 
 
 @dataclass(frozen=True)
-class Flags:
+class Flags(PartsFlags):
     """What is tried."""
 
     parts: tuple[Part, ...] = tuple(part for part in get_args(Part) if part != "peers")
     """Kinds of faults; peers (how others fare, in an environment of their own) only where it is named."""
-    full: bool = False
-    """The counts of docs/reliability.md; some parts then take an hour."""
-    seed: int = 0
-    """Instants, bits and bytes follow from it."""
-    folder: str | None = None
-    """Where the runs lie (None: a temporary folder, removed at the end)."""
-    json: bool = False
-    """Print one line of JSON for each part instead of tables."""
 
 
 if __name__ == "__main__":
     flags = read_flags(Flags, sys.argv[1:], Flags())
-    from benchmarks.measuring.parts import run_parts
-
     package = "benchmarks.measuring.faults"
-    sys.exit(run_parts(package, flags.parts, flags.full, flags.seed, flags.folder, flags.json))
+    sys.exit(run_parts(package, flags.parts, flags))

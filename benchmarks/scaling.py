@@ -18,32 +18,23 @@ bootstrap.rerun_under_venv()
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from benchmarks.measuring.parts import PartsFlags, run_parts
 from konkanivani.command_line import read_flags
 
 Part = Literal["law", "kills", "overhead", "speed", "traffic"]
 
 
 @dataclass(frozen=True)
-class Flags:
+class Flags(PartsFlags):
     """What is tried."""
 
     parts: tuple[Part, ...] = get_args(Part)
     """law: worlds of 1, 2 and 4 against one process; kills: ranks killed under torchrun; overhead: of the distributed
     path in a world of one; speed: 1, 2 and 4 processes on the same cores (alone on the machine); traffic: by a
     model of the network."""
-    full: bool = False
-    """The counts of docs/scaling.md."""
-    seed: int = 0
-    """Instants follow from it."""
-    folder: str | None = None
-    """Where the runs lie (None: a temporary folder, removed at the end)."""
-    json: bool = False
-    """Print one line of JSON for each part instead of tables."""
 
 
 if __name__ == "__main__":
     flags = read_flags(Flags, sys.argv[1:], Flags())
-    from benchmarks.measuring.parts import run_parts
-
     package = "benchmarks.measuring.scaling"
-    sys.exit(run_parts(package, flags.parts, flags.full, flags.seed, flags.folder, flags.json))
+    sys.exit(run_parts(package, flags.parts, flags))

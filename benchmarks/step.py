@@ -23,7 +23,7 @@ from typing import Literal
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.config import PRESETS, DataConfig, MemoryConfig, RunConfig, TrainConfig
 from konkanivani.errors import UsageError
-from konkanivani.flags import check_config
+from konkanivani.rules import check_config
 
 
 @dataclass(frozen=True)

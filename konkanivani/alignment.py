@@ -6,6 +6,8 @@ for German End-to-end Speech Recognition.
 T' encoder frames, V vocabulary, U tokens.
 """
 
+import statistics
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +15,15 @@ import torchaudio
 
 from konkanivani.ctc_operator import BLANK
 from konkanivani.lengths import ctc_frames_needed, encoder_frame_seconds
+from konkanivani.pieces import Piece
 from konkanivani.text import Tokenizer
 from konkanivani.transcript import Word
 
 # Seconds by which the middle of the frame that says a word's first letter lies after the word's beginning, and by which
-# a word goes on after its last letter was said. Medians over the built-in validation set (docs/transcribing.md).
-FIRST_LETTER_LAG, AFTER_LAST_LETTER = 0.14, 0.06
+# a word goes on after its last letter was said: those of a model of which nothing is known yet.
+FIRST_LETTER_LAG, AFTER_LAST_LETTER = 0.1, 0.06
+LONGEST_LAG = 0.5  # seconds; beyond, what begins or ends there is no speech
+MOST_LAGS = 100  # pieces, the latest ones
 
 
 @dataclass(frozen=True)
@@ -49,30 +54,23 @@ def align_tokens(log_probabilities: torch.Tensor, tokens: list[int]) -> list[Ali
     return [AlignedToken(span.token, span.start, span.end, span.score) for span in spans]
 
 
-def timed_words(aligned: list[AlignedToken], tokenizer: Tokenizer, seconds: float) -> list[Word]:
-    """The words of the aligned tokens, their times within the `seconds` of the waveform that they were heard in.
-
-    CTC says a token late, in a frame or two, and not for as long as it sounds. So a word begins a fixed time before its
-    first letter is said, and ends where the next one begins, or a fixed time after its last letter where there is a
-    pause.
-    """
-    words = _grouped(aligned, tokenizer)
-    starts = [encoder_frame_seconds(word.letters[0].first) - FIRST_LETTER_LAG for word in words]
-    ends = [encoder_frame_seconds(word.letters[-1].end - 1) + AFTER_LAST_LETTER for word in words]
-    timed, earliest = [], 0.0
-    for place, word in enumerate(words):
-        start = min(max(starts[place], earliest), seconds)
-        end = min(ends[place], starts[place + 1] if place + 1 < len(words) else seconds)
-        earliest = min(max(end, start), seconds)
-        timed.append(Word(word.text, start, earliest, word.confidence))
-    return timed
-
-
 @dataclass(frozen=True)
-class _TokensOfWord:
+class SpokenTokens:
+    """A word by its tokens; its `letters` are these without a word-boundary mark that stands alone."""
+
     text: str
     tokens: tuple[AlignedToken, ...]
-    letters: tuple[AlignedToken, ...]  # without a word-boundary mark that stands alone
+    letters: tuple[AlignedToken, ...]
+
+    @property
+    def first_letter(self) -> float:
+        """Where its first letter is said, in seconds."""
+        return encoder_frame_seconds(self.letters[0].first)
+
+    @property
+    def last_letter(self) -> float:
+        """Where its last letter is said, in seconds."""
+        return encoder_frame_seconds(self.letters[-1].end - 1)
 
     @property
     def confidence(self) -> float | None:
@@ -81,7 +79,7 @@ class _TokensOfWord:
         return None if None in probabilities else sum(probabilities) / len(probabilities)
 
 
-def _grouped(aligned: list[AlignedToken], tokenizer: Tokenizer) -> list[_TokensOfWord]:
+def words_of(aligned: list[AlignedToken], tokenizer: Tokenizer) -> list[SpokenTokens]:
     """The tokens word by word, as `Tokenizer.decode` would put spaces between them; special tokens are left out."""
     groups: list[list[AlignedToken]] = []
     for token in aligned:
@@ -95,5 +93,59 @@ def _grouped(aligned: list[AlignedToken], tokenizer: Tokenizer) -> list[_TokensO
         letters = tuple(token for token in tokens if tokenizer.decode([token.token]))
         if letters:
             text = tokenizer.decode([token.token for token in tokens])
-            words.append(_TokensOfWord(text, tuple(tokens), letters))
+            words.append(SpokenTokens(text, tuple(tokens), letters))
     return words
+
+
+class Lags:
+    """How late a model says words, learnt from the pauses of a recording as it goes by.
+
+    CTC says a token late, in a frame or two, and not for as long as it sounds; how late, each training settles anew and
+    nothing in the loss asks for. But the first word after a pause begins where the sound does, and the last one before
+    a pause ends with it. The medians over the latest pieces are taken for all words.
+    """
+
+    def __init__(self) -> None:
+        self._first: deque[float] = deque(maxlen=MOST_LAGS)
+        self._last: deque[float] = deque(maxlen=MOST_LAGS)
+
+    def learn(self, words: list[SpokenTokens], piece: Piece) -> None:
+        """Takes in a piece's words, and where its speech begins and ends; words spread evenly tell nothing."""
+        if not words or words[0].confidence is None:
+            return
+        if piece.speech_start is not None:
+            _add(self._first, piece.start + words[0].first_letter - piece.speech_start)
+        if piece.speech_end is not None:
+            _add(self._last, piece.speech_end - piece.start - words[-1].last_letter)
+
+    @property
+    def first_letter(self) -> float:
+        """Seconds from where a word begins to where its first letter is said."""
+        return statistics.median(self._first) if self._first else FIRST_LETTER_LAG
+
+    @property
+    def after_last_letter(self) -> float:
+        """Seconds from where a word's last letter is said to where the word ends, if no other one begins before."""
+        return statistics.median(self._last) if self._last else AFTER_LAST_LETTER
+
+
+def _add(lags: deque[float], lag: float) -> None:
+    if 0 <= lag <= LONGEST_LAG:
+        lags.append(lag)
+
+
+def timed_words(words: list[SpokenTokens], lags: Lags, seconds: float) -> list[Word]:
+    """The words with their times within the `seconds` of the waveform that they were heard in.
+
+    A word begins a lag before its first letter is said, and ends where the next one begins, or a lag after its last
+    letter where there is a pause.
+    """
+    starts = [word.first_letter - lags.first_letter for word in words]
+    ends = [word.last_letter + lags.after_last_letter for word in words]
+    timed, earliest = [], 0.0
+    for place, word in enumerate(words):
+        start = min(max(starts[place], earliest), seconds)
+        end = min(ends[place], starts[place + 1] if place + 1 < len(words) else seconds)
+        earliest = min(max(end, start), seconds)
+        timed.append(Word(word.text, start, earliest, word.confidence))
+    return timed

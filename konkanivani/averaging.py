@@ -10,9 +10,11 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.checkpoint import BEST, EPOCH_NAME, LAST, PREVIOUS, Checkpoint
+from konkanivani.checkpoint import Checkpoint
+from konkanivani.checkpointer import BEST, EPOCH_NAME, LAST, PREVIOUS
 from konkanivani.errors import CheckpointError
-from konkanivani.flags import config_from_text, settings_of
+from konkanivani.flags import config_from_text
+from konkanivani.settings import settings_of
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import re
 from konkanivani.errors import UsageError
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
 def parse_budget(text: str) -> int:

@@ -21,11 +21,11 @@ from konkanivani.audio import FEATURES, MEL_BINS
 from konkanivani.augment import FrontEnd
 from konkanivani.config import AugmentConfig, ModelConfig, TrainConfig
 from konkanivani.errors import CheckpointError, DataError, ResourceError, UsageError
-from konkanivani.flags import check_config, config_from_text
+from konkanivani.flags import config_from_text
 from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.rules import check_config
 from konkanivani.speech_model import SpeechModel, check_finite, is_within_bounds
 from konkanivani.text import Tokenizer
-from konkanivani.whole_file import whole_file
 
 FORMAT = 1
 SUFFIX = ".safetensors"
@@ -59,12 +59,6 @@ def is_bundle(path: Path) -> bool:
             return file.read(9)[8:] == b"{"  # JSON after eight bytes of its length
     except OSError:
         return False
-
-
-def write_bundle(path: Path, speech_model: SpeechModel) -> None:
-    """Writes the model's bundle whole or not at all; a ResourceError says why it cannot be."""
-    with whole_file(path) as partial:
-        partial.write_bytes(bundle_bytes(speech_model))
 
 
 def bundle_bytes(speech_model: SpeechModel) -> bytes:

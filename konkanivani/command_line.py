@@ -99,11 +99,13 @@ def told_once_a_machine() -> Iterator[None]:
 
 
 def end_script(code: int) -> NoReturn:
-    """Ends the process; after a signal without the second of work in which Python frees what torch has imported.
+    """Ends the process; after a signal, and as one of torchrun's ranks, without Python freeing what it holds.
 
-    Whoever sends a signal counts the seconds until SIGKILL, and what was to be saved is saved.
+    That takes a second, and whoever sends a signal counts the seconds until SIGKILL. In a rank gloo's threads outlive
+    dist.destroy_process_group where weights were dealt, and 1 of 48 such ends was an abort (PyTorch's issue
+    190489). What was to be saved is saved.
     """
-    if code > 128:
+    if code > 128 or "RANK" in os.environ:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()

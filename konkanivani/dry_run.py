@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from konkanivani.budget import MIB
-from konkanivani.checkpoint import LAST, Checkpoint, read_checkpoint
+from konkanivani.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.checkpointer import LAST
 from konkanivani.command_line import silenced
 from konkanivani.config import TrainConfig
 from konkanivani.differences import differences, relative_difference
@@ -95,7 +96,7 @@ def _try_steps(start: Start, clock: StageClock) -> tuple[Estimate, int]:
             evaluation = _few(run).evaluate(run.step.forward, run.decode)
             clock.done("validation", f"{count(len(evaluation.scored), 'utterance')}, loss {evaluation.loss:.2f}")
         saved = read_checkpoint(_kept(run, SECOND))
-        check_same(run.checkpoint(), saved, "What was saved is not what is read back")
+        check_equal(run.checkpoint(), saved, "What was saved is not what is read back")
         compared = sum(isinstance(value, torch.Tensor) for state in saved.states.values() for value in state.values())
         clock.done("saved", f"read back equal, {count(compared, 'tensor')}, {estimate.checkpoint_mib:.0f} MiB")
         train(_until(run, run.state.step + 1))
@@ -111,13 +112,13 @@ def _try_going_on(folder: Path, clock: StageClock) -> float:
     with silenced():  # it has been told
         start = resolve_start(["--resume", str(folder / SECOND), "--keep_checkpoints", "2"])
         run = build_run(start)
-    check_same(run.checkpoint(), start.resumed, "What was resumed is not what was saved")
+    check_equal(run.checkpoint(), start.resumed, "What was resumed is not what was saved")
     with run.logbook:
         train(_until(run, run.state.step + 1))
     undisturbed, resumed = (read_checkpoint(folder / name) for name in (THIRD, LAST))
     difference = relative_difference(undisturbed, resumed)
     if run.step.forward.device.type == "cpu" or difference > CLOSE:
-        check_same(undisturbed, resumed, "A step after resuming is not the step without")
+        check_equal(undisturbed, resumed, "A step after resuming is not the step without")
     exactly = "the same, bit for bit" if difference == 0 else f"the same to {difference:.1g}"
     clock.done("resumed", f"step {run.state.step} after it is {exactly}")
     return difference
@@ -158,7 +159,7 @@ def _estimate(run: Run, steps_before: int) -> Estimate:
     )
 
 
-def check_same(one: Checkpoint, other: Checkpoint, what: str) -> None:
+def check_equal(one: Checkpoint, other: Checkpoint, what: str) -> None:
     """Raises a CheckpointError where two states differ by a bit."""
     found = differences(one, other)
     if found:

@@ -1,6 +1,7 @@
 """One class per exit code. Every message says what happened, where, why, and what to do about it.
 
-Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 resources, 130 SIGINT, 143 SIGTERM.
+Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 resources, 129 SIGHUP, 130 SIGINT, 143
+SIGTERM.
 """
 
 

@@ -1,53 +1,20 @@
-"""The settings of `config.py` as command-line flags and as text, and the rules between them. No torch here."""
+"""The settings of `config.py` as command-line flags and as text. No torch here."""
 
 import ast
 import dataclasses
-from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from konkanivani.budget import parse_budget
-from konkanivani.command_line import parse_share, read_flags
-from konkanivani.config import (
-    PRESETS,
-    AugmentConfig,
-    DataConfig,
-    DecodingConfig,
-    ModelConfig,
-    RunConfig,
-    TrainConfig,
-)
-from konkanivani.decibels import parse_snr
+from konkanivani.command_line import read_flags
+from konkanivani.config import PRESETS, AugmentConfig, TrainConfig
 from konkanivani.errors import CheckpointError, UsageError
 from konkanivani.problems import Problems
+from konkanivani.rules import check_config
+from konkanivani.settings import Setting, settings_of, with_setting
 
 # These say how this one process starts; a checkpoint's values for them are never taken over.
 SESSION_FLAGS = ("resume", "fresh", "init_from", "replan", "dry_run")
 # These say how a manifest's audio is used, and nothing without it.
 MANIFEST_OF = {"rir_share": "rir_manifest", "noise_snr": "noise_manifest", "noise_share": "noise_manifest"}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One flag with its value, found by walking a configuration."""
-
-    group: str
-    name: str
-    value: object
-
-
-def settings_of(config: TrainConfig) -> list[Setting]:
-    """Every flag of `config`, in the order of the command line's help."""
-    return [
-        Setting(group.name, leaf.name, getattr(getattr(config, group.name), leaf.name))
-        for group in dataclasses.fields(config)
-        for leaf in dataclasses.fields(getattr(config, group.name))
-    ]
-
-
-def with_setting(config: TrainConfig, setting: Setting) -> TrainConfig:
-    """`config` with one flag changed."""
-    group = dataclasses.replace(getattr(config, setting.group), **{setting.name: setting.value})
-    return dataclasses.replace(config, **{setting.group: group})
 
 
 def config_to_text(config: TrainConfig) -> str:
@@ -146,57 +113,6 @@ def check_idle_flags(augment: AugmentConfig, arguments: list[str]) -> None:
             raise UsageError(f"--{name} does nothing without --{manifest}: give both, or leave it out.")
 
 
-def check_config(config: TrainConfig) -> None:
-    """Raises a UsageError that lists every setting that cannot work, each with what is allowed."""
-    problems = Problems()
-    finite = [s.name for s in settings_of(config) if isinstance(s.value, float) and not abs(s.value) < float("inf")]
-    rules = [
-        *_model_rules(config.model),
-        *_data_rules(config.data),
-        *_augment_rules(config.augment),
-        *_learning_rules(config),
-        *_run_rules(config.run),
-        Rule(not finite, f"{', '.join('--' + name for name in finite)} must be a finite number"),
-    ]
-    with problems.noted():
-        raise_broken(rules)
-    with problems.noted():
-        parse_share(config.data.max_rejected, "--max_rejected")
-    with problems.noted():
-        if config.memory.memory_budget is not None:
-            parse_budget(config.memory.memory_budget)
-    with problems.noted():
-        parse_snr(config.augment.noise_snr)
-    problems.raise_all()
-
-
-def check_decoding(config: DecodingConfig) -> None:
-    """Raises a UsageError that lists every setting of a search that cannot work."""
-    numbers = config.joint_ctc_weight, config.length_bonus, config.language_model_weight
-    rules = [
-        Rule(config.beam >= 1, "--beam must be at least 1"),
-        Rule(0 < config.joint_ctc_weight < 1, "--joint_ctc_weight must be between 0 and 1"),
-        Rule(config.language_model_weight >= 0, "--language_model_weight must be at least 0"),
-        Rule(
-            config.length_bonus == 0 or config.decode in ("attention", "joint") or config.language_model is not None,
-            "--length_bonus works with --decode attention or joint, or with a --language_model",
-        ),
-        Rule(all(abs(number) < float("inf") for number in numbers), "every weight must be a finite number"),
-        Rule(
-            config.language_model is None or config.decode != "greedy",
-            "--language_model works with --decode prefix, attention or joint",
-        ),
-    ]
-    raise_broken(rules)
-
-
-def raise_broken(rules: list["Rule"]) -> None:
-    """Raises a UsageError that lists the rules that do not hold."""
-    broken = [rule.message for rule in rules if not rule.holds]
-    if broken:
-        raise UsageError("These flags cannot work: " + "; ".join(broken) + ".")
-
-
 def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
     """What in `asked` a run of `stored` cannot go on with: its shape, its tokens, its effective batch."""
     pairs = zip(settings_of(stored), settings_of(asked), strict=True)
@@ -211,111 +127,6 @@ def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
             f"and {stored.window_size} in the checkpoint"
         )
     return found
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Whether a rule holds, and what to tell where it does not."""
-
-    holds: bool
-    message: str
-
-
-def _model_rules(model: ModelConfig) -> list[Rule]:
-    heads, width = model.attention_heads, model.d_model
-    return [
-        Rule(
-            min(width, model.encoder_layers, model.decoder_layers, heads) > 0,
-            "--d_model, --encoder_layers, --decoder_layers and --attention_heads must be at least 1",
-        ),
-        Rule(
-            heads > 0 and width % (2 * heads) == 0,
-            f"--d_model {width} must be a multiple of twice --attention_heads {heads}",
-        ),
-        Rule(model.resolved_feedforward_dim > 0, "--feedforward_dim must be at least 1"),
-        Rule(model.convolution_kernel > 0 and model.convolution_kernel % 2 == 1, "--convolution_kernel must be odd"),
-        Rule(model.subsampling_channels > 0, "--subsampling_channels must be at least 1"),
-        Rule(0 <= model.dropout < 1, "--dropout must be at least 0 and below 1"),
-    ]
-
-
-def _data_rules(data: DataConfig) -> list[Rule]:
-    return [
-        Rule(
-            min(data.gradient_accumulation_steps, 1 if data.batch_size == "auto" else data.batch_size) > 0,
-            "--batch_size and --gradient_accumulation_steps must be at least 1",
-        ),
-        Rule(
-            data.effective_batch_size is None or data.effective_batch_size > 0,
-            "--effective_batch_size must be at least 1",
-        ),
-        Rule(0 < data.train_subset <= 100, "--train_subset is a percentage: above 0, at most 100"),
-        Rule(0 <= data.min_duration < data.max_duration, "--min_duration must be below --max_duration"),
-        Rule(
-            min(data.max_validation_duration, data.validation_batch_seconds, data.loader_timeout) > 0,
-            "--max_validation_duration, --validation_batch_seconds and --loader_timeout must be above 0",
-        ),
-        Rule(data.max_tokens > 0, "--max_tokens must be at least 1"),
-        Rule(0 <= data.num_workers <= 64, "--num_workers must be between 0 and 64"),
-    ]
-
-
-def _augment_rules(augment: AugmentConfig) -> list[Rule]:
-    speeds = augment.speed_perturbation
-    return [
-        Rule(
-            len(speeds) > 0 and all(0.5 <= speed <= 2 for speed in speeds),
-            "--speed_perturbation takes speeds between 0.5 and 2",
-        ),
-        Rule(
-            augment.frequency_masks >= 0 and 0 <= augment.frequency_mask_bins <= 80,
-            "--frequency_masks must be at least 0 and --frequency_mask_bins between 0 and 80",
-        ),
-        Rule(
-            augment.time_masks >= 0 and 0 <= augment.time_mask_share <= 1,
-            "--time_masks must be at least 0 and --time_mask_share between 0 and 1",
-        ),
-        Rule(
-            0 <= augment.rir_share <= 1 and 0 <= augment.noise_share <= 1,
-            "--rir_share and --noise_share must be between 0 and 1",
-        ),
-        Rule(0 <= augment.gain <= 40, "--gain must be between 0 and 40 dB"),
-    ]
-
-
-def _learning_rules(config: TrainConfig) -> list[Rule]:
-    loss, optimizer = config.loss, config.optimizer
-    return [
-        Rule(config.text.vocab_size > 4, "--vocab_size must be above 4"),
-        Rule(0 <= loss.ctc_weight <= 1, "--ctc_weight must be between 0 and 1"),
-        Rule(0 <= loss.intermediate_ctc_weight < 1, "--intermediate_ctc_weight must be at least 0 and below 1"),
-        Rule(0 <= loss.label_smoothing < 1, "--label_smoothing must be at least 0 and below 1"),
-        Rule(optimizer.learning_rate > 0, "--learning_rate must be above 0"),
-        Rule(
-            min(optimizer.warmup_steps, optimizer.weight_decay) >= 0,
-            "--warmup_steps and --weight_decay must be at least 0",
-        ),
-        Rule(optimizer.max_grad_norm > 0, "--max_grad_norm must be above 0"),
-        Rule(config.memory.empty_cache_interval >= 0, "--empty_cache_interval must be at least 0"),
-    ]
-
-
-def _run_rules(run: RunConfig) -> list[Rule]:
-    starts = [run.resume is not None, run.fresh or run.init_from is not None]
-    return [
-        Rule(run.epochs > 0, "--epochs must be at least 1"),
-        Rule(run.max_steps is None or run.max_steps > 0, "--max_steps must be at least 1"),
-        Rule(run.early_stop_epochs is None or run.early_stop_epochs > 0, "--early_stop_epochs must be at least 1"),
-        Rule(0 <= run.seed < 2**63, "--seed must be between 0 and 2^63 - 1"),
-        Rule(min(run.save_minutes, run.save_steps) >= 0, "--save_minutes and --save_steps must be at least 0"),
-        Rule(run.rank_timeout > 0, "--rank_timeout must be above 0"),
-        Rule(run.keep_checkpoints >= 2, "--keep_checkpoints must be at least 2"),
-        Rule(
-            run.run_name not in ("", ".", "..") and "/" not in run.run_name and "\0" not in run.run_name,
-            "--run_name must be a plain folder name",
-        ),
-        Rule(not all(starts), "--resume goes on with a run, --fresh and --init_from begin one: give one of them"),
-    ]
 
 
 def _has_type(setting: Setting) -> bool:

@@ -34,15 +34,18 @@ DIP = 20  # steps: within speech the cut is in the middle of the quietest so man
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch (S,) of a recording; its `start`, `core_start` and `core_end` are seconds from the recording's start.
+    """A stretch (S,) of a recording; its times are seconds from the recording's start.
 
-    Where speech was cut, neighbours overlap: a word belongs to the piece in whose core the word's middle lies.
+    Where speech was cut, neighbours overlap: a word belongs to the piece in whose core the word's middle lies. Where it
+    was not, `speech_start` is where sound begins after a pause, `speech_end` where it ends before one; else None.
     """
 
     waveform: torch.Tensor
     start: float
     core_start: float
     core_end: float
+    speech_start: float | None
+    speech_end: float | None
 
     @property
     def end(self) -> float:
@@ -96,7 +99,14 @@ def cut_into_pieces(blocks: Iterable[torch.Tensor], cutting: Cutting) -> Iterato
         if is_cut:
             end = stream.quietest_step(cut, start + cutting.longest - overlap)
         waveform = stream.samples(start, end + overlap if is_cut else end)
-        yield Piece(waveform, start / STEPS_A_SECOND, cut / STEPS_A_SECOND, end / STEPS_A_SECOND)
+        yield Piece(
+            waveform,
+            start / STEPS_A_SECOND,
+            core_start=cut / STEPS_A_SECOND,
+            core_end=end / STEPS_A_SECOND,
+            speech_start=None if is_within_speech else int(loud[0]) / STEPS_A_SECOND,
+            speech_end=None if is_cut else speech_end / STEPS_A_SECOND,
+        )
         cut, is_within_speech = end, is_cut
 
 

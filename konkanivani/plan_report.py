@@ -11,16 +11,15 @@ from multiprocessing import get_context
 
 import torch
 
-from konkanivani.budget import MIB, budget_text, peak_text
+from konkanivani.budget import GIB, MIB, budget_text, peak_text
 from konkanivani.config import PRESETS, ModelConfig, TrainConfig
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.plan import BucketPlan
 from konkanivani.memory.planner import ALWAYS, MOST_UTTERANCES, NEVER, Planner
-from konkanivani.run_plan import ONE_RANK, Ranks, build_tracer, check_state, costs_among, traffic_bytes
+from konkanivani.run_plan import ONE_RANK, Ranks, build_traces, check_state, costs_among, traffic_bytes
 
 BUCKETS = (2.0, 5.0, 10.0, 20.0)
-GIB = 2**30
 TABLE_BUDGETS = (2.0, 4.0, 8.0, 14.7, 24.0)
 # Of Konkani read aloud: 15 characters a second at the most, and a subword holds at least two and a half of them.
 TOKENS_PER_SECOND = {"char": 15, "bpe": 6, "unigram": 6}
@@ -134,8 +133,8 @@ class Question:
 
     def planner(self) -> Planner:
         """A planner of this configuration."""
-        tracer = build_tracer(self.config, self.config.text.vocab_size, self.costs)
-        return Planner(tracer, self.budget, TOKENS_PER_SECOND[self.config.text.tokenizer_type])
+        traces = build_traces(self.config, self.config.text.vocab_size, self.costs)
+        return Planner(traces, self.budget, TOKENS_PER_SECOND[self.config.text.tokenizer_type])
 
     @property
     def policy(self) -> RecomputePolicy:
@@ -156,7 +155,7 @@ def _frame(question: Question) -> Frame:
     planner, config = question.planner(), question.config
     longest, at_once = config.data.max_validation_duration, config.data.validation_batch_seconds
     _, peak = planner.validation_seconds(longest, _tokens(config, longest), at_once)
-    return Frame(planner.tracer.state(), peak, planner.tracer.is_half)
+    return Frame(planner.traces.tracer.state(), peak, planner.traces.tracer.is_half)
 
 
 def _two_processes() -> ProcessPoolExecutor:
@@ -208,7 +207,7 @@ def _cells(question: Question, budgets: tuple[float, ...]) -> list[str]:
     planner, config, policy, cells = question.planner(), question.config, question.policy, []
     for gib in budgets:
         planner.budget = int(gib * GIB)
-        if planner.tracer.state() + planner.beside() > planner.budget:
+        if planner.traces.tracer.state() + planner.beside() > planner.budget:
             cells.append("- / -")
             continue
         at_once = planner.largest_batch(10.0, _tokens(config, 10.0), policy, MOST_UTTERANCES).utterances

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from konkanivani.config import MemoryConfig
-from konkanivani.distributed import Topology, joined, only_first_speaks, read_topology
+from konkanivani.distributed import Topology, only_first_speaks, read_topology
 from konkanivani.errors import ResourceError, UsageError
 from konkanivani.memory.card import Card, read_card
+from konkanivani.process_group import joined
 from konkanivani.wording import count
 
 TORCH_RANGE = ">=2.10,<2.12"  # that of setup.cfg; a test holds the two together

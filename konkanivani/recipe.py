@@ -6,7 +6,8 @@ import torch
 
 from konkanivani.assembly import build_forward, build_front_end, build_step_parts
 from konkanivani.budget import MIB, budget_text, parse_budget, peak_text
-from konkanivani.checkpoint import Checkpoint, Checkpointer, Stateful, first_free_name, load_states
+from konkanivani.checkpoint import Checkpoint, Stateful, load_states
+from konkanivani.checkpointer import Checkpointer, first_free_name
 from konkanivani.config import TrainConfig
 from konkanivani.data.batching import EpochPlanner, same_size
 from konkanivani.data.loading import WindowStream
@@ -23,6 +24,7 @@ from konkanivani.memory.plan import MemoryPlan
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.optimizer import OptimizerState
 from konkanivani.preflight import announce_card, choose_device
+from konkanivani.records import Resumed
 from konkanivani.run_plan import Ranks, costs_of, needs_sharding, plan_sentences, resolve_plan
 from konkanivani.run_speech import RunSpeech, build_speech, loader_config, sizes_of
 from konkanivani.sharding import Whole
@@ -34,6 +36,7 @@ from konkanivani.training.progress import Progress
 from konkanivani.training.run import Run
 from konkanivani.training.state import TrainState
 from konkanivani.training.step import StepParts, recomputing
+from konkanivani.training.utilisation import Utilisation
 from konkanivani.weights import take_over
 
 REJECTED = "rejected.jsonl"
@@ -93,7 +96,8 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
     validation = speech.validation
     if plan and validation:
         validation = validation.within(plan.validation_seconds)
-    logbook = Logbook(run_directory, resumed_step=state.step, resumed_skips=state.skipped_steps)
+    resumed = Resumed(state.step, state.skipped_steps, state.epochs_finished)
+    logbook = Logbook(run_directory, resumed=resumed)
     logbook.log_settings(config_to_text(config))
     return Run(
         config=config.run,
@@ -113,6 +117,7 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
         logbook=logbook,
         interruption=Interruption(topology),
         progress=Progress(state.step, step.total_steps),
+        utilisation=Utilisation(config.model, speech.tokenizer.size, device, step.forward.amp_dtype or torch.float32),
         topology=topology,
     )
 

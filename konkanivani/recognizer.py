@@ -12,17 +12,17 @@ from typing import Literal
 import numpy as np
 import torch
 
-from konkanivani.alignment import align_tokens, timed_words
+from konkanivani.alignment import Lags, align_tokens, timed_words, words_of
 from konkanivani.audio import stream_audio, stream_samples
 from konkanivani.audio_file import AudioSource
 from konkanivani.bundle import is_bundle, read_bundle
 from konkanivani.checkpoint import read_checkpoint
 from konkanivani.config import DecodingConfig
 from konkanivani.decoding.decode import Decode, build_decode
-from konkanivani.flags import check_decoding
 from konkanivani.lengths import SAMPLE_RATE, encoded_length
 from konkanivani.pieces import Cutting, Piece, cut_into_pieces, cutting_of
 from konkanivani.preflight import choose_device
+from konkanivani.rules import check_decoding
 from konkanivani.speech_model import SpeechModel, speech_model_of
 from konkanivani.transcript import Segment, Transcript, Word
 
@@ -60,14 +60,15 @@ class Recognizer:
     def _segments_of(self, blocks: Iterable[torch.Tensor]) -> Iterator[Segment]:
         pieces = cut_into_pieces(blocks, self.cutting)
         audible = (piece for piece in pieces if encoded_length(len(piece.waveform)))
+        lags = Lags()
         for batch in _batches(audible):
-            for words in self._recognize(batch):
+            for words in self._recognize(batch, lags):
                 if words:
                     yield Segment(tuple(words))
 
     @torch.no_grad()
-    def _recognize(self, pieces: list[Piece]) -> list[list[Word]]:
-        """The words in each piece's core, their times those of the recording."""
+    def _recognize(self, pieces: list[Piece], lags: Lags) -> list[list[Word]]:
+        """The words in each piece's core, their times those of the recording, by the lags of all pieces so far."""
         lengths = tuple(len(piece.waveform) for piece in pieces)
         waveforms = torch.nn.utils.rnn.pad_sequence([piece.waveform for piece in pieces], batch_first=True)
         encoded, encoded_lengths = self.speech_model.encode(waveforms, lengths)
@@ -75,9 +76,9 @@ class Recognizer:
         found = []
         for piece, row, length, tokens in zip(pieces, encoded, encoded_lengths, hypotheses, strict=True):
             log_probabilities = self.speech_model.model.ctc_head(row[:length]).float().log_softmax(dim=-1)
-            aligned = align_tokens(log_probabilities, tokens)
-            words = timed_words(aligned, self.speech_model.tokenizer, piece.end - piece.start)
-            found.append(_words_of_core(words, piece))
+            words = words_of(align_tokens(log_probabilities, tokens), self.speech_model.tokenizer)
+            lags.learn(words, piece)
+            found.append(_words_of_core(timed_words(words, lags, piece.end - piece.start), piece))
         return found
 
 

@@ -15,6 +15,22 @@ def tagged(tag: str, default: Any = MISSING) -> Any:
 
 
 @dataclass(frozen=True)
+class Resumed:
+    """What a run goes on from: the step, the windows skipped and the epochs validated on the way.
+
+    Windows are skipped between two steps, and an epoch is validated behind its last one: whether before or after the
+    checkpoint, their own counts say.
+    """
+
+    step: int = 0
+    skipped_steps: int = 0
+    epochs_finished: int = 0
+
+
+FROM_NOTHING = Resumed()
+
+
+@dataclass(frozen=True)
 class PhaseMemory:
     """Memory in MiB at the end of a phase ("start", "data", "forward", "backward", "update", "log", "validation",
     "save").
@@ -40,8 +56,9 @@ class StepRecord:
     """One optimizer step. Losses are per token; `scale` is 1.0 without a scaler.
 
     `seconds` is the step's wall time, `waiting_seconds` what of it passed until its data was there. `splits` counts how
-    often it ran out of memory and was begun again in smaller pieces. The periodic clearing of the cache on CUDA: how
-    often in this step, and the seconds spent in it; None on a CPU.
+    often it ran out of memory and was begun again in smaller pieces. `model_flops_utilisation` is its share of the
+    arithmetic that the device can do, `gpu_utilisation` of the time in which the card worked; both of one rank. The
+    periodic clearing of the cache on CUDA: how often in this step, and the seconds spent in it; None on a CPU.
     """
 
     step: int
@@ -61,6 +78,8 @@ class StepRecord:
     seconds: float | None = tagged("speed/step_seconds")
     splits: int | None = tagged("memory/splits")
     waiting_seconds: float | None = tagged("speed/waiting_for_data_seconds", default=None)
+    model_flops_utilisation: float | None = tagged("speed/model_flops_utilisation", default=None)
+    gpu_utilisation: float | None = tagged("speed/gpu_utilisation", default=None)
     cache_clearings: int | None = tagged("memory/cache_clearings", default=None)
     cache_clearing_seconds: float | None = tagged("memory/cache_clearing_seconds", default=None)
     memory: tuple[PhaseMemory, ...] = ()

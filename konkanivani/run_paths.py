@@ -66,6 +66,12 @@ def nearest_folder(path: Path) -> Path:
     return next((place for place in (path, *path.parents) if os.path.exists(place)), Path("."))
 
 
+def cache_folder() -> Path | None:
+    """Where what can be found out again is kept for other runs: a folder of this person's, who may have none."""
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(folder) / "konkanivani" if os.path.isabs(folder) else None
+
+
 def _check_manifest(flag: str, path: Path) -> None:
     try:
         mode = os.stat(path).st_mode

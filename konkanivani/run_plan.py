@@ -1,9 +1,11 @@
 """The memory plan of a run, from its utterances, its settings and its device; or the checkpoint's again."""
 
 import dataclasses
+import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from konkanivani.audio import MEL_BINS
 from konkanivani.budget import MIB, budget_text, parse_budget, peak_text
 from konkanivani.config import PRESETS, ModelConfig, TextConfig, TrainConfig
 from konkanivani.data.utterance import Utterance
+from konkanivani.digests import digest_of_code
 from konkanivani.distributed import BUCKET_BYTES
 from konkanivani.errors import ResourceError
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
@@ -20,9 +23,12 @@ from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
 from konkanivani.memory.planner import Planner, plan_bucket
 from konkanivani.memory.tracer import Load, StepTracer
+from konkanivani.memory.traces import Traces
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
+from konkanivani.model.product import is_onednn_preferred
 from konkanivani.optimizer import STATE_BYTES
 from konkanivani.preflight import measure_context
+from konkanivani.run_paths import cache_folder
 from konkanivani.sharding import held_bytes
 
 BUCKET_RATIO = 0.7  # of the longest utterances of neighbouring buckets
@@ -78,8 +84,12 @@ def resolve_plan(
     rate = float(train.tokens.sum() / train.seconds.sum())
     costs = costs_among(costs_of(device), config.model, vocab_size, ranks)
     check_state(config, vocab_size, costs, budget)
-    planner = Planner(build_tracer(config, vocab_size, costs), budget, rate)
-    plan = _plan_buckets(config, planner, conditions, train, validation)
+    traces, path = build_traces(config, vocab_size, costs), traces_path(config, vocab_size, costs)
+    if path:
+        traces.read(path)
+    plan = _plan_buckets(config, Planner(traces, budget, rate), conditions, train, validation)
+    if path:
+        traces.write(path)
     _check_every_utterance_fits(plan.buckets, train, config, budget)
     return plan
 
@@ -146,6 +156,24 @@ def build_tracer(config: TrainConfig, vocab_size: int, costs: DeviceCosts) -> St
     )
 
 
+def build_traces(config: TrainConfig, vocab_size: int, costs: DeviceCosts) -> Traces:
+    """The traces of this configuration's step, none made yet."""
+    blocks = len(_shape_only(config.model, vocab_size).blocks)
+    return Traces(lambda: build_tracer(config, vocab_size, costs), blocks, costs)
+
+
+def traces_path(config: TrainConfig, vocab_size: int, costs: DeviceCosts) -> Path | None:
+    """Where the traces of this configuration's step are kept, by a digest of all that they depend on; None: nowhere."""
+    folder = cache_folder()
+    if folder is None:
+        return None
+    precision = config.memory.mixed_precision, config.memory.amp_dtype
+    step = config.model, vocab_size, config.augment, config.loss, config.optimizer, precision
+    device = costs.is_cuda, costs.rounding, is_onednn_preferred()
+    depends = repr((step, device, digest_of_code(), torch.__version__))
+    return folder / f"traces_{hashlib.sha256(depends.encode()).hexdigest()[:32]}.json"
+
+
 def check_state(config: TrainConfig, vocab_size: int, costs: DeviceCosts, budget: int) -> None:
     """A ResourceError where the model's state alone, gradients included, is beyond the budget."""
     state, beside = _state_bytes(config.model, vocab_size) + costs.among_ranks, costs.workspace + costs.context
@@ -193,22 +221,22 @@ def _plan_buckets(
         buckets.append(plan_bucket(planner, edge, tokens, config.memory.gradient_checkpointing, most))
     costliest = max(buckets, key=lambda bucket: bucket.peak)
     load = Load(max(1, costliest.utterances), costliest.seconds, costliest.tokens)
-    peak = planner.traced(load, RecomputePolicy.first(costliest.recomputed_blocks))
+    peak = planner.traces.peak(load, RecomputePolicy.first(costliest.recomputed_blocks))
     seconds, validation_peak = config.data.validation_batch_seconds, 0
     if validation is not None:
         longest = float(validation.seconds.max())
         seconds, validation_peak = planner.validation_seconds(longest, int(validation.tokens.max()), seconds)
-    beside = planner.tracer.costs.beside - planner.tracer.costs.context
+    beside = planner.traces.costs.beside - planner.traces.costs.context
     return MemoryPlan(
         conditions=conditions,
         budget=planner.budget,
-        context=planner.tracer.costs.context,
+        context=planner.traces.costs.context,
         buckets=tuple(buckets),
         validation_seconds=seconds,
         forward=peak.forward + beside,
         backward=peak.backward + beside,
         update=peak.update + beside,
-        validation=max(0, validation_peak - planner.tracer.costs.context),
+        validation=max(0, validation_peak - planner.traces.costs.context),
     )
 
 
@@ -216,7 +244,7 @@ def most_at_once(config: TrainConfig, planner: Planner, seconds: float) -> int:
     """The most utterances of so many seconds that go at once, whatever the memory."""
     if config.data.batch_size != "auto":
         return config.data.batch_size
-    if planner.tracer.costs.is_cuda:
+    if planner.traces.costs.is_cuda:
         return config.window_size
     return int(np.clip(MOST_CPU_SECONDS // seconds, 1, config.window_size))
 

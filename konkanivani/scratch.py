@@ -9,8 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 from konkanivani.errors import Interrupted
-
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+from konkanivani.signals import held_signals, stopping_signals
 
 
 @contextlib.contextmanager
@@ -37,16 +36,16 @@ class _Stop(BaseException):
 
 @contextlib.contextmanager
 def stopping_at_signals() -> Iterator[None]:
-    """SIGINT and SIGTERM end the block at once; what it cleans up on the way out is not disturbed by another one."""
-    came = []
+    """A stopping signal ends the block at once; what it cleans up on the way out is not disturbed by another one."""
+    came, stopping = [], stopping_signals()
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        for each in STOPPING:
+        for each in stopping:
             signal.signal(each, signal.SIG_IGN)
         came.append(number)
         raise _Stop
 
-    before = {number: signal.signal(number, stop) for number in STOPPING}
+    before = {number: signal.signal(number, stop) for number in stopping}
     try:
         yield
     except _Stop:
@@ -57,13 +56,3 @@ def stopping_at_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def held_signals() -> Iterator[None]:
-    """Keeps SIGINT and SIGTERM back until the end of the block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

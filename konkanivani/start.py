@@ -4,15 +4,17 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from konkanivani.checkpoint import Checkpoint, Checkpointer, read_checkpoint
+from konkanivani.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.checkpointer import Checkpointer
 from konkanivani.config import RunConfig, TrainConfig
 from konkanivani.disk import check_disk
 from konkanivani.distributed import ALONE, Topology, from_first
 from konkanivani.errors import CheckpointError, UsageError
-from konkanivani.flags import check_idle_flags, contradictions, is_given, parse_flags, settings_of
-from konkanivani.logbook import LOG_NAME
+from konkanivani.flags import check_idle_flags, contradictions, is_given, parse_flags
+from konkanivani.json_log import LOG_NAME
 from konkanivani.preflight import choose_device, choose_precision
 from konkanivani.run_paths import check_paths, manifests_of
+from konkanivani.settings import settings_of
 from konkanivani.speech_model import settings_of_weights
 from konkanivani.stages import Tell, say_nothing
 from konkanivani.training.interruption import RunLock, check_nobody_trains

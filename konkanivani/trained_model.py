@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from konkanivani.assembly import build_forward, build_front_end
-from konkanivani.checkpoint import BEST, LAST, Checkpoint, load_states, read_checkpoint
+from konkanivani.checkpoint import Checkpoint, load_states, read_checkpoint
+from konkanivani.checkpointer import BEST, LAST
 from konkanivani.command_line import parse_share
 from konkanivani.config import DecodingConfig, TrainConfig
 from konkanivani.data.manifest import Manifest

@@ -100,6 +100,12 @@ def write_surroundings(directory: Path) -> tuple[str, ...]:
     return (*noise, "--rir_manifest", str(directory / "rir.jsonl"), "--rir_share", "0.5", "--gain", "3")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A cache folder of the tests' own: nothing of the person's is read or written."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     """26 training utterances (so that windows of 4 leave a ragged one), 5 for validation, 5 for testing."""

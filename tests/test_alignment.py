@@ -1,15 +1,27 @@
 """Word times: the alignment against brute force, the arithmetic of frames, and words of tokens."""
 
+import dataclasses
 import itertools
 import math
 
 import pytest
 import torch
 
-from konkanivani.alignment import AFTER_LAST_LETTER, FIRST_LETTER_LAG, AlignedToken, align_tokens, timed_words
+from konkanivani.alignment import (
+    AFTER_LAST_LETTER,
+    FIRST_LETTER_LAG,
+    LONGEST_LAG,
+    AlignedToken,
+    Lags,
+    align_tokens,
+    timed_words,
+    words_of,
+)
 from konkanivani.lengths import HOP_SAMPLES, SAMPLE_RATE, encoded_length, encoder_frame_seconds
 from konkanivani.model.encoder import Subsampling
+from konkanivani.pieces import Piece
 from konkanivani.text import Tokenizer, train_tokenizer
+from konkanivani.transcript import Word
 
 TEXTS = ["एक दोन तीन", "चार पांच", "उदक घर शाळा", "बाजार आवय", "एक घर"]
 
@@ -80,10 +92,15 @@ def spikes(tokens: list[int], every: int = 5) -> list[AlignedToken]:
     return [AlignedToken(t, every * place, every * place + 1, 1 / (place + 1)) for place, t in enumerate(tokens)]
 
 
+def timed(aligned: list[AlignedToken], tokenizer: Tokenizer, seconds: float) -> list[Word]:
+    """The words' times by a model of which nothing is known."""
+    return timed_words(words_of(aligned, tokenizer), Lags(), seconds)
+
+
 def test_words_are_those_of_the_text(tokenizer):
     for text in TEXTS:
         tokens = tokenizer.encode(text)
-        words = timed_words(spikes([tokenizer.start, *tokens, tokenizer.end]), tokenizer, 60.0)
+        words = timed(spikes([tokenizer.start, *tokens, tokenizer.end]), tokenizer, 60.0)
         assert [word.text for word in words] == text.split()
         assert " ".join(word.text for word in words) == tokenizer.decode(tokens)
         assert all(0 <= word.start <= word.end <= 60 and 0 < word.confidence <= 1 for word in words)
@@ -95,14 +112,14 @@ def test_a_word_begins_before_its_first_letter_is_said_and_ends_with_the_next_or
     tokens = tokenizer.encode("एक घर")
     assert [tokenizer.piece(token) for token in tokens] == ["▁", "ए", "क", "▁", "घ", "र"]
     aligned = [AlignedToken(t, f, f + 1, 0.5) for t, f in zip(tokens, (1, 8, 12, 13, 15, 20), strict=True)]
-    first, second = timed_words(aligned, tokenizer, 5.0)
+    first, second = timed(aligned, tokenizer, 5.0)
     assert first.start == pytest.approx(encoder_frame_seconds(8) - FIRST_LETTER_LAG)
     assert second.start == first.end == pytest.approx(encoder_frame_seconds(15) - FIRST_LETTER_LAG)
     assert second.end == pytest.approx(encoder_frame_seconds(20) + AFTER_LAST_LETTER)
     assert (first.confidence, second.confidence) == (0.5, 0.5)
     # A pause between them belongs to neither, though the mark of the boundary is said before it.
     late = [*aligned[:4], *(AlignedToken(a.token, a.first + 50, a.end + 50, None) for a in aligned[4:])]
-    first, second = timed_words(late, tokenizer, 5.0)
+    first, second = timed(late, tokenizer, 5.0)
     assert first.end == pytest.approx(encoder_frame_seconds(12) + AFTER_LAST_LETTER)
     assert second.start == pytest.approx(encoder_frame_seconds(65) - FIRST_LETTER_LAG)
     assert second.confidence is None
@@ -113,8 +130,36 @@ def test_times_stay_within_the_waveform_and_in_order():
     tokens = tokenizer.encode("एक घर आवय")
     crowded = [AlignedToken(t, place / 4, place / 4, None) for place, t in enumerate(tokens)]
     for seconds in (0.05, 0.1, 1.0):
-        times = [t for word in timed_words(crowded, tokenizer, seconds) for t in (word.start, word.end)]
+        times = [t for word in timed(crowded, tokenizer, seconds) for t in (word.start, word.end)]
         assert times == sorted(times) and times[0] >= 0 and times[-1] <= seconds
         assert not any(math.isnan(t) for t in times)
     only_marks = [AlignedToken(tokens[0], 0, 1, 1.0), AlignedToken(tokenizer.unknown, 1, 2, 1.0)]
-    assert timed_words(only_marks, tokenizer, 1.0) == []
+    assert timed(only_marks, tokenizer, 1.0) == []
+
+
+def piece_from(start: float, speech_start: float | None, speech_end: float | None) -> Piece:
+    return Piece(torch.zeros(5 * SAMPLE_RATE), start, start, start + 5, speech_start, speech_end)
+
+
+def test_lags_are_learnt_where_speech_begins_and_ends_at_pauses():
+    tokenizer = train_tokenizer(TEXTS, "char", 40)
+    words = words_of(spikes(tokenizer.encode("एक घर")), tokenizer)  # letters in frames 5, 10 and 20, 25
+    first, last = encoder_frame_seconds(5), encoder_frame_seconds(25)
+    lags = Lags()
+    for first_lag, last_lag in ((0.1, 0.3), (0.2, 0.2), (0.3, 0.25)):
+        lags.learn(words, piece_from(40.0, 40 + first - first_lag, 40 + last + last_lag))
+    assert (lags.first_letter, lags.after_last_letter) == (pytest.approx(0.2), pytest.approx(0.25))
+    one, other = timed_words(words, lags, 5.0)
+    assert (one.start, one.end, other.end) == pytest.approx((first - 0.2, other.start, last + 0.25))
+    # Nothing is learnt where speech was cut, of a piece without words, where sound that is no speech goes before, nor
+    # of words that CTC cannot have said.
+    spread = [dataclasses.replace(token, probability=None) for token in spikes(tokenizer.encode("एक घर"))]
+    for known, piece in (
+        (words, piece_from(0.0, None, None)),
+        ([], piece_from(0.0, 0.0, 1.0)),
+        (words_of(spread, tokenizer), piece_from(0.0, first, last)),
+        (words, piece_from(0.0, first - LONGEST_LAG - 0.01, last + LONGEST_LAG + 0.01)),
+        (words, piece_from(0.0, first + 0.01, last - 0.01)),
+    ):
+        lags.learn(known, piece)
+    assert (lags.first_letter, lags.after_last_letter) == (pytest.approx(0.2), pytest.approx(0.25))

@@ -14,7 +14,8 @@ import pytest
 import soundfile
 import torch
 
-from konkanivani.checkpoint import LAST, Checkpoint, Checkpointer, read_checkpoint, write_checkpoint
+from konkanivani.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from konkanivani.checkpointer import LAST, Checkpointer
 from konkanivani.data.checking import Limits, reason_to_reject
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.utterance import Utterance

@@ -9,21 +9,11 @@ from pathlib import Path
 import pytest
 import soundfile
 
-from konkanivani.data import builtin_corpus
-from konkanivani.data.builtin_corpus import (
-    TEST_VOICES,
-    TRAIN_VOICES,
-    VALID_VOICES,
-    CorpusPlan,
-    CorpusSize,
-    SpokenSentence,
-    build_builtin_corpus,
-    plan_corpus,
-    read_patterns,
-    synthesize_corpus,
-)
+from konkanivani.data.builtin_corpus import CorpusPlan, CorpusSize, build_builtin_corpus, plan_corpus
+from konkanivani.data.builtin_patterns import pattern_sentences, read_patterns
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.speech_synthesis import SpeakingStyle, SpeechSynthesizer, reads_signs_by_name
+from konkanivani.data.spoken_sentences import TEST_VOICES, TRAIN_VOICES, VALID_VOICES, SpokenSentence
 from konkanivani.errors import DataError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.text import normalize_text
 
@@ -86,12 +76,12 @@ def test_seen_and_unseen_patterns_are_marked_truly(size):
     plan, book = plan_corpus(size), read_patterns()
 
     def pattern_of(sentence: SpokenSentence, patterns: tuple[str, ...]) -> str:
-        return next(p for p in patterns if sentence.text in set(builtin_corpus.pattern_sentences(p, book.slots)))
+        return next(p for p in patterns if sentence.text in set(pattern_sentences(p, book.slots)))
 
     trained = {sentence.text for sentence in plan.train}
     for sentence in plan.test[:: max(1, size.test // 6)]:
         pattern = pattern_of(sentence, book.unseen if sentence.pattern == "unseen" else book.seen)
-        in_training = trained & set(builtin_corpus.pattern_sentences(pattern, book.slots))
+        in_training = trained & set(pattern_sentences(pattern, book.slots))
         assert bool(in_training) == (sentence.pattern == "seen"), sentence.text
     assert sum(sentence.pattern == "unseen" for sentence in plan.test) == size.test // 2
     assert all(sentence.pattern == "seen" for sentence in plan.train + plan.valid)
@@ -208,13 +198,6 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     with pytest.raises(UsageError, match="something else is there"):
         build_builtin_corpus(tmp_path, MINIATURE)
     assert (tmp_path / "mine.txt").read_text() == "kept"
-
-
-def test_any_sentences_can_be_spoken(synthesizer, tmp_path):
-    sentences = ["हांव घरा वतां", "तूं खंय वता"]
-    utterances = list(read_manifest(synthesize_corpus(sentences, tmp_path, name="more")))
-    assert [utterance.text for utterance in utterances] == sentences
-    assert all(Path(utterance.audio_path).is_file() for utterance in utterances)
 
 
 def test_what_is_missing_is_a_resource_error(tmp_path, monkeypatch):

@@ -16,8 +16,8 @@ from konkanivani.decoding.hypothesis import Hypothesis
 from konkanivani.decoding.prefix_beam import prefix_beam_search
 from konkanivani.decoding.prefix_scorer import CTCPrefixScorer, PrefixState
 from konkanivani.errors import UsageError
-from konkanivani.flags import check_decoding
 from konkanivani.lengths import Lengths, ctc_frames_needed
+from konkanivani.rules import check_decoding
 
 BOUND = 1e-9
 EVERY_PREFIX = 400  # more than there are of 5 frames and 3 tokens

@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,6 +40,7 @@ from tests.laws.parts import speeches, window
 TWO = Topology(rank=1, world=2, local_rank=1, local_world=2)
 SHAPE = PRESETS["original"]
 GIB = 2**30
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_a_world_of_one_answers_at_once():
@@ -156,6 +160,18 @@ def test_a_second_signal_does_not_end_a_rank_that_saves(monkeypatch):
         interruption._handle(signal.SIGTERM, None)
         assert interruption.is_requested()
     assert ended == [143]  # only the process that trains alone
+
+
+@pytest.mark.parametrize(("rank", "code"), [({"RANK": "1"}, 0), ({}, -signal.SIGABRT)])
+def test_a_rank_ends_before_what_python_frees_at_an_exit_can_abort(rank, code):
+    """Without a rank's place the same process aborts: the negative control."""
+    script = (
+        "import atexit, os; from konkanivani.command_line import end_script; "
+        "atexit.register(os.abort); print('told', end=''); end_script(0)"
+    )
+    alone = {name: value for name, value in os.environ.items() if name != "RANK"}
+    ended = subprocess.run([sys.executable, "-c", script], env=alone | rank, cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (code, "told")
 
 
 def test_only_a_machines_first_rank_tells_what_is_wrong_with_the_command_line(monkeypatch, capsys):

@@ -22,7 +22,7 @@ from benchmarks.measuring.eight_bits import WAYS, Way, measure_ways
 from konkanivani import bundle, onnx_export
 from konkanivani.audio import FEATURES, MEL_BINS, LogMel
 from konkanivani.augment import FrontEnd
-from konkanivani.bundle import Contents, is_bundle, read_bundle, write_bundle
+from konkanivani.bundle import Contents, bundle_bytes, is_bundle, read_bundle
 from konkanivani.checkpoint import Checkpoint, write_checkpoint
 from konkanivani.config import AugmentConfig, ModelConfig, TrainConfig
 from konkanivani.errors import CheckpointError, NumericsError, ResourceError
@@ -119,7 +119,7 @@ def spoken(seconds: float, seed: int = 0) -> torch.Tensor:
 def path(speech_model: SpeechModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sound bundle."""
     path = tmp_path_factory.mktemp("bundle") / "model.safetensors"
-    write_bundle(path, speech_model)
+    path.write_bytes(bundle_bytes(speech_model))
     return path
 
 
@@ -131,7 +131,7 @@ class TestBundle:
     )
     def test_what_is_read_is_what_was_written(self, shape, tmp_path):
         wanted = dataclasses.replace(speech_model_of_shape(shape), longest_seconds=12.5, digits="spell")
-        write_bundle(tmp_path / "a", wanted)
+        (tmp_path / "a").write_bytes(bundle_bytes(wanted))
         found = read_bundle(tmp_path / "a", CPU)
         assert found.model.config == shape and not found.model.training
         assert (found.tokenizer.model, found.longest_seconds, found.digits) == (wanted.tokenizer.model, 12.5, "spell")
@@ -139,7 +139,7 @@ class TestBundle:
         assert weights.keys() == wanted.model.state_dict().keys()
         assert all(torch.equal(weights[name], tensor) for name, tensor in wanted.model.state_dict().items())
         check_bundle(found, wanted, tmp_path / "a")
-        write_bundle(tmp_path / "b", found)
+        (tmp_path / "b").write_bytes(bundle_bytes(found))
         assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
         assert sorted(tmp_path.iterdir()) == [tmp_path / "a", tmp_path / "b"]
 
@@ -279,7 +279,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("kind", ["none", *CHANGES])
 def test_a_forged_bundle_is_refused_in_a_sentence(kind, speech_model, tmp_path):
-    write_bundle(tmp_path / "sound", speech_model)
+    (tmp_path / "sound").write_bytes(bundle_bytes(speech_model))
     with safetensors.safe_open(tmp_path / "sound", framework="pt") as file:
         description = json.loads(file.metadata()["konkanivani"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}
@@ -299,7 +299,7 @@ def test_weights_that_are_not_finite_are_not_written(tmp_path):
     with torch.no_grad():
         broken.model.ctc_head.bias[3] = math.inf
     with pytest.raises(CheckpointError, match="ctc_head.bias of .* are not finite"):
-        write_bundle(tmp_path / "bundle", broken)
+        (tmp_path / "bundle").write_bytes(bundle_bytes(broken))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.checkpoint import LAST, read_checkpoint
+from konkanivani.checkpoint import read_checkpoint
+from konkanivani.checkpointer import LAST
 from konkanivani.config import ModelConfig
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.errors import CheckpointError

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
-from konkanivani.model.attention import RotaryPositions, SelfAttention
+from konkanivani.model.attention import FrameLayout, RotaryPositions, SelfAttention
 from konkanivani.model.linear import linear_of
 
 WAYS = [(with_norm, activated) for with_norm in (False, True) for activated in (False, True)]
@@ -108,7 +108,7 @@ def test_attention_is_that_of_queries_and_keys_turned_by_their_positions(causal)
     if causal:
         scores = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), float("-inf"))
     expected = attention.output(torch.einsum("bhts,bshe->bthe", scores.softmax(-1), value).flatten(2))
-    found = attention(x, norm, RotaryPositions(4)(7, x))
+    found = attention(x, norm, FrameLayout(RotaryPositions(4)(7, x)))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     parameters = [x, *attention.parameters(), *norm.parameters()]
     for one, other in zip(

@@ -1,5 +1,6 @@
 """The logbook: every number comes back, each step is there once, and no failing disk stops training."""
 
+import io
 import json
 import math
 import os
@@ -16,10 +17,20 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
+from konkanivani import appended_file
 from konkanivani import logbook as logbook_module
-from konkanivani.logbook import Logbook, hypotheses_table, tagged_numbers
+from konkanivani.event_file import hypotheses_table, tagged_numbers
+from konkanivani.logbook import Logbook
 from konkanivani.pictures import BIN_HEIGHT, ROW_HEIGHT, RULER_HEIGHT, colour, draw_utterance, most_active_tokens
-from konkanivani.records import HypothesisPair, PhaseMemory, SpectrogramRecord, StepRecord, ValidationRecord
+from konkanivani.records import (
+    FROM_NOTHING,
+    HypothesisPair,
+    PhaseMemory,
+    Resumed,
+    SpectrogramRecord,
+    StepRecord,
+    ValidationRecord,
+)
 
 
 def a_step(step: int, loss: float | None = 0.1) -> StepRecord:
@@ -158,14 +169,25 @@ def test_lines_past_the_resumed_step_and_torn_lines_are_cut(tmp_path):
     kept = log.read_bytes().splitlines(keepends=True)[:6]
     assert json.loads(kept[-1]) == json.loads(json.dumps({"kind": "validation"} | asdict(a_validation(4))))
     log.write_bytes(b"\0\0\n[1]\nnull\n{}\n\xff\n" + log.read_bytes() + b'{"kind": "step", "step": 3, "lo')
-    Logbook(tmp_path, resumed_step=4).close()
+    Logbook(tmp_path, resumed=Resumed(step=4, epochs_finished=3)).close()
     assert log.read_bytes() == b"".join(kept)
     assert [path.name for path in tmp_path.glob("*.partial")] == []
 
 
+def test_a_validation_that_no_checkpoint_knows_of_is_made_and_logged_anew(tmp_path):
+    """A process that was killed between logging its third epoch's validation and saving it."""
+    with Logbook(tmp_path) as logbook:
+        logbook.log(a_step(6))
+        logbook.log(replace(a_validation(6), epoch=2))
+        logbook.log(a_validation(6))
+    with Logbook(tmp_path, resumed=Resumed(step=6, epochs_finished=2)) as logbook:
+        logbook.log(a_validation(6))
+    assert [(line["kind"], line["epoch"]) for line in lines_of(tmp_path)][1:] == [("validation", 2), ("validation", 3)]
+
+
 def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"kind": "step", "step": 1}')
-    with Logbook(tmp_path, resumed_step=1) as logbook:
+    with Logbook(tmp_path, resumed=Resumed(step=1)) as logbook:
         logbook.log(a_step(2))
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
 
@@ -185,7 +207,7 @@ def test_resumed_step_zero_begins_a_fresh_log(tmp_path):
 def test_each_step_is_in_the_curves_once_after_kills_and_resumes(tmp_path):
     """Three processes within the same second, the second one back to an older checkpoint."""
     for resumed, last in ((0, 9), (6, 12), (4, 10)):
-        logbook = Logbook(tmp_path, resumed_step=resumed)  # never closed: killed
+        logbook = Logbook(tmp_path, resumed=Resumed(step=resumed, epochs_finished=3))  # never closed: killed
         for step in range(resumed + 1, last + 1):
             logbook.log(a_step(step, loss=step + resumed / 100))
             if step % 3 == 0:
@@ -205,7 +227,7 @@ def test_a_resumed_file_sorts_after_one_from_a_clock_that_ran_ahead(tmp_path):
     with Logbook(tmp_path) as logbook:
         logbook.log(a_step(1))
     next(tmp_path.glob("*.konkanivani")).rename(ahead)
-    with Logbook(tmp_path, resumed_step=0) as logbook:
+    with Logbook(tmp_path, resumed=FROM_NOTHING) as logbook:
         logbook.log(a_step(1, loss=5.0))
     assert [event.value for event in events_of(tmp_path).Scalars("loss/total")] == [5.0]
 
@@ -334,7 +356,7 @@ def test_a_read_only_disk_stops_nothing_and_a_late_cut_is_made_up_for(small_disk
         for step in (1, 2, 3):
             logbook.log(a_step(step))
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with Logbook(small_disk, resumed_step=2, warn=warnings_heard.append) as logbook:
+    with Logbook(small_disk, resumed=Resumed(step=2), warn=warnings_heard.append) as logbook:
         logbook.log(a_step(3, loss=7.0))
         logbook.flush()
         assert len(warnings_heard) == 2 and all("Read-only" in text for text in warnings_heard)
@@ -346,16 +368,16 @@ def test_a_read_only_disk_stops_nothing_and_a_late_cut_is_made_up_for(small_disk
 
 
 def test_an_interruption_in_the_middle_of_a_write_takes_the_half_back(tmp_path, monkeypatch):
-    class Interrupting(logbook_module.io.FileIO):
+    class Interrupting(io.FileIO):
         def write(self, data):
             super().write(data[:10])
             raise KeyboardInterrupt
 
     path = tmp_path / "log"
-    logbook_module.append_whole(path, b"whole\n")
-    monkeypatch.setattr(logbook_module, "open", lambda path, mode, buffering: Interrupting(path, mode), raising=False)
+    appended_file.append_whole(path, b"whole\n")
+    monkeypatch.setattr(appended_file, "open", lambda path, mode, buffering: Interrupting(path, mode), raising=False)
     with pytest.raises(KeyboardInterrupt):
-        logbook_module.append_whole(path, b"a record that is cut short\n")
+        appended_file.append_whole(path, b"a record that is cut short\n")
     assert path.read_bytes() == b"whole\n"
 
 

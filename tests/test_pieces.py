@@ -167,3 +167,14 @@ def test_no_more_than_a_minute_is_read_ahead():
         if count == 50:
             break
     assert read < 120
+
+
+def test_where_speech_begins_and_ends_is_told_of_pauses_only():
+    quiet = noise(1.0, level=0.001, seed=1)
+    recording = torch.cat([quiet, noise(2.0), quiet, noise(9.0, seed=2), quiet])
+    first, *cut_apart = cut(recording, longest=4.0)
+    assert (first.speech_start, first.speech_end) == pytest.approx((1.0, 3.0), abs=0.03)
+    assert len(cut_apart) >= 3
+    assert cut_apart[0].speech_start == pytest.approx(4.0, abs=0.03)
+    assert cut_apart[-1].speech_end == pytest.approx(13.0, abs=0.03)
+    assert {piece.speech_start for piece in cut_apart[1:]} == {piece.speech_end for piece in cut_apart[:-1]} == {None}

@@ -15,6 +15,7 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs, find_gpu
 from konkanivani.memory.planner import ALWAYS, NEVER, Planner, plan_bucket
 from konkanivani.memory.tracer import Load, StepTracer
+from konkanivani.memory.traces import Traces
 from konkanivani.plan_report import plan_for, plan_presets
 from konkanivani.run_plan import build_tracer, check_state
 from tests.conftest import TINY_MODEL, run_script
@@ -29,7 +30,11 @@ def tracer_of(model: ModelConfig, costs: DeviceCosts = NOTHING_BESIDE, half: boo
 
 
 def planner_of(model: ModelConfig, budget: str) -> Planner:
-    return Planner(tracer_of(model), parse_budget(budget), tokens_per_second=10.0)
+    return planner_on(tracer_of(model), parse_budget(budget))
+
+
+def planner_on(tracer: StepTracer, budget: int) -> Planner:
+    return Planner(Traces(lambda: tracer, tracer.blocks, tracer.costs), budget, tokens_per_second=10.0)
 
 
 def test_recomputing_needs_less_and_more_audio_needs_more():
@@ -55,8 +60,8 @@ def test_the_largest_batch_fits_and_one_utterance_more_does_not(seconds, policy)
     planner = planner_of(SMALL, "48MiB")
     plan = planner.largest_batch(seconds, round(10 * seconds), policy, most=512)
     assert plan.utterances > 1
-    fits = planner.tracer.trace(Load(plan.utterances, seconds, plan.tokens), policy).bytes
-    more = planner.tracer.trace(Load(plan.utterances + 1, seconds, plan.tokens), policy).bytes
+    fits = planner.traces.tracer.trace(Load(plan.utterances, seconds, plan.tokens), policy).bytes
+    more = planner.traces.tracer.trace(Load(plan.utterances + 1, seconds, plan.tokens), policy).bytes
     assert fits == plan.peak <= planner.budget < more
 
 
@@ -72,11 +77,11 @@ def test_auto_recomputes_as_few_blocks_as_the_budget_asks_for():
     tracer, load = tracer_of(PRESETS["minimal"]), Load(1, 20.0, 200)
     peaks = [tracer.trace(load, RecomputePolicy.first(count)).bytes for count in range(tracer.blocks + 1)]
     for count in (0, 1, 3):
-        planner = Planner(tracer, peaks[count], tokens_per_second=10.0)
+        planner = planner_on(tracer, peaks[count])
         plan = plan_bucket(planner, 20.0, 200, "auto", most=1)
         assert (plan.utterances, plan.recomputed_blocks, plan.peak) == (1, count, peaks[count])
-    assert plan_bucket(Planner(tracer, peaks[1], 10.0), 20.0, 200, "never", most=1).utterances == 0
-    assert plan_bucket(Planner(tracer, peaks[-1] - 1, 10.0), 20.0, 200, "auto", most=1).utterances == 0
+    assert plan_bucket(planner_on(tracer, peaks[1]), 20.0, 200, "never", most=1).utterances == 0
+    assert plan_bucket(planner_on(tracer, peaks[-1] - 1), 20.0, 200, "auto", most=1).utterances == 0
 
 
 def test_no_more_go_at_once_than_are_asked_for():
@@ -94,7 +99,7 @@ def test_a_card_rounds_and_takes_workspaces_and_a_context():
     here, there = tracer_of(SMALL), tracer_of(SMALL, costs)
     load = Load(2, 5.0, 50)
     assert here.trace(load, NEVER).bytes < there.trace(load, NEVER).bytes < 1.1 * here.trace(load, NEVER).bytes
-    planner = Planner(there, 2**32, 10.0)
+    planner = planner_on(there, 2**32)
     assert planner.peak(load, NEVER) - there.trace(load, NEVER).bytes == costs.workspace + costs.context
     assert cuda_costs("H100", (9, 0)).workspace > costs.workspace > 8 * MIB
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.checkpoint import LAST, read_checkpoint, write_checkpoint
+from konkanivani.checkpoint import read_checkpoint, write_checkpoint
+from konkanivani.checkpointer import LAST
 from konkanivani.chunks import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
 from konkanivani.command_line import is_out_of_memory
 from konkanivani.data.batch import Batch, split_batch

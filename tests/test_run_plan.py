@@ -10,7 +10,8 @@ import torch
 
 from konkanivani import run_plan
 from konkanivani.budget import parse_budget
-from konkanivani.checkpoint import LAST, read_checkpoint
+from konkanivani.checkpoint import read_checkpoint
+from konkanivani.checkpointer import LAST
 from konkanivani.config import TrainConfig
 from konkanivani.data.batch import Speech
 from konkanivani.data.batching import SizeLimit, cut_window
@@ -139,11 +140,11 @@ def test_a_resumed_run_reuses_its_plan_and_replan_makes_a_new_one(corpus, tmp_pa
     shutil.copytree(tmp_path, tmp_path.with_name("copy"))
     resumed = (*run_folders(tmp_path), "--max_steps", "3", "--resume", "auto")
 
-    def no_tracing(*_):
+    def no_planning(*_):
         raise AssertionError("a new plan is made")
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_plan, "build_tracer", no_tracing)
+        patch.setattr(run_plan, "Planner", no_planning)
         run = build_run(resolve_start(list(resumed)))
         assert run.plan == stored
         train(run)

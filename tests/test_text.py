@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from konkanivani.checkpoint import LAST, read_checkpoint
+from konkanivani.checkpoint import read_checkpoint
+from konkanivani.checkpointer import LAST
 from konkanivani.errors import DataError, UsageError
 from konkanivani.recipe import build_run
 from konkanivani.start import resolve_start

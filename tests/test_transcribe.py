@@ -18,8 +18,8 @@ import torch
 
 from konkanivani.audio import load_audio
 from konkanivani.audio_file import AudioSource
-from konkanivani.bundle import write_bundle
-from konkanivani.checkpoint import BEST
+from konkanivani.bundle import bundle_bytes
+from konkanivani.checkpointer import BEST
 from konkanivani.errors import CheckpointError, UsageError
 from konkanivani.metrics import error_rates
 from konkanivani.pieces import cutting_of
@@ -145,7 +145,7 @@ def test_files_arrays_and_tensors_are_heard_alike(trained, tmp_path):
 
 
 def test_a_bundle_hears_what_its_checkpoint_hears(trained, tmp_path):
-    write_bundle(tmp_path / "tones.safetensors", trained.recognizer.speech_model)
+    (tmp_path / "tones.safetensors").write_bytes(bundle_bytes(trained.recognizer.speech_model))
     bundled = load_recognizer(tmp_path / "tones.safetensors", device="cpu")
     assert bundled.transcribe(tones(WORDS[:4])) == trained.recognizer.transcribe(tones(WORDS[:4]))
 

@@ -9,8 +9,9 @@ import pytest
 import soundfile
 
 from benchmarks.measuring.spoken_words import check_speech, matches, summary
-from konkanivani.data.builtin_corpus import CorpusSize, SpokenSentence, plan_corpus, spoken_waveform
+from konkanivani.data.builtin_corpus import CorpusSize, plan_corpus
 from konkanivani.data.speech_synthesis import SpeakingStyle, SpeechSynthesizer, SpokenWord, SpokenWords
+from konkanivani.data.spoken_sentences import SpokenSentence, spoken_waveform
 from konkanivani.data.utterance import Utterance
 from konkanivani.errors import DataError
 from konkanivani.transcript import Word

@@ -15,15 +15,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from konkanivani.command_line import read_flags, run_script, told_once_a_machine
+from konkanivani.command_line import end_script, read_flags, run_script, told_once_a_machine
 from konkanivani.config import DecodingConfig
 from konkanivani.data.manifest import read_manifest
 from konkanivani.errors import UsageError
-from konkanivani.flags import check_decoding
 from konkanivani.heard import Heard, other_system, read_heard
 from konkanivani.hypotheses_file import check_output, write_hypotheses
 from konkanivani.metrics import count_edits
 from konkanivani.page import check_page_path, write_page
+from konkanivani.rules import check_decoding
 from konkanivani.score_json import score_json
 from konkanivani.score_page import draw_score_page
 from konkanivani.score_report import build_report
@@ -160,4 +160,4 @@ def main() -> str:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what cannot be written
-    sys.exit(run_script(main))
+    end_script(run_script(main))

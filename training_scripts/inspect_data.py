@@ -17,8 +17,8 @@ from tyro.conf import Positional, arg
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.config import TrainConfig
 from konkanivani.errors import DataError, UsageError
-from konkanivani.flags import check_config
 from konkanivani.page import check_page_path, write_page
+from konkanivani.rules import check_config
 
 
 @dataclass(frozen=True)

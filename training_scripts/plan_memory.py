@@ -17,8 +17,8 @@ from konkanivani.budget import parse_budget
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.config import PRESETS, TrainConfig
 from konkanivani.errors import UsageError
-from konkanivani.flags import check_config
 from konkanivani.memory.devices import Gpu, cpu_costs, cuda_costs, find_gpu
+from konkanivani.rules import check_config
 
 
 @dataclass(frozen=True)

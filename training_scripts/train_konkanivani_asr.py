@@ -8,7 +8,8 @@
 
 trains in two processes as in one, on two cards where there are (docs/scaling.md). With --dry_run the same command line
 is tried in a minute, to the saving and resuming, and nothing stays behind.
-Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 resources, 130 Ctrl-C, 143 SIGTERM.
+Exit codes: 0 done, 2 usage, 3 data, 4 checkpoint, 5 numerics, 6 resources, 129 a closed terminal, 130 Ctrl-C,
+143 SIGTERM.
 """
 
 import bootstrap

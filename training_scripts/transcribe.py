@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from konkanivani.command_line import read_flags, run_script, told_once_a_machine
+from konkanivani.command_line import end_script, read_flags, run_script, told_once_a_machine
 from konkanivani.config import DecodingConfig
 from konkanivani.errors import CheckpointError, UsageError
-from konkanivani.flags import check_decoding
+from konkanivani.rules import check_decoding
 
 if TYPE_CHECKING:
     from konkanivani.distributed import Topology
@@ -96,4 +96,4 @@ def main() -> str:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what cannot be written
-    sys.exit(run_script(main))
+    end_script(run_script(main))

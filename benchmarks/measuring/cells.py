@@ -5,10 +5,9 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal
 
-from konkanivani.budget import MIB
+from konkanivani.budget import GIB, MIB
 from konkanivani.config import PRESETS, MemoryConfig, RunConfig, TrainConfig
 
-GIB = 2**30
 LIVE_SHARE = 0.02  # of the live bytes, by which the plan may differ from them
 RESIDENT_FACTOR = 1.25  # times the plan, workspaces included, that a process on a CPU may grow by
 ALLOCATED_FACTOR, ALLOCATED_MORE = 1.10, 32 * MIB  # times what CUDA's allocator gave, and more, that may be planned

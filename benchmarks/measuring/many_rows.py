@@ -13,7 +13,7 @@ import numpy as np
 
 from konkanivani.config import DataConfig, TextConfig
 from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit, padded_seconds
-from konkanivani.data.builtin_corpus import interleave_sentences, read_patterns
+from konkanivani.data.builtin_patterns import interleave_sentences, read_patterns
 from konkanivani.data.checking import check_utterances, training_limits
 from konkanivani.data.loading import WindowStream
 from konkanivani.data.manifest import read_manifest

@@ -12,19 +12,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from konkanivani.data.builtin_corpus import (
-    TEST_VOICES,
-    TRAIN_VOICES,
-    VALID_VOICES,
     CorpusPlan,
     CorpusRecipe,
     CorpusSize,
-    SpokenSentence,
-    assign_styles,
     publish_corpus,
     read_description,
-    spread,
     write_corpus,
 )
+from konkanivani.data.builtin_patterns import spread
+from konkanivani.data.spoken_sentences import TEST_VOICES, TRAIN_VOICES, VALID_VOICES, SpokenSentence, assign_styles
 from konkanivani.errors import DataError, UsageError
 from konkanivani.json_lines import write_json_lines
 from konkanivani.text import normalize_text

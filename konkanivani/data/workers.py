@@ -22,6 +22,7 @@ from konkanivani.data.batching import SizeLimit, cut_window
 from konkanivani.data.rejections import Rejection
 from konkanivani.data.speech import EvaluationSpeech, TrainingSpeech
 from konkanivani.errors import DataError, KonkaniVaniError, ResourceError
+from konkanivani.signals import held_signals, stopping_signals
 from konkanivani.text import Tokenizer
 
 POLL_SECONDS = 1.0  # after so long without a batch, the workers are looked after
@@ -176,7 +177,7 @@ def _load_until_a_death(
         multiprocessing_context="fork" if loader.workers else None,
         generator=torch.Generator(),  # the default one belongs to the training step
     )
-    with _no_exceptions_from_signals(), _signals_held_back():
+    with _no_exceptions_from_signals(), held_signals():
         iterator = iter(batches)
     try:
         while (loaded := _next(iterator, fetcher, waiting, loader, check)) is not None:
@@ -204,16 +205,6 @@ def _no_exceptions_from_signals() -> Iterator[None]:
     yield
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, before)
-
-
-@contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """A worker that is forked within is born deaf to SIGINT and SIGTERM; this process hears of them afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _next(
@@ -275,12 +266,12 @@ def _scene(workers: list[BaseProcess], fetcher: Fetcher, waiting: deque[list]) -
 
 
 def _begin_worker(_worker: int) -> None:
-    """Ctrl-C reaches the whole process group; the training process alone decides when its workers end.
+    """Ctrl-C and a closing terminal reach the whole process group; the training process alone decides when they end.
 
     They do not outlive it, however it ends: not even one that hangs in a read.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in stopping_signals():
+        signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != multiprocessing.parent_process().pid:  # it had ended before that was said
         os._exit(1)

@@ -9,7 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-GIB = 2**30
+from konkanivani.budget import GIB
+
 # What no listed process holds is worth a word above the driver's own share: a few hundred MiB, more on large cards.
 SMALLEST_UNSEEN, UNSEEN_SHARE = GIB // 4, 1 / 20
 # A process that computes and draws is on two of these lists.

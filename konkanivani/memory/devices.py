@@ -6,10 +6,9 @@ The card's memory is what its driver leaves to programs, as nvidia-smi shows it;
 
 from dataclasses import dataclass
 
-from konkanivani.budget import MIB
+from konkanivani.budget import GIB, MIB
 from konkanivani.errors import UsageError
 
-GIB = 2**30
 FIRST_WITH_BF16 = (8, 0)
 FIRST_WITH_LARGE_WORKSPACE = (9, 0)
 

@@ -14,7 +14,8 @@ from konkanivani.chunks import CHUNK_FRAMES
 from konkanivani.lengths import HOP_SAMPLES, SAMPLE_RATE, SUBSAMPLING
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.plan import BucketPlan
-from konkanivani.memory.tracer import Load, Peak, StepTracer
+from konkanivani.memory.tracer import Load
+from konkanivani.memory.traces import Traces
 
 LONGEST_SECONDS = 3600.0
 MOST_UTTERANCES = 512
@@ -48,30 +49,22 @@ class Planner:
     `tokens_per_second` is what utterances hold about; it only makes the first guesses good.
     """
 
-    def __init__(self, tracer: StepTracer, budget: int, tokens_per_second: float) -> None:
-        self.tracer, self.budget, self.tokens_per_second = tracer, budget, tokens_per_second
-        self._traced: dict[tuple[Load, RecomputePolicy], Peak] = {}
+    def __init__(self, traces: Traces, budget: int, tokens_per_second: float) -> None:
+        self.traces, self.budget, self.tokens_per_second = traces, budget, tokens_per_second
         self._growths: dict[RecomputePolicy, Growth] = {}
 
     def beside(self) -> int:
         """Bytes beside the tensors: workspaces, the context, and what the other ranks make of it."""
-        return self.tracer.costs.beside
+        return self.traces.costs.beside
 
     def peak(self, load: Load, recompute: RecomputePolicy) -> int:
         """The peak in bytes of a step at this load, everything included."""
-        return self.traced(load, recompute).bytes + self.beside()
-
-    def traced(self, load: Load, recompute: RecomputePolicy) -> Peak:
-        """The traced peaks of a step at this load; each is traced once."""
-        key = load, recompute
-        if key not in self._traced:
-            self._traced[key] = self.tracer.trace(load, recompute)
-        return self._traced[key]
+        return self.traces.peak(load, recompute).bytes + self.beside()
 
     def largest_batch(self, seconds: float, tokens: int, recompute: RecomputePolicy, most: int) -> BucketPlan:
         """The largest batch of such utterances that fits, at most `most`: one that was traced itself."""
         blocks = recompute(seconds).count
-        blocks = min(blocks, self.tracer.blocks)
+        blocks = min(blocks, self.traces.blocks)
         guess = self._growth(recompute).utterances(self.budget, seconds)
         utterances, fits, too_large = int(np.clip(guess, 1, most)), 0, most + 1
         while fits < utterances < too_large:
@@ -84,7 +77,7 @@ class Planner:
 
     def fewest_recomputed(self, seconds: float, tokens: int) -> BucketPlan:
         """One utterance at a time with as few blocks recomputed as the budget allows."""
-        load, blocks = Load(1, seconds, tokens), self.tracer.blocks
+        load, blocks = Load(1, seconds, tokens), self.traces.blocks
         none, every = self.peak(load, NEVER), self.peak(load, ALWAYS)
         if every > self.budget:
             return BucketPlan(seconds, tokens, 0, blocks, every)
@@ -133,7 +126,7 @@ class Planner:
         """
         utterances, seconds = max(1, int(asked // longest)), asked
         while True:
-            peak = self.tracer.trace_validation(Load(utterances, longest, tokens)) + self.beside()
+            peak = self.traces.validation_peak(Load(utterances, longest, tokens)) + self.beside()
             if peak <= self.budget or utterances == 1:
                 return seconds, peak
             utterances //= 2

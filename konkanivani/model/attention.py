@@ -4,6 +4,7 @@ B batch, T query frames, S key frames, D model width, H heads, E = D / H head wi
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,24 @@ from konkanivani.lengths import Lengths
 from konkanivani.model.linear import Linear, linear_of
 
 Positions = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class FrameLayout:
+    """How the T frames, or tokens, of x (B, T, D) lie, the same for all blocks of a stack.
+
+    `padding` (B, T) is True beyond an utterance's end, None where nothing is; with `lengths`, which add up to T, the
+    frames of B = 1 are spans of so many, of an utterance each.
+    """
+
+    positions: Positions
+    padding: torch.Tensor | None = None
+    lengths: Lengths | None = None
+
+    @property
+    def key_mask(self) -> torch.Tensor | None:
+        """(B, 1, 1, T), True where attention may see a key; None where it may see all."""
+        return None if self.padding is None else ~self.padding[:, None, None, :]
 
 
 class RotaryPositions(torch.nn.Module):
@@ -134,10 +153,7 @@ def _turned(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor,
 
 
 class SelfAttention(torch.nn.Module):
-    """(B, T, D) -> (B, T, D): rotary self-attention; `key_mask` (B, 1, 1, T) is True where a key may be seen.
-
-    With `lengths`, which add up to T, the T frames are spans of so many, and each span sees itself alone.
-    """
+    """(B, T, D) -> (B, T, D): rotary self-attention that sees no padding; each span sees itself alone."""
 
     def __init__(self, d_model: int, heads: int, causal: bool) -> None:
         super().__init__()
@@ -145,18 +161,11 @@ class SelfAttention(torch.nn.Module):
         self.query_key_value = Linear(d_model, 3 * d_model)
         self.output = Linear(d_model, d_model)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        norm: torch.nn.LayerNorm,
-        positions: Positions,
-        key_mask: torch.Tensor | None = None,
-        lengths: Lengths | None = None,
-    ) -> torch.Tensor:
-        if lengths:
-            return self.output(self._attended_spans(x, norm, positions, lengths))
+    def forward(self, x: torch.Tensor, norm: torch.nn.LayerNorm, layout: FrameLayout) -> torch.Tensor:
+        if layout.lengths:
+            return self.output(self._attended_spans(x, norm, layout.positions, layout.lengths))
         attended = F.scaled_dot_product_attention(
-            *self._projected(x, norm, positions), attn_mask=key_mask, is_causal=self.causal
+            *self._projected(x, norm, layout.positions), attn_mask=layout.key_mask, is_causal=self.causal
         )
         return self.output(attended.transpose(1, 2).flatten(2))
 
@@ -190,7 +199,7 @@ class SelfAttention(torch.nn.Module):
 
 
 class CrossAttention(torch.nn.Module):
-    """(B, T, D) over encoded (B, S, D) -> (B, T, D), without positions; `key_mask` (B, 1, 1, S) as above."""
+    """(B, T, D) over encoded (B, S, D) -> (B, T, D), without positions; `key_mask` (B, 1, 1, S) as FrameLayout's."""
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.config import ModelConfig
-from konkanivani.lengths import Lengths
-from konkanivani.model.attention import CrossAttention, Positions, SelfAttention
+from konkanivani.model.attention import CrossAttention, FrameLayout, Positions, SelfAttention
 from konkanivani.model.dropout import Dropout
 from konkanivani.model.linear import Linear, linear_of
 
@@ -48,9 +47,8 @@ class FeedForward(torch.nn.Module):
 class ConvolutionModule(torch.nn.Module):
     """x (B, T, D) and the Conformer's convolution of it (Gulati et al., 2020), with LayerNorm for BatchNorm.
 
-    `padding` (B, T) is True beyond an utterance's end; those frames are zeroed before the depthwise convolution, so
-    that a short utterance sees the same neighbourhood in any batch. With `lengths`, the T frames are spans of so many,
-    and each is convolved alone.
+    Padding is zeroed before the depthwise convolution, so that a short utterance sees the same neighbourhood in any
+    batch; spans are convolved alone.
     """
 
     def __init__(self, d_model: int, kernel: int, dropout: float) -> None:
@@ -62,26 +60,29 @@ class ConvolutionModule(torch.nn.Module):
         self.output = Linear(d_model, d_model)
         self.dropout = Dropout(dropout)
 
-    def forward(self, x: torch.Tensor, padding: torch.Tensor | None, lengths: Lengths | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, layout: FrameLayout) -> torch.Tensor:
         gated = F.glu(linear_of(x, self.gate, self.norm), dim=-1)
-        if padding is not None:
-            gated = gated.masked_fill(padding[:, :, None], 0.0)
-        spans = gated.split(lengths, dim=1) if lengths else (gated,)
+        if layout.padding is not None:
+            gated = gated.masked_fill(layout.padding[:, :, None], 0.0)
+        spans = gated.split(layout.lengths, dim=1) if layout.lengths else (gated,)
         convolved = [self._convolve(span) for span in spans]
-        whole = torch.cat(convolved, dim=1) if lengths else convolved[0]
+        whole = torch.cat(convolved, dim=1) if layout.lengths else convolved[0]
         return self.dropout.onto(x, linear_of(whole, self.output, self.depthwise_norm, activated=True))
 
     def _convolve(self, x: torch.Tensor) -> torch.Tensor:
         """The depthwise convolution of (B, T, D) along T.
 
         On a CPU as one of images a frame high whose channels lie innermost, as D does: the same numbers ten times as
-        fast as Conv1d, which takes the channels outermost.
+        fast as Conv1d, which takes the channels outermost. There in full precision under autocast too, which takes as
+        long: in bf16 oneDNN 3.10 makes such a kernel without end where a thread's share is 16 channels or fewer.
         """
         if x.device.type != "cpu":
             return self.depthwise(x.transpose(1, 2)).transpose(1, 2)
         kernel, bias, reach = self.depthwise.weight[:, :, None, :], self.depthwise.bias, self.depthwise.padding[0]
-        image = x.transpose(1, 2)[:, :, None, :]
-        return F.conv2d(image, kernel, bias, padding=(0, reach), groups=x.shape[2])[:, :, 0, :].transpose(1, 2)
+        image = x.to(kernel.dtype).transpose(1, 2)[:, :, None, :]
+        with torch.autocast("cpu", enabled=False):
+            convolved = F.conv2d(image, kernel, bias, padding=(0, reach), groups=x.shape[2])
+        return convolved[:, :, 0, :].transpose(1, 2).to(x.dtype)
 
 
 class ConformerBlock(torch.nn.Module):
@@ -102,23 +103,16 @@ class ConformerBlock(torch.nn.Module):
         self.convolution = ConvolutionModule(d_model, config.convolution_kernel, config.dropout)
         self.second_feedforward = FeedForward(d_model, inner, config.dropout, ends_block=True)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        positions: Positions,
-        key_mask: torch.Tensor | None,
-        padding: torch.Tensor | None,
-        lengths: Lengths | None,
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, layout: FrameLayout) -> torch.Tensor:
         x = self.entry_norm(x)
         x = self.first_feedforward(x, weight=0.5)
-        x = self.dropout.onto(x, self.attention(x, self.attention_norm, positions, key_mask, lengths))
-        x = self.convolution(x, padding, lengths)
+        x = self.dropout.onto(x, self.attention(x, self.attention_norm, layout))
+        x = self.convolution(x, layout)
         return self.second_feedforward(x, weight=0.5)
 
 
 class TransformerBlock(torch.nn.Module):
-    """(B, T, D) -> (B, T, D): self-attention, feed-forward. Takes `padding` as the Conformer's does and needs none."""
+    """(B, T, D) -> (B, T, D): self-attention, feed-forward."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -127,15 +121,8 @@ class TransformerBlock(torch.nn.Module):
         self.dropout = Dropout(config.dropout)
         self.feedforward = FeedForward(config.d_model, config.resolved_feedforward_dim, config.dropout, ends_block=True)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        positions: Positions,
-        key_mask: torch.Tensor | None,
-        padding: torch.Tensor | None,
-        lengths: Lengths | None,
-    ) -> torch.Tensor:
-        x = self.dropout.onto(x, self.attention(x, self.attention_norm, positions, key_mask, lengths))
+    def forward(self, x: torch.Tensor, layout: FrameLayout) -> torch.Tensor:
+        x = self.dropout.onto(x, self.attention(x, self.attention_norm, layout))
         return self.feedforward(x, weight=1.0)
 
 
@@ -152,9 +139,9 @@ class DecoderBlock(torch.nn.Module):
         self.feedforward = FeedForward(config.d_model, config.resolved_feedforward_dim, config.dropout, ends_block=True)
 
     def forward(
-        self, x: torch.Tensor, positions: Positions, encoded: torch.Tensor, encoded_mask: torch.Tensor | None
+        self, x: torch.Tensor, layout: FrameLayout, encoded: torch.Tensor, encoded_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        x = self.dropout.onto(x, self.self_attention(x, self.self_attention_norm, positions))
+        x = self.dropout.onto(x, self.self_attention(x, self.self_attention_norm, layout))
         x = self.dropout.onto(x, self.cross_attention(x, self.cross_attention_norm, encoded, encoded_mask))
         return self.feedforward(x, weight=1.0)
 

@@ -7,7 +7,7 @@ import torch
 
 from konkanivani.config import ModelConfig
 from konkanivani.lengths import Lengths, padding_mask
-from konkanivani.model.attention import RotaryPositions
+from konkanivani.model.attention import FrameLayout, RotaryPositions
 from konkanivani.model.blocks import BlockRunner, DecoderBlock
 from konkanivani.model.cache import FIRST_ROOM, DecoderCache
 from konkanivani.model.dropout import Dropout
@@ -33,10 +33,10 @@ class Decoder(torch.nn.Module):
         self, tokens: torch.Tensor, encoded: torch.Tensor, encoded_lengths: Lengths, run_block: BlockRunner
     ) -> torch.Tensor:
         x = self.dropout(self.embedding(tokens))
-        positions = self.positions(x.shape[1], x)
+        layout = FrameLayout(self.positions(x.shape[1], x))
         encoded_mask = _mask_of(encoded, encoded_lengths)
         for block in self.blocks:
-            x = run_block(block, x, positions, encoded, encoded_mask)
+            x = run_block(block, x, layout, encoded, encoded_mask)
         return self.norm(x)
 
     def begin(self, encoded: torch.Tensor, encoded_lengths: Lengths, beam: int) -> DecoderCache:

@@ -8,7 +8,7 @@ import torch
 from konkanivani.chunks import CHUNK_FRAMES, recomputed
 from konkanivani.config import ModelConfig
 from konkanivani.lengths import Lengths, padding_mask, subsampled_length
-from konkanivani.model.attention import RotaryPositions
+from konkanivani.model.attention import FrameLayout, RotaryPositions
 from konkanivani.model.blocks import BlockRunner, ConformerBlock, TransformerBlock
 from konkanivani.model.dropout import Dropout
 from konkanivani.model.linear import Linear
@@ -81,23 +81,17 @@ class Encoder(torch.nn.Module):
         encoded_lengths = tuple(map(subsampled_length, feature_lengths))
         longest, padding = subsampled_length(features.shape[1]), None
         if min(encoded_lengths) < longest:  # without padding, attention takes its fastest kernel
-            if self._can_pack(features, encoded_lengths):
+            if self.packs and features.device.type == "cpu" and len(encoded_lengths) <= MOST_PACKED:
                 return *self._encode_packed(features, encoded_lengths, run_block, chunk_frames), encoded_lengths
             padding = padding_mask(encoded_lengths, longest, features.device)
         return *self.encode(features, padding, run_block, chunk_frames), encoded_lengths
-
-    def _can_pack(self, features: torch.Tensor, lengths: Lengths) -> bool:
-        """Whether this batch is run without its padding; not in half precision, where attention's kernel has hung."""
-        is_whole = features.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-        return self.packs and is_whole and len(lengths) <= MOST_PACKED
 
     def encode(
         self, features: torch.Tensor, padding: torch.Tensor | None, run_block: BlockRunner, chunk_frames: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Features (B, T, F) -> encoded and the middle block's, (B, T', D); `padding` (B, T') is True beyond an end."""
         x = self.dropout(run_block(self.subsampling, features, chunk_frames))
-        key_mask = None if padding is None else ~padding[:, None, None, :]
-        return self._through_blocks(x, run_block, self.positions(x.shape[1], x), key_mask, padding, None)
+        return self._through_blocks(x, run_block, FrameLayout(self.positions(x.shape[1], x), padding))
 
     def _encode_packed(
         self, features: torch.Tensor, lengths: Lengths, run_block: BlockRunner, chunk_frames: int
@@ -111,14 +105,14 @@ class Encoder(torch.nn.Module):
         positions = tuple(torch.cat([table[:length] for length in lengths]) for table in tables)
         x = self.dropout(torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])[None])
         spans = (sum(lengths),) if self.packs_as_one else lengths
-        outputs = self._through_blocks(x, run_block, positions, None, None, spans)
+        outputs = self._through_blocks(x, run_block, FrameLayout(positions, lengths=spans))
         return tuple(torch.nn.utils.rnn.pad_sequence(y[0].split(lengths), batch_first=True) for y in outputs)
 
     def _through_blocks(
-        self, x: torch.Tensor, run_block: BlockRunner, *rest: object
+        self, x: torch.Tensor, run_block: BlockRunner, layout: FrameLayout
     ) -> tuple[torch.Tensor, torch.Tensor]:
         middle, last_of_half = x, len(self.blocks) // 2
         for number, block in enumerate(self.blocks, start=1):
-            x = run_block(block, x, *rest)
+            x = run_block(block, x, layout)
             middle = x if number == last_of_half else middle
         return self.norm(x), middle

@@ -33,7 +33,15 @@ def product_over_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def _takes_onednn(rows: torch.Tensor) -> bool:
     if rows.device.type != "cpu" or rows.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return False
-    return torch.backends.mkldnn.enabled and _is_onednn_faster() and not torch.compiler.is_exporting()
+    return is_onednn_preferred() and not torch.compiler.is_exporting()
+
+
+def is_onednn_preferred() -> bool:
+    """Whether this process makes its fp32 products by oneDNN.
+
+    Not on one thread: oneDNN 3.10 then writes beyond the end of a workspace of its own (docs/LOG.md).
+    """
+    return torch.backends.mkldnn.enabled and torch.get_num_threads() > 1 and _is_onednn_faster()
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Signals that ask a run to stop, and the lock that keeps a second run out of its folder."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -10,13 +11,15 @@ from typing import TextIO
 
 from konkanivani.distributed import ALONE, Topology
 from konkanivani.errors import Interrupted, ResourceError
+from konkanivani.signals import stopping_signals
 
 
 class Interruption:
-    """Remembers the first SIGINT or SIGTERM for training to see; the second one ends the process at once.
+    """Remembers the first signal that asks for a stop, for training to see; the second one ends the process at once.
 
     A second signal is still safe: checkpoints are published by rename, so none can be half written, and the audio
-    workers end with the process. Once training is over there is nothing to save, and the first one ends it too.
+    workers end with the process. Once training is over there is nothing to save, and the first one ends it too. That a
+    terminal closes, its kernel and its shell may both say: SIGHUP counts as a first one only.
 
     A rank of several says nothing and lets further signals be: torchrun passes one on that a rank may have had already,
     sends one when another rank ends, and kills after half a minute.
@@ -28,9 +31,9 @@ class Interruption:
         self._is_over = False
 
     def install(self) -> None:
-        """Takes over both signals."""
-        signal.signal(signal.SIGINT, self._handle)
-        signal.signal(signal.SIGTERM, self._handle)
+        """Takes over the signals that ask for a stop."""
+        for number in stopping_signals():
+            signal.signal(number, self._handle)
 
     def is_requested(self) -> bool:
         """Whether a signal has come."""
@@ -49,12 +52,13 @@ class Interruption:
         self.check()
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self._is_over or (self.signal_number and not self._is_rank):
+        is_again = self.signal_number != 0
+        if self._is_over or (is_again and number != signal.SIGHUP and not self._is_rank):
             os._exit(128 + number)
-        self.signal_number = number
-        if self._is_rank:
-            return
-        os.write(2, b"\nStopping: saving at the next micro-batch boundary (a second signal stops at once).\n")
+        self.signal_number = self.signal_number or number
+        if not (self._is_rank or is_again):
+            with contextlib.suppress(OSError):  # a terminal that has closed
+                os.write(2, b"\nStopping: saving at the next micro-batch boundary (a second signal stops at once).\n")
 
 
 class RunLock:

@@ -119,6 +119,8 @@ def log_step(run: Run, window: Window, report: StepReport) -> None:
         utterances=window.utterances,
         seconds=seconds,
         waiting_seconds=run.progress.last_wait,
+        model_flops_utilisation=run.utilisation.model_flops_utilisation(window, seconds),
+        gpu_utilisation=run.utilisation.gpu_utilisation(),
         splits=report.splits,
         cache_clearings=clearing.count if clearing else None,
         cache_clearing_seconds=clearing.seconds if clearing else None,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from konkanivani.checkpoint import Checkpoint, Checkpointer, Stateful
+from konkanivani.checkpoint import Checkpoint, Stateful
+from konkanivani.checkpointer import Checkpointer
 from konkanivani.config import RunConfig
 from konkanivani.data.batching import deal, plan_evaluation
 from konkanivani.data.loading import WindowStream, load_batches
@@ -30,6 +31,7 @@ from konkanivani.training.interruption import Interruption, RunLock
 from konkanivani.training.progress import Progress
 from konkanivani.training.state import TrainState
 from konkanivani.training.step import StepParts
+from konkanivani.training.utilisation import Utilisation
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Run:
     logbook: Logbook
     interruption: Interruption
     progress: Progress
+    utilisation: Utilisation
     topology: Topology = ALONE
 
     def rank_peaks_mib(self) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from konkanivani import checkpoint
-from konkanivani.checkpoint import BEST, LAST, PREVIOUS
+from konkanivani.checkpointer import BEST, LAST, PREVIOUS
 
 PARTIAL = LAST + ".partial"
 HALF = "after half of the bytes"

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import torch
 
-from konkanivani import assembly, audio_file, checkpoint
+from konkanivani import assembly, audio_file, checkpoint, checkpointer
 from konkanivani.data import speech
 from konkanivani.training import loop, step
 from tests.laws.failing import ERRORS
@@ -93,9 +93,9 @@ def kill(place: str, number: int) -> None:
         case "after a validation":
             after(loop, "finish_epoch", number, die)
         case "before a checkpoint is renamed":
-            after(checkpoint, "write_checkpoint", number, die)
+            after(checkpointer, "write_checkpoint", number, die)
         case "between two names of a checkpoint":
-            after(checkpoint, "_link", number, die)
+            after(checkpointer, "_link", number, die)
 
 
 def terminate(number: int) -> None:
@@ -252,14 +252,15 @@ def disk_error_at_save(name: str, number: int, save: int) -> None:
         return refused
 
     calls = []
-    place = checkpoint if name == "open" else SimpleNamespace(**vars(os))
-    if name == "open":
-        checkpoint.open = open
-    else:
-        checkpoint.os = place
+    place = SimpleNamespace(open=open) if name == "open" else SimpleNamespace(**vars(os))
     wrap(place, name, around)
+    for module in (checkpoint, checkpointer):
+        if name == "open":
+            module.open = place.open
+        else:
+            module.os = place
     count_saves = lambda original: lambda *arguments: (saves.append(None), original(*arguments))[1]  # noqa: E731
-    wrap(checkpoint.Checkpointer, "save", count_saves)
+    wrap(checkpointer.Checkpointer, "save", count_saves)
 
 
 def read_only(folder: str, first: int, last: int) -> None:

@@ -18,7 +18,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Protocol
 
-from konkanivani.checkpoint import LAST, Checkpointer, read_checkpoint
+from konkanivani.checkpoint import read_checkpoint
+from konkanivani.checkpointer import LAST, Checkpointer
 from konkanivani.data.workers import PR_SET_PDEATHSIG
 from konkanivani.errors import CheckpointError
 from tests.conftest import ROOT, run_folders

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.checkpoint import LAST, PREVIOUS, Checkpoint, Checkpointer, read_checkpoint
+from konkanivani.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.checkpointer import LAST, PREVIOUS, Checkpointer
 from konkanivani.errors import CheckpointError
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import soundfile
 import torch
 
-from konkanivani.checkpoint import LAST, Checkpoint, read_checkpoint
+from konkanivani.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.checkpointer import LAST
 from tests.conftest import (
     ROOT,
     TINY_MODEL,
@@ -40,6 +41,8 @@ MEASURED = (
     "audio_seconds_per_second",
     "seconds",
     "waiting_seconds",
+    "model_flops_utilisation",
+    "gpu_utilisation",
     "memory",
     "cache_clearing_seconds",
     "rank_peaks_mib",

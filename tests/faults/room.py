@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from konkanivani.checkpoint import LAST
+from konkanivani.checkpointer import LAST
 from konkanivani.errors import CheckpointError
 from tests.conftest import read_log
 from tests.faults.resuming import ResumeBench, Settings, last_checkpoint, run_differences

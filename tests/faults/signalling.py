@@ -1,8 +1,14 @@
-"""SIGTERM and SIGINT to a training run: how it ends, how soon, and what is left."""
+"""Signals to a training run, a terminal that closes on it: how it ends, how soon, and what is left."""
 
 import contextlib
+import fcntl
 import os
+import pty
+import select
 import signal
+import subprocess
+import sys
+import termios
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +20,7 @@ from konkanivani.audio_file import AudioSource
 from konkanivani.data import speech
 from tests.conftest import ROOT, Corpus
 from tests.faults.killing import small_run
-from tests.faults.lives import Life, LongRun, Trap, members
+from tests.faults.lives import SCRIPT, THREADS, Life, LongRun, Trap, members
 
 SHELL_SCRIPT = ROOT / "run_training_memory_optimized.sh"
 Target = Literal["the process", "its group", "the shell script"]
@@ -46,6 +52,11 @@ def end_by_signal(run: LongRun, number: signal.Signals, target: Target, workers:
     time.sleep(delay)
     sent = time.monotonic()
     send(life, number, target)
+    return _told_to_stop(run, life, number, sent)
+
+
+def _told_to_stop(run: LongRun, life: Life, number: signal.Signals, sent: float) -> Ending:
+    """How a life ends that this signal was sent to: every step of it should be saved."""
     code = life.end()
     seconds = time.monotonic() - sent
     found, complaints = run.aftermath(), []
@@ -101,12 +112,34 @@ def end_while_workers_hang(run: LongRun, number: signal.Signals) -> Ending:
         time.sleep(1.0)
     sent = time.monotonic()
     send(life, number, "the process")
-    code = life.end()
-    seconds = time.monotonic() - sent
-    complaints = [] if code == 128 + number else [f"the exit code was {code}"]
-    if run.aftermath().steps_lost:
-        complaints.append("steps were lost")
-    return Ending(seconds, (*complaints, *_complaints(run, life)))
+    return _told_to_stop(run, life, number, sent)
+
+
+def end_by_closing_its_terminal(run: LongRun, workers: int) -> Ending:
+    """One life whose terminal closes after its first step; the shell passes on what the kernel said already."""
+    before, (terminal, its_end) = run.logged_step(), pty.openpty()
+    life = Life(
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), *run.arguments("--num_workers", str(workers))],
+            **dict.fromkeys(("stdin", "stdout", "stderr"), its_end),
+            env=os.environ | {"OMP_NUM_THREADS": THREADS},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+    )
+    os.close(its_end)
+    life.wait_until(lambda: _has_shown(terminal) and run.logged_step() > before, "the first step")
+    sent = time.monotonic()
+    os.close(terminal)
+    send(life, signal.SIGHUP, "its group")
+    return _told_to_stop(run, life, signal.SIGHUP, sent)
+
+
+def _has_shown(terminal: int) -> bool:
+    """Takes what has been written to the terminal; it would take no more some day."""
+    while select.select([terminal], [], [], 0)[0]:
+        os.read(terminal, 1 << 16)
+    return True
 
 
 def begin(run: LongRun, target: Target, workers: int, trap: Trap | None = None) -> Life:

@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from konkanivani import dry_run as dry
-from konkanivani.checkpoint import LAST, PREVIOUS, Checkpoint
+from konkanivani.checkpoint import Checkpoint
+from konkanivani.checkpointer import LAST, PREVIOUS
 from konkanivani.differences import differences, relative_difference
-from konkanivani.dry_run import check_same, dry_run
+from konkanivani.dry_run import check_equal, dry_run
 from konkanivani.errors import CheckpointError, DataError, Interrupted, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.recipe import build_run
-from konkanivani.scratch import STOPPING, scratch_folder
+from konkanivani.scratch import scratch_folder
+from konkanivani.signals import stopping_signals
 from konkanivani.start import resolve_start
 from konkanivani.training.interruption import RunLock
 from konkanivani.training.loop import train
@@ -204,12 +206,12 @@ def test_a_signal_at_any_stage_ends_it_with_its_code_and_removes_everything(
             time.sleep(30)  # the handler ends this
 
     monkeypatch.setattr(dry.StageClock, "done", interrupted)
-    handlers = [signal.getsignal(each) for each in STOPPING]
+    handlers = [signal.getsignal(each) for each in stopping_signals()]
     with pytest.raises(Interrupted) as stopped:
         dry_run(flags(corpus, tmp_path, "--dry_run"))
     assert stopped.value.exit_code == 128 + number and "removed" in str(stopped.value)
     assert os.listdir(tmp_path) == []
-    assert [signal.getsignal(each) for each in STOPPING] == handlers
+    assert [signal.getsignal(each) for each in stopping_signals()] == handlers
 
 
 def test_ctrl_c_ends_the_script_with_130_and_its_workers_with_it(corpus, tmp_path):
@@ -245,14 +247,14 @@ def state(**changed: object) -> Checkpoint:
 
 def test_two_states_are_equal_only_to_the_last_bit():
     assert differences(state(), state()) == []
-    check_same(state(), state(), "Equal")
+    check_equal(state(), state(), "Equal")
     flipped = torch.arange(6.0)
     flipped.view(torch.int32)[3] ^= 1
     for changed in ({"a": flipped}, {"b": torch.tensor(-0.0)}, {"a": torch.arange(6.0).double()}, {"d": torch.ones(1)}):
         (name,) = changed
         assert differences(state(), state(**changed)) == [f"model/{name}"]
         with pytest.raises(CheckpointError, match=f"1 value differ.*, model/{name} first"):
-            check_same(state(), state(**changed), "Unequal")
+            check_equal(state(), state(**changed), "Unequal")
     other = dataclasses.replace(state(), states=state().states | {"progress": {"step": 2, "best_score": float("inf")}})
     assert differences(state(), other) == ["progress/step"]
     apart = relative_difference(state(c=torch.ones(1)), state(a=flipped, c=torch.ones(1)))

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani import checkpoint
-from konkanivani.checkpoint import BEST, LAST, PREVIOUS, Checkpoint, Checkpointer, read_checkpoint
+from konkanivani import checkpoint, checkpointer
+from konkanivani.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.checkpointer import BEST, LAST, PREVIOUS, Checkpointer
 from konkanivani.errors import CheckpointError, ResourceError
 from tests.faults.lying import flips, refuses_where_all_are_bad, same, truncations, try_damages
 
@@ -69,14 +70,14 @@ def sound_steps(folder: Path) -> set[int]:
 
 def rotting_disk(monkeypatch: pytest.MonkeyPatch, bad: set[int]) -> None:
     """Of the checkpoints written from now on, those of these steps are not on the disk as they were written."""
-    write = checkpoint.write_checkpoint
+    write = checkpointer.write_checkpoint
 
     def write_and_rot(path: Path, written: Checkpoint) -> None:
         write(path, written)
         if written.step in bad:
             rot(path)
 
-    monkeypatch.setattr(checkpoint, "write_checkpoint", write_and_rot)
+    monkeypatch.setattr(checkpointer, "write_checkpoint", write_and_rot)
 
 
 def test_a_save_that_is_not_on_the_disk_as_written_replaces_and_deletes_nothing(tmp_path, monkeypatch):
@@ -99,7 +100,7 @@ def test_negative_control_without_reading_back_the_last_sound_one_is_deleted(tmp
     for step in (1, 2, 3):
         keeper.save(small(step), epoch=step)
     rotting_disk(monkeypatch, bad={4, 5, 6})
-    monkeypatch.setattr(checkpoint, "is_whole", lambda path: True)
+    monkeypatch.setattr(checkpointer, "is_whole", lambda path: True)
     for step in (4, 5, 6):
         keeper.save(small(step), epoch=step)
     assert sound_steps(tmp_path) == set()

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from konkanivani import checkpoint
-from konkanivani.checkpoint import LAST, PREVIOUS, Checkpoint, Checkpointer, read_checkpoint
+from konkanivani.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.checkpointer import LAST, PREVIOUS, Checkpointer
 from konkanivani.data.rejections import Rejection, Rejections
 from konkanivani.errors import ResourceError
 from tests.conftest import ROOT
@@ -51,7 +52,7 @@ def test_each_operation_of_a_save_may_be_refused(name, number, tmp_path, monkeyp
     keeper = Checkpointer(tmp_path, keep=2)
     keeper.save(a_checkpoint(2))
     before, calls = (tmp_path / LAST).read_bytes(), []
-    place = checkpoint if name == "open" else checkpoint.os
+    place = checkpoint if name == "open" else os
     original = open if name == "open" else getattr(os, name)
 
     def refused(*arguments):

@@ -5,14 +5,15 @@ import math
 import pytest
 import torch
 
-from konkanivani.checkpoint import LAST, PREVIOUS, Checkpoint, Checkpointer, read_checkpoint
+from konkanivani.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.checkpointer import LAST, PREVIOUS, Checkpointer
 from konkanivani.data.batch import Speech, check_tokens
 from konkanivani.errors import DataError, NumericsError, UsageError
 from konkanivani.flags import parse_flags
 from konkanivani.logbook import Logbook, describe_skip
-from konkanivani.records import SkipRecord
+from konkanivani.records import Resumed, SkipRecord
 from tests.conftest import read_log
-from tests.faults.numbers import (
+from tests.faults.unfinite import (
     BROKEN_RUNS,
     OddBatch,
     bad_label_findings,
@@ -100,6 +101,6 @@ def test_a_skipped_window_is_in_the_log_once_and_on_the_console_at_the_first_of_
     assert said.strip() == describe_skip(a_skip(1))
     assert "Step 8 is skipped: its loss is nan" in said and "u7 and 2 others" in said
     # Gone on with from a checkpoint of step 7 that was saved after the second of them.
-    Logbook(tmp_path / "runs" / "default", resumed_step=7, resumed_skips=2).close()
+    Logbook(tmp_path / "runs" / "default", resumed=Resumed(step=7, skipped_steps=2)).close()
     assert [record["skipped_steps"] for record in read_log(tmp_path, "skip")] == [1, 2]
     assert read_log(tmp_path, "skip")[0]["loss"] is None and len(read_log(tmp_path, "skip")[0]["utterances"]) == 10

@@ -12,7 +12,8 @@ import torch
 
 from konkanivani import disk, recipe, run_speech
 from konkanivani.assembly import build_front_end, build_step_parts
-from konkanivani.checkpoint import Checkpoint, Checkpointer, read_checkpoint
+from konkanivani.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.checkpointer import Checkpointer
 from konkanivani.config import PRESETS, ModelConfig, RunConfig, TrainConfig
 from konkanivani.disk import check_disk, checkpoint_bytes, most_checkpoints
 from konkanivani.errors import CheckpointError, DataError, KonkaniVaniError, ResourceError, UsageError

@@ -5,6 +5,9 @@ import random
 import shutil
 import socket
 import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from konkanivani.distributed import ALONE, Topology, read_topology
 from konkanivani.errors import UsageError
 from konkanivani.preflight import take_card
 from konkanivani.start import check_ranks
-from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders, run_trainer, script_command
+from tests.conftest import ROOT, TINY_MODEL, Corpus, read_log, run_folders, run_trainer
 from tests.faults.under_torchrun import (
     PATIENCE,
     RankRun,
@@ -85,28 +88,68 @@ def test_dealt_weights_begin_again_in_smaller_pieces_after_an_out_of_memory(corp
     assert 'Traceback (most recent call last):\n  File "/tmp' not in said
 
 
-def test_ranks_with_other_flags_are_all_refused_with_one_message(corpus, tmp_path):
+@dataclass(frozen=True)
+class Place:
+    """Where a rank of another machine's runs: the sources it has, the folder it is in, its flags."""
+
+    sources: Path
+    folder: Path
+    flags: tuple[str, ...]
+
+
+TRAIN = (
+    "import sys; from konkanivani.command_line import end_script, run_script; "
+    "from konkanivani.reporting import train_and_report; "
+    "end_script(run_script(lambda: train_and_report(sys.argv[1:])))"
+)
+
+
+def what_ranks_say(places: Sequence[Place]) -> str:
+    """What the ranks in these places write on stderr, who are all refused."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = []
-    for rank, rate in enumerate(("0.001", "0.002")):
-        flags = (*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), "--learning_rate", rate)
-        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-        ranks.append(
-            subprocess.Popen(
-                script_command(TRAINER, *flags),
-                cwd=ROOT,
-                env={**os.environ, **place, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+        environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    environment |= {"WORLD_SIZE": str(len(places)), "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", TRAIN, *place.flags],
+            cwd=place.folder,
+            env={**environment, "RANK": str(rank), "PYTHONPATH": str(place.sources)},
+            stderr=subprocess.PIPE,
+            text=True,
         )
+        for rank, place in enumerate(places)
+    ]
     said = "".join(rank.communicate(timeout=PATIENCE)[1] for rank in ranks)
-    assert [rank.returncode for rank in ranks] == [2, 2]
-    assert said.count("rank 1 has other flags than rank 0") == 1
-    assert "code" not in said and "Traceback" not in said
-    assert not (tmp_path / "checkpoints").exists()
+    assert [rank.returncode for rank in ranks] == [2] * len(ranks), said
+    return said
+
+
+def places_of(what: str, corpus: Corpus, folder: Path) -> list[Place]:
+    """Two places that have other flags, other code or other data."""
+    there, sources = folder / "there", ROOT
+    shutil.copytree(corpus.directory, there)
+    flags = (*TINY_MODEL, "--train_manifest", "train.jsonl", "--valid_manifest", "valid.jsonl", *run_folders(folder))
+    here = Place(ROOT, corpus.directory, flags)
+    if what == "flags":
+        flags += ("--learning_rate", "0.002")
+    elif what == "code":
+        sources = folder / "sources"
+        shutil.copytree(ROOT / "konkanivani", sources / "konkanivani")
+        with open(sources / "konkanivani" / "losses.py", "a", encoding="utf-8") as file:
+            file.write("# Mended on this machine only.\n")
+    else:
+        rows = (there / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        (there / "train.jsonl").write_text("".join(rows[1:]), encoding="utf-8")
+    return [here, Place(sources, there, flags)]
+
+
+@pytest.mark.parametrize("what", ["flags", "code", "data"])
+def test_ranks_that_differ_are_all_refused_with_one_message(what, corpus, tmp_path):
+    said = what_ranks_say(places_of(what, corpus, tmp_path))
+    assert said.count(f"rank 1 has other {what} than rank 0") == 1
+    assert said.count("The ranks do not train the same") == 1 and "Traceback" not in said
+    assert not list(tmp_path.glob("checkpoints/*.pt"))
 
 
 def asked(batch: int = 2, **run: object) -> TrainConfig:

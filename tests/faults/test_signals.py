@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT save at the next micro-batch boundary, a second one ends at once; no worker is left behind."""
+"""A signal saves at the next micro-batch boundary, a second one ends at once; no worker is left behind."""
 
 import os
 import random
@@ -8,22 +8,24 @@ import sys
 
 import pytest
 
-from konkanivani.data.workers import _signals_held_back
 from konkanivani.errors import Interrupted
 from konkanivani.recipe import build_run
+from konkanivani.signals import held_signals
 from konkanivani.start import resolve_start
 from konkanivani.training import evaluation
 from konkanivani.training.loop import train
 from tests.conftest import ROOT, TINY_MODEL, read_log, run_folders
 from tests.faults.killing import what_differs
-from tests.faults.lives import LongRun, members
+from tests.faults.lives import SCRIPT, LongRun, members
 from tests.faults.signalling import (
     begin,
+    end_by_closing_its_terminal,
     end_by_signal,
     end_by_two,
     end_while_workers_hang,
     left_after,
     run_to_be_signalled,
+    send,
 )
 
 
@@ -44,6 +46,25 @@ def run(corpus, tmp_path_factory) -> LongRun:
 )
 def test_a_signal_saves_every_step_and_leaves_nobody_behind(run, number, target, workers):
     assert end_by_signal(run, number, target, workers, delay=0.1 * random.Random(workers).random()).complaints == ()
+
+
+def test_a_terminal_that_closes_costs_no_step(run):
+    assert end_by_closing_its_terminal(run, workers=2).complaints == ()
+
+
+def test_with_nohup_a_run_outlives_its_terminal(run):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        life = run.begin_script(SCRIPT, "--num_workers", "2")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    logged = run.logged_step()
+    life.wait_until(lambda: run.logged_step() > logged, "the first step")
+    send(life, signal.SIGHUP, "its group")
+    logged = run.logged_step()
+    life.wait_until(lambda: run.logged_step() > logged + 1, "a step after the signal")
+    send(life, signal.SIGTERM, "its group")
+    assert life.end() == 128 + signal.SIGTERM and left_after(life) == []
 
 
 def test_a_signal_breaks_off_the_wait_for_workers_that_hang_and_kills_them(run):
@@ -114,10 +135,10 @@ def test_once_training_is_over_a_signal_ends_at_once_and_one_that_came_before_is
 
 
 def test_what_is_forked_while_signals_are_held_back_is_deaf_to_them_and_the_trainer_is_not():
-    asked = {signal.SIGINT, signal.SIGTERM}
-    with _signals_held_back():
+    asked = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    with held_signals():
         child = os.fork()
         if child == 0:
             os._exit(10 + len(asked & signal.pthread_sigmask(signal.SIG_BLOCK, ())))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 12
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 13
     assert not asked & signal.pthread_sigmask(signal.SIG_BLOCK, ())

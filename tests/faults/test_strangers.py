@@ -15,7 +15,7 @@ import pytest
 import soundfile
 
 from konkanivani.audio_roots import audio_roots, is_named_inside, resolved_inside
-from konkanivani.checkpoint import LAST
+from konkanivani.checkpointer import LAST
 from konkanivani.data.manifest import read_manifest, read_recordings
 from konkanivani.data.shards import read_members
 from konkanivani.errors import CheckpointError, DataError, KonkaniVaniError

@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.checkpoint import Checkpoint, Checkpointer, read_checkpoint, write_checkpoint
+from konkanivani.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from konkanivani.checkpointer import Checkpointer
 from konkanivani.errors import CheckpointError
 from tests.conftest import ROOT
 
 SAVES_FOREVER = """
 import sys, torch
-from konkanivani.checkpoint import Checkpoint, Checkpointer
+from konkanivani.checkpoint import Checkpoint
+from konkanivani.checkpointer import Checkpointer
 keeper = Checkpointer(sys.argv[1], keep=2)
 for step in range(1, 100_000):
     state = {"weight": torch.full((200_000,), float(step)), "step": step}

@@ -20,8 +20,8 @@ import torch
 
 from konkanivani.audio import MEL_BINS
 from konkanivani.config import PRESETS, DecodingConfig, TrainConfig
-from konkanivani.flags import settings_of
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
+from konkanivani.settings import settings_of
 from tests.conftest import ROOT, Corpus
 from tests.test_formats import common_voice
 

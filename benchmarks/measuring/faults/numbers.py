@@ -5,7 +5,8 @@ from functools import partial
 
 from benchmarks.measuring.faults.effort import Effort, FaultTable
 from benchmarks.measuring.faults.trials import Trial, try_all
-from tests.faults.numbers import (
+from tests.faults.resuming import ResumeBench
+from tests.faults.unfinite import (
     BAD_LABELS,
     BROKEN_RUNS,
     ODD_BATCHES,
@@ -13,7 +14,6 @@ from tests.faults.numbers import (
     broken_run_findings,
     odd_batch_findings,
 )
-from tests.faults.resuming import ResumeBench
 from tests.faults.warm_trainer import WarmTrainer
 
 

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT to a training process: seconds until it has saved and ended, and what is left."""
+"""SIGTERM, SIGINT and a closed terminal to a training process: seconds until it has saved and ended, what is left."""
 
 import itertools
 import random
@@ -13,6 +13,7 @@ from tests.faults.killing import what_differs
 from tests.faults.signalling import (
     Ending,
     Target,
+    end_by_closing_its_terminal,
     end_by_signal,
     end_by_two,
     end_while_workers_hang,
@@ -40,6 +41,9 @@ def measure(effort: Effort) -> FaultTable:
         endings[f"minimal, {number.name} to {target}"] = [
             end_by_signal(minimal, number, target, 2 * (attempt % 2), DELAY * draw.random()) for attempt in tries
         ]
+    endings["minimal, its terminal closes"] = [
+        end_by_closing_its_terminal(minimal, 2 * (attempt % 2)) for attempt in range(effort.count(20, short=2))
+    ]
     tries = range(effort.count(6, short=1))
     endings["original, SIGTERM to the process"] = [
         end_by_signal(original, signal.SIGTERM, "the process", 2, DELAY * draw.random()) for _ in tries
@@ -58,7 +62,7 @@ def measure(effort: Effort) -> FaultTable:
     failures += [
         f"{name}: {_percentile(found):.1f} s at the 95th percentile"
         for name, found in endings.items()
-        if name.startswith("minimal, SIG") and _percentile(found) > MOST_SECONDS
+        if name.startswith(("minimal, SIG", "minimal, its")) and _percentile(found) > MOST_SECONDS
     ]
     differences = what_differs(small, run_to_be_signalled(small_corpus, effort.folder / "undisturbed"))
     return FaultTable(
@@ -68,9 +72,9 @@ def measure(effort: Effort) -> FaultTable:
         failures=(*failures, *differences),
         notes=(
             "Seconds from the signal to the end of the process, one thread on a shared machine; half of the lives read "
-            "their audio in two workers. Exit codes 143 and 130, nobody left in the process group. The small model's "
-            f"run, {small.logged_step()} steps long, differs from one that nobody disturbed in {len(differences)} "
-            "places.",
+            "their audio in two workers. Exit codes 143, 130 and 129, nobody left in the process group. The small "
+            f"model's run, {small.logged_step()} steps long, differs from one that nobody disturbed in "
+            f"{len(differences)} places.",
         ),
     )
 

@@ -7,6 +7,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 curves = json.load(sys.stdin)
 figure, rows = plt.subplots(2, len(curves), figsize=(4.6 * len(curves), 7.2), squeeze=False)
@@ -20,7 +21,10 @@ for row, (name, unit) in zip(
         axes.set(xscale="log", yscale="log", xlabel=curve["title"], ylabel=unit)
         ticks = sorted({point["value"] for point in curve["points"]})
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.minorticks_off()
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.grid(alpha=0.3)
 rows[0][0].legend()
 figure.tight_layout()

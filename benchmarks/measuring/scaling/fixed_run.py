@@ -17,10 +17,12 @@ import torch
 
 from benchmarks.measuring.random_speech import build_speech
 from konkanivani.assembly import build_front_end, build_step_parts
+from konkanivani.command_line import end_script
 from konkanivani.config import PRESETS, TrainConfig
 from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, deal, same_size
-from konkanivani.distributed import ALONE, Topology, joined, read_topology
+from konkanivani.distributed import ALONE, Topology, read_topology
+from konkanivani.process_group import joined
 from konkanivani.training import step as training_step
 from konkanivani.training.step import StepParts, train_step
 
@@ -85,3 +87,4 @@ def main(outcome: str, utterances: str, steps: str, sharded: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    end_script(0)

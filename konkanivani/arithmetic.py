@@ -9,6 +9,7 @@ B batch, T feature frames, T' encoder frames, N encoder frames of all utterances
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,9 @@ import torch
 from konkanivani.audio import MEL_BINS
 from konkanivani.config import ModelConfig
 from konkanivani.lengths import subsampled_length
+
+LONGEST_TIMING = 1.0  # seconds; a format that a processor has no instructions for takes one for each product
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Layer:
 
 
 def forward_layers(config: ModelConfig, vocab_size: int, frames: tuple[int, ...], tokens: int) -> tuple[Layer, ...]:
-    """Every product of the Conformer's forward pass over utterances of so many feature frames, `tokens` tokens each.
+    """Every product of the model's forward pass over utterances of so many feature frames, `tokens` tokens each.
 
     The encoder's blocks take N encoder frames, without padding, as they do on a CPU; all else takes B T'.
     """
@@ -46,16 +50,23 @@ def forward_layers(config: ModelConfig, vocab_size: int, frames: tuple[int, ...]
     rows, packed, spoken = batch * encoded, sum(lengths), batch * (tokens + 1)
     pairs = sum(length**2 for length in lengths)
     blocks, decoders = config.encoder_layers, config.decoder_layers
+    feed_forward = Layer("feed-forward", "L 4 N D I", blocks * 4 * packed * width * inner)
+    convolution: tuple[Layer, ...] = ()
+    if config.encoder_type == "conformer":
+        feed_forward = Layer("feed-forward", "L 2 (4 N D I)", blocks * 2 * 4 * packed * width * inner)
+        convolution = (
+            Layer("convolution's gate, output", "L 6 N D^2", blocks * 6 * packed * width**2),
+            Layer("depthwise along time", "L 2 N K D", blocks * 2 * packed * kernel * width, is_dense=False),
+        )
     return (
         Layer("first convolution", "2 B T/2 F/2 9 C", 2 * batch * halved * bins_halved * 9 * channels, 1),
         Layer("depthwise convolution", "2 B T' F' 9 C", 2 * rows * bins * 9 * channels, is_dense=False),
         Layer("pointwise convolution", "2 B T' F' C^2", 2 * rows * bins * channels**2),
         Layer("subsampling's output", "2 B T' C F' D", 2 * rows * channels * bins * width),
-        Layer("feed-forward", "L 2 (4 N D I)", blocks * 2 * 4 * packed * width * inner),
+        feed_forward,
         Layer("attention's projections", "L 8 N D^2", blocks * 8 * packed * width**2),
         Layer("attention", "L 4 sum T'^2 D", blocks * 4 * pairs * width, is_dense=False),
-        Layer("convolution's gate, output", "L 6 N D^2", blocks * 6 * packed * width**2),
-        Layer("depthwise along time", "L 2 N K D", blocks * 2 * packed * kernel * width, is_dense=False),
+        *convolution,
         Layer("CTC head", "2 B T' D V", 2 * rows * width * vocab_size),
         Layer("decoder's self-attention", "M 8 B U D^2", decoders * 8 * spoken * width**2),
         Layer("its products", "M 4 B U^2 D", decoders * 4 * spoken * (tokens + 1) * width, is_dense=False),
@@ -71,14 +82,17 @@ def step_flop(layers: tuple[Layer, ...], recomputes: bool) -> float:
     return sum(layer.flop * (1 + recomputes + layer.backwards) for layer in layers)
 
 
-def machine_rate(device: str, size: int = 1024, rounds: int = 20) -> float:
-    """FLOP a second of a size^3 product in fp32, the median of some rounds."""
-    a, b = (torch.randn(size, size, device=device) for _ in range(2))
+def product_rate(multiply: Multiply, device: torch.device, dtype: torch.dtype, size: int, rounds: int = 20) -> float:
+    """FLOP a second of a product of two matrices (size, size), the median of at most so many rounds after the first."""
+    own = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, size, generator=own).to(device, dtype) for _ in range(2))
     seconds = []
-    for _ in range(rounds):
+    for _ in range(1 + rounds):
         started = time.perf_counter()
-        a @ b
-        if device == "cuda":
-            torch.cuda.synchronize()
+        multiply(a, b)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - started)
-    return 2 * size**3 / statistics.median(seconds)
+        if sum(seconds) > LONGEST_TIMING:
+            break
+    return 2 * size**3 / statistics.median(seconds[1:] or seconds)

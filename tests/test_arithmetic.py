@@ -7,12 +7,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measuring.fixed_step import build_speech, build_window, take_features_as_given
-from benchmarks.measuring.flops import forward_layers, step_flop
+from konkanivani.arithmetic import forward_layers, step_flop
 from konkanivani.assembly import build_step_parts
 from konkanivani.audio import MEL_BINS
 from konkanivani.config import MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.lengths import feature_length
 from konkanivani.model.encoder import Subsampling
 from konkanivani.training.step import train_step
+from konkanivani.training.utilisation import Utilisation
+from tests.laws.parts import speeches, window
 
 VOCABULARY = 1000
 SHAPE = ModelConfig(d_model=48, encoder_layers=2, decoder_layers=1, attention_heads=2, subsampling_channels=16)
@@ -22,9 +25,11 @@ MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
 
 @pytest.mark.parametrize("seconds", [(3.0, 3.0), (2.0, 6.0)])
 @pytest.mark.parametrize("recompute", ["never", "always"])
-def test_matrix_products_of_a_step_are_what_the_formulas_say(recompute, seconds):
+@pytest.mark.parametrize("encoder_type", ["conformer", "transformer"])
+def test_matrix_products_of_a_step_are_what_the_formulas_say(encoder_type, recompute, seconds):
+    shape = dataclasses.replace(SHAPE, encoder_type=encoder_type)
     config = dataclasses.replace(
-        TrainConfig(), model=SHAPE, memory=MemoryConfig(gradient_checkpointing=recompute), data=TrainConfig().data
+        TrainConfig(), model=shape, memory=MemoryConfig(gradient_checkpointing=recompute), data=TrainConfig().data
     )
     speech = build_speech(2, *seconds)
     window = build_window(speech, 1)
@@ -33,7 +38,7 @@ def test_matrix_products_of_a_step_are_what_the_formulas_say(recompute, seconds)
     with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
         train_step(parts, window, 0)
     counted = sum(flop for kind, flop in counter.get_flop_counts()["Global"].items() if kind in MATRIX_PRODUCTS)
-    layers = forward_layers(SHAPE, VOCABULARY, tuple(speech.frames.tolist()), int(speech.token_lengths.max()))
+    layers = forward_layers(shape, VOCABULARY, tuple(speech.frames.tolist()), int(speech.token_lengths.max()))
     dense = tuple(layer for layer in layers if layer.is_dense and layer.name not in CONVOLUTIONS)
     expected = step_flop(dense, recompute == "always")
     if recompute == "never":
@@ -61,3 +66,36 @@ def test_negative_control_another_width_is_another_count():
         forward_layers(dataclasses.replace(SHAPE, d_model=64), VOCABULARY, (301, 301), 12), recomputes=False
     )
     assert other > 1.2 * one
+
+
+def test_a_steps_use_of_the_device_counts_each_utterance_without_padding():
+    spoken = speeches(5, seed=3)
+    use = Utilisation(SHAPE, VOCABULARY, torch.device("cpu"), torch.float32)
+    together, alone = use.window_flop(window(spoken, 4)), use.window_flop(window(spoken, 1))
+    assert together == alone
+    lengths = [(feature_length(len(speech.waveform)), len(speech.tokens)) for speech in spoken]
+    of_each = (forward_layers(SHAPE, VOCABULARY, (frames,), tokens) for frames, tokens in lengths)
+    assert alone == sum(step_flop(layers, recomputes=False) for layers in of_each)
+    padded = forward_layers(SHAPE, VOCABULARY, tuple(n for n, _ in lengths), max(n for _, n in lengths))
+    assert step_flop(padded, recomputes=False) > alone  # the negative control: padding would count
+
+
+def test_a_step_as_fast_as_the_devices_products_has_a_share_of_one():
+    use = Utilisation(SHAPE, VOCABULARY, torch.device("cpu"), torch.float32)
+    spoken = window(speeches(2, seed=3), 1)
+    seconds = use.window_flop(spoken) / use.rate
+    assert use.model_flops_utilisation(spoken, seconds) == pytest.approx(1.0)
+    assert use.model_flops_utilisation(spoken, 4 * seconds) == pytest.approx(0.25)
+    assert use.rate > 1e8
+
+
+def test_on_a_cpu_no_card_is_asked_and_a_silent_card_is_asked_once(monkeypatch):
+    use = Utilisation(SHAPE, VOCABULARY, torch.device("cpu"), torch.float32)
+    asked = []
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: asked.append(device) or 37)
+    assert use.gpu_utilisation() is None and not asked
+    use._is_card_silent = False  # as on a card
+    assert use.gpu_utilisation() == 0.37
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: asked.append(device) or 1 / 0)
+    assert use.gpu_utilisation() is None and use.gpu_utilisation() is None
+    assert len(asked) == 2

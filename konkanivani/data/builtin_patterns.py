@@ -1,0 +1,99 @@
+"""The sentences of the built-in corpus, made from the patterns in `builtin_patterns.txt`."""
+
+import itertools
+import math
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from konkanivani.errors import DataError, UsageError
+
+PATTERNS_FILE = Path(__file__).with_name("builtin_patterns.txt")
+
+
+@dataclass(frozen=True)
+class PatternBook:
+    """The sentence patterns: `slots` maps a slot's name to its fillers, the patterns name slots in braces."""
+
+    slots: dict[str, tuple[str, ...]]
+    seen: tuple[str, ...]
+    unseen: tuple[str, ...]
+
+
+def read_patterns(path: Path = PATTERNS_FILE) -> PatternBook:
+    """The pattern book at `path`; a DataError names the line that cannot be read."""
+    slots: dict[str, tuple[str, ...]] = {}
+    patterns: dict[str, list[str]] = {"seen": [], "unseen": []}
+    section = ""
+    for row, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        if line in ("[slots]", "[seen]", "[unseen]"):
+            section = line[1:-1]
+        elif section == "slots":
+            name, _, fillers = line.partition(" = ")
+            slots[name] = tuple(filler.strip() for filler in fillers.split("|"))
+        elif section and set(slot_names(line)) <= slots.keys():
+            patterns[section].append(line)
+        else:
+            raise DataError(f"{path}, line {row}: {line!r} names a slot that is not defined. Define it under [slots].")
+    return PatternBook(slots, tuple(patterns["seen"]), tuple(patterns["unseen"]))
+
+
+def slot_names(pattern: str) -> list[str]:
+    """The slots of `pattern` in their order."""
+    return re.findall(r"\{(\w+)\}", pattern)
+
+
+def deal(fillers: Sequence[str], seed: str) -> Iterator[str]:
+    """The fillers in an order of their own for each seed, then again in another order, without end."""
+    generator = random.Random(seed)
+    deck = list(fillers)
+    while True:
+        generator.shuffle(deck)
+        yield from deck
+
+
+def pattern_sentences(pattern: str, slots: dict[str, tuple[str, ...]]) -> Iterator[str]:
+    """Sentences of `pattern`, each possible one at least once; a slot's fillers come up equally often."""
+    names = slot_names(pattern)
+    decks = [deal(slots[name], f"{pattern} {place}") for place, name in enumerate(names)]
+    count = math.prod(len(slots[name]) for name in names)
+    dealt = (tuple(map(next, decks)) for _ in range(count))
+    for fillers in itertools.chain(dealt, itertools.product(*(slots[name] for name in names))):
+        if len(set(zip(names, fillers, strict=True))) == len(names):  # a slot that stands twice differs from itself
+            yield re.sub(r"\{\w+\}", "%s", pattern) % fillers
+
+
+def interleave_sentences(patterns: Sequence[str], slots: dict[str, tuple[str, ...]], count: int) -> list[str]:
+    """`count` different sentences: the first of each pattern, then the second of each, and so on.
+
+    A UsageError says how many there are where the patterns have fewer.
+    """
+    sentences: dict[str, None] = {}
+    streams = [pattern_sentences(pattern, slots) for pattern in patterns]
+    while streams and len(sentences) < count:
+        streams = [stream for stream in streams if _take_new(stream, sentences)]
+    if len(sentences) < count:
+        raise UsageError(
+            f"The built-in corpus cannot have {count} different sentences of {len(patterns)} patterns: "
+            f"there are {len(sentences)}. Ask for fewer utterances."
+        )
+    return list(sentences)[:count]
+
+
+def _take_new(stream: Iterator[str], sentences: dict[str, None]) -> bool:
+    """Adds the stream's next sentence that is not in `sentences`; False where there is none."""
+    for sentence in stream:
+        if sentence not in sentences:
+            sentences[sentence] = None
+            return True
+    return False
+
+
+def spread(count: int, total: int) -> list[int]:
+    """`count` places among 0 .. total - 1, evenly apart."""
+    return [(2 * index + 1) * total // (2 * count) for index in range(count)]

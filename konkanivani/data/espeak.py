@@ -1,0 +1,180 @@
+"""espeak-ng in a process of its own, and what is said between it and the one that asks.
+
+    python -m konkanivani.data.espeak
+
+is that process: it reads one JSON request a line on stdin and answers each on stdout. espeak-ng comes with the PyPI
+package espeakng-loader and is GPL-3; it is loaded there and nowhere else, and a crash of it ends no training.
+
+An answer is a status byte (0 done, 1 refused), the payload's length as four bytes (little endian), and the payload.
+Every request is answered by a fork that has spoken nothing yet: espeak-ng carries oscillator phases from one utterance
+into the next, and only so does the audio depend on the request alone.
+"""
+
+import ctypes
+import itertools
+import json
+import os
+import signal
+import struct
+import sys
+from dataclasses import dataclass
+
+HEADER = struct.Struct("<BI")
+DONE, REFUSED = 0, 1
+LONGEST_SECONDS = 30.0  # of speech: what validation takes at most by default; longer speech is stopped and refused
+REQUEST_SECONDS = 60  # a request that takes longer is given up: one sentence takes about 5 ms
+
+# Constants of espeak-ng's speak_lib.h.
+SYNCHRONOUS, POSITION_IN_CHARACTERS, UTF8_TEXT, IPA_PHONEMES = 2, 1, 1, 0x02
+RATE, VOLUME, PITCH, PITCH_RANGE = 1, 2, 3, 4
+END_OF_EVENTS, WORD_EVENT, END_EVENT = 0, 1, 5
+
+
+@dataclass(frozen=True)
+class Request:
+    """One line on the child's stdin; `wants` is `engine`, `speech`, `words` or `phonemes`."""
+
+    wants: str
+    text: str = ""
+    voice: str = "mr"
+    rate: int = 160
+    pitch: int = 50
+
+
+class Event(ctypes.Structure):
+    """espeak_EVENT of espeak-ng's speak_lib.h; positions in characters from 1 on, and in milliseconds."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("unique_identifier", ctypes.c_uint),
+        ("text_position", ctypes.c_int),
+        ("length", ctypes.c_int),
+        ("audio_position", ctypes.c_int),
+        ("sample", ctypes.c_int),
+        ("user_data", ctypes.c_void_p),
+        ("id", ctypes.c_char * 8),
+    ]
+
+
+class Espeak:
+    """espeak-ng through ctypes: made once in the speaking process, used once in each of its forks."""
+
+    def __init__(self) -> None:
+        """Raises an OSError where the library or its data cannot be loaded."""
+        import espeakng_loader
+
+        self.data_path = espeakng_loader.get_data_path()
+        self._library = ctypes.CDLL(espeakng_loader.get_library_path())
+        self._library.espeak_TextToPhonemes.restype = ctypes.c_char_p
+        self._library.espeak_Info.restype = ctypes.c_char_p
+        self._chunks: list[bytes] = []
+        self._heard = 0  # samples
+        self._words: list[tuple[int, int]] = []  # character, milliseconds
+        self._end = 0  # milliseconds
+        listener = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(Event))
+        self._listener = listener(self._hear)  # kept: ctypes frees what nobody holds
+        self.sample_rate = self._library.espeak_Initialize(SYNCHRONOUS, 0, os.fsencode(self.data_path), 0)
+        if self.sample_rate <= 0:
+            raise OSError(f"espeak-ng does not accept its data at {self.data_path}")
+        self._library.espeak_SetSynthCallback(self._listener)
+
+    def _hear(self, samples: int | None, count: int, events: "ctypes._Pointer[Event]") -> int:
+        """Keeps `count` 16-bit samples at the address `samples`, and when words begin and the speech ends.
+
+        0 tells espeak-ng to go on, 1 to stop.
+        """
+        for event in itertools.takewhile(lambda event: event.type != END_OF_EVENTS, events or ()):
+            if event.type == WORD_EVENT:
+                self._words.append((event.text_position - 1, event.audio_position))
+            elif event.type == END_EVENT:
+                self._end = event.audio_position
+        if samples and count > 0:
+            self._chunks.append(ctypes.string_at(samples, 2 * count))
+            self._heard += count
+        return int(self._is_too_long())
+
+    def _is_too_long(self) -> bool:
+        return self._heard > LONGEST_SECONDS * self.sample_rate
+
+    def answer(self, request: Request) -> bytes:
+        """What `request` wants; a ValueError says why it cannot be had."""
+        if request.wants != "engine" and not any(character.isalnum() for character in request.text):
+            raise ValueError("there is no letter in it")
+        if request.wants == "engine":
+            version = self._library.espeak_Info(None).decode()
+            return json.dumps({"sample_rate": self.sample_rate, "engine": f"espeak-ng {version}"}).encode()
+        self._choose_voice(request.voice)
+        if request.wants == "phonemes":
+            return self._phonemes(request.text)
+        speech = self._speech(request)
+        return speech if request.wants == "speech" else json.dumps({"words": self._words, "end": self._end}).encode()
+
+    def _choose_voice(self, voice: str) -> None:
+        # An unknown variant would be passed over in silence.
+        _, plus, variant = voice.partition("+")
+        is_known = not plus or os.path.isfile(os.path.join(self.data_path, "voices", "!v", variant))
+        if not is_known or self._library.espeak_SetVoiceByName(voice.encode()) != 0:
+            raise ValueError("there is no such voice")
+
+    def _phonemes(self, text: str) -> bytes:
+        buffer = ctypes.create_string_buffer(text.encode())
+        position = ctypes.c_void_p(ctypes.addressof(buffer))
+        clauses = []
+        while position.value:  # espeak-ng moves it from clause to clause
+            clauses.append(self._library.espeak_TextToPhonemes(ctypes.byref(position), UTF8_TEXT, IPA_PHONEMES))
+        return b" ".join(clauses)
+
+    def _speech(self, request: Request) -> bytes:
+        library = self._library
+        for parameter, value in ((RATE, request.rate), (VOLUME, 100), (PITCH, request.pitch), (PITCH_RANGE, 50)):
+            if library.espeak_SetParameter(parameter, value, 0) != 0:
+                raise ValueError(f"it does not take the value {value}")
+        library.espeak_ng_SetRandSeed(ctypes.c_long(1))  # breath and flutter would be seeded from the clock
+        text = request.text.encode() + b"\0"
+        status = library.espeak_Synth(
+            text, ctypes.c_size_t(len(text)), 0, POSITION_IN_CHARACTERS, 0, UTF8_TEXT, None, None
+        )
+        if self._is_too_long():
+            raise ValueError(f"its speech is longer than {LONGEST_SECONDS:g} s")
+        if status != 0 or not self._chunks:
+            raise ValueError(f"it returned status {status} and {len(self._chunks)} pieces of audio")
+        return b"".join(self._chunks)
+
+
+def write_answer(status: int, payload: bytes) -> None:
+    """Writes one answer on stdout."""
+    sys.stdout.buffer.write(HEADER.pack(status, len(payload)) + payload)
+    sys.stdout.buffer.flush()
+
+
+def answer_and_exit(espeak: Espeak, request: Request) -> None:
+    """Answers `request` and ends this process, a fork."""
+    signal.alarm(REQUEST_SECONDS)
+    try:
+        status, payload = DONE, espeak.answer(request)
+    except ValueError as error:
+        status, payload = REFUSED, str(error).encode()
+    write_answer(status, payload)
+    os._exit(0)
+
+
+def main() -> None:
+    """Answers requests until stdin ends; Ctrl-C is for the process that asks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        espeak = Espeak()
+    except (ImportError, OSError, AttributeError) as error:
+        sys.exit(str(error))
+    for line in sys.stdin.buffer:
+        request = Request(**json.loads(line))
+        process = os.fork()
+        if process == 0:
+            answer_and_exit(espeak, request)
+        _, wait_status = os.waitpid(process, 0)
+        if wait_status != 0:
+            code = os.waitstatus_to_exitcode(wait_status)
+            write_answer(REFUSED, f"it ended with code {code}".encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""`log.jsonl`: every field of each step, skip, validation and rehearsal, null where a number is not finite."""
+
+import json
+import math
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from konkanivani.appended_file import append_whole, sync_file
+from konkanivani.records import FROM_NOTHING, Record, RehearsalRecord, Resumed, SkipRecord, StepRecord, ValidationRecord
+
+LOG_NAME = "log.jsonl"
+
+
+class JsonLinesSink:
+    """`log.jsonl`: one JSON object a line, "kind" first, numbers that read back as the same floats."""
+
+    def __init__(self, path: Path, resumed: Resumed):
+        self.name = str(path)
+        self._path = path
+        self._resumed = resumed
+        self._is_cut = False
+
+    def open(self) -> None:
+        """Cuts the lines past what is resumed, and those that a kill tore; until that succeeds nothing is appended."""
+        if not self._is_cut:
+            if self._path.is_file():
+                self._cut()
+            self._is_cut = True
+
+    def write(self, record: Record) -> None:
+        match record:
+            case StepRecord():
+                kind = "step"
+            case SkipRecord():
+                kind = "skip"
+            case ValidationRecord():
+                kind = "validation"
+            case RehearsalRecord():
+                kind = "rehearsal"
+            case _:
+                return
+        self.open()
+        line = json.dumps({"kind": kind} | _finite(asdict(record)), ensure_ascii=False, allow_nan=False)
+        append_whole(self._path, line.encode() + b"\n")
+
+    def sync(self) -> None:
+        sync_file(self._path)
+
+    def _cut(self) -> None:
+        beside = self._path.with_name(self._path.name + ".partial")
+        with open(self._path, "rb") as old, open(beside, "wb") as new:
+            for line in old:
+                if self._is_kept(line):
+                    new.write(line.rstrip(b"\n") + b"\n")
+            new.flush()
+            os.fsync(new.fileno())
+        os.replace(beside, self._path)
+
+    def _is_kept(self, line: bytes) -> bool:
+        """Whether a line is of before the resumed step; one that is torn or is no record is not."""
+        if self._resumed == FROM_NOTHING:
+            return False
+        try:
+            record = json.loads(line)
+            match record.get("kind"):
+                case "skip" if record["skipped_steps"] > self._resumed.skipped_steps:
+                    return False
+                case "validation" if record["epoch"] > self._resumed.epochs_finished:
+                    return False
+            return isinstance(record["step"], int) and record["step"] <= self._resumed.step
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return False
+
+
+def _finite(value: Any) -> Any:
+    """The same JSON-like value with None for each number that JSON cannot say."""
+    match value:
+        case dict():
+            return {key: _finite(entry) for key, entry in value.items()}
+        case list() | tuple():
+            return [_finite(entry) for entry in value]
+        case float() if not math.isfinite(value):
+            return None
+    return value

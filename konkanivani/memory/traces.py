@@ -1,0 +1,67 @@
+"""The peaks of one model's steps, each traced once: by this process, or by an earlier one that wrote them down.
+
+A trace is a pure function of the model, of its device's costs and of the code: what one run has found, the next one
+need not trace. A damaged file is as good as none.
+"""
+
+import contextlib
+import functools
+import json
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from konkanivani.errors import ResourceError
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.devices import DeviceCosts
+from konkanivani.memory.tracer import Load, Peak, StepTracer
+from konkanivani.whole_file import whole_file
+
+
+class Traces:
+    """What a tracer says, asked once for each load; the tracer itself, a second's work, is built when first asked."""
+
+    def __init__(self, build: Callable[[], StepTracer], blocks: int, costs: DeviceCosts) -> None:
+        self.blocks, self.costs, self._build = blocks, costs, build
+        self._peaks: dict[tuple[Load, int], Peak] = {}
+        self._validation_peaks: dict[Load, int] = {}
+
+    @functools.cached_property
+    def tracer(self) -> StepTracer:
+        """The tracer."""
+        return self._build()
+
+    def peak(self, load: Load, recompute: RecomputePolicy) -> Peak:
+        """The traced peaks of a step at this load."""
+        key = load, min(recompute(load.seconds).count, self.blocks)
+        if key not in self._peaks:
+            self._peaks[key] = self.tracer.trace(load, recompute)
+        return self._peaks[key]
+
+    def validation_peak(self, load: Load) -> int:
+        """The traced bytes of validating this load."""
+        if load not in self._validation_peaks:
+            self._validation_peaks[load] = self.tracer.trace_validation(load)
+        return self._validation_peaks[load]
+
+    def read(self, path: Path) -> None:
+        """Takes in what a process before this one wrote; nothing where there is no such file, or a damaged one."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            checksum, text = path.read_text(encoding="utf-8").split("\n", 1)
+            if int(checksum, 16) == zlib.crc32(text.encode()):
+                peaks, validation_peaks = json.loads(text)
+                self._peaks |= {(Load(*row[:3]), row[3]): Peak(*row[4:]) for row in peaks}
+                self._validation_peaks |= {Load(*row[:3]): row[3] for row in validation_peaks}
+
+    def write(self, path: Path) -> None:
+        """Writes all that is known; a cache that cannot be written costs the next run some seconds, and is no error."""
+        peaks = [(*_row(load), count, *_row(peak)) for (load, count), peak in self._peaks.items()]
+        text = json.dumps([peaks, [(*_row(load), peak) for load, peak in self._validation_peaks.items()]])
+        with contextlib.suppress(OSError, ResourceError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(path) as partial:
+                partial.write_text(f"{zlib.crc32(text.encode()):08x}\n{text}", encoding="utf-8")
+
+
+def _row(value: Load | Peak) -> Iterable[float]:
+    return vars(value).values()

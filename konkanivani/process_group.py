@@ -1,0 +1,133 @@
+"""The process group of the ranks: they begin together and end together, and one of them tells the first cause."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from konkanivani.command_line import GRACE_SECONDS
+from konkanivani.distributed import RankLost, Topology, losing_ranks
+from konkanivani.errors import AlreadyTold, KonkaniVaniError, ResourceError
+
+STARTS, SEEN, FOUND = "konkanivani/starts_", "konkanivani/seen", "konkanivani/found_"
+FIRST_CAUSE, HERE, ASKED = "konkanivani/first_cause", "konkanivani/here_", "konkanivani/asked"
+ROLL_CALL_SECONDS = 3.0  # in which the ranks that still run say so, once contact to another is lost
+
+
+@contextlib.contextmanager
+def joined(topology: Topology, timeout: float) -> Iterator[None]:
+    """The block runs in every process of the topology, joined; what one waits for another takes at most `timeout` s.
+
+    An error ends all of them, and is told by one: by the rank that it came from first. The others raise AlreadyTold
+    with the same exit code. Where a rank has ended without a word or hangs, one of those left says which.
+    """
+    if topology.is_alone:
+        yield
+        return
+    limit = timedelta(seconds=timeout)
+    with losing_ranks():
+        common, rank, world = next(dist.rendezvous("env://", timeout=limit))
+        store = dist.PrefixStore(f"konkanivani/{_attempt(common, topology, timeout)}", common)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    try:
+        yield
+    except BaseException as error:
+        cause = _cause_of(error, topology, store, timeout)
+        if topology.is_first:
+            _keep_for_the_others(store, topology.world)
+        if isinstance(cause, AlreadyTold):
+            wait_for_the_end()
+        if cause is error:
+            raise
+        raise cause from None
+    dist.destroy_process_group()
+
+
+def _attempt(store: dist.Store, topology: Topology, timeout: float) -> int:
+    """A number that all ranks of this start have alike, and no start before had.
+
+    torchrun keeps its store over its restarts, and in it the addresses of ranks that have ended, which the next ones
+    would call without an end. Its own count of restarts is not the same on all machines. So each rank counts its
+    starts, the first one tells whose it has seen, and who finds its own among them belongs to that first one.
+    """
+    own, until = store.add(f"{STARTS}{topology.rank}", 1), time.monotonic() + timeout
+    while time.monotonic() < until:
+        if topology.is_first:
+            seen = [store.add(f"{STARTS}{rank}", 0) for rank in range(topology.world)]
+            store.set(SEEN, " ".join(map(str, seen)))
+            if store.add(f"{FOUND}{own}", 0) == topology.world - 1:
+                return own
+        elif store.check([SEEN]):
+            first, *_ = seen = [int(count) for count in store.get(SEEN).split()]
+            if len(seen) == topology.world and seen[topology.rank] == own:
+                store.add(f"{FOUND}{first}", 1)
+                return first
+        time.sleep(0.02)
+    raise RankLost(
+        f"Rank {topology.rank} waited {timeout:g} s for all {topology.world} ranks. See that every machine's torchrun "
+        "runs, with the same --rdzv_endpoint, or give a longer --rank_timeout."
+    )
+
+
+def _is_first_cause(store: dist.Store, rank: int, code: int) -> bool:
+    """Books this rank's error as what ends all ranks, unless another was first; whether it is."""
+    mine = f"{rank} {code}"
+    return store.compare_set(FIRST_CAUSE, "", mine).decode() == mine
+
+
+def _first_cause(store: dist.Store) -> int:
+    """The exit code of the error that was first."""
+    return int(store.get(FIRST_CAUSE).decode().split()[1])
+
+
+def _cause_of(error: BaseException, topology: Topology, store: dist.Store, timeout: float) -> BaseException:
+    """What to raise in place of an error: itself, AlreadyTold, or for a rank that was lost an error that names it."""
+    cause = error
+    with contextlib.suppress(RuntimeError):  # the store may have been the lost rank's
+        code = error.exit_code if isinstance(error, KonkaniVaniError) else 1
+        if isinstance(error, RankLost):
+            cause = _cause_of_loss(error, topology, store, timeout)
+        elif not _is_first_cause(store, topology.rank, code):
+            cause = AlreadyTold(_first_cause(store))
+        store.add(ASKED, 1)
+    return cause
+
+
+def _keep_for_the_others(store: dist.Store, world: int) -> None:
+    """Waits a moment until all ranks have asked for the cause: without torchrun the store ends with the first rank."""
+    until = time.monotonic() + GRACE_SECONDS / 2
+    with contextlib.suppress(RuntimeError):
+        while store.add(ASKED, 0) < world and time.monotonic() < until:
+            time.sleep(0.02)
+
+
+def _cause_of_loss(error: RankLost, topology: Topology, store: dist.Store, timeout: float) -> KonkaniVaniError:
+    """AlreadyTold where the lost rank has had a reason of its own, else who did not answer to the roll call."""
+    store.set(f"{HERE}{topology.rank}", "")
+    until = time.monotonic() + ROLL_CALL_SECONDS
+    while time.monotonic() < until and not store.check([FIRST_CAUSE]):
+        time.sleep(0.05)
+    if not _is_first_cause(store, topology.rank, ResourceError.exit_code):
+        return AlreadyTold(_first_cause(store))
+    missing = [str(rank) for rank in range(topology.world) if not store.check([f"{HERE}{rank}"])]
+    if not missing:
+        return error
+    named = f"Rank {missing[0]} is" if len(missing) == 1 else f"Ranks {', '.join(missing)} are"
+    return ResourceError(
+        f"{named} gone or not answering: killed, perhaps by the system where memory was short, cut off, or hanging "
+        f"for --rank_timeout {timeout:g} s. Go on from the newest checkpoint with --resume auto."
+    )
+
+
+def wait_for_the_end() -> None:
+    """Waits a moment for torchrun to end this process: it ends all ranks at once when it sees the first one end.
+
+    That should be the one with something to tell, which else might not get to say it.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(GRACE_SECONDS)

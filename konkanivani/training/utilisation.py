@@ -1,0 +1,62 @@
+"""How much of the device a training step makes use of: its share of the arithmetic that the device can do."""
+
+from typing import NamedTuple
+
+import torch
+
+from konkanivani.arithmetic import Multiply, forward_layers, product_rate, step_flop
+from konkanivani.config import ModelConfig
+from konkanivani.data.batch import Window
+from konkanivani.lengths import feature_length
+from konkanivani.model.product import product
+
+
+class MatrixSize(NamedTuple):
+    """The side of the square matrices whose product is the device's best, and how often it is timed."""
+
+    side: int
+    rounds: int
+
+
+# Large enough to fill the device; fp16's three matrices are 24 MiB on a card, fp32's 12 MiB on a CPU.
+SIZES = {"cuda": MatrixSize(2048, 20), "cpu": MatrixSize(1024, 5)}
+
+
+class Utilisation:
+    """What a step uses of a device that trains in `dtype`; the device's rate is timed here, in some milliseconds."""
+
+    def __init__(self, model: ModelConfig, vocab_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.model, self.vocab_size, self.device = model, vocab_size, device
+        size, multiply = SIZES[device.type], _multiply_of(dtype)
+        self.rate = product_rate(multiply, device, dtype, size.side, size.rounds)
+        self._is_card_silent = device.type != "cuda"
+
+    def model_flops_utilisation(self, window: Window, seconds: float) -> float:
+        """The step's arithmetic a second over the device's rate (MFU; Chowdhery et al., 2022, appendix B).
+
+        Only what the utterances need counts: nothing for padding or for what is recomputed.
+        """
+        return self.window_flop(window) / (seconds * self.rate)
+
+    def window_flop(self, window: Window) -> float:
+        """The arithmetic that the window's micro-batches need, forward and backward."""
+        return sum(
+            step_flop(forward_layers(self.model, self.vocab_size, (feature_length(samples),), tokens), recomputes=False)
+            for batch in window.micro_batches
+            for samples, tokens in zip(batch.sample_lengths, batch.token_lengths, strict=True)
+        )
+
+    def gpu_utilisation(self) -> float | None:
+        """The share of the last moments in which a kernel ran on the card (NVML); None where nobody can tell."""
+        if self._is_card_silent:
+            return None
+        try:
+            return torch.cuda.utilization(self.device) / 100
+        except Exception:  # no NVML, no permission, a slice of a card: training does not depend on knowing
+            self._is_card_silent = True
+            return None
+
+
+def _multiply_of(dtype: torch.dtype) -> Multiply:
+    """The product that the model's layers take, so that a library which is faster elsewhere does not flatter it."""
+    return product if dtype == torch.float32 else torch.mm

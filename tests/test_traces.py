@@ -1,0 +1,129 @@
+"""What a run has traced the next one need not: the same plan without a trace, and never a plan from what is damaged."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+
+from konkanivani import run_plan
+from konkanivani.config import TrainConfig
+from konkanivani.memory.devices import cpu_costs, cuda_costs
+from konkanivani.memory.plan import MemoryPlan
+from konkanivani.memory.planner import ALWAYS, NEVER
+from konkanivani.memory.tracer import Load, Peak
+from konkanivani.memory.traces import Traces
+from konkanivani.recipe import build_run
+from konkanivani.start import resolve_start
+from tests.conftest import TINY_MODEL, Corpus, run_folders
+
+BLOCKS = 4
+LOAD = Load(2, 5.25, 50)
+
+
+class CountingTracer:
+    """In the place of a tracer: other numbers for other loads, and how often it was asked."""
+
+    asked = 0
+
+    def trace(self, load: Load, recompute) -> Peak:
+        self.asked += 1
+        return Peak(1, load.utterances, recompute(load.seconds).count, 10**12 + 1)
+
+    def trace_validation(self, load: Load) -> int:
+        self.asked += 1
+        return load.tokens
+
+
+def traces_of(tracer: CountingTracer) -> Traces:
+    return Traces(lambda: tracer, BLOCKS, cpu_costs())
+
+
+def filled(tracer: CountingTracer) -> Traces:
+    """With three traces, one of them asked for twice, once as "always" and once as all blocks."""
+    traces = traces_of(tracer)
+    for policy in (NEVER, ALWAYS, run_plan.RecomputePolicy.first(BLOCKS)):
+        traces.peak(LOAD, policy)
+    traces.validation_peak(LOAD)
+    return traces
+
+
+def test_each_load_is_traced_once_by_all_processes_together(tmp_path):
+    first, second = CountingTracer(), CountingTracer()
+    known = filled(first)
+    assert first.asked == 3
+    known.write(tmp_path / "folder" / "traces.json")
+    again = traces_of(second)
+    again.read(tmp_path / "folder" / "traces.json")
+    assert again.peak(LOAD, NEVER) == known.peak(LOAD, NEVER)
+    assert again.peak(LOAD, ALWAYS) == known.peak(LOAD, ALWAYS) != known.peak(LOAD, NEVER)
+    assert again.validation_peak(LOAD) == 50 and second.asked == 0
+    again.peak(dataclasses.replace(LOAD, seconds=5.26), NEVER)
+    assert second.asked == 1
+
+
+def test_no_damaged_byte_is_believed(tmp_path):
+    path = tmp_path / "traces.json"
+    filled(CountingTracer()).write(path)
+    sound = path.read_bytes()
+    damaged = [sound[:length] for length in range(0, len(sound), 7)]
+    damaged += [sound[:at] + bytes([sound[at] ^ 1 << at % 8]) + sound[at + 1 :] for at in range(9, len(sound))]
+    damaged += [b"", b"\xff" * 20, b"00000000\n", b"zz\n[]", "०\n[]".encode()]
+    for content in damaged:
+        path.write_bytes(content)
+        tracer = CountingTracer()
+        traces = traces_of(tracer)
+        traces.read(path)
+        assert traces.peak(LOAD, NEVER) == Peak(1, 2, 0, 10**12 + 1) and tracer.asked == 1, content
+
+
+@pytest.mark.parametrize("place", ["a file/traces.json", "a folder"])
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, place):
+    (tmp_path / "a file").touch()
+    (tmp_path / "a folder").mkdir()
+    traces = filled(CountingTracer())
+    traces.write(tmp_path / place)
+    traces.read(tmp_path / place)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a file", "a folder"]
+
+
+def planned(corpus: Corpus, directory: Path, *more: str, budget: str = "480MiB") -> MemoryPlan:
+    flags = (*TINY_MODEL, *corpus.flags(), *run_folders(directory), "--num_workers", "0", *more)
+    return build_run(resolve_start([*flags, "--batch_size", "auto", "--memory_budget", budget])).plan
+
+
+def test_a_second_fresh_run_plans_without_a_trace(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first = planned(corpus, tmp_path / "first")
+    assert len(os.listdir(tmp_path / "cache" / "konkanivani")) == 1
+
+    def no_tracing(*_):
+        raise AssertionError("it traces")
+
+    monkeypatch.setattr(run_plan, "build_tracer", no_tracing)
+    assert planned(corpus, tmp_path / "second", "--seed", "5", "--replan") == first
+    assert planned(corpus, tmp_path / "roomy", budget="580MiB").buckets == first.buckets
+    # Negative controls: another model, another precision, other sources.
+    with pytest.raises(AssertionError, match="it traces"):
+        planned(corpus, tmp_path / "third", "--d_model", "64")
+    with pytest.raises(AssertionError, match="it traces"):
+        planned(corpus, tmp_path / "fourth", "--mixed_precision", "--amp_dtype", "bf16")
+    monkeypatch.setattr(run_plan, "digest_of_code", lambda: "other")
+    with pytest.raises(AssertionError, match="it traces"):
+        planned(corpus, tmp_path / "fifth")
+
+
+def test_without_a_home_nothing_is_kept(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "not absolute")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    planned(corpus, tmp_path / "run")
+    assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
+def test_what_a_card_takes_for_itself_is_no_part_of_a_trace():
+    paths = {
+        run_plan.traces_path(TrainConfig(), 100, costs)
+        for costs in (cpu_costs(), cuda_costs("T4", (7, 5), 2**28), cuda_costs("T4", (7, 5), 2**29))
+    }
+    assert len(paths) == 2
