@@ -1,6 +1,7 @@
 """What every script does: flags from a dataclass, and errors as one sentence and an exit code. No torch here."""
 
 import contextlib
+import faulthandler
 import os
 import sys
 import time
@@ -11,6 +12,7 @@ from konkanivani.errors import AlreadyTold, KonkaniVaniError, ResourceError, Usa
 
 Flags = TypeVar("Flags")
 
+STDERR = 2
 GRACE_SECONDS = 1.0  # that a rank with nothing to say leaves the others to say it
 
 
@@ -45,6 +47,7 @@ def parse_share(text: str, flag: str) -> float:
 
 def run_script(action: Callable[[], str]) -> int:
     """Prints what `action` returns, if anything; the exit code, after a sentence on stderr where it failed."""
+    _give_signals_a_stack()
     try:
         if text := action():
             print(text, flush=True)
@@ -71,6 +74,16 @@ def run_script(action: Callable[[], str]) -> int:
             file=sys.stderr,
         )
         return ResourceError.exit_code
+
+
+def _give_signals_a_stack() -> None:
+    """Has Python's signal handlers run on a stack of their own; a crash in native code says where it was.
+
+    oneDNN before 3.11.2 lets the stack register point into its heap while it multiplies (its pull request 4855): what
+    the system puts on the stack for a handler would overwrite what lies there.
+    """
+    if not faulthandler.is_enabled():
+        faulthandler.enable(STDERR)
 
 
 @contextlib.contextmanager

@@ -37,11 +37,8 @@ def _takes_onednn(rows: torch.Tensor) -> bool:
 
 
 def is_onednn_preferred() -> bool:
-    """Whether this process makes its fp32 products by oneDNN.
-
-    Not on one thread: oneDNN 3.10 then writes beyond the end of a workspace of its own (docs/LOG.md).
-    """
-    return torch.backends.mkldnn.enabled and torch.get_num_threads() > 1 and _is_onednn_faster()
+    """Whether this process makes its fp32 products by oneDNN."""
+    return torch.backends.mkldnn.enabled and _is_onednn_faster()
 
 
 @functools.cache

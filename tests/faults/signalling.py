@@ -117,6 +117,7 @@ def end_while_workers_hang(run: LongRun, number: signal.Signals) -> Ending:
 
 def end_by_closing_its_terminal(run: LongRun, workers: int) -> Ending:
     """One life whose terminal closes after its first step; the shell passes on what the kernel said already."""
+    run.directory.mkdir(parents=True, exist_ok=True)
     before, (terminal, its_end) = run.logged_step(), pty.openpty()
     life = Life(
         subprocess.Popen(
@@ -128,17 +129,18 @@ def end_by_closing_its_terminal(run: LongRun, workers: int) -> Ending:
         )
     )
     os.close(its_end)
-    life.wait_until(lambda: _has_shown(terminal) and run.logged_step() > before, "the first step")
+    life.wait_until(lambda: _is_read(terminal, run.output) and run.logged_step() > before, "the first step")
     sent = time.monotonic()
     os.close(terminal)
     send(life, signal.SIGHUP, "its group")
     return _told_to_stop(run, life, signal.SIGHUP, sent)
 
 
-def _has_shown(terminal: int) -> bool:
-    """Takes what has been written to the terminal; it would take no more some day."""
-    while select.select([terminal], [], [], 0)[0]:
-        os.read(terminal, 1 << 16)
+def _is_read(terminal: int, output: Path) -> bool:
+    """Takes what has been written to the terminal, which would take no more some day, into the file; always true."""
+    with open(output, "ab") as file:
+        while select.select([terminal], [], [], 0)[0]:
+            file.write(os.read(terminal, 1 << 16))
     return True
 
 

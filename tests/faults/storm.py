@@ -1,0 +1,40 @@
+"""Products by oneDNN while signals rain on the process: `python -m tests.faults.storm`, with --bare outside run_script.
+
+Ends when a thousand have been handled, with exit code 0, unless they broke the heap before.
+"""
+
+import signal
+import sys
+import time
+
+import torch
+
+from konkanivani.command_line import run_script
+
+PERIOD = 0.0005  # seconds
+ENOUGH = 1000  # signals
+PATIENCE = 120.0  # seconds
+
+
+def products_in_the_rain() -> str:
+    """How many products were made, one thread, of shapes that differ each time, until enough signals have come."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    handled: list[int] = []
+    signal.signal(signal.SIGALRM, lambda number, _frame: handled.append(number))
+    signal.setitimer(signal.ITIMER_REAL, PERIOD, PERIOD)
+    began, made = time.monotonic(), 0
+    while len(handled) < ENOUGH and time.monotonic() < began + PATIENCE:
+        rows, inputs, outputs = torch.randint(64, 500, (3,)).tolist()
+        left, right = torch.randn(rows, inputs), torch.randn(outputs, inputs)
+        torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
+        made += 1
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return f"{made} products, {len(handled)} signals"
+
+
+if __name__ == "__main__":
+    if "--bare" in sys.argv:
+        print(products_in_the_rain())
+    else:
+        sys.exit(run_script(products_in_the_rain))
