@@ -17,8 +17,7 @@ PATIENCE = 120.0  # seconds
 
 
 def products_in_the_rain() -> str:
-    """How many products were made, one thread, of shapes that differ each time, until enough signals have come."""
-    torch.set_num_threads(1)
+    """How many products were made, of shapes that differ each time, until enough signals have come."""
     torch.manual_seed(0)
     handled: list[int] = []
     signal.signal(signal.SIGALRM, lambda number, _frame: handled.append(number))
