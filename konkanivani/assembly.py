@@ -47,7 +47,15 @@ def build_forward(
         device=device,
         amp_dtype=choose_precision(config.memory, device),
         loss=config.loss,
+        at_once=at_once_of(config, device, is_sharded=sharded_over is not None),
     )
+
+
+def at_once_of(config: TrainConfig, device: torch.device, is_sharded: bool) -> int:
+    """How many micro-batches are run side by side: on a CPU that has as many threads, where no rank waits inside."""
+    if device.type != "cpu" or is_sharded:
+        return 1
+    return min(config.data.micro_batches_at_once, torch.get_num_threads())
 
 
 def build_step_parts(
@@ -79,4 +87,6 @@ def memory_conditions(config: TrainConfig, device: torch.device) -> int:
     memory = config.memory
     precision = memory.mixed_precision, memory.amp_dtype
     conditions = device.type, size, memory.memory_budget, *precision, memory.gradient_checkpointing
+    if device.type == "cpu" and config.data.micro_batches_at_once > 1:
+        conditions += (config.data.micro_batches_at_once,)
     return zlib.crc32(repr(conditions).encode())

@@ -58,6 +58,8 @@ class DataConfig:
     """Micro-batches in one optimizer step; the effective batch is the product."""
     effective_batch_size: int | None = None
     """Utterances in one optimizer step, with --batch_size auto (None: 8)."""
+    micro_batches_at_once: int = 1
+    """On a CPU, run so many micro-batches side by side, each on its share of the cores: less time, more memory."""
     train_subset: float = 100.0
     """Percent of the training utterances to use, chosen by the seed."""
     min_duration: float = 0.2

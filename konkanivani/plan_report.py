@@ -134,7 +134,8 @@ class Question:
     def planner(self) -> Planner:
         """A planner of this configuration."""
         traces = build_traces(self.config, self.config.text.vocab_size, self.costs)
-        return Planner(traces, self.budget, TOKENS_PER_SECOND[self.config.text.tokenizer_type])
+        at_once = 1 if self.costs.is_cuda else self.config.data.micro_batches_at_once
+        return Planner(traces, self.budget, TOKENS_PER_SECOND[self.config.text.tokenizer_type], at_once)
 
     @property
     def policy(self) -> RecomputePolicy:
@@ -226,6 +227,8 @@ def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int) -> str
     words = ["--preset", config.run.preset, "--memory_budget", budget_text(budget)]
     words += ["--batch_size", "auto", "--effective_batch_size", str(config.window_size)]
     words += ["--gradient_checkpointing", "auto", "--max_duration", f"{longest:g}"]
+    if config.data.micro_batches_at_once > 1:
+        words += ["--micro_batches_at_once", str(config.data.micro_batches_at_once)]
     return " ".join(words + (["--mixed_precision"] if config.memory.mixed_precision else []))
 
 

@@ -3,9 +3,14 @@
 So nothing of a generator's state has to be saved: a resumed run draws what the undisturbed one would have drawn.
 """
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
+
+_MASKS: ContextVar[torch.Generator | None] = ContextVar("what dropout draws from in this thread", default=None)
 
 
 def seed_of(*parts: int | str) -> int:
@@ -25,3 +30,21 @@ def seed_step(seed: int, step: int, rank: int = 0) -> None:
 def utterance_generator(seed: int, epoch: int, utterance_id: str, purpose: str) -> torch.Generator:
     """A CPU generator that belongs to one utterance in one epoch, for one purpose (`speed`, `specaugment`)."""
     return torch.Generator().manual_seed(seed_of(seed, epoch, purpose, utterance_id))
+
+
+@contextlib.contextmanager
+def masks_of(seed: int) -> Iterator[None]:
+    """Dropout on a CPU draws from a generator of its own here, in this thread alone, instead of from torch's default.
+
+    So what one micro-batch draws does not depend on what others draw beside it.
+    """
+    token = _MASKS.set(torch.Generator().manual_seed(seed))
+    try:
+        yield
+    finally:
+        _MASKS.reset(token)
+
+
+def mask_generator() -> torch.Generator | None:
+    """What dropout on a CPU draws from in this thread; None for torch's default generator."""
+    return _MASKS.get()

@@ -1,5 +1,6 @@
 """Composition root: every part of a run, built from its settings and the checkpoint that it begins with."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -166,7 +167,8 @@ def keep_to_plan(step: StepParts, plan: MemoryPlan, resident_before: float) -> S
         keep_holes_out()
     step.forward.monitor.expect(plan.planned_peaks(before=resident_before if device.type == "cpu" else 0.0))
     enforce_budget(device, plan.budget, plan.context)
-    return recomputing(step, plan.recompute_policy())
+    step = recomputing(step, plan.recompute_policy())
+    return replace(step, forward=replace(step.forward, at_once=plan.at_once))
 
 
 def _move_aside(checkpointer: Checkpointer, run_directory: Path) -> None:

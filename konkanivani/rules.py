@@ -98,6 +98,7 @@ def _data_rules(data: DataConfig) -> list[Rule]:
             data.effective_batch_size is None or data.effective_batch_size > 0,
             "--effective_batch_size must be at least 1",
         ),
+        Rule(1 <= data.micro_batches_at_once <= 64, "--micro_batches_at_once must be between 1 and 64"),
         Rule(0 < data.train_subset <= 100, "--train_subset is a percentage: above 0, at most 100"),
         Rule(0 <= data.min_duration < data.max_duration, "--min_duration must be below --max_duration"),
         Rule(

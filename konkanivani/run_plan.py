@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from konkanivani.assembly import build_front_end, build_step_parts, memory_conditions
+from konkanivani.assembly import at_once_of, build_front_end, build_step_parts, memory_conditions
 from konkanivani.audio import MEL_BINS
 from konkanivani.budget import MIB, budget_text, parse_budget, peak_text
 from konkanivani.config import PRESETS, ModelConfig, TextConfig, TrainConfig
@@ -87,7 +87,10 @@ def resolve_plan(
     traces, path = build_traces(config, vocab_size, costs), traces_path(config, vocab_size, costs)
     if path:
         traces.read(path)
-    plan = _plan_buckets(config, Planner(traces, budget, rate), conditions, train, validation)
+    for at_once in sorted({1, at_once_of(config, device, ranks.sharded)}, reverse=True):
+        plan = _plan_buckets(config, Planner(traces, budget, rate, at_once), conditions, train, validation)
+        if all(bucket.utterances for bucket in plan.buckets):
+            break
     if path:
         traces.write(path)
     _check_every_utterance_fits(plan.buckets, train, config, budget)
@@ -221,7 +224,7 @@ def _plan_buckets(
         buckets.append(plan_bucket(planner, edge, tokens, config.memory.gradient_checkpointing, most))
     costliest = max(buckets, key=lambda bucket: bucket.peak)
     load = Load(max(1, costliest.utterances), costliest.seconds, costliest.tokens)
-    peak = planner.traces.peak(load, RecomputePolicy.first(costliest.recomputed_blocks))
+    peak = planner.phases(load, RecomputePolicy.first(costliest.recomputed_blocks))
     seconds, validation_peak = config.data.validation_batch_seconds, 0
     if validation is not None:
         longest = float(validation.seconds.max())
@@ -237,6 +240,7 @@ def _plan_buckets(
         backward=peak.backward + beside,
         update=peak.update + beside,
         validation=max(0, validation_peak - planner.traces.costs.context),
+        at_once=planner.at_once,
     )
 
 
@@ -275,7 +279,8 @@ def _check_every_utterance_fits(
 
 def plan_sentences(plan: MemoryPlan, blocks: int) -> str:
     """The plan for a person."""
-    lines = [f"Memory plan for {budget_text(plan.budget)}, planned peak {peak_text(plan.peak)}:"]
+    side_by_side = f", {plan.at_once} micro-batches side by side" if plan.at_once > 1 else ""
+    lines = [f"Memory plan for {budget_text(plan.budget)}, planned peak {peak_text(plan.peak)}{side_by_side}:"]
     for bucket in plan.buckets:
         recomputed = f", {min(bucket.recomputed_blocks, blocks)} of {blocks} blocks recomputed"
         lines.append(

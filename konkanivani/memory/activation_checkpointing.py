@@ -1,11 +1,14 @@
 """Which blocks keep their activations and which recompute them in the backward pass."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch.utils.checkpoint import checkpoint
+
+from konkanivani.randomness import mask_generator, masks_of, seed_of
 
 ALL_BLOCKS = sys.maxsize
 
@@ -15,15 +18,28 @@ class RecomputedBlocks:
     """A block runner that recomputes the model's first `count` blocks (Chen et al., 2016).
 
     The first ones, because the backward pass reaches them last: what it recomputes then finds the others' activations
-    gone. Dropout draws the same masks again, since the generators' state is kept beside each block's input.
+    gone. Dropout draws the same masks again: where a micro-batch's masks have a seed, each block's have one that
+    follows from it, else the generators' state is kept beside the block's input.
     """
 
     count: int
 
     def __call__(self, block: torch.nn.Module, *inputs: object) -> torch.Tensor:
+        masks = mask_generator()
+        run = block if masks is None else _seeded(block, seed_of(masks.initial_seed(), block.number))
         if block.number < self.count and torch.is_grad_enabled():
-            return checkpoint(block, *inputs, use_reentrant=False)
-        return block(*inputs)
+            return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=masks is None)
+        return run(*inputs)
+
+
+def _seeded(block: torch.nn.Module, seed: int) -> Callable[..., torch.Tensor]:
+    """The block with masks of this seed."""
+
+    def run(*inputs: object) -> torch.Tensor:
+        with masks_of(seed):
+            return block(*inputs)
+
+    return run
 
 
 @dataclass(frozen=True)

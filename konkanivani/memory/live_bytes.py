@@ -1,5 +1,6 @@
 """The peak of live tensor bytes on a device that keeps no such count itself (a CPU)."""
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 
@@ -21,17 +22,19 @@ class LiveBytes(TorchDispatchMode):
         self.live = self.peak = 0
         self._rounding = rounding
         self._sizes: dict[int, int] = {}
+        self._counting = threading.RLock()  # a storage may be freed by another thread, or while this one counts
 
     def count(self, tensors: Iterable[torch.Tensor]) -> None:
         """Counts the storages of these tensors, unless they are counted already."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage._cdata in self._sizes:
-                continue
             size = -(-storage.nbytes() // self._rounding) * self._rounding
-            self._sizes[storage._cdata] = size
-            self.live += size
-            self.peak = max(self.peak, self.live)
+            with self._counting:
+                if storage._cdata in self._sizes:
+                    continue
+                self._sizes[storage._cdata] = size
+                self.live += size
+                self.peak = max(self.peak, self.live)
             # PyTorch keeps a storage's Python object for as long as C++ (autograd, say) holds the storage.
             weakref.finalize(storage, self._forget, storage._cdata).atexit = False
 
@@ -41,7 +44,8 @@ class LiveBytes(TorchDispatchMode):
         return peak
 
     def _forget(self, address: int) -> None:
-        self.live -= self._sizes.pop(address)
+        with self._counting:
+            self.live -= self._sizes.pop(address)
 
     def __torch_dispatch__(
         self, operation: Callable, types: tuple, args: tuple = (), kwargs: Mapping | None = None

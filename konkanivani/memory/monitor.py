@@ -5,6 +5,7 @@ import dataclasses
 import os
 import re
 import resource
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ class MemoryMonitor:
         self._seconds: dict[str, float] = {}
         self._since = time.perf_counter()
         self._micro_batches = self._retries = 0
+        self._booking = threading.Lock()
         self._clearing = self._clearing_of_run = CacheClearing()
 
     def expect(self, planned: tuple[PlannedPeak, ...]) -> None:
@@ -102,14 +104,15 @@ class MemoryMonitor:
         self._planned = {peak.phase: peak.mib for peak in planned}
 
     def end_phase(self, phase: str) -> None:
-        """Books what has happened since the last call under `phase`."""
-        now = self._measure_cuda(phase) if self.device.type == "cuda" else self._measure_resident(phase)
-        self.peak_mib = max(self.peak_mib, now.peak_mib)
-        for phases in (self._phases, self._phases_of_run):
-            phases[phase] = _joined(phases[phase], now) if phase in phases else now
-        ended = time.perf_counter()
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + ended - self._since
-        self._since = ended
+        """Books what has happened since the last call under `phase`; side by side, that of whoever is first to end."""
+        with self._booking:
+            now = self._measure_cuda(phase) if self.device.type == "cuda" else self._measure_resident(phase)
+            self.peak_mib = max(self.peak_mib, now.peak_mib)
+            for phases in (self._phases, self._phases_of_run):
+                phases[phase] = _joined(phases[phase], now) if phase in phases else now
+            ended = time.perf_counter()
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + ended - self._since
+            self._since = ended
 
     def report(self) -> tuple[PhaseMemory, ...]:
         """The largest of each phase since the last report."""

@@ -42,6 +42,8 @@ class MemoryPlan:
     backward: int
     update: int
     validation: int
+    at_once: int = 1
+    """Micro-batches that are run side by side."""
 
     def size_limits(self) -> tuple[SizeLimit, ...]:
         """How many utterances of what length go at once."""
@@ -71,6 +73,7 @@ class MemoryPlan:
             "buckets": [[b.seconds, b.tokens, b.utterances, b.recomputed_blocks, b.peak] for b in self.buckets],
             "validation_seconds": self.validation_seconds,
             "peaks": [self.forward, self.backward, self.update, self.validation],
+            "at_once": self.at_once,
         }
 
 
@@ -87,10 +90,11 @@ def read_plan(state: Mapping[str, object]) -> MemoryPlan:
             buckets,
             float(state["validation_seconds"]),
             *peaks,
+            at_once=int(state.get("at_once", 1)),  # a checkpoint of before there was a choice
         )
     except (KeyError, TypeError, ValueError):
         raise CheckpointError("The checkpoint's memory plan is no plan. Give --replan to make a new one.") from None
     ascending = all(one.seconds < other.seconds for one, other in zip(buckets, buckets[1:], strict=False))
-    if not buckets or not ascending or min(bucket.utterances for bucket in buckets) < 1:
+    if not buckets or not ascending or plan.at_once < 1 or min(bucket.utterances for bucket in buckets) < 1:
         raise CheckpointError("The checkpoint's memory plan is not sound. Give --replan to make a new one.")
     return plan

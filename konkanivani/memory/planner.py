@@ -14,7 +14,7 @@ from konkanivani.chunks import CHUNK_FRAMES
 from konkanivani.lengths import HOP_SAMPLES, SAMPLE_RATE, SUBSAMPLING
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.plan import BucketPlan
-from konkanivani.memory.tracer import Load
+from konkanivani.memory.tracer import Load, Peak
 from konkanivani.memory.traces import Traces
 
 LONGEST_SECONDS = 3600.0
@@ -46,11 +46,12 @@ class Growth:
 class Planner:
     """Answers about one model on one device, under one budget in bytes.
 
-    `tokens_per_second` is what utterances hold about; it only makes the first guesses good.
+    `tokens_per_second` is what utterances hold about; it only makes the first guesses good. `at_once` micro-batches are
+    run side by side.
     """
 
-    def __init__(self, traces: Traces, budget: int, tokens_per_second: float) -> None:
-        self.traces, self.budget, self.tokens_per_second = traces, budget, tokens_per_second
+    def __init__(self, traces: Traces, budget: int, tokens_per_second: float, at_once: int = 1) -> None:
+        self.traces, self.budget, self.tokens_per_second, self.at_once = traces, budget, tokens_per_second, at_once
         self._growths: dict[RecomputePolicy, Growth] = {}
 
     def beside(self) -> int:
@@ -59,7 +60,11 @@ class Planner:
 
     def peak(self, load: Load, recompute: RecomputePolicy) -> int:
         """The peak in bytes of a step at this load, everything included."""
-        return self.traces.peak(load, recompute).bytes + self.beside()
+        return self.phases(load, recompute).bytes + self.beside()
+
+    def phases(self, load: Load, recompute: RecomputePolicy) -> Peak:
+        """The peaks of the step's phases in bytes of tensors."""
+        return self.traces.peak(load, recompute).side_by_side(self.at_once)
 
     def largest_batch(self, seconds: float, tokens: int, recompute: RecomputePolicy, most: int) -> BucketPlan:
         """The largest batch of such utterances that fits, at most `most`: one that was traced itself."""

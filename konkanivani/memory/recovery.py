@@ -16,6 +16,7 @@ from konkanivani.data.batch import Batch, largest_batch, split_batch
 from konkanivani.errors import CheckpointError, ResourceError
 
 Result = TypeVar("Result")
+ONE_BY_ONE = "one by one"
 
 
 class DidNotFit(ResourceError):
@@ -39,12 +40,14 @@ def alone(outcome: Outcome) -> Outcome:
 class Cut:
     """How the work on some utterances is run: in which micro-batches, and whether every block is recomputed.
 
-    What is longer than `chunk_frames` encoder frames or tokens is run in chunks of as many.
+    What is longer than `chunk_frames` encoder frames or tokens is run in chunks of as many. `at_once` micro-batches are
+    run side by side.
     """
 
     micro_batches: tuple[Batch, ...]
     recomputes_all: bool
     chunk_frames: int = CHUNK_FRAMES
+    at_once: int = 1
 
     @property
     def largest(self) -> Batch:
@@ -52,7 +55,9 @@ class Cut:
         return largest_batch(self.micro_batches)
 
     def smaller(self) -> "Cut | None":
-        """The next smaller way: every micro-batch in halves, then all blocks recomputed, small chunks, then None."""
+        """The next smaller way: one micro-batch at a time, each in halves, all blocks recomputed, small chunks, or None."""
+        if self.at_once > 1:
+            return dataclasses.replace(self, at_once=1)
         if self.largest_size > 1:
             halves = (split_batch(batch) if batch.size > 1 else (batch,) for batch in self.micro_batches)
             return dataclasses.replace(self, micro_batches=tuple(half for pair in halves for half in pair))
@@ -75,13 +80,15 @@ class RememberedSplits:
 
     A size is the whole seconds of the longest utterance and the number of utterances; what is as long and as many does
     not fit either. No utterances at all stand for one that did not fit although every block was recomputed: it needs
-    small chunks. `conditions` is a number that stands for the device and all else that the memory taken depends on
-    (but the model, which no resumed run changes): under other conditions a checkpoint's sizes mean nothing.
+    small chunks. Once micro-batches did not fit side by side, none are run so again. `conditions` is a number that
+    stands for the device and all else that the memory taken depends on (but the model, which no resumed run changes):
+    under other conditions a checkpoint's sizes mean nothing.
     """
 
     def __init__(self, conditions: int) -> None:
         self.conditions = conditions
         self._fewest: dict[int, int] = {}  # whole seconds -> the fewest utterances that did not fit
+        self._fits_one_by_one_only = False
 
     def is_too_large(self, batch: Batch) -> bool:
         """Whether a micro-batch that was no longer and held no more did not fit."""
@@ -92,7 +99,10 @@ class RememberedSplits:
         return self._is_known(batch, 0)
 
     def remember(self, cut: Cut) -> bool:
-        """Books the largest micro-batch of a cut that did not fit; whether that is news."""
+        """Books that a cut did not fit: side by side, or else its largest micro-batch; whether that is news."""
+        if cut.at_once > 1:
+            self._fits_one_by_one_only = True
+            return True
         batch = cut.largest
         fewest = 0 if batch.size == 1 and cut.recomputes_all else batch.size
         is_news = not self._is_known(batch, fewest)
@@ -113,16 +123,18 @@ class RememberedSplits:
         """The cut with everything known to be too large in smaller pieces."""
         pieces = tuple(piece for batch in cut.micro_batches for piece in self._pieces(batch))
         recomputes_all = cut.recomputes_all or any(map(self.is_too_large, pieces))
-        fitting = dataclasses.replace(cut, micro_batches=pieces, recomputes_all=recomputes_all)
+        at_once = 1 if self._fits_one_by_one_only else cut.at_once
+        fitting = dataclasses.replace(cut, micro_batches=pieces, recomputes_all=recomputes_all, at_once=at_once)
         return fitting.in_small_chunks() if any(map(self.needs_small_chunks, pieces)) else fitting
 
     def state_dict(self) -> dict[str, int]:
-        """The fewest utterances that did not fit by whole seconds, and the conditions."""
-        return {"conditions": self.conditions} | {str(seconds): fewest for seconds, fewest in self._fewest.items()}
+        """The fewest utterances that did not fit by whole seconds, whether side by side did not, and the conditions."""
+        state = {"conditions": self.conditions, ONE_BY_ONE: int(self._fits_one_by_one_only)}
+        return state | {str(seconds): fewest for seconds, fewest in self._fewest.items()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Takes the sizes of a checkpoint saved under the same conditions; a CheckpointError where they are none."""
-        sizes = {name: fewest for name, fewest in state.items() if name != "conditions"}
+        sizes = {name: fewest for name, fewest in state.items() if name not in ("conditions", ONE_BY_ONE)}
         for seconds, fewest in sizes.items():
             if not seconds.isdecimal() or type(fewest) is not int or fewest < 0:
                 raise CheckpointError(
@@ -130,6 +142,7 @@ class RememberedSplits:
                 )
         is_same = state.get("conditions") == self.conditions
         self._fewest = {int(seconds): fewest for seconds, fewest in sizes.items()} if is_same else {}
+        self._fits_one_by_one_only = is_same and state.get(ONE_BY_ONE) == 1
 
     def _is_known(self, batch: Batch, size: int) -> bool:
         longest = batch.longest_seconds
@@ -222,7 +235,9 @@ def release_memory() -> None:
 
 def _tell(cut: Cut, smaller: Cut) -> None:
     size, seconds = cut.largest.size, cut.largest.longest_seconds
-    if size > 1:
+    if cut.at_once > 1:
+        way = "one micro-batch after another"
+    elif size > 1:
         way = f"at most {smaller.largest_size} at once"
     elif not cut.recomputes_all:
         way = "every block recomputed"

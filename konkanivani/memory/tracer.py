@@ -59,6 +59,11 @@ class Peak:
         """The peak of the whole step."""
         return max(self.forward, self.backward, self.update)
 
+    def side_by_side(self, count: int) -> "Peak":
+        """Of so many micro-batches at once: what each takes beside the state may be there at one time."""
+        forward, backward = (self.state + count * (phase - self.state) for phase in (self.forward, self.backward))
+        return dataclasses.replace(self, forward=forward, backward=backward)
+
 
 class StepTracer:
     """Traces steps of one model for one device. Building it takes a second, a trace half a second or more."""

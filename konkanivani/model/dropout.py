@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from konkanivani.randomness import mask_generator
+
 LEVELS = 2**16
 
 
@@ -40,8 +42,9 @@ class Dropout(torch.nn.Module):
 
 
 def draw_mask(like: torch.Tensor, share: float) -> torch.Tensor:
-    """A bool tensor of `like`'s shape, False with probability `share`, from torch's default generator."""
-    bits = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device).random_(-(2**63), None)
+    """A bool tensor of `like`'s shape, False with probability `share`; `masks_of` says what it is drawn from."""
+    bits = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
+    bits.random_(-(2**63), None, generator=mask_generator())
     numbers = bits.view(torch.int16)[: like.numel()].view(like.shape)
     return numbers >= round(share * LEVELS) - LEVELS // 2
 

@@ -33,7 +33,8 @@ class ForwardPass:
     """Model and front end on one device, in one precision; `amp_dtype` is None in full precision.
 
     `recompute` says how the blocks are run, by the seconds of a batch's longest utterance. What is longer than
-    `chunk_frames` encoder frames or tokens is run in chunks of as many, with the same result.
+    `chunk_frames` encoder frames or tokens is run in chunks of as many, with the same result. In training `at_once`
+    micro-batches are run side by side.
     """
 
     model: KonkaniVaniASR
@@ -44,6 +45,7 @@ class ForwardPass:
     amp_dtype: torch.dtype | None
     loss: LossConfig
     chunk_frames: int = CHUNK_FRAMES
+    at_once: int = 1
 
     def __call__(self, batch: Batch) -> tuple[ASROutput, LossSums]:
         """The model's output for a batch, and its summed losses, all on the device."""
@@ -77,7 +79,7 @@ class ForwardPass:
 
     def cut(self, micro_batches: tuple[Batch, ...]) -> Cut:
         """These micro-batches run as this forward pass runs them."""
-        return Cut(micro_batches, self.recompute == RecomputePolicy("always"), self.chunk_frames)
+        return Cut(micro_batches, self.recompute == RecomputePolicy("always"), self.chunk_frames, self.at_once)
 
     def run_as(self, cut: Cut) -> "ForwardPass":
         """The same forward pass with as much recomputed and in as small chunks as the cut says."""

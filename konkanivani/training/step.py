@@ -8,6 +8,7 @@ would leave the others waiting in it.
 import dataclasses
 import math
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +22,10 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.recovery import Cut, Outcome, RememberedSplits, run_or_end, run_or_split
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.optimizer import learning_rate, set_learning_rate
-from konkanivani.randomness import seed_step
+from konkanivani.randomness import masks_of, seed_of, seed_step
 from konkanivani.sharding import is_sharded, plain
 from konkanivani.training.forward import ForwardPass
+from konkanivani.training.lanes import in_lanes
 
 
 @dataclass(frozen=True)
@@ -199,13 +201,23 @@ def add_up(
     parts.optimizer.zero_grad(set_to_none=True)
     parts = dataclasses.replace(parts, forward=parts.forward.run_as(cut))
     totals = torch.zeros(2, dtype=torch.float64, device=parts.forward.device)
-    for batch in cut.micro_batches:
-        if is_interrupted():
-            parts.optimizer.zero_grad(set_to_none=True)
-            return None
-        sums = add_gradients(parts, batch, counts)
-        totals += torch.stack([sums.ctc, sums.attention])
-        parts.forward.monitor.tend_cache()
+    seed = torch.initial_seed()
+
+    def work(number: int, batch: Batch) -> LossSums:
+        if parts.forward.device.type != "cpu":  # dropout draws from the device's own generator
+            return add_gradients(parts, batch, counts)
+        with masks_of(seed_of(seed, number)):
+            return add_gradients(parts, batch, counts)
+
+    with closing(in_lanes(cut.at_once, work, cut.micro_batches, parts.model.parameters())) as results:
+        for _ in cut.micro_batches:
+            if is_interrupted():
+                results.close()
+                parts.optimizer.zero_grad(set_to_none=True)
+                return None
+            sums = next(results)
+            totals += torch.stack([sums.ctc, sums.attention])
+            parts.forward.monitor.tend_cache()
     return totals
 
 
