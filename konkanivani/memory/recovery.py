@@ -55,7 +55,7 @@ class Cut:
         return largest_batch(self.micro_batches)
 
     def smaller(self) -> "Cut | None":
-        """The next smaller way: one micro-batch at a time, each in halves, all blocks recomputed, small chunks, or None."""
+        """The next smaller way: one at a time, each in halves, every block recomputed, small chunks, then None."""
         if self.at_once > 1:
             return dataclasses.replace(self, at_once=1)
         if self.largest_size > 1:

@@ -1,0 +1,249 @@
+"""Law 11: micro-batches side by side on a CPU take the step that they take one after another, bit for bit.
+
+In fp32 with dropout, operators on one thread each both times, whatever micro-batch is the first to be done.
+"""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from konkanivani.assembly import build_front_end, build_step_parts
+from konkanivani.config import DataConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.data.batch import Batch, Window
+from konkanivani.losses import LossCounts, LossSums
+from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.optimizer import OptimizerState
+from konkanivani.training import step
+from konkanivani.training.lanes import Turns, in_lanes
+from konkanivani.training.step import StepParts, StepReport, train_step
+from tests.laws.failing import ERRORS, above, failing_forward
+from tests.laws.parts import MODEL, VOCAB_SIZE, double_parts, relative_difference, speeches, window, with_dropout
+
+BOUND = 1e-9
+CPU = torch.device("cpu")
+SPOKEN = speeches(5)  # in micro-batches of one: five, which two threads cannot share evenly
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    """As on a processor of two cores, whatever runs the tests."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    assert torch.get_num_threads() == 2, "a step leaves the number of threads as it was"
+    torch.set_num_threads(threads)
+
+
+def parts_of(
+    at_once: int, recompute: str = "never", model: ModelConfig = MODEL, loss: LossConfig | None = None
+) -> StepParts:
+    """Step parts in fp32 with dropout."""
+    config = TrainConfig(
+        model=with_dropout(model, 0.3),
+        data=DataConfig(micro_batches_at_once=at_once),
+        memory=MemoryConfig(gradient_checkpointing=recompute),
+        loss=loss or LossConfig(),
+    )
+    return build_step_parts(config, VOCAB_SIZE, CPU, 100, build_front_end(config, CPU))
+
+
+def window_of(batch_size: int = 1) -> Window:
+    """The utterances in fp32."""
+    spoken = [dataclasses.replace(speech, waveform=speech.waveform.float()) for speech in SPOKEN]
+    return window(spoken, batch_size)
+
+
+def trained(parts: StepParts, threads: int = 2, steps: int = 3) -> dict[str, torch.Tensor]:
+    """Losses, weights and the optimizer's state after some steps."""
+    torch.set_num_threads(threads)
+    reports = [train_step(parts, window_of(), number) for number in range(steps)]
+    torch.set_num_threads(2)
+    assert all(isinstance(report, StepReport) and not report.splits for report in reports)
+    losses = {"losses": torch.tensor([[r.ctc_loss, r.attention_loss, r.gradient_norm] for r in reports])}
+    return {
+        **losses,
+        **dict(parts.model.named_parameters()),
+        **OptimizerState(parts.model, parts.optimizer).state_dict(),
+    }
+
+
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def held_up(monkeypatch: pytest.MonkeyPatch, number: int, seconds: float = 0.5) -> None:
+    """That micro-batch begins late."""
+    late, add_gradients = window_of().micro_batches[number].utterance_ids, step.add_gradients
+
+    def held(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
+        if batch.utterance_ids == late:
+            time.sleep(seconds)
+        return add_gradients(parts, batch, counts)
+
+    monkeypatch.setattr(step, "add_gradients", held)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("encoder_type", ["conformer", "transformer"])
+def test_bit_for_bit_with_dropout(encoder_type, recompute):
+    model = dataclasses.replace(MODEL, encoder_type=encoder_type)
+    one_by_one = trained(parts_of(1, recompute, model), threads=1)
+    assert are_equal(trained(parts_of(2, recompute, model)), one_by_one)
+
+
+def test_recomputing_draws_the_same_masks_side_by_side():
+    assert are_equal(trained(parts_of(2, "always")), trained(parts_of(2, "never")))
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_whichever_is_late(monkeypatch, number):
+    expected = trained(parts_of(1), threads=1, steps=1)
+    held_up(monkeypatch, number)
+    assert are_equal(trained(parts_of(2), steps=1), expected)
+
+
+def test_negative_control_without_turns_it_matters_who_is_late(monkeypatch):
+    expected = trained(parts_of(1), threads=1, steps=1)
+    monkeypatch.setattr(Turns, "_wait", lambda self, index, gradient=None: None)
+    held_up(monkeypatch, 0, seconds=3.0)
+    assert not are_equal(trained(parts_of(2), steps=1), expected)
+
+
+def test_negative_control_masks_that_all_threads_draw_from_one_generator_are_others(monkeypatch):
+    expected = trained(parts_of(1), threads=1, steps=1)
+    monkeypatch.setattr("konkanivani.model.dropout.mask_generator", lambda: None)
+    assert not are_equal(trained(parts_of(2), steps=1), expected)
+
+
+def test_a_head_that_has_no_share_of_the_loss():
+    loss = LossConfig(ctc_weight=1.0)
+    assert are_equal(trained(parts_of(2, loss=loss)), trained(parts_of(1, loss=loss), threads=1))
+
+
+def test_parameters_that_only_some_pieces_use():
+    """Each piece adds to its own parameter and to the one that all share."""
+    weights = [torch.nn.Parameter(torch.ones(())) for _ in range(4)]
+
+    def work(number: int, scale: float) -> float:
+        loss = scale * weights[0] * (weights[number] if number else 1.0)
+        loss.backward()
+        return float(loss.detach())
+
+    found = list(in_lanes(2, work, [1.0, 2.0, 3.0, 4.0], weights))
+    assert found == [1.0, 2.0, 3.0, 4.0] and [float(w.grad) for w in weights] == [10.0, 2.0, 3.0, 4.0]
+    assert not any(w._backward_hooks or w._post_accumulate_grad_hooks for w in weights)
+
+
+def test_more_at_once_than_threads_are_as_many_as_threads():
+    busy, most = set(), []
+
+    def work(number: int, piece: int) -> int:
+        busy.add(number)
+        most.append(len(busy))
+        time.sleep(0.05)
+        busy.discard(number)
+        return torch.get_num_threads()
+
+    assert list(in_lanes(9, work, range(8), [])) == [1] * 8 and max(most) == 2
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_an_error_ends_all_of_them_and_is_the_one_that_is_seen(monkeypatch, number):
+    parts, add_gradients = parts_of(2), step.add_gradients
+    broken = window_of().micro_batches[number].utterance_ids
+
+    def failing(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
+        if batch.utterance_ids == broken:
+            raise ValueError("this one")
+        return add_gradients(parts, batch, counts)
+
+    monkeypatch.setattr(step, "add_gradients", failing)
+    with pytest.raises(ValueError, match="this one"):
+        train_step(parts, window_of(), 0)
+    assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parts.model.parameters())
+    assert [t.name for t in threading.enumerate() if t.name.startswith("lane")] == []
+
+
+def doubled(at_once: int) -> StepParts:
+    """Step parts in float64 without dropout."""
+    parts = double_parts()
+    return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, at_once=at_once))
+
+
+def test_out_of_memory_they_go_one_after_another_and_that_is_remembered(capsys):
+    expected = doubled(1)
+    undisturbed = [train_step(expected, window(SPOKEN, 2), number) for number in range(2)]
+    parts, at_work = doubled(2), threading.Semaphore(1)
+    gradients = step.add_gradients
+
+    def for_one_only(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
+        if not at_work.acquire(blocking=False):
+            raise ERRORS["cpu"]
+        try:
+            time.sleep(0.2)
+            return gradients(parts, batch, counts)
+        finally:
+            at_work.release()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "add_gradients", for_one_only)
+        reports = [train_step(parts, window(SPOKEN, 2), number) for number in range(2)]
+    assert [report.splits for report in reports] == [1, 0]
+    assert "one micro-batch after another" in capsys.readouterr().out
+    for mine, theirs in zip(reports, undisturbed, strict=True):
+        assert mine.loss == pytest.approx(theirs.loss, rel=BOUND, abs=0)
+    for one, other in zip(expected.model.parameters(), parts.model.parameters(), strict=True):
+        assert relative_difference(one, other) < BOUND
+    resumed = doubled(2)
+    resumed.splits.load_state_dict(parts.splits.state_dict())
+    assert resumed.splits.cut_to_fit(resumed.forward.cut(window(SPOKEN, 2).micro_batches)).at_once == 1
+
+
+def test_what_does_not_fit_even_so_is_split_further():
+    parts = failing_forward(doubled(2), above(1), ERRORS["cpu"])
+    report, undisturbed = train_step(parts, window(SPOKEN, 2), 0), train_step(doubled(1), window(SPOKEN, 2), 0)
+    assert report.splits == 2 and report.loss == pytest.approx(undisturbed.loss, rel=BOUND, abs=0)
+
+
+@pytest.mark.parametrize("looks", range(5))
+def test_interrupted_nothing_is_left(looks):
+    parts, asked = parts_of(2), []
+
+    def is_interrupted() -> bool:
+        asked.append(1)
+        return len(asked) > looks
+
+    assert train_step(parts, window_of(), 0, is_interrupted) is None
+    assert all(parameter.grad is None for parameter in parts.model.parameters())
+
+
+def peak_of(parts: StepParts) -> int:
+    """Live bytes at the peak of a second step, the threads' included."""
+    live, cut = LiveBytes(), window_of()
+    train_step(parts, cut, 0)
+    live.count(parts.state_tensors())
+    with live:
+        train_step(parts, cut, 1)
+    assert live.peak > live.live
+    return live.peak
+
+
+def test_what_the_threads_hold_is_counted(monkeypatch):
+    one = peak_of(parts_of(1))
+    monkeypatch.setattr(Turns, "_wait", lambda self, index, gradient=None: None)  # else the backward passes take turns
+    assert one < peak_of(parts_of(2)) < 2 * one
+
+
+def test_one_piece_or_one_thread_stays_with_the_thread_that_asks():
+    def work(number: int, piece: str) -> tuple[str, int]:
+        return threading.current_thread().name, torch.get_num_threads()
+
+    here = threading.current_thread().name
+    assert list(in_lanes(2, work, "a", [])) == [(here, 2)] and list(in_lanes(1, work, "ab", [])) == [(here, 2)] * 2
+    torch.set_num_threads(1)
+    assert list(in_lanes(2, work, "ab", [])) == [(here, 1)] * 2
+    torch.set_num_threads(2)
