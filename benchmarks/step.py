@@ -36,6 +36,8 @@ class Flags:
     """Utterances in the step."""
     accum: int = 4
     """Micro-batches that the step is cut into; must divide --batch."""
+    at_once: int = 1
+    """Micro-batches side by side, on a CPU."""
     steps: int = 3
     """Timed steps, after a warm-up."""
     gradient_checkpointing: Literal["always", "never"] = "never"
@@ -68,7 +70,11 @@ def config_of(flags: Flags) -> TrainConfig:
     config = dataclasses.replace(
         TrainConfig(),
         run=RunConfig(preset=flags.preset, device=flags.device),
-        data=DataConfig(batch_size=flags.batch // flags.accum, gradient_accumulation_steps=flags.accum),
+        data=DataConfig(
+            batch_size=flags.batch // flags.accum,
+            gradient_accumulation_steps=flags.accum,
+            micro_batches_at_once=flags.at_once,
+        ),
         model=dataclasses.replace(PRESETS[flags.preset], dropout=flags.dropout),
         memory=MemoryConfig(mixed_precision=flags.mixed_precision, gradient_checkpointing=flags.gradient_checkpointing),
     )

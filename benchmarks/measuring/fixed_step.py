@@ -66,6 +66,7 @@ class StepResult:
     mixed_precision: bool
     gradient_checkpointing: str
     recomputed_blocks: int | None
+    at_once: int
     dropout: float
     skipped_steps: int
 
@@ -113,6 +114,7 @@ def measure(config: TrainConfig, steps: int, recomputed_blocks: int | None = Non
         mixed_precision=config.memory.mixed_precision,
         gradient_checkpointing=config.memory.gradient_checkpointing,
         recomputed_blocks=recomputed_blocks,
+        at_once=parts.forward.at_once,
         dropout=config.model.dropout,
         skipped_steps=sum(report.is_skipped for report in reports),
     )

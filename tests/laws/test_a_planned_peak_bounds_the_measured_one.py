@@ -1,5 +1,8 @@
 """Law 6: a planned peak bounds the measured one, closely: a CPU's live bytes, and what CUDA's allocator gave."""
 
+import dataclasses
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -62,6 +65,26 @@ def test_a_planned_size_bounds_every_batch_of_that_size(lengths, policy):
     measured = measured_peak(parts_of(config, POLICIES[policy]), window_of(2 * lengths, len(lengths)))
     planned = tracer_of(config).trace(load, POLICIES[policy]).bytes
     assert 0.999 * measured <= planned <= 1.02 * measured
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """As on a processor of two cores, whatever runs the tests."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_side_by_side_the_plan_bounds_what_both_take_and_that_of_one_does_not(policy, two_threads):
+    """Their peaks need not fall together, so the bound is not as close."""
+    config = config_of(MODELS["minimal"], half=False)
+    parts = parts_of(config, POLICIES[policy])
+    parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, at_once=2))
+    measured = measured_peak(parts, window_of((6.0,) * 4, 1))
+    traced = tracer_of(config).trace(Load(1, 6.0, 10), POLICIES[policy])
+    assert traced.bytes < measured <= 1.001 * traced.side_by_side(2).bytes <= 1.25 * measured
 
 
 def test_negative_control_the_plan_of_another_size_or_policy_is_not_within_the_bound():

@@ -152,15 +152,25 @@ def step_flop_of(entry: Entry, terms: Terms) -> float:
 
 
 def entries_of(
-    toolkits: tuple[str, ...], cuts: tuple[int, ...], limits: Sequence[tuple[int, int]] = ()
+    toolkits: tuple[str, ...],
+    cuts: tuple[int, ...],
+    limits: Sequence[tuple[int, int]] = (),
+    at_once: tuple[int, ...] = (1,),
 ) -> tuple[Entry, ...]:
-    """Every toolkit in every cut; ours in the finest one with every block recomputed too, and within (cut, MiB)."""
+    """Every toolkit in every cut; ours in the finest one with every block recomputed too, and within (cut, MiB).
+
+    Ours runs so many micro-batches side by side as each of `at_once` says, where there are twice as many of them.
+    """
     entries = []
     for toolkit in toolkits:
-        entries += [Entry(toolkit, "", cut) for cut in cuts]
+        own = [Entry(toolkit, "", cut) for cut in cuts]
         if toolkit == OURS:
-            entries.append(Entry(toolkit, "recompute", max(cuts)))
-            entries += [Entry(toolkit, "", cut, limit) for cut, limit in limits]
+            own.append(Entry(toolkit, "recompute", max(cuts)))
+            own += [Entry(toolkit, "", cut, limit) for cut, limit in limits]
+            own = [
+                replace(entry, at_once=n) for n in at_once for entry in own if n == 1 or 2 * n <= entry.micro_batches
+            ]
+        entries += own
     return tuple(entries)
 
 

@@ -18,19 +18,21 @@ CTC_SHARE, LABEL_SMOOTHING = 0.3, 0.1
 class Entry:
     """One way in which one toolkit takes the step: `micro_batches` pieces, `setting` is its own affair.
 
-    Ours alone can be told to keep its peak within `limit_mib`.
+    Ours alone can be told to keep its peak within `limit_mib`, and to run `at_once` pieces side by side.
     """
 
     toolkit: str
     setting: str
     micro_batches: int
     limit_mib: int | None = None
+    at_once: int = 1
 
     @property
     def name(self) -> str:
         """For tables."""
         limit = f"within {self.limit_mib} MiB" if self.limit_mib else ""
-        return " ".join(filter(None, (self.toolkit, self.setting, limit)))
+        side_by_side = f"{self.at_once} side by side" if self.at_once > 1 else ""
+        return " ".join(filter(None, (self.toolkit, self.setting, side_by_side, limit)))
 
 
 @dataclass(frozen=True)
