@@ -33,11 +33,12 @@ SIGNS_OF_WORKERS = ("DataLoader", "Pin memory thread")  # in PyTorch's errors ab
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """How the loader runs; none of it changes what is loaded."""
+    """How the loader runs; none of it changes what is loaded. `ahead`: items that each worker makes in advance."""
 
     workers: int
     timeout: float
     pin_memory: bool
+    ahead: int = 2
 
 
 @dataclass(frozen=True)
@@ -133,19 +134,25 @@ def load_in_order(
 ) -> Iterator[Loaded]:
     """What is made of each of the keys, in order.
 
-    Where a worker dies, all are started anew with the keys whose work has not come back, which gives the same; where
-    one dies a second time before anything has come, it is the ResourceError that names what was being read.
+    Where a worker dies, what has not come back is made by one new worker, one item at a time, which gives the same;
+    then all go on. Where one dies a second time before anything has come, it is the ResourceError that names what was
+    being read: everything before it has come.
     """
     keys, waiting = iter(keys), deque()
     is_second_try = False
     while True:
+        # A worker that dies takes along what it has made and not handed over: one item at a time, that is nothing.
+        is_making_up = bool(waiting)
+        handed_out = iter(tuple(waiting)) if is_making_up else _remembered(keys, waiting)
+        pace = dataclasses.replace(loader, workers=1, ahead=1) if is_making_up else loader
         try:
-            with closing(_load_until_a_death(fetcher, _handed_out(keys, waiting), waiting, loader, check)) as found:
+            with closing(_load_until_a_death(fetcher, handed_out, waiting, pace, check)) as found:
                 for loaded in found:
                     waiting.popleft()
                     is_second_try = False
                     yield loaded
-            return
+            if not is_making_up:
+                return
         except WorkersFailed as failure:
             if is_second_try or not failure.has_died:
                 raise
@@ -153,9 +160,8 @@ def load_in_order(
             is_second_try = True
 
 
-def _handed_out(keys: Iterator[list], waiting: deque[list]) -> Iterator[list]:
-    """The keys that wait for their work to come back, then the others, which from then on wait too."""
-    yield from tuple(waiting)
+def _remembered(keys: Iterator[list], waiting: deque[list]) -> Iterator[list]:
+    """The keys, which from then on wait for their work to come back."""
     for key in keys:
         waiting.append(key)
         yield key
@@ -170,6 +176,7 @@ def _load_until_a_death(
         sampler=keys,
         batch_size=None,
         num_workers=loader.workers,
+        prefetch_factor=loader.ahead if loader.workers else None,
         timeout=min(POLL_SECONDS, loader.timeout) if loader.workers else 0,
         pin_memory=loader.pin_memory,
         worker_init_fn=_begin_worker,

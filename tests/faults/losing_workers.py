@@ -11,7 +11,7 @@ from tests.faults.resuming import POISONED as LOST  # any utterance of the middl
 from tests.faults.resuming import ResumeBench, Settings, last_checkpoint, run_differences
 from tests.faults.warm_trainer import Fault
 
-TIMEOUT = 8.0  # seconds, of --loader_timeout
+TIMEOUT = 15.0  # seconds, of --loader_timeout: a slow machine needs some for the windows before the lost one
 SLACK = 120.0  # seconds for all else that a run does, on a machine with much else to do
 VALIDATED = "audio/valid_003.flac"
 
@@ -71,7 +71,7 @@ def lost_for_good_findings(
     started = time.monotonic()
     ended = bench.trainer.run(flags, directory / "output.txt", faults)
     seconds = time.monotonic() - started
-    steps = [record["step"] for record in read_log(directory)]
+    steps = [record["step"] for record in read_log(directory)] if (directory / "runs").is_dir() else []
     checks = {
         f"it ended with {ended.code}: {ended.output[-800:]}": ended.code == code and "Traceback" not in ended.output,
         f"it took {seconds:.0f} s": seconds < TIMEOUT + SLACK,
