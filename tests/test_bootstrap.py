@@ -388,7 +388,7 @@ class TestMalloc:
         "import os, sys; sys.path.insert(0, 'training_scripts'); import bootstrap\n"
         "status = lambda: int(open('/proc/self/status').read().split('VmRSS:')[1].split()[0])\n"
         "bootstrap.MALLOC_THRESHOLD = 1 << 20\n"
-        "answer = bootstrap.set_malloc_thresholds(os.environ) if sys.argv[1] == 'set' else None\n"
+        "answer = bootstrap.set_malloc_options(os.environ) if sys.argv[1] == 'set' else None\n"
         "bytearray(30 << 20)\n"
         "before, blocks, apart = status(), [], []\n"
         "for number in range(50):\n"
@@ -396,15 +396,19 @@ class TestMalloc:
         "full = status(); blocks.clear(); print(answer, full - before, status() - before)\n"
     )
 
-    def grown(self, mode: str, **variables: str) -> tuple[str, int, int]:
-        """What the setting answered; resident KiB with the blocks, and when they are freed."""
+    def said_by(self, program: str, mode: str, variables: dict[str, str]) -> str:
+        """What the program prints, on glibc's own settings beside these."""
         if not os.path.exists("/proc/self/status") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""):
             pytest.skip("no glibc on Linux here")
         plain = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
-        command = [sys.executable, "-c", self.PROGRAM, mode]
+        command = [sys.executable, "-c", program, mode]
         done = subprocess.run(command, cwd=ROOT, env=plain | variables, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
-        answer, full, freed = done.stdout.split()
+        return done.stdout
+
+    def grown(self, mode: str, **variables: str) -> tuple[str, int, int]:
+        """What the setting answered; resident KiB with the blocks, and when they are freed."""
+        answer, full, freed = self.said_by(self.PROGRAM, mode, variables).split()
         return answer, int(full), int(freed)
 
     def test_freed_blocks_of_mixed_sizes_go_back_to_the_system(self):
@@ -425,7 +429,26 @@ class TestMalloc:
         ids=str,
     )
     def test_a_users_own_setting_stays(self, variables):
-        assert self.grown("set", **variables)[0] == "False"
+        assert self.grown("set", **variables, MALLOC_ARENA_MAX_="2")[0] == "False"
+
+    # KiB of the process's first heap, while another thread holds 40 blocks of 1 MiB.
+    OF_A_THREAD = (
+        "import os, sys, threading; sys.path.insert(0, 'training_scripts'); import bootstrap\n"
+        "sys.argv[1] == 'set' and bootstrap.set_malloc_options(os.environ)\n"
+        "def hold():\n"
+        "    blocks = [bytearray(1 << 20) for _ in range(40)]\n"
+        "    print(open('/proc/self/smaps').read().split('[heap]')[1].split('Rss:')[1].split()[0])\n"
+        "thread = threading.Thread(target=hold); thread.start(); thread.join()\n"
+    )
+
+    @pytest.mark.parametrize(
+        "mode, variables, is_shared",
+        [("set", {}, True), ("leave", {}, False), ("set", {"MALLOC_ARENA_MAX_": "4"}, False)],
+        ids=str,
+    )
+    def test_threads_take_from_one_heap_unless_a_user_wants_more(self, mode, variables, is_shared):
+        heap = int(self.said_by(self.OF_A_THREAD, mode, variables))
+        assert (heap > 40_000) == is_shared
 
     def test_a_users_setting_of_something_else_is_no_hindrance(self):
         assert self.grown("set", GLIBC_TUNABLES="glibc.malloc.perturb=0")[0] == "True"
@@ -437,12 +460,12 @@ class TestMalloc:
                 raise absent(name)
 
         monkeypatch.setattr(bootstrap.os, "confstr", confstr)
-        assert bootstrap.set_malloc_thresholds({}) is False
+        assert bootstrap.set_malloc_options({}) is False
 
     def test_every_script_sets_it_and_hands_nothing_on(self, checkout):
         script = checkout / "training_scripts" / "script.py"
         script.write_text(
-            "import bootstrap; asked = []; bootstrap.set_malloc_thresholds = asked.append\n"
+            "import bootstrap; asked = []; bootstrap.set_malloc_options = asked.append\n"
             "bootstrap.rerun_under_venv(); import os\n"
             "print(len(asked), [name for name in os.environ if 'MALLOC' in name or 'GLIBC' in name])\n"
         )

@@ -26,6 +26,9 @@ if __name__ == "__main__":
     def build(entry: Entry, terms: Terms) -> Contestant:
         """The contestant, its toolkit imported."""
         if entry.toolkit == "konkanivani":
+            import bootstrap
+
+            bootstrap.set_malloc_options(os.environ)  # as at the head of each of our scripts
             from benchmarks.measuring.peers.ours import KonkaniVani
 
             return KonkaniVani(entry, terms)

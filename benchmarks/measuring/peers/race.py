@@ -46,7 +46,7 @@ class Runner:
 
     def __init__(self, python: Path, entry: Entry, terms: Terms) -> None:
         asked = json.dumps({"entry": asdict(entry), "terms": asdict(terms)})
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "training_scripts")])}
         if entry.toolkit == "konkanivani":
             bootstrap.set_process_defaults(environment)
             bootstrap.add_huge_pages(environment)
