@@ -69,7 +69,7 @@ if [[ -z "$device" ]]; then
 fi
 
 CUDA_DEFAULTS=(--device cuda --preset optimized --batch_size 2 --gradient_accumulation_steps 4 --mixed_precision)
-CPU_DEFAULTS=(--device cpu --preset minimal --batch_size 2 --gradient_accumulation_steps 4 --micro_batches_at_once 2)
+CPU_DEFAULTS=(--device cpu --preset minimal --batch_size 4 --gradient_accumulation_steps 2 --micro_batches_at_once 2)
 if [[ "$device" == cpu ]]; then defaults=("${CPU_DEFAULTS[@]}"); else defaults=("${CUDA_DEFAULTS[@]}"); fi
 
 if [[ $own_corpus == no ]]; then

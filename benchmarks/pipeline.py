@@ -38,7 +38,10 @@ class Flags:
     """JSONL manifest to train on."""
     valid_manifest: str
     """JSONL manifest that is validated on once."""
-    training: str = "--device cpu --preset minimal --batch_size 4 --gradient_accumulation_steps 2 --tokenizer_type char"
+    training: str = (
+        "--device cpu --preset minimal --batch_size 4 --gradient_accumulation_steps 2 --micro_batches_at_once 2 "
+        "--tokenizer_type char"
+    )
     """Further flags of the training script."""
     steps: int = 150
     """Steps that are counted in each run."""
