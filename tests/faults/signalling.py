@@ -36,12 +36,14 @@ class Ending:
 
 def run_to_be_signalled(corpus: Corpus, directory: Path, *more: str) -> LongRun:
     """Saves by minutes only, so that what is saved at a signal is saved because of it; validates after each epoch."""
-    return small_run(corpus, directory, "--valid_manifest", corpus.manifest("valid"), *more)
+    by_any_script = "--micro_batches_at_once", "1"  # the shell script's own default is 2, and checkpoints tell
+    return small_run(corpus, directory, "--valid_manifest", corpus.manifest("valid"), *by_any_script, *more)
 
 
 def run_of_preset(corpus: Corpus, directory: Path, preset: str) -> LongRun:
-    """The first command's micro-batches, 2 of 4 utterances, with a preset's model."""
-    flags = ("--preset", preset, "--device", "cpu", "--batch_size", "4", "--gradient_accumulation_steps", "2")
+    """The first command's micro-batches, 2 of 4 utterances side by side, with a preset's model."""
+    cut = ("--batch_size", "4", "--gradient_accumulation_steps", "2", "--micro_batches_at_once", "2")
+    flags = ("--preset", preset, "--device", "cpu", *cut)
     manifests = ("--train_manifest", corpus.manifest("train"), "--valid_manifest", corpus.manifest("valid"))
     return LongRun(directory, (*flags, *manifests, "--epochs", "1000", "--keep_checkpoints", "2"))
 
