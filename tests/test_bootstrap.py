@@ -429,7 +429,7 @@ class TestMalloc:
         ids=str,
     )
     def test_a_users_own_setting_stays(self, variables):
-        assert self.grown("set", **variables, MALLOC_ARENA_MAX_="2")[0] == "False"
+        assert self.grown("set", **variables, MALLOC_ARENA_MAX="2")[0] == "False"
 
     # KiB of the process's first heap, while another thread holds 40 blocks of 1 MiB.
     OF_A_THREAD = (
@@ -443,7 +443,12 @@ class TestMalloc:
 
     @pytest.mark.parametrize(
         "mode, variables, is_shared",
-        [("set", {}, True), ("leave", {}, False), ("set", {"MALLOC_ARENA_MAX_": "4"}, False)],
+        [
+            ("set", {}, True),
+            ("leave", {}, False),
+            ("set", {"MALLOC_ARENA_MAX": "4"}, False),
+            ("set", {"GLIBC_TUNABLES": "glibc.malloc.arena_max=4"}, False),
+        ],
         ids=str,
     )
     def test_threads_take_from_one_heap_unless_a_user_wants_more(self, mode, variables, is_shared):

@@ -182,7 +182,8 @@ def set_malloc_options(environment):
 def is_malloc_set(environment, *options):
     """Whether a user has set one of these of glibc's options, by either of its ways."""
     tunables = environment.get("GLIBC_TUNABLES", "")
-    return any("glibc.malloc.%s" % name in tunables or "MALLOC_%s_" % name.upper() in environment for name in options)
+    variables = {variable.rstrip("_") for variable in environment}  # MALLOC_ARENA_MAX, but MALLOC_TRIM_THRESHOLD_
+    return any("glibc.malloc.%s" % name in tunables or "MALLOC_%s" % name.upper() in variables for name in options)
 
 
 def rerun_under_venv():
