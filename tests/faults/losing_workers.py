@@ -71,7 +71,8 @@ def lost_for_good_findings(
     started = time.monotonic()
     ended = bench.trainer.run(flags, directory / "output.txt", faults)
     seconds = time.monotonic() - started
-    steps = [record["step"] for record in read_log(directory)] if (directory / "runs").is_dir() else []
+    has_log = (directory / "runs" / "default" / "log.jsonl").exists()
+    steps = [record["step"] for record in read_log(directory)] if has_log else []
     checks = {
         f"it ended with {ended.code}: {ended.output[-800:]}": ended.code == code and "Traceback" not in ended.output,
         f"it took {seconds:.0f} s": seconds < TIMEOUT + SLACK,

@@ -1,7 +1,6 @@
 """Law 6: a planned peak bounds the measured one, closely: a CPU's live bytes, and what CUDA's allocator gave."""
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -65,15 +64,6 @@ def test_a_planned_size_bounds_every_batch_of_that_size(lengths, policy):
     measured = measured_peak(parts_of(config, POLICIES[policy]), window_of(2 * lengths, len(lengths)))
     planned = tracer_of(config).trace(load, POLICIES[policy]).bytes
     assert 0.999 * measured <= planned <= 1.02 * measured
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    """As on a processor of two cores, whatever runs the tests."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -6,7 +6,6 @@ In fp32 with dropout, operators on one thread each both times, whatever micro-ba
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,15 +26,7 @@ BOUND = 1e-9
 CPU = torch.device("cpu")
 SPOKEN = speeches(5)  # in micro-batches of one: five, which two threads cannot share evenly
 
-
-@pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    """As on a processor of two cores, whatever runs the tests."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    assert torch.get_num_threads() == 2, "a step leaves the number of threads as it was"
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def parts_of(
