@@ -18,7 +18,7 @@ from konkanivani.alignment import (
     words_of,
 )
 from konkanivani.lengths import HOP_SAMPLES, SAMPLE_RATE, encoded_length, encoder_frame_seconds
-from konkanivani.model.encoder import Subsampling
+from konkanivani.model.subsampling import Subsampling
 from konkanivani.pieces import Piece
 from konkanivani.text import Tokenizer, train_tokenizer
 from konkanivani.transcript import Word

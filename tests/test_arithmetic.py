@@ -12,7 +12,7 @@ from konkanivani.assembly import build_step_parts
 from konkanivani.audio import MEL_BINS
 from konkanivani.config import MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.lengths import feature_length
-from konkanivani.model.encoder import Subsampling
+from konkanivani.model.subsampling import Subsampling
 from konkanivani.training.step import train_step
 from konkanivani.training.utilisation import Utilisation
 from tests.laws.parts import speeches, window

@@ -32,7 +32,7 @@ from konkanivani.data.utterance import Utterance
 from konkanivani.data.workers import LoaderConfig
 from konkanivani.errors import DataError, ResourceError
 from konkanivani.lengths import ctc_frames_needed, feature_length, speed_perturbed_samples, subsampled_length
-from konkanivani.model.encoder import Subsampling
+from konkanivani.model.subsampling import Subsampling
 from konkanivani.randomness import utterance_generator
 from konkanivani.text import train_tokenizer
 from tests.conftest import Corpus

@@ -135,6 +135,18 @@ def largest_batch(batches: tuple[Batch, ...]) -> Batch:
     return max(batches, key=lambda batch: (batch.size * batch.longest_seconds, batch.longest_seconds))
 
 
+def in_lanes_order(batches: tuple[Batch, ...], at_once: int) -> tuple[Batch, ...]:
+    """The batches in the order in which `at_once` of them at a time are done soonest; one at a time, as they were.
+
+    Costliest first, so that what is left for the end is short; but the first `at_once` the other way round, as each
+    adds its gradients after the one before it and would have to wait for a costlier one.
+    """
+    if at_once < 2:
+        return batches
+    ordered = sorted(batches, key=lambda batch: -sum(batch.sample_lengths))
+    return (*ordered[:at_once][::-1], *ordered[at_once:])
+
+
 def split_batch(batch: Batch) -> tuple[Batch, Batch]:
     """The first and the second half of the batch's rows (the first has the odd one), each padded to its own longest.
 

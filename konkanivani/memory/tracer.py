@@ -80,7 +80,8 @@ class StepTracer:
                     setattr(module, name, self._mode.from_tensor(buffer))
             parts = build(front_end)
             gradients = [torch.empty_like(parameter) for parameter in parts.model.parameters()]
-        parts.model.encoder.packs, parts.model.encoder.packs_as_one = not costs.is_cuda, True
+        encoder = parts.model.encoder
+        encoder.packs, encoder.packs_as_one, encoder.subsampling.in_tiles = not costs.is_cuda, True, not costs.is_cuda
         # As a second micro-batch finds them: the first one's gradients are there, and nothing takes them away.
         parts.optimizer.zero_grad = lambda set_to_none=True: None
         for parameter, gradient in zip(parts.model.parameters(), gradients, strict=True):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from konkanivani.config import ModelConfig
 from konkanivani.model.attention import CrossAttention, FrameLayout, Positions, SelfAttention
+from konkanivani.model.depthwise import convolved
 from konkanivani.model.dropout import Dropout
 from konkanivani.model.linear import Linear, linear_of
 
@@ -65,24 +66,9 @@ class ConvolutionModule(torch.nn.Module):
         if layout.padding is not None:
             gated = gated.masked_fill(layout.padding[:, :, None], 0.0)
         spans = gated.split(layout.lengths, dim=1) if layout.lengths else (gated,)
-        convolved = [self._convolve(span) for span in spans]
-        whole = torch.cat(convolved, dim=1) if layout.lengths else convolved[0]
+        parts = [convolved(span, self.depthwise) for span in spans]
+        whole = torch.cat(parts, dim=1) if layout.lengths else parts[0]
         return self.dropout.onto(x, linear_of(whole, self.output, self.depthwise_norm, activated=True))
-
-    def _convolve(self, x: torch.Tensor) -> torch.Tensor:
-        """The depthwise convolution of (B, T, D) along T.
-
-        On a CPU as one of images a frame high whose channels lie innermost, as D does: the same numbers ten times as
-        fast as Conv1d, which takes the channels outermost. There in full precision under autocast too, which takes as
-        long: in bf16 oneDNN 3.10 makes such a kernel without end where a thread's share is 16 channels or fewer.
-        """
-        if x.device.type != "cpu":
-            return self.depthwise(x.transpose(1, 2)).transpose(1, 2)
-        kernel, bias, reach = self.depthwise.weight[:, :, None, :], self.depthwise.bias, self.depthwise.padding[0]
-        image = x.to(kernel.dtype).transpose(1, 2)[:, :, None, :]
-        with torch.autocast("cpu", enabled=False):
-            convolved = F.conv2d(image, kernel, bias, padding=(0, reach), groups=x.shape[2])
-        return convolved[:, :, 0, :].transpose(1, 2).to(x.dtype)
 
 
 class ConformerBlock(torch.nn.Module):

@@ -10,7 +10,7 @@ import torch
 
 from konkanivani.chunks import CHUNK_FRAMES
 from konkanivani.config import LossConfig
-from konkanivani.data.batch import Batch
+from konkanivani.data.batch import Batch, in_lanes_order
 from konkanivani.lengths import Lengths
 from konkanivani.losses import LossSums, attention_loss_sum, ctc_loss_sum
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
@@ -79,7 +79,8 @@ class ForwardPass:
 
     def cut(self, micro_batches: tuple[Batch, ...]) -> Cut:
         """These micro-batches run as this forward pass runs them."""
-        return Cut(micro_batches, self.recompute == RecomputePolicy("always"), self.chunk_frames, self.at_once)
+        in_order = in_lanes_order(micro_batches, self.at_once)
+        return Cut(in_order, self.recompute == RecomputePolicy("always"), self.chunk_frames, self.at_once)
 
     def run_as(self, cut: Cut) -> "ForwardPass":
         """The same forward pass with as much recomputed and in as small chunks as the cut says."""
