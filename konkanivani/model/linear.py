@@ -10,7 +10,8 @@ B batch, T frames or tokens, D input width.
 import torch
 import torch.nn.functional as F
 
-from konkanivani.model.product import product, product_over_rows
+from konkanivani.model.accumulation import gradient_of
+from konkanivani.model.product import product
 
 Backward = tuple[torch.Tensor | None, ...]
 
@@ -63,7 +64,7 @@ class _Linear(torch.autograd.Function):
         epsilon: float,
         activated: bool,
     ) -> torch.Tensor:
-        ctx.kept, ctx.epsilon, ctx.activated = kept, epsilon, activated
+        ctx.kept, ctx.weight, ctx.epsilon, ctx.activated = kept, weight, epsilon, activated
         if scale is not None:
             x, _, _ = _normalize(x, scale, shift, epsilon)
         rows = product((F.silu(x) if activated else x).flatten(0, -2), weight, bias)
@@ -80,7 +81,7 @@ class _Linear(torch.autograd.Function):
             normed, mean, inverse_deviation = _normalize(x, scale, shift, ctx.epsilon)
         inner = (F.silu(normed) if ctx.activated else normed).to(gradient.dtype)
         rows = gradient.flatten(0, -2)
-        by_weight, by_bias = product_over_rows(rows, inner.flatten(0, -2)), rows.sum(0)
+        by_weight, by_bias = gradient_of(ctx.weight, rows, inner.flatten(0, -2)), rows.sum(0)
         del inner
         by_inner = product(rows, weight.to(gradient.dtype).t()).view_as(x).to(normed.dtype)
         if ctx.activated:

@@ -17,28 +17,29 @@ FEWEST_ROWS = 64  # with fewer, laying out the matrix for oneDNN takes as long a
 
 def product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """rows (..., M, K) by the transpose of matrix (N, K) in any layout, plus bias (N,): (..., M, N)."""
-    if _takes_onednn(rows) and rows.numel() >= FEWEST_ROWS * rows.shape[-1]:
+    if is_by_onednn(rows) and rows.numel() >= FEWEST_ROWS * rows.shape[-1]:
         return torch.ops.mkldnn._linear_pointwise(rows, matrix, bias, "none", [], "")
     return F.linear(rows, matrix, bias)
 
 
 def product_over_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """The transpose of left (M, N) by right (M, K): (N, K), the gradient of a layer's weights."""
-    if _takes_onednn(left) and min(left.shape[1], right.shape[1]) >= FEWEST_ROWS:
+    if is_by_onednn(left) and min(left.shape[1], right.shape[1]) >= FEWEST_ROWS:
         # oneDNN's linear layer wants its rows one after another: a copy, which takes a tenth of the product.
         return torch.ops.mkldnn._linear_pointwise(left.t().contiguous(), right.t(), None, "none", [], "")
     return left.t() @ right
 
 
-def _takes_onednn(rows: torch.Tensor) -> bool:
-    if rows.device.type != "cpu" or rows.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+def is_by_onednn(rows: torch.Tensor) -> bool:
+    """Whether products of these rows are made by oneDNN."""
+    if not is_onednn_preferred() or rows.device.type != "cpu" or rows.dtype != torch.float32:
         return False
-    return is_onednn_preferred() and not torch.compiler.is_exporting()
+    return not torch.is_autocast_enabled("cpu") and not torch.compiler.is_exporting()
 
 
 def is_onednn_preferred() -> bool:
     """Whether this process makes its fp32 products by oneDNN."""
-    return torch.backends.mkldnn.enabled and _is_onednn_faster()
+    return _is_onednn_faster() and torch.backends.mkldnn.enabled
 
 
 @functools.cache

@@ -15,6 +15,8 @@ from typing import TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from konkanivani.model.accumulation import added_by_products
+
 Piece, Result = TypeVar("Piece"), TypeVar("Result")
 
 
@@ -30,6 +32,7 @@ class Turns:
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._places = {parameter: index for index, parameter in enumerate(self._parameters)}
         self._next = [0] * len(self._parameters)  # the number of the micro-batch whose turn it is
         self._passed = threading.Condition()
         self._mine = threading.local()
@@ -52,7 +55,8 @@ class Turns:
     def at(self, number: int) -> Iterator[None]:
         """This thread works on micro-batch `number`; in the end the turns it has not needed are passed on as well."""
         self._mine.number = number
-        yield
+        with added_by_products(lambda weight: self._wait(self._places[weight])):
+            yield
         for index in range(len(self._parameters)):
             if self._next[index] <= number:
                 self._wait(index)
@@ -91,7 +95,10 @@ def in_lanes(
     """
     count = min(count, len(pieces), torch.get_num_threads())
     if count < 2:
-        yield from map(work, range(len(pieces)), pieces)
+        for number, piece in enumerate(pieces):
+            with added_by_products(lambda weight: None):
+                result = work(number, piece)
+            yield result
         return
     turns, modes = Turns(parameters), _get_current_dispatch_mode_stack()
 

@@ -97,7 +97,7 @@ class FailingPiece:
 def failing_pieces(parts: StepParts, where: str, frames: int, error: BaseException) -> StepParts:
     """The step with a model that fails on more than so many encoder frames or tokens at once; `where` as below."""
     modules = {
-        "subsampling": (parts.model.encoder.subsampling.depthwise, 2),
+        "subsampling": (parts.model.encoder.subsampling.output, 1),
         "ctc": (parts.model.ctc_head, 1),
         "attention": (parts.model.decoder.output, 1),
     }

@@ -12,7 +12,7 @@ import torch
 
 from konkanivani.assembly import build_front_end, build_step_parts
 from konkanivani.config import DataConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
-from konkanivani.data.batch import Batch, Window
+from konkanivani.data.batch import Batch, Window, in_lanes_order
 from konkanivani.losses import LossCounts, LossSums
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.optimizer import OptimizerState
@@ -43,9 +43,10 @@ def parts_of(
 
 
 def window_of(batch_size: int = 1) -> Window:
-    """The utterances in fp32."""
+    """The utterances in fp32, in the order in which two side by side take them."""
     spoken = [dataclasses.replace(speech, waveform=speech.waveform.float()) for speech in SPOKEN]
-    return window(spoken, batch_size)
+    cut = window(spoken, batch_size)
+    return dataclasses.replace(cut, micro_batches=in_lanes_order(cut.micro_batches, 2))
 
 
 def trained(parts: StepParts, threads: int = 2, steps: int = 3) -> dict[str, torch.Tensor]:
