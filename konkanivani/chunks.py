@@ -5,20 +5,5 @@ the heads and CTC take it chunk by chunk, each recomputed in the backward pass, 
 tensors exist at a time (Chen et al., 2016). The choice depends on shapes alone, so it is the same on every machine.
 """
 
-from collections.abc import Callable
-from typing import TypeVar
-
-import torch
-from torch.utils.checkpoint import checkpoint
-
 CHUNK_FRAMES = 1500  # encoder frames, or tokens: a minute of speech
 SMALL_CHUNK_FRAMES = 100  # four seconds: where memory has run out
-
-Result = TypeVar("Result")
-
-
-def recomputed(function: Callable[..., Result], *inputs: object) -> Result:
-    """The function's result; of what it computes on the way nothing is kept. It must draw no random numbers."""
-    if not torch.is_grad_enabled():
-        return function(*inputs)
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)

@@ -19,9 +19,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from konkanivani.chunks import recomputed
 from konkanivani.ctc_operator import BLANK
 from konkanivani.lengths import Lengths
+from konkanivani.recomputation import recomputed
 
 # The logarithm of zero. Finite, so that no difference of two is undefined; far below that of any path.
 IMPOSSIBLE = -1e30

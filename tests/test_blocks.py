@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from konkanivani.model.blocks import ConvolutionModule
+from konkanivani.model.depthwise import convolved
 from tests.conftest import ROOT
 
 CONVOLVE = """
@@ -27,7 +28,7 @@ def test_under_autocast_the_convolution_is_that_of_full_precision_rounded():
     x = torch.randn(2, 40, 48).bfloat16()
     expected = module.depthwise(x.float().transpose(1, 2)).transpose(1, 2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = module._convolve(x)
+        found = convolved(x, module.depthwise, (40,))
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected.bfloat16())
     other = module.depthwise(x.float().flip(1).transpose(1, 2)).transpose(1, 2)

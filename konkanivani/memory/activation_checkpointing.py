@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from konkanivani.randomness import mask_generator, masks_of, seed_of
+from konkanivani.recomputation import recomputed
 
 ALL_BLOCKS = sys.maxsize
 
@@ -27,8 +27,8 @@ class RecomputedBlocks:
     def __call__(self, block: torch.nn.Module, *inputs: object) -> torch.Tensor:
         masks = mask_generator()
         run = block if masks is None else _seeded(block, seed_of(masks.initial_seed(), block.number))
-        if block.number < self.count and torch.is_grad_enabled():
-            return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=masks is None)
+        if block.number < self.count:
+            return recomputed(run, *inputs, keeps_random_state=masks is None)
         return run(*inputs)
 
 

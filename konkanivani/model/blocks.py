@@ -65,9 +65,7 @@ class ConvolutionModule(torch.nn.Module):
         gated = F.glu(linear_of(x, self.gate, self.norm), dim=-1)
         if layout.padding is not None:
             gated = gated.masked_fill(layout.padding[:, :, None], 0.0)
-        spans = gated.split(layout.lengths, dim=1) if layout.lengths else (gated,)
-        parts = [convolved(span, self.depthwise) for span in spans]
-        whole = torch.cat(parts, dim=1) if layout.lengths else parts[0]
+        whole = convolved(gated, self.depthwise, layout.lengths or (x.shape[1],))
         return self.dropout.onto(x, linear_of(whole, self.output, self.depthwise_norm, activated=True))
 
 

@@ -6,20 +6,24 @@ B batch, T frames, D model width, K kernel.
 import torch
 import torch.nn.functional as F
 
+from konkanivani.lengths import Lengths
 
-def convolved(x: torch.Tensor, depthwise: torch.nn.Conv1d) -> torch.Tensor:
+
+def convolved(x: torch.Tensor, depthwise: torch.nn.Conv1d, lengths: Lengths) -> torch.Tensor:
     """What `depthwise`, whose kernel is odd and keeps the length, makes of x (B, T, D) along T: (B, T, D).
 
-    On a CPU in full precision under autocast too, which takes as long: in bf16 oneDNN 3.10 makes such a kernel without
-    end where a thread's share is 16 channels or fewer.
+    Each span of `lengths`, which add up to T, is convolved alone. On a CPU in full precision under autocast too, which
+    takes as long: in bf16 oneDNN 3.10 makes such a kernel without end where a thread's share is 16 channels or fewer.
     """
     if x.device.type != "cpu":
-        return depthwise(x.transpose(1, 2)).transpose(1, 2)
-    with torch.autocast("cpu", enabled=False):
-        frames = x.to(depthwise.weight.dtype)
-        if torch.is_grad_enabled():
-            return _Convolved.apply(frames, depthwise.weight, depthwise.bias).to(x.dtype)
-        return _convolve(frames, depthwise.weight, depthwise.bias).to(x.dtype)
+        spans = x.transpose(1, 2).split(lengths, dim=2)
+        return torch.cat([depthwise(span) for span in spans], dim=2).transpose(1, 2)
+    if torch.is_autocast_enabled("cpu"):
+        with torch.autocast("cpu", enabled=False):
+            return convolved(x.to(depthwise.weight.dtype), depthwise, lengths).to(x.dtype)
+    if torch.is_grad_enabled():
+        return _Convolved.apply(x, depthwise.weight, depthwise.bias, lengths)
+    return _convolve_spans(x, depthwise.weight, depthwise.bias, lengths)
 
 
 class _Convolved(torch.autograd.Function):
@@ -29,26 +33,35 @@ class _Convolved(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor, lengths: Lengths) -> torch.Tensor:
         ctx.save_for_backward(x, kernel)
-        return _convolve(x, kernel, bias)
+        ctx.lengths = lengths
+        return _convolve_spans(x, kernel, bias, lengths)
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, kernel = ctx.saved_tensors
-        by_x = _convolve(gradient, kernel.flip(2))
-        return by_x, _convolve_by(gradient, x, kernel.shape[2]), gradient.sum((0, 1))
+        by_x = _convolve_spans(gradient, kernel.flip(2), None, ctx.lengths)
+        pairs = zip(gradient.split(ctx.lengths, dim=1), x.split(ctx.lengths, dim=1), strict=True)
+        by_kernel = sum(_convolve_by(*pair, kernel.shape[2]) for pair in pairs)
+        return by_x, by_kernel, gradient.sum((0, 1)), None
 
 
-def _convolve(x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _convolve_spans(x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None, lengths: Lengths) -> torch.Tensor:
+    if len(lengths) == 1:
+        return _convolve(x, kernel, bias)
+    return torch.cat([_convolve(span, kernel, bias) for span in x.split(lengths, dim=1)], dim=1)
+
+
+def _convolve(x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x (B, T, D) by kernel (D, 1, K): (B, T, D).
 
     As one of images a frame high whose channels lie innermost, as D does: the same numbers ten times as fast as Conv1d,
     which takes the channels outermost.
     """
-    image = _as_image(x)
-    made = F.conv2d(image, kernel[:, :, None, :], bias, padding=(0, kernel.shape[2] // 2), groups=x.shape[2])
-    return made[:, :, 0, :].transpose(1, 2)
+    reach = kernel.shape[2] // 2
+    made = F.conv2d(_as_image(x), kernel.unsqueeze(2), bias, padding=(0, reach), groups=x.shape[2])
+    return made.squeeze(2).transpose(1, 2)
 
 
 def _convolve_by(gradient: torch.Tensor, x: torch.Tensor, size: int) -> torch.Tensor:
@@ -63,4 +76,4 @@ def _convolve_by(gradient: torch.Tensor, x: torch.Tensor, size: int) -> torch.Te
 
 
 def _as_image(x: torch.Tensor) -> torch.Tensor:
-    return x.transpose(1, 2)[:, :, None, :]
+    return x.transpose(1, 2).unsqueeze(2)

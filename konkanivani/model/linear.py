@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from konkanivani.model.accumulation import gradient_of
 from konkanivani.model.product import product
+from konkanivani.recomputation import is_recomputed
 
 Backward = tuple[torch.Tensor | None, ...]
 
@@ -27,8 +28,9 @@ def linear_of(
         normed = x if norm is None else norm(_in_full(x))
         return product(F.silu(normed) if activated else normed, linear.weight, linear.bias)
     scale, shift, epsilon = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
-    kept = _Kept.apply(x, linear.weight, scale, shift)
-    return _Linear.apply([kept], x, linear.weight, linear.bias, scale, shift, epsilon, activated)
+    weight = linear.weight
+    kept = [_Kept.apply(x, weight, scale, shift)] if is_recomputed() else None
+    return _Linear.apply(x, weight, linear.bias, scale, shift, epsilon, activated, kept)
 
 
 class Linear(torch.nn.Linear):
@@ -55,7 +57,6 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx,
-        kept: list[torch.Tensor],
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor,
@@ -63,8 +64,11 @@ class _Linear(torch.autograd.Function):
         shift: torch.Tensor | None,
         epsilon: float,
         activated: bool,
+        kept: list[torch.Tensor] | None,
     ) -> torch.Tensor:
         ctx.kept, ctx.weight, ctx.epsilon, ctx.activated = kept, weight, epsilon, activated
+        if kept is None:
+            ctx.save_for_backward(x, weight, scale, shift)
         if scale is not None:
             x, _, _ = _normalize(x, scale, shift, epsilon)
         rows = product((F.silu(x) if activated else x).flatten(0, -2), weight, bias)
@@ -73,9 +77,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> Backward:
-        kept = ctx.kept.pop()  # what it keeps is freed with this call, not at the end of the whole backward pass
-        x, weight, scale, shift = kept.grad_fn.saved_tensors
-        del kept
+        # What is kept is freed with this call, not at the end of the whole backward pass.
+        x, weight, scale, shift = ctx.saved_tensors if ctx.kept is None else ctx.kept.pop().grad_fn.saved_tensors
         normed = x
         if scale is not None:
             normed, mean, inverse_deviation = _normalize(x, scale, shift, ctx.epsilon)
@@ -87,20 +90,20 @@ class _Linear(torch.autograd.Function):
         if ctx.activated:
             by_inner = torch.ops.aten.silu_backward(by_inner, normed)
         if scale is None:
-            return None, by_inner, by_weight, by_bias, None, None, None, None
+            return by_inner, by_weight, by_bias, None, None, None, None, None
         del normed
         by_x, by_scale, by_shift = torch.ops.aten.native_layer_norm_backward(
             by_inner, _in_full(x), scale.shape, mean, inverse_deviation, scale, shift, [True, True, True]
         )
-        return None, by_x, by_weight, by_bias, by_scale, by_shift, None, None
+        return by_x, by_weight, by_bias, by_scale, by_shift, None, None, None
 
 
 def _normalize(
     x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The LayerNorm of x, the means and the inverse standard deviations."""
-    return torch.ops.aten.native_layer_norm(_in_full(x), scale.shape, scale, shift, epsilon)
+    return torch.native_layer_norm(_in_full(x), scale.shape, scale, shift, epsilon)
 
 
 def _in_full(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()

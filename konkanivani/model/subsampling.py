@@ -6,9 +6,10 @@ B batch, T feature frames, T' encoder frames, F mel bins, C channels, D model wi
 import torch
 import torch.nn.functional as F
 
-from konkanivani.chunks import CHUNK_FRAMES, recomputed
+from konkanivani.chunks import CHUNK_FRAMES
 from konkanivani.lengths import subsampled_length
 from konkanivani.model.linear import Linear
+from konkanivani.recomputation import recomputed
 
 TILE_FRAMES = 256  # encoder frames of all utterances together: their inner tensors stay in a core's cache, or near it
 
