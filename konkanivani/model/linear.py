@@ -77,8 +77,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> Backward:
-        # What is kept is freed with this call, not at the end of the whole backward pass.
-        x, weight, scale, shift = ctx.saved_tensors if ctx.kept is None else ctx.kept.pop().grad_fn.saved_tensors
+        x, weight, scale, shift = ctx.saved_tensors if ctx.kept is None else _taken(ctx.kept)
         normed = x
         if scale is not None:
             normed, mean, inverse_deviation = _normalize(x, scale, shift, ctx.epsilon)
@@ -96,6 +95,12 @@ class _Linear(torch.autograd.Function):
             by_inner, _in_full(x), scale.shape, mean, inverse_deviation, scale, shift, [True, True, True]
         )
         return by_x, by_weight, by_bias, by_scale, by_shift, None, None, None
+
+
+def _taken(kept: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    """What was kept, to be freed after this use, not at the end of the whole backward pass."""
+    keeper = kept.pop()
+    return keeper.grad_fn.saved_tensors
 
 
 def _normalize(
