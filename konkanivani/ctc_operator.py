@@ -8,58 +8,83 @@ T' encoder frames, B batch, V vocabulary, U tokens.
 
 import torch
 
+from konkanivani.lengths import Lengths
+
 BLANK = 0
 
+# Not `torch.library.custom_op`, whose operators load PyTorch's compiler when they are called: a hundred megabytes.
+_LIBRARY = torch.library.Library("konkanivani", "DEF")
+_LIBRARY.define("ctc_loss(Tensor scores, Tensor tokens, int[] frames, int[] lengths) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    "ctc_loss_backward(Tensor gradient, Tensor scores, Tensor tokens, int[] frames, int[] lengths, Tensor losses, "
+    "Tensor log_alpha) -> Tensor"
+)
 
-@torch.library.custom_op("konkanivani::ctc_loss", mutates_args=())
+
 def ctc_loss(
-    log_probabilities: torch.Tensor, tokens: torch.Tensor, encoded_lengths: list[int], token_lengths: list[int]
+    log_probabilities: torch.Tensor, tokens: torch.Tensor, encoded_lengths: Lengths, token_lengths: Lengths
+) -> torch.Tensor:
+    """The losses (B,) of log_probabilities (T', B, V) and tokens (B, U)."""
+    return _CTCLoss.apply(log_probabilities, tokens, encoded_lengths, token_lengths)
+
+
+class _CTCLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, log_probabilities: torch.Tensor, tokens: torch.Tensor, encoded_lengths: Lengths, token_lengths: Lengths
+    ) -> torch.Tensor:
+        ctx.lengths = encoded_lengths, token_lengths
+        losses, log_alpha = torch.ops.konkanivani.ctc_loss(log_probabilities, tokens, encoded_lengths, token_lengths)
+        ctx.save_for_backward(log_probabilities, tokens, losses, log_alpha)
+        return losses
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        log_probabilities, tokens, losses, log_alpha = ctx.saved_tensors
+        by_log_probabilities = torch.ops.konkanivani.ctc_loss_backward(
+            gradient.contiguous(), log_probabilities, tokens, *ctx.lengths, losses, log_alpha
+        )
+        return by_log_probabilities, None, None, None
+
+
+@torch.library.impl(_LIBRARY, "ctc_loss", "CompositeExplicitAutograd")
+def _forward(
+    scores: torch.Tensor, tokens: torch.Tensor, frames: list[int], lengths: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(losses (B,), log forward variables (B, T', 2 U + 1)) of log_probabilities (T', B, V) and tokens (B, U)."""
-    return torch.ops.aten._ctc_loss(log_probabilities, tokens, encoded_lengths, token_lengths, BLANK, False)
+    """The losses (B,) and log forward variables (B, T', 2 U + 1)."""
+    return torch.ops.aten._ctc_loss(scores, tokens, frames, lengths, BLANK, False)
 
 
-@ctc_loss.register_fake
-def _(log_probabilities, tokens, encoded_lengths, token_lengths):
-    frames, batch, _ = log_probabilities.shape
-    shape = batch, frames, 2 * max(token_lengths) + 1
-    return log_probabilities.new_empty(batch), log_probabilities.new_empty(shape)
+@torch.library.impl(_LIBRARY, "ctc_loss", "Meta")
+def _shapes_of_forward(
+    scores: torch.Tensor, tokens: torch.Tensor, frames: list[int], lengths: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    longest, batch, _ = scores.shape
+    return scores.new_empty(batch), scores.new_empty(batch, longest, 2 * max(lengths) + 1)
 
 
-@torch.library.custom_op("konkanivani::ctc_loss_backward", mutates_args=())
-def ctc_loss_backward(
+@torch.library.impl(_LIBRARY, "ctc_loss_backward", "CompositeExplicitAutograd")
+def _backward(
     gradient: torch.Tensor,
-    log_probabilities: torch.Tensor,
+    scores: torch.Tensor,
     tokens: torch.Tensor,
-    encoded_lengths: list[int],
-    token_lengths: list[int],
+    frames: list[int],
+    lengths: list[int],
     losses: torch.Tensor,
     log_alpha: torch.Tensor,
 ) -> torch.Tensor:
     """The gradient (T', B, V) by the log probabilities, from the losses' gradient (B,)."""
-    return torch.ops.aten._ctc_loss_backward(
-        gradient, log_probabilities, tokens, encoded_lengths, token_lengths, losses, log_alpha, BLANK, False
-    )
+    return torch.ops.aten._ctc_loss_backward(gradient, scores, tokens, frames, lengths, losses, log_alpha, BLANK, False)
 
 
-@ctc_loss_backward.register_fake
-def _(gradient, log_probabilities, tokens, encoded_lengths, token_lengths, losses, log_alpha):
-    return torch.empty_like(log_probabilities)
-
-
-def _keep(ctx, inputs, output) -> None:
-    log_probabilities, tokens, ctx.encoded_lengths, ctx.token_lengths = inputs
-    ctx.set_materialize_grads(False)  # else zeros are made for the forward variables
-    ctx.save_for_backward(log_probabilities, tokens, *output)
-
-
-def _backward(ctx, gradient, _gradient_of_alpha):
-    log_probabilities, tokens, losses, log_alpha = ctx.saved_tensors
-    lengths = ctx.encoded_lengths, ctx.token_lengths
-    by_log_probabilities = ctc_loss_backward(
-        gradient.contiguous(), log_probabilities, tokens, *lengths, losses, log_alpha
-    )
-    return by_log_probabilities, None, None, None
-
-
-ctc_loss.register_autograd(_backward, setup_context=_keep)
+@torch.library.impl(_LIBRARY, "ctc_loss_backward", "Meta")
+def _shape_of_backward(
+    gradient: torch.Tensor,
+    scores: torch.Tensor,
+    tokens: torch.Tensor,
+    frames: list[int],
+    lengths: list[int],
+    losses: torch.Tensor,
+    log_alpha: torch.Tensor,
+) -> torch.Tensor:
+    return torch.empty_like(scores)

@@ -62,7 +62,7 @@ def ctc_loss_sum(
     logits = head(encoded)
     with torch.autocast(logits.device.type, enabled=False):
         log_probabilities = F.log_softmax(logits, dim=-1, dtype=_at_least_float32(logits)).transpose(0, 1)
-        losses, _ = ctc_loss(log_probabilities, tokens, list(encoded_lengths), list(token_lengths))
+        losses = ctc_loss(log_probabilities, tokens, encoded_lengths, token_lengths)
         return losses.sum()
 
 

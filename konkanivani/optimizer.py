@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 
 import torch
+from torch.optim.adamw import adamw
 
 from konkanivani.config import OptimizerConfig
 from konkanivani.errors import CheckpointError
@@ -26,27 +27,67 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return config.learning_rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Fused AdamW over `model`, weight decay on matrices only, both moments and the step count already allocated.
+class AdamW:
+    """AdamW (Loshchilov and Hutter, 2019) by PyTorch's fused kernel, weight decay on matrices only.
 
-    A first step that allocates could run out of memory half done; this one cannot.
+    Both moments and the step count are allocated already: a first step that allocates could run out of memory half
+    done; this one cannot. The kernel without torch.optim's own class, which loads PyTorch's compiler: a hundred
+    megabytes and more than a second, of which a run has no use. `param_groups` and `state` are laid out as that one's,
+    as a GradScaler expects it.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.98), fused=True)
-    for parameter in parameters:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+
+    def __init__(self, parameters: list[torch.nn.Parameter], learning_rate: float, weight_decay: float) -> None:
+        matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
+        others = [parameter for parameter in parameters if parameter.dim() < 2]
+        self.param_groups = [
+            {"params": matrices, "lr": learning_rate, "weight_decay": weight_decay},
+            {"params": others, "lr": learning_rate, "weight_decay": 0.0},
+        ]
+        self.state = {
+            parameter: {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }
+            for parameter in (*matrices, *others)
         }
-    return optimizer
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Updates every parameter that has a gradient."""
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            states = [self.state[parameter] for parameter in parameters]
+            adamw(
+                parameters,
+                [parameter.grad for parameter in parameters],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=True,
+                amsgrad=False,
+                beta1=0.9,
+                beta2=0.98,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=1e-8,
+                maximize=False,
+            )
+
+    def zero_grad(self) -> None:
+        """Frees every gradient."""
+        for parameter in self.state:
+            parameter.grad = None
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> AdamW:
+    """AdamW over the parameters of `model` that are trained."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return AdamW(trained, config.learning_rate, config.weight_decay)
+
+
+def set_learning_rate(optimizer: AdamW, rate: float) -> None:
     """Gives every parameter group the rate of the coming update."""
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -58,7 +99,7 @@ class OptimizerState:
     Loading copies into the tensors that exist, so it allocates nothing and keeps the fused layout.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: AdamW) -> None:
         self._tensors = {
             f"{name}/{kind}": tensor
             for name, parameter in model.named_parameters()

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from konkanivani.ctc_operator import ctc_loss
 from konkanivani.losses import ctc_loss_sum
 
 FRAMES, TOKENS = (30, 21, 9), (7, 5, 3)
@@ -31,13 +30,18 @@ def test_loss_and_gradient_are_those_of_torch_bit_for_bit(dtype):
 def test_traced_shapes_are_the_real_ones():
     log_probabilities = torch.randn(30, 3, 11).log_softmax(-1)
     tokens = torch.randint(1, 11, (3, 7))
-    real = ctc_loss(log_probabilities, tokens, list(FRAMES), list(TOKENS))
+    operator = torch.ops.konkanivani.ctc_loss
+    real = operator(log_probabilities, tokens, FRAMES, TOKENS)
     with FakeTensorMode() as mode:
-        fake = ctc_loss(mode.from_tensor(log_probabilities), mode.from_tensor(tokens), list(FRAMES), list(TOKENS))
+        fake = operator(mode.from_tensor(log_probabilities), mode.from_tensor(tokens), FRAMES, TOKENS)
     assert [(t.shape, t.dtype) for t in fake] == [(t.shape, t.dtype) for t in real]
 
 
-def test_it_is_a_proper_operator():
-    log_probabilities = torch.randn(6, 2, 5, dtype=torch.float64).log_softmax(-1).requires_grad_()
+def test_they_are_proper_operators():
+    log_probabilities = torch.randn(6, 2, 5, dtype=torch.float64).log_softmax(-1)
     sample = log_probabilities, torch.randint(1, 5, (2, 2)), [6, 5], [2, 1]
-    torch.library.opcheck(ctc_loss, sample, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    checks = "test_schema", "test_faketensor"
+    torch.library.opcheck(torch.ops.konkanivani.ctc_loss.default, sample, test_utils=checks)
+    made = torch.ops.konkanivani.ctc_loss(*sample)
+    sample = torch.ones(2, dtype=torch.float64), *sample, *made
+    torch.library.opcheck(torch.ops.konkanivani.ctc_loss_backward.default, sample, test_utils=checks)

@@ -2,6 +2,9 @@
 
 import dataclasses
 import inspect
+import subprocess
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,10 +14,11 @@ from konkanivani.config import OptimizerConfig
 from konkanivani.data.batching import Cursor
 from konkanivani.errors import NumericsError
 from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.optimizer import OptimizerState, build_optimizer, learning_rate
+from konkanivani.optimizer import AdamW, OptimizerState, build_optimizer, learning_rate
 from konkanivani.training.loop import MOST_SKIPS_IN_A_ROW, check_numerics
 from konkanivani.training.state import TrainState
 from konkanivani.training.step import StepParts, train_step
+from tests.conftest import ROOT
 from tests.laws.parts import double_parts, relative_difference, speeches, window
 
 
@@ -26,20 +30,35 @@ def all_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_state_allocated_beforehand_gives_the_update_of_state_allocated_on_demand():
-    results = []
-    for preallocated in (True, False):
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_an_update_is_that_of_torchs_own_class(decay):
+    def updated(build: Callable[[torch.nn.Linear], AdamW | torch.optim.AdamW]) -> list[torch.Tensor]:
         torch.manual_seed(0)
         layer = torch.nn.Linear(5, 3)
-        optimizer = build_optimizer(layer, OptimizerConfig())
-        if not preallocated:
-            optimizer.state.clear()
+        optimizer = build(layer)
         for _ in range(3):
             optimizer.zero_grad()
             layer(torch.ones(2, 5)).square().sum().backward()
             optimizer.step()
-        results.append([layer.weight.detach(), layer.bias.detach()])
-    assert all_equal(*results)
+        return [layer.weight.detach(), layer.bias.detach()]
+
+    def by_torch(layer: torch.nn.Linear) -> torch.optim.AdamW:
+        groups = [{"params": [layer.weight], "weight_decay": decay}, {"params": [layer.bias], "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.98), fused=True)
+
+    ours = updated(lambda layer: build_optimizer(layer, OptimizerConfig(learning_rate=1e-2, weight_decay=decay)))
+    assert all_equal(ours, updated(by_torch))
+    other = updated(lambda layer: build_optimizer(layer, OptimizerConfig(learning_rate=2e-2, weight_decay=decay)))
+    assert not all_equal(ours, other)
+
+
+def test_a_parameter_without_a_gradient_is_left_as_it_is():
+    layer = torch.nn.Linear(5, 3)
+    optimizer, before = build_optimizer(layer, OptimizerConfig()), layer.bias.detach().clone()
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.step()
+    assert torch.equal(layer.bias, before) and optimizer.state[layer.bias]["step"] == 0
+    assert optimizer.state[layer.weight]["step"] == 1
 
 
 def test_the_update_allocates_no_state():
@@ -48,6 +67,27 @@ def test_the_update_allocates_no_state():
     train_step(parts, window(speeches(2), 1), step=0)
     after = {name: t.data_ptr() for name, t in OptimizerState(parts.model, parts.optimizer).state_dict().items()}
     assert before == after
+
+
+TRAIN = """
+import sys
+from konkanivani.training.step import train_step
+from tests.laws.parts import double_parts, speeches, window
+{before}
+train_step(double_parts(), window(speeches(2), 1), step=0)
+print("torch._dynamo" in sys.modules, "triton" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "loaded"), [("", "False False"), ("import torch\ntorch.optim.AdamW([torch.ones(1)])", "True")]
+)
+def test_a_step_does_not_load_pytorchs_compiler(before, loaded):
+    """It takes a hundred megabytes; the negative control is what torch's own class of optimizer does."""
+    ended = subprocess.run(
+        [sys.executable, "-c", TRAIN.format(before=before)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert ended.stdout.strip().startswith(loaded), ended.stdout + ended.stderr
 
 
 def test_weight_decay_is_on_matrices_only():

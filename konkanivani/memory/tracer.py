@@ -81,9 +81,10 @@ class StepTracer:
             parts = build(front_end)
             gradients = [torch.empty_like(parameter) for parameter in parts.model.parameters()]
         encoder = parts.model.encoder
-        encoder.packs, encoder.packs_as_one, encoder.subsampling.in_tiles = not costs.is_cuda, True, not costs.is_cuda
+        encoder.packs = encoder.subsampling.by_products = not costs.is_cuda
+        encoder.packs_as_one = True
         # As a second micro-batch finds them: the first one's gradients are there, and nothing takes them away.
-        parts.optimizer.zero_grad = lambda set_to_none=True: None
+        parts.optimizer.zero_grad = lambda: None
         for parameter, gradient in zip(parts.model.parameters(), gradients, strict=True):
             parameter.grad = gradient
         if costs.is_cuda and parts.forward.amp_dtype is not None:

@@ -11,8 +11,6 @@ from konkanivani.lengths import subsampled_length
 from konkanivani.model.linear import Linear
 from konkanivani.recomputation import recomputed
 
-TILE_FRAMES = 256  # encoder frames of all utterances together: their inner tensors stay in a core's cache, or near it
-
 
 class Subsampling(torch.nn.Module):
     """Features (B, T, F) -> (B, T', D) by a convolution and a depthwise-separable one, both 3 x 3 with stride 2.
@@ -21,12 +19,11 @@ class Subsampling(torch.nn.Module):
     two full convolutions cost more than half of the encoder's arithmetic.
 
     The first convolution makes sixteen numbers of one; beyond `chunk_frames` encoder frames they exist for one chunk of
-    as many at a time, and where a CPU trains for one of TILE_FRAMES. Frame t' sees the features 4 t' to 4 t' + 6, so
-    neighbouring chunks share three features.
+    as many at a time. Frame t' sees the features 4 t' to 4 t' + 6, so neighbouring chunks share three features.
     """
 
-    in_tiles = True
-    """Whether a CPU trains in tiles; a trace for a card, whose tensors are a CPU's, says no."""
+    by_products = True
+    """Whether a CPU trains by matrix products; a trace for a card, whose tensors are a CPU's, says no."""
 
     def __init__(self, mel_bins: int, channels: int, d_model: int) -> None:
         super().__init__()
@@ -37,15 +34,16 @@ class Subsampling(torch.nn.Module):
 
     def forward(self, features: torch.Tensor, chunk_frames: int = CHUNK_FRAMES) -> torch.Tensor:
         frames = subsampled_length(features.shape[1])
-        one_piece = self._by_convolutions
-        if self.in_tiles and self.training and features.device.type == "cpu":
-            one_piece = self._by_products
-            chunk_frames = min(chunk_frames, max(1, TILE_FRAMES // features.shape[0]))
         if frames <= chunk_frames:
-            return one_piece(features)
+            return self._one_piece(features)
         starts = range(0, frames, chunk_frames)
         spans = [(4 * start, 4 * min(start + chunk_frames, frames) + 3) for start in starts]
-        return torch.cat([recomputed(one_piece, features[:, first:end]) for first, end in spans], dim=1)
+        return torch.cat([recomputed(self._one_piece, features[:, first:end]) for first, end in spans], dim=1)
+
+    def _one_piece(self, features: torch.Tensor) -> torch.Tensor:
+        if self.by_products and self.training and features.device.type == "cpu":
+            return self._by_products(features)
+        return self._by_convolutions(features)
 
     def _by_convolutions(self, features: torch.Tensor) -> torch.Tensor:
         x = torch.relu(self.first(features[:, None]))

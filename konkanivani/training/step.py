@@ -21,7 +21,7 @@ from konkanivani.losses import LossCounts, LossSums, joint_loss
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.recovery import Cut, Outcome, RememberedSplits, run_or_end, run_or_split
 from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.optimizer import learning_rate, set_learning_rate
+from konkanivani.optimizer import AdamW, learning_rate, set_learning_rate
 from konkanivani.randomness import masks_of, seed_of, seed_step
 from konkanivani.sharding import is_sharded, plain
 from konkanivani.training.forward import ForwardPass
@@ -33,7 +33,7 @@ class StepParts:
     """Everything that a step works with."""
 
     forward: ForwardPass
-    optimizer: torch.optim.Optimizer
+    optimizer: AdamW
     scaler: torch.amp.GradScaler
     schedule: OptimizerConfig
     total_steps: int
@@ -198,7 +198,7 @@ def add_up(
     """
     seed_step(parts.seed, step, parts.topology.rank)
     parts.model.train()
-    parts.optimizer.zero_grad(set_to_none=True)
+    parts.optimizer.zero_grad()
     parts = dataclasses.replace(parts, forward=parts.forward.run_as(cut))
     totals = torch.zeros(2, dtype=torch.float64, device=parts.forward.device)
     seed = torch.initial_seed()
@@ -213,7 +213,7 @@ def add_up(
         for _ in cut.micro_batches:
             if is_interrupted():
                 results.close()
-                parts.optimizer.zero_grad(set_to_none=True)
+                parts.optimizer.zero_grad()
                 return None
             sums = next(results)
             totals += torch.stack([sums.ctc, sums.attention])
@@ -248,7 +248,7 @@ def add_gradients(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSum
 
 def drop_gradient(parts: StepParts) -> None:
     """Takes back a gradient that was not finished: a part of it would count twice."""
-    parts.optimizer.zero_grad(set_to_none=True)
+    parts.optimizer.zero_grad()
     if parts.scaler.is_enabled():
         # Set to what it is, the scale forgets that a gradient was unscaled; only scale() makes it exist.
         parts.scaler.scale(torch.zeros((), device=parts.forward.device))
@@ -261,7 +261,7 @@ def update(parts: StepParts, gradient: WindowGradient, counts: LossCounts, step:
     if gradient.is_finite:
         set_learning_rate(parts.optimizer, rate)
         parts.optimizer.step()
-    parts.optimizer.zero_grad(set_to_none=True)
+    parts.optimizer.zero_grad()
     parts.scaler.update()
     parts.forward.monitor.end_phase("update")
     ctc_loss = gradient.ctc_sum / counts.tokens

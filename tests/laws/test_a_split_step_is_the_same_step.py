@@ -231,7 +231,7 @@ def test_with_dropout_the_same_counts_and_another_draw():
 
 def test_negative_control_what_the_failed_attempt_added_up_is_another_gradient(monkeypatch):
     parts, undisturbed = double_parts(), double_parts()
-    monkeypatch.setattr(parts.optimizer, "zero_grad", lambda set_to_none: None)
+    monkeypatch.setattr(parts.optimizer, "zero_grad", lambda: None)
     failing = failing_forward(parts, once_at(2), ERRORS["cuda"])
     assert train_step(failing, window(SPOKEN, 2), step=3).splits == 1
     train_step(undisturbed, window(SPOKEN, 2), step=3)

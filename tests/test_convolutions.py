@@ -1,0 +1,70 @@
+"""The convolutions as a CPU takes them, against PyTorch's own modules, in float64."""
+
+import pytest
+import torch
+
+from konkanivani.model.depthwise import convolved
+from konkanivani.model.subsampling import Subsampling
+from tests.laws.parts import relative_difference
+
+BOUND = 1e-12
+
+
+def gradients(output: torch.Tensor, of: list[torch.Tensor]) -> list[torch.Tensor]:
+    """By a sum in which every number of the output counts differently."""
+    counts = torch.arange(output.numel(), dtype=output.dtype).view_as(output).cos()
+    return list(torch.autograd.grad((output * counts).sum(), of))
+
+
+def differences(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    return max(relative_difference(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("batch", "lengths"), [(1, (40,)), (3, (7,)), (2, (33,)), (1, (20, 5, 31)), (1, (1, 1)), (1, (1600,))]
+)
+@pytest.mark.parametrize("kernel", [3, 31])
+def test_along_frames_it_is_conv1d_of_each_span(batch, lengths, kernel):
+    torch.manual_seed(0)
+    module = torch.nn.Conv1d(6, 6, kernel, padding=kernel // 2, groups=6).double()
+    x = torch.randn(batch, sum(lengths), 6, dtype=torch.float64, requires_grad=True)
+    parameters = [x, module.weight, module.bias]
+    ours = convolved(x, module, lengths)
+    spans = [module(span.transpose(1, 2)).transpose(1, 2) for span in x.split(lengths, dim=1)]
+    theirs = torch.cat(spans, dim=1)
+    assert differences([ours, *gradients(ours, parameters)], [theirs, *gradients(theirs, parameters)]) < BOUND
+    with torch.no_grad():
+        assert torch.equal(convolved(x, module, lengths), ours)
+
+
+def test_negative_control_spans_that_see_each_other_are_another_convolution():
+    torch.manual_seed(0)
+    module = torch.nn.Conv1d(6, 6, 31, padding=15, groups=6).double()
+    x = torch.randn(1, 40, 6, dtype=torch.float64)
+    assert relative_difference(convolved(x, module, (20, 20)), convolved(x, module, (40,))) > 1e-2
+
+
+@pytest.mark.parametrize(("batch", "frames"), [(1, 7), (2, 40), (3, 201), (1, 6402)])
+def test_subsampling_by_products_is_that_by_convolutions(batch, frames):
+    torch.manual_seed(0)
+    subsampling = Subsampling(80, 8, 16).double()
+    features = torch.randn(batch, frames, 80, dtype=torch.float64, requires_grad=True)
+    parameters, found = [features, *subsampling.parameters()], []
+    for by_products in (True, False):
+        subsampling.by_products = by_products
+        output = subsampling(features)
+        found.append([output, *gradients(output, parameters)])
+    assert differences(*found) < BOUND
+    other = subsampling(features.flip(2))
+    assert relative_difference(found[0][0], other) > 1e-2  # the negative control
+
+
+def test_subsampling_in_half_precision_is_rounded_once():
+    """By products its convolutions are those of full precision."""
+    torch.manual_seed(0)
+    subsampling, features = Subsampling(80, 8, 16), torch.randn(2, 60, 80)
+    full = subsampling(features)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = subsampling(features)
+    assert half.dtype == torch.bfloat16
+    assert 0 < relative_difference(half.float(), full) < 1e-2
