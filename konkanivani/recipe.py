@@ -232,12 +232,14 @@ def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainingSpeech, pla
     model, hours = config.model, planner.durations.sum() / 3600
     cut = f"{config.data.batch_size} x {config.data.gradient_accumulation_steps}"
     cut = str(config.window_size) if config.data.batch_size == "auto" else cut
+    at_once = step.forward.at_once
+    side_by_side = f", {at_once} micro-batches side by side" if at_once > 1 else ""
     amp = {None: "", torch.float16: " in fp16", torch.bfloat16: " in bf16"}[step.forward.amp_dtype]
     print(
         f"{model.encoder_type} {model.d_model}, {model.encoder_layers}+{model.decoder_layers} layers, "
         f"{parameter_count(step.model) / 1e6:.1f} M parameters, {step.model.vocab_size} tokens, "
         f"on {step.forward.device}{amp}; "
-        f"{len(speech.utterances)} utterances, {hours:.2f} h; {cut} utterances a step, "
+        f"{len(speech.utterances)} utterances, {hours:.2f} h; {cut} utterances a step{side_by_side}, "
         f"{planner.windows_per_epoch()} steps an epoch, "
         f"{step.total_steps} in all.",
         flush=True,

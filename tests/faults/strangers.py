@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch._dynamo  # it makes a folder of its own when it is first loaded, as a model's shape on `meta` does
 
 from konkanivani.averaging import NamedCheckpoint, average_checkpoints
 from konkanivani.checkpoint import read_checkpoint
