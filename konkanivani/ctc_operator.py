@@ -78,13 +78,5 @@ def _backward(
 
 
 @torch.library.impl(_LIBRARY, "ctc_loss_backward", "Meta")
-def _shape_of_backward(
-    gradient: torch.Tensor,
-    scores: torch.Tensor,
-    tokens: torch.Tensor,
-    frames: list[int],
-    lengths: list[int],
-    losses: torch.Tensor,
-    log_alpha: torch.Tensor,
-) -> torch.Tensor:
+def _shape_of_backward(gradient: torch.Tensor, scores: torch.Tensor, *_others: object) -> torch.Tensor:
     return torch.empty_like(scores)

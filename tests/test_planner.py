@@ -98,9 +98,7 @@ def test_a_card_rounds_and_takes_workspaces_and_a_context():
     costs = cuda_costs("T4", (7, 5), context=300 * MIB)
     here, there = tracer_of(SMALL), tracer_of(SMALL, costs)
     load = Load(2, 5.0, 50)
-    here._parts.model.encoder.subsampling.by_products = (
-        False  # which keeps more than a card's convolutions, if less than all
-    )
+    here._parts.model.encoder.subsampling.by_products = False  # as on a card, whose convolutions keep less
     assert here.trace(load, NEVER).bytes < there.trace(load, NEVER).bytes < 1.1 * here.trace(load, NEVER).bytes
     planner = planner_on(there, 2**32)
     assert planner.peak(load, NEVER) - there.trace(load, NEVER).bytes == costs.workspace + costs.context

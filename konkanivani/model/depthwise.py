@@ -29,7 +29,7 @@ def convolved(x: torch.Tensor, depthwise: torch.nn.Conv1d, lengths: Lengths) -> 
 class _Convolved(torch.autograd.Function):
     """The gradient by the kernel is a convolution as well: of x by the gradient, which is a kernel of T frames.
 
-    oneDNN's own for it takes four to ten times as long, the more the longer the utterance (docs/LOG.md).
+    oneDNN's own for it takes three to thirteen times as long, the more the longer the utterance (docs/LOG.md).
     """
 
     @staticmethod

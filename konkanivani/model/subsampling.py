@@ -94,9 +94,7 @@ class _FirstConvolution(torch.autograd.Function):
 
 def _neighbourhoods(features: torch.Tensor) -> torch.Tensor:
     """What a 3 x 3 convolution of stride 2 sees of (B, T, F), and a one for its bias: (B, T / 2, F / 2, 10)."""
-    batch, frames, bins = features.shape
-    halved, bins_halved = (frames - 1) // 2, (bins - 1) // 2
-    seen = features.new_ones(10, batch, halved, bins_halved)
+    seen = features.new_ones(10, *_seen_by(0, features).shape)
     for tap in range(9):
         seen[tap] = _seen_by(tap, features)
     return seen.permute(1, 2, 3, 0)
