@@ -22,7 +22,7 @@ from konkanivani.augment import FrontEnd
 from konkanivani.config import AugmentConfig, ModelConfig, TrainConfig
 from konkanivani.errors import CheckpointError, DataError, ResourceError, UsageError
 from konkanivani.flags import config_from_text
-from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.model.shape import model_without_values
 from konkanivani.rules import check_config
 from konkanivani.speech_model import SpeechModel, check_finite, is_within_bounds
 from konkanivani.text import Tokenizer
@@ -132,8 +132,7 @@ def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
         raise ValueError(f"longest_seconds is {longest_seconds}")
     config = _config(description["model"], digits)
     tokenizer = _tokenizer(weights.pop(TOKENIZER))
-    with torch.device("meta"):
-        model = KonkaniVaniASR(config.model, tokenizer.size, MEL_BINS)
+    model = model_without_values(config.model, tokenizer.size, MEL_BINS)
     wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
     if wanted != {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}:
         raise ValueError("its weights are not those of its dimensions")

@@ -1,19 +1,14 @@
 """The room on the disk that a run's checkpoints and logs will take, and what there is."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from torch.nn import init
-from torch.overrides import TorchFunctionMode
 
 from konkanivani.audio import MEL_BINS
 from konkanivani.budget import MIB
 from konkanivani.config import ModelConfig, RunConfig, TrainConfig
 from konkanivani.errors import ResourceError
-from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.model.shape import model_without_values
 from konkanivani.run_paths import nearest_folder
 
 SAVED_BYTES = 12  # a parameter's weight and two moments in fp32; its gradient is not saved
@@ -74,21 +69,9 @@ def most_checkpoints(run: RunConfig) -> int:
 
 def checkpoint_bytes(shape: ModelConfig, vocab_size: int) -> int:
     """At most so many bytes does a checkpoint of this model take."""
-    with torch.device("meta"), _Unfilled():
-        model = KonkaniVaniASR(shape, vocab_size, MEL_BINS)
+    model = model_without_values(shape, vocab_size, MEL_BINS)
     tensors = [*model.parameters(), *model.buffers()]
     return sum(SAVED_BYTES * tensor.numel() + 4 * RECORD_BYTES for tensor in tensors) + SETTINGS_BYTES
-
-
-class _Unfilled(TorchFunctionMode):
-    """Leaves tensors without values unfilled: torch imports a thousand modules, a second of them, to fill nothing."""
-
-    FILLS = (init.uniform_, init.normal_, init.kaiming_uniform_, torch.Tensor.zero_, torch.Tensor.fill_)
-
-    def __torch_function__(
-        self, function: Callable, types: tuple, args: tuple = (), kwargs: dict[str, object] | None = None
-    ) -> object:
-        return None if function in self.FILLS else function(*args, **(kwargs or {}))
 
 
 def free_bytes(folder: Path) -> int:

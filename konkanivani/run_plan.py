@@ -24,8 +24,9 @@ from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
 from konkanivani.memory.planner import Planner, plan_bucket
 from konkanivani.memory.tracer import Load, StepTracer
 from konkanivani.memory.traces import Traces
-from konkanivani.model.asr import KonkaniVaniASR, parameter_count
+from konkanivani.model.asr import parameter_count
 from konkanivani.model.product import is_onednn_preferred
+from konkanivani.model.shape import model_without_values
 from konkanivani.optimizer import STATE_BYTES
 from konkanivani.preflight import measure_context
 from konkanivani.run_paths import cache_folder
@@ -111,7 +112,7 @@ def costs_among(costs: DeviceCosts, shape: ModelConfig, vocab_size: int, ranks: 
     """
     if ranks.world == 1:
         return costs
-    model = _shape_only(shape, vocab_size)
+    model = model_without_values(shape, vocab_size, MEL_BINS)
     whole = parameter_count(model)
     more = held_bytes(model, ranks.world) - STATE_BYTES * whole if ranks.sharded else min(4 * whole, BUCKET_BYTES)
     return dataclasses.replace(costs, among_ranks=more)
@@ -131,7 +132,7 @@ def traffic_bytes(shape: ModelConfig, vocab_size: int, ranks: Ranks) -> int:
     Yuan, 2009); dealt weights go round for the forward and for the backward pass, and gradients are summed only: 3
     halves, but what lies between the blocks goes round once.
     """
-    model = _shape_only(shape, vocab_size)
+    model = model_without_values(shape, vocab_size, MEL_BINS)
     whole, blocks = parameter_count(model), sum(map(parameter_count, model.blocks))
     halves = 3 * blocks + 2 * (whole - blocks) if ranks.sharded else 2 * whole
     return 4 * halves * (ranks.world - 1) // ranks.world
@@ -161,7 +162,7 @@ def build_tracer(config: TrainConfig, vocab_size: int, costs: DeviceCosts) -> St
 
 def build_traces(config: TrainConfig, vocab_size: int, costs: DeviceCosts) -> Traces:
     """The traces of this configuration's step, none made yet."""
-    blocks = len(_shape_only(config.model, vocab_size).blocks)
+    blocks = len(model_without_values(config.model, vocab_size, MEL_BINS).blocks)
     return Traces(lambda: build_tracer(config, vocab_size, costs), blocks, costs)
 
 
@@ -189,12 +190,7 @@ def check_state(config: TrainConfig, vocab_size: int, costs: DeviceCosts, budget
 
 
 def _state_bytes(shape: ModelConfig, vocab_size: int) -> int:
-    return STATE_BYTES * parameter_count(_shape_only(shape, vocab_size))
-
-
-def _shape_only(shape: ModelConfig, vocab_size: int) -> KonkaniVaniASR:
-    with torch.device("meta"):
-        return KonkaniVaniASR(shape, vocab_size, MEL_BINS)
+    return STATE_BYTES * parameter_count(model_without_values(shape, vocab_size, MEL_BINS))
 
 
 def _largest_preset(room: int) -> str:

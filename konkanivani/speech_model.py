@@ -19,6 +19,7 @@ from konkanivani.flags import config_from_text
 from konkanivani.lengths import Lengths
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.blocks import run_directly
+from konkanivani.model.shape import model_without_values
 from konkanivani.rules import check_config
 from konkanivani.text import Tokenizer
 
@@ -71,8 +72,7 @@ def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
     layers = f"encoder.blocks.{config.model.encoder_layers - 1}.", f"decoder.blocks.{config.model.decoder_layers - 1}."
     if not is_within_bounds(config.model) or not all(any(n.startswith(last) for n in weights) for last in layers):
         raise CheckpointError("The checkpoint's model has not the weights of its dimensions. Use another checkpoint.")
-    with torch.device("meta"):
-        model = KonkaniVaniASR(config.model, checkpoint.vocab_size, MEL_BINS)
+    model = model_without_values(config.model, checkpoint.vocab_size, MEL_BINS)
     for name, tensor in model.state_dict().items():
         if not isinstance(weights.get(name), torch.Tensor) or weights[name].shape != tensor.shape:
             raise CheckpointError(

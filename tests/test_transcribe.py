@@ -180,6 +180,27 @@ def test_importing_the_package_does_not_wait_for_torch():
     assert done.returncode == 1 and "has no attribute 'nothing'" in done.stderr, done.stderr
 
 
+HEAR = """
+import sys
+import numpy as np
+from konkanivani import load_recognizer
+{before}
+load_recognizer({path!r}, device="cpu").transcribe(np.zeros(16_000, np.float32))
+print("torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "loaded"),
+    [("", "False"), ("import torch\nwith torch.device('meta'):\n    torch.nn.Embedding(2, 2)", "True")],
+)
+def test_hearing_does_not_load_pytorchs_compiler(trained, before, loaded):
+    """It takes a hundred megabytes; the negative control is a layer that fills what has no values."""
+    code = HEAR.format(before=before, path=str(trained.checkpoint))
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.stdout.strip() == loaded, ended.stdout + ended.stderr
+
+
 def test_a_checkpoint_that_is_none_is_said_in_a_sentence(trained, tmp_path):
     (tmp_path / "cut.pt").write_bytes(trained.checkpoint.read_bytes()[:5000])
     with pytest.raises(CheckpointError, match="damaged"):

@@ -20,7 +20,8 @@ import torch
 
 from konkanivani.audio import MEL_BINS
 from konkanivani.config import PRESETS, DecodingConfig, TrainConfig
-from konkanivani.model.asr import KonkaniVaniASR, parameter_count
+from konkanivani.model.asr import parameter_count
+from konkanivani.model.shape import model_without_values
 from konkanivani.settings import settings_of
 from tests.conftest import ROOT, Corpus
 from tests.test_formats import common_voice
@@ -154,8 +155,7 @@ def test_its_preset_table_is_the_models():
         preset = PRESETS[name]
         shape = preset.d_model, preset.encoder_layers, preset.decoder_layers
         assert shape == (int(width), int(encoder), int(decoder))
-        with torch.device("meta"):
-            count = parameter_count(KonkaniVaniASR(preset, 1000, MEL_BINS))
+        count = parameter_count(model_without_values(preset, 1000, MEL_BINS))
         assert f"{count / 1e6:.1f}" == millions
 
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,11 +12,11 @@ import torch
 from benchmarks.measuring.fixed_step import VOCABULARY, build_speech
 from benchmarks.measuring.peers.contest import Entry, Terms
 from benchmarks.measuring.peers.environment import OURS, pythons_of
+from benchmarks.measuring.peers.machine_rate import SIDE
 from benchmarks.measuring.peers.ours import model_of
 from benchmarks.measuring.peers.race import Result, race
-from konkanivani.arithmetic import Multiply, forward_layers, product_rate, step_flop
+from konkanivani.arithmetic import forward_layers, step_flop
 from konkanivani.budget import MIB
-from konkanivani.model.product import product
 from konkanivani.optimizer import STATE_BYTES
 
 LEANER = "within the leanest other's peak"
@@ -24,15 +25,10 @@ NEAR_FLOOR = "within 1.1 x 16 bytes a parameter"
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was measured: with dropout, without it, and the machine's rates in FLOP a second.
-
-    `rate` is that of PyTorch's own product, which all toolkits take, `layer_rate` of the one that our layers take.
-    """
+    """What was measured: with dropout and without it."""
 
     terms: Terms
     audio_seconds: float
-    rate: float
-    layer_rate: float
     rounds: int
     machine: str
     results: tuple[Result, ...]
@@ -55,8 +51,10 @@ class Comparison:
         return tuple(dict.fromkeys(r.entry.toolkit for r in self.results if r.entry.toolkit != OURS))
 
     def share_of_rate(self, result: Result) -> float:
-        """Of our own step: its arithmetic a second over what a plain product reaches."""
-        return step_flop_of(result.entry, self.terms) / result.median / self.rate
+        """Of our own step: its arithmetic a second over what plain products reached about it, the rounds' median."""
+        flop = step_flop_of(result.entry, self.terms)
+        taken = zip(result.seconds, result.rates, strict=True)
+        return statistics.median(flop / seconds / rate.plain for seconds, rate in taken)
 
     def ratios(self) -> list[tuple[str, Result, Result]]:
         """(what is said, ours, theirs): our own fastest, the fastest of our leaner ones, beside each one's fastest."""
@@ -73,11 +71,14 @@ class Comparison:
 
     def markdown(self) -> str:
         """The tables, with what they were measured on above them."""
+        rates = [rate for result in self.results for rate in result.rates]
+        plain, layers = [rate.plain / 1e9 for rate in rates], [rate.layers / 1e9 for rate in rates]
         lines = [
             f"{self.terms.utterances} utterances of {self.terms.shortest:g} to {self.terms.longest:g} s, "
             f"{self.audio_seconds:.1f} s in all; dropout {self.terms.dropout:g}; {self.machine}; medians of "
-            f"{self.rounds} rounds, one step of each in turn; a product of 1024 x 1024 x 1024 in fp32: "
-            f"{self.rate / 1e9:.0f} GFLOP/s as PyTorch takes it, {self.layer_rate / 1e9:.0f} as our layers do.",
+            f"{self.rounds} rounds, one step of each in turn; products of {SIDE} x {SIDE} x {SIDE} in fp32 between all "
+            f"steps: {statistics.median(plain):.0f} GFLOP/s as PyTorch takes them ({min(plain):.0f} to "
+            f"{max(plain):.0f}), {statistics.median(layers):.0f} as our layers do.",
             "",
             "| contestant | parameters | cut | step, s | from, to | audio s/s | peak, MiB | growth, MiB |",
             "|---|---|---|---|---|---|---|---|",
@@ -101,7 +102,7 @@ class Comparison:
         ours = [r for r in self.results if r.entry.toolkit == OURS and not r.entry.limit_mib]
         if ours:
             shares = ", ".join(f"{_cut(r, self.terms)}{_setting(r)} {self.share_of_rate(r):.0%}" for r in ours)
-            said = "Our share of the machine's rate, as PyTorch takes a product, by how the batch is cut"
+            said = "Our share of the rate of plain products about the same step, by how the batch is cut"
             lines += ["", f"{said}: {shares}."]
         return "\n".join(lines)
 
@@ -180,28 +181,18 @@ def compare_all(
     """The whole comparison; the others' environment is made where it is missing."""
     toolkits = tuple(dict.fromkeys(entry.toolkit for entry in entries))
     pythons = pythons_of(toolkits, folder)
-    rates = [machine_rate(multiply, terms.device) for multiply in (torch.mm, product)]
-    results = race(entries, pythons, terms, rounds)
-    rates_after = [machine_rate(multiply, terms.device) for multiply in (torch.mm, product)]
     comparison = Comparison(
         terms=terms,
         audio_seconds=build_speech(terms.utterances, terms.shortest, terms.longest).seconds,
-        rate=max(rates[0], rates_after[0]),
-        layer_rate=max(rates[1], rates_after[1]),
         rounds=rounds,
         machine=_machine(terms.device),
-        results=results,
+        results=race(entries, pythons, terms, rounds),
         without_dropout=(),
     )
     if not without_dropout or not terms.dropout:
         return comparison
     fastest = tuple(comparison.fastest(toolkit).entry for toolkit in toolkits)
     return replace(comparison, without_dropout=race(fastest, pythons, replace(terms, dropout=0.0), rounds))
-
-
-def machine_rate(multiply: Multiply, device: str) -> float:
-    """FLOP a second of a product of 1024 x 1024 x 1024 in fp32."""
-    return product_rate(multiply, torch.device(device), torch.float32, size=1024)
 
 
 def _machine(device: str) -> str:

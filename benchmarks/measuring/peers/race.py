@@ -17,6 +17,7 @@ from pathlib import Path
 import bootstrap
 
 from benchmarks.measuring.peers.contest import Entry, Terms
+from benchmarks.measuring.peers.machine_rate import MachineRate, mean_of, take_rate
 from konkanivani.errors import ResourceError
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
@@ -25,12 +26,16 @@ REST_SECONDS = 0.3  # a process's idle threads spin for a moment after its step
 
 @dataclass(frozen=True)
 class Result:
-    """What one contestant took: seconds of each round's step, memory in MiB, the loss of its last step."""
+    """What one contestant took: seconds of each round's step, memory in MiB, the loss of its last step.
+
+    `rates` are the machine's about each step, from products made right before and after it.
+    """
 
     entry: Entry
     version: str
     parameters: int
     seconds: tuple[float, ...]
+    rates: tuple[MachineRate, ...]
     peak_mib: float
     growth_mib: float
     loss: float
@@ -50,7 +55,7 @@ class Runner:
         if entry.toolkit == "konkanivani":
             bootstrap.set_process_defaults(environment)
             bootstrap.add_huge_pages(environment)
-        self.entry, self.seconds = entry, []
+        self.entry, self.seconds, self.rates = entry, [], []
         self.process = subprocess.Popen(
             [str(python), "-m", "benchmarks.measuring.peers.child", asked],
             cwd=ROOT,
@@ -98,12 +103,17 @@ def race(entries: tuple[Entry, ...], pythons: dict[str, Path], terms: Terms, rou
             runners.append(stack.enter_context(running(pythons[entry.toolkit], entry, terms)))
             ready.append(runners[-1].hear())
             print(f"{entry.name}, {terms.utterances // entry.micro_batches} at once: ready", file=sys.stderr)
+        before = take_rate(terms.device)
         for number in range(rounds):
             answers = []
             for runner in runners:
                 time.sleep(REST_SECONDS)
                 answers.append(runner.ask("step"))
                 runner.seconds.append(answers[-1]["seconds"])
+                time.sleep(REST_SECONDS)
+                after = take_rate(terms.device)
+                runner.rates.append(mean_of(before, after))
+                before = after
             times = " ".join(f"{answer['seconds']:.2f}" for answer in answers)
             print(f"round {number + 1} of {rounds}: {times} s", file=sys.stderr, flush=True)
         peaks = [runner.ask("peak") for runner in runners]
@@ -113,6 +123,7 @@ def race(entries: tuple[Entry, ...], pythons: dict[str, Path], terms: Terms, rou
             version=born["version"],
             parameters=born["parameters"],
             seconds=tuple(runner.seconds),
+            rates=tuple(runner.rates),
             peak_mib=peak["peak_mib"],
             growth_mib=peak["growth_mib"],
             loss=last["loss"],
