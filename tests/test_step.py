@@ -1,6 +1,7 @@
 """The optimizer step's parts: preallocated optimizer state, skipped and interrupted steps, loss scaling, schedule."""
 
 import dataclasses
+import gc
 import inspect
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from konkanivani.data.batching import Cursor
 from konkanivani.errors import NumericsError
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.optimizer import AdamW, OptimizerState, build_optimizer, learning_rate
-from konkanivani.training.loop import MOST_SKIPS_IN_A_ROW, check_numerics
+from konkanivani.training.loop import MOST_SKIPS_IN_A_ROW, check_numerics, no_collection_of_what_stays
 from konkanivani.training.state import TrainState
 from konkanivani.training.step import StepParts, train_step
 from tests.conftest import ROOT
@@ -131,6 +132,19 @@ def test_an_interrupted_step_changes_nothing():
     assert train_step(parts, window(speeches(4), 2), 0, on_the_second_look) is None
     assert all_equal(before, weights_of(parts))
     assert all(p.grad is None for p in parts.model.parameters())
+
+
+def test_the_garbage_collector_leaves_out_what_was_there_before_training_and_only_while_it_lasts():
+    before = []
+
+    def is_walked(thing: list) -> bool:
+        return any(thing is each for each in gc.get_objects())
+
+    with pytest.raises(NumericsError), no_collection_of_what_stays():
+        since = []
+        assert is_walked(since) and not is_walked(before)
+        raise NumericsError("The gradients are not finite.")
+    assert is_walked(before)
 
 
 def test_25_skips_in_a_row_or_no_scale_end_the_run():
