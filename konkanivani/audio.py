@@ -50,6 +50,7 @@ FEATURES = {
 BLOCK_SECONDS = 1.0  # of a stream: what is decoded and resampled at once
 # The resampling filter, as torchaudio's: a sinc that ends after six zeros, its cutoff a little under half of the rate.
 FILTER_ZEROS, FILTER_ROLLOFF = 6, 0.99
+FILTERED_SAMPLES = 4000  # lengths are rounded up to as many
 MOST_FILTER_WEIGHTS = 2**20  # 4 MiB; 44,100 Hz has 70,560
 
 
@@ -67,7 +68,8 @@ def one_thread() -> Iterator[None]:
 def load_audio(source: AudioSource) -> torch.Tensor:
     """The source's (S,) float32 waveform at 16 kHz, channels averaged; a DataError names one that cannot be used."""
     samples, rate = read_samples(source)
-    return resample(torch.from_numpy(samples).mean(dim=1), rate)
+    channels = torch.from_numpy(samples)
+    return resample(channels[:, 0] if channels.shape[1] == 1 else channels.mean(dim=1), rate)
 
 
 def resample(waveform: torch.Tensor, rate: int) -> torch.Tensor:
@@ -80,8 +82,19 @@ def resample(waveform: torch.Tensor, rate: int) -> torch.Tensor:
         return waveform
     if math.lcm(rate, SAMPLE_RATE) // math.gcd(rate, SAMPLE_RATE) > MOST_FILTER_WEIGHTS:
         return torch.cat(list(resample_blocks(waveform.split(rate), rate)))
+    return change_rate(waveform, rate, SAMPLE_RATE)
+
+
+def change_rate(waveform: torch.Tensor, old: int, new: int) -> torch.Tensor:
+    """The waveform (S,) of rate `old` at rate `new`: (ceil(S new / old),).
+
+    Made longer to a whole number of blocks, of zeros as the filter takes them there anyway: PyTorch's convolution makes
+    a program for each length that it meets, and that takes as long as two seconds of speech take to go through it.
+    """
+    samples = -(-len(waveform) * new // old)
     with one_thread():
-        return torchaudio.functional.resample(waveform, rate, SAMPLE_RATE)
+        longer = torch.nn.functional.pad(waveform, (0, -len(waveform) % FILTERED_SAMPLES))
+        return torchaudio.functional.resample(longer, old, new)[:samples]
 
 
 def stream_audio(source: AudioSource) -> Iterator[torch.Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torchaudio
 
-from konkanivani.audio import MEL_BINS, LogMel, one_thread
+from konkanivani.audio import MEL_BINS, LogMel, change_rate, one_thread
 from konkanivani.config import AugmentConfig
 from konkanivani.lengths import Lengths
 
@@ -23,8 +23,7 @@ def perturb_speed(waveform: torch.Tensor, speed: float) -> torch.Tensor:
     percent = round(speed * 100)
     if percent == 100:
         return waveform
-    with one_thread():
-        return torchaudio.functional.resample(waveform, percent, 100)
+    return change_rate(waveform, percent, 100)
 
 
 def add_room(waveform: torch.Tensor, response: torch.Tensor) -> torch.Tensor:

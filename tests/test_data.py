@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+import torchaudio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from konkanivani.audio import load_audio, one_thread
+from konkanivani.audio import change_rate, load_audio, one_thread
 from konkanivani.audio_file import AudioSource
 from konkanivani.augment import FrontEnd, SpecAugment, choose_speed, perturb_speed
 from konkanivani.config import AugmentConfig
@@ -239,6 +240,20 @@ def test_a_worker_that_hangs_or_dies_is_an_error_that_names_what_it_was_reading(
 def test_the_predicted_length_after_speed_perturbation_is_the_resamplers(samples, percent):
     perturbed = perturb_speed(torch.zeros(samples), percent / 100)
     assert len(perturbed) == speed_perturbed_samples(samples, percent / 100)
+
+
+@pytest.mark.parametrize("rates", [(90, 100), (110, 100), (8_000, 16_000), (44_100, 16_000), (48_000, 16_000)])
+@pytest.mark.parametrize("samples", [1, 3_999, 4_000, 4_001, 43_210])
+def test_a_changed_rate_is_torchaudios(rates, samples):
+    waveform = torch.randn(samples, generator=torch.Generator().manual_seed(samples))
+    changed = change_rate(waveform, *rates)
+
+    def is_torchaudios(waveform: torch.Tensor) -> bool:
+        reference = torchaudio.functional.resample(waveform, *rates)
+        return changed.shape == reference.shape and torch.allclose(changed, reference, atol=1e-6, rtol=0)
+
+    assert is_torchaudios(waveform)
+    assert not is_torchaudios(torch.cat([waveform[:-1], waveform[-1:] + 0.1]))  # a negative control
 
 
 def test_a_faster_speed_is_a_higher_pitch():
