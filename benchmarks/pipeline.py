@@ -71,10 +71,11 @@ def compare(flags: Flags) -> str:
             bare.append(run_bare(flags, Path(folder) / f"bare_{number}"))
             print(f"round {number + 1}: {wholes[-1].rate:.1f} of {bare[-1]:.1f} audio s/s", file=sys.stderr, flush=True)
     rate, bare_rate = statistics.median(whole.rate for whole in wholes), statistics.median(bare)
+    by_round = ", ".join(f"{whole.rate / own:.0%}" for whole, own in zip(wholes, bare, strict=True))
     first = statistics.median(whole.seconds_to_first_step for whole in wholes)
     return (
         f"The training script: {rate:.1f} audio s/s over steps {flags.skipped + 1} to {flags.skipped + flags.steps}; "
-        f"its bare steps: {bare_rate:.1f}; {rate / bare_rate:.0%}.\n"
+        f"its bare steps: {bare_rate:.1f}; {rate / bare_rate:.0%}, by round {by_round}.\n"
         f"From its start to the end of its first step: {first:.1f} s.\n{wholes[-1].table}"
     )
 
