@@ -30,6 +30,7 @@ from konkanivani.lengths import (
     Lengths,
     feature_length,
     padding_mask,
+    resampled_samples,
 )
 
 MEL_BINS = 80
@@ -91,10 +92,9 @@ def change_rate(waveform: torch.Tensor, old: int, new: int) -> torch.Tensor:
     Made longer to a whole number of blocks, of zeros as the filter takes them there anyway: PyTorch's convolution makes
     a program for each length that it meets, and that takes as long as two seconds of speech take to go through it.
     """
-    samples = -(-len(waveform) * new // old)
     with one_thread():
         longer = torch.nn.functional.pad(waveform, (0, -len(waveform) % FILTERED_SAMPLES))
-        return torchaudio.functional.resample(longer, old, new)[:samples]
+        return torchaudio.functional.resample(longer, old, new)[: resampled_samples(len(waveform), old, new)]
 
 
 def stream_audio(source: AudioSource) -> Iterator[torch.Tensor]:
@@ -151,7 +151,7 @@ def resample_blocks(blocks: Iterable[torch.Tensor], rate: int) -> Iterator[torch
         length += 0 if block is None else len(block)
         waiting = torch.cat([waiting, torch.zeros(2 * reach) if block is None else block])
         # At the end, every sample that the stream's duration has room for; before it, those whose filter is all there.
-        ready = -(-length * new // old) if block is None else max(done, ((length - reach) * new) // old)
+        ready = resampled_samples(length, old, new) if block is None else max(done, ((length - reach) * new) // old)
         if ready == done:
             continue
         made = torch.arange(done, ready)

@@ -47,10 +47,14 @@ def encoded_length(samples: int) -> int:
     return subsampled_length(feature_length(samples))
 
 
+def resampled_samples(samples: int, old: int, new: int) -> int:
+    """Samples that `samples` of rate `old` are at rate `new`; ceil, as torchaudio's resampler counts them."""
+    return -(-samples * new // old)
+
+
 def speed_perturbed_samples(samples: int, speed: float) -> int:
-    """Samples left after playing `samples` at `speed`; ceil, as torchaudio's resampler counts them."""
-    percent = round(speed * 100)
-    return -(-samples * 100 // percent)
+    """Samples left after playing `samples` at `speed`."""
+    return resampled_samples(samples, round(speed * 100), 100)
 
 
 def ctc_frames_needed(tokens: list[int]) -> int:
