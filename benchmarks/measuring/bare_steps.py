@@ -11,6 +11,7 @@ from itertools import islice
 
 from konkanivani.recipe import build_run
 from konkanivani.start import resolve_start
+from konkanivani.training.loop import no_collection_of_what_stays
 from konkanivani.training.step import train_step
 
 
@@ -20,12 +21,14 @@ def main(skipped: int, steps: int, flags: list[str]) -> str:
     with closing(run.windows.from_cursor(run.state.cursor)) as stream:
         windows = [window for window, _ in islice(stream, skipped + steps)]
     audio = started = 0.0
-    for step, window in enumerate(windows):
-        if step == skipped:
-            started = time.perf_counter()
-        train_step(run.step, window, step)
-        audio += window.audio_seconds if step >= skipped else 0.0
-    return json.dumps({"seconds": time.perf_counter() - started, "audio_seconds": audio})
+    with no_collection_of_what_stays():  # as in training
+        for step, window in enumerate(windows):
+            if step == skipped:
+                started = time.perf_counter()
+            train_step(run.step, window, step)
+            audio += window.audio_seconds if step >= skipped else 0.0
+        seconds = time.perf_counter() - started
+    return json.dumps({"seconds": seconds, "audio_seconds": audio})
 
 
 if __name__ == "__main__":
