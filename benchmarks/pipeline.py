@@ -4,8 +4,9 @@
     python3 benchmarks/pipeline.py --train_manifest data/builtin/train.jsonl --valid_manifest data/builtin/valid.jsonl
 
 Both train on the same windows: the script as anyone runs it, with its workers, log, TensorBoard and a save; the bare
-steps on windows that were read beforehand. The first steps of both are not counted, nor is validation, which its own
-line has. Then where the script's time went, by phase.
+steps on windows that were read beforehand. Each stands still in the other's turns, of a few steps. The first steps of
+both are not counted, nor are turns in which the script validated or the host gave the cores to other machines. Then the
+script alone, and where its time went, by phase.
 """
 
 import sys
@@ -16,16 +17,14 @@ import bootstrap
 
 bootstrap.rerun_under_venv()
 
-import json
 import shlex
 import statistics
-import subprocess
 import tempfile
-import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
+from benchmarks.measuring.taking_turns import Contestant, Turn
 from konkanivani.command_line import read_flags, run_script
-from konkanivani.errors import DataError, UsageError
+from konkanivani.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,90 +42,106 @@ class Flags:
         "--tokenizer_type char"
     )
     """Further flags of the training script."""
-    steps: int = 150
-    """Steps that are counted in each run."""
+    steps: int = 400
+    """Steps that are counted."""
     skipped: int = 20
     """Steps before them that are not: kernels are made, the heap grows."""
-    rounds: int = 3
-    """Runs of each, in turn; medians count."""
+    turn: int = 8
+    """Steps of a turn."""
+    stolen: float = 0.02
+    """Share of the cores' time that the host may give to other machines in a turn that is counted."""
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A run of the script: audio seconds a second of its steps, its last table, seconds until its first step."""
+class Pair:
+    """The same steps taken by both, a turn each: `audio_seconds` of sound, and the seconds of wall time they took."""
 
-    rate: float
-    table: str
-    seconds_to_first_step: float
+    audio_seconds: float
+    whole: float
+    bare: float
 
 
 def compare(flags: Flags) -> str:
-    """Runs both in turn; what is to be printed."""
-    if min(flags.steps, flags.rounds) < 1 or flags.skipped < 1:
-        raise UsageError("--steps, --skipped and --rounds must be at least 1.")
-    wholes, bare = [], []
+    """Runs both in turn, then the script alone; what is to be printed."""
+    if min(flags.steps, flags.skipped, flags.turn) < 1:
+        raise UsageError("--steps, --skipped and --turn must be at least 1.")
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(flags.rounds):
-            wholes.append(run_whole(flags, Path(folder) / f"whole_{number}"))
-            bare.append(run_bare(flags, Path(folder) / f"bare_{number}"))
-            print(f"round {number + 1}: {wholes[-1].rate:.1f} of {bare[-1]:.1f} audio s/s", file=sys.stderr, flush=True)
-    rate, bare_rate = statistics.median(whole.rate for whole in wholes), statistics.median(bare)
-    by_round = ", ".join(f"{whole.rate / own:.0%}" for whole, own in zip(wholes, bare, strict=True))
-    first = statistics.median(whole.seconds_to_first_step for whole in wholes)
+        with (
+            start_whole(flags, Path(folder) / "whole") as whole,
+            start_bare(flags, Path(folder) / "bare") as bare,
+        ):
+            pairs = take_turns(flags, whole, bare)
+        return "\n".join([describe(pairs, flags), run_alone(flags, Path(folder) / "alone")])
+
+
+def take_turns(flags: Flags, whole: Contestant, bare: Contestant) -> list[Pair]:
+    """A pair for each two turns, of which those count that are said above; who comes first changes."""
+    pairs = []
+    whole.advance(flags.skipped)
+    bare.advance(flags.skipped)
+    for number in range(flags.steps // flags.turn):
+        order = (whole, bare) if number % 2 == 0 else (bare, whole)
+        taken = {contestant: contestant.advance(flags.turn) for contestant in order}
+        stolen = max(turn.stolen for turn in taken.values())
+        said = f"turn {number + 1}: {taken[bare].seconds / taken[whole].seconds:.0%}"
+        if taken[whole].records("validation"):
+            said += ", left out: it validated"
+        elif stolen > flags.stolen:
+            said += f", left out: {stolen:.0%} of the cores went to other machines"
+        else:
+            pairs.append(Pair(audio_seconds(taken[bare]), taken[whole].seconds, taken[bare].seconds))
+        print(said, file=sys.stderr, flush=True)
+    return pairs
+
+
+def run_alone(flags: Flags, folder: Path) -> str:
+    """Seconds until the script's first step, and its last table, which would count what it stood still."""
+    with start_whole(flags, folder) as whole:
+        to_first_step = whole.advance(1).seconds
+        output = whole.end()
+    table = output[output.index("Memory in MiB") : output.index("Look at the run")]
+    return f"From its start to the end of its first step: {to_first_step:.1f} s.\n{table.rstrip()}"
+
+
+def audio_seconds(turn: Turn) -> float:
+    """What the bare steps of a turn have heard, in seconds."""
+    return sum(record["audio_seconds"] for record in turn.records("step"))
+
+
+def describe(pairs: list[Pair], flags: Flags) -> str:
+    """Both speeds over all pairs, and how the pairs differ."""
+    if len(pairs) < 2:
+        return "Too few turns could be counted. Give it more --steps, or a quieter machine."
+    audio, whole, bare = (sum(values) for values in zip(*map(astuple, pairs), strict=True))
+    low, middle, high = statistics.quantiles([pair.bare / pair.whole for pair in pairs], n=4)
     return (
-        f"The training script: {rate:.1f} audio s/s over steps {flags.skipped + 1} to {flags.skipped + flags.steps}; "
-        f"its bare steps: {bare_rate:.1f}; {rate / bare_rate:.0%}, by round {by_round}.\n"
-        f"From its start to the end of its first step: {first:.1f} s.\n{wholes[-1].table}"
+        f"The training script: {audio / whole:.1f} audio s/s; its bare steps: {audio / bare:.1f}; {bare / whole:.0%}, "
+        f"over {len(pairs)} of {flags.steps // flags.turn} turns of {flags.turn} steps each, half of them between "
+        f"{low:.0%} and {high:.0%}, middle {middle:.0%}."
     )
 
 
 def trainer_flags(flags: Flags, folder: Path) -> list[str]:
     """The run's flags, whichever way its steps are taken; one save on the way."""
     folders = ("--checkpoint_dir", str(folder / "checkpoints"), "--log_dir", str(folder / "runs"))
-    counted = ("--max_steps", str(flags.skipped + flags.steps), "--save_steps", str(flags.skipped + flags.steps // 2))
+    # Two steps more than are looked at: the last save belongs to no turn.
+    counted = ("--max_steps", str(flags.skipped + flags.steps + 2))
+    saves = ("--save_steps", str(flags.skipped + flags.steps // 2))
     manifests = ("--train_manifest", flags.train_manifest, "--valid_manifest", flags.valid_manifest)
-    return [*shlex.split(flags.training), *manifests, *folders, *counted]
+    return [*shlex.split(flags.training), *manifests, *folders, *counted, *saves]
 
 
-def run_whole(flags: Flags, folder: Path) -> Whole:
-    """The script, run to its end."""
+def start_whole(flags: Flags, folder: Path) -> Contestant:
+    """The training script."""
     script, log = ROOT / "training_scripts" / "train_konkanivani_asr.py", folder / "runs" / "default" / "log.jsonl"
-    began = time.monotonic()
-    process = start([str(script), *trainer_flags(flags, folder)])
-    while process.poll() is None and not (log.exists() and '"kind": "step"' in log.read_text(encoding="utf-8")):
-        time.sleep(0.02)
-    to_first_step = time.monotonic() - began
-    output = end(process, script.name)
-    records = (json.loads(line) for line in log.read_text(encoding="utf-8").splitlines())
-    counted = [record for record in records if record["kind"] == "step"][flags.skipped :]
-    seconds = sum(record["seconds"] for record in counted)
-    audio = sum(record["audio_seconds_per_second"] * record["seconds"] for record in counted)
-    table = output[output.index("Memory in MiB") : output.index("Look at the run")]
-    return Whole(audio / seconds, table.rstrip(), to_first_step)
+    return Contestant([str(script), *trainer_flags(flags, folder)], sys.executable, folder, log)
 
 
-def run_bare(flags: Flags, folder: Path) -> float:
-    """Audio seconds a second of the steps alone."""
-    counts = (str(flags.skipped), str(flags.steps))
-    process = start(["-m", "benchmarks.measuring.bare_steps", *counts, *trainer_flags(flags, folder)])
-    output = end(process, "bare_steps")
-    measured = json.loads(output.splitlines()[-1])
-    return measured["audio_seconds"] / measured["seconds"]
-
-
-def start(arguments: list[str]) -> subprocess.Popen[str]:
-    """A Python process."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, *arguments], cwd=ROOT, text=True, **pipes)
-
-
-def end(process: subprocess.Popen[str], name: str) -> str:
-    """What it has printed when it is done; a DataError with its last words where it failed."""
-    output, errors = process.communicate()
-    if process.returncode:
-        last = errors.strip().splitlines()[-1]
-        raise DataError(f"The script {name} ended with {process.returncode}: {last} Mend that and start again.")
-    return output
+def start_bare(flags: Flags, folder: Path) -> Contestant:
+    """The steps alone, with one more than is looked at."""
+    log, steps = folder / "steps.jsonl", flags.skipped + flags.steps + 1
+    arguments = ["-m", "benchmarks.measuring.bare_steps", str(log), str(steps), *trainer_flags(flags, folder)]
+    return Contestant(arguments, sys.executable, folder, log)
 
 
 if __name__ == "__main__":

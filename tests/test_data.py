@@ -161,10 +161,11 @@ def is_same(one: Window, other: Window) -> bool:
     def parts(window: Window) -> list[tuple]:
         return [(b.utterance_ids, b.augment_seeds, b.sample_lengths) for b in window.micro_batches]
 
-    pairs = zip(one.micro_batches, other.micro_batches, strict=True)
-    return parts(one) == parts(other) and all(
-        torch.equal(a.waveforms, b.waveforms) and torch.equal(a.targets, b.targets) for a, b in pairs
-    )
+    def tensors(window: Window) -> list[torch.Tensor]:
+        return [tensor for batch in window.micro_batches for tensor in batch.tensors()]
+
+    pairs = zip(tensors(one), tensors(other), strict=True)
+    return parts(one) == parts(other) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
 def test_any_cursor_gives_the_tail_of_the_whole_bit_for_bit_whatever_the_workers(speech):
@@ -176,6 +177,24 @@ def test_any_cursor_gives_the_tail_of_the_whole_bit_for_bit_whatever_the_workers
         for (window, behind), (expected, expected_behind) in zip(tail, whole[skipped:], strict=True):
             assert behind == expected_behind and is_same(window, expected)
     assert multiprocessing.active_children() == []
+
+
+def shared_mappings() -> int:
+    """How many pieces of memory this process shares with its workers."""
+    return Path("/proc/self/maps").read_text(encoding="ascii").count("/torch_")
+
+
+def test_a_window_comes_in_one_piece_of_shared_memory(speech):
+    before, windows = shared_mappings(), stream(speech, 1)
+    held, mappings = [], []
+    for _ in range(3):
+        held.append(next(windows)[0])
+        mappings.append(shared_mappings() - before)
+    assert all(len(window.micro_batches) == 2 for window in held)
+    assert mappings[2] - mappings[1] == mappings[1] - mappings[0] == 1
+    apart = [tensor.clone().share_memory_() for tensor in held[0].micro_batches[0].tensors()]
+    assert shared_mappings() - before - mappings[2] == len(apart) == 4  # each by itself: what is counted can be more
+    windows.close()
 
 
 def test_negative_control_another_seed_or_epoch_is_another_stream(speech):

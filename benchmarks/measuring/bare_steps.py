@@ -1,13 +1,13 @@
 """The steps of a run without what surrounds them: its windows read beforehand, then `train_step` on each.
 
-PYTHON -m benchmarks.measuring.bare_steps SKIPPED STEPS TRAINER_FLAG...     prints seconds and audio seconds
+PYTHON -m benchmarks.measuring.bare_steps LOG STEPS TRAINER_FLAG...     appends to LOG a line of JSON for each step
 """
 
 import json
 import sys
-import time
 from contextlib import closing
 from itertools import islice
+from pathlib import Path
 
 from konkanivani.recipe import build_run
 from konkanivani.start import resolve_start
@@ -15,21 +15,17 @@ from konkanivani.training.loop import no_collection_of_what_stays
 from konkanivani.training.step import train_step
 
 
-def main(skipped: int, steps: int, flags: list[str]) -> str:
-    """Times `steps` steps after `skipped` others; a line of JSON."""
+def main(log: Path, steps: int, flags: list[str]) -> None:
+    """Takes so many steps."""
     run = build_run(resolve_start(flags))
     with closing(run.windows.from_cursor(run.state.cursor)) as stream:
-        windows = [window for window, _ in islice(stream, skipped + steps)]
-    audio = started = 0.0
+        windows = [window for window, _ in islice(stream, steps)]
     with no_collection_of_what_stays():  # as in training
         for step, window in enumerate(windows):
-            if step == skipped:
-                started = time.perf_counter()
             train_step(run.step, window, step)
-            audio += window.audio_seconds if step >= skipped else 0.0
-        seconds = time.perf_counter() - started
-    return json.dumps({"seconds": seconds, "audio_seconds": audio})
+            with log.open("a", encoding="utf-8") as lines:
+                print(json.dumps({"kind": "step", "audio_seconds": window.audio_seconds}), file=lines)
 
 
 if __name__ == "__main__":
-    print(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -96,7 +96,11 @@ class Window:
 
     def pin_memory(self) -> Window:
         """The window in page-locked memory."""
-        return dataclasses.replace(self, micro_batches=tuple(batch.pin_memory() for batch in self.micro_batches))
+        return self.with_each(torch.Tensor.pin_memory)
+
+    def with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Window:
+        """The window with each tensor changed."""
+        return dataclasses.replace(self, micro_batches=tuple(batch.with_each(change) for batch in self.micro_batches))
 
 
 def check_tokens(speech: Speech, vocab_size: int) -> None:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from konkanivani.data.batch import Batch, Speech, Window, check_tokens, collate
 from konkanivani.data.batching import SizeLimit, cut_window
+from konkanivani.data.packed import Packed, pack
 from konkanivani.data.rejections import Rejection
 from konkanivani.data.speech import EvaluationSpeech, TrainingSpeech
 from konkanivani.errors import DataError, KonkaniVaniError, ResourceError
@@ -45,16 +46,20 @@ class LoaderConfig:
 class Loaded:
     """What was made of some utterances (None: none of them could be read), and those that were left out.
 
-    An `error` comes back as a value, since what a worker raises loses its sentence on the way.
+    A worker packs it. An `error` comes back as a value, since what a worker raises loses its sentence on the way.
     """
 
-    value: Window | Batch | None
+    value: Window | Batch | Packed | None
     rejections: tuple[Rejection, ...]
     error: KonkaniVaniError | None = None
 
     def pin_memory(self) -> "Loaded":
         """The same in page-locked memory (the DataLoader calls this for CUDA)."""
         return dataclasses.replace(self, value=self.value and self.value.pin_memory())
+
+    def unpack(self) -> "Loaded":
+        """The same as if no worker had made it."""
+        return dataclasses.replace(self, value=self.value.unpack()) if isinstance(self.value, Packed) else self
 
 
 class WorkersFailed(ResourceError):
@@ -93,9 +98,7 @@ class Fetcher(Dataset):
         rejections = tuple(rejection for rejection in found if isinstance(rejection, Rejection))
         try:
             value = self._combined(speeches) if speeches else None
-            if worker and value:
-                _share(value, self.ids(keys))
-            return Loaded(value, rejections)
+            return Loaded(_pack(value, self.ids(keys)) if worker and value else value, rejections)
         except (DataError, ResourceError) as error:
             return Loaded(None, (), error)
 
@@ -111,15 +114,13 @@ class Fetcher(Dataset):
         return cut_window(speeches, self.limits, Tokenizer.start, Tokenizer.end)
 
 
-def _share(value: Window | Batch, ids: list[str]) -> None:
-    """Moves what a worker has made into shared memory; a ResourceError where that is full.
+def _pack(value: Window | Batch, ids: list[str]) -> Packed:
+    """What a worker has made, in shared memory; a ResourceError where that is full.
 
-    The queue would do it too, in a thread of which nobody hears how it fails.
+    The queue would move it there too, in a thread of which nobody hears how it fails.
     """
     try:
-        for batch in value.micro_batches if isinstance(value, Window) else (value,):
-            for tensor in filter(torch.Tensor.numel, batch.tensors()):
-                tensor.share_memory_()
+        return pack(value)
     except RuntimeError as error:
         if "shared memory" not in str(error) and "shm" not in str(error):
             raise
@@ -190,7 +191,7 @@ def _load_until_a_death(
         while (loaded := _next(iterator, fetcher, waiting, loader, check)) is not None:
             if loaded.error:
                 raise loaded.error
-            yield loaded
+            yield loaded.unpack()
     finally:
         # Left to the garbage collector, workers that ignore SIGTERM keep a process from ending.
         if loader.workers:
