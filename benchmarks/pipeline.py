@@ -22,6 +22,7 @@ import statistics
 import tempfile
 from dataclasses import astuple, dataclass
 
+from benchmarks.measuring.steal import MOST
 from benchmarks.measuring.taking_turns import Contestant, Turn
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.errors import UsageError
@@ -48,8 +49,6 @@ class Flags:
     """Steps before them that are not: kernels are made, the heap grows."""
     turn: int = 8
     """Steps of a turn."""
-    stolen: float = 0.02
-    """Share of the cores' time that the host may give to other machines in a turn that is counted."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,7 @@ def compare(flags: Flags) -> str:
     if min(flags.steps, flags.skipped, flags.turn) < 1:
         raise UsageError("--steps, --skipped and --turn must be at least 1.")
     with tempfile.TemporaryDirectory() as folder:
-        with (
-            start_whole(flags, Path(folder) / "whole") as whole,
-            start_bare(flags, Path(folder) / "bare") as bare,
-        ):
+        with start_whole(flags, Path(folder) / "whole") as whole, start_bare(flags, Path(folder) / "bare") as bare:
             pairs = take_turns(flags, whole, bare)
         return "\n".join([describe(pairs, flags), run_alone(flags, Path(folder) / "alone")])
 
@@ -86,7 +82,7 @@ def take_turns(flags: Flags, whole: Contestant, bare: Contestant) -> list[Pair]:
         said = f"turn {number + 1}: {taken[bare].seconds / taken[whole].seconds:.0%}"
         if taken[whole].records("validation"):
             said += ", left out: it validated"
-        elif stolen > flags.stolen:
+        elif stolen > MOST:
             said += f", left out: {stolen:.0%} of the cores went to other machines"
         else:
             pairs.append(Pair(audio_seconds(taken[bare]), taken[whole].seconds, taken[bare].seconds))

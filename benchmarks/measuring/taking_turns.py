@@ -1,7 +1,7 @@
 """Processes that take steps in turn, each standing still while another has the machine. No torch.
 
 Of two runs one after another, minutes each, a machine that changes its speed in between makes anything; turns of
-seconds find it much the same. What its host gives to other machines meanwhile is counted beside (steal, proc(5)).
+seconds find it much the same.
 """
 
 import json
@@ -14,15 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from benchmarks.measuring.steal import Steal
 from konkanivani.errors import DataError
 
 POLL_SECONDS = 0.005  # a thousandth of a turn of some seconds
-
-
-def stolen_seconds() -> float:
-    """Of all cores together since the machine was started, what its host gave to others."""
-    with open("/proc/stat", encoding="ascii") as counts:
-        return int(counts.readline().split()[8]) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,7 @@ class Contestant:
     def advance(self, steps: int) -> Turn:
         """Lets it work until it has logged so many steps more, then stops it. A DataError where it ends before."""
         lines: list[str] = []
-        started, stolen = time.perf_counter(), stolen_seconds()
+        started, steal = time.perf_counter(), Steal()
         self._signal(signal.SIGCONT)
         while sum('"kind": "step"' in line for line in lines) < steps:
             if self._process.poll() is not None:
@@ -75,7 +70,7 @@ class Contestant:
             lines += self._news()
         seconds = time.perf_counter() - started
         self._signal(signal.SIGSTOP)
-        return Turn(seconds, (stolen_seconds() - stolen) / seconds / os.cpu_count(), tuple(lines))
+        return Turn(seconds, steal.share(), tuple(lines))
 
     def end(self) -> str:
         """Lets it work to its end; what it has printed. A DataError where it fails."""
