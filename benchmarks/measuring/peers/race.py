@@ -23,7 +23,7 @@ from konkanivani.errors import ResourceError
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 REST_SECONDS = 0.3  # a process's idle threads spin for a moment after its step
-TRIES = 6  # of a step: the host takes cores away for some seconds at a time
+TRIES = 3  # of a step: the host takes cores away for some seconds at a time
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,14 @@ class Runner:
 
 def step_of(runner: Runner) -> dict:
     """Its answer to a step; where the host takes cores away meanwhile, to another, if need be to the last of a few."""
-    for _ in range(TRIES):
+    for left in reversed(range(TRIES)):
         steal = Steal()
         answer = runner.ask("step")
         share = steal.share()
         if share <= MOST:
             break
-        print(f"{runner.entry.name}: {share:.0%} of the cores went to other machines; again", file=sys.stderr)
+        outcome = "again" if left else "taken as it is"
+        print(f"{runner.entry.name}: {share:.0%} of the cores went to other machines; {outcome}", file=sys.stderr)
         time.sleep(REST_SECONDS)
     return answer
 
