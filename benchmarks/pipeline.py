@@ -20,10 +20,10 @@ bootstrap.rerun_under_venv()
 import shlex
 import statistics
 import tempfile
+from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
 
-from benchmarks.measuring.steal import MOST
-from benchmarks.measuring.taking_turns import Contestant, Turn
+from benchmarks.measuring.taking_turns import Turn, TurnTaker, taking_turns
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.errors import UsageError
 
@@ -70,20 +70,19 @@ def compare(flags: Flags) -> str:
         return "\n".join([describe(pairs, flags), run_alone(flags, Path(folder) / "alone")])
 
 
-def take_turns(flags: Flags, whole: Contestant, bare: Contestant) -> list[Pair]:
+def take_turns(flags: Flags, whole: TurnTaker, bare: TurnTaker) -> list[Pair]:
     """A pair for each two turns, of which those count that are said above; who comes first changes."""
     pairs = []
     whole.advance(flags.skipped)
     bare.advance(flags.skipped)
     for number in range(flags.steps // flags.turn):
         order = (whole, bare) if number % 2 == 0 else (bare, whole)
-        taken = {contestant: contestant.advance(flags.turn) for contestant in order}
-        stolen = max(turn.stolen for turn in taken.values())
+        taken = {process: process.advance(flags.turn) for process in order}
         said = f"turn {number + 1}: {taken[bare].seconds / taken[whole].seconds:.0%}"
-        if taken[whole].records("validation"):
-            said += ", left out: it validated"
-        elif stolen > MOST:
-            said += f", left out: {stolen:.0%} of the cores went to other machines"
+        validated = "it validated" if taken[whole].records("validation") else ""
+        complaint = validated or taken[whole].complaint or taken[bare].complaint
+        if complaint:
+            said += f", left out: {complaint}"
         else:
             pairs.append(Pair(audio_seconds(taken[bare]), taken[whole].seconds, taken[bare].seconds))
         print(said, file=sys.stderr, flush=True)
@@ -127,17 +126,17 @@ def trainer_flags(flags: Flags, folder: Path) -> list[str]:
     return [*shlex.split(flags.training), *manifests, *folders, *counted, *saves]
 
 
-def start_whole(flags: Flags, folder: Path) -> Contestant:
+def start_whole(flags: Flags, folder: Path) -> AbstractContextManager[TurnTaker]:
     """The training script."""
     script, log = ROOT / "training_scripts" / "train_konkanivani_asr.py", folder / "runs" / "default" / "log.jsonl"
-    return Contestant([str(script), *trainer_flags(flags, folder)], sys.executable, folder, log)
+    return taking_turns([str(script), *trainer_flags(flags, folder)], folder, log)
 
 
-def start_bare(flags: Flags, folder: Path) -> Contestant:
+def start_bare(flags: Flags, folder: Path) -> AbstractContextManager[TurnTaker]:
     """The steps alone, with one more than is looked at."""
     log, steps = folder / "steps.jsonl", flags.skipped + flags.steps + 1
     arguments = ["-m", "benchmarks.measuring.bare_steps", str(log), str(steps), *trainer_flags(flags, folder)]
-    return Contestant(arguments, sys.executable, folder, log)
+    return taking_turns(arguments, folder, log)
 
 
 if __name__ == "__main__":

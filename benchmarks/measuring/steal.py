@@ -12,9 +12,10 @@ class Steal:
     def __init__(self) -> None:
         self._began, self._before = time.perf_counter(), _stolen_seconds()
 
-    def share(self) -> float:
-        """Of all cores' time since."""
-        return (_stolen_seconds() - self._before) / (time.perf_counter() - self._began) / os.cpu_count()
+    def complaint(self) -> str:
+        """Why what was measured since says nothing; empty where it does."""
+        share = (_stolen_seconds() - self._before) / (time.perf_counter() - self._began) / os.cpu_count()
+        return f"{share:.0%} of the cores went to other machines" if share > MOST else ""
 
 
 def _stolen_seconds() -> float:

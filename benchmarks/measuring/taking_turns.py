@@ -8,91 +8,100 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from benchmarks.measuring.steal import Steal
 from konkanivani.errors import DataError
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 POLL_SECONDS = 0.005  # a thousandth of a turn of some seconds
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds of wall time from its being let go to its last line, and the lines that it logged.
+    """Seconds of wall time from its being let go to its last record, and what it logged.
 
-    `stolen` is the share of all cores' time that the host gave to other machines.
+    `complaint` says what the host took of the machine meanwhile, if that was too much.
     """
 
     seconds: float
-    stolen: float
-    lines: tuple[str, ...]
+    complaint: str
+    logged: tuple[dict, ...]
 
     def records(self, kind: str) -> list[dict]:
         """What was logged of this kind."""
-        found = (json.loads(line) for line in self.lines)
-        return [record for record in found if record["kind"] == kind]
+        return [record for record in self.logged if record["kind"] == kind]
 
 
-class Contestant:
-    """A Python process, with those it starts, that works in its turns only; it appends lines to `log` as it goes."""
+class TurnTaker:
+    """A Python process, with those it starts, that works in its turns only; it appends records to `log` as it goes."""
 
-    def __init__(self, arguments: Sequence[str], python: str, folder: Path, log: Path) -> None:
-        self.name, self.log = Path(arguments[0]).name, log
-        self._printed, self._read = folder / "printed.txt", 0
+    def __init__(self, arguments: Sequence[str], folder: Path, log: Path) -> None:
+        self._name, self._log, self._read = Path(arguments[0]).name, log, 0
+        self._printed = folder / "printed.txt"
         folder.mkdir(parents=True)
         with self._printed.open("w", encoding="utf-8") as printed:
             both = {"stdout": printed, "stderr": subprocess.STDOUT}
-            self._process = subprocess.Popen([python, *arguments], start_new_session=True, **both)
-
-    def __enter__(self) -> "Contestant":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._process.poll() is None:
-            self._signal(signal.SIGKILL)
-            self._process.wait()
+            self._process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, start_new_session=True, **both)
 
     def advance(self, steps: int) -> Turn:
         """Lets it work until it has logged so many steps more, then stops it. A DataError where it ends before."""
-        lines: list[str] = []
+        logged, left = [], steps
         started, steal = time.perf_counter(), Steal()
         self._signal(signal.SIGCONT)
-        while sum('"kind": "step"' in line for line in lines) < steps:
+        while left > 0:
             if self._process.poll() is not None:
-                raise DataError(f"{self.name} has ended too early: {self.printed()[-500:]} Mend that and start again.")
+                raise self._ended()
             time.sleep(POLL_SECONDS)
-            lines += self._news()
+            news = self._news()
+            left -= sum(record["kind"] == "step" for record in news)
+            logged += news
         seconds = time.perf_counter() - started
         self._signal(signal.SIGSTOP)
-        return Turn(seconds, steal.share(), tuple(lines))
+        return Turn(seconds, steal.complaint(), tuple(logged))
 
     def end(self) -> str:
         """Lets it work to its end; what it has printed. A DataError where it fails."""
         self._signal(signal.SIGCONT)
-        if code := self._process.wait():
-            raise DataError(f"{self.name} ended with {code}: {self.printed()[-500:]} Mend that and start again.")
-        return self.printed()
-
-    def printed(self) -> str:
-        """What it has printed so far."""
+        if self._process.wait():
+            raise self._ended()
         return self._printed.read_text(encoding="utf-8")
+
+    def kill(self) -> None:
+        """Ends it, whatever it does, if it has not ended."""
+        if self._process.poll() is None:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+
+    def _ended(self) -> DataError:
+        words = self._printed.read_text(encoding="utf-8").strip()[-500:]
+        return DataError(f"{self._name} ended with {self._process.returncode}: {words} Mend that and start again.")
 
     def _signal(self, number: signal.Signals) -> None:
         os.killpg(self._process.pid, number)
 
-    def _news(self) -> list[str]:
-        """The whole lines that the log has since the last time."""
-        if not self.log.exists():
+    def _news(self) -> list[dict]:
+        """The records that were logged whole since the last time."""
+        if not self._log.exists():
             return []
-        with self.log.open("rb") as log:
+        with self._log.open("rb") as log:
             log.seek(self._read)
             news = log.read()
         news = news[: news.rfind(b"\n") + 1]
         self._read += len(news)
-        return news.decode("utf-8").splitlines()
+        return [json.loads(line) for line in news.splitlines()]
+
+
+@contextmanager
+def taking_turns(arguments: Sequence[str], folder: Path, log: Path) -> Iterator[TurnTaker]:
+    """The process, killed when all is done."""
+    process = TurnTaker(arguments, folder, log)
+    try:
+        yield process
+    finally:
+        process.kill()

@@ -98,7 +98,9 @@ class Fetcher(Dataset):
         rejections = tuple(rejection for rejection in found if isinstance(rejection, Rejection))
         try:
             value = self._combined(speeches) if speeches else None
-            return Loaded(_pack(value, self.ids(keys)) if worker and value else value, rejections)
+            if worker and value:
+                value = _pack(value, self.ids(keys))
+            return Loaded(value, rejections)
         except (DataError, ResourceError) as error:
             return Loaded(None, (), error)
 

@@ -18,7 +18,7 @@ import bootstrap
 
 from benchmarks.measuring.peers.contest import Entry, Terms
 from benchmarks.measuring.peers.machine_rate import MachineRate, mean_of, take_rate
-from benchmarks.measuring.steal import MOST, Steal
+from benchmarks.measuring.steal import Steal
 from konkanivani.errors import ResourceError
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
@@ -85,19 +85,16 @@ class Runner:
         print(command, file=self.process.stdin, flush=True)
         return self.hear()
 
-
-def step_of(runner: Runner) -> dict:
-    """Its answer to a step; where the host takes cores away meanwhile, to another, if need be to the last of a few."""
-    for left in reversed(range(TRIES)):
-        steal = Steal()
-        answer = runner.ask("step")
-        share = steal.share()
-        if share <= MOST:
-            break
-        outcome = "again" if left else "taken as it is"
-        print(f"{runner.entry.name}: {share:.0%} of the cores went to other machines; {outcome}", file=sys.stderr)
-        time.sleep(REST_SECONDS)
-    return answer
+    def step(self) -> dict:
+        """Its answer to a step; where the host takes cores away meanwhile, to another, at the worst to the last."""
+        for left in reversed(range(TRIES)):
+            steal = Steal()
+            answer = self.ask("step")
+            if not (complaint := steal.complaint()):
+                break
+            print(f"{self.entry.name}: {complaint}; {'again' if left else 'taken as it is'}", file=sys.stderr)
+            time.sleep(REST_SECONDS)
+        return answer
 
 
 @contextmanager
@@ -124,7 +121,7 @@ def race(entries: tuple[Entry, ...], pythons: dict[str, Path], terms: Terms, rou
             answers = []
             for runner in runners:
                 time.sleep(REST_SECONDS)
-                answers.append(step_of(runner))
+                answers.append(runner.step())
                 runner.seconds.append(answers[-1]["seconds"])
                 time.sleep(REST_SECONDS)
                 after = take_rate(terms.device)
