@@ -2,7 +2,8 @@
 # Sets up .venv once, makes the built-in corpus once, and trains, going on from the newest checkpoint if there is one.
 #
 #   ./run_training_memory_optimized.sh                                  the built-in corpus
-#   ./run_training_memory_optimized.sh --train_manifest my/train.jsonl  your own (give --valid_manifest too)
+#   ./run_training_memory_optimized.sh --train_manifest my/train.jsonl  your own (give --valid_manifest too), in
+#                                                                       checkpoints/my and runs/my unless you say else
 #   ./run_training_memory_optimized.sh --dry_run                        either, tried in a minute, nothing kept of it
 #   ./run_training_memory_optimized.sh --nproc_per_node 2               in two processes, on two cards where there are
 #
@@ -31,7 +32,8 @@ if [[ -z "$BASE" ]]; then
 fi
 PYTHON="$("$BASE" training_scripts/bootstrap.py --extras synthesis)"
 
-wants_help=no own_corpus=no device="" previous="" takes_value=no elsewhere=no
+wants_help=no begins_anew=no takes_value=no elsewhere=no previous=""
+manifest="" folder="" name="" device="" resumed=auto
 torchrun=() trainer=()
 for argument in "$@"; do
     if [[ $takes_value == yes ]]; then
@@ -49,10 +51,17 @@ for argument in "$@"; do
     trainer+=("$argument")
     case "$argument" in
         -h | --help) wants_help=yes ;;
-        --train[-_]manifest | --train[-_]manifest=*) own_corpus=yes ;;
-        --device=*) device="${argument#*=}" ;;
+        --fresh | --init[-_]from | --init[-_]from=*) begins_anew=yes ;;
     esac
-    if [[ "$previous" == --device ]]; then device="$argument"; fi
+    flag="$previous" value="$argument"
+    if [[ "$argument" == --*=* ]]; then flag="${argument%%=*}" value="${argument#*=}"; fi
+    case "${flag//-/_}" in
+        __train_manifest) manifest="$value" ;;
+        __checkpoint_dir) folder="$value" ;;
+        __run_name) name="$value" ;;
+        __device) device="$value" ;;
+        __resume) resumed="$value" ;;
+    esac
     previous="$argument"
 done
 if [[ $wants_help == yes ]]; then
@@ -72,17 +81,31 @@ CUDA_DEFAULTS=(--device cuda --preset optimized --batch_size 2 --gradient_accumu
 CPU_DEFAULTS=(--device cpu --preset minimal --batch_size 4 --gradient_accumulation_steps 2 --micro_batches_at_once 2)
 if [[ "$device" == cpu ]]; then defaults=("${CPU_DEFAULTS[@]}"); else defaults=("${CUDA_DEFAULTS[@]}"); fi
 
-if [[ $own_corpus == no ]]; then
+if [[ -z "$manifest" && $resumed == auto ]]; then
     "$PYTHON" training_scripts/prepare_builtin_corpus.py --output data/builtin
     # Chosen by measurement on the valid part (docs/LOG.md): an hour of speech is too little for larger tokens.
     defaults+=(--run_name builtin --epochs 20 --warmup_steps 300 --tokenizer_type char --ctc_weight 0.7
         --train_manifest data/builtin/train.jsonl
         --valid_manifest data/builtin/valid.jsonl
         --test_manifest data/builtin/test.jsonl)
+elif [[ $resumed == auto ]]; then
+    # A corpus has a folder and a name of its own, after the folder of its manifest. A run of an earlier version, which
+    # put all of them into one folder, goes on there.
+    corpus="$(basename "$(dirname "$(realpath -m -- "$manifest")")")" part="$(basename -- "$manifest" .jsonl)"
+    if [[ "$part" != train ]]; then corpus="$corpus-$part"; fi
+    earlier=checkpoints/checkpoint_last.pt
+    if [[ -n "$folder" || -e "checkpoints/$corpus" ]] || ! grep -aqsF -- "--train_manifest '$manifest'" "$earlier"; then
+        if [[ -z "$folder" ]]; then defaults+=("--checkpoint_dir=checkpoints/$corpus"); fi
+        if [[ -z "$name" ]]; then defaults+=("--run_name=$(basename -- "${folder:-$corpus}")"); fi
+    fi
 fi
 
+# What a checkpoint that is named by its path is not told anew, it says itself.
+if [[ $resumed != auto ]]; then defaults=(); fi
+if [[ $resumed == auto && $begins_anew == no ]]; then defaults=(--resume auto "${defaults[@]}"); fi
+
 # exec: Ctrl-C and the kill of a job scheduler reach the trainer itself, which then saves before it ends.
-training=(training_scripts/train_konkanivani_asr.py --resume auto "${defaults[@]}" ${trainer[@]+"${trainer[@]}"})
+training=(training_scripts/train_konkanivani_asr.py ${defaults[@]+"${defaults[@]}"} ${trainer[@]+"${trainer[@]}"})
 if [[ ${#torchrun[@]} == 0 ]]; then exec "$PYTHON" "${training[@]}"; fi
 # On one machine each start has a meeting point of its own, so that two runs do not take each other's ranks.
 if [[ $elsewhere == no ]]; then torchrun+=(--standalone); fi

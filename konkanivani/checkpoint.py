@@ -102,6 +102,11 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
 def check_is_there(path: Path) -> None:
     """Raises a CheckpointError where there is no file."""
     if not path.is_file():
+        if path.is_dir():
+            raise CheckpointError(
+                f"{path} is a folder, not a checkpoint. Give one of its files, such as {path / 'checkpoint_last.pt'}; "
+                f"training goes on from its newest with --checkpoint_dir {path} --resume auto."
+            )
         raise CheckpointError(f"There is no checkpoint at {path}. Give the path of a checkpoint_*.pt file.")
 
 

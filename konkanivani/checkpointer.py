@@ -3,6 +3,8 @@
 import contextlib
 import os
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,6 +15,14 @@ from konkanivani.errors import CheckpointError, NumericsError, ResourceError
 
 LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
 EPOCH_NAME = re.compile(r"checkpoint_epoch_(\d+)\.pt")
+
+
+@dataclass(frozen=True)
+class FoundStep:
+    """A checkpoint's path and step; None where it is damaged."""
+
+    path: Path
+    step: int | None
 
 
 class Checkpointer:
@@ -132,9 +142,29 @@ class Checkpointer:
             "--learning_rate."
         )
 
-    def move_aside(self) -> Path | None:
-        """Moves every checkpoint into a new folder `replaced_N` (for --fresh); None where there was none."""
-        names = [path for path in self.directory.glob("checkpoint_*") if path.is_file()]
+    def newer_than(self, resumed: Path, step: int) -> list["FoundStep"]:
+        """The other checkpoints of the folder that are of more steps, or damaged, so that nobody can say.
+
+        Beside `last`, which is the newest of a run, only what has been changed after it is read.
+        """
+        own, steps = resumed.stat(), {}
+        for path in self._candidates():
+            entry = path.stat()
+            is_older = resumed.name == LAST and entry.st_mtime_ns <= own.st_mtime_ns
+            if not (os.path.samestat(entry, own) or is_older):
+                steps[path] = next((steps[other] for other in steps if other.samefile(path)), None) or _step_of(path)
+        return [FoundStep(path, found) for path, found in steps.items() if found is None or found > step]
+
+    def restore_best(self, epoch: int) -> None:
+        """Has `best` name this epoch again, where nothing has that name and the epoch is still there."""
+        found = self.directory / f"checkpoint_epoch_{epoch}.pt"
+        if found.is_file() and not (self.directory / BEST).exists():
+            _link(found, self.directory / BEST)
+
+    def move_aside(self, paths: Iterable[Path] | None = None) -> Path | None:
+        """Moves these checkpoints, or every one, into a new folder `replaced_N`; None where there is none."""
+        everything = (path for path in self.directory.glob("checkpoint_*") if path.is_file())
+        names = list(everything if paths is None else paths)
         if not names:
             return None
         aside = first_free_name(self.directory, "replaced")
@@ -160,6 +190,13 @@ class Checkpointer:
     def _prune(self) -> None:
         for path in self._epochs()[self.keep :]:
             path.unlink(missing_ok=True)
+
+
+def _step_of(path: Path) -> int | None:
+    try:
+        return read_checkpoint(path).step
+    except CheckpointError:
+        return None
 
 
 def first_free_name(directory: Path, name: str) -> Path:

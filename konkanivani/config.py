@@ -222,6 +222,8 @@ class RunConfig:
     """A checkpoint to go on from, or auto: the newest sound one in --checkpoint_dir."""
     fresh: bool = False
     """Begin anew in a folder that holds checkpoints; the old ones are moved into a folder beside them."""
+    new_corpus: bool = False
+    """Go on with another training corpus than the checkpoint's, which is else refused; with --resume."""
     init_from: str | None = None
     """Begin anew with what fits of this checkpoint's weights, cut down where they are larger."""
     rank_timeout: float = 600.0

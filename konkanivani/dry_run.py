@@ -23,9 +23,9 @@ from konkanivani.reporting import as_json, tell_rehearsal
 from konkanivani.scratch import scratch_folder, stopping_at_signals
 from konkanivani.stages import StageClock
 from konkanivani.start import Start, resolve_start
-from konkanivani.training.interruption import RunLock
 from konkanivani.training.loop import train
 from konkanivani.training.run import EvaluationSet, Run
+from konkanivani.training.run_lock import RunLock
 from konkanivani.wording import count, duration_words
 
 STEPS = 2
@@ -45,7 +45,7 @@ def dry_run(arguments: list[str]) -> str:
     with stopping_at_signals():
         start = resolve_start(arguments, clock.done)
         with scratch_config(start.config) as config:
-            start = dataclasses.replace(start, config=config, lock=RunLock(config.run.checkpoint_dir))
+            start = dataclasses.replace(start, config=config, locks=(RunLock(config.run.checkpoint_dir),))
             estimate, compared = _try_steps(start, clock)
             gc.collect()  # the weights of the resumed run come in their place
             difference = _try_going_on(Path(config.run.checkpoint_dir), clock)

@@ -12,7 +12,7 @@ from konkanivani.rules import check_config
 from konkanivani.settings import Setting, settings_of, with_setting
 
 # These say how this one process starts; a checkpoint's values for them are never taken over.
-SESSION_FLAGS = ("resume", "fresh", "init_from", "replan", "dry_run")
+SESSION_FLAGS = ("resume", "fresh", "new_corpus", "init_from", "replan", "dry_run")
 # These say how a manifest's audio is used, and nothing without it.
 MANIFEST_OF = {"rir_share": "rir_manifest", "noise_snr": "noise_manifest", "noise_share": "noise_manifest"}
 

@@ -8,7 +8,7 @@ import torch
 from konkanivani.assembly import build_forward, build_front_end, build_step_parts
 from konkanivani.budget import MIB, budget_text, parse_budget, peak_text
 from konkanivani.checkpoint import Checkpoint, Stateful, load_states
-from konkanivani.checkpointer import Checkpointer, first_free_name
+from konkanivani.checkpointer import Checkpointer
 from konkanivani.config import TrainConfig
 from konkanivani.data.batching import EpochPlanner, same_size
 from konkanivani.data.loading import WindowStream
@@ -17,6 +17,7 @@ from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.distributed import Topology, agree, from_first, gather
 from konkanivani.errors import ResourceError
 from konkanivani.flags import config_from_text, config_to_text
+from konkanivani.log_folder import folder_of
 from konkanivani.logbook import Logbook
 from konkanivani.memory.available import BudgetWatch, available_bytes, enforce_budget
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
@@ -26,6 +27,7 @@ from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.optimizer import OptimizerState
 from konkanivani.preflight import announce_card, choose_device
 from konkanivani.records import Resumed
+from konkanivani.replaced import REJECTED, keep_rejected, move_aside, move_newer_aside
 from konkanivani.run_plan import Ranks, costs_of, needs_sharding, plan_sentences, resolve_plan
 from konkanivani.run_speech import RunSpeech, build_speech, loader_config, sizes_of
 from konkanivani.sharding import Whole
@@ -40,8 +42,6 @@ from konkanivani.training.step import StepParts, recomputing
 from konkanivani.training.utilisation import Utilisation
 from konkanivani.weights import take_over
 
-REJECTED = "rejected.jsonl"
-
 
 def build_run(start: Start, tell: Tell = say_nothing) -> Run:
     """Every part of the run, the checkpoint's state loaded; each stage on the way is told when it is done.
@@ -53,6 +53,8 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
     announce_card(device)
     run_directory = make_run_directory(config) if topology.is_first else None
     rejected = run_directory and not config.run.dry_run and run_directory / REJECTED
+    if rejected and not start.resumed:
+        keep_rejected(run_directory)
     speech = build_speech(start, device, rejected or None)
     tell("data", speech.sentence())
     planner = EpochPlanner(speech.train.utterances.durations, config.window_size, config.run.seed)
@@ -91,8 +93,10 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
         print(plan_sentences(plan, blocks=len(step.model.blocks)), flush=True)
     resumed_step = start.resumed.step if start.resumed else None
     checkpointer = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints, resumed_step)
-    if not start.resumed and topology.is_first:
-        _move_aside(checkpointer, run_directory)
+    if topology.is_first and start.resumed:
+        move_newer_aside(checkpointer, run_directory, start.resumed_path, start.resumed)
+    elif topology.is_first:
+        move_aside(checkpointer, run_directory)
     limits = plan.size_limits() if plan else same_size(config.data.batch_size)
     validation = speech.validation
     if plan and validation:
@@ -114,7 +118,8 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
         stateful=stateful,
         plan_digest=planner.digest(),
         checkpointer=checkpointer,
-        lock=start.lock,
+        locks=start.locks,
+        corpus=speech.corpus,
         logbook=logbook,
         interruption=Interruption(topology),
         progress=Progress(state.step, step.total_steps),
@@ -171,23 +176,9 @@ def keep_to_plan(step: StepParts, plan: MemoryPlan, resident_before: float) -> S
     return replace(step, forward=replace(step.forward, at_once=plan.at_once))
 
 
-def _move_aside(checkpointer: Checkpointer, run_directory: Path) -> None:
-    """Moves an old run's files aside, once all that can go wrong with the new one's beginning has gone right."""
-    checkpoints = checkpointer.move_aside()
-    if checkpoints:
-        print(f"The old checkpoints are now in {checkpoints}.", flush=True)
-    logs = [path for path in run_directory.iterdir() if path.name != REJECTED]
-    if logs:
-        aside = first_free_name(run_directory.parent, f"{run_directory.name}_replaced")
-        aside.mkdir()
-        for path in logs:
-            path.rename(aside / path.name)
-        print(f"The old logs of this run's name are now in {aside}.", flush=True)
-
-
 def make_run_directory(config: TrainConfig) -> Path:
     """The run's log folder, made."""
-    directory = Path(config.run.log_dir) / config.run.run_name
+    directory = folder_of(config.run)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

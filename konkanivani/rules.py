@@ -164,5 +164,6 @@ def _run_rules(run: RunConfig) -> list[Rule]:
             run.run_name not in ("", ".", "..") and "/" not in run.run_name and "\0" not in run.run_name,
             "--run_name must be a plain folder name",
         ),
+        Rule(run.resume is not None or not run.new_corpus, "--new_corpus goes on with a run: give --resume too"),
         Rule(not all(starts), "--resume goes on with a run, --fresh and --init_from begin one: give one of them"),
     ]

@@ -18,6 +18,7 @@ from konkanivani.data.checking import (
     evaluation_limits,
     training_limits,
 )
+from konkanivani.data.fingerprint import Fingerprint, fingerprint_of
 from konkanivani.data.manifest import Manifest, read_manifest
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.selection import Selection
@@ -29,6 +30,7 @@ from konkanivani.distributed import from_first
 from konkanivani.errors import DataError
 from konkanivani.flags import config_from_text
 from konkanivani.problems import Problems
+from konkanivani.run_corpus import check_corpus, check_spelling, warn_of_shared
 from konkanivani.run_plan import SpeechSizes
 from konkanivani.speech_model import tokenizer_of
 from konkanivani.start import Start
@@ -46,6 +48,7 @@ class RunSpeech:
     The test part is only looked at: it is read when training has ended.
     """
 
+    corpus: Fingerprint
     tokenizer: Tokenizer
     train: TrainingSpeech
     validation: EvaluationSet | None
@@ -73,12 +76,21 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
     surroundings = Surroundings()
     with problems.noted():
         surroundings = read_surroundings(config.augment, config.run.seed, config.data.audio_roots)
-    train, valid, test = [
-        _begin_manifest(path, config.data.audio_roots, rejections, problems)
+    manifests = [
+        _read(path, config.data.audio_roots, problems)
         for path in (config.data.train_manifest, config.data.valid_manifest, config.data.test_manifest)
     ]
     problems.raise_all()
+    train, valid, test = manifests
+    corpus = fingerprint_of(train)
+    check_corpus(start, corpus)
+    warn_of_shared(corpus, [each for each in (valid, test) if each])
+    for manifest in filter(None, manifests):
+        with problems.noted():
+            rejections.begin(manifest)
+    problems.raise_all()
     tokenizer = from_first(start.topology, lambda: choose_tokenizer(start, train))
+    check_spelling(start, corpus, tokenizer, normalized_texts(train, config.text.digits))
     with problems.noted():
         training = build_training_speech(config, train, tokenizer, rejections, surroundings)
     validation = tested = None
@@ -88,19 +100,15 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
         tested = test and evaluation_set_of(test, config, tokenizer, device, rejections)
     problems.raise_all()
     validation = validation and dataclasses.replace(validation, topology=start.topology)
-    return RunSpeech(tokenizer, training, validation, rejections, len(tested.speech.utterances) if tested else 0)
+    test_utterances = len(tested.speech.utterances) if tested else 0
+    return RunSpeech(corpus, tokenizer, training, validation, rejections, test_utterances)
 
 
-def _begin_manifest(
-    path: str | None, named_roots: tuple[str, ...], rejections: Rejections, problems: Problems
-) -> Manifest | None:
-    """The manifest, its broken rows taken; None, and a problem more, where they are too many or it cannot be read."""
-    if path is None:
-        return None
-    with problems.noted():
-        manifest = read_manifest(path, named_roots)
-        rejections.begin(manifest)
-        return manifest
+def _read(path: str | None, named_roots: tuple[str, ...], problems: Problems) -> Manifest | None:
+    """The manifest; None where none is given, and with a problem more where it cannot be read."""
+    if path is not None:
+        with problems.noted():
+            return read_manifest(path, named_roots)
     return None
 
 
@@ -109,7 +117,7 @@ def choose_tokenizer(start: Start, manifest: Manifest) -> Tokenizer:
     if start.resumed:
         return tokenizer_of(start.resumed)
     text = start.config.text
-    texts = [normalized for normalized in (normalize_text(t, text.digits) for t in texts_of(manifest)) if normalized]
+    texts = list(normalized_texts(manifest, text.digits))
     if not texts:
         raise no_text(manifest)
     if start.initial and config_from_text(start.initial.config).text == text:
@@ -124,6 +132,11 @@ def no_text(manifest: Manifest) -> DataError:
     return DataError(
         f"No transcript of {manifest.path} has any text after normalisation. Write what is said into its rows' text."
     )
+
+
+def normalized_texts(manifest: Manifest, digits: Digits) -> Iterator[str]:
+    """The transcripts of `texts_of`, normalised, without those of which nothing is left."""
+    return filter(None, (normalize_text(text, digits) for text in texts_of(manifest)))
 
 
 def texts_of(manifest: Manifest) -> Iterator[str]:

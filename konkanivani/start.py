@@ -10,14 +10,15 @@ from konkanivani.config import RunConfig, TrainConfig
 from konkanivani.disk import check_disk
 from konkanivani.distributed import ALONE, Topology, from_first
 from konkanivani.errors import CheckpointError, UsageError
-from konkanivani.flags import check_idle_flags, contradictions, is_given, parse_flags
+from konkanivani.flags import check_idle_flags, config_from_text, contradictions, is_given, parse_flags
 from konkanivani.json_log import LOG_NAME
+from konkanivani.log_folder import take_log_folder
 from konkanivani.preflight import choose_device, choose_precision
 from konkanivani.run_paths import check_paths, manifests_of
 from konkanivani.settings import settings_of
 from konkanivani.speech_model import settings_of_weights
 from konkanivani.stages import Tell, say_nothing
-from konkanivani.training.interruption import RunLock, check_nobody_trains
+from konkanivani.training.run_lock import RunLock, check_nobody_works
 from konkanivani.wording import count
 
 # What a checkpoint remembers of the files and folders that its run read and wrote.
@@ -34,14 +35,15 @@ PATHS = (
 
 @dataclass(frozen=True)
 class Start:
-    """How a run begins: its settings, its folder's lock, the checkpoint it goes on from or takes weights from.
+    """How a run begins: its settings, its folders' locks, the checkpoint it goes on from or takes weights from.
 
-    A dry run has no lock of the folder: it leaves the folder as it is. Of several ranks the first one has it.
+    A dry run has no lock of a folder: it leaves the folders as they are. Of several ranks the first one has them.
     """
 
     config: TrainConfig
-    lock: RunLock | None
+    locks: tuple[RunLock, ...]
     resumed: Checkpoint | None
+    resumed_path: Path | None
     initial: Checkpoint | None
     topology: Topology = ALONE
 
@@ -57,7 +59,7 @@ def resolve_start(arguments: list[str], tell: Tell = say_nothing, topology: Topo
         return _resolve(arguments, asked, tell)
     check_ranks(asked, topology)
     found = _resolve(arguments, restarted(asked, topology), tell) if topology.is_first else None
-    sent = from_first(topology, lambda: dataclasses.replace(found, lock=None))
+    sent = from_first(topology, lambda: dataclasses.replace(found, locks=()))
     return dataclasses.replace(found or sent, topology=topology)
 
 
@@ -96,20 +98,34 @@ def _resolve(arguments: list[str], asked: TrainConfig, tell: Tell) -> Start:
     if asked.run.resume == "auto":
         return _resume_newest(arguments, asked, tell)
     if asked.run.resume:
-        checkpoint = read_checkpoint(asked.run.resume)
-        config = _resumed_config(arguments, checkpoint, Path(asked.run.resume))
+        path = Path(asked.run.resume)
+        checkpoint = read_checkpoint(path)
+        config = _resumed_config(arguments, checkpoint, path)
         if not is_given("checkpoint_dir", arguments):  # wherever it was trained, it goes on where it lies
-            config = _in_folder(config, str(Path(asked.run.resume).parent))
+            config = _in_folder(config, str(path.parent))
         _check_places(config, checkpoint.vocab_size, tell)
         lock = _take_folder(config.run)
-        _check_folder_is_its_own(Path(asked.run.resume), Path(config.run.checkpoint_dir))
-        return Start(config, lock, checkpoint, None)
+        _check_folder_is_its_own(path, Path(config.run.checkpoint_dir))
+        return _begin(config, lock, checkpoint, path)
     initial = read_checkpoint(asked.run.init_from) if asked.run.init_from else None
     if initial:
         settings_of_weights(initial)
     lock = _take_folder(asked.run)
     _claim_folder(Checkpointer(asked.run.checkpoint_dir, asked.run.keep_checkpoints), asked)
-    return Start(asked, lock, None, initial)
+    return _begin(asked, lock, initial=initial)
+
+
+def _begin(
+    config: TrainConfig,
+    lock: RunLock | None,
+    resumed: Checkpoint | None = None,
+    path: Path | None = None,
+    initial: Checkpoint | None = None,
+) -> Start:
+    """The start, its log folder chosen and locked too."""
+    logs = take_log_folder(config.run, config_from_text(resumed.config).run if resumed else None)
+    locks = tuple(each for each in (lock, logs.lock) if each)
+    return Start(dataclasses.replace(config, run=logs.run), locks, resumed, path, initial)
 
 
 def _check_places(config: TrainConfig, vocab_size: int, tell: Tell) -> None:
@@ -128,13 +144,13 @@ def _resume_newest(arguments: list[str], asked: TrainConfig, tell: Tell) -> Star
         check_idle_flags(asked.augment, arguments)
         _check_places(asked, asked.text.vocab_size, tell)
         print(f"No checkpoint in {folder} yet: training begins.", flush=True)
-        return Start(asked, lock, None, None)
+        return _begin(asked, lock)
     path, checkpoint = found
     config = _resumed_config(arguments, checkpoint, path)
     # The folder may have been moved since the checkpoint wrote down its name.
     config = _in_folder(config, folder)
     _check_places(config, checkpoint.vocab_size, tell)
-    return Start(config, lock, checkpoint, None)
+    return _begin(config, lock, checkpoint, path)
 
 
 def _in_folder(config: TrainConfig, folder: str) -> TrainConfig:
@@ -144,7 +160,7 @@ def _in_folder(config: TrainConfig, folder: str) -> TrainConfig:
 def _take_folder(run: RunConfig) -> RunLock | None:
     if not run.dry_run:
         return RunLock(run.checkpoint_dir)
-    check_nobody_trains(run.checkpoint_dir)
+    check_nobody_works(run.checkpoint_dir)
     return None
 
 

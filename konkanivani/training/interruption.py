@@ -1,16 +1,12 @@
-"""Signals that ask a run to stop, and the lock that keeps a second run out of its folder."""
+"""Signals that ask a run to stop."""
 
 import contextlib
-import errno
-import fcntl
 import os
 import signal
-from pathlib import Path
 from types import FrameType
-from typing import TextIO
 
 from konkanivani.distributed import ALONE, Topology
-from konkanivani.errors import Interrupted, ResourceError
+from konkanivani.errors import Interrupted
 from konkanivani.signals import stopping_signals
 
 
@@ -59,54 +55,3 @@ class Interruption:
         if not (self._is_rank or is_again):
             with contextlib.suppress(OSError):  # a terminal that has closed
                 os.write(2, b"\nStopping: saving at the next micro-batch boundary (a second signal stops at once).\n")
-
-
-class RunLock:
-    """An exclusive lock on a checkpoint folder, held until the process ends."""
-
-    def __init__(self, directory: str | Path) -> None:
-        """Raises a ResourceError that names the process that trains there already, or why the folder can't be used."""
-        self.path = Path(directory) / ".lock"
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: TextIO = open(self.path, "a+", encoding="utf-8")
-        except OSError as error:
-            raise _not_writable(directory, error) from None
-        if _lock(self._file, directory):
-            self._file.truncate(0)
-            self._file.write(str(os.getpid()))
-            self._file.flush()
-
-
-def _not_writable(directory: str | Path, error: OSError) -> ResourceError:
-    return ResourceError(
-        f"The checkpoint folder {directory} cannot be written: {error.strerror}. Give another --checkpoint_dir."
-    )
-
-
-def check_nobody_trains(directory: str | Path) -> None:
-    """Raises the ResourceError that a RunLock would, and leaves the folder as it is."""
-    try:
-        with open(Path(directory) / ".lock", "r+", encoding="utf-8") as file:
-            _lock(file, directory)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise _not_writable(directory, error) from None
-
-
-def _lock(file: TextIO, directory: str | Path) -> bool:
-    """Locks the file until it is closed; False where its file system has no locks."""
-    try:
-        # Not flock: its locks pass to forked audio workers, which outlive a killed trainer by seconds.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            print(f"{directory} has no locks ({error.strerror}): see to it that no other run uses it.", flush=True)
-            return False
-        file.seek(0)
-        holder = file.read().strip() or "unknown"
-        raise ResourceError(
-            f"Process {holder} is training in {directory} already. Stop it, or give another --checkpoint_dir."
-        ) from None

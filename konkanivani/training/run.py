@@ -13,6 +13,7 @@ from konkanivani.checkpoint import Checkpoint, Stateful
 from konkanivani.checkpointer import Checkpointer
 from konkanivani.config import RunConfig
 from konkanivani.data.batching import deal, plan_evaluation
+from konkanivani.data.fingerprint import Fingerprint
 from konkanivani.data.loading import WindowStream, load_batches
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.speech import EvaluationSpeech
@@ -27,8 +28,9 @@ from konkanivani.sharding import is_sharded, whole_weights
 from konkanivani.text import Tokenizer
 from konkanivani.training.evaluation import Evaluation, HeardShare, hear, join_shares
 from konkanivani.training.forward import ForwardPass
-from konkanivani.training.interruption import Interruption, RunLock
+from konkanivani.training.interruption import Interruption
 from konkanivani.training.progress import Progress
+from konkanivani.training.run_lock import RunLock
 from konkanivani.training.state import TrainState
 from konkanivani.training.step import StepParts
 from konkanivani.training.utilisation import Utilisation
@@ -93,7 +95,8 @@ class Run:
     stateful: Mapping[str, Stateful]
     plan_digest: int
     checkpointer: Checkpointer
-    lock: RunLock | None
+    locks: tuple[RunLock, ...]
+    corpus: Fingerprint
     logbook: Logbook
     interruption: Interruption
     progress: Progress
@@ -119,6 +122,7 @@ class Run:
             step=self.state.step,
             plan_digest=self.plan_digest,
             states={name: part.state_dict() for name, part in self.stateful.items()}
+            | {"corpus": self.corpus.state_dict()}
             | ({"plan": self.plan.state_dict()} if self.plan else {}),
         )
 

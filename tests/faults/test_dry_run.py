@@ -23,8 +23,8 @@ from konkanivani.recipe import build_run
 from konkanivani.scratch import scratch_folder
 from konkanivani.signals import stopping_signals
 from konkanivani.start import resolve_start
-from konkanivani.training.interruption import RunLock
 from konkanivani.training.loop import train
+from konkanivani.training.run_lock import RunLock
 from tests.conftest import ROOT, TINY_MODEL, Corpus, read_log, run_folders, script_command
 
 TRAINER = "training_scripts/train_konkanivani_asr.py"

@@ -1,0 +1,93 @@
+"""The log folder of a run: its own, whoever has used its name before, and for one process at a time."""
+
+import dataclasses
+import os
+import shutil
+from pathlib import Path
+
+from konkanivani.checkpointer import Checkpointer, first_free_name
+from konkanivani.config import RunConfig
+from konkanivani.errors import ResourceError
+from konkanivani.json_log import LOG_NAME
+from konkanivani.training.run_lock import LOCK_NAME, LOGGING, RunLock, check_nobody_works
+
+
+@dataclasses.dataclass(frozen=True)
+class LogFolder:
+    """Where a run logs, and the lock of it, which a dry run does not take."""
+
+    run: RunConfig
+    lock: RunLock | None
+
+
+def take_log_folder(run: RunConfig, earlier: RunConfig | None) -> LogFolder:
+    """The run with the name under which it logs, and the lock of that folder.
+
+    A log belongs to a folder of checkpoints. A run of other checkpoints, such as a copy of that folder, takes a name of
+    its own and says so; where it is a copy, with what the original has logged. `earlier` is the run as its checkpoint
+    has it, None where it begins. A ResourceError names the process that logs there now.
+    """
+    folder = folder_of(run)
+    owner = _other_owner(run, earlier)
+    if owner is not None and (earlier or not _is_logged_to(folder)):
+        named = dataclasses.replace(run, run_name=_own_name(run))
+        print(f"{folder} is the log of the run in {owner}: this one logs to {folder_of(named)}.", flush=True)
+        return LogFolder(named, _lock(named, copied_from=folder if earlier else None))
+    return LogFolder(run, _lock(run, copied_from=None))
+
+
+def folder_of(run: RunConfig) -> Path:
+    """The run's log folder."""
+    return Path(run.log_dir) / run.run_name
+
+
+def _lock(run: RunConfig, copied_from: Path | None) -> RunLock | None:
+    folder = folder_of(run)
+    if run.dry_run:
+        check_nobody_works(folder, LOGGING)
+        return None
+    is_new = not (folder / LOCK_NAME).exists()
+    lock = RunLock(folder, LOGGING, note=os.path.relpath(*map(os.path.realpath, (run.checkpoint_dir, folder))))
+    if copied_from and is_new:
+        with lock.errors_explained():
+            shutil.copytree(copied_from, folder, ignore=shutil.ignore_patterns(LOCK_NAME), dirs_exist_ok=True)
+    return lock
+
+
+def _other_owner(run: RunConfig, earlier: RunConfig | None) -> Path | None:
+    """The folder of the checkpoints that the log belongs to, where that is another one and still holds a run.
+
+    A log of a version that did not write down whose it is belongs to the run that has logged there before.
+    """
+    folder, mine = folder_of(run), Path(os.path.realpath(run.checkpoint_dir))
+    owner = _owner_of(folder)
+    if owner is not None:
+        return owner if owner != mine and Checkpointer(owner, keep=2).has_checkpoints() else None
+    is_its_own = earlier is None or (earlier.log_dir, earlier.run_name) == (run.log_dir, run.run_name)
+    return None if is_its_own or not (folder / LOG_NAME).is_file() else Path("another folder")
+
+
+def _owner_of(folder: Path) -> Path | None:
+    """The checkpoints' folder that the log folder names, relative to itself: a project may be copied whole."""
+    try:
+        lines = (folder / LOCK_NAME).read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    return Path(os.path.realpath(folder / lines[1])) if len(lines) > 1 else None
+
+
+def _own_name(run: RunConfig) -> str:
+    """A name after the checkpoints' folder, which nothing has or this run has already."""
+    name = Path(os.path.realpath(run.checkpoint_dir)).name or run.run_name
+    named = dataclasses.replace(run, run_name=name)
+    if not folder_of(named).exists() or _owner_of(folder_of(named)) == Path(os.path.realpath(run.checkpoint_dir)):
+        return name
+    return first_free_name(Path(run.log_dir), name).name
+
+
+def _is_logged_to(folder: Path) -> bool:
+    try:
+        check_nobody_works(folder, LOGGING)
+    except ResourceError:
+        return True
+    return False

@@ -1,0 +1,85 @@
+"""The lock that keeps a second run out of a folder of checkpoints, and out of a folder of logs."""
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from konkanivani.errors import ResourceError
+
+LOCK_NAME = ".lock"
+
+
+@dataclass(frozen=True)
+class FolderUse:
+    """What a run does in a folder: its kind, what it is doing there, and the flag that names another one."""
+
+    kind: str
+    doing: str
+    flag: str
+
+
+TRAINING = FolderUse("checkpoint", "training in", "--checkpoint_dir")
+LOGGING = FolderUse("log", "logging to", "--run_name")
+
+
+class RunLock:
+    """An exclusive lock on a folder, held until the process ends."""
+
+    def __init__(self, directory: str | Path, use: FolderUse = TRAINING, note: str = "") -> None:
+        """Raises a ResourceError that names the process that is there already, or why the folder can't be used.
+
+        The note stands in the lock's file, behind the process, for as long as nobody else takes the lock.
+        """
+        self.path, self._use = Path(directory) / LOCK_NAME, use
+        with self.errors_explained():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: TextIO = open(self.path, "a+", encoding="utf-8", errors="surrogateescape")
+        _lock(self._file, self.path.parent, use)
+        with self.errors_explained():
+            self._file.truncate(0)
+            self._file.write(f"{os.getpid()}\n{note}" if note else str(os.getpid()))
+            self._file.flush()
+
+    def errors_explained(self) -> contextlib.AbstractContextManager[None]:
+        """Turns the system's errors in the folder into a ResourceError that names it."""
+        return _explained(self.path.parent, self._use)
+
+
+def check_nobody_works(directory: str | Path, use: FolderUse = TRAINING) -> None:
+    """Raises the ResourceError that a RunLock would, and leaves the folder as it is."""
+    path = Path(directory) / LOCK_NAME
+    if not os.path.exists(path):
+        return
+    with _explained(directory, use), open(path, "r+", encoding="utf-8", errors="surrogateescape") as file:
+        _lock(file, directory, use)
+
+
+@contextlib.contextmanager
+def _explained(directory: str | Path, use: FolderUse) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ResourceError(
+            f"The {use.kind} folder {directory} cannot be written: {error.strerror or error}. Give another {use.flag}."
+        ) from None
+
+
+def _lock(file: TextIO, directory: str | Path, use: FolderUse) -> None:
+    """Locks the file until it is closed, where its file system has locks."""
+    try:
+        # Not flock: its locks pass to forked audio workers, which outlive a killed trainer by seconds.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            print(f"{directory} has no locks ({error.strerror}): see to it that no other run uses it.", flush=True)
+            return
+        file.seek(0)
+        holder = next(iter(file.read().split()), "unknown")
+        raise ResourceError(
+            f"Process {holder} is {use.doing} {directory} already. Stop it, or give another {use.flag}."
+        ) from None
