@@ -84,8 +84,9 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
     train, valid, test = manifests
     corpus = fingerprint_of(train)
     check_corpus(start, corpus)
-    warn_of_shared(corpus, [each for each in (valid, test) if each])
-    for manifest in filter(None, manifests):
+    given = [manifest for manifest in manifests if manifest is not None]
+    warn_of_shared(corpus, given[1:])
+    for manifest in given:
         with problems.noted():
             rejections.begin(manifest)
     problems.raise_all()

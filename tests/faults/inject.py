@@ -8,6 +8,7 @@ import ctypes
 import errno
 import functools
 import hashlib
+import importlib
 import json
 import os
 import resource
@@ -20,8 +21,9 @@ from types import SimpleNamespace
 
 import torch
 
-from konkanivani import assembly, audio_file, checkpoint, checkpointer
+from konkanivani import assembly, audio_file, checkpoint, checkpointer, start
 from konkanivani.data import speech
+from konkanivani.log_folder import LogFolder
 from konkanivani.training import loop, step
 from tests.laws.failing import ERRORS
 
@@ -315,6 +317,16 @@ def worker(signal_number: int, utterance: str, mark: str) -> None:
     wrap(speech, "_read", around)
 
 
+def forget(module: str, name: str) -> None:
+    """What this name in the module stands for is not done."""
+    setattr(importlib.import_module(module), name, lambda *_: None)
+
+
+def unowned_logs() -> None:
+    """A log folder belongs to whoever has its name, and is not locked."""
+    start.take_log_folder = lambda run, _: LogFolder(run, None)
+
+
 FAULTS: dict[str, Callable] = {
     function.__name__: function
     for function in (
@@ -335,5 +347,7 @@ FAULTS: dict[str, Callable] = {
         small_shared_memory,
         pipes_pass_for_files,
         worker,
+        forget,
+        unowned_logs,
     )
 }

@@ -1,0 +1,338 @@
+"""A command typed twice, on another corpus, in a copied folder or from an older checkpoint loses nothing that was saved.
+
+Checkpoints are told by their hashes and logs by their lines: what was there before is there afterwards, under its own
+name or in a folder that has been named. Each negative control is the trainer with that promise taken out.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from konkanivani.checkpoint import read_checkpoint
+from konkanivani.flags import config_from_text
+from tests.conftest import ROOT, WORDS, Corpus, write_corpus
+from tests.faults.small_run import SMALL_MODEL
+from tests.faults.warm_trainer import PATIENCE, Ended, Fault, WarmTrainer
+
+SHELL_SCRIPT = ROOT / "run_training_memory_optimized.sh"
+STEPS_AN_EPOCH = 3
+OTHER_WORDS = ("one", "two", "three", "four", "five", "six")
+CUT = ("--batch_size", "2", "--gradient_accumulation_steps", "1", "--num_workers", "0")
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What a folder holds of training: every checkpoint's hash, and every log's lines."""
+
+    checkpoints: Counter[str]
+    lines: Counter[str]
+
+    def lost(self, later: "Holdings") -> int:
+        """How many checkpoints and lines of these are nowhere any more."""
+        return sum((self.checkpoints - later.checkpoints).values()) + sum((self.lines - later.lines).values())
+
+
+def holdings(folder: Path) -> Holdings:
+    """What lies in and under the folder; a checkpoint of two names counts once."""
+    files = {path.stat().st_ino: path for path in folder.rglob("checkpoint_*.pt")}.values()
+    hashes = (hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
+    logs = (line for path in folder.rglob("log.jsonl") for line in path.read_text(encoding="utf-8").splitlines())
+    return Holdings(Counter(set(hashes)), Counter(logs))
+
+
+def steps_logged(log: Path) -> list[int]:
+    """The steps of a log folder, in their order."""
+    records = map(json.loads, (log / "log.jsonl").read_text(encoding="utf-8").splitlines())
+    return [record["step"] for record in records if record["kind"] == "step"]
+
+
+@dataclass(frozen=True)
+class Desk:
+    """Where a person types commands: checkpoints in `ck`, logs in `runs`."""
+
+    trainer: WarmTrainer
+    folder: Path
+
+    def flags(self, corpus: Corpus, checkpoints: str, name: str, *more: str) -> list[str]:
+        places = "--checkpoint_dir", str(self.folder / "ck" / checkpoints), "--log_dir", str(self.folder / "runs")
+        return [*SMALL_MODEL, *CUT, *corpus.flags(), *places, "--run_name", name, *more]
+
+    def train(self, corpus: Corpus, checkpoints: str, name: str, *more: str, faults: tuple[Fault, ...] = ()) -> Ended:
+        return self.type(*self.flags(corpus, checkpoints, name, *more), faults=faults)
+
+    def type(self, *flags: str, faults: tuple[Fault, ...] = ()) -> Ended:
+        return self.trainer.run(flags, self.folder / "said.txt", faults)
+
+    def checkpoint(self, run: str, name: str) -> Path:
+        return self.folder / "ck" / run / f"checkpoint_{name}.pt"
+
+
+@pytest.fixture(scope="module")
+def english(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Another corpus, of other letters, whose files have the names of the first one's."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("tests.conftest.WORDS", OTHER_WORDS)
+        return write_corpus(tmp_path_factory.mktemp("english") / "tones", {"train": 6, "valid": 2}, seed=3)
+
+
+@pytest.fixture(scope="module")
+def konkani(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return write_corpus(tmp_path_factory.mktemp("konkani") / "tones", {"train": 6, "valid": 2})
+
+
+@pytest.fixture(scope="module")
+def trained(trainer: WarmTrainer, konkani: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A desk with a run of four epochs in ck/mine and runs/mine."""
+    desk = Desk(trainer, tmp_path_factory.mktemp("trained"))
+    assert desk.train(konkani, "mine", "mine", "--epochs", "4").code == 0
+    return desk.folder
+
+
+@pytest.fixture
+def desk(trainer: WarmTrainer, trained: Path, tmp_path: Path) -> Desk:
+    """A copy of it, links between checkpoints kept."""
+    subprocess.run(["cp", "-a", str(trained), str(tmp_path / "desk")], check=True)
+    return Desk(trainer, tmp_path / "desk")
+
+
+# --------------------------------------------------------------------------------------------------- another corpus
+
+
+def test_another_corpus_in_the_same_folder_is_refused_and_both_are_named(desk, konkani, english):
+    before = holdings(desk.folder)
+    ended = desk.train(english, "mine", "mine", "--resume", "auto", "--epochs", "5")
+    assert ended.code == 4 and "Traceback" not in ended.output
+    for part in (konkani.manifest("train"), english.manifest("train"), "--fresh", "--checkpoint_dir", "--new_corpus"):
+        assert part in ended.output, ended.output
+    assert holdings(desk.folder) == before
+
+
+def test_on_purpose_it_is_refused_where_the_tokenizer_lacks_its_letters_and_goes_on_where_not(desk, english, tmp_path):
+    before = holdings(desk.folder)
+    ended = desk.train(english, "mine", "mine", "--resume", "auto", "--new_corpus", "--epochs", "5")
+    assert ended.code == 3 and "100.00% of the characters" in ended.output and "--init_from" in ended.output
+    assert holdings(desk.folder) == before
+    same_letters = write_corpus(tmp_path / "other", {"train": 7, "valid": 2}, seed=9)
+    ended = desk.train(same_letters, "mine", "mine", "--resume", "auto", "--new_corpus", "--epochs", "5")
+    assert ended.code == 0 and "Going on with another corpus" in ended.output, ended.output
+    again = desk.train(same_letters, "mine", "mine", "--resume", "auto", "--epochs", "5")
+    assert again.code == 0, again.output  # it is the run's own now
+
+
+def test_a_corpus_that_has_grown_moved_or_been_corrected_is_the_same_one(desk, konkani, tmp_path):
+    shutil.copytree(konkani.directory, tmp_path / "moved")
+    moved = Corpus(tmp_path / "moved")
+    rows = [json.loads(line) for line in Path(moved.manifest("train")).read_text(encoding="utf-8").splitlines()]
+    rows[0]["text"] = WORDS[0]
+    grown = rows + [row | {"audio_filepath": row["audio_filepath"], "offset": 0.1, "duration": 0.3} for row in rows[:3]]
+    Path(moved.manifest("train")).write_text("".join(json.dumps(row) + "\n" for row in grown))
+    ended = desk.train(moved, "mine", "mine", "--resume", "auto", "--epochs", "5")
+    assert ended.code == 0 and "Going on from" in ended.output, ended.output
+
+
+def test_negative_control_without_the_question_the_weights_go_on_with_the_other_corpus(desk, english):
+    before = holdings(desk.folder)
+    unasked = (
+        ("forget", "konkanivani.run_speech", "check_corpus"),
+        ("forget", "konkanivani.run_speech", "check_spelling"),
+    )
+    ended = desk.train(english, "mine", "mine", "--resume", "auto", "--epochs", "5", faults=unasked)
+    assert ended.code == 0 and before.lost(holdings(desk.folder)) > 0
+
+
+# ---------------------------------------------------------------------------------------------------------- going back
+
+
+def test_going_back_says_by_how_many_steps_and_keeps_all_that_is_newer_however_often(desk):
+    older = desk.checkpoint("mine", "epoch_2")
+    for time_typed in (1, 2):
+        before = holdings(desk.folder)
+        ended = desk.type(
+            "--resume",
+            str(older),
+            "--max_steps",
+            "10",
+            "--learning_rate",
+            "0.0003",
+            "--log_dir",
+            str(desk.folder / "runs"),
+        )
+        assert ended.code == 0, ended.output
+        steps = (4 if time_typed == 1 else 3) * STEPS_AN_EPOCH + (time_typed == 2) - 2 * STEPS_AN_EPOCH
+        assert f"{steps} steps behind the newest" in ended.output, ended.output
+        aside = desk.folder / "ck" / "mine" / f"replaced_{time_typed}"
+        logs = desk.folder / "runs" / f"mine_replaced_{time_typed}"
+        assert str(aside) in ended.output and str(logs) in ended.output
+        assert before.lost(holdings(desk.folder)) == 0
+        assert read_checkpoint(aside / "checkpoint_last.pt").step == 2 * STEPS_AN_EPOCH + steps
+        assert steps_logged(desk.folder / "runs" / "mine") == list(range(1, 11))
+        assert read_checkpoint(desk.checkpoint("mine", "last")).step == 10
+
+
+def test_what_was_moved_aside_can_be_gone_on_with_and_logs_beside_the_run(desk):
+    folder, runs = desk.folder / "ck" / "mine", desk.folder / "runs"
+    desk.type("--resume", str(folder / "checkpoint_epoch_2.pt"), "--max_steps", "7", "--log_dir", str(runs))
+    before = holdings(desk.folder)
+    last = folder / "replaced_1" / "checkpoint_last.pt"
+    ended = desk.type("--resume", str(last), "--max_steps", "14", "--epochs", "5", "--log_dir", str(runs))
+    assert ended.code == 0 and f"logs to {runs / 'replaced_1'}" in ended.output, ended.output
+    assert read_checkpoint(last).step == 14 and read_checkpoint(folder / "checkpoint_last.pt").step == 7
+    assert (before.lines - holdings(desk.folder).lines) == Counter()
+
+
+def test_the_newest_is_gone_on_from_as_ever(desk):
+    for name in ("last", "epoch_4"):
+        resumed = "--resume", str(desk.checkpoint("mine", name))
+        ended = desk.type(*resumed, "--log_dir", str(desk.folder / "runs"), "--epochs", "4")
+        assert ended.code == 0 and "goes back" not in ended.output, ended.output
+    assert not (desk.folder / "ck" / "mine" / "replaced_1").exists()
+
+
+def test_negative_control_without_moving_aside_the_newer_ones_are_written_over(desk):
+    before, older = holdings(desk.folder), desk.checkpoint("mine", "epoch_2")
+    more = "--max_steps", "10", "--learning_rate", "0.0003", "--log_dir", str(desk.folder / "runs")
+    ended = desk.type("--resume", str(older), *more, faults=(("forget", "konkanivani.recipe", "move_newer_aside"),))
+    assert ended.code == 0 and before.lost(holdings(desk.folder)) > 0
+
+
+# --------------------------------------------------------------------------------------------------------------- logs
+
+
+def test_a_copied_folder_logs_beside_itself_and_the_original_keeps_its_log(desk):
+    original, runs = desk.folder / "ck" / "mine", desk.folder / "runs"
+    subprocess.run(["cp", "-r", str(original), str(desk.folder / "ck" / "copy")], check=True)
+    kept = holdings(original), holdings(runs)
+    ended = desk.type("--resume", str(desk.checkpoint("copy", "last")), "--log_dir", str(runs), "--epochs", "5")
+    assert ended.code == 0 and f"{runs / 'mine'} is the log of the run in {original}" in ended.output, ended.output
+    assert holdings(original) == kept[0] and kept[1].lost(holdings(runs / "mine")) == 0
+    assert steps_logged(runs / "mine") == list(range(1, 4 * STEPS_AN_EPOCH + 1))
+    assert steps_logged(runs / "copy") == list(range(1, 5 * STEPS_AN_EPOCH + 1))
+    assert config_from_text(read_checkpoint(desk.checkpoint("copy", "last")).config).run.run_name == "copy"
+
+
+def test_a_moved_folder_takes_its_log_along(desk):
+    (desk.folder / "ck" / "mine").rename(desk.folder / "ck" / "नवें नांव")
+    moved = desk.checkpoint("नवें नांव", "last")
+    ended = desk.type("--resume", str(moved), "--log_dir", str(desk.folder / "runs"), "--epochs", "5")
+    assert ended.code == 0, ended.output
+    assert os.listdir(desk.folder / "runs") == ["mine"]
+    assert steps_logged(desk.folder / "runs" / "mine") == list(range(1, 5 * STEPS_AN_EPOCH + 1))
+
+
+def test_another_run_of_the_same_name_logs_under_a_name_of_its_own(desk, konkani):
+    kept = holdings(desk.folder)
+    ended = desk.train(konkani, "second", "mine", "--max_steps", "2")
+    assert ended.code == 0 and f"this one logs to {desk.folder / 'runs' / 'second'}" in ended.output, ended.output
+    assert kept.lost(holdings(desk.folder)) == 0
+    assert json.loads(ended.output.splitlines()[-1])["tensorboard"].endswith("runs/second")
+
+
+def test_a_run_that_begins_anew_says_where_the_old_one_is_and_loses_nothing_of_it(desk, konkani):
+    kept = holdings(desk.folder)
+    (desk.folder / "runs" / "mine" / "rejected.jsonl").write_text('{"row": 1}\n')
+    ended = desk.train(konkani, "mine", "mine", "--fresh", "--max_steps", "2")
+    assert ended.code == 0 and kept.lost(holdings(desk.folder)) == 0
+    aside = desk.folder / "runs" / "mine_replaced_1"
+    assert f"now in {desk.folder / 'ck' / 'mine' / 'replaced_1'}" in ended.output and f"now in {aside}" in ended.output
+    assert (aside / "rejected.jsonl").read_text() == '{"row": 1}\n'
+    assert steps_logged(desk.folder / "runs" / "mine") == [1, 2]
+
+
+def begin_long_run(desk: Desk, corpus: Corpus) -> int:
+    """A run that goes on until it is stopped; it has logged a step."""
+    process = desk.trainer.start(desk.flags(corpus, "long", "long", "--epochs", "5000"), desk.folder / "long.txt")
+    deadline, log = time.monotonic() + PATIENCE, desk.folder / "runs" / "long" / "log.jsonl"
+    while not (log.exists() and log.stat().st_size):
+        assert time.monotonic() < deadline, (desk.folder / "long.txt").read_text()
+        time.sleep(0.05)
+    return process
+
+
+def log_of_two_at_once(desk: Desk, corpus: Corpus, *faults: Fault) -> tuple[int, Ended, list[int]]:
+    """A second run of a running one's name, in another folder: the first one, how the second ended, the first's log."""
+    process = begin_long_run(desk, corpus)
+    try:
+        second = desk.train(corpus, "elsewhere", "long", "--max_steps", "2", faults=faults)
+    finally:
+        os.kill(process, signal.SIGTERM)
+        desk.trainer.wait(process, desk.folder / "long.txt")
+    return process, second, steps_logged(desk.folder / "runs" / "long")
+
+
+def test_a_log_folder_is_locked_as_a_checkpoint_folder_is(desk, konkani):
+    process, second, steps = log_of_two_at_once(desk, konkani)
+    assert second.code == 6 and f"Process {process} is logging to" in second.output and "--run_name" in second.output
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_negative_control_without_the_lock_two_runs_share_a_log(desk, konkani):
+    _, second, steps = log_of_two_at_once(desk, konkani, ("unowned_logs",))
+    assert second.code == 0 and steps != list(range(1, len(steps) + 1))
+
+
+# ----------------------------------------------------------------------------------------------------- the shell script
+
+
+def told_to_the_trainer(folder: Path, *arguments: str) -> list[str]:
+    """What the script tells the trainer, in a folder where a program that writes its arguments is its Python."""
+    (folder / "training_scripts").mkdir(parents=True, exist_ok=True)
+    shutil.copy(SHELL_SCRIPT, folder)
+    spy = folder / "python"
+    spy.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > told.txt\n')
+    spy.chmod(0o755)
+    (folder / "training_scripts" / "bootstrap.py").write_text(f"print({str(spy)!r})\n")
+    subprocess.run([str(folder / SHELL_SCRIPT.name), *arguments], check=True, cwd=folder, timeout=PATIENCE)
+    return (folder / "told.txt").read_text(encoding="utf-8").splitlines()
+
+
+def last_of(told: list[str], flag: str) -> str | None:
+    """The value that counts of a flag: the last one."""
+    spelt = [
+        word.removeprefix(flag + "=") if word != flag else told[n + 1]
+        for n, word in enumerate(told)
+        if word.split("=")[0] == flag
+    ]
+    return spelt[-1] if spelt else None
+
+
+def test_the_script_gives_each_corpus_a_folder_and_a_name_of_its_own(tmp_path):
+    builtin = told_to_the_trainer(tmp_path, "--device", "cpu")
+    assert (last_of(builtin, "--checkpoint_dir"), last_of(builtin, "--run_name")) == (None, "builtin")
+    for given in (["--train_manifest", "my own/train.jsonl"], ["--train-manifest=my own/train.jsonl"]):
+        own = told_to_the_trainer(tmp_path, "--device", "cpu", *given)
+        assert (last_of(own, "--checkpoint_dir"), last_of(own, "--run_name")) == ("checkpoints/my own", "my own")
+        assert last_of(own, "--resume") == "auto" and "data/builtin/train.jsonl" not in own
+    other = told_to_the_trainer(tmp_path, "--device", "cpu", "--train_manifest", "my own/men.jsonl")
+    assert last_of(other, "--checkpoint_dir") == "checkpoints/my own-men"
+    given = ("--train_manifest", "my/train.jsonl", "--checkpoint_dir", "/drive/kok", "--device", "cpu")
+    own = told_to_the_trainer(tmp_path, *given)
+    assert (last_of(own, "--checkpoint_dir"), last_of(own, "--run_name")) == ("/drive/kok", "kok")
+
+
+def test_the_script_tells_nothing_that_would_change_a_checkpoint_named_by_its_path(tmp_path):
+    told = told_to_the_trainer(tmp_path, "--resume", "checkpoints/my/checkpoint_last.pt")
+    assert told[1:] == ["--resume", "checkpoints/my/checkpoint_last.pt"]
+
+
+def test_the_script_begins_anew_where_it_is_told_to(tmp_path):
+    for given in (["--fresh"], ["--init_from", "x.pt"]):
+        told = told_to_the_trainer(tmp_path, "--device", "cpu", "--train_manifest", "my/train.jsonl", *given)
+        assert last_of(told, "--resume") is None and last_of(told, "--checkpoint_dir") == "checkpoints/my"
+
+
+def test_the_script_goes_on_with_a_run_of_an_earlier_version_where_that_left_it(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "checkpoint_last.pt").write_bytes(b"PK\0--train_manifest 'my/train.jsonl'\n--valid_\0")
+    told = told_to_the_trainer(tmp_path, "--device", "cpu", "--train_manifest", "my/train.jsonl")
+    assert last_of(told, "--checkpoint_dir") is None and last_of(told, "--run_name") is None
+    told = told_to_the_trainer(tmp_path, "--device", "cpu", "--train_manifest", "new/train.jsonl")
+    assert last_of(told, "--checkpoint_dir") == "checkpoints/new"
