@@ -1,4 +1,4 @@
-"""A command typed twice, on another corpus, in a copied folder or from an older checkpoint loses nothing that was saved.
+"""A command typed twice, on another corpus, in a copied folder or from an older checkpoint loses nothing saved.
 
 Checkpoints are told by their hashes and logs by their lines: what was there before is there afterwards, under its own
 name or in a folder that has been named. Each negative control is the trainer with that promise taken out.
