@@ -41,7 +41,7 @@ def check_disk(config: TrainConfig, vocab_size: int) -> tuple[DiskRoom, ...]:
     run = config.run
     checkpoints = most_checkpoints(run) * checkpoint_bytes(config.model, vocab_size)
     if run.resume:
-        checkpoints -= _held_bytes(Path(run.checkpoint_dir))  # they make room as they are replaced
+        checkpoints -= _held_bytes(run)  # they make room as they are replaced
     least = DRY_RUN_FILES * checkpoint_bytes(config.model, vocab_size) if run.dry_run else 0
     checkpoints = max(least, checkpoints)
     needs = (Path(run.checkpoint_dir), checkpoints), (Path(run.log_dir), run.epochs * LOG_BYTES_AN_EPOCH)
@@ -81,7 +81,11 @@ def free_bytes(folder: Path) -> int:
     return found.f_bavail * found.f_frsize if found.f_blocks else 2**62
 
 
-def _held_bytes(folder: Path) -> int:
-    """What the checkpoints in the folder take now; a file with several names counts once."""
-    found = [path.stat() for path in folder.glob("checkpoint_*.pt")]
-    return sum({entry.st_ino: entry.st_size for entry in found}.values())
+def _held_bytes(run: RunConfig) -> int:
+    """What the checkpoints take now that the resumed run replaces, a file with several names counted once.
+
+    What is newer than the one that it goes back to is moved aside and stays.
+    """
+    found = [path.stat() for path in Path(run.checkpoint_dir).glob("checkpoint_*.pt")]
+    newest = float("inf") if run.resume == "auto" else os.stat(run.resume).st_mtime_ns
+    return sum({entry.st_ino: entry.st_size for entry in found if entry.st_mtime_ns <= newest}.values())

@@ -200,6 +200,10 @@ def test_a_resumed_run_needs_no_room_for_what_it_will_replace(tmp_path):
     (folder / "checkpoint_previous.pt").write_bytes(bytes(300))
     (after,) = check_disk(config, 1000)
     assert before.needed - after.needed == 5300
+    os.utime(folder / "checkpoint_previous.pt", ns=(0, 0))
+    older = dataclasses.replace(run, resume=str(folder / "checkpoint_previous.pt"))
+    (back,) = check_disk(dataclasses.replace(config, run=older), 1000)
+    assert before.needed - back.needed == 300  # what is newer is kept, in a folder beside
 
 
 def test_a_disk_that_is_too_full_ends_with_6_before_any_data_is_read(corpus, tmp_path, monkeypatch):
