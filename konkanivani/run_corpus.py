@@ -10,6 +10,7 @@ from konkanivani.start import Start
 from konkanivani.text import Tokenizer
 
 LEAST_SHARED = 0.5  # of the smaller one's utterances: recordings may have been added and taken out
+WARNED_OF = 0.05  # less may be two corpora that number their files alike
 MOST_UNKNOWN = 0.005  # of the characters
 NAMED_CHARACTERS = 10
 
@@ -36,13 +37,13 @@ def check_corpus(start: Start, corpus: Fingerprint) -> None:
     )
 
 
-def warn_of_shared(corpus: Fingerprint, others: Iterable[Manifest]) -> None:
+def warn_of_shared(corpus: Fingerprint, *others: Manifest | None) -> None:
     """Says which other manifests hold utterances that are trained on: what is scored on them says little."""
     for other in others:
-        shared = corpus.shared(fingerprint_of(other))
-        if shared:
+        shared = 0.0 if other is None else corpus.shared(fingerprint_of(other))
+        if shared >= WARNED_OF:
             print(
-                f"Careful: about {shared:.0%} of the utterances of {other.path} are trained on too, so its error rates "
+                f"Careful: {shared:.0%} of the utterances of {other.path} are trained on too, so its error rates "
                 "say little about other speech. inspect_data.py names what stands in both.",
                 flush=True,
             )

@@ -80,16 +80,16 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
         _read(path, config.data.audio_roots, problems)
         for path in (config.data.train_manifest, config.data.valid_manifest, config.data.test_manifest)
     ]
-    problems.raise_all()
     train, valid, test = manifests
-    corpus = fingerprint_of(train)
-    check_corpus(start, corpus)
-    given = [manifest for manifest in manifests if manifest is not None]
-    warn_of_shared(corpus, given[1:])
-    for manifest in given:
-        with problems.noted():
-            rejections.begin(manifest)
+    corpus = None if train is None else fingerprint_of(train)
+    if corpus:
+        check_corpus(start, corpus)  # before anything of the run is written
+    for manifest in manifests:
+        if manifest is not None:
+            with problems.noted():
+                rejections.begin(manifest)
     problems.raise_all()
+    warn_of_shared(corpus, valid, test)
     tokenizer = from_first(start.topology, lambda: choose_tokenizer(start, train))
     check_spelling(start, corpus, tokenizer, normalized_texts(train, config.text.digits))
     with problems.noted():
