@@ -35,7 +35,7 @@ def gradient_of(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
     None where it has been added to `weight.grad` already: where that is there, and adding costs the product nothing.
     """
     await_turn = _AWAIT_TURN.get()
-    if await_turn is None or is_by_onednn(left):
+    if await_turn is None or not weight.is_leaf or is_by_onednn(left):
         return product_over_rows(left, right)
     await_turn(weight)
     if weight.grad is None or weight.grad.dtype != left.dtype:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.lengths import Lengths
+from konkanivani.model.precision import in_own_precision
 
 
 def convolved(x: torch.Tensor, depthwise: torch.nn.Conv1d, lengths: Lengths) -> torch.Tensor:
@@ -29,7 +30,8 @@ def convolved(x: torch.Tensor, depthwise: torch.nn.Conv1d, lengths: Lengths) -> 
 class _Convolved(torch.autograd.Function):
     """The gradient by the kernel is a convolution as well: of x by the gradient, which is a kernel of T frames.
 
-    oneDNN's own for it takes three to thirteen times as long, the more the longer the utterance (docs/LOG.md).
+    oneDNN's own for it takes three to thirteen times as long, the more the longer the utterance (docs/LOG.md). Inside
+    of autocast the backward pass is in full precision as well, else a program that calls it there might never end.
     """
 
     @staticmethod
@@ -39,6 +41,7 @@ class _Convolved(torch.autograd.Function):
         return _convolve_spans(x, kernel, bias, lengths)
 
     @staticmethod
+    @in_own_precision
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, kernel = ctx.saved_tensors
         by_x = _convolve_spans(gradient, kernel.flip(2), None, ctx.lengths)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.model.accumulation import gradient_of
+from konkanivani.model.precision import in_own_precision
 from konkanivani.model.product import product
 from konkanivani.recomputation import is_recomputed
 
@@ -31,6 +32,14 @@ def linear_of(
     weight = linear.weight
     kept = [_Kept.apply(x, weight, scale, shift)] if is_recomputed() else None
     return _Linear.apply(x, weight, linear.bias, scale, shift, epsilon, activated, kept)
+
+
+def linear_by(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """What a linear layer of this weight (N, D) and bias (N,) makes of x (..., D): (..., N).
+
+    Unlike torch's own, in its own precision in the backward pass too.
+    """
+    return _Linear.apply(x, weight, bias, None, None, 0.0, False, None)
 
 
 class Linear(torch.nn.Linear):
@@ -76,6 +85,7 @@ class _Linear(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], -1])
 
     @staticmethod
+    @in_own_precision
     def backward(ctx, gradient: torch.Tensor) -> Backward:
         x, weight, scale, shift = ctx.saved_tensors if ctx.kept is None else _taken(ctx.kept)
         normed = x

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from konkanivani.chunks import CHUNK_FRAMES
 from konkanivani.lengths import subsampled_length
-from konkanivani.model.linear import Linear
+from konkanivani.model.linear import Linear, linear_by
+from konkanivani.model.precision import in_own_precision
 from konkanivani.recomputation import recomputed
 
 
@@ -61,7 +62,7 @@ class Subsampling(torch.nn.Module):
             x = _FirstConvolution.apply(features.to(taps.dtype), taps)
             image, separated = x.permute(0, 3, 1, 2), self.depthwise
             x = F.conv2d(image, separated.weight, separated.bias, stride=2, groups=channels).permute(0, 2, 3, 1)
-            x = torch.relu_(F.linear(x, self.pointwise.weight.flatten(1), self.pointwise.bias))
+            x = torch.relu_(linear_by(x, self.pointwise.weight.flatten(1), self.pointwise.bias))
         if torch.is_autocast_enabled("cpu"):
             x = x.to(torch.get_autocast_dtype("cpu"))
         return self.output(x.transpose(2, 3).flatten(2))
@@ -80,6 +81,7 @@ class _FirstConvolution(torch.autograd.Function):
         return made
 
     @staticmethod
+    @in_own_precision
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         features, taps, made = ctx.saved_tensors
         by_sum = torch.ops.aten.threshold_backward(gradient, made, 0)
