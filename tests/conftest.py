@@ -5,12 +5,18 @@ import os
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
+
+from tests.leftovers import descendants, end_leftovers, heed_what_nohup_ignores
+from tests.patience import PATIENCE
+
+heed_what_nohup_ignores()
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: tests may share their cores
 
@@ -106,6 +112,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture(autouse=True)
+def nobody_outlives_a_test() -> Iterator[None]:
+    """A test that fails leaves no trainer behind."""
+    before = descendants(os.getpid())
+    yield
+    end_leftovers(descendants(os.getpid()) - before)
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     """26 training utterances (so that windows of 4 leave a ragged one), 5 for validation, 5 for testing."""
@@ -125,7 +139,7 @@ def run_script(script: str, *arguments: str, cwd: Path | None = None) -> subproc
         env={**os.environ, "OMP_NUM_THREADS": "2"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=PATIENCE,
         stdin=subprocess.DEVNULL,
     )
 

@@ -89,12 +89,12 @@ def test_a_header_out_of_its_limits_is_refused_at_once_and_nothing_is_decoded(na
     path = tmp_path / "spoilt.wav"
     write(path)
     monkeypatch.setattr(soundfile.SoundFile, "read", lambda *_, **__: pytest.fail("samples were decoded"))
-    started = time.monotonic()
+    started = time.process_time()
     for read in (read_header, read_samples):
         with pytest.raises(DataError, match=said) as caught:
             read(source_of(path))
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize(

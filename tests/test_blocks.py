@@ -9,6 +9,7 @@ import torch
 from konkanivani.model.blocks import ConvolutionModule
 from konkanivani.model.depthwise import convolved
 from tests.conftest import ROOT
+from tests.patience import PATIENCE
 
 CONVOLVE = """
 import torch
@@ -39,5 +40,5 @@ def test_under_autocast_the_convolution_is_that_of_full_precision_rounded():
 @pytest.mark.parametrize(("threads", "width", "frames"), [(2, 32, 58), (8, 128, 200), (1, 16, 31)])
 def test_in_half_precision_it_comes_to_an_end_on_any_number_of_threads(threads, width, frames):
     script = CONVOLVE.format(threads=threads, width=width, frames=frames)
-    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert ended.stdout.strip() == "True", ended.stderr

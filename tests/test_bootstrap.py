@@ -18,6 +18,7 @@ import pytest
 
 from konkanivani.errors import ResourceError
 from konkanivani.preflight import TORCH_RANGE, check_gpu_architecture
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted((ROOT / "training_scripts").glob("*.py")) + sorted((ROOT / "benchmarks").glob("*.py"))
@@ -74,7 +75,9 @@ def run(python: str, arguments: list[str], cwd: Path, **variables: str) -> subpr
     """Runs a Python with neither pip's nor the allocator's settings of this machine."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTORCH_", "PYTHON"))}
     environment = kept | {"PIP_CONFIG_FILE": os.devnull, "PYTHONDONTWRITEBYTECODE": "1"} | variables
-    return subprocess.run([python, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [python, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )
 
 
 def assert_one_sentence(process: subprocess.CompletedProcess, *words: str) -> None:
@@ -402,7 +405,9 @@ class TestMalloc:
             pytest.skip("no glibc on Linux here")
         plain = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "GLIBC_TUNABLES"}
         command = [sys.executable, "-c", program, mode]
-        done = subprocess.run(command, cwd=ROOT, env=plain | variables, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, cwd=ROOT, env=plain | variables, capture_output=True, text=True, timeout=PATIENCE
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -37,6 +37,7 @@ from konkanivani.model.subsampling import Subsampling
 from konkanivani.randomness import utterance_generator
 from konkanivani.text import train_tokenizer
 from tests.conftest import Corpus
+from tests.patience import PATIENCE
 
 DURATIONS = np.random.default_rng(0).uniform(0.5, 15, size=103)
 
@@ -140,7 +141,7 @@ def speech(corpus: Corpus) -> TrainingSpeech:
 
 
 def stream(
-    speech: TrainingSpeech, workers: int, cursor: Cursor = BEGINNING, timeout: float = 60.0
+    speech: TrainingSpeech, workers: int, cursor: Cursor = BEGINNING, timeout: float = PATIENCE
 ) -> Iterator[tuple[Window, Cursor]]:
     plan = EpochPlanner(np.array([u.duration for u in speech.utterances]), 4, seed=3)
     rejections = Rejections(None, most=0.5)
@@ -232,7 +233,7 @@ def test_what_cannot_be_read_is_left_out_of_its_window_and_told_once(speech, wor
 
 
 def hang() -> None:
-    time.sleep(60)
+    time.sleep(2 * PATIENCE)
 
 
 def die() -> None:

@@ -37,6 +37,7 @@ from konkanivani.speech_model import SpeechModel
 from konkanivani.text import Tokenizer, train_tokenizer
 from konkanivani.whole_file import whole_file
 from tests.conftest import ROOT, WORDS, Corpus, run_script, speak
+from tests.patience import PATIENCE
 
 CPU = torch.device("cpu")
 EXPORT = "training_scripts/export_asr.py"
@@ -321,7 +322,7 @@ print([name for name in trainer if name in sys.modules])
 
 def test_a_bundle_is_heard_without_the_trainer(path, tmp_path):
     command = [sys.executable, "-c", HEARING, str(ROOT), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     _, loaded, control = done.stdout.splitlines()
     assert loaded == "[]" and "konkanivani.training" in control
@@ -512,7 +513,7 @@ def test_the_example_of_the_documentation_hears_what_the_model_hears(speech_mode
     soundfile.write(tmp_path / "recording.flac", waveform.numpy(), 16_000, subtype="PCM_24")
     (tmp_path / "example.py").write_text(example + "\nimport sys; assert 'torch' not in sys.modules\n")
     done = subprocess.run(
-        [sys.executable, "-I", "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-I", "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == hear_with(speech_model)(waveform[None], (len(waveform),))[0] != ""

@@ -19,6 +19,7 @@ from konkanivani.memory.traces import Traces
 from konkanivani.plan_report import plan_for, plan_presets
 from konkanivani.run_plan import build_tracer, check_state
 from tests.conftest import TINY_MODEL, run_script
+from tests.patience import PATIENCE
 
 SMALL = ModelConfig(d_model=32, encoder_layers=3, decoder_layers=1, attention_heads=2, subsampling_channels=8)
 NOTHING_BESIDE = DeviceCosts("a device", is_cuda=False, rounding=1, workspace=0, context=0)
@@ -190,7 +191,7 @@ def test_a_card_by_name_is_its_own_budget():
 def in_a_fresh_process(function):
     """The function's result where no backward pass has run: PyTorch forbids one in a fork of where one has."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function).result(timeout=120)
+        return pool.submit(function).result(timeout=PATIENCE)
 
 
 def modes_from_busy_threads():

@@ -26,6 +26,7 @@ from konkanivani.data.preparation import Preparation, prepare_corpus
 from konkanivani.data.splits import Shares, Unit, draw_splits, split_named
 from konkanivani.errors import KonkaniVaniError
 from tests.conftest import run_script, script_command
+from tests.patience import PATIENCE
 from tests.test_formats import (
     MINIATURES,
     SCRIPT,
@@ -165,9 +166,7 @@ SPOILT: dict[str, tuple[Callable[[Table], object], str, str]] = {
 def test_a_row_that_cannot_be_used_is_left_out_with_its_reason(name, table):
     spoil, kind, said = SPOILT[name]
     spoil(table)
-    started = time.monotonic()
     done = table.prepare(*ALL)
-    assert time.monotonic() - started < 60
     assert done.returncode == 0, done.stderr
     (row,) = rejected(table.directory)
     assert (row["file"], row["row"]) == ("all.csv", 7)
@@ -447,7 +446,7 @@ def test_a_full_disk_ends_with_6_and_leaves_what_was_there(table):
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512)),  # no file may grow beyond it
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == 6 and "Free room there" in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert {path.name: path.read_bytes() for path in table.output.iterdir()} == before

@@ -21,6 +21,7 @@ from konkanivani.training.state import TrainState
 from konkanivani.training.step import StepParts, train_step
 from tests.conftest import ROOT
 from tests.laws.parts import double_parts, relative_difference, speeches, window
+from tests.patience import PATIENCE
 
 
 def weights_of(parts: StepParts) -> list[torch.Tensor]:
@@ -74,6 +75,7 @@ TRAIN = """
 import sys
 from konkanivani.training.step import train_step
 from tests.laws.parts import double_parts, speeches, window
+from tests.patience import PATIENCE
 {before}
 train_step(double_parts(), window(speeches(2), 1), step=0)
 print("torch._dynamo" in sys.modules, "triton" in sys.modules)
@@ -86,7 +88,7 @@ print("torch._dynamo" in sys.modules, "triton" in sys.modules)
 def test_a_step_does_not_load_pytorchs_compiler(before, loaded):
     """It takes a hundred megabytes; the negative control is what torch's own class of optimizer does."""
     ended = subprocess.run(
-        [sys.executable, "-c", TRAIN.format(before=before)], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", TRAIN.format(before=before)], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
     )
     assert ended.stdout.strip().startswith(loaded), ended.stdout + ended.stderr
 

@@ -14,6 +14,7 @@ import torch
 from benchmarks.measuring.fixed_step import build_speech, build_window
 from konkanivani.memory.live_bytes import LiveBytes
 from tests.conftest import ROOT, script_command
+from tests.patience import PATIENCE
 
 PEERS = ROOT.parent / "shared" / "peers" / "step_bench.py"
 SMALL = ("--preset", "minimal", "--batch", "2", "--accum", "2", "--steps", "1")
@@ -27,7 +28,7 @@ def run_benchmark(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=PATIENCE,
         stdin=subprocess.DEVNULL,
     )
 

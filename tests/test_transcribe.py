@@ -31,6 +31,7 @@ from konkanivani.transcribe import Recording, find_recordings, output_paths
 from konkanivani.transcript import Segment, Word
 from konkanivani.transcript_text import cues_of, srt_time, text_of
 from tests.conftest import ROOT, TINY_MODEL, run_folders, run_script, speak, write_corpus
+from tests.patience import PATIENCE
 
 TRANSCRIBE = "training_scripts/transcribe.py"
 WORDS = ("एक", "दोन", "तीन", "उदक", "घर", "शाळा", "बाजार", "आवय", "चार", "घर", "पांच", "दोन", "एक", "शाळा")
@@ -197,7 +198,7 @@ print("torch._dynamo" in sys.modules)
 def test_hearing_does_not_load_pytorchs_compiler(trained, before, loaded):
     """It takes a hundred megabytes; the negative control is a layer that fills what has no values."""
     code = HEAR.format(before=before, path=str(trained.checkpoint))
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert ended.stdout.strip() == loaded, ended.stdout + ended.stderr
 
 

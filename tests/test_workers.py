@@ -9,9 +9,10 @@ import torch
 from torch.utils.data import Dataset
 
 from konkanivani.data.workers import Loaded, LoaderConfig, WorkersFailed, load_in_order
+from tests.patience import PATIENCE
 
 LONGER_THAN_WORKERS_ARE_LEFT_ALONE = 2.5  # seconds
-LOADER = LoaderConfig(workers=2, timeout=60.0, pin_memory=False)
+LOADER = LoaderConfig(workers=2, timeout=PATIENCE, pin_memory=False)
 
 
 class SlowThenDeadly(Dataset):

@@ -23,9 +23,9 @@ from konkanivani.checkpointer import LAST, Checkpointer
 from konkanivani.data.workers import PR_SET_PDEATHSIG
 from konkanivani.errors import CheckpointError
 from tests.conftest import ROOT, run_folders
+from tests.patience import PATIENCE
 
 SCRIPT = ROOT / "training_scripts" / "train_konkanivani_asr.py"
-PATIENCE = 300.0  # seconds; what takes longer hangs, on a slow machine too
 THREADS = "1"
 LOG_TAIL = 1 << 16  # bytes of a log in which its last step is looked for
 
@@ -85,7 +85,7 @@ class Life:
         return code
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Waits; an AssertionError where it ends before, or nothing comes for two minutes."""
+        """Waits; an AssertionError where it ends before, or it does not come in time."""
         deadline = time.monotonic() + PATIENCE
         while not is_so():
             assert self.is_alive(), f"it ended by itself, and {what} never came"
@@ -176,6 +176,15 @@ def members(group: int) -> list[int]:
         if int(its_group) == group and state not in "ZX":
             found.append(int(path.parent.name))
     return found
+
+
+def is_dying(pid: int) -> bool:
+    """Whether it is gone, or SIGKILL has been sent to it and it has only to run once more to end."""
+    try:
+        pending = re.findall(r"^S(?:ig|hd)Pnd:\s+(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return any(int(signals, 16) & (1 << (signal.SIGKILL - 1)) for signals in pending)
 
 
 def _warm() -> multiprocessing.context.ForkServerContext:

@@ -29,6 +29,7 @@ from tests.conftest import (
     write_surroundings,
 )
 from tests.faults.warm_trainer import Ended, Fault, WarmTrainer
+from tests.patience import PATIENCE
 
 STEPS = 17  # 7 windows an epoch: two epochs and three windows of a third
 SCHEDULE = ("--epochs", "3", "--max_steps", str(STEPS), "--save_steps", "2")
@@ -248,7 +249,7 @@ class ResumeBench:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=300,
+            timeout=PATIENCE,
         )
         wrong = _wrong_end(Ended(ended.returncode, ended.stdout), ())
         if "Going on from" not in ended.stdout:
@@ -298,7 +299,7 @@ def kill_after(directory: Path, step: int, command: list[str], threads: int = 1)
         stderr=subprocess.DEVNULL,
     )
     log = directory / "runs" / "default" / "log.jsonl"
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + PATIENCE
     while not (log.exists() and f'"step": {step},' in log.read_text(encoding="utf-8")):
         assert process.poll() is None and time.monotonic() < deadline, "the run ended before it was killed"
         time.sleep(0.01)

@@ -20,7 +20,8 @@ from konkanivani.audio_file import AudioSource
 from konkanivani.data import speech
 from tests.conftest import ROOT, Corpus
 from tests.faults.killing import small_run
-from tests.faults.lives import SCRIPT, THREADS, Life, LongRun, Trap, members
+from tests.faults.lives import SCRIPT, THREADS, Life, LongRun, Trap, is_dying, members
+from tests.patience import PATIENCE
 
 SHELL_SCRIPT = ROOT / "run_training_memory_optimized.sh"
 Target = Literal["the process", "its group", "the shell script"]
@@ -107,8 +108,9 @@ class HangingAudio:
 
 
 def end_while_workers_hang(run: LongRun, number: signal.Signals) -> Ending:
-    """One life that waits for workers that never answer when the signal comes."""
-    life = begin(run, "the process", workers=2, trap=HangingAudio(recordings=12))
+    """One life that waits for workers that never answer when the signal comes, longer than we wait for its end."""
+    patient = "--loader_timeout", str(2 * PATIENCE)
+    life = begin(run, "the process", 2, *patient, trap=HangingAudio(recordings=12))
     logged = -1
     while logged != (logged := run.logged_step()):  # what was loaded beforehand is trained on
         time.sleep(1.0)
@@ -146,9 +148,9 @@ def _is_read(terminal: int, output: Path) -> bool:
     return True
 
 
-def begin(run: LongRun, target: Target, workers: int, trap: Trap | None = None) -> Life:
+def begin(run: LongRun, target: Target, workers: int, *more: str, trap: Trap | None = None) -> Life:
     """A life that has made a step."""
-    before, loader = run.logged_step(), ("--num_workers", str(workers))
+    before, loader = run.logged_step(), ("--num_workers", str(workers), *more)
     life = run.begin_script(SHELL_SCRIPT, *loader) if target == "the shell script" else run.begin(*loader, trap=trap)
     life.wait_until(lambda: run.logged_step() > before, "the first step")
     return life
@@ -164,9 +166,15 @@ def send(life: Life, number: signal.Signals, target: Target) -> None:
 
 
 def left_after(life: Life) -> list[int]:
-    """The processes of an ended life that are there 2 s later: left alone, PyTorch's workers take 5 s to notice."""
-    deadline = time.monotonic() + 2.0
-    while (left := members(life.pid)) and time.monotonic() < deadline:
+    """The processes of an ended life that are there 2 s later: left alone, PyTorch's workers take 5 s to notice.
+
+    One that has been killed may take its time to end where others want the processors.
+    """
+    began = time.monotonic()
+    while left := members(life.pid):
+        waited = time.monotonic() - began
+        if waited > PATIENCE or (waited > 2.0 and not all(map(is_dying, left))):
+            break
         time.sleep(0.01)
     return left
 

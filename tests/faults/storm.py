@@ -10,10 +10,10 @@ import time
 import torch
 
 from konkanivani.command_line import run_script
+from tests.patience import PATIENCE
 
 PERIOD = 0.0005  # seconds
 ENOUGH = 1000  # signals
-PATIENCE = 120.0  # seconds
 
 
 def products_in_the_rain() -> str:

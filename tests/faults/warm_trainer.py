@@ -20,10 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.patience import PATIENCE
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "training_scripts" / "train_konkanivani_asr.py"
 
-PATIENCE = 280.0  # seconds: runs take two, but other work may be going on
 Fault = tuple  # the name of a function of inject.py and its arguments: strings and numbers
 
 
@@ -52,7 +53,7 @@ class WarmTrainer:
     def start(self, flags: Sequence[str], output: Path, faults: Sequence[Fault] = ()) -> int:
         """The process id of a run that has begun; what it says goes to the file `output`."""
         output.parent.mkdir(parents=True, exist_ok=True)
-        process = self._ask({"start": list(flags), "output": str(output), "faults": list(faults)}, seconds=60)
+        process = self._ask({"start": list(flags), "output": str(output), "faults": list(faults)}, PATIENCE)
         self._running.add(process)
         return process
 
@@ -62,7 +63,7 @@ class WarmTrainer:
             code = self._ask({"wait": process}, seconds)
         except TimeoutError:
             os.killpg(process, signal.SIGKILL)
-            self._read(30)
+            self._read(PATIENCE)
             raise TimeoutError(f"The run still goes on:\n{output.read_text(encoding='utf-8')}") from None
         finally:
             self._running.discard(process)

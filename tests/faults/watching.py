@@ -17,7 +17,7 @@ import torch
 from konkanivani.errors import KonkaniVaniError
 
 MOST_SECONDS = 5.0  # of a processor, or of waiting for anything but one
-BUSY_FACTOR = 12  # so much longer may it take where many others want the processors
+BUSY_FACTOR = 120  # so much longer may it take where many others want the processors
 MOST_GROWTH_MIB = 200.0
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # What an audit hook hears of other programs and machines, and of files that change without being opened.

@@ -28,9 +28,9 @@ from konkanivani.sharding import Whole
 from konkanivani.training.step import StepParts, train_step
 from tests.laws.failing import ERRORS, failing_forward, once_at
 from tests.laws.parts import MODEL, double_parts, speeches, window
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TIMEOUT = 60.0
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def start_and_wait(command: Sequence[str], world: int, **environment: str) -> No
         )
         for rank in range(world)
     ]
-    errors = [rank.communicate(timeout=30 * TIMEOUT)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=2 * PATIENCE)[1] for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
 
 
@@ -123,7 +123,7 @@ def main(outcome: str, listed: str) -> None:
     torch.set_num_threads(1)
     cases = [Case(**case) for case in json.loads(Path(listed).read_text())]
     topology = read_topology()
-    with joined(topology, TIMEOUT):
+    with joined(topology, PATIENCE):
         trained = [train_case(case, topology) for case in cases]
     if topology.is_first:
         torch.save([vars(one) for one in trained], outcome)

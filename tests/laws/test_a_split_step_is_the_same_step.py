@@ -25,6 +25,7 @@ from konkanivani.training.step import StepParts, StepReport, train_step
 from tests.conftest import ROOT
 from tests.laws.failing import ERRORS, above, failing_backward, failing_forward, failing_pieces, once_at
 from tests.laws.parts import MODEL, double_parts, long_speeches, relative_difference, speeches, window, with_dropout
+from tests.patience import PATIENCE
 
 BOUND = 1e-9
 FAILING = {"forward": failing_forward, "backward": failing_backward}
@@ -309,7 +310,7 @@ def test_really_out_of_memory_and_the_same_step(recompute, fails_in_backward):
         env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -21,6 +21,7 @@ from tests.conftest import (
     write_surroundings,
 )
 from tests.faults.resuming import checkpoint_differences, kill_after, last_checkpoint
+from tests.patience import PATIENCE
 
 STEPS = 17  # 7 windows an epoch: two epochs and three windows of a third
 LOGGED = ("step", "epoch", "loss", "ctc_loss", "attention_loss", "learning_rate", "gradient_norm", "padding_share")
@@ -114,7 +115,7 @@ def test_sigterm_saves_exits_143_and_resumes_exactly(corpus, undisturbed, tmp_pa
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=60)[0].decode()
+    output = process.communicate(timeout=PATIENCE)[0].decode()
     assert process.returncode == 143, output
     assert "Traceback" not in output
     assert run_trainer(*flags(corpus, tmp_path, 0, "--resume", "auto")).returncode == 0
