@@ -1,6 +1,5 @@
 """Audio files and folders of them to transcripts on the screen or in files, one after the other."""
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ from konkanivani.command_line import is_out_of_memory
 from konkanivani.data.batching import deal
 from konkanivani.distributed import ALONE, Topology, gather, sum_across
 from konkanivani.errors import DataError, ResourceError, UsageError
+from konkanivani.listing import visible_files
 from konkanivani.recognizer import Recognizer
 from konkanivani.transcript import Segment
 from konkanivani.transcript_text import TextFormat, Timestamps, text_of
@@ -46,7 +46,8 @@ def audio_suffixes() -> frozenset[str]:
 def find_recordings(paths: Sequence[str]) -> list[Recording]:
     """The files named, and in their place the audio files in and under the folders named, in order of their names.
 
-    Links to folders within a folder are not followed. A DataError names a folder without any audio file.
+    What is hidden in a folder is left out unless it is named itself; links to folders in it are not followed. A
+    DataError names a folder without any audio file.
     """
     suffixes, found = audio_suffixes(), []
     for address in (path for path in paths if "://" in path):
@@ -55,8 +56,7 @@ def find_recordings(paths: Sequence[str]) -> list[Recording]:
         if not path.is_dir():
             found.append(Recording(path, Path(path.name)))
             continue
-        inside = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
-        audible = sorted(each for each in inside if each.suffix.lower() in suffixes)
+        audible = sorted(each for each in visible_files(path) if each.suffix.lower() in suffixes)
         if not audible:
             raise DataError(f"The folder {path} holds no audio file that can be read. Give another, or files.")
         found += [Recording(each, each.relative_to(path)) for each in audible]

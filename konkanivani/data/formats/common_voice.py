@@ -12,6 +12,7 @@ from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFold
 from konkanivani.data.splits import split_named
 from konkanivani.data.tables import as_seconds, read_records
 from konkanivani.errors import DataError
+from konkanivani.listing import visible_entries
 
 GIVEN = ("train.tsv", "dev.tsv", "test.tsv")
 
@@ -54,7 +55,7 @@ def _read_table(source: SpeechFolder, table: Path, clips: Path, split: str, seco
 def _language_folder(source: SpeechFolder) -> Path:
     """The folder with clips/ and its tables: the one given, or the only one in it (cv-corpus-…/kok)."""
     wanted = source.table or "train.tsv"
-    folders = [f for f in (source.path, *sorted(source.path.iterdir())) if (f / "clips").is_dir()]
+    folders = [f for f in (source.path, *visible_entries(source.path)) if (f / "clips").is_dir()]
     if len(folders) == 1:
         return folders[0]
     found = f"{len(folders)} folders with clips/" if folders else "no folder clips/"

@@ -3,7 +3,6 @@
 Folders train, valid (or dev) and test at its top are the given splits. Lines of a transcript are joined by spaces.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFold
 from konkanivani.data.splits import split_of_path
 from konkanivani.data.tables import read_text
 from konkanivani.errors import DataError
+from konkanivani.listing import visible_files
 
 AUDIO_SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aiff", ".aif", ".au", ".sph", ".w64", ".caf")
 
@@ -30,12 +30,8 @@ def find_utterances(source: SpeechFolder) -> Found:
 
 
 def audio_files(folder: Path) -> Iterator[Path]:
-    """Every file below a folder that is named like audio, sorted; links to folders are not followed."""
-    for directory, folders, names in os.walk(folder):
-        folders.sort()
-        for name in sorted(names):
-            if os.path.splitext(name)[1].lower() in AUDIO_SUFFIXES:
-                yield Path(directory, name)
+    """Every file below a folder that is named like audio, as `visible_files` finds them."""
+    return (path for path in visible_files(folder) if path.suffix.lower() in AUDIO_SUFFIXES)
 
 
 def _read_transcript(source: SpeechFolder, audio: Path, transcript: Path) -> FoundUtterance | RefusedRow:

@@ -16,6 +16,7 @@ from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFold
 from konkanivani.data.splits import split_of_path
 from konkanivani.data.tables import as_text
 from konkanivani.errors import DataError, ResourceError, UsageError
+from konkanivani.listing import visible_files
 
 AUDIO_COLUMNS = ("audio", "audio_filepath")
 TEXT_COLUMNS = ("text", "sentence", "transcription", "transcript", "normalized", "verbatim")
@@ -112,7 +113,8 @@ def _saved_parts(source: SpeechFolder) -> Iterator[Part]:
 def _parquet_parts(source: SpeechFolder) -> Iterator[Part]:
     import pyarrow.parquet
 
-    for path in sorted(path for path in source.path.rglob("*.parquet") if path.is_file()):
+    tables = (path for path in visible_files(source.path) if path.name.endswith(".parquet"))
+    for path in sorted(path for path in tables if path.is_file()):
         try:
             file = pyarrow.parquet.ParquetFile(path)
         except Exception as error:  # as above

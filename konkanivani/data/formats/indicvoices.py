@@ -21,6 +21,7 @@ from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFold
 from konkanivani.data.splits import split_of_path
 from konkanivani.data.tables import as_seconds, as_text, parse_json, read_text
 from konkanivani.errors import DataError
+from konkanivani.listing import visible_files
 from konkanivani.text import normalize_text
 
 MARKS = re.compile(r"\[[^\[\]]*\]|<[^<>]*>|\([^()]*\)")  # linear in the text, whatever stands open in it
@@ -31,7 +32,7 @@ def find_utterances(source: SpeechFolder) -> Found:
     """The segments and rows of every JSON below the folder."""
     if source.text_column and source.text_column not in TEXT_COLUMNS:
         raise DataError(f"IndicVoices has no text {source.text_column!r}. Give --text_column normalized or verbatim.")
-    paths = sorted(Path(d, name) for d, _, names in os.walk(source.path) for name in names if name.endswith(".json"))
+    paths = sorted(path for path in visible_files(source.path) if path.name.endswith(".json"))
     if not paths:
         raise DataError(f"{source.path} holds no JSON. Give --source the folder into which IndicVoices was unpacked.")
     for path in paths:

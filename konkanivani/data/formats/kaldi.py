@@ -15,6 +15,7 @@ from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFold
 from konkanivani.data.splits import split_named
 from konkanivani.data.tables import as_seconds, read_lines
 from konkanivani.errors import DataError
+from konkanivani.listing import visible_entries
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Entry:
 
 def find_utterances(source: SpeechFolder) -> Found:
     """The lines of every data folder's `text`."""
-    folders = [f for f in (source.path, *sorted(source.path.iterdir())) if (f / "wav.scp").exists()]
+    folders = [f for f in (source.path, *visible_entries(source.path)) if (f / "wav.scp").exists()]
     if not folders:
         raise DataError(f"{source.path} holds no wav.scp. Give --source a Kaldi data folder, or a folder of them.")
     for folder in folders:

@@ -24,6 +24,7 @@ from konkanivani.data.shards import Member, read_member_text, read_members
 from konkanivani.data.splits import split_of_path
 from konkanivani.data.tables import as_seconds, as_text, parse_json, read_lines
 from konkanivani.errors import DataError
+from konkanivani.listing import is_hidden, visible_entries
 
 SHARD = re.compile(r".*\.(tar|tar\.gz|tgz|tar\.xz|tar\.bz2|tar\.zst)")
 TARRED, SHARDED = "tarred_audio_manifest.json", "sharded_manifests"
@@ -45,12 +46,12 @@ def find_utterances(source: SpeechFolder) -> Found:
         table = source.table_path()
         yield from _read_manifest(source, table, table.parent, "")
         return
-    folders = [source.path, *sorted(p for p in source.path.iterdir() if p.is_dir() and p.name != SHARDED)]
+    folders = [source.path, *(p for p in visible_entries(source.path) if p.is_dir() and p.name != SHARDED)]
     is_empty = True
     for folder in folders:
         tarred = [folder / TARRED] if (folder / TARRED).exists() else _manifests(folder / SHARDED)
         manifests = tarred or _manifests(folder)
-        shards = sorted(path for path in folder.iterdir() if SHARD.fullmatch(path.name))
+        shards = [path for path in visible_entries(folder) if SHARD.fullmatch(path.name)]
         is_empty &= not (manifests or shards)
         for manifest in manifests:
             yield from _read_manifest(source, manifest, folder, _split(source, manifest))
@@ -61,7 +62,7 @@ def find_utterances(source: SpeechFolder) -> Found:
 
 
 def _manifests(folder: Path) -> list[Path]:
-    paths = folder.iterdir() if folder.is_dir() else ()
+    paths = visible_entries(folder) if folder.is_dir() else ()
     return sorted((p for p in paths if p.suffix in (".json", ".jsonl")), key=lambda path: (len(path.name), path.name))
 
 
@@ -181,6 +182,8 @@ def _keyed(shard: Path) -> Iterator[tuple[str, Keyed]]:
     """The members of a shard gathered by key, in the order in which the keys appear."""
     gathered: dict[str, Keyed] = {}
     for row, member in enumerate(read_members(shard), start=1):
+        if any(is_hidden(part) for part in member.name.split("/") if part not in (".", "..")):
+            continue  # a Mac's tar writes ._0.wav beside 0.wav
         folder, slash, name = member.name.rpartition("/")
         stem, _, extension = name.partition(".")
         keyed = gathered.setdefault(folder + slash + stem, Keyed())

@@ -18,6 +18,7 @@ from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFold
 from konkanivani.data.splits import split_of_path
 from konkanivani.data.tables import Record, read_cells, read_lines
 from konkanivani.errors import DataError
+from konkanivani.listing import visible_files
 
 INDEX = re.compile(r"line_index.*\.(tsv|csv)|utt_spk_text.*\.tsv|transcription\.txt")
 SPEAKER = re.compile(r"([a-z]{2,4}_\d{3,6})_\d{6,}", re.IGNORECASE)
@@ -73,8 +74,7 @@ def _read_spaced(index: Path) -> list[Record]:
 
 
 def _find_indices(folder: Path) -> list[Path]:
-    paths = (Path(directory, name) for directory, _, names in os.walk(folder) for name in names)
-    return sorted(path for path in paths if INDEX.fullmatch(path.name))
+    return sorted(path for path in visible_files(folder) if INDEX.fullmatch(path.name))
 
 
 def _audio_by_name(folder: Path) -> dict[str, list[Path]]:

@@ -1,0 +1,68 @@
+"""What a system keeps in a folder for itself is no part of a corpus, and is not transcribed, unless it is named."""
+
+import json
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from konkanivani.listing import visible_files
+from konkanivani.transcribe import find_recordings
+from tests.test_formats import MINIATURES, add_member, sentence, sound_bytes, write_sentence
+from tests.test_prepare_data import prepare, rejected
+
+FORK = b"\0\5\26\7\0\2\0\0Mac OS X        \xff\xfe" + bytes(120)  # as a Mac writes it where it cannot keep attributes
+
+
+def haunt(folder: Path) -> None:
+    """Puts beside every file what a Mac, a Windows and a Linux leave there, and a second corpus in the bin."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    for path in files:
+        (path.parent / f"._{path.name}").write_bytes(FORK)
+    shutil.copytree(folder, folder.parent / "second")
+    for name in (".Trash-1000", "__MACOSX", "$RECYCLE.BIN", ".ipynb_checkpoints"):
+        shutil.copytree(folder.parent / "second", folder / name)
+    for name in ("Thumbs.db", "desktop.ini", ".DS_Store"):
+        (folder / name).write_bytes(FORK)
+
+
+def prepared_rows(directory: Path) -> list[str]:
+    rows = [json.loads(line) for path in (directory / "out").glob("t*.jsonl") for line in path.open(encoding="utf-8")]
+    rows += [json.loads(line) for line in (directory / "out" / "valid.jsonl").open(encoding="utf-8")]
+    return sorted(row["text"] for row in rows)
+
+
+@pytest.mark.parametrize("name", ["folder", "openslr", "nemo", "indicvoices", "huggingface parquet"])
+def test_what_systems_leave_in_a_corpus_is_no_part_of_it(name, tmp_path):
+    build, flags = MINIATURES[name]
+    spoken = build(tmp_path / "corpus")
+    haunt(tmp_path / "corpus")
+    done = prepare(tmp_path, name.split()[0], *flags)
+    assert done.returncode == 0, done.stderr
+    assert prepared_rows(tmp_path) == sorted(found.text for found in spoken)
+    assert all("speaker 1" in row["kind"] or "no word" in row["kind"] for row in rejected(tmp_path))
+
+
+def test_what_a_mac_adds_to_a_tar_is_no_part_of_it_and_a_dot_before_the_path_is(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    for split in ("train", "valid", "test"):
+        with tarfile.open(tmp_path / "corpus" / f"{split}-0.tar", "w") as tar:
+            for number in range(3):
+                place = {"train": 0, "valid": 3, "test": 6}[split] + number
+                for suffix, content in (("flac", sound_bytes(place)), ("txt", sentence(place).encode())):
+                    add_member(tar, f"./._{place}.{suffix}", FORK)
+                    add_member(tar, f"__MACOSX/{place}.{suffix}", content)
+                    add_member(tar, f"./{place}.{suffix}", content)
+    done = prepare(tmp_path, "nemo")
+    assert done.returncode == 0 and rejected(tmp_path) == [], done.stderr
+    assert prepared_rows(tmp_path) == sorted(map(sentence, range(9)))
+
+
+def test_hidden_files_are_taken_where_they_are_named(tmp_path):
+    for name in ("a.wav", "._a.wav", ".hidden/b.wav", "__MACOSX/c.wav", "d/.e.wav", "d/f.wav"):
+        write_sentence(tmp_path / "in" / name, 0)
+    named = [tmp_path / "in" / "._a.wav", tmp_path / "in" / ".hidden"]
+    found = [str(recording.name) for recording in find_recordings(list(map(str, [tmp_path / "in", *named])))]
+    assert found == ["a.wav", "d/f.wav", "._a.wav", "b.wav"]
+    assert [path.name for path in visible_files(tmp_path / "in")] == ["a.wav", "f.wav"]
