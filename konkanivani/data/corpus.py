@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ ROWS_AT_ONCE = 512
 THREADS = 8  # they wait for the disk
 MOST_CHARACTERS = 20_000  # nobody says more at a time; what follows takes time by the character
 ROUNDING = 0.1  # seconds by which a span may reach beyond its file: tables round
+SHALLOW = 3  # parts of a path such as /home/anita: no such folder is proposed as a place of audio
 LINE_ENDS = re.compile("[\t\n\r]")  # in a cell: a quotation mark has swallowed others
 NOT_UTF8 = re.compile("[\ud800-\udfff]")
 
@@ -109,11 +111,16 @@ def _place(found: FoundUtterance, roots: AudioRoots) -> FoundUtterance | Refused
     except (OSError, RuntimeError, ValueError) as error:
         return found.refused("missing audio", f"its path cannot be followed: {error}")
     if not path.is_relative_to(roots.inside) and not path.is_relative_to(roots.staged):
-        return found.refused(
-            "outside the corpus",
-            f"its audio lies outside {roots.inside}: give --audio_root a folder that holds it, if that is meant",
-        )
+        root = shlex.quote(str(_root_of(path, roots)))
+        reason = f"its audio lies outside {roots.inside}: give --audio_root {root}, if that is meant"
+        return found.refused("outside the corpus", reason)
     return replace(found, audio=path)
+
+
+def _root_of(path: Path, roots: AudioRoots) -> Path:
+    """The smallest folder that holds both `path` and where audio may lie; the file's own where that is too much."""
+    shared = Path(os.path.commonpath((roots.inside, path)))
+    return shared if len(shared.parts) > SHALLOW else path.parent
 
 
 def _file_of(found: FoundUtterance) -> AudioSource:

@@ -10,7 +10,7 @@ class SpeechFolder:
     """What a format is asked to read: the corpus's folder, and what the command line says about it ("": nothing).
 
     Audio that a table holds as bytes is written to files in `embedded_audio`; no other format writes anything.
-    The preparation says where that is.
+    Audio may lie in `audio_root` (None: where `path` is). The preparation says where both are.
     """
 
     path: Path
@@ -20,6 +20,7 @@ class SpeechFolder:
     speaker_column: str = ""
     split_column: str = ""
     embedded_audio: Path = Path("audio")
+    audio_root: Path | None = None
 
     def name_of(self, file: Path) -> str:
         """`file` relative to the corpus's folder, where it lies in it."""

@@ -103,7 +103,7 @@ def prepare_corpus(task: Preparation) -> Report:
     the disk cannot be written.
     """
     with _staging(task) as staged:
-        source = replace(task.source, embedded_audio=staged / AUDIO)
+        source = replace(task.source, embedded_audio=staged / AUDIO, audio_root=task.audio_root)
         output = task.output.resolve()
         roots = AudioRoots(task.audio_root.resolve(), output, source.embedded_audio, output / AUDIO)
         corpus = read_corpus(_told(READERS[task.format](source), task), roots)

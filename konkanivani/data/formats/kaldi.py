@@ -1,8 +1,10 @@
 """Kaldi data folders: wav.scp, text, and where they exist segments and utt2spk.
 
 --source is such a folder, or holds some, whose names (train, dev_other, test) then say the splits. Paths in wav.scp are
-relative to --source or to the data folder, or absolute. An entry that ends or begins with `|` is a command: it is
-refused, never run. So are places in an archive (`wav.ark:123`). A segment that ends at -1 reaches to the file's end.
+absolute, or relative to the first of these in which the file is: the data folder, --source, --audio_root, and the
+folders above the data folder (recipes mean their own folder: egs/x/s5 for egs/x/s5/data/train). An entry that ends or
+begins with `|` is a command: it is refused, never run. So are places in an archive (`wav.ark:123`). A segment that ends
+at -1 reaches to the file's end.
 Source: https://kaldi-asr.org/doc/data_prep.html
 """
 
@@ -79,18 +81,32 @@ def _located(
     if reason:
         file = source.name_of(folder / "wav.scp")
         return RefusedRow(file, recording.row, "command or archive", reason, recording.value)
-    beside = folder / recording.value
-    path = beside if os.path.exists(beside) else source.path / recording.value
+    path = _audio(source, folder, recording.value)
+    if path is None:
+        places = f"{folder}, --source, --audio_root or a folder above"
+        return found.refused("missing audio", f"wav.scp's {recording.value} is not in {places}")
     seconds = None if end == -1.0 else end - start
     return FoundUtterance(
         found.file, found.row, path, found.text, found.id, found.speaker, found.split, start=start, seconds=seconds
     )
 
 
+def _audio(source: SpeechFolder, folder: Path, value: str) -> Path | None:
+    """Where an entry's file is by its name, None where it is nowhere; whether it may be opened is decided later."""
+    if os.path.isabs(value):
+        return Path(value)
+    above = Path(os.path.abspath(folder)).parents
+    paths = (place / value for place in (folder, source.path, source.audio_root or source.path, *above))
+    return next((path for path in paths if os.path.lexists(path)), None)
+
+
 def _reason_to_refuse(value: str) -> str:
     """Why an entry of wav.scp is not the path of an audio file; empty where it may be one."""
     if value.startswith("|") or value.endswith("|"):
-        return "it is a command, and commands are not run: write the audio to files and name those"
+        return (
+            "it is a command, and commands are not run: write what it puts out to a file and name that "
+            "(docs/data.md, Paths and commands in wav.scp)"
+        )
     if re.search(r"\.ark:\d+(\[.*\])?$", value):
         return "it is a place in an archive: write the audio to files and name those"
     return "it is standard input, not a file" if value == "-" else ""
