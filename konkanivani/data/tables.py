@@ -1,11 +1,15 @@
 """Text files of a corpus: lines, tables with and without a head, JSON. Only regular files are opened, so a pipe between
 them cannot hang the reader, and bytes that are not UTF-8 stay recognisable (`surrogateescape`) instead of raising.
+UTF-16, which Excel calls Unicode text, is read where its mark (BOM) stands before it.
 """
 
+import codecs
 import csv
+import io
 import json
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -14,6 +18,8 @@ from konkanivani.errors import DataError
 
 MOST_BYTES = 2**28  # of a file that is read at once
 LONGEST_LINE = 2**24  # characters
+HEAD_BYTES = 2**12
+SEPARATOR_LINE = re.compile(r'"?sep=([,;\t|])"?\r?\n?', re.IGNORECASE)  # told to Excel, before the head
 
 
 @dataclass(frozen=True)
@@ -26,11 +32,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Record:
-    """A row of a table under the names of its head; `row` is the line on which it begins, from 1."""
+    """A row of a table under the names of its head; `row` is the line on which it begins, from 1.
+
+    `closed_by` > 0: it opens a quotation mark that may be closed in that row, or may be a character of its text.
+    """
 
     row: int
     columns: tuple[str, ...]
     cells: tuple[str, ...]
+    closed_by: int = 0
 
     def __getitem__(self, column: str) -> str:
         """The cell under a name; empty where the table has no such column or the row ends before it."""
@@ -38,22 +48,37 @@ class Record:
         return self.cells[place] if place < len(self.cells) else ""
 
     @property
-    def surplus(self) -> str:
-        """What is wrong with a row that has more cells than the head; empty where nothing is."""
+    def flaw(self) -> str:
+        """What is wrong with the row as a whole; empty where nothing is."""
+        if self.closed_by:
+            return f"it opens a quote that row {self.closed_by} closes, so where it ends cannot be told"
         if len(self.cells) <= len(self.columns):
             return ""
         return f"it has {len(self.cells)} cells where the head has {len(self.columns)}"
 
 
 def open_text(path: Path) -> TextIO:
-    """The file at `path`, open for reading; a DataError where it is not a regular file that can be read."""
+    """The file at `path`, open for reading; a DataError where it is not a regular file of text that can be read."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise DataError(f"{path} cannot be read: it is no file. Give a corpus whose tables are files.")
-        return open(path, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        file = open(path, "rb")
+        head = file.peek(HEAD_BYTES)[:HEAD_BYTES]
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{path} cannot be read: {reason}. Check --format and --source.") from None
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return io.TextIOWrapper(file, encoding="utf-16", newline="")
+    if _is_bare_utf16(head):
+        file.close()
+        raise DataError(f"{path} cannot be read: it looks like UTF-16 without its mark (BOM). Save it as UTF-8.")
+    return io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+
+def _is_bare_utf16(head: bytes) -> bool:
+    """Whether every other byte is often zero and none between is: Latin letters and blanks in UTF-16."""
+    zeros = head[0::2].count(0), head[1::2].count(0)
+    return min(zeros) == 0 and max(zeros) > len(head) / 20
 
 
 def read_text(path: Path) -> str:
@@ -64,7 +89,16 @@ def read_text(path: Path) -> str:
                 f"{path} cannot be read: {path.stat().st_size} bytes are too many for a text at once. "
                 "Check --format and --source."
             )
-        return file.read()
+        try:
+            return file.read()
+        except UnicodeDecodeError as error:
+            raise _broken_utf16(path, error) from None
+
+
+def _broken_utf16(path: Path, error: UnicodeDecodeError) -> DataError:
+    return DataError(
+        f"{path} cannot be read: it begins as UTF-16, and then is none ({error.reason}). Save it as UTF-8."
+    )
 
 
 def read_lines(path: Path) -> Iterator[Line]:
@@ -77,17 +111,38 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 def _bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
     """The lines of a file; a DataError where one is so long that it is none."""
-    while line := file.readline(LONGEST_LINE):
-        if len(line) == LONGEST_LINE:
-            raise DataError(f"{path} holds a line of more than {LONGEST_LINE} characters. Check --format and --source.")
-        yield line
+    try:
+        while line := file.readline(LONGEST_LINE):
+            if len(line) == LONGEST_LINE:
+                longest = f"{LONGEST_LINE} characters"
+                raise DataError(f"{path} holds a line of more than {longest}. Check --format and --source.")
+            yield line
+    except UnicodeDecodeError as error:
+        raise _broken_utf16(path, error) from None
+
+
+def named_separator(path: Path) -> str:
+    """The separator that a first line such as `sep=;` names; empty where there is none."""
+    with open_text(path) as file:
+        found = SEPARATOR_LINE.fullmatch(next(_bounded_lines(file, path), ""))
+    return found.group(1) if found else ""
+
+
+def _without_separator_line(lines: Iterator[str]) -> Iterator[str]:
+    """The lines, the first one empty where it only names the separator: they are counted."""
+    first = next(lines, "")
+    yield "\n" if SEPARATOR_LINE.fullmatch(first) else first
+    yield from lines
 
 
 def read_cells(path: Path, delimiter: str = "\t", quoted: bool = False) -> Iterator[Record]:
     """The rows of a table without a head; a quotation mark is a character like any other unless `quoted`."""
     with open_text(path) as file:
+        lines = _bounded_lines(file, path)
         rows = csv.reader(
-            _bounded_lines(file, path), delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
+            _without_separator_line(lines) if quoted else lines,
+            delimiter=delimiter,
+            quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE,
         )
         begin = 1
         try:
@@ -108,6 +163,12 @@ def read_records(path: Path, delimiter: str = "\t", quoted: bool = False) -> Ite
     columns = tuple(name.strip() for name in head.cells)
     for record in rows:
         yield Record(record.row, columns, record.cells)
+
+
+def columns_alike(columns: Iterable[str], name: str) -> list[str]:
+    """The column of this name alone where there is one, else all that are called so but for case and blanks around."""
+    alike = [column for column in dict.fromkeys(columns) if column.strip().casefold() == name.strip().casefold()]
+    return [name] if name in alike else alike
 
 
 def parse_json(text: str) -> object:

@@ -1,7 +1,8 @@
 """Mozilla Common Voice as it is downloaded: clips/*.mp3, and tables train.tsv, dev.tsv, test.tsv beside them.
 
 The tables are tab-separated with a head (client_id, path, sentence, up_votes, …; newer releases have sentence_id and
-sentence_domain too, and others in another order); a quotation mark in a sentence is one. Newer releases also have
+sentence_domain too, and others in another order); a quotation mark in a sentence is one. But a table that pandas has
+written again has sentences of several lines in quotes: those are read too. Newer releases also have
 `clip_durations.tsv` (clip, duration[ms]). --table takes another table (validated.tsv, other.tsv), which then has no
 given splits. Source: https://github.com/common-voice/cv-dataset
 """
@@ -11,6 +12,7 @@ from pathlib import Path
 from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.splits import split_named
 from konkanivani.data.tables import as_seconds, read_records
+from konkanivani.data.torn_rows import mended
 from konkanivani.errors import DataError
 from konkanivani.listing import visible_entries
 
@@ -31,13 +33,13 @@ def find_utterances(source: SpeechFolder) -> Found:
 
 
 def _read_table(source: SpeechFolder, table: Path, clips: Path, split: str, seconds: dict[str, float]) -> Found:
-    for record in read_records(table):
+    for record in mended(read_records(table)):
         file = source.name_of(table)
         if not {"path", "sentence"} <= set(record.columns):
             raise DataError(f"{table} has no columns path and sentence. Check --format and --source.")
         name = record["path"]
-        if record.surplus or not name:
-            reason = record.surplus or "it names no clip"
+        if record.flaw or not name:
+            reason = record.flaw or "it names no clip"
             yield RefusedRow(file, record.row, "broken row", reason, name)
             continue
         clip = name if name.endswith(".mp3") else f"{name}.mp3"  # the first releases leave it out

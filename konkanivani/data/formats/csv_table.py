@@ -1,17 +1,20 @@
 """Any table with a head: --table FILE.csv, separated by comma, semicolon or tab, cells quoted where they need it.
 
-Columns are `audio`, `text`, and where they exist `speaker` and `split`, unless --audio_column and the like say others.
-Paths of audio are relative to --source. The separator is the one with which the head shows the most wanted columns.
+Columns are `audio`, `text`, and where they exist `speaker` and `split`, unless --audio_column and the like say others;
+in any case, and with blanks around them. Paths of audio are relative to --source. The separator is the one that a first
+line such as `sep=;` names, else the one with which the head shows the most wanted columns.
 """
 
+import os
 from pathlib import Path
 
 from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.splits import split_named
-from konkanivani.data.tables import read_cells, read_records
+from konkanivani.data.tables import columns_alike, named_separator, read_cells, read_records
 from konkanivani.errors import UsageError
 
 DELIMITERS = ",;\t"
+USUAL = ("audio", "text", "speaker", "split")
 
 
 def find_utterances(source: SpeechFolder) -> Found:
@@ -19,38 +22,55 @@ def find_utterances(source: SpeechFolder) -> Found:
     if not source.table:
         raise UsageError("--format csv needs the table to read: give --table FILE.csv.")
     table = source.table_path()
-    audio, text = source.audio_column or "audio", source.text_column or "text"
-    speaker, split = source.speaker_column or "speaker", source.split_column or "split"
-    delimiter = _delimiter(table, (audio, text, speaker, split))
-    _check_columns(source, table, delimiter, (audio, text))
+    asked = (source.audio_column, source.text_column, source.speaker_column, source.split_column)
+    wanted = tuple(name or usual for name, usual in zip(asked, USUAL, strict=True))
+    delimiter = named_separator(table) or _delimiter(table, wanted)
+    audio, text, speaker, split = _columns(table, delimiter, wanted, asked)
     file = source.name_of(table)
     for record in read_records(table, delimiter, quoted=True):
-        if record.surplus or not record[audio]:
-            reason = record.surplus or f"its column {audio} is empty"
+        given = record[split].strip()
+        if record.flaw or not record[audio].strip():
+            reason = record.flaw or f"its column {audio} is empty"
             yield RefusedRow(file, record.row, "broken row", reason, record[audio])
-        elif record[split] and not split_named(record[split]):
-            reason = f"its split {record[split]!r} is none of train, valid (or dev) and test"
+        elif given and not split_named(given):
+            reason = f"its split {given!r} is none of train, valid (or dev) and test"
             yield RefusedRow(file, record.row, "no split", reason, record[audio])
         else:
-            path, given = source.path / record[audio], split_named(record[split])
-            yield FoundUtterance(file, record.row, path, record[text], speaker=record[speaker], split=given)
+            path = _audio(source.path, record[audio])
+            yield FoundUtterance(
+                file, record.row, path, record[text], speaker=record[speaker], split=split_named(given)
+            )
 
 
-def _head(table: Path, delimiter: str) -> set[str]:
+def _audio(folder: Path, cell: str) -> Path:
+    """The path of a cell, without the blanks around it unless they are a part of the name."""
+    path = folder / cell
+    return path if cell == cell.strip() or os.path.lexists(path) else folder / cell.strip()
+
+
+def _head(table: Path, delimiter: str) -> list[str]:
     first = next(read_cells(table, delimiter, quoted=True), None)
-    return {cell.strip() for cell in first.cells} if first else set()
+    return [cell.strip() for cell in first.cells] if first else []
 
 
 def _delimiter(table: Path, wanted: tuple[str, ...]) -> str:
-    return max(DELIMITERS, key=lambda delimiter: len(_head(table, delimiter).intersection(wanted)))
+    def matches(delimiter: str) -> int:
+        head = _head(table, delimiter)
+        return sum(bool(columns_alike(head, name)) for name in wanted)
+
+    return max(DELIMITERS, key=matches)
 
 
-def _check_columns(source: SpeechFolder, table: Path, delimiter: str, needed: tuple[str, ...]) -> None:
-    asked = (source.speaker_column, source.split_column)
-    head = _head(table, delimiter)
-    missing = [column for column in (*needed, *asked) if column and column not in head]
-    if missing:
-        raise UsageError(
-            f"{table} has no column {missing[0]!r}, it has {', '.join(map(repr, sorted(head)))}. Say with "
-            "--audio_column, --text_column, --speaker_column and --split_column which are which."
-        )
+def _columns(table: Path, delimiter: str, wanted: tuple[str, ...], asked: tuple[str, ...]) -> list[str]:
+    """The wanted columns as the head writes them; a UsageError where one that is needed or asked for is not there."""
+    head, columns = _head(table, delimiter), []
+    for name, is_needed in zip(wanted, (True, True, *map(bool, asked[2:])), strict=True):
+        alike = columns_alike(head, name)
+        if len(alike) > 1 or (is_needed and not alike):
+            what = f"{len(alike)} columns {name!r}" if alike else f"no column {name!r}"
+            raise UsageError(
+                f"{table} has {what}, it has {', '.join(map(repr, sorted(head)))}. Say with --audio_column, "
+                "--text_column, --speaker_column and --split_column which are which."
+            )
+        columns.append(alike[0] if alike else name)
+    return columns

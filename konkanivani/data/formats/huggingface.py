@@ -14,7 +14,7 @@ from pathlib import Path
 
 from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.splits import split_of_path
-from konkanivani.data.tables import as_text
+from konkanivani.data.tables import as_text, columns_alike
 from konkanivani.errors import DataError, ResourceError, UsageError
 from konkanivani.listing import visible_files
 
@@ -133,9 +133,9 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, object]]:
 def _choose_columns(source: SpeechFolder, part: Part) -> Columns:
     """The columns asked for, else those with a usual name; a UsageError where they are not there."""
     names = part.columns
-    audio = source.audio_column or next((name for name in AUDIO_COLUMNS if name in names), "audio")
-    text = source.text_column or next((name for name in TEXT_COLUMNS if name in names), "text")
-    speaker = source.speaker_column or next((name for name in SPEAKER_COLUMNS if name in names), "")
+    audio = _column(names, source.audio_column, AUDIO_COLUMNS) or source.audio_column or "audio"
+    text = _column(names, source.text_column, TEXT_COLUMNS) or source.text_column or "text"
+    speaker = _column(names, source.speaker_column, SPEAKER_COLUMNS) or source.speaker_column
     chosen = Columns(audio, text, speaker)
     for column in (chosen.audio, chosen.text, chosen.speaker):
         if column and column not in names:
@@ -144,6 +144,12 @@ def _choose_columns(source: SpeechFolder, part: Part) -> Columns:
                 "--text_column and --speaker_column which are which."
             )
     return chosen
+
+
+def _column(names: tuple[str, ...], asked: str, usual: tuple[str, ...]) -> str:
+    """The column asked for, else the first usual one, also where only the case is another; empty where none is."""
+    found = (columns_alike(names, name) for name in ((asked,) if asked else usual))
+    return next((alike[0] for alike in found if len(alike) == 1), "")
 
 
 def _utterance(

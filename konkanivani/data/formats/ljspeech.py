@@ -1,10 +1,12 @@
 """LJSpeech and what is laid out like it: metadata.csv of `id|text|normalised text` without a head, audio in wavs/.
 
+An id may be a path from the corpus's folder as well (`wavs/a0.wav`), with its suffix or without.
 The third column is the transcript where there is one, else the second. Quotation marks are literal.
 Source: the README of LJSpeech-1.1, https://keithito.com/LJ-Speech-Dataset/
 """
 
 import os
+from pathlib import Path
 
 from konkanivani.data.formats.folder import AUDIO_SUFFIXES
 from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
@@ -22,8 +24,17 @@ def find_utterances(source: SpeechFolder) -> Found:
             yield RefusedRow(file, record.row, "broken row", reason, name)
             continue
         text = next((text for text in reversed(texts) if text.strip()), "")
-        stem = source.path / "wavs" / name
-        named = [stem] if stem.suffix.lower() in AUDIO_SUFFIXES else []
-        candidates = [*named, *(stem.with_name(stem.name + suffix) for suffix in (".wav", ".flac"))]
-        audio = next((path for path in candidates if os.path.exists(path)), candidates[0])
-        yield FoundUtterance(file, record.row, audio, text)
+        yield FoundUtterance(file, record.row, _audio(source.path, name), text)
+
+
+def _audio(folder: Path, name: str) -> Path:
+    """The audio of an id: in wavs/, else where the id as a path leads; the likelier one of both where there is none."""
+    in_wavs, as_it_stands = _spellings(folder / "wavs" / name), _spellings(folder / name)
+    likelier = (as_it_stands if "/" in name else in_wavs)[0]
+    return next((path for path in (*in_wavs, *as_it_stands) if os.path.exists(path)), likelier)
+
+
+def _spellings(path: Path) -> list[Path]:
+    """The path as it stands where it ends as audio does, and with the suffixes that such corpora leave out."""
+    named = [path] if path.suffix.lower() in AUDIO_SUFFIXES else []
+    return [*named, *(Path(f"{path}{suffix}") for suffix in (".wav", ".flac"))]
