@@ -1,6 +1,10 @@
 #!/usr/bin/env bash
 # Style, layers, tests. Arguments go to pytest:  ./run_tests.sh -k resume
 set -euo pipefail
+# A stream that is closed is /dev/null from here on: else files take its number, and what is printed goes into them.
+if [[ ! -e /dev/fd/0 ]]; then exec </dev/null; fi
+if [[ ! -e /dev/fd/1 ]]; then exec >/dev/null; fi
+if [[ ! -e /dev/fd/2 ]]; then exec 2>/dev/null; fi
 cd -P "$(dirname "${BASH_SOURCE[0]}")"
 
 BASE=""

@@ -10,6 +10,10 @@
 # Flags are the trainer's own (--help lists them) and win over the defaults below; torchrun's go to torchrun
 # (docs/scaling.md). Paths in them are read from this folder, wherever this is called from.
 set -euo pipefail
+# A stream that is closed is /dev/null from here on: else files take its number, and what is printed goes into them.
+if [[ ! -e /dev/fd/0 ]]; then exec </dev/null; fi
+if [[ ! -e /dev/fd/1 ]]; then exec >/dev/null; fi
+if [[ ! -e /dev/fd/2 ]]; then exec 2>/dev/null; fi
 cd -P "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 
 # Memory that grows in segments leaves a small card less fragmented. A setting of your own, in either name, stays.

@@ -21,7 +21,7 @@ from konkanivani.preflight import TORCH_RANGE, check_gpu_architecture
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = sorted((ROOT / "training_scripts").glob("*.py")) + sorted((ROOT / "benchmarks").glob("*.py"))
+SCRIPTS = sorted((ROOT / "training_scripts").glob("[a-z]*.py")) + sorted((ROOT / "benchmarks").glob("*.py"))
 NO_DRIVER = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
 OLD_TABLE = "| NVIDIA-SMI 470.82.01    Driver Version: 470.82.01    CUDA Version: 11.4     |"
 

@@ -15,6 +15,7 @@ import argparse
 import collections
 import contextlib
 import hashlib
+import io
 import json
 import os
 import re
@@ -122,6 +123,23 @@ def missing_requirements(requirements):
 # ------------------------------------------------------------------------------------------------- at a script's head
 
 
+def open_missing_streams():
+    """Opens /dev/null where stdin, stdout or stderr was closed by whoever started this, for all programs that follow.
+
+    Else the next file opened has the stream's number, and what native code prints goes into a checkpoint.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # has the lowest free number, this one
+            getattr(os, "set_inheritable", lambda *_: None)(number, True)
+        if getattr(sys, name) is None:
+            stream = io.open(number, "w" if number else "r", encoding="utf-8", errors="replace", closefd=False)
+            setattr(sys, name, stream)
+            setattr(sys, "__%s__" % name, stream)
+
+
 def set_process_defaults(environment):
     """What PyTorch and its libraries read when they are loaded; a user's own settings stay."""
     set_allocator_defaults(environment)
@@ -189,9 +207,10 @@ def is_malloc_set(environment, *options):
 def rerun_under_venv():
     """Returns if the running Python has all that is needed; else runs the same command line under .venv instead.
 
-    Ends the process with exit code 6 and one sentence when there is no environment to run in. Also puts the
-    repository's root first on sys.path and sets the allocators' defaults.
+    Ends the process with exit code 6 and one sentence when there is no environment to run in. Also opens the streams
+    that are closed, puts the repository's root first on sys.path and sets the allocators' defaults.
     """
+    open_missing_streams()
     sys.path.insert(0, ROOT)
     set_process_defaults(os.environ)
     was_rerun = os.environ.pop(RERUN_MARK, None)  # popped, so that processes started later may be rerun themselves
@@ -721,4 +740,5 @@ def main(arguments):
 
 
 if __name__ == "__main__":
+    open_missing_streams()
     sys.exit(main(sys.argv[1:]))

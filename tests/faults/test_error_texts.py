@@ -29,7 +29,7 @@ ADVICE = {
     "loaded.error",
     "'; '.join(broken)",
 }
-SCRIPTS = sorted(path.name for path in (ROOT / "training_scripts").glob("*.py") if path.name != "bootstrap.py")
+SCRIPTS = sorted(path.name for path in (ROOT / "training_scripts").glob("[a-z]*.py") if path.name != "bootstrap.py")
 
 
 def spoken(node: ast.expr) -> str:
