@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn, TextIO, TypeVar
 
 from konkanivani.errors import AlreadyTold, KonkaniVaniError, ResourceError, UsageError
+from konkanivani.wording import printable
 
 Flags = TypeVar("Flags")
 
@@ -16,22 +17,29 @@ STDERR = 2
 GRACE_SECONDS = 1.0  # that a rank with nothing to say leaves the others to say it
 
 
-def read_flags(kind: type[Flags], arguments: list[str], default: Flags | None = None) -> Flags:
+def read_flags(
+    kind: type[Flags], arguments: list[str], default: Flags | None = None, shown: type | None = None
+) -> Flags:
     """A `kind` from the command line, fields that are not given from `default`; nested fields have no prefix.
 
     An unknown or mistyped flag ends the process with exit code 2 and the nearest name. The script's own docstring
-    stands in --help.
+    stands in --help, which lists the flags of `shown`, or of `kind`.
     """
     import tyro
 
-    return tyro.cli(
-        kind,
-        args=arguments,
-        default=tyro.MISSING_NONPROP if default is None else default,
-        description=(sys.modules["__main__"].__doc__ or "").strip(),
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
-        use_underscores=True,
-    )
+    if shown is not None and {"-h", "--help"} & set(arguments):
+        kind, default, arguments = shown, None, ["--help"]
+    try:
+        return tyro.cli(
+            kind,
+            args=arguments,
+            default=tyro.MISSING_NONPROP if default is None else default,
+            description=(sys.modules["__main__"].__doc__ or "").strip(),
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+            use_underscores=True,
+        )
+    except BrokenPipeError:  # of --help
+        sys.exit(_leave_pipe())
 
 
 def parse_share(text: str, flag: str) -> float:
@@ -50,17 +58,15 @@ def run_script(action: Callable[[], str]) -> int:
     _give_signals_a_stack()
     try:
         if text := action():
-            print(text, flush=True)
+            say(text)
         return 0
     except KonkaniVaniError as error:
         with contextlib.suppress(OSError):  # the code says it too where the disk that stderr goes to is full
             if str(error):  # else another rank has told it
-                print(error, file=sys.stderr, flush=True)
+                say(error, sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # Whoever reads, such as head, has seen enough; what is left must not be flushed into the pipe at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return _leave_pipe()
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130
@@ -68,12 +74,23 @@ def run_script(action: Callable[[], str]) -> int:
         if not is_out_of_memory(error):
             raise
         reason = (str(error) or "the system gave no more").splitlines()[0]
-        print(
+        say(
             f"Out of memory: {reason} Give a smaller --batch_size with more --gradient_accumulation_steps (the result "
             "is the same), --gradient_checkpointing always, a lower --max_duration, or a smaller --preset.",
-            file=sys.stderr,
+            sys.stderr,
         )
         return ResourceError.exit_code
+
+
+def _leave_pipe() -> int:
+    """The exit code where whoever reads, such as head, has seen enough; what is left is not flushed into the pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
+
+
+def say(text: object, stream: TextIO | None = None) -> None:
+    """Prints text for a person at once: a name in it that holds an escape sequence is no command to the terminal."""
+    print(printable(text, kept="\n\t"), file=stream, flush=True)
 
 
 def _give_signals_a_stack() -> None:

@@ -63,7 +63,7 @@ def _part_lines(part: PartHealth) -> Iterator[str]:
     yield _row("words", f"{part.words:,} in {part.sentences:,} different sentences")
     named = f"{speakers.count}, median {duration_words(speakers.median_hours)}; {speakers.largest} has "
     share = f"{100 * speakers.largest_share:.0f} %" + (
-        f"; {speakers.unnamed} rows name none" if speakers.unnamed else ""
+        f"; {count(speakers.unnamed, 'row', 'names/name')} none" if speakers.unnamed else ""
     )
     yield _row("speakers", named + share if speakers.count else "none named")
     yield _row("file formats", _tallied(part.formats))

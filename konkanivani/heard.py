@@ -13,7 +13,7 @@ from konkanivani.transcripts import (
     pair_transcripts,
     read_transcripts,
 )
-from konkanivani.wording import short_name
+from konkanivani.wording import count, short_name
 
 NORMALIZATION: dict[NormalizerName, str] = {
     "konkanivani": "konkanivani: NFC, no punctuation, small letters",
@@ -52,7 +52,7 @@ class CheckpointRun:
     @property
     def facts(self) -> tuple[Fact, ...]:
         """How the hypotheses came about."""
-        left_out = f" ({self.left_out:,} rows left out)" if self.left_out else ""
+        left_out = f" ({count(self.left_out, 'row')} left out)" if self.left_out else ""
         losses = f"{self.loss:.3f} (CTC {self.ctc_loss:.3f}, attention {self.attention_loss:.3f}) nats a token"
         return (
             Fact("checkpoint", f"{self.checkpoint}, step {self.step:,}"),

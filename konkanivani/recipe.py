@@ -41,6 +41,7 @@ from konkanivani.training.state import TrainState
 from konkanivani.training.step import StepParts, recomputing
 from konkanivani.training.utilisation import Utilisation
 from konkanivani.weights import take_over
+from konkanivani.wording import count, duration_words
 
 
 def build_run(start: Start, tell: Tell = say_nothing) -> Run:
@@ -216,7 +217,9 @@ def _plan_sentence(config: TrainConfig, plan: MemoryPlan | None, planner: EpochP
     cut = f"micro-batches of {config.data.batch_size}, no memory plan asked for"
     if plan:
         cut = f"planned peak {peak_text(plan.peak)} of {budget_text(plan.budget)}"
-    return f"{planner.windows_per_epoch():,} steps of {config.window_size} utterances an epoch, {cut}"
+    return (
+        f"{count(planner.windows_per_epoch(), 'step')} of {count(config.window_size, 'utterance')} an epoch, {cut}"
+    )
 
 
 def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainingSpeech, planner: EpochPlanner) -> None:
@@ -230,8 +233,8 @@ def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainingSpeech, pla
         f"{model.encoder_type} {model.d_model}, {model.encoder_layers}+{model.decoder_layers} layers, "
         f"{parameter_count(step.model) / 1e6:.1f} M parameters, {step.model.vocab_size} tokens, "
         f"on {step.forward.device}{amp}; "
-        f"{len(speech.utterances)} utterances, {hours:.2f} h; {cut} utterances a step{side_by_side}, "
-        f"{planner.windows_per_epoch()} steps an epoch, "
+        f"{count(len(speech.utterances), 'utterance')}, {duration_words(hours)}; "
+        f"{cut} utterances a step{side_by_side}, {count(planner.windows_per_epoch(), 'step')} an epoch, "
         f"{step.total_steps} in all.",
         flush=True,
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.command_line import output_may_be_lost
+from konkanivani.command_line import output_may_be_lost, say
 from konkanivani.config import DataConfig, DecodingConfig
 from konkanivani.decoding.decode import build_decode
 from konkanivani.digests import digest_of_code, digest_of_data, digest_of_flags
@@ -52,11 +52,11 @@ def _train_and_report(arguments: list[str], topology: Topology) -> str:
             tell_rehearsal(run)
         train(run)
     run.interruption.end_training()
-    print(memory_table(run), flush=True)
+    say(memory_table(run))
     best = from_first(topology, lambda: best_checkpoint(start.config.run.checkpoint_dir))
     scores = score_test(best, start.config.data, run.step.forward.device, topology)
     log_directory = start.config.run.log_dir
-    print(f"Look at the run with: .venv/bin/tensorboard --logdir {log_directory} --host 127.0.0.1", flush=True)
+    say(f"Look at the run with: .venv/bin/tensorboard --logdir {log_directory} --host 127.0.0.1")
     return summary_line(run, scores, str(best), f"{log_directory}/{start.config.run.run_name}")
 
 
@@ -100,10 +100,7 @@ def tell_rehearsal(run: Run) -> None:
         f"{phase.phase} {phase.peak_mib:.0f}" + (f" (planned {phase.planned_mib:.0f})" if phase.planned_mib else "")
         for phase in phases
     )
-    print(
-        f"Rehearsed and undone: {'; '.join(trial.sentence() for trial in tried)}.\nPeaks in MiB: {measured}.",
-        flush=True,
-    )
+    say(f"Rehearsed and undone: {'; '.join(trial.sentence() for trial in tried)}.\nPeaks in MiB: {measured}.")
 
 
 def memory_table(run: Run) -> str:

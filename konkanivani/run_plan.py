@@ -31,6 +31,7 @@ from konkanivani.optimizer import STATE_BYTES
 from konkanivani.preflight import measure_context
 from konkanivani.run_paths import cache_folder
 from konkanivani.sharding import held_bytes
+from konkanivani.wording import count
 
 BUCKET_RATIO = 0.7  # of the longest utterances of neighbouring buckets
 MOST_BUCKETS = 8
@@ -267,7 +268,8 @@ def _check_every_utterance_fits(
     if not config.memory.mixed_precision:
         helps.append("--mixed_precision")
     raise ResourceError(
-        f"{len(rows)} training utterances do not fit the budget of {budget_text(budget)} even one at a time: {named}"
+        f"{count(len(rows), 'training utterance', 'does/do')} not fit the budget of {budget_text(budget)} even one at "
+        f"a time: {named}"
         f"{' and others' if len(rows) > 3 else ''}; the longest would take {peak_text(too_long[-1].peak)}. "
         f"Give {', '.join(helps)} or a smaller --preset."
     )

@@ -18,9 +18,11 @@ from konkanivani.distributed import ALONE, Topology, gather, sum_across
 from konkanivani.errors import DataError, ResourceError, UsageError
 from konkanivani.listing import visible_files
 from konkanivani.recognizer import Recognizer
+from konkanivani.standard_input import SIGN
 from konkanivani.transcript import Segment
 from konkanivani.transcript_text import TextFormat, Timestamps, text_of
 from konkanivani.whole_file import whole_file
+from konkanivani.wording import count, printable
 
 Held = tuple[str, bool]  # a text to write, and whether on stderr
 
@@ -31,10 +33,17 @@ RAW_SUFFIXES = {".raw", ".txt", ".mat", ".mat4", ".mat5"}  # no header, or mostl
 
 @dataclass(frozen=True)
 class Recording:
-    """An audio file, and the name of its transcript under an output folder, without its ending."""
+    """An audio file, and the name of its transcript under an output folder, without its ending.
+
+    `called` is what a person calls it where that is not its path.
+    """
 
     path: Path
     name: Path
+    called: str = ""
+
+    def __str__(self) -> str:
+        return self.called or str(self.path)
 
 
 def audio_suffixes() -> frozenset[str]:
@@ -43,8 +52,10 @@ def audio_suffixes() -> frozenset[str]:
     return frozenset((known | OTHER_SUFFIXES) - RAW_SUFFIXES)
 
 
-def find_recordings(paths: Sequence[str]) -> list[Recording]:
+def find_recordings(paths: Sequence[str], spooled: Path | None = None) -> list[Recording]:
     """The files named, and in their place the audio files in and under the folders named, in order of their names.
+
+    `spooled` is the file that holds what comes on standard input, if anything does.
 
     What is hidden in a folder is left out unless it is named itself; links to folders in it are not followed. A
     DataError names a folder without any audio file.
@@ -53,6 +64,9 @@ def find_recordings(paths: Sequence[str]) -> list[Recording]:
     for address in (path for path in paths if "://" in path):
         raise UsageError(f"{address} is the address of a file elsewhere. Download it first.")
     for path in map(Path, paths):
+        if spooled is not None and str(path) == SIGN:
+            found.append(Recording(spooled, Path("stdin"), SIGN))
+            continue
         if not path.is_dir():
             found.append(Recording(path, Path(path.name)))
             continue
@@ -78,7 +92,7 @@ def output_paths(recordings: Sequence[Recording], directory: Path, text_format: 
     for path, recording in zip(paths, recordings, strict=True):
         if path in taken:
             raise UsageError(
-                f"The transcripts of {taken[path].path} and {recording.path} would both be {path}. "
+                f"The transcripts of {taken[path]} and {recording} would both be {path}. "
                 "Give them in two calls, each with an --output_dir of its own."
             )
         taken[path] = recording
@@ -116,7 +130,7 @@ class Transcription:
                     if is_alone:
                         raise
                     failed += 1
-                    progress.write(f"{error}\n", sys.stderr)
+                    progress.write(f"{printable(error)}\n", sys.stderr)
                 progress.end(int(number))
         failed = sum_across(self.topology, [failed])[0]
         if failed:
@@ -124,7 +138,7 @@ class Transcription:
                 f"{failed} of {len(recordings)} files could not be transcribed, for the reasons above. Mend or leave "
                 "them out; the others are done."
             )
-        return "" if self.output is None else f"{len(recordings)} transcripts are in {self.output}."
+        return "" if self.output is None else f"{count(len(recordings), 'transcript', 'is/are')} in {self.output}."
 
     def _targets(self, recordings: Sequence[Recording]) -> Sequence[Path | None]:
         """Where each transcript goes, None for the screen."""
@@ -137,21 +151,23 @@ class Transcription:
         return [None] * len(recordings)
 
     def _transcribe(self, recording: Recording, target: Path | None, progress: "_Progress", is_alone: bool) -> None:
-        segments = progress.follow(recording, self.recognizer.segments(recording.path))
-        texts = text_of(segments, self.text_format, self.timestamps, str(recording.path))
         try:
+            segments = progress.follow(recording, self.recognizer.segments(recording.path))
+            texts = text_of(segments, self.text_format, self.timestamps, str(recording))
             if target is not None:
                 write_text(target, texts)
                 return
             if self.text_format == "txt" and not is_alone:
-                progress.write(f"==> {recording.path} <==\n", sys.stdout)
+                progress.write(f"==> {printable(recording)} <==\n", sys.stdout)
             for text in texts:
                 progress.write(text, sys.stdout)
+        except UnusableAudio as error:
+            raise UnusableAudio(AudioSource(str(recording)), error.reason) from None
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             raise ResourceError(
-                f"Out of memory at {recording.path}. Give a lower --longest_piece or --beam, or --device cpu."
+                f"Out of memory at {recording}. Give a lower --longest_piece or --beam, or --device cpu."
             ) from None
 
 
@@ -222,5 +238,6 @@ def write_text(path: Path, texts: Iterable[str]) -> None:
     """Writes the texts, recognised meanwhile, to a file that is whole or absent; a ResourceError where it cannot be."""
     with whole_file(path) as partial:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "w", encoding="utf-8") as file:
+        # The name of a file may hold bytes that are no text; JSON escapes them so too.
+        with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(texts)

@@ -16,6 +16,7 @@ from typing import Literal
 from konkanivani.data.characters import show_text
 from konkanivani.data.utterance import Utterance
 from konkanivani.errors import DataError
+from konkanivani.wording import count
 
 TextFormat = Literal["lines", "ids"]
 Role = Literal["reference", "hypothesis", "own hypothesis"]
@@ -168,10 +169,10 @@ def _check_ids(path: str, rows: list[Transcript]) -> None:
     if with_id not in (0, len(rows)):
         row = next(number for number, row in enumerate(rows, start=1) if not row.id)
         raise DataError(
-            f"{path}: {with_id:,} rows have an id (audio_filepath) and others, such as row {row}, do not. Give one to "
-            "all or to none."
+            f"{path}: {count(with_id, 'row', 'has/have')} an id (audio_filepath) and others, such as row {row}, have "
+            "none. Give one to all or to none."
         )
-    repeated = [name for name, count in Counter(row.id for row in rows).items() if count > 1] if with_id else []
+    repeated = [name for name, times in Counter(row.id for row in rows).items() if times > 1] if with_id else []
     if repeated:
         raise DataError(f"{path} has several transcripts of {_names(repeated)}. Keep one of each.")
 

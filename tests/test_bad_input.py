@@ -241,10 +241,11 @@ def test_unusable_utterances_are_left_out_counted_and_listed_while_training_goes
     done = run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path))
     assert done.returncode == 0, done.stderr
     assert f"5 utterances of {path} are left out" in done.stdout
+    assert "  1 x longer than --max_duration 20 s\n  1 x shorter than --min_duration 0.2 s\n" in done.stdout
     found = [json.loads(line) for line in (tmp_path / "runs/default/rejected.jsonl").read_text().splitlines()]
     assert [r["row"] for r in found] == [3, 7, 11, 15, 19]
     assert [r["audio_filepath"] for r in found] == [rows[i]["audio_filepath"] for i in (1, 3, 5, 7, 9)]
-    said = ("longer than 20 s", "shorter than --min_duration", "empty", "CTC cannot align", "more than --max_tokens")
+    said = ("max_duration 20 s", "shorter than --min_duration", "empty", "CTC cannot align", "more than --max_tokens")
     assert all(part in r["reason"] for part, r in zip(said, found, strict=True)), found
 
 
@@ -266,7 +267,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
     "4 GB": (_claims_four_gigabytes, {}, "lasts|cannot be|breaks off|claims"),
     "NaN": (_with_nan, {}, "not numbers"),
     "channels": (_a_thousand_channels, {"duration": 0.3}, "1024 channels|channels"),
-    "three hours": (_with_nan, {"duration": 10_800.0}, "longer than 20 s"),
+    "three hours": (_with_nan, {"duration": 10_800.0}, "longer than --max_duration 20 s"),
     "other duration": (
         lambda path: soundfile.write(path, np.zeros(16_000), 16_000),
         {},

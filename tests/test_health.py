@@ -523,7 +523,7 @@ def test_what_the_trainer_never_opens_does_not_count(small):
     (small.directory / "train000.wav").write_bytes(b"no audio")
     diagnosis = diagnose(paths, replace(CONFIG, data=DataConfig(max_duration=2.0)), 500)
     assert diagnosis.verdict.can_be_trained and "1 of 40 recordings tried cannot be read" in said(diagnosis, "warning")
-    assert "3 utterances (7.5 %) cannot be used: 3 x longer than 2 s." in said(diagnosis, "warning")
+    assert "3 utterances (7.5 %) cannot be used: 3 x longer than --max_duration 2 s." in said(diagnosis, "warning")
     assert not diagnose(paths, CONFIG, 500).verdict.can_be_trained
 
 
@@ -556,7 +556,8 @@ def test_limits_are_the_trainers_flags(small):
     diagnosis = small.diagnosis(config)
     train, valid = diagnosis.health.parts
     assert (train.usable, valid.usable, train.epoch) == (0, 20, None)
-    assert "None of the 40 rows of train.jsonl can be used: 1.00 s is longer than 0.9 s" in said(diagnosis, "error")
+    told = said(diagnosis, "error")
+    assert "None of the 40 rows of train.jsonl can be used: 1.00 s is longer than --max_duration 0.9 s" in told
 
 
 # The script

@@ -511,7 +511,7 @@ def test_the_script_writes_a_model_and_measures_it(folder, tokenizer):
     total = sum(log_probabilities_of(model, held_out))
     tokens = sum(map(len, held_out))
     read, sizes, measured = done.stdout.splitlines()
-    assert read.startswith("read: 102 sentences, 204 words, ") and read.endswith(" tokens; 1 broken rows left out")
+    assert read.startswith("read: 102 sentences, 204 words, ") and read.endswith(" tokens; 1 broken row left out")
     assert sizes == f"lm.arpa: {', '.join(f'{len([g for g in again if len(g) == n]):,} {n}-grams' for n in (1, 2, 3))}"
     assert f"2 sentences, 3 words, {tokens} tokens, " in measured and "unknown to the tokenizer" in measured
     assert f"perplexity {math.exp(-total / (tokens + 2)):.4g} a token" in measured

@@ -336,7 +336,7 @@ BAD_JSON = {
     "no text": ('{"id": "a", "text": "x"}', '{"id": "a", "reference": "x"}', "line 1 has no hypothesis"),
     "a number": ('{"id": "a", "text": 5}', '{"id": "a", "text": "x"}', "line 1 has no reference"),
     "half a character": ('{"id": "a", "text": "x"}', '{"id": "a", "text": "\\ud800"}', "holds half a character"),
-    "some ids": ('{"id": "a", "text": "x"}\n{"text": "y"}', '{"text": "x"}', "1 rows have an id .* row 2, do not"),
+    "some ids": ('{"id": "a", "text": "x"}\n{"text": "y"}', '{"text": "x"}', "1 row has an id .* row 2, have none"),
 }
 
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,11 +17,12 @@ import pytest
 import soundfile
 import torch
 
+from konkanivani import standard_input
 from konkanivani.audio import load_audio
 from konkanivani.audio_file import AudioSource
 from konkanivani.bundle import bundle_bytes
 from konkanivani.checkpointer import BEST
-from konkanivani.errors import CheckpointError, UsageError
+from konkanivani.errors import CheckpointError, DataError, UsageError
 from konkanivani.metrics import error_rates
 from konkanivani.pieces import cutting_of
 from konkanivani.recipe import build_run
@@ -30,7 +32,7 @@ from konkanivani.training.loop import train
 from konkanivani.transcribe import Recording, find_recordings, output_paths
 from konkanivani.transcript import Segment, Word
 from konkanivani.transcript_text import cues_of, srt_time, text_of
-from tests.conftest import ROOT, TINY_MODEL, run_folders, run_script, speak, write_corpus
+from tests.conftest import ROOT, TINY_MODEL, run_folders, run_script, script_command, speak, write_corpus
 from tests.patience import PATIENCE
 
 TRANSCRIBE = "training_scripts/transcribe.py"
@@ -336,6 +338,44 @@ def test_what_cannot_be_transcribed_is_said_in_a_sentence(trained, folder, argum
     done = transcribe(trained, *(argument.format(**known) for argument in arguments))
     assert done.returncode == exit_code and said in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert done.stdout == ""
+
+
+def test_standard_input_is_heard_as_its_file_is(trained, folder, tmp_path):
+    command = [*script_command(TRANSCRIBE), "-", "--checkpoint", str(trained.checkpoint), "--device", "cpu"]
+    expected = trained.recognizer.transcribe(folder / "good.wav").text
+    with open(folder / "good.wav", "rb") as file:
+        done = subprocess.run([*command, "--format", "json"], stdin=file, capture_output=True, timeout=300, cwd=ROOT)
+    record = json.loads(done.stdout)
+    assert (done.returncode, record["audio_filepath"], record["text"]) == (0, "-", expected)
+    piped, written = (folder / "good.wav").read_bytes(), ("--format", "srt", "--output_dir", str(tmp_path))
+    assert subprocess.run([*command, *written], input=piped, capture_output=True, cwd=ROOT).returncode == 0
+    assert (tmp_path / "stdin.srt").read_text(encoding="utf-8").startswith("1\n00:00:00,")
+    refused = subprocess.run(command, input=b"no audio", capture_output=True, text=False, cwd=ROOT)
+    assert refused.returncode == 3 and refused.stderr.startswith(b"The audio file - cannot be read: ")
+    assert run_script(TRANSCRIBE, "-", "-").returncode == 2
+
+
+def test_there_is_an_end_to_standard_input(monkeypatch):
+    monkeypatch.setattr(standard_input, "MOST_BYTES", 10 * standard_input.PIECE_BYTES)
+    with open("/dev/zero") as endless:
+        monkeypatch.setattr(sys, "stdin", endless)
+        with pytest.raises(DataError, match="Save it as a file"), standard_input.spooled_input():
+            pass
+
+
+def test_no_name_of_a_file_is_a_command_to_the_terminal(trained, folder, tmp_path):
+    names = ("\x1b[31mred.wav", "two\nlines\x9b.wav", "no\udcfftext.wav")
+    for name in names:
+        shutil.copy(folder / "silence.flac", tmp_path / name)
+    shutil.copy(folder / "text.wav", tmp_path / "\x1b[2J.wav")
+    done = transcribe(trained, tmp_path)
+    assert done.returncode == 3 and not {"\x1b", "\x9b"} & set(done.stdout + done.stderr)
+    assert "\\u001b[2J.wav cannot be read" in done.stderr
+    shown = ("\\u001b[31mred.wav", "two\\nlines\\u009b.wav", "no\\udcfftext.wav")
+    assert sorted(done.stdout.splitlines()) == sorted(f"==> {tmp_path}/{name} <==" for name in shown)
+    assert transcribe(trained, tmp_path, "--format", "json", "--output_dir", tmp_path / "out").returncode == 3
+    written = [json.loads(path.read_bytes())["audio_filepath"] for path in (tmp_path / "out").iterdir()]
+    assert sorted(written) == sorted(f"{tmp_path}/{name}" for name in names)
 
 
 def test_without_a_checkpoint_it_says_so(folder, tmp_path):

@@ -21,6 +21,7 @@ import tyro
 
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.errors import ResourceError, UsageError
+from konkanivani.wording import count
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
     from konkanivani.averaging import NamedCheckpoint
@@ -71,7 +72,7 @@ def average(flags: Flags) -> str:
         partial.unlink(missing_ok=True)
         raise ResourceError(f"{output} cannot be written: {error.strerror}. Give another --output.") from None
     names = ", ".join(path.name for path in paths)
-    return f"{output}: the mean of {len(paths)} checkpoints ({names})."
+    return f"{output}: the mean of {count(len(paths), 'checkpoint')} ({names})."
 
 
 def read_each(paths: list[Path]) -> Iterator["NamedCheckpoint"]:

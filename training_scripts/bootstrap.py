@@ -123,10 +123,11 @@ def missing_requirements(requirements):
 # ------------------------------------------------------------------------------------------------- at a script's head
 
 
-def open_missing_streams():
+def mend_streams():
     """Opens /dev/null where stdin, stdout or stderr was closed by whoever started this, for all programs that follow.
 
-    Else the next file opened has the stream's number, and what native code prints goes into a checkpoint.
+    Else the next file opened has the stream's number, and what native code prints goes into a checkpoint. What stdout's
+    encoding cannot write, as a path may hold it, is escaped.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -138,6 +139,8 @@ def open_missing_streams():
             stream = io.open(number, "w" if number else "r", encoding="utf-8", errors="replace", closefd=False)
             setattr(sys, name, stream)
             setattr(sys, "__%s__" % name, stream)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def set_process_defaults(environment):
@@ -207,10 +210,10 @@ def is_malloc_set(environment, *options):
 def rerun_under_venv():
     """Returns if the running Python has all that is needed; else runs the same command line under .venv instead.
 
-    Ends the process with exit code 6 and one sentence when there is no environment to run in. Also opens the streams
-    that are closed, puts the repository's root first on sys.path and sets the allocators' defaults.
+    Ends the process with exit code 6 and one sentence when there is no environment to run in. Also mends the
+    streams, puts the repository's root first on sys.path and sets the allocators' defaults.
     """
-    open_missing_streams()
+    mend_streams()
     sys.path.insert(0, ROOT)
     set_process_defaults(os.environ)
     was_rerun = os.environ.pop(RERUN_MARK, None)  # popped, so that processes started later may be rerun themselves
@@ -740,5 +743,5 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    open_missing_streams()
+    mend_streams()
     sys.exit(main(sys.argv[1:]))

@@ -159,5 +159,4 @@ def main() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what cannot be written
     end_script(run_script(main))

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Says how healthy a corpus is before it is trained on; the first manifest is the one to train on.
 
-python3 training_scripts/inspect_data.py corpus/train.jsonl corpus/valid.jsonl corpus/test.jsonl --html report.html
+    python3 training_scripts/inspect_data.py corpus/train.jsonl corpus/valid.jsonl corpus/test.jsonl --html report.html
+
+takes the trainer's flags too (train_konkanivani_asr.py --help lists them), which say what it would leave out.
 """
 
 import bootstrap
@@ -22,8 +24,8 @@ from konkanivani.rules import check_config
 
 
 @dataclass(frozen=True)
-class Flags:
-    """The manifests, what to write, and the trainer's flags, which say what it would leave out."""
+class OwnFlags:
+    """The manifests, and what to write."""
 
     manifests: Annotated[tuple[str, ...], Positional, arg(metavar="[MANIFEST …]")] = ()
     """JSONL manifests: to train on, then to validate and test on (none: those of the trainer's flags)."""
@@ -33,6 +35,12 @@ class Flags:
     """Print one line of JSON instead of the text."""
     audio_utterances: int = 500
     """Recordings to decode from each manifest, evenly spaced (0: none)."""
+
+
+@dataclass(frozen=True)
+class Flags(OwnFlags):
+    """These, and the trainer's flags, which say what it would leave out."""
+
     train: TrainConfig = field(default_factory=TrainConfig)
 
 
@@ -70,6 +78,5 @@ def chosen_manifests(flags: Flags) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # a path or a transcript may hold what cannot be written
-    flags = read_flags(Flags, sys.argv[1:], Flags())
+    flags = read_flags(Flags, sys.argv[1:], Flags(), shown=OwnFlags)
     sys.exit(run_script(lambda: inspect(flags)))

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """Says what fits a memory budget before anything is trained. No GPU is needed: the step is traced.
 
-python3 training_scripts/plan_memory.py --memory_budget 4GiB --preset original
-python3 training_scripts/plan_memory.py --gpu T4 --preset original --world 8 --shard always
+    python3 training_scripts/plan_memory.py --memory_budget 4GiB --preset original
+    python3 training_scripts/plan_memory.py --gpu T4 --preset original --world 8 --shard always
+
+takes the trainer's flags too, such as --memory_budget and --preset (train_konkanivani_asr.py --help lists them).
 """
 
 import bootstrap
@@ -22,8 +24,8 @@ from konkanivani.rules import check_config
 
 
 @dataclass(frozen=True)
-class Flags:
-    """The card, the way to print, and the trainer's flags, of which --memory_budget is one."""
+class OwnFlags:
+    """The card, and the way to print."""
 
     gpu: str | None = None
     """A card by its name, such as "GTX 980" or T4, in whose memory to plan (--device cuda: a card without a name)."""
@@ -33,12 +35,18 @@ class Flags:
     """Print what fits for every preset in 2, 4, 8, 14.7 and 24 GiB."""
     json: bool = False
     """Print one line of JSON instead of a table; bytes and seconds."""
+
+
+@dataclass(frozen=True)
+class Flags(OwnFlags):
+    """These, and the trainer's flags, of which --memory_budget is one."""
+
     train: TrainConfig = field(default_factory=TrainConfig)
 
 
 def read_plan_flags(arguments: list[str]) -> Flags:
     """The command line; a preset's shape stands where a single flag does not override it."""
-    first = read_flags(Flags, arguments, Flags())
+    first = read_flags(Flags, arguments, Flags(), shown=OwnFlags)
     train = dataclasses.replace(TrainConfig(), model=PRESETS[first.train.run.preset])
     return read_flags(Flags, arguments, Flags(train=train))
 

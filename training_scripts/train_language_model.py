@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal
 
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.errors import DataError, ResourceError, UsageError
+from konkanivani.wording import count
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
     from konkanivani.arpa import Ngrams
@@ -118,8 +119,9 @@ class Corpus:
     def told(self) -> str:
         """What has been read, in words."""
         unknown = f", {self.unknown / self.tokens:.1%} of them unknown to the tokenizer" if self.unknown else ""
-        broken = f"; {self.broken_rows:,} broken rows left out" if self.broken_rows else ""
-        return f"{self.sentences:,} sentences, {self.words:,} words, {self.tokens:,} tokens{unknown}{broken}"
+        broken = f"; {count(self.broken_rows, 'broken row')} left out" if self.broken_rows else ""
+        said = ", ".join((count(self.sentences, "sentence"), count(self.words, "word"), count(self.tokens, "token")))
+        return f"{said}{unknown}{broken}"
 
 
 def train(flags: Flags) -> str:

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Writes down what is said in audio files of any length, or in folders of them, as text, JSON or subtitles.
 
-python3 training_scripts/transcribe.py interview.mp3 recordings/ --format srt --output_dir subtitles
+    python3 training_scripts/transcribe.py interview.mp3 recordings/ --format srt --output_dir subtitles
+    python3 training_scripts/transcribe.py - < speech.wav
 """
 
 import bootstrap
@@ -19,6 +20,7 @@ from konkanivani.command_line import end_script, read_flags, run_script, told_on
 from konkanivani.config import DecodingConfig
 from konkanivani.errors import CheckpointError, UsageError
 from konkanivani.rules import check_decoding
+from konkanivani.standard_input import SIGN, spooled_input
 
 if TYPE_CHECKING:
     from konkanivani.distributed import Topology
@@ -32,7 +34,7 @@ class Flags:
     """What is transcribed, by which model, and how it is written down."""
 
     files: Annotated[tuple[str, ...], Positional, arg(metavar="FILE …")]
-    """Audio files that libsndfile reads (WAV, FLAC, MP3, OGG and more), and folders, which are searched for them."""
+    """Audio files (WAV, FLAC, MP3, OGG and more), folders, which are searched for them, and - for standard input."""
     checkpoint: str | None = None
     """A checkpoint_*.pt file, or a bundle that export_asr.py wrote (None: the best checkpoint in checkpoints/)."""
     format: Literal["txt", "json", "srt", "vtt"] = "txt"
@@ -61,11 +63,21 @@ def transcribe(flags: Flags) -> str:
 
 def transcribe_share(flags: Flags, topology: "Topology") -> str:
     """The same by one rank of those that torchrun has started: its share of the files."""
+    if SIGN not in flags.files:
+        return transcribe_files(flags, topology, spooled=None)
+    if not topology.is_alone:
+        raise UsageError("Standard input cannot be dealt to ranks. Save it as a file and give its path.")
+    with spooled_input() as spooled:
+        return transcribe_files(flags, topology, spooled)
+
+
+def transcribe_files(flags: Flags, topology: "Topology", spooled: Path | None) -> str:
+    """The same, what comes on standard input being in the file `spooled`."""
     from konkanivani.recognizer import build_recognizer
     from konkanivani.trained_model import best_checkpoint
     from konkanivani.transcribe import Transcription, find_recordings
 
-    recordings = find_recordings(flags.files)
+    recordings = find_recordings(flags.files, spooled)
     checkpoint = Path(flags.checkpoint) if flags.checkpoint else best_checkpoint("checkpoints")
     if flags.checkpoint is None and not checkpoint.is_file():
         raise CheckpointError(
@@ -80,6 +92,8 @@ def check_flags(flags: Flags) -> None:
     """Raises a UsageError where the flags cannot work."""
     if not flags.files:
         raise UsageError("There is nothing to transcribe. Give audio files, or folders of them.")
+    if flags.files.count(SIGN) > 1:
+        raise UsageError(f"{SIGN}, standard input, is there only once. Give it once.")
     if flags.longest_piece is not None and not SHORTEST_PIECE <= flags.longest_piece <= LONGEST_PIECE:
         raise UsageError(f"--longest_piece must be from {SHORTEST_PIECE:g} to {LONGEST_PIECE:g} seconds.")
     if not SHORTEST_PAUSE <= flags.pause <= LONGEST_PAUSE:
@@ -95,5 +109,4 @@ def main() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what cannot be written
     end_script(run_script(main))

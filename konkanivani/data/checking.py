@@ -21,18 +21,23 @@ from konkanivani.lengths import (
     subsampled_length,
 )
 from konkanivani.text import Tokenizer
+from konkanivani.wording import count
 
 ROWS_AT_ONCE = 500_000
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What an utterance must keep to; durations in seconds, `fastest_speed` as played in training."""
+    """What an utterance must keep to; durations in seconds, `fastest_speed` as played in training.
+
+    `duration_flag` is the one that says how long it may be.
+    """
 
     min_duration: float
     max_duration: float
     max_tokens: int
     fastest_speed: float
+    duration_flag: str = "--max_duration"
 
 
 def training_limits(config: DataConfig, speeds: tuple[float, ...]) -> Limits:
@@ -42,7 +47,7 @@ def training_limits(config: DataConfig, speeds: tuple[float, ...]) -> Limits:
 
 def evaluation_limits(config: DataConfig) -> Limits:
     """The limits of validation and test utterances, which have a length cap of their own."""
-    return Limits(config.min_duration, config.max_validation_duration, 10**9, 1.0)
+    return Limits(config.min_duration, config.max_validation_duration, 10**9, 1.0, "--max_validation_duration")
 
 
 def encoder_frames(duration: float, speed: float) -> int:
@@ -55,9 +60,9 @@ def reason_to_reject(utterance: Utterance, tokens: list[int], limits: Limits) ->
     if not utterance.text:
         return "the transcript is empty after normalisation"
     if utterance.duration < limits.min_duration:
-        return f"{utterance.duration:.2f} s is shorter than --min_duration {limits.min_duration:g}"
+        return f"{utterance.duration:.2f} s is shorter than --min_duration {limits.min_duration:g} s"
     if utterance.duration > limits.max_duration:
-        return f"{utterance.duration:.2f} s is longer than {limits.max_duration:g} s"
+        return f"{utterance.duration:.2f} s is longer than {limits.duration_flag} {limits.max_duration:g} s"
     if len(tokens) > limits.max_tokens:
         return f"{len(tokens)} tokens are more than --max_tokens {limits.max_tokens}"
     frames, needed = encoder_frames(utterance.duration, limits.fastest_speed), ctc_frames_needed(tokens)
@@ -108,7 +113,7 @@ def check_any_usable(selection: Selection, rejections: list[Rejection]) -> None:
     """Raises a DataError where nothing is left."""
     if not len(selection):
         raise DataError(
-            f"None of the {len(rejections)} utterances of {selection.manifest.path} can be used; the first: "
+            f"None of the {count(len(rejections), 'utterance')} of {selection.manifest.path} can be used; the first: "
             f"{rejections[0].reason}. Mend the manifest, or give limits that it keeps to (--min_duration, "
             "--max_duration, --max_tokens; --max_validation_duration where it is validated or tested on)."
         )

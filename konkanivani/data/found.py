@@ -75,8 +75,3 @@ class RefusedRow:
 
 
 Found = Iterator[FoundUtterance | RefusedRow]
-
-
-def printable(text: str) -> str:
-    """`text` with everything escaped that a terminal or an editor would obey, or that UTF-8 cannot write."""
-    return "".join(c if c.isprintable() or c in "\u200c\u200d" else ascii(c)[1:-1] for c in text)

@@ -5,7 +5,6 @@ Times are seconds unless a name says hours; a rate is of the normalised text wit
 """
 
 import os
-import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable
@@ -21,6 +20,7 @@ from konkanivani.data.examples import MOST_EXAMPLES, Example, Listed, Tally, exa
 from konkanivani.data.index import BrokenRow
 from konkanivani.data.padding import EpochHealth, judge_epoch
 from konkanivani.data.recordings import SoundHealth, judge_sound
+from konkanivani.data.rejections import kind_of
 from konkanivani.data.repeats import (
     Pairing,
     content_key,
@@ -233,15 +233,10 @@ def _take_row(rows: RowNumbers, utterance: Utterance, normal: str, reason: str |
     if reason is None:
         return
     if normal:
-        rows.reasons[_kind_of(reason)] += 1
+        rows.reasons[kind_of(reason)] += 1
     for listed in (rows.rejected,) if normal else (rows.rejected, rows.empty):
         if len(listed) < MOST_EXAMPLES:
             listed.append(example(utterance, reason))
-
-
-def _kind_of(reason: str) -> str:
-    """The reason without what is the utterance's own: "longer than 20 s", "CTC cannot align it"."""
-    return re.sub(r"^[\d.]+ \w+ (is|are) ", "", reason).split(":")[0]
 
 
 def _take_file(rows: RowNumbers, utterance: Utterance) -> None:

@@ -20,6 +20,7 @@ from typing import BinaryIO
 import numpy as np
 
 from konkanivani.audio_roots import audio_roots
+from konkanivani.command_line import say
 from konkanivani.data.utterance import BadRow, parse_row
 
 VERSION = 2  # 1: by the time of the last change alone, which an archive brings along
@@ -75,13 +76,11 @@ def open_index(manifest: Path, named_roots: tuple[str, ...] = ()) -> ManifestInd
     index = _read(folder, manifest, identity)
     if index is not None:
         return index
-    print(f"{manifest} is indexed, once: {found.st_size / 2**30:.2f} GiB.", flush=True)
+    say(f"{manifest} is indexed, once: {found.st_size / 2**30:.2f} GiB.")
     try:
         return _write(folder, manifest, identity, roots)
     except OSError as error:
-        print(
-            f"The index cannot be kept in {folder} ({error.strerror or error}); it is made at each start.", flush=True
-        )
+        say(f"The index cannot be kept in {folder} ({error.strerror or error}); it is made at each start.")
         return _joined(list(_scanned(manifest, roots)), folder=None)
 
 

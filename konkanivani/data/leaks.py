@@ -8,8 +8,8 @@ from itertools import groupby
 
 from konkanivani.audio_file import AudioSource, read_bytes
 from konkanivani.data.corpus import CheckedUtterance
-from konkanivani.data.found import printable
 from konkanivani.errors import DataError
+from konkanivani.wording import printable
 
 MOST_EXAMPLES = 5
 

@@ -22,13 +22,14 @@ from konkanivani.data.formats import (
     nemo,
     openslr,
 )
-from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder, printable
+from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.leaks import Leak, find_leaks
 from konkanivani.data.manifest import write_manifest
 from konkanivani.data.splits import SPLITS, Shares, Unit, draw_splits
 from konkanivani.errors import DataError, ResourceError, UsageError
 from konkanivani.held_folder import held_folder
 from konkanivani.json_lines import write_json_lines
+from konkanivani.wording import printable
 
 FormatName = Literal[
     "common_voice", "csv", "folder", "huggingface", "indicvoices", "kaldi", "ljspeech", "nemo", "openslr"

@@ -8,9 +8,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from konkanivani.command_line import say
 from konkanivani.data.manifest import Manifest
 from konkanivani.errors import DataError
 from konkanivani.json_lines import write_json_lines
+from konkanivani.wording import count, is_or_are
 
 NAMED = 3
 
@@ -58,14 +60,15 @@ class Rejections:
         if rejections:
             where = f", listed in {self._path}" if self._path else ""
             manifest = rejections[0].manifest
-            print(f"{len(rejections)} utterances of {manifest} are left out{where}:{_kinds(rejections)}", flush=True)
+            left_out = f"{count(len(rejections), 'utterance')} of {manifest} {is_or_are(len(rejections))} left out"
+            say(f"{left_out}{where}:{_kinds(rejections)}")
             self._take(rejections)
 
     def add(self, rejections: Iterable[Rejection]) -> None:
         """Takes what turned out broken when it was read, one by one; what is known already is not told again."""
         new = [found for found in rejections if found.row not in self._broken[found.manifest]]
         for found in new:
-            print(f"Left out: {found.audio_filepath} (row {found.row} of {found.manifest}): {found.reason}", flush=True)
+            say(f"Left out: {found.audio_filepath} (row {found.row} of {found.manifest}): {found.reason}")
         self._news += new
         self._take(new)
 
@@ -86,21 +89,27 @@ class Rejections:
         try:
             yield
         except OSError as error:
-            print(f"{self._path} cannot be written ({error.strerror}) and lacks what is left out.", flush=True)
+            say(f"{self._path} cannot be written ({error.strerror}) and lacks what is left out.")
 
     def _check(self, manifest: str) -> None:
         broken, rows = list(self._broken[manifest].values()), self._rows[manifest]
         if len(broken) <= self._most * rows:
             return
         named = "".join(f"\n  row {found.row}, {found.audio_filepath}: {found.reason}" for found in broken[:NAMED])
-        others = f"\n  and {len(broken) - NAMED} others" if len(broken) > NAMED else ""
+        others = f"\n  and {count(len(broken) - NAMED, 'other')}" if len(broken) > NAMED else ""
         raise DataError(
-            f"{len(broken)} of the {rows} rows of {manifest} are broken, more than --max_rejected {self._most:.4g} "
-            f"allows:{named}{others}\nMend them or take them out, or allow more with --max_rejected."
+            f"{len(broken):,} of the {count(rows, 'row')} of {manifest} {is_or_are(len(broken))} broken, more than "
+            f"--max_rejected {self._most:.4g} allows:{named}{others}\n"
+            "Mend them or take them out, or allow more with --max_rejected."
         )
 
 
+def kind_of(reason: str) -> str:
+    """The reason without what is the utterance's own: "longer than --max_duration 20 s", "CTC cannot align it"."""
+    return re.split(r": | \(|, not ", re.sub(r"^[\d.]+ \w+ (is|are) ", "", reason))[0]
+
+
 def _kinds(rejections: list[Rejection]) -> str:
-    """The reasons with their counts, numbers left out of them."""
-    kinds = Counter(re.sub(r"\d+(\.\d+)?", "N", rejection.reason) for rejection in rejections)
-    return "".join(f"\n  {count} x {kind}" for kind, count in kinds.items())
+    """The kinds of reasons with their counts."""
+    kinds = Counter(kind_of(rejection.reason) for rejection in rejections)
+    return "".join(f"\n  {times:,} x {kind}" for kind, times in kinds.items())

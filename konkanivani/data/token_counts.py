@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from konkanivani.command_line import say
 from konkanivani.data.manifest import Manifest
 from konkanivani.lengths import ctc_frames_needed
 from konkanivani.text import Tokenizer, normalize_text
@@ -36,7 +37,7 @@ def count_tokens(manifest: Manifest, tokenizer: Tokenizer, digits: Digits) -> To
         both = np.memmap(path, np.uint16, mode="r").reshape(2, -1)
         return TokenCounts(both[0], both[1])
     if path:
-        print(f"The transcripts of {manifest.path} are counted in tokens, once for this tokenizer.", flush=True)
+        say(f"The transcripts of {manifest.path} are counted in tokens, once for this tokenizer.")
     counts = np.concatenate(list(_counted(manifest, tokenizer, digits)), axis=1)
     if path:
         _keep(path, counts)
@@ -53,7 +54,7 @@ def _keep(path: os.PathLike, counts: np.ndarray) -> None:
         counts.tofile(partial)
         os.replace(partial, path)
     except OSError as error:
-        print(f"They cannot be kept in {path} ({error.strerror or error}) and are counted at each start.", flush=True)
+        say(f"They cannot be kept in {path} ({error.strerror or error}) and are counted at each start.")
 
 
 def _counted(manifest: Manifest, tokenizer: Tokenizer, digits: Digits) -> list[np.ndarray]:

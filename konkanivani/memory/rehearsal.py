@@ -20,6 +20,7 @@ from konkanivani.distributed import ALONE, from_first
 from konkanivani.text import Tokenizer
 from konkanivani.training.run import Run
 from konkanivani.training.step import train_step
+from konkanivani.wording import count
 
 SAVED = "rehearsal.partial"
 # The counters are not touched by a rehearsal, and sizes that did not fit are worth remembering.
@@ -37,7 +38,7 @@ class Rehearsal:
 
     def sentence(self) -> str:
         """The trial for a person."""
-        again = f", begun again {self.splits} times in smaller pieces" if self.splits else ""
+        again = f", begun again {count(self.splits, 'time')} in smaller pieces" if self.splits else ""
         return f"{self.name}: {self.utterances} x {self.seconds:.1f} s{again}"
 
 
@@ -90,8 +91,8 @@ def _window_of(run: Run, speech: TrainingSpeech, order: np.ndarray) -> Window:
     """The first utterances of the order, as many as go at once, as two micro-batches."""
     readable = _readable(run, speech, order)
     first = next(readable)
-    count = min(largest_size(first.seconds, run.windows.limits), run.windows.planner.window_size)
-    speeches = [first, *islice(readable, count - 1)]
+    most = min(largest_size(first.seconds, run.windows.limits), run.windows.planner.window_size)
+    speeches = [first, *islice(readable, most - 1)]
     piece = cut_window(speeches, run.windows.limits, Tokenizer.start, Tokenizer.end)
     return dataclasses.replace(
         piece,

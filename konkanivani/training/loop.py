@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 
 import torch
 
+from konkanivani.command_line import say
 from konkanivani.data.batch import Window
 from konkanivani.distributed import agree, gather
 from konkanivani.errors import DataError, Interrupted, NumericsError, ResourceError
@@ -243,6 +244,6 @@ class PeriodicSaver:
             self._failures += 1
             if is_final or self._failures >= MOST_FAILED_SAVES_IN_A_ROW:
                 raise
-            print(f"{error} Training goes on; the checkpoint before stays, the next save tries again.", flush=True)
+            say(f"{error} Training goes on; the checkpoint before stays, the next save tries again.")
         finally:
             self.run.step.forward.monitor.end_phase("save")

@@ -41,12 +41,27 @@ def test_a_script_is_a_module_too(script):
     assert (process.returncode, process.stderr) == (0, "") and "usage: " in process.stdout
 
 
+@pytest.mark.parametrize("script", ["inspect_data.py", "plan_memory.py"])
+def test_help_lists_a_scripts_own_flags_and_says_where_the_trainers_are(script):
+    shown = run_closed("", *script_command(f"training_scripts/{script}", "--help")).stdout
+    assert "train_konkanivani_asr.py --help" in shown and "--json" in shown and "--learning_rate" not in shown
+
+
+def test_help_that_nobody_reads_to_its_end_is_quiet():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = script_command("training_scripts/inspect_data.py", "--help")
+    process = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=300)
+    os.close(writer)
+    assert (process.returncode, process.stderr) == (141, b"")
+
+
 OPEN_A_FILE = """
 import os, sys
 sys.path.insert(0, "training_scripts")
 import bootstrap
 if sys.argv[2] == "mended":
-    bootstrap.open_missing_streams()
+    bootstrap.mend_streams()
 with open(sys.argv[1], "wb") as file:
     os.write(1, b"printed by native code")
 """
