@@ -1,4 +1,4 @@
-"""The event file that TensorBoard reads: the numbers that carry a tag (see records.py), pictures, sound and text.
+"""The event files that TensorBoard reads: the numbers that carry a tag (see records.py), pictures, sound and text.
 
 torch's `SummaryWriter` is not used because it writes from a thread that prints a traceback and ends for good at the
 first full disk, and loses what was in its queue. The functions with which it builds pictures, sound and text are used.
@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from konkanivani.appended_file import append_whole, sync_file
+from konkanivani.edits import Edit, align_words
 from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.pictures import draw_utterance
 from konkanivani.records import (
+    CURVES,
+    DRAWN_PHASES,
+    VALIDATION,
     HypothesisPair,
     Record,
     RehearsalRecord,
@@ -30,91 +34,115 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-# Regular expressions over tags: TensorBoard anchors them at the start only.
-CUSTOM_LAYOUT = {
-    "Loss": {
-        "total": ["Multiline", ["loss/total$", "validation/loss$"]],
-        "ctc": ["Multiline", ["loss/ctc$", "validation/ctc_loss$"]],
-        "attention": ["Multiline", ["loss/attention$", "validation/attention_loss$"]],
-    },
-    "Error rates": {"WER and CER": ["Multiline", ["validation/wer$", "validation/cer$"]]},
-    # One expression for both lines of a phase: one that matches nothing, as where nothing is planned, is complained of.
-    "Memory (MiB)": {"peak and planned": ["Multiline", ["memory/.*/(peak|planned)_mib$"]]}
-    | {
-        name: ["Multiline", [f"memory/.*/{name}_mib$"]]
-        for name in ("allocated", "reserved", "fragmentation", "resident")
-    },
-}
+PICTURE_WORDS = (
+    "Above, what the model is given: 80 mel bands, low ones at the bottom, and a tick a second. Below, what CTC "
+    "believes, a token a row: the blank on top, then the others in the order of their peaks. The clearer the line that "
+    "falls from left to right, the better the model knows where each token is said."
+)
 
 
 class TensorBoardSink:
-    """One event file of this process, each record one event in it. Imports TensorBoard (1-2 s) when it is opened."""
+    """A run's curves, an event file of this process for each (`CURVES`), training's in the folder itself.
+
+    TensorBoard takes each folder below for a run with a colour of its own, and draws what has one tag into one chart.
+    Imports TensorBoard (1-2 s) when it is opened.
+    """
 
     def __init__(self, directory: Path, resumed_step: int):
         self.name = f"TensorBoard in {directory}"
-        self._directory = directory
+        self._files = {curve: EventFile(directory / curve, resumed_step) for curve in CURVES}
+
+    def open(self) -> None:
+        for curve, file in self._files.items():
+            # What an earlier process wrote is to be purged; a curve that there never is has no folder.
+            if not curve or file.directory.is_dir():
+                file.append(0, [])
+
+    def write(self, record: Record) -> None:
+        match record:
+            case StepRecord() | RehearsalRecord():
+                shown = {}
+            case ValidationRecord():
+                shown = {VALIDATION: _hypotheses(record) if record.hypotheses else []}
+            case SpectrogramRecord():
+                shown = {VALIDATION: _picture_and_sound(record)}
+            case SettingsRecord():
+                shown = {"": _text("settings", f"~~~~\n{record.text}\n~~~~")}
+            case SkipRecord():
+                return  # counted in the next step's record
+        for curve, file in self._files.items():
+            values = [*_scalars(record, curve), *shown.get(curve, [])]
+            if values:
+                file.append(record.step, values)
+
+    def sync(self) -> None:
+        for file in self._files.values():
+            sync_file(file.path)
+
+
+class EventFile:
+    """The event file of this process in a folder, made when it is first appended to; each append is one event."""
+
+    def __init__(self, directory: Path, resumed_step: int):
+        self.directory = directory
         # Nothing of an earlier fresh start is wanted, its settings at step 0 included.
         self._purge_step = resumed_step + 1 if resumed_step else 0
 
-    def open(self) -> None:
-        append_whole(self._path, b"", self._header)
-
-    def write(self, record: Record) -> None:
-        from torch.utils.tensorboard import summary
-
-        match record:
-            case StepRecord() | RehearsalRecord():
-                values = _scalars(record)
-            case ValidationRecord():
-                table = summary.text("hypotheses", hypotheses_table(record.hypotheses)).value
-                values = [*_scalars(record), *(table if record.hypotheses else ())]
-            case SpectrogramRecord():
-                values = _picture_and_sound(record)
-            case SettingsRecord():
-                values = summary.text("settings", f"~~~~\n{record.text}\n~~~~").value
-            case SkipRecord():
-                return  # counted in the next step's record
-        append_whole(self._path, _framed([_event(record.step, values)]), self._header)
-
-    def sync(self) -> None:
-        sync_file(self._path)
+    def append(self, step: int, values: "list[Summary.Value]") -> None:
+        """Appends the values of one step; without any the file has its beginning, which purges, and no more."""
+        append_whole(self.path, _framed([_event(step, values)]) if values else b"", self._header)
 
     @cached_property
-    def _path(self) -> Path:
+    def path(self) -> Path:
         """A name after every one that is there: TensorBoard reads files in the order of their names, and a clock
         set back, or a restart within the second, would put the purge before what it should purge."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        numbers = [path.name.split(".")[3] for path in self._directory.glob("events.out.tfevents.*")]
+        numbers = [path.name.split(".")[3] for path in self.directory.glob("events.out.tfevents.*")]
         newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
-        return self._directory / f"events.out.tfevents.{max(int(time.time()), newest + 1):010d}.konkanivani"
+        return self.directory / f"events.out.tfevents.{max(int(time.time()), newest + 1):010d}.konkanivani"
 
     @cached_property
     def _header(self) -> bytes:
-        """What an event file begins with: its version, the restart that hides events from the purge step on, charts."""
+        """What an event file begins with: its version, and the restart that hides events from the purge step on."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from torch.utils.tensorboard import summary
 
         now = time.time()
         version = Event(wall_time=now, file_version="brain.Event:2")
         restart = Event(wall_time=now, step=self._purge_step, session_log=SessionLog(status=SessionLog.START))
-        return _framed([version, restart, _event(0, summary.custom_scalars(CUSTOM_LAYOUT).value)])
+        return _framed([version, restart])
 
 
 def hypotheses_table(pairs: tuple[HypothesisPair, ...]) -> str:
-    """The pairs as a markdown table; what markdown or HTML would take for its own (<unk>, |, *) is escaped."""
-    plain = str.maketrans({mark: f"&#{ord(mark)};" for mark in "&<>|*_`[]\\"} | {"\n": " ", "\r": " "})
-    cells = ((pair.utterance_id, pair.reference, pair.hypothesis) for pair in pairs)
-    rows = [f"| {' | '.join(cell.translate(plain) for cell in row)} |" for row in cells]
-    return "\n".join(["| utterance | reference | hypothesis |", "|---|---|---|", *rows])
+    """The pairs as a markdown table in which the words that differ are bold.
+
+    What markdown or HTML would take for its own (<unk>, |, *) is escaped.
+    """
+    rows = ["| utterance | reference | hypothesis |", "|---|---|---|"]
+    aligned = align_words([pair.reference for pair in pairs], [pair.hypothesis for pair in pairs])
+    for pair, edits in zip(pairs, aligned, strict=True):
+        texts = (
+            " ".join(_marked(word, edit) for edit, word in zip(edits, words, strict=True) if word)
+            for words in ([edit.reference for edit in edits], [edit.hypothesis for edit in edits])
+        )
+        rows.append(f"| {' | '.join([_plain(pair.utterance_id), *texts])} |")
+    return "\n".join(rows)
 
 
-def tagged_numbers(record: StepRecord | ValidationRecord | RehearsalRecord) -> Iterator[tuple[str, float]]:
-    """(tag, number) of each field that TensorBoard draws and that has a value."""
+def _marked(word: str, edit: Edit) -> str:
+    return _plain(word) if edit.kind == "hit" else f"<strong>{_plain(word)}</strong>"
+
+
+def _plain(text: str) -> str:
+    marks = {mark: f"&#{ord(mark)};" for mark in "&<>|*_`[]\\"} | {"\n": " ", "\r": " "}
+    return text.translate(str.maketrans(marks))
+
+
+def tagged_numbers(record: StepRecord | ValidationRecord | RehearsalRecord, curve: str) -> Iterator[tuple[str, float]]:
+    """(tag, number) of each field that TensorBoard draws into this curve and that has a value."""
     memory = record.memory if isinstance(record.memory, tuple) else (record.memory,)
-    for part in (record, *(phase for phase in memory if phase is not None)):
+    for part in (record, *(phase for phase in memory if phase is not None and phase.phase in DRAWN_PHASES)):
         for entry in fields(part):
             value = getattr(part, entry.name)
-            if "tag" in entry.metadata and value is not None:
+            if entry.metadata.get("curve") == curve and value is not None:
                 yield entry.metadata["tag"].format(phase=getattr(part, "phase", "")), value
 
 
@@ -136,10 +164,25 @@ def _framed(events: "list[Event]") -> bytes:
     return buffer.getvalue()
 
 
-def _scalars(record: StepRecord | ValidationRecord | RehearsalRecord) -> "list[Summary.Value]":
+def _scalars(record: Record, curve: str) -> "list[Summary.Value]":
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    return [Summary.Value(tag=tag, simple_value=number) for tag, number in tagged_numbers(record)]
+    if not isinstance(record, StepRecord | ValidationRecord | RehearsalRecord):
+        return []
+    return [Summary.Value(tag=tag, simple_value=number) for tag, number in tagged_numbers(record, curve)]
+
+
+def _text(tag: str, markdown: str) -> "list[Summary.Value]":
+    from torch.utils.tensorboard import summary
+
+    return [*summary.text(tag, markdown).value]
+
+
+def _hypotheses(record: ValidationRecord) -> "list[Summary.Value]":
+    rates = (("WER", record.wer), ("CER", record.cer))
+    said = [f"Epoch {record.epoch}", *(f"{name} {100 * rate:.1f} %" for name, rate in rates if rate is not None)]
+    table = hypotheses_table(record.hypotheses)
+    return _text("hypotheses", f"{', '.join(said)}. Words that differ are bold.\n\n{table}")
 
 
 def _picture_and_sound(record: SpectrogramRecord) -> "list[Summary.Value]":
@@ -147,7 +190,8 @@ def _picture_and_sound(record: SpectrogramRecord) -> "list[Summary.Value]":
 
     waveform = record.waveform.detach().float().cpu().nan_to_num(0).clamp(-1, 1)
     picture = draw_utterance(record.features, record.posteriors, len(waveform) / SAMPLE_RATE)
-    values = [*summary.image(f"spectrogram/{record.utterance_id}", picture, dataformats="HWC").value]
+    values = [*summary.image(f"8 picture/{record.utterance_id}", picture, dataformats="HWC").value]
+    values[0].metadata.summary_description = PICTURE_WORDS
     if len(waveform):
         values += summary.audio(f"audio/{record.utterance_id}", waveform, SAMPLE_RATE).value
     return values

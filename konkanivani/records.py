@@ -1,6 +1,7 @@
 """What can be logged: one frozen dataclass a kind of record.
 
-A number that TensorBoard draws carries its tag in its field's metadata; a value of None is not logged.
+A number that TensorBoard draws carries its tag in its field's metadata; a value of None is not logged. TensorBoard
+sorts its groups by name and opens the first two: hence the digits.
 """
 
 from dataclasses import MISSING, dataclass, field
@@ -9,9 +10,12 @@ from typing import Any
 from torch import Tensor
 
 
-def tagged(tag: str, default: Any = MISSING) -> Any:
-    """A dataclass field drawn by TensorBoard as `tag`."""
-    return field(default=default, metadata={"tag": tag})
+def tagged(tag: str, curve: str = "", default: Any = MISSING) -> Any:
+    """A dataclass field drawn by TensorBoard in the chart `tag`.
+
+    Each of the curves that share a chart has a name, a colour and an event file of its own; training's has no name.
+    """
+    return field(default=default, metadata={"tag": tag, "curve": curve})
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,10 @@ class Resumed:
 
 FROM_NOTHING = Resumed()
 
+VALIDATION, PLANNED, RESERVED = "validation", "planned", "reserved"
+CURVES = ("", VALIDATION, PLANNED, RESERVED)
+DRAWN_PHASES = ("forward", "backward", "update", "validation")  # for which memory is planned
+
 
 @dataclass(frozen=True)
 class PhaseMemory:
@@ -42,13 +50,13 @@ class PhaseMemory:
     """
 
     phase: str
-    allocated_mib: float | None = tagged("memory/{phase}/allocated_mib")
-    reserved_mib: float | None = tagged("memory/{phase}/reserved_mib")
-    peak_mib: float | None = tagged("memory/{phase}/peak_mib")
-    resident_mib: float | None = tagged("memory/{phase}/resident_mib")
-    planned_mib: float | None = tagged("memory/{phase}/planned_mib", default=None)
-    fragmentation_mib: float | None = tagged("memory/{phase}/fragmentation_mib", default=None)
-    allocator_retries: int | None = tagged("memory/{phase}/allocator_retries", default=None)
+    allocated_mib: float | None
+    reserved_mib: float | None = tagged("4 memory/{phase}_mib", RESERVED)
+    peak_mib: float | None = tagged("4 memory/{phase}_mib")
+    resident_mib: float | None
+    planned_mib: float | None = tagged("4 memory/{phase}_mib", PLANNED, default=None)
+    fragmentation_mib: float | None = tagged("7 allocator/fragmentation_{phase}_mib", default=None)
+    allocator_retries: int | None = tagged("7 allocator/retries_{phase}", default=None)
 
 
 @dataclass(frozen=True)
@@ -63,25 +71,25 @@ class StepRecord:
 
     step: int
     epoch: int
-    loss: float | None = tagged("loss/total")
-    ctc_loss: float | None = tagged("loss/ctc")
-    attention_loss: float | None = tagged("loss/attention")
-    learning_rate: float | None = tagged("optimizer/learning_rate")
-    gradient_norm: float | None = tagged("optimizer/gradient_norm")
-    scale: float | None = tagged("optimizer/scale")
-    skipped_steps: int | None = tagged("optimizer/skipped_steps")
+    loss: float | None = tagged("2 loss/all")
+    ctc_loss: float | None = tagged("2 loss/ctc")
+    attention_loss: float | None = tagged("2 loss/attention")
+    learning_rate: float | None = tagged("5 optimizer/learning_rate")
+    gradient_norm: float | None = tagged("5 optimizer/gradient_norm")
+    scale: float | None = tagged("5 optimizer/scale")
+    skipped_steps: int | None = tagged("5 optimizer/skipped_steps")
     skipped: bool
-    audio_seconds_per_second: float | None = tagged("speed/audio_seconds_per_second")
-    padding_share: float | None = tagged("data/padding_share")
-    tokens: int | None = tagged("data/tokens")
-    utterances: int | None = tagged("data/utterances")
-    seconds: float | None = tagged("speed/step_seconds")
-    splits: int | None = tagged("memory/splits")
-    waiting_seconds: float | None = tagged("speed/waiting_for_data_seconds", default=None)
-    model_flops_utilisation: float | None = tagged("speed/model_flops_utilisation", default=None)
-    gpu_utilisation: float | None = tagged("speed/gpu_utilisation", default=None)
-    cache_clearings: int | None = tagged("memory/cache_clearings", default=None)
-    cache_clearing_seconds: float | None = tagged("memory/cache_clearing_seconds", default=None)
+    audio_seconds_per_second: float | None = tagged("3 speed/audio_seconds_per_second")
+    padding_share: float | None = tagged("6 data/padding_share")
+    tokens: int | None = tagged("6 data/tokens")
+    utterances: int | None = tagged("6 data/utterances")
+    seconds: float | None = tagged("3 speed/step_seconds")
+    splits: int | None = tagged("4 memory/splits")
+    waiting_seconds: float | None = tagged("3 speed/waiting_for_data_seconds", default=None)
+    model_flops_utilisation: float | None = tagged("3 speed/model_flops_utilisation", default=None)
+    gpu_utilisation: float | None = tagged("3 speed/gpu_utilisation", default=None)
+    cache_clearings: int | None = tagged("7 allocator/cache_clearings", default=None)
+    cache_clearing_seconds: float | None = tagged("7 allocator/cache_clearing_seconds", default=None)
     memory: tuple[PhaseMemory, ...] = ()
 
 
@@ -124,11 +132,11 @@ class ValidationRecord:
 
     step: int
     epoch: int
-    loss: float | None = tagged("validation/loss")
-    ctc_loss: float | None = tagged("validation/ctc_loss")
-    attention_loss: float | None = tagged("validation/attention_loss")
-    wer: float | None = tagged("validation/wer")
-    cer: float | None = tagged("validation/cer")
+    loss: float | None = tagged("2 loss/all", VALIDATION)
+    ctc_loss: float | None = tagged("2 loss/ctc", VALIDATION)
+    attention_loss: float | None = tagged("2 loss/attention", VALIDATION)
+    wer: float | None = tagged("1 error rates/WER", VALIDATION)
+    cer: float | None = tagged("1 error rates/CER", VALIDATION)
     utterances: int | None = None
     seconds: float | None = None
     hypotheses: tuple[HypothesisPair, ...] = ()
