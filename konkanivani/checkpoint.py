@@ -104,7 +104,7 @@ def check_is_there(path: Path) -> None:
     if not path.is_file():
         if path.is_dir():
             raise CheckpointError(
-                f"{path} is a folder, not a checkpoint. Give one of its files, such as {path / 'checkpoint_last.pt'}; "
+                f"There is no checkpoint at {path}, it is a folder. Give one of its files, such as {path / 'checkpoint_last.pt'}; "
                 f"training goes on from its newest with --checkpoint_dir {path} --resume auto."
             )
         raise CheckpointError(f"There is no checkpoint at {path}. Give the path of a checkpoint_*.pt file.")

@@ -139,7 +139,7 @@ def test_a_corpus_that_has_grown_moved_or_been_corrected_is_the_same_one(desk, k
     assert ended.code == 0 and "Going on from" in ended.output, ended.output
 
 
-def test_validating_on_what_is_trained_on_is_warned_of_and_on_other_speech_is_not(desk, konkani, tmp_path):
+def test_validating_on_what_is_trained_on_is_warned_of_and_on_other_speech_is_not(desk, konkani):
     ended = desk.train(konkani, "new", "new", "--max_steps", "1", "--valid_manifest", konkani.manifest("train"))
     assert ended.code == 0 and "100% of the utterances of" in ended.output and "are trained on too" in ended.output
     ended = desk.train(konkani, "newer", "newer", "--max_steps", "1")
