@@ -104,8 +104,9 @@ def check_is_there(path: Path) -> None:
     if not path.is_file():
         if path.is_dir():
             raise CheckpointError(
-                f"There is no checkpoint at {path}, it is a folder. Give one of its files, such as {path / 'checkpoint_last.pt'}; "
-                f"training goes on from its newest with --checkpoint_dir {path} --resume auto."
+                f"There is no checkpoint at {path}, it is a folder. Give one of its files, such as "
+                f"{path / 'checkpoint_last.pt'}; training goes on from the newest with --checkpoint_dir {path} "
+                "--resume auto."
             )
         raise CheckpointError(f"There is no checkpoint at {path}. Give the path of a checkpoint_*.pt file.")
 

@@ -146,7 +146,7 @@ def stream(
     plan = EpochPlanner(np.array([u.duration for u in speech.utterances]), 4, seed=3)
     rejections = Rejections(None, most=0.5)
     columns = (np.zeros(len(speech.utterances), kind) for kind in ARRAYS.values())
-    rejections.begin(Manifest(speech.manifest, ManifestIndex(*columns, broken=(), folder=None)))
+    rejections.begin(Manifest(speech.manifest, ManifestIndex(*columns, broken=(), sketch=(), folder=None)))
     loader = LoaderConfig(workers, timeout, pin_memory=False)
     return WindowStream(speech, plan, same_size(2), loader, rejections).from_cursor(cursor)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from heapq import nsmallest
 from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,9 +24,10 @@ from konkanivani.audio_roots import audio_roots
 from konkanivani.command_line import say
 from konkanivani.data.utterance import BadRow, parse_row
 
-VERSION = 2  # 1: by the time of the last change alone, which an archive brings along
+VERSION = 3  # 2: without a sketch; 1: by the time of the last change alone, which an archive brings along
 SMALL_BYTES = 4 * 2**20  # read anew at each start: it takes less than a second, and nothing is left beside the file
 BLOCK_BYTES = 16 * 2**20
+SKETCHED = 256  # utterances: enough to tell two corpora of which the half is shared from two that share nothing
 LONGEST_LINE = 2**20  # bytes; hours of speech need less
 MISSING = "the audio file does not exist"
 ARRAYS = {"starts": np.int64, "sizes": np.int32, "rows": np.int32, "durations": np.float64}
@@ -48,6 +50,7 @@ class BrokenRow:
 class ManifestIndex:
     """The sound rows: the byte at which each line starts, its bytes, its number from 1, its seconds; and the others.
 
+    `sketch` are the least marks of the utterances, ascending, at most SKETCHED, by which two corpora are compared.
     `folder` is where the arrays are kept, None where they are not.
     """
 
@@ -56,6 +59,7 @@ class ManifestIndex:
     rows: np.ndarray
     durations: np.ndarray
     broken: tuple[BrokenRow, ...]
+    sketch: tuple[int, ...]
     folder: Path | None
 
 
@@ -91,11 +95,12 @@ def _read(folder: Path, manifest: Path, identity: dict[str, object]) -> Manifest
             return None
         lines = (folder / "broken.jsonl").read_text(encoding="utf-8").splitlines()
         broken = tuple(BrokenRow(**json.loads(line)) for line in lines)
+        sketch = tuple(json.loads((folder / "sketch.json").read_text()))
         arrays = {name: _mapped(folder / name, kind) for name, kind in ARRAYS.items()}
     except (OSError, ValueError, TypeError):
         return None
     is_mended = any(row.is_missing and os.path.exists(manifest.parent / row.audio_filepath) for row in broken)
-    return None if is_mended else ManifestIndex(**arrays, broken=broken, folder=folder)
+    return None if is_mended else ManifestIndex(**arrays, broken=broken, sketch=sketch, folder=folder)
 
 
 def _mapped(path: Path, kind: type) -> np.ndarray:
@@ -108,24 +113,33 @@ def _write(folder: Path, manifest: Path, identity: dict[str, object], roots: tup
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     broken: list[BrokenRow] = []
+    sketch: tuple[int, ...] = ()
     for block in _scanned(manifest, roots):
         for name in ARRAYS:
             with open(partial / name, "ab") as file:
                 getattr(block, name).tofile(file)
         broken += block.broken
+        sketch = _least({*sketch, *block.sketch})
     with open(partial / "broken.jsonl", "w", encoding="utf-8") as file:
         file.writelines(json.dumps(asdict(row)) + "\n" for row in broken)
+    (partial / "sketch.json").write_text(json.dumps(sketch))
     (partial / "index.json").write_text(json.dumps(identity))
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     arrays = {name: _mapped(folder / name, kind) for name, kind in ARRAYS.items()}
-    return ManifestIndex(**arrays, broken=tuple(broken), folder=folder)
+    return ManifestIndex(**arrays, broken=tuple(broken), sketch=sketch, folder=folder)
+
+
+def _least(marks: set[int]) -> tuple[int, ...]:
+    return tuple(nsmallest(SKETCHED, marks))
 
 
 def _joined(blocks: list[ManifestIndex], folder: Path | None) -> ManifestIndex:
     empty = {name: np.empty(0, kind) for name, kind in ARRAYS.items()}
     arrays = {name: np.concatenate([empty[name], *(getattr(block, name) for block in blocks)]) for name in ARRAYS}
-    return ManifestIndex(**arrays, broken=tuple(row for block in blocks for row in block.broken), folder=folder)
+    broken = tuple(row for block in blocks for row in block.broken)
+    sketch = _least({mark for block in blocks for mark in block.sketch})
+    return ManifestIndex(**arrays, broken=broken, sketch=sketch, folder=folder)
 
 
 def _scanned(manifest: Path, roots: tuple[str, ...]) -> Iterator[ManifestIndex]:
@@ -164,7 +178,7 @@ def _block_edges(manifest: Path) -> list[int]:
 def _scan(manifest: str, first: int, end: int, roots: tuple[str, ...]) -> tuple[ManifestIndex, int]:
     """The index of the lines in these bytes, rows numbered from 1, and how many lines there are."""
     columns: dict[str, list] = {name: [] for name in ARRAYS}
-    broken, start, row, known = [], first, 0, ""
+    broken, marks, start, row, known = [], set(), first, 0, ""
     folder = os.path.dirname(manifest)
     with open(manifest, "rb") as file:
         file.seek(first)
@@ -177,13 +191,14 @@ def _scan(manifest: str, first: int, end: int, roots: tuple[str, ...]) -> tuple[
                     if utterance.audio_path != known and not os.path.exists(utterance.audio_path):
                         raise BadRow(MISSING, utterance.audio_filepath)
                     known = utterance.audio_path
+                    marks.add(utterance.mark)
                     for column, value in zip(columns.values(), (start, size, row, utterance.duration), strict=True):
                         column.append(value)
                 except BadRow as error:
                     broken.append(BrokenRow(row, error.audio_filepath, str(error), str(error) == MISSING))
             start += size
     arrays = {name: np.array(columns[name], kind) for name, kind in ARRAYS.items()}
-    return ManifestIndex(**arrays, broken=tuple(broken), folder=None), row
+    return ManifestIndex(**arrays, broken=tuple(broken), sketch=_least(marks), folder=None), row
 
 
 def _lines(file: BinaryIO, end: int) -> Iterator[tuple[bytes, int]]:

@@ -7,6 +7,7 @@ With `offset` an utterance is the `duration` seconds of its file that begin `off
 and `byte_count` the audio file is a part of the file named: a member of a tar shard.
 """
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass, field
@@ -52,6 +53,13 @@ class Utterance:
         """Its name: the path, with the byte and the second at which it begins where it is a part of the file."""
         member = f"#{self.byte_offset}" if self.byte_count else ""
         return f"{self.audio_filepath}{member}" + ("" if self.offset is None else f"@{self.offset:g}")
+
+    @property
+    def mark(self) -> int:
+        """A hash of what stays where its corpus is moved, its audio changed to another format, its text corrected."""
+        stem = os.path.splitext(os.path.basename(self.audio_filepath))[0]
+        place = stem, self.byte_offset, self.offset or 0.0, round(self.duration, 2)
+        return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=7).digest(), "big")
 
     @property
     def source(self) -> AudioSource:

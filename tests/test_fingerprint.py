@@ -1,0 +1,68 @@
+"""A corpus is known again where it was moved, lengthened or cut down, and no other is taken for it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from konkanivani.data import index
+from konkanivani.data.fingerprint import Fingerprint, fingerprint_of, read_fingerprint
+from konkanivani.data.index import SKETCHED
+from konkanivani.data.manifest import read_manifest
+from konkanivani.errors import CheckpointError
+
+MANY = 3000
+
+
+def fingerprint(path: Path, numbers: range, seed: int = 0) -> Fingerprint:
+    """Of a manifest of rows numbered so, which are the same for the same seed; they share one file."""
+    path.mkdir(parents=True, exist_ok=True)
+    seconds = np.random.default_rng(seed).uniform(1, 9, 4 * MANY).round(2)
+    rows = [
+        {"audio_filepath": "a.wav", "offset": number, "duration": seconds[number], "text": "x"} for number in numbers
+    ]
+    (path / "a.wav").touch()
+    (path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return fingerprint_of(read_manifest(path / "train.jsonl"))
+
+
+def test_a_corpus_shares_all_with_itself_with_a_longer_one_and_with_a_part_of_it(tmp_path):
+    whole = fingerprint(tmp_path / "a", range(MANY))
+    assert whole.shared(whole) == 1 and whole.is_unchanged(whole)
+    moved = fingerprint(tmp_path / "b", range(MANY))
+    assert whole.is_unchanged(moved) and whole.manifest != moved.manifest
+    for numbers in (range(3 * MANY), range(MANY // 4), range(50)):
+        other = fingerprint(tmp_path / "c", numbers)
+        assert whole.shared(other) == other.shared(whole) == 1 and not whole.is_unchanged(other)
+
+
+@pytest.mark.parametrize("beyond", [MANY // 4, MANY // 2, 3 * MANY // 4])
+def test_what_is_shared_is_known_to_a_tenth(beyond, tmp_path):
+    one = fingerprint(tmp_path / "a", range(MANY))
+    other = fingerprint(tmp_path / "b", range(beyond, MANY + beyond))
+    assert one.shared(other) == pytest.approx(1 - beyond / MANY, abs=0.1)
+
+
+def test_another_corpus_shares_next_to_nothing_even_where_its_files_are_numbered_alike(tmp_path):
+    one, other = (fingerprint(tmp_path / str(seed), range(MANY), seed) for seed in (0, 1))
+    assert one.shared(other) < 0.02
+    small = fingerprint(tmp_path / "small", range(20), seed=2)
+    assert small.shared(one) < 0.1 and small.shared(small) == 1
+
+
+def test_blocks_and_an_index_that_is_kept_give_the_same_sketch(tmp_path, monkeypatch):
+    at_once = fingerprint(tmp_path, range(MANY))
+    monkeypatch.setattr(index, "SMALL_BYTES", 0)
+    monkeypatch.setattr(index, "BLOCK_BYTES", 20_000)
+    for _ in range(2):  # the first time it is written, the second time read
+        assert fingerprint_of(read_manifest(tmp_path / "train.jsonl")) == at_once
+    assert len(at_once.sketch) == SKETCHED
+
+
+def test_a_checkpoints_fingerprint_is_read_back_and_a_foreign_one_refused(tmp_path):
+    found = fingerprint(tmp_path, range(5))
+    assert read_fingerprint(found.state_dict()) == found
+    for spoilt in ({"sketch": ("a",)}, {"hours": "1"}, {"utterances": True}, {"manifest": None}):
+        with pytest.raises(CheckpointError, match="which corpus"):
+            read_fingerprint(found.state_dict() | spoilt)
