@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 import torch
 
-from konkanivani import assembly, audio_file, checkpoint, checkpointer, start
+from konkanivani import assembly, audio_file, checkpoint, checkpointer, replaced, start
 from konkanivani.data import speech
 from konkanivani.log_folder import LogFolder
 from konkanivani.training import loop, step
@@ -98,6 +98,10 @@ def kill(place: str, number: int) -> None:
             after(checkpointer, "write_checkpoint", number, die)
         case "between two names of a checkpoint":
             after(checkpointer, "_link", number, die)
+        case "behind the log's copy":
+            after(replaced, "_copy_aside", number, die)
+        case "behind the newer checkpoints' move":
+            before(checkpointer.Checkpointer, "restore_best", number, die)
 
 
 def terminate(number: int) -> None:

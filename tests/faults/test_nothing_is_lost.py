@@ -185,6 +185,16 @@ def test_going_back_says_by_how_many_steps_and_keeps_all_that_is_newer_however_o
         assert read_checkpoint(desk.checkpoint("mine", "last")).step == 10
 
 
+@pytest.mark.parametrize("place", ["behind the log's copy", "behind the newer checkpoints' move"])
+def test_a_kill_while_things_are_moved_aside_loses_nothing_either(place, desk):
+    before, runs = holdings(desk.folder), desk.folder / "runs"
+    back = "--resume", str(desk.checkpoint("mine", "epoch_2")), "--max_steps", "10", "--log_dir", str(runs)
+    assert desk.type(*back, faults=(("kill", place, 1),)).code == -signal.SIGKILL
+    assert before.lost(holdings(desk.folder)) == 0
+    assert desk.type(*back).code == 0
+    assert before.lost(holdings(desk.folder)) == 0 and steps_logged(runs / "mine") == list(range(1, 11))
+
+
 def test_what_was_moved_aside_can_be_gone_on_with_and_logs_beside_the_run(desk):
     folder, runs = desk.folder / "ck" / "mine", desk.folder / "runs"
     desk.type("--resume", str(folder / "checkpoint_epoch_2.pt"), "--max_steps", "7", "--log_dir", str(runs))
