@@ -11,6 +11,7 @@ import torch
 
 from konkanivani.checkpoint import Checkpoint, OtherVersionError, read_checkpoint, write_checkpoint
 from konkanivani.checkpoint_archive import is_whole
+from konkanivani.command_line import say
 from konkanivani.errors import CheckpointError, NumericsError, ResourceError
 
 LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
@@ -103,7 +104,7 @@ class Checkpointer:
                 if sets_aside:
                     os.replace(path, aside)
                 moved = f"Moved aside to {aside.name}. " if sets_aside else ""
-                print(f"{error} {moved}Trying the one before.", flush=True)
+                say(f"{error} {moved}Trying the one before.")
         if damaged:
             raise CheckpointError(
                 f"None of the {damaged} checkpoints in {self.directory} is sound"

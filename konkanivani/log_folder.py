@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from konkanivani.checkpointer import Checkpointer, first_free_name
+from konkanivani.command_line import say
 from konkanivani.config import RunConfig
 from konkanivani.errors import ResourceError
 from konkanivani.json_log import LOG_NAME
@@ -31,7 +32,7 @@ def take_log_folder(run: RunConfig, earlier: RunConfig | None) -> LogFolder:
     owner = _other_owner(run, earlier)
     if owner is not None and (earlier or not _is_logged_to(folder)):
         named = dataclasses.replace(run, run_name=_own_name(run))
-        print(f"{folder} is the log of the run in {owner}: this one logs to {folder_of(named)}.", flush=True)
+        say(f"{folder} is the log of the run in {owner}: this one logs to {folder_of(named)}.")
         return LogFolder(named, _lock(named, copied_from=folder if earlier else None))
     return LogFolder(run, _lock(run, copied_from=None))
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from konkanivani.checkpoint import Checkpoint
 from konkanivani.checkpointer import Checkpointer, first_free_name
+from konkanivani.command_line import say
 from konkanivani.errors import ResourceError
 from konkanivani.training.run_lock import LOCK_NAME
 from konkanivani.wording import count
@@ -23,14 +24,14 @@ def move_aside(checkpointer: Checkpointer, run_directory: Path) -> None:
     """Moves an old run's files aside, once all that can go wrong with the new one's beginning has gone right."""
     checkpoints = checkpointer.move_aside()
     if checkpoints:
-        print(f"The old checkpoints are now in {checkpoints}.", flush=True)
+        say(f"The old checkpoints are now in {checkpoints}.")
     logs = [path for path in run_directory.iterdir() if path.name not in (REJECTED, LOCK_NAME)]
     if logs:
         aside = first_free_name(run_directory.parent, f"{run_directory.name}_replaced")
         aside.mkdir()
         for path in logs:
             path.rename(aside / path.name.replace(REJECTED_BEFORE, REJECTED))
-        print(f"The old logs of this run's name are now in {aside}.", flush=True)
+        say(f"The old logs of this run's name are now in {aside}.")
 
 
 def move_newer_aside(checkpointer: Checkpointer, run_directory: Path, resumed: Path, checkpoint: Checkpoint) -> None:
@@ -44,13 +45,13 @@ def move_newer_aside(checkpointer: Checkpointer, run_directory: Path, resumed: P
         return
     steps = [found.step for found in newer if found.step is not None]
     back = f"{count(max(steps) - step, 'step')} behind the newest" if steps else "behind a newer one that is damaged"
-    print(f"This goes back: {resumed.name} is {back} in {checkpointer.directory}.", flush=True)
+    say(f"This goes back: {resumed.name} is {back} in {checkpointer.directory}.")
     copied = _copy_aside(run_directory)
     aside = checkpointer.move_aside([found.path for found in newer])
     checkpointer.restore_best(progress["epochs_finished"] - progress["epochs_without_improvement"])
     names = ", ".join(sorted(found.path.name for found in newer))
     logs = f", the log up to there in {copied}" if copied else ""
-    print(f"What is newer ({names}) is now in {aside}{logs}.", flush=True)
+    say(f"What is newer ({names}) is now in {aside}{logs}.")
 
 
 def _copy_aside(run_directory: Path) -> Path | None:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
+from konkanivani.command_line import say
 from konkanivani.data.fingerprint import Fingerprint, fingerprint_of, read_fingerprint
 from konkanivani.data.manifest import Manifest
 from konkanivani.errors import CheckpointError, DataError
@@ -27,7 +28,7 @@ def check_corpus(start: Start, corpus: Fingerprint) -> None:
     if remembered is None or remembered.shared(corpus) >= LEAST_SHARED:
         return
     if start.config.run.new_corpus:
-        print(f"Going on with another corpus: {corpus.sentence()}, after {remembered.sentence()}.", flush=True)
+        say(f"Going on with another corpus: {corpus.sentence()}, after {remembered.sentence()}.")
         return
     raise CheckpointError(
         f"The run in {start.config.run.checkpoint_dir} was trained on {remembered.sentence()}, and "
@@ -42,10 +43,9 @@ def warn_of_shared(corpus: Fingerprint, *others: Manifest | None) -> None:
     for other in others:
         shared = 0.0 if other is None else corpus.shared(fingerprint_of(other))
         if shared >= WARNED_OF:
-            print(
+            say(
                 f"Careful: {shared:.0%} of the utterances of {other.path} are trained on too, so its error rates "
-                "say little about other speech. inspect_data.py names what stands in both.",
-                flush=True,
+                "say little about other speech. inspect_data.py names what stands in both."
             )
 
 
@@ -66,7 +66,7 @@ def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Tokenizer, text
     named = " ".join(commonest[:NAMED_CHARACTERS]) + (" …" if len(commonest) > NAMED_CHARACTERS else "")
     found = f"{part:.2%} of the characters of {corpus.manifest} are none of the checkpoint's tokenizer ({named})"
     if part <= MOST_UNKNOWN:
-        print(f"{found}: they are trained on as unknown.", flush=True)
+        say(f"{found}: they are trained on as unknown.")
         return
     raise DataError(
         f"{found}, more than {MOST_UNKNOWN:.1%}: the model could never write them. Begin a run of its own with "

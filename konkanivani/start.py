@@ -6,6 +6,7 @@ from pathlib import Path
 
 from konkanivani.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.checkpointer import Checkpointer
+from konkanivani.command_line import say
 from konkanivani.config import RunConfig, TrainConfig
 from konkanivani.disk import check_disk
 from konkanivani.distributed import ALONE, Topology, from_first
@@ -143,7 +144,7 @@ def _resume_newest(arguments: list[str], asked: TrainConfig, tell: Tell) -> Star
     if found is None:
         check_idle_flags(asked.augment, arguments)
         _check_places(asked, asked.text.vocab_size, tell)
-        print(f"No checkpoint in {folder} yet: training begins.", flush=True)
+        say(f"No checkpoint in {folder} yet: training begins.")
         return _begin(asked, lock)
     path, checkpoint = found
     config = _resumed_config(arguments, checkpoint, path)
@@ -175,7 +176,7 @@ def _resumed_config(arguments: list[str], checkpoint: Checkpoint, path: Path) ->
             f"The flags contradict the checkpoint {path}:{listed}\nLeave these flags out to go on with it, or begin "
             f"anew from its weights with --init_from {path} and another --checkpoint_dir (or --fresh)."
         )
-    print(f"Going on from {path}: step {checkpoint.step}.", flush=True)
+    say(f"Going on from {path}: step {checkpoint.step}.")
     _tell_paths(config, arguments)
     _check_log_folder(config, arguments, path)
     return config
@@ -185,7 +186,7 @@ def _tell_paths(config: TrainConfig, arguments: list[str]) -> None:
     """Says which files and folders are taken from the checkpoint, which may be another person's."""
     paths = [s for s in settings_of(config) if s.name in PATHS and s.value and not is_given(s.name, arguments)]
     if paths:
-        print("As the checkpoint says:" + "".join(f" --{path.name} {path.value!r}" for path in paths), flush=True)
+        say("As the checkpoint says:" + "".join(f" --{path.name} {path.value!r}" for path in paths))
 
 
 def _check_log_folder(config: TrainConfig, arguments: list[str], path: Path) -> None:

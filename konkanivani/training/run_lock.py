@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from konkanivani.command_line import say
 from konkanivani.errors import ResourceError
 
 LOCK_NAME = ".lock"
@@ -76,7 +77,7 @@ def _lock(file: TextIO, directory: str | Path, use: FolderUse) -> None:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
-            print(f"{directory} has no locks ({error.strerror}): see to it that no other run uses it.", flush=True)
+            say(f"{directory} has no locks ({error.strerror}): see to it that no other run uses it.")
             return
         file.seek(0)
         holder = next(iter(file.read().split()), "unknown")
