@@ -9,23 +9,28 @@ import bootstrap
 bootstrap.rerun_under_venv()
 
 import os
+import re
 import shlex
 import sys
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 
 from konkanivani.command_line import parse_share, read_flags, run_script
+from konkanivani.data.drawing import SplitBy
 from konkanivani.data.found import SpeechFolder
 from konkanivani.data.preparation import (
     REJECTED,
     FormatName,
     Preparation,
     Report,
-    SplitBy,
     prepare_corpus,
 )
 from konkanivani.data.splits import Shares
 from konkanivani.errors import UsageError
+
+COMMON_NAMES = ("corpus", "data", "manifest", "manifests", "out", "output", "prepared", "splits")  # of many a folder
+LONGEST_NAME = 30  # characters of up to four bytes: with its parent's it must be a folder's name, 255 bytes
 
 
 @dataclass(frozen=True)
@@ -51,9 +56,9 @@ class Flags:
     audio_root: str = ""
     """The folder outside which no audio is read; --source unless given."""
     split_by: SplitBy = "default"
-    """The corpus's own splits, whole speakers, or utterances; default: the first of these that there is."""
+    """The corpus's own splits (valid drawn if it lacks), whole speakers, or utterances; default: the first it has."""
     valid_share: str = "5%"
-    """Part of the hours for valid.jsonl where splits are drawn, as 5% or 0.05."""
+    """Part of the hours for valid.jsonl where it is drawn, as 5% or 0.05."""
     test_share: str = "5%"
     """Part of the hours for test.jsonl."""
     seed: int = 0
@@ -93,7 +98,8 @@ def read_task(flags: Flags) -> Preparation:
 
 def describe(report: Report, output: Path) -> str:
     """What was prepared, for a person, ending with the command that trains on it."""
-    lines = [f"{report.source} as {report.format}, split by {report.split_by}:"]
+    drawn = f"; {' and '.join(report.drawn)} drawn from its train, by {report.drawn_by}" if report.drawn else ""
+    lines = [f"{report.source} as {report.format}, split by {report.split_by}{drawn}:"]
     for split in report.splits:
         length = f"{split.hours:.2f} h" if split.hours >= 1 else f"{60 * split.hours:.1f} minutes"
         speakers = f"speakers: {split.speakers or 'not known'}"
@@ -111,9 +117,13 @@ def describe(report: Report, output: Path) -> str:
 
 def _next_step(report: Report, output: Path) -> list[str]:
     names = {split.name for split in report.splits}
-    missing = [name for name in ("train", "valid") if name not in names]
-    if missing:
-        return [f"There is no {' and no '.join(missing)} part: --split_by speaker or utterance draws the parts anew."]
+    if "train" not in names:
+        return ["There is no train part: --split_by speaker or utterance draws all parts anew, with --force."]
+    if "valid" not in names:
+        return [
+            "There is no valid part. --valid_share 5% --force draws one from a train part of three utterances or more."
+        ]
+    name = _run_name(output)
     flags = " ".join(
         f"--{s.name}_manifest {shlex.quote(os.path.abspath(output / s.name))}.jsonl" for s in report.splits
     )
@@ -121,8 +131,23 @@ def _next_step(report: Report, output: Path) -> list[str]:
         flags += f" --audio_roots {shlex.quote(report.audio_root)}"
     return [
         "Train on it:",
-        f"./run_training_memory_optimized.sh {flags} --checkpoint_dir checkpoints/mine --run_name mine",
+        f"./run_training_memory_optimized.sh {flags} --checkpoint_dir {shlex.quote(f'checkpoints/{name}')} "
+        f"--run_name {shlex.quote(name)}",
     ]
+
+
+def _run_name(output: Path) -> str:
+    """What a run on the manifests in a folder is called: as the folder, with its parent where many are called so."""
+    *_, parent, name = ("", "", *(_plain(part) for part in Path(os.path.abspath(output)).parts))
+    if name.lower() in COMMON_NAMES:
+        name = "-".join(filter(None, (parent, name)))
+    return name or parent or "mine"
+
+
+def _plain(part: str) -> str:
+    """A name of letters, digits, `.`, `_` and `-` alone; a vowel sign belongs to its letter."""
+    letters = (c if c in "._" or unicodedata.category(c)[0] in "LMN" else "-" for c in part)
+    return re.sub("-+", "-", "".join(letters)).strip("-.")[:LONGEST_NAME].rstrip("-.")
 
 
 def prepare(flags: Flags) -> str:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,6 +13,7 @@ from konkanivani.errors import DataError
 from konkanivani.wording import printable
 
 MOST_EXAMPLES = 5
+DIGEST = re.compile("[0-9a-f]{32,}")  # stands for a speaker in Common Voice: eight digits tell it
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ def _shared(named: Iterable[tuple[str, CheckedUtterance]]) -> Iterator[str]:
         firsts.setdefault(name, {}).setdefault(utterance.split, utterance)
     for name, by_split in firsts.items():
         if len(by_split) > 1:
-            yield f"{name}: " + "; ".join(f"{split} ({first.where})" for split, first in sorted(by_split.items()))
+            short = f"{name[:8]}…" if DIGEST.fullmatch(name) else name
+            yield f"{short}: " + "; ".join(f"{split} ({first.where})" for split, first in sorted(by_split.items()))
 
 
 def _same_audio(utterances: list[CheckedUtterance]) -> Iterator[str]:

@@ -11,6 +11,15 @@ from typing import Literal
 
 from konkanivani.audio_roots import is_named_inside
 from konkanivani.data.corpus import AudioRoots, CheckedUtterance, Corpus, read_corpus
+from konkanivani.data.drawing import (
+    Drawn,
+    SplitBy,
+    SplitSummary,
+    draw,
+    refuse_without_split,
+    resolve_split_by,
+    summaries,
+)
 from konkanivani.data.formats import (
     common_voice,
     csv_table,
@@ -25,7 +34,7 @@ from konkanivani.data.formats import (
 from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.leaks import Leak, find_leaks
 from konkanivani.data.manifest import write_manifest
-from konkanivani.data.splits import SPLITS, Shares, Unit, draw_splits
+from konkanivani.data.splits import SPLITS, Shares
 from konkanivani.errors import DataError, ResourceError, UsageError
 from konkanivani.held_folder import held_folder
 from konkanivani.json_lines import write_json_lines
@@ -34,7 +43,6 @@ from konkanivani.wording import printable
 FormatName = Literal[
     "common_voice", "csv", "folder", "huggingface", "indicvoices", "kaldi", "ljspeech", "nemo", "openslr"
 ]
-SplitBy = Literal["default", "given", "speaker", "utterance"]
 READERS: dict[FormatName, Callable[[SpeechFolder], Found]] = {
     "common_voice": common_voice.find_utterances,
     "csv": csv_table.find_utterances,
@@ -65,16 +73,6 @@ class Preparation:
 
 
 @dataclass(frozen=True)
-class SplitSummary:
-    """What a manifest holds; `speakers` counts the known ones."""
-
-    name: str
-    utterances: int
-    hours: float
-    speakers: int
-
-
-@dataclass(frozen=True)
 class RefusalCount:
     """How many rows were left out for a kind of reason."""
 
@@ -84,7 +82,10 @@ class RefusalCount:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of a preparation; report.json is this. `audio_root` holds what audio the output does not ("": none)."""
+    """What came of a preparation; report.json is this. `audio_root` holds what audio the output does not ("": none).
+
+    `drawn` are the parts that were drawn out of the corpus's own part to train on, by `drawn_by`.
+    """
 
     format: str
     source: str
@@ -94,6 +95,8 @@ class Report:
     refused: tuple[RefusalCount, ...]
     leaks: tuple[Leak, ...]
     audio_root: str
+    drawn: tuple[str, ...]
+    drawn_by: str
 
 
 def prepare_corpus(task: Preparation) -> Report:
@@ -108,17 +111,17 @@ def prepare_corpus(task: Preparation) -> Report:
         output = task.output.resolve()
         roots = AudioRoots(task.audio_root.resolve(), output, source.embedded_audio, output / AUDIO)
         corpus = read_corpus(_told(READERS[task.format](source), task), roots)
-        split_by = _resolve_split_by(task, corpus)
+        split_by = resolve_split_by(task.split_by, corpus, str(task.source.path))
         if split_by == "given":
-            _refuse_without_split(corpus)
+            refuse_without_split(corpus)
         with _explained(task.output):
             write_json_lines(staged / REJECTED, (asdict(_printable(row)) for row in corpus.refused))
             os.replace(staged / REJECTED, task.output / REJECTED)
         _check_damage(task, corpus)
-        utterances = corpus.utterances if split_by == "given" else _drawn(task, corpus, split_by)
-        report = _report(task, split_by, utterances, corpus.refused)
+        drawn = draw(corpus, split_by, task.shares, task.seed, str(task.source.path))
+        report = _report(task, split_by, drawn, corpus.refused)
         with _explained(task.output):
-            _publish(task, staged, utterances, report)
+            _publish(task, staged, drawn.utterances, report)
     return report
 
 
@@ -195,77 +198,27 @@ def _counts(refused: Iterable[RefusedRow]) -> tuple[RefusalCount, ...]:
     return tuple(RefusalCount(kind, rows) for kind, rows in Counter(row.kind for row in refused).most_common())
 
 
-# ------------------------------------------------------------------------------------------------------------ splitting
-
-
-def _resolve_split_by(task: Preparation, corpus: Corpus) -> SplitBy:
-    """By what to split: as asked, else by what there is."""
-    has_given = any(checked.split for checked in corpus.utterances)
-    has_speakers = any(checked.utterance.speaker for checked in corpus.utterances)
-    if task.split_by == "default":
-        return "given" if has_given else "speaker" if has_speakers else "utterance"
-    for kind, is_there, what in (
-        ("given", has_given, "gives no splits"),
-        ("speaker", has_speakers, "names no speakers"),
-    ):
-        if task.split_by == kind and not is_there and corpus.utterances:
-            raise UsageError(f"--split_by {kind} cannot be done: {task.source.path} {what}. Give --split_by utterance.")
-    return task.split_by
-
-
-def _refuse_without_split(corpus: Corpus) -> None:
-    for checked in corpus.utterances:
-        if not checked.split:
-            path = checked.utterance.audio_filepath
-            reason = "its corpus gives splits, but none for it: --split_by draws them anew"
-            corpus.refused.append(RefusedRow(checked.file, checked.utterance.row, "no split", reason, path))
-    corpus.utterances = [checked for checked in corpus.utterances if checked.split]
-
-
-def _drawn(task: Preparation, corpus: Corpus, split_by: SplitBy) -> list[CheckedUtterance]:
-    """The utterances in drawn splits; by speaker, those whose speaker is not known go to training."""
-    milliseconds: Counter[str] = Counter()
-    for checked in corpus.utterances:
-        name = _unit_name(checked, split_by)
-        if name:
-            milliseconds[name] += round(1000 * checked.utterance.duration)  # whole: sums must not depend on the order
-    if len(milliseconds) < task.shares.asked:
-        raise DataError(
-            f"{task.source.path} has {len(milliseconds)} {split_by}s, too few for {task.shares.asked} splits. Give "
-            f"{'--split_by utterance, or ' if split_by == 'speaker' else ''}--test_share 0 or --valid_share 0."
-        )
-    units = [Unit(name, length) for name, length in milliseconds.items()]
-    valid, test = draw_splits(units, task.shares, task.seed)
-    drawn = []
-    for checked in corpus.utterances:
-        name = _unit_name(checked, split_by)
-        drawn.append(replace(checked, split="valid" if name in valid else "test" if name in test else "train"))
-    return drawn
-
-
-def _unit_name(checked: CheckedUtterance, split_by: SplitBy) -> str:
-    return checked.utterance.speaker if split_by == "speaker" else checked.id
-
-
 # ----------------------------------------------------------------------------------------------------------- publishing
 
 
-def _report(
-    task: Preparation, split_by: SplitBy, utterances: list[CheckedUtterance], refused: list[RefusedRow]
-) -> Report:
-    splits = tuple(summary for name in SPLITS if (summary := _summary(name, utterances)).utterances)
+def _report(task: Preparation, split_by: SplitBy, drawn: Drawn, refused: list[RefusedRow]) -> Report:
+    utterances = drawn.utterances
     source = printable(str(task.source.path))
     output = str(task.output.resolve())
     is_outside = any(not is_named_inside(u.utterance.audio_filepath, (output,)) for u in utterances)
     audio_root = str(task.audio_root.resolve()) if is_outside else ""
-    leaks = find_leaks(utterances)
-    return Report(task.format, source, split_by, task.seed, splits, _counts(refused), leaks, audio_root)
-
-
-def _summary(name: str, utterances: list[CheckedUtterance]) -> SplitSummary:
-    spoken = [checked.utterance for checked in utterances if checked.split == name]
-    hours = sum(utterance.duration for utterance in spoken) / 3600
-    return SplitSummary(name, len(spoken), round(hours, 4), len({u.speaker for u in spoken if u.speaker}))
+    return Report(
+        format=task.format,
+        source=source,
+        split_by=split_by,
+        seed=task.seed,
+        splits=summaries(utterances),
+        refused=_counts(refused),
+        leaks=find_leaks(utterances),
+        audio_root=audio_root,
+        drawn=drawn.parts,
+        drawn_by=drawn.unit,
+    )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,115 @@
+"""Which split every utterance of a corpus goes to: as the corpus says, drawn, or drawn out of the part to train on."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from konkanivani.data.corpus import CheckedUtterance, Corpus
+from konkanivani.data.found import RefusedRow
+from konkanivani.data.splits import SPLITS, Shares, Unit, draw_splits
+from konkanivani.errors import DataError, UsageError
+
+SplitBy = Literal["default", "given", "speaker", "utterance"]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Utterances in their splits; `parts` of a corpus with splits of its own were drawn out of train, by `unit`."""
+
+    utterances: list[CheckedUtterance]
+    parts: tuple[str, ...] = ()
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class SplitSummary:
+    """What a manifest holds; `speakers` counts the known ones."""
+
+    name: str
+    utterances: int
+    hours: float
+    speakers: int
+
+
+def resolve_split_by(asked: SplitBy, corpus: Corpus, name: str) -> SplitBy:
+    """By what to split: as asked, else by what there is. `name` is the corpus's, for errors."""
+    has_given = any(checked.split for checked in corpus.utterances)
+    has_speakers = any(checked.utterance.speaker for checked in corpus.utterances)
+    if asked == "default":
+        return "given" if has_given else "speaker" if has_speakers else "utterance"
+    for kind, is_there, what in (
+        ("given", has_given, "gives no splits"),
+        ("speaker", has_speakers, "names no speakers"),
+    ):
+        if asked == kind and not is_there and corpus.utterances:
+            raise UsageError(f"--split_by {kind} cannot be done: {name} {what}. Give --split_by utterance.")
+    return asked
+
+
+def refuse_without_split(corpus: Corpus) -> None:
+    """Moves the utterances that the corpus gives no split to those that are left out."""
+    for checked in corpus.utterances:
+        if not checked.split:
+            path = checked.utterance.audio_filepath
+            reason = "its corpus gives splits, but none for it: --split_by draws them anew"
+            corpus.refused.append(RefusedRow(checked.file, checked.utterance.row, "no split", reason, path))
+    corpus.utterances = [checked for checked in corpus.utterances if checked.split]
+
+
+def draw(corpus: Corpus, split_by: SplitBy, shares: Shares, seed: int, name: str) -> Drawn:
+    """The utterances in their splits. A corpus that gives train and no valid gets one out of train, and so a test.
+
+    Raises a DataError where all splits are to be drawn, and there are too few speakers or utterances.
+    """
+    if split_by != "given":
+        return Drawn(_drawn(corpus.utterances, split_by, shares, seed, name))
+    there = {checked.split for checked in corpus.utterances}
+    lacking = Shares(shares.valid, 0.0 if "test" in there else shares.test)
+    spoken = [checked for checked in corpus.utterances if checked.split == "train"]
+    if "valid" in there or not 1 < lacking.asked <= len(spoken):
+        return Drawn(corpus.utterances)
+    has_speakers = len({checked.utterance.speaker for checked in spoken} - {""}) >= lacking.asked
+    unit: SplitBy = "speaker" if has_speakers else "utterance"
+    drawn = _drawn(spoken, unit, lacking, seed, f"The part of {name} to train on")
+    kept = [checked for checked in corpus.utterances if checked.split != "train"]
+    parts = tuple(part for part in SPLITS if part in {checked.split for checked in drawn} - {"train"})
+    return Drawn(drawn + kept, parts, unit)
+
+
+def _drawn(
+    utterances: list[CheckedUtterance], unit: SplitBy, shares: Shares, seed: int, name: str
+) -> list[CheckedUtterance]:
+    """The utterances in drawn splits; by speaker, those whose speaker is not known go to training."""
+    milliseconds: Counter[str] = Counter()
+    for checked in utterances:
+        if unit_name := _unit_name(checked, unit):
+            # Whole numbers: sums must not depend on the order.
+            milliseconds[unit_name] += round(1000 * checked.utterance.duration)
+    if len(milliseconds) < shares.asked:
+        raise DataError(
+            f"{name} has {len(milliseconds)} {unit}s, too few for {shares.asked} splits. Give "
+            f"{'--split_by utterance, or ' if unit == 'speaker' else ''}--test_share 0 or --valid_share 0."
+        )
+    units = [Unit(unit_name, length) for unit_name, length in milliseconds.items()]
+    valid, test = draw_splits(units, shares, seed)
+    drawn = []
+    for checked in utterances:
+        unit_name = _unit_name(checked, unit)
+        split = "valid" if unit_name in valid else "test" if unit_name in test else "train"
+        drawn.append(replace(checked, split=split))
+    return drawn
+
+
+def _unit_name(checked: CheckedUtterance, unit: SplitBy) -> str:
+    return checked.utterance.speaker if unit == "speaker" else checked.id
+
+
+def summaries(utterances: list[CheckedUtterance]) -> tuple[SplitSummary, ...]:
+    """What each split holds that is not empty."""
+    return tuple(_summary(name, utterances) for name in SPLITS if any(checked.split == name for checked in utterances))
+
+
+def _summary(name: str, utterances: list[CheckedUtterance]) -> SplitSummary:
+    spoken = [checked.utterance for checked in utterances if checked.split == name]
+    hours = sum(utterance.duration for utterance in spoken) / 3600
+    return SplitSummary(name, len(spoken), round(hours, 4), len({u.speaker for u in spoken if u.speaker}))

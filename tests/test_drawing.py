@@ -1,0 +1,149 @@
+"""A corpus without a part for validation gets one out of its training part; what a run on it is called."""
+
+import hashlib
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import run_script
+from tests.test_formats import SCRIPT, SPLITS, openslr_mucs, sentence, webdataset, write_sentence
+from tests.test_prepare_data import Table, prepare, table, twelve  # noqa: F401 - fixtures
+
+
+def texts(directory: Path, split: str, output: str = "out") -> list[str]:
+    path = directory / output / f"{split}.jsonl"
+    return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def split_in_two(table: Table) -> None:  # noqa: F811
+    """Nine utterances of s0, s1 and s2 to train on, three of s3 to test on."""
+    for number, row in enumerate(table.rows):
+        row[2:] = [f"s{number // 3}", "train" if number < 9 else "test"]
+
+
+@pytest.mark.parametrize("flags", [(), ("--split_by", "given")])
+def test_valid_is_drawn_from_train_and_the_given_test_is_kept(flags, tmp_path):
+    spoken = openslr_mucs(tmp_path / "corpus")
+    done = prepare(tmp_path, "openslr", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "split by given; valid drawn from its train, by utterance:" in done.stdout
+    assert "--valid_manifest" in done.stdout and "--test_manifest" in done.stdout
+    assert sorted(texts(tmp_path, "test")) == sorted(found.text for found in spoken if found.split == "test")
+    trained, valid = texts(tmp_path, "train"), texts(tmp_path, "valid")
+    assert valid and sorted(trained + valid) == sorted(found.text for found in spoken if found.split == "train")
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (report["split_by"], report["drawn"], report["drawn_by"]) == ("given", ["valid"], "utterance")
+
+
+def test_whole_speakers_are_drawn_by_the_share_and_the_seed(table):  # noqa: F811
+    split_in_two(table)
+    speakers = {}
+    for seed in map(str, range(5)):
+        done = table.prepare("--force", "--seed", seed, "--valid_share", "40%")
+        assert done.returncode == 0 and "valid drawn from its train, by speaker:" in done.stdout, done.stderr
+        (speakers[seed],) = {u.speaker for u in table.utterances("valid")}
+        assert speakers[seed] not in {u.speaker for u in table.utterances("train")}
+        assert len(table.utterances("valid")) == 3 and {u.speaker for u in table.utterances("test")} == {"s3"}
+    assert len(set(speakers.values())) > 1
+    assert table.prepare("--force", "--valid_share", "60%").returncode == 0
+    assert len(table.utterances("valid")) == 6
+
+
+def test_where_one_speaker_alone_is_trained_on_utterances_are_drawn_and_the_shared_speaker_is_told(table):  # noqa: F811
+    split_in_two(table)
+    for row in table.rows[:9]:
+        row[2] = "s0"
+    done = table.prepare()
+    assert done.returncode == 0 and "by utterance:" in done.stdout and "1 × the same speaker" in done.stdout
+    assert len(table.utterances("valid")) == 1
+
+
+def test_a_part_of_its_own_for_validation_is_left_as_it_is(table):  # noqa: F811
+    split_in_two(table)
+    for row in table.rows[9:]:
+        row[3] = "dev"
+    done = table.prepare()
+    assert done.returncode == 0 and "drawn" not in done.stdout
+    assert (len(table.utterances("train")), len(table.utterances("valid"))) == (9, 3)
+    assert not (table.output / "test.jsonl").exists()
+
+
+def test_a_corpus_of_train_alone_gets_both_other_parts(tmp_path):
+    webdataset(tmp_path / "corpus")
+    for path in (tmp_path / "corpus").iterdir():
+        path.rename(path.with_name(path.name.replace("shard", "train")))
+    done = prepare(tmp_path, "nemo")
+    assert done.returncode == 0 and "valid and test drawn from its train, by speaker:" in done.stdout, done.stderr
+    assert all(texts(tmp_path, split) for split in SPLITS) and sum(len(texts(tmp_path, s)) for s in SPLITS) == 12
+    done = prepare(tmp_path, "nemo", "--test_share", "0", "--force")
+    assert "; valid drawn from its train" in done.stdout and texts(tmp_path, "test") == []
+
+
+def test_where_nothing_can_be_drawn_the_hint_names_the_flags_that_do_it(table):  # noqa: F811
+    split_in_two(table)
+    done = table.prepare("--valid_share", "0")
+    assert done.returncode == 0 and "There is no valid part. --valid_share 5% --force draws one" in done.stdout
+    done = table.prepare("--valid_share", "5%", "--force")
+    assert done.returncode == 0 and len(table.utterances("valid")) == 3
+    for row in table.rows:
+        row[3] = "test"
+    done = table.prepare("--force")
+    assert done.returncode == 0 and "There is no train part: --split_by speaker or utterance" in done.stdout
+    assert "with --force" in done.stdout
+    assert table.prepare("--split_by", "speaker", "--force").returncode == 0
+    assert len(table.utterances("train")) == 6
+
+
+# What is printed
+
+
+def test_speakers_with_digests_for_names_are_told_by_eight_digits_and_written_whole(table):  # noqa: F811
+    names = [hashlib.sha512(bytes([number])).hexdigest() for number in range(3)]
+    for number, row in enumerate(table.rows):
+        row[2:] = [names[number % 3], "train" if number < 8 else "dev" if number < 10 else "test"]
+    done = table.prepare()
+    assert done.returncode == 0 and "3 × the same speaker, such as" in done.stdout
+    assert f"    {names[0][:8]}…: train (all.csv, row 2); valid (all.csv, row 11)" in done.stdout
+    assert not re.search("[0-9a-f]{9}", done.stdout.replace(str(table.directory), ""))
+    assert {u.speaker for u in table.utterances("train")} == set(names)
+
+
+def command(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """The words of the command that trains."""
+    assert done.returncode == 0, done.stderr
+    return shlex.split(done.stdout.splitlines()[-1])
+
+
+OUTPUTS = {
+    "data/a": "a",
+    "data/b": "b",
+    "data/kok v1": "kok-v1",
+    "x/data": "x-data",
+    "y/data": "y-data",
+    "y/Prepared/": "y-Prepared",
+    "कोंकणी": "कोंकणी",
+    "z/..": "HERE",
+    ".": "HERE",
+    ".hidden.d": "hidden.d",
+    "n/$(touch ran)": "touch-ran",
+    "m/!!": "m",
+    "m/" + "ळ" * 80: "ळ" * 30,
+}
+
+
+def test_the_command_that_trains_names_folder_and_run_after_the_output(tmp_path):
+    here = tmp_path / "HERE"
+    for number in range(6):
+        write_sentence(tmp_path / "corpus" / f"{number}.wav", number)
+        (tmp_path / "corpus" / f"{number}.txt").write_text(sentence(number), encoding="utf-8")
+    here.mkdir()
+    for output, name in OUTPUTS.items():
+        arguments = ("--format", "folder", "--source", "../corpus", "--force", "--output", output)
+        words = command(run_script(SCRIPT, *arguments, cwd=here))
+        assert words[words.index("--checkpoint_dir") + 1] == f"checkpoints/{name}"
+        assert words[words.index("--run_name") + 1] == name
+    assert not list(tmp_path.rglob("ran"))
