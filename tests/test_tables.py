@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.tables import Record
 from konkanivani.data.torn_rows import mended
-from tests.test_formats import CV_HEAD, SPLITS, sentence, split_of, write_sentence, write_table
+from tests.test_formats import CV_HEAD, SPLITS, sentence, sound_bytes, split_of, write_sentence, write_table
 from tests.test_prepare_data import ALL, COLUMNS, Table, prepare, rejected, table, twelve  # noqa: F401 - fixtures
 
 
@@ -216,3 +216,18 @@ def test_marks_without_an_end_take_no_time():
     started = time.process_time()
     assert len(list(mended([record] * 300))) == 300
     assert time.process_time() - started < 60
+
+
+def test_columns_of_parquet_too_are_found_in_any_case(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pytest.importorskip("datasets")
+    (tmp_path / "corpus").mkdir()
+    rows = {
+        "Audio": [{"bytes": sound_bytes(number), "path": None} for number in range(6)],
+        "Words": [sentence(number) for number in range(6)],
+        "Client_ID": [f"s{number}" for number in range(6)],
+    }
+    parquet.write_table(pyarrow.table(rows), tmp_path / "corpus" / "train-0.parquet")
+    done = prepare(tmp_path, "huggingface", "--text_column", "words")
+    assert done.returncode == 0 and "by speaker" in done.stdout, done.stderr
+    assert texts(tmp_path) == set(rows["Words"])
