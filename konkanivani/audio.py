@@ -17,8 +17,8 @@ from konkanivani.audio_file import (
     LOWEST_RATE,
     MOST_CHANNELS,
     AudioSource,
+    claimed_header,
     read_blocks,
-    read_header,
     read_samples,
 )
 from konkanivani.errors import DataError
@@ -99,7 +99,7 @@ def change_rate(waveform: torch.Tensor, old: int, new: int) -> torch.Tensor:
 
 def stream_audio(source: AudioSource) -> Iterator[torch.Tensor]:
     """The waveform that load_audio would return, in blocks (S,) of about a second; errors as in read_blocks."""
-    rate = read_header(source).rate
+    rate = claimed_header(source).rate
     blocks = (torch.from_numpy(samples).mean(dim=1) for samples in read_blocks(source, BLOCK_SECONDS))
     return resample_blocks(blocks, rate)
 

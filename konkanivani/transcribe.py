@@ -1,6 +1,8 @@
 """Audio files and folders of them to transcripts on the screen or in files, one after the other."""
 
+import contextlib
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,10 +10,10 @@ from pathlib import Path
 from typing import TextIO
 
 import numpy as np
-import soundfile
 from tqdm import tqdm
 
-from konkanivani.audio_file import AudioSource, UnusableAudio, read_header
+from konkanivani.audio_file import AudioSource, ShortAudio, UnusableAudio, claimed_header
+from konkanivani.audio_names import AUDIO_SUFFIXES
 from konkanivani.command_line import is_out_of_memory
 from konkanivani.data.batching import deal
 from konkanivani.distributed import ALONE, Topology, gather, sum_across
@@ -25,10 +27,6 @@ from konkanivani.whole_file import whole_file
 from konkanivani.wording import count, printable
 
 Held = tuple[str, bool]  # a text to write, and whether on stderr
-
-# Names that libsndfile's formats go by beside their own.
-OTHER_SUFFIXES = {".aif", ".aifc", ".oga", ".opus", ".snd"}
-RAW_SUFFIXES = {".raw", ".txt", ".mat", ".mat4", ".mat5"}  # no header, or mostly something else
 
 
 @dataclass(frozen=True)
@@ -46,21 +44,16 @@ class Recording:
         return self.called or str(self.path)
 
 
-def audio_suffixes() -> frozenset[str]:
-    """The endings, in lower case, by which a folder's audio files are told."""
-    known = {f".{name.lower()}" for name in soundfile.available_formats()}
-    return frozenset((known | OTHER_SUFFIXES) - RAW_SUFFIXES)
-
-
 def find_recordings(paths: Sequence[str], spooled: Path | None = None) -> list[Recording]:
-    """The files named, and in their place the audio files in and under the folders named, in order of their names.
+    """The files named, and in their place what is named like sound or film in and under the folders named, in order of
+    the names.
 
     `spooled` is the file that holds what comes on standard input, if anything does.
 
     What is hidden in a folder is left out unless it is named itself; links to folders in it are not followed. A
     DataError names a folder without any audio file.
     """
-    suffixes, found = audio_suffixes(), []
+    found = []
     for address in (path for path in paths if "://" in path):
         raise UsageError(f"{address} is the address of a file elsewhere. Download it first.")
     for path in map(Path, paths):
@@ -70,7 +63,7 @@ def find_recordings(paths: Sequence[str], spooled: Path | None = None) -> list[R
         if not path.is_dir():
             found.append(Recording(path, Path(path.name)))
             continue
-        audible = sorted(each for each in visible_files(path) if each.suffix.lower() in suffixes)
+        audible = sorted(each for each in visible_files(path) if each.suffix.lower() in AUDIO_SUFFIXES)
         if not audible:
             raise DataError(f"The folder {path} holds no audio file that can be read. Give another, or files.")
         found += [Recording(each, each.relative_to(path)) for each in audible]
@@ -122,7 +115,8 @@ class Transcription:
         targets = self._targets(recordings)
         sizes = np.array([_bytes_of(recording.path) for recording in recordings])
         share = deal(sizes, self.topology.world)[self.topology.rank]
-        with _Progress([recordings[number] for number in share], self.topology) as progress:
+        shown = [recordings[number] for number in share]
+        with _Progress(shown, self.topology) as progress, _short_audio_told(progress):
             for number in share:
                 try:
                     self._transcribe(recordings[number], targets[number], progress, is_alone)
@@ -214,11 +208,28 @@ class _Progress:
 
     def follow(self, recording: Recording, segments: Iterable[Segment]) -> Iterator[Segment]:
         """The segments; the bar moves with them."""
-        before = self._bar.n
+        before, seconds = self._bar.n, self._seconds.get(recording.path, 0.0)
         for segment in segments:
-            self._bar.update(before + segment.end - self._bar.n)
+            self._bar.update(before + min(segment.end, seconds) - self._bar.n)
             yield segment
-        self._bar.update(before + self._seconds.get(recording.path, 0.0) - self._bar.n)
+        self._bar.update(before + seconds - self._bar.n)
+
+
+@contextlib.contextmanager
+def _short_audio_told(progress: _Progress) -> Iterator[None]:
+    """Says in a line of its own that a file ends before its header does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", ShortAudio)
+        shown = warnings.showwarning
+
+        def tell(message: Warning, category: type[Warning], *place: object) -> None:
+            if issubclass(category, ShortAudio):
+                progress.write(f"{message} What there is of it is transcribed.\n", sys.stderr)
+            else:
+                shown(message, category, *place)
+
+        warnings.showwarning = tell
+        yield
 
 
 def _bytes_of(path: Path) -> int:
@@ -227,9 +238,9 @@ def _bytes_of(path: Path) -> int:
 
 
 def _seconds(path: Path) -> float:
-    """What the file lasts as its header says, 0 where it cannot be used."""
+    """What the file lasts as its header says, 0 where it says nothing or cannot be used."""
     try:
-        return read_header(AudioSource(str(path))).seconds
+        return claimed_header(AudioSource(str(path))).seconds
     except DataError:
         return 0.0
 

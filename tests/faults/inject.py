@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 import torch
 
-from konkanivani import assembly, audio_file, checkpoint, checkpointer, replaced, start
+from konkanivani import assembly, audio_source, checkpoint, checkpointer, replaced, start
 from konkanivani.data import speech
 from konkanivani.log_folder import LogFolder
 from konkanivani.training import loop, step
@@ -299,7 +299,7 @@ def small_shared_memory(kilobytes: int) -> None:
 
 def pipes_pass_for_files() -> None:
     """What stands in place of a file is found out only when it is opened, as where it is put there in between."""
-    audio_file.stat = SimpleNamespace(S_ISREG=lambda _mode: True)
+    audio_source.stat = SimpleNamespace(S_ISREG=lambda _mode: True)
 
 
 def worker(signal_number: int, utterance: str, mark: str) -> None:

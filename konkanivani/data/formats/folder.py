@@ -6,21 +6,27 @@ Folders train, valid (or dev) and test at its top are the given splits. Lines of
 from collections.abc import Iterator
 from pathlib import Path
 
+from konkanivani.audio_names import AUDIO_SUFFIXES, audio_rank
 from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.splits import split_of_path
 from konkanivani.data.tables import read_text
 from konkanivani.errors import DataError
 from konkanivani.listing import visible_files
 
-AUDIO_SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aiff", ".aif", ".au", ".sph", ".w64", ".caf")
-
 
 def find_utterances(source: SpeechFolder) -> Found:
-    """An utterance for every audio file, in the order of the names."""
-    root = source.path.resolve()
-    for audio in audio_files(source.path):
-        transcript = audio.with_suffix(".txt")
+    """An utterance for every recording, in the order of the names; of several kinds of one, the best known."""
+    root, files, best = source.path.resolve(), list(audio_files(source.path)), {}
+    for audio in files:
+        stem = audio.with_suffix("")
+        best[stem] = min(audio, best.get(stem, audio), key=audio_rank)
+    for audio in files:
+        transcript, taken = audio.with_suffix(".txt"), best[audio.with_suffix("")]
         file = source.name_of(transcript)
+        if taken != audio and transcript.exists():
+            reason = f"its transcript is taken for {taken.name}, which lies beside it"
+            yield RefusedRow(file, 1, "recorded twice", reason, source.name_of(audio), is_expected=True)
+            continue
         if not transcript.exists():
             yield RefusedRow(file, 1, "no transcript", "there is no such file", source.name_of(audio))
         elif not transcript.resolve().is_relative_to(root):

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from konkanivani.data.formats.folder import AUDIO_SUFFIXES
+from konkanivani.audio_names import AUDIO_SUFFIXES
 from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.splits import split_of_path
 from konkanivani.data.tables import as_seconds, as_text, parse_json, read_text

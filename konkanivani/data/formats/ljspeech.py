@@ -8,7 +8,7 @@ Source: the README of LJSpeech-1.1, https://keithito.com/LJ-Speech-Dataset/
 import os
 from pathlib import Path
 
-from konkanivani.data.formats.folder import AUDIO_SUFFIXES
+from konkanivani.audio_names import AUDIO_SUFFIXES
 from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.tables import read_cells
 
@@ -37,4 +37,4 @@ def _audio(folder: Path, name: str) -> Path:
 def _spellings(path: Path) -> list[Path]:
     """The path as it stands where it ends as audio does, and with the suffixes that such corpora leave out."""
     named = [path] if path.suffix.lower() in AUDIO_SUFFIXES else []
-    return [*named, *(Path(f"{path}{suffix}") for suffix in (".wav", ".flac"))]
+    return [*named, *(Path(f"{path}{suffix}") for suffix in AUDIO_SUFFIXES)]

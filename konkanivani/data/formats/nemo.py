@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from konkanivani.data.formats.folder import AUDIO_SUFFIXES
+from konkanivani.audio_names import AUDIO_SUFFIXES
 from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.shards import Member, read_member_text, read_members
 from konkanivani.data.splits import split_of_path

@@ -13,6 +13,7 @@ import os
 import re
 from pathlib import Path
 
+from konkanivani.audio_names import AUDIO_SUFFIXES, audio_rank
 from konkanivani.data.formats.folder import audio_files
 from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.splits import split_of_path
@@ -62,7 +63,8 @@ def _utterance(
 
 
 def _stem(name: str) -> str:
-    return name.removesuffix(".wav").removesuffix(".flac")
+    stem, suffix = os.path.splitext(name)
+    return stem if suffix.lower() in AUDIO_SUFFIXES else name
 
 
 def _delimiter(index: Path) -> str:
@@ -78,9 +80,9 @@ def _find_indices(folder: Path) -> list[Path]:
 
 
 def _audio_by_name(folder: Path) -> dict[str, list[Path]]:
-    """The audio files below a folder by their names without suffix."""
+    """The audio files below a folder by their names without suffix, the better known kinds first."""
     found: dict[str, list[Path]] = {}
-    for path in audio_files(folder):
+    for path in sorted(audio_files(folder), key=audio_rank):
         found.setdefault(path.stem, []).append(path)
     return found
 

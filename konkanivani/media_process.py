@@ -1,0 +1,149 @@
+"""The processes that decode with FFmpeg, from outside: started where one is needed, kept for the next file.
+
+Each thread that reads has one for itself while it reads. They end with the process that they belong to, for they wait
+at a socket of its; a process that is forked starts its own.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from konkanivani.media_reader import ANSWER, MOST_SECONDS, REQUEST
+
+PROGRAM = Path(__file__).with_name("media_reader.py")
+ANSWER_SECONDS = 1800.0  # one that is stopped, or waits for a disk that is gone; its work has a limit of its own
+MOST_ANSWER_BYTES = 2**28
+PIECE_BYTES = 2**20
+
+
+class ReaderFailed(Exception):
+    """The process has ended, or says what it should not; what became of it as a sentence's end."""
+
+
+class Refused(Exception):
+    """The process says why it cannot do it; a sentence's end."""
+
+
+class Reader:
+    """A process that decodes one file at a time. `is_sound`: its answers have all been read, another file may come."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-I", str(PROGRAM), str(theirs.fileno())],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+            except OSError as error:
+                ours.close()
+                raise ReaderFailed(f"the process that decodes it does not start: {error.strerror}") from None
+        self.channel, self.is_sound = ours, True
+        ours.settimeout(ANSWER_SECONDS)
+
+    def ask(self, kind: bytes, first: int = 0, second: int = 0, descriptor: int | None = None) -> bytes:
+        """The answer's content. Raises Refused, or ReaderFailed where there will be none any more."""
+        self.is_sound = False
+        try:
+            message = [REQUEST.pack(kind, first, second)]
+            if descriptor is None:
+                self.channel.sendall(message[0])
+            else:
+                socket.send_fds(self.channel, message, [descriptor])
+            answer, size = ANSWER.unpack(self._receive(ANSWER.size))
+            if not 0 <= size <= MOST_ANSWER_BYTES:
+                raise ReaderFailed("the process that decodes it answers nonsense")
+            content = self._receive(size)
+        except OSError as error:
+            raise ReaderFailed(self._end(error)) from None
+        self.is_sound = True
+        if answer == b"e":
+            raise Refused(content.decode(errors="replace"))
+        return content
+
+    def close(self) -> None:
+        """Ends the process."""
+        self.channel.close()
+        self.process.kill()
+        self.process.wait()
+
+    def forget(self) -> None:
+        """Lets go of it without a word: it is another process's."""
+        self.channel.close()
+        self.process.returncode = 0  # nobody waits for it here
+
+    def _receive(self, size: int) -> bytes:
+        received = bytearray(size)
+        view, done = memoryview(received), 0
+        while done < size:
+            count = self.channel.recv_into(view[done : done + PIECE_BYTES])
+            if not count:
+                raise ConnectionError
+            done += count
+        return bytes(received)
+
+    def _end(self, error: OSError) -> str:
+        """What has become of the process; it is gone after this."""
+        if isinstance(error, TimeoutError):
+            self.close()
+            return f"the process that decodes it has not answered for {ANSWER_SECONDS:g} s"
+        self.channel.close()
+        try:
+            code = self.process.wait(ANSWER_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.close()
+            return "the process that decodes it does not end"
+        if code == -signal.SIGXCPU:
+            return f"decoding it came to nothing in {MOST_SECONDS} s"
+        name = signal.Signals(-code).name if -code in signal.valid_signals() else f"exit code {code}"
+        return f"it brought down the process that decodes it ({name})"
+
+
+class Readers:
+    """The processes of this one: those at work, and those that have nothing to do."""
+
+    def __init__(self) -> None:
+        self._begin_anew()
+        os.register_at_fork(after_in_child=self._forget_all)
+
+    def take(self) -> Reader:
+        """One that is nobody else's until it is given back; a ReaderFailed where none can be started."""
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        reader = Reader()
+        with self._lock:
+            self._all.add(reader)
+        return reader
+
+    def give_back(self, reader: Reader) -> None:
+        """It waits for the next file, or is ended where it is in the middle of something."""
+        with contextlib.suppress(ReaderFailed, Refused):
+            if reader.is_sound:
+                reader.ask(b"c")
+        with self._lock:
+            if reader.is_sound:
+                self._idle.append(reader)
+                return
+            self._all.discard(reader)
+        reader.close()
+
+    def _begin_anew(self) -> None:
+        self._lock, self._idle, self._all = threading.Lock(), [], set()
+
+    def _forget_all(self) -> None:
+        readers = self._all
+        self._begin_anew()
+        for reader in readers:
+            reader.forget()
+
+
+READERS = Readers()  # a process has these children and no others, whoever asks

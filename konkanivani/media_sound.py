@@ -1,0 +1,130 @@
+"""A file that libsndfile does not know and FFmpeg does, read from its beginning on in a process beside this one."""
+
+import importlib.util
+import json
+import os
+
+import numpy as np
+
+from konkanivani.audio_names import MEDIA_SUFFIXES
+from konkanivani.audio_source import AudioHeader, OpenedAudio, UnusableAudio
+from konkanivani.media_process import READERS, ReaderFailed, Refused
+
+INSTALL = ".venv/bin/python -m pip install av"
+PIECE_SAMPLES = 2**20  # of all channels, that come in one answer
+DROPPED_SECONDS = 60  # at once
+# How files of these kinds begin: where in them, and with what.
+BEGINNINGS = (
+    *((4, name) for name in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")),
+    *((0, b"\x1aE\xdf\xa3"), (0, b"\x30\x26\xb2\x75\x8e\x66\xcf\x11"), (0, b"#!AMR"), (0, b"FLV\x01"), (0, b"RIFF")),
+    *((0, b"OggS"), (0, b"ID3"), (0, b"\x0b\x77"), (0, b"\x00\x00\x01\xba"), (0, b"caff"), (0, b"wvpk"), (0, b"MAC ")),
+    *((0, b"TTA1"), (0, b"FORM"), (0, b".RMF"), (0, b"MPCK"), (0, b"MP+"), (0, b"\x7f\xfe\x80\x01"), (0, b"tBaK")),
+)
+
+
+def may_be_media(opened: OpenedAudio) -> bool:
+    """Whether FFmpeg is asked what this is: by its name, or by how it begins."""
+    head = opened.at(0, 200)
+    is_mpeg = len(head) > 2 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0  # ADTS, MP1, MP2, MP3
+    is_stream = head[:1] == b"\x47" and head[188:189] == b"\x47"
+    begins = is_mpeg or is_stream or any(head[at : at + len(name)] == name for at, name in BEGINNINGS)
+    return bool(head) and (begins or os.path.splitext(opened.source.path)[1].lower() in MEDIA_SUFFIXES)
+
+
+def is_installed() -> bool:
+    """Whether PyAV is there."""
+    return importlib.util.find_spec("av") is not None
+
+
+class MediaSound:
+    """What FFmpeg decodes of a file; `header.frames` is what the file claims (0: nothing), not what there is to read.
+
+    A process that dies is replaced once, and what it was asked is asked again: it may have died of something else.
+    """
+
+    is_counted = False
+
+    def __init__(self, opened: OpenedAudio, most_frames: int) -> None:
+        """A file that decodes to more than `most_frames` is refused as soon as it does."""
+        self.source, self.opened, self.most_frames = opened.source, opened, most_frames
+        self.reader, self.deaths, self.done = None, 0, 0
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, count: int) -> np.ndarray:
+        """The next samples (frames, channels) float32, `count` of them, fewer at the end."""
+        channels = self.header.channels
+        pieces = [np.empty((0, channels), np.float32)]
+        left = count
+        while left > 0:
+            wanted = min(left, max(1, PIECE_SAMPLES // channels))
+            piece = np.frombuffer(self._ask(b"r", wanted), np.float32).reshape(-1, channels)
+            self._go_on(len(piece))
+            pieces.append(piece)
+            left -= len(piece)
+            if len(piece) < wanted:
+                break
+        return np.concatenate(pieces) if len(pieces) != 2 else pieces[1]
+
+    def skip(self, count: int) -> int:
+        """Goes on by so many frames; how many there were."""
+        left = count
+        while left > 0:
+            wanted = min(left, DROPPED_SECONDS * self.header.rate)
+            dropped = int.from_bytes(self._ask(b"s", wanted), "little")
+            self._go_on(dropped)
+            left -= dropped
+            if dropped < wanted:
+                break
+        return count - left
+
+    def count(self) -> int:
+        """How many frames there are: all of them are decoded, for what containers say is seldom that."""
+        return self.done + self.skip(self.most_frames + 1)
+
+    def close(self) -> None:
+        """Gives the process back."""
+        reader, self.reader = self.reader, None
+        if reader is not None:
+            READERS.give_back(reader)
+
+    def _begin(self) -> None:
+        """Opens the file in a process and goes to where this has come."""
+        try:
+            self.reader = self.reader or READERS.take()
+            place = (self.opened.begin, self.opened.size, self.opened.file.fileno())
+            said = json.loads(self.reader.ask(b"o", *place))
+            claimed = said["claimed"] if 0 < (said["claimed"] or 0) < 1e12 else 0
+            self.header = AudioHeader(round(claimed * said["rate"]), said["rate"], said["channels"])
+            done, self.done = self.done, 0
+            self.skip(done)
+        except Refused as refusal:
+            raise UnusableAudio(self.source, str(refusal)) from None
+        except ReaderFailed as failure:
+            self._replace_or_raise(failure)
+            self._begin()
+
+    def _ask(self, kind: bytes, count: int) -> bytes:
+        try:
+            return self.reader.ask(kind, count)
+        except Refused as refusal:
+            raise UnusableAudio(self.source, str(refusal)) from None
+        except ReaderFailed as failure:
+            self._replace_or_raise(failure)
+            self._begin()
+            return self._ask(kind, count)
+
+    def _replace_or_raise(self, failure: ReaderFailed) -> None:
+        self.close()
+        self.deaths += 1
+        if self.deaths > 1:
+            raise UnusableAudio(self.source, str(failure)) from None
+
+    def _go_on(self, frames: int) -> None:
+        self.done += frames
+        if self.done > self.most_frames:
+            seconds = self.done / self.header.rate
+            raise UnusableAudio(self.source, f"more than {seconds:.0f} s come out of its {self.opened.size} bytes")

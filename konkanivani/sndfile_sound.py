@@ -1,0 +1,65 @@
+"""A file that libsndfile knows, read from its beginning or from a place in it, block by block."""
+
+import numpy as np
+import soundfile
+
+from konkanivani.audio_source import AudioHeader, OpenedAudio, UnusableAudio, Window
+
+MP3_RUN_UP = 1.0  # seconds before a span: a frame needs bits of those before it, or libmpg123 makes noise of it
+
+
+class NotKnown(Exception):
+    """Libsndfile knows no such file; its words for it."""
+
+
+class SndfileSound:
+    """What libsndfile decodes of a file. Where `is_counted`, `header.frames` is how many there are to read."""
+
+    is_counted = True
+
+    def __init__(self, opened: OpenedAudio) -> None:
+        """Raises a NotKnown where libsndfile does not know what that is."""
+        self.source = opened.source
+        inside = Window(opened.file, opened.begin, opened.size) if self.source.byte_count else None
+        try:
+            self.file = _Forward(inside or opened.file.fileno(), closefd=False)
+        except (OSError, RuntimeError, TypeError, ValueError) as error:  # soundfile's own errors are RuntimeErrors
+            is_its_own = isinstance(error, soundfile.LibsndfileError)
+            raise NotKnown(str(error).rsplit(": ", 1)[-1].rstrip(".") if is_its_own else str(error)) from None
+        self.header = AudioHeader(self.file.frames, self.file.samplerate, self.file.channels)
+
+    def read(self, count: int) -> np.ndarray:
+        """The next samples (frames, channels) float32, `count` of them, fewer at the end."""
+        try:
+            return self.file.read(count, dtype="float32", always_2d=True)
+        except (OSError, RuntimeError, ValueError, MemoryError) as error:
+            reason = str(error).removeprefix("Error : ").rstrip(".") or "it cannot be decoded"
+            raise UnusableAudio(self.source, reason) from None
+
+    def skip(self, count: int) -> int:
+        """Goes on by so many frames from the beginning; how many there were."""
+        run_up = min(count, round(MP3_RUN_UP * self.header.rate)) if self.file.format == "MP3" else 0
+        try:
+            self.file.seek(count - run_up)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise UnusableAudio(self.source, str(error).removeprefix("Error : ").rstrip(".")) from None
+        return count - run_up + len(self.read(run_up))
+
+    def count(self) -> int:
+        """How many frames there are."""
+        return self.header.frames
+
+    def close(self) -> None:
+        """Lets go of libsndfile's memory."""
+        self.file.close()
+
+
+class _Forward(soundfile.SoundFile):
+    """A file of which soundfile does not say after each block where it is, as if libsndfile had not read it.
+
+    To MP3 that is a jump: the bits that the next frame takes from those before it are gone, and libmpg123 says so on
+    stderr and makes noise of it.
+    """
+
+    def seekable(self) -> bool:
+        return False
