@@ -95,6 +95,6 @@ def _check_folder(kind: str, path: Path, flag: str) -> None:
     elif os.statvfs(nearest).f_flag & os.ST_RDONLY:
         reason = "its file system is read-only"
     elif not os.access(nearest, os.W_OK | os.X_OK):
-        reason = f"you may not write in {nearest}"
+        reason = f"you may not write in {nearest.absolute()}"
     if reason:
         raise ResourceError(f"The {kind} folder {path} cannot be written: {reason}. Give another {flag}.")

@@ -245,7 +245,8 @@ class TestWhatCannotBeDone:
         monkeypatch.setattr(bootstrap, "missing_requirements", lambda requirements: ["torch"])
         monkeypatch.setattr(bootstrap.os, "access", lambda path, mode: False)
         assert bootstrap.main([]) == 6
-        assert "cannot be written to" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "You may not write in" in said and f"have its owner ({checkout.owner()})" in said
         assert not (checkout / ".venv").exists()
 
     def test_a_folder_that_is_no_environment_is_left_alone(self, bootstrap, checkout):
@@ -357,6 +358,16 @@ class TestRerun:
         environment = {name: "max_split_size_mb:64"}
         bootstrap.set_allocator_defaults(environment)
         assert environment == {name: "max_split_size_mb:64"}
+
+    def test_gives_a_name_to_a_user_of_a_container_who_has_none(self, bootstrap, monkeypatch):
+        """torch._dynamo asks getpass for it as it is imported, as for a memory plan."""
+        named, nameless = {"USER": "anita"}, {}
+        bootstrap.set_process_defaults(nameless)
+        assert "LOGNAME" not in nameless  # whoever runs this has a name
+        monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+        for environment in (named, nameless):
+            bootstrap.set_process_defaults(environment)
+        assert "LOGNAME" not in named and nameless["LOGNAME"] == f"uid-{os.getuid()}"
 
     def test_notices_a_requirement_that_was_added_since(self, bootstrap, monkeypatch):
         real = importlib.util.find_spec

@@ -151,6 +151,20 @@ def set_process_defaults(environment):
     environment.setdefault("OMP_WAIT_POLICY", "passive")
     # oneDNN keeps the kernels of the last 1,024 shapes, and utterances of mixed lengths are all shapes of their own.
     environment.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
+    if not has_name(environment):
+        environment["LOGNAME"] = "uid-%d" % os.getuid()
+
+
+def has_name(environment):
+    """Whether who runs this has a name: in a container it may be a bare number, of which PyTorch makes a KeyError."""
+    import pwd
+
+    if any(environment.get(name) for name in ("LOGNAME", "USER", "LNAME", "USERNAME")):  # as getpass.getuser() asks
+        return True
+    try:
+        return bool(pwd.getpwuid(os.getuid()).pw_name)
+    except KeyError:
+        return False
 
 
 def add_huge_pages(environment):
@@ -461,12 +475,27 @@ def ensure_python(extras):
     choice = _choice("default") if sys.platform == "darwin" else choose_wheels(read_nvidia_smi())
     if is_ready(extras, choice.build):
         return VENV_PYTHON
-    if not os.access(VENV if os.path.isdir(VENV) else ROOT, os.W_OK):
-        raise SetupError("%s cannot be written to, so .venv cannot be made: copy it to a folder that you own" % ROOT)
+    folder = VENV if os.path.isdir(VENV) else ROOT
+    if not os.access(folder, os.W_OK):
+        raise SetupError(
+            "You may not write in %s, so its environment cannot be made complete: have its owner (%s) start this, or "
+            "copy %s, without .venv, to a folder of yours and start it there" % (folder, owner_of(folder), ROOT)
+        )
     with locked() as lock:
         if not is_ready(extras, choice.build):  # it may have become so while this process waited
             install(set(extras), choice, lock)
     return VENV_PYTHON
+
+
+def owner_of(folder):
+    """The name of a folder's owner, or the number where it has none."""
+    import pwd
+
+    number = os.stat(folder).st_uid
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return "user %d" % number
 
 
 @contextlib.contextmanager

@@ -233,5 +233,6 @@ def explained_disk_errors(directory: Path) -> Iterator[None]:
     except OSError as error:
         raise ResourceError(
             f"The corpus cannot be written to {directory}: {error.strerror or error} ({error.filename or directory}). "
-            "Free about 100 MB there, or give --output a folder that you can write to."
+            "Free about 100 MB there, or give prepare_builtin_corpus.py --output a folder that you can write to, and "
+            "the trainer the manifests in it."
         ) from None
