@@ -31,6 +31,7 @@ FORMAT = 1
 SUFFIX = ".safetensors"
 ENTRY = "konkanivani"  # of the file's metadata
 TOKENIZER = "tokenizer"  # the name of its tensor
+MOST_HEADER_BYTES = 2**21  # some 130 a tensor, of which the largest preset has 500; safetensors would take 100 MB
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ def read_bundle(path: Path, device: torch.device) -> SpeechModel:
 
 def _read_contents(path: Path) -> Contents:
     """The file's contents on the CPU, checked against their checksum."""
+    _check_header(path)
     with safetensors.safe_open(path, framework="pt") as file:
         entry = json.loads((file.metadata() or {}).get(ENTRY, "null"))
         if not isinstance(entry, dict):
@@ -116,6 +118,14 @@ def _read_contents(path: Path) -> Contents:
     if contents.checksum != checksum:
         raise CheckpointError(f"The bundle {path} is damaged: its checksum does not match. Copy or export it again.")
     return contents
+
+
+def _check_header(path: Path) -> None:
+    """Refuses a header that alone would take gigabytes once it is read."""
+    with open(path, "rb") as file:
+        claimed = int.from_bytes(file.read(8), "little")
+    if claimed > MOST_HEADER_BYTES:
+        raise ValueError(f"its header claims {claimed} bytes")
 
 
 def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:

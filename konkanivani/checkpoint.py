@@ -6,7 +6,7 @@ checks every record's CRC first, because torch.load does not, and refuses what t
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -115,9 +115,10 @@ def _parse_record(record: object, path: Path) -> Checkpoint:
     if not isinstance(record, dict) or type(record.get("format")) is not int:
         raise CheckpointError(f"The file {path} is no checkpoint of this trainer. Give the path of one.")
     if record["format"] != FORMAT:
+        age = "newer" if record["format"] > FORMAT else "older"
         raise OtherVersionError(
-            f"The checkpoint {path} is of format {record['format']}; this version reads format {FORMAT}. "
-            "Use the version that wrote it, or another --checkpoint_dir."
+            f"The checkpoint {path} is of format {record['format']} and so of another, {age} version; this one reads "
+            f"format {FORMAT}. Use the version that wrote it, or another checkpoint."
         )
     tokenizer, states = record["tokenizer"], record["states"]
     sound = (
@@ -143,6 +144,16 @@ def _parse_record(record: object, path: Path) -> Checkpoint:
     )
 
 
+def check_states(checkpoint: Checkpoint, known: Collection[str]) -> None:
+    """Raises a CheckpointError where it holds a state of no part that is known: the next save would lose it."""
+    unknown = sorted(set(checkpoint.states) - set(known))
+    if unknown:
+        raise CheckpointError(
+            f"The checkpoint holds a state of {unknown[0]!r:.80}, which this version does not have and would lose. Go "
+            "on with the version that wrote it, or begin anew from its weights with --init_from."
+        )
+
+
 def load_states(checkpoint: Checkpoint, stateful: Mapping[str, Stateful]) -> None:
     """Loads every part's state; a CheckpointError where one is missing or does not fit."""
     for name, part in stateful.items():
@@ -158,7 +169,9 @@ def load_states(checkpoint: Checkpoint, stateful: Mapping[str, Stateful]) -> Non
                 continue  # saved without loss scaling, gone on with it
             part.load_state_dict(checkpoint.states[name])
         except (RuntimeError, TypeError, AttributeError) as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
+            # Of a model the first line says no more than that, the second one what is missing or beyond.
+            reason = (str(error) or type(error).__name__).splitlines()[:2][-1].strip().rstrip(".")
             raise CheckpointError(
-                f"The checkpoint's {name} cannot be loaded: {reason} Use another checkpoint."
+                f"The checkpoint's {name} cannot be loaded: {reason:.200}. Use another checkpoint, or the version that "
+                "wrote it."
             ) from None

@@ -7,7 +7,7 @@ import torch
 
 from konkanivani.assembly import build_forward, build_front_end, build_step_parts
 from konkanivani.budget import MIB, budget_text, parse_budget, peak_text
-from konkanivani.checkpoint import Checkpoint, Stateful, load_states
+from konkanivani.checkpoint import Checkpoint, Stateful, check_states, load_states
 from konkanivani.checkpointer import Checkpointer
 from konkanivani.config import TrainConfig
 from konkanivani.data.batching import EpochPlanner, same_size
@@ -78,6 +78,7 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
         "splits": step.splits,
     }
     if start.resumed:
+        check_states(start.resumed, {*stateful, "plan", "corpus"})
         forgotten = {"splits"} if config.memory.replan else set()
         load_states(start.resumed, {name: part for name, part in stateful.items() if name not in forgotten})
         _fit_cursor(state, start.resumed, planner)

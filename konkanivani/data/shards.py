@@ -1,6 +1,7 @@
 """The members of tar shards, found by their headers alone: name, where their bytes begin, how many there are.
 
-Nothing is unpacked. A name in a tar is a name here, never a path that is opened.
+Nothing is unpacked. A name in a tar is a name here, never a path that is opened. tarfile believes what a header says of
+lengths, forwards and backwards; so what it may read for one member is bounded, and members lie one behind another.
 """
 
 import stat
@@ -8,10 +9,12 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from konkanivani.errors import DataError
 
 MOST_TEXT_BYTES = 2**20
+MOST_HEADER_BYTES = 2**13  # of one member, its long name and its PAX records among them
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,48 @@ def read_members(path: Path) -> Iterator[Member]:
                 f"{path} is compressed, so an utterance in it cannot be read without all before it. "
                 "Decompress it (gunzip, unzstd, …) to a plain .tar."
             )
-        with tarfile.open(path, "r:", encoding="utf-8", errors="surrogateescape") as shard:
-            for member in shard:
-                shard.members.clear()  # it would remember every header
-                if member.isreg() and not member.issparse() and member.offset_data + member.size <= size:
-                    yield Member(member.name, member.offset_data, member.size)
+        with open(path, "rb") as file:
+            yield from _walk(_Headers(file), size)
     except (OSError, tarfile.TarError, ValueError) as error:
         raise DataError(f"{path} cannot be read as a tar: {error}. Download it again.") from None
+
+
+class _Headers:
+    """A tar's file as tarfile sees it, who reads nothing but headers of it: a bounded number of bytes for a member."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.begin_member()
+        self.seek, self.tell = file.seek, file.tell
+
+    def begin_member(self) -> None:
+        self._left = MOST_HEADER_BYTES
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= self._left:
+            raise tarfile.ReadError(f"a member's header at byte {self.tell()} is longer than {MOST_HEADER_BYTES} bytes")
+        self._left -= size
+        return self._file.read(size)
+
+
+def _walk(headers: _Headers, size: int) -> Iterator[Member]:
+    """The regular files of a tar of `size` bytes; a ValueError where not one header follows another to its end."""
+    before = -1
+    with tarfile.open(fileobj=headers, mode="r:", encoding="utf-8", errors="surrogateescape") as shard:
+        for member in shard:
+            # It would remember every header, and copy those that count for all into each.
+            shard.members.clear()
+            shard.pax_headers.clear()
+            headers.begin_member()
+            if member.size < 0 or member.offset <= before:
+                raise ValueError(f"its header at byte {member.offset} leads back")
+            before = member.offset
+            if member.isreg() and not member.issparse() and member.offset_data + member.size <= size:
+                yield Member(member.name, member.offset_data, member.size)
+        headers.begin_member()
+        headers.seek(shard.offset)
+        if headers.read(tarfile.BLOCKSIZE).strip(b"\0"):
+            raise ValueError(f"what stands at byte {shard.offset} is no header, and {size - shard.offset} bytes follow")
 
 
 def is_compressed(path: Path) -> bool:
