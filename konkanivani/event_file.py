@@ -34,12 +34,6 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-PICTURE_WORDS = (
-    "Above, what the model is given: 80 mel bands, low ones at the bottom, and a tick a second. Below, what CTC "
-    "believes, a token a row: the blank on top, then the others in the order of their peaks. The clearer the line that "
-    "falls from left to right, the better the model knows where each token is said."
-)
-
 
 class TensorBoardSink:
     """A run's curves, an event file of this process for each (`CURVES`), training's in the folder itself.
@@ -190,8 +184,7 @@ def _picture_and_sound(record: SpectrogramRecord) -> "list[Summary.Value]":
 
     waveform = record.waveform.detach().float().cpu().nan_to_num(0).clamp(-1, 1)
     picture = draw_utterance(record.features, record.posteriors, len(waveform) / SAMPLE_RATE)
-    values = [*summary.image(f"8 picture/{record.utterance_id}", picture, dataformats="HWC").value]
-    values[0].metadata.summary_description = PICTURE_WORDS
+    values = [*summary.image(f"7 picture/{record.utterance_id}", picture, dataformats="HWC").value]
     if len(waveform):
         values += summary.audio(f"audio/{record.utterance_id}", waveform, SAMPLE_RATE).value
     return values

@@ -55,8 +55,8 @@ class PhaseMemory:
     peak_mib: float | None = tagged("4 memory/{phase}_mib")
     resident_mib: float | None
     planned_mib: float | None = tagged("4 memory/{phase}_mib", PLANNED, default=None)
-    fragmentation_mib: float | None = tagged("7 allocator/fragmentation_{phase}_mib", default=None)
-    allocator_retries: int | None = tagged("7 allocator/retries_{phase}", default=None)
+    fragmentation_mib: float | None = tagged("8 allocator/fragmentation_{phase}_mib", default=None)
+    allocator_retries: int | None = tagged("8 allocator/retries_{phase}", default=None)
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class StepRecord:
     waiting_seconds: float | None = tagged("3 speed/waiting_for_data_seconds", default=None)
     model_flops_utilisation: float | None = tagged("3 speed/model_flops_utilisation", default=None)
     gpu_utilisation: float | None = tagged("3 speed/gpu_utilisation", default=None)
-    cache_clearings: int | None = tagged("7 allocator/cache_clearings", default=None)
-    cache_clearing_seconds: float | None = tagged("7 allocator/cache_clearing_seconds", default=None)
+    cache_clearings: int | None = tagged("8 allocator/cache_clearings", default=None)
+    cache_clearing_seconds: float | None = tagged("8 allocator/cache_clearing_seconds", default=None)
     memory: tuple[PhaseMemory, ...] = ()
 
 

@@ -140,9 +140,9 @@ def test_every_tagged_number_comes_back_from_tensorboard(tmp_path):
     assert drawn[PLANNED] == {"4 memory/forward_mib": 5.5} and drawn[RESERVED] == {"4 memory/forward_mib": 2.5}
     training = drawn[""]
     assert LOSSES < training.keys() and training["4 memory/backward_mib"] == 7.5
-    assert [training[f"7 allocator/{name}"] for name in ("fragmentation_forward_mib", "retries_forward")] == [1.0, 3]
-    assert training["7 allocator/cache_clearings"] == 2
-    assert "7 allocator/retries_backward" not in training  # None is not logged
+    assert [training[f"8 allocator/{name}"] for name in ("fragmentation_forward_mib", "retries_forward")] == [1.0, 3]
+    assert training["8 allocator/cache_clearings"] == 2
+    assert "8 allocator/retries_backward" not in training  # None is not logged
 
 
 def test_the_first_charts_are_error_rates_then_losses_and_a_cpu_has_none_that_stays_empty(tmp_path):
@@ -519,7 +519,7 @@ def test_a_spectrogram_record_is_one_picture_and_one_sound(tmp_path, capsys):
     with Logbook(tmp_path) as logbook:
         logbook.log(a_spectrogram(3))
     events = events_of(tmp_path / VALIDATION)
-    (picture,), (sound,) = events.Images("8 picture/u1"), events.Audio("audio/u1")
+    (picture,), (sound,) = events.Images("7 picture/u1"), events.Audio("audio/u1")
     assert (picture.width, picture.step) == (900, 3)
     assert (sound.sample_rate, sound.length_frames) == (16000.0, 32000)
     assert (tmp_path / "log.jsonl").exists() is False
