@@ -113,4 +113,8 @@ training=(training_scripts/train_konkanivani_asr.py ${defaults[@]+"${defaults[@]
 if [[ ${#torchrun[@]} == 0 ]]; then exec "$PYTHON" "${training[@]}"; fi
 # On one machine each start has a meeting point of its own, so that two runs do not take each other's ranks.
 if [[ $elsewhere == no ]]; then torchrun+=(--standalone); fi
+# Under nohup several processes outlive their terminal too: torchrun would take up the signal that is to be ignored.
+if [[ "$(trap -p SIGHUP)" == "trap -- '' SIGHUP" ]]; then
+    export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE-SIGTERM,SIGINT,SIGQUIT}"
+fi
 exec "$PYTHON" -m torch.distributed.run "${torchrun[@]}" "${training[@]}"
