@@ -3,11 +3,13 @@
 import dataclasses
 import gc
 import json
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
 from multiprocessing import get_context
+from pathlib import Path
 
 import torch
 
@@ -17,7 +19,17 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.plan import BucketPlan
 from konkanivani.memory.planner import ALWAYS, MOST_UTTERANCES, NEVER, Planner
-from konkanivani.run_plan import ONE_RANK, Ranks, build_traces, check_state, costs_among, traffic_bytes
+from konkanivani.memory.traces import Traces
+from konkanivani.run_plan import (
+    ONE_RANK,
+    Ranks,
+    build_traces,
+    check_state,
+    costs_among,
+    state_bytes,
+    traces_path,
+    traffic_bytes,
+)
 
 BUCKETS = (2.0, 5.0, 10.0, 20.0)
 TABLE_BUDGETS = (2.0, 4.0, 8.0, 14.7, 24.0)
@@ -103,21 +115,22 @@ def plan_for(config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ranks 
     questions = [Question(config, costs, budget, mode) for mode in ("never", "always")]
     with _two_processes() as pool:
         awaited = pool.map(_answer, questions)
-        frame = pool.submit(_frame, questions[0]).result()  # by the process that has its answer first
+        validation_peak = pool.submit(_validation_peak, questions[0]).result()  # by the process that is done first
         answers = tuple(awaited)
+    state = state_bytes(config.model, config.text.vocab_size)
     return Report(
         device=costs.name,
-        precision="half precision" if frame.is_half else "full precision",
+        precision="half precision" if config.memory.mixed_precision else "full precision",
         budget=budget,
-        state=frame.state,
+        state=state,
         workspace=costs.workspace,
         context=costs.context,
-        validation_peak=frame.validation_peak,
+        validation_peak=validation_peak,
         answers=answers,
         flags=_flags(config, answers, budget) + (" --shard always" if ranks.sharded else ""),
         world=ranks.world,
         sharded=ranks.sharded,
-        state_of_rank=frame.state + costs.among_ranks,
+        state_of_rank=state + costs.among_ranks,
         traffic=traffic_bytes(config.model, config.text.vocab_size, ranks),
     )
 
@@ -132,10 +145,26 @@ class Question:
     mode: str
 
     def planner(self) -> Planner:
-        """A planner of this configuration."""
+        """A planner of this configuration, who knows what was traced before."""
         traces = build_traces(self.config, self.config.text.vocab_size, self.costs)
+        if path := self._traces_path():
+            traces.read(path)
         at_once = 1 if self.costs.is_cuda else self.config.data.micro_batches_at_once
         return Planner(traces, self.budget, TOKENS_PER_SECOND[self.config.text.tokenizer_type], at_once)
+
+    def keep(self, traces: Traces) -> None:
+        """Keeps what has been traced for the next one who asks, beside what others have kept meanwhile."""
+        if path := self._traces_path():
+            traces.read(path)
+            traces.write(path)
+
+    def _traces_path(self) -> Path | None:
+        return traces_path(self.config, self.config.text.vocab_size, self.costs)
+
+    def tell(self, found: str) -> None:
+        """Says on the screen, and not where the answer goes, what has been found so far."""
+        way = "keeping activations" if self.mode == "never" else "recomputing all"
+        print(f"  {self.config.run.preset}, {way}: {found}", file=sys.stderr, flush=True)
 
     @property
     def policy(self) -> RecomputePolicy:
@@ -143,20 +172,13 @@ class Question:
         return NEVER if self.mode == "never" else ALWAYS
 
 
-@dataclass(frozen=True)
-class Frame:
-    """What is the same however much is recomputed: bytes of the state and at the peak of validation, the precision."""
-
-    state: int
-    validation_peak: int
-    is_half: bool
-
-
-def _frame(question: Question) -> Frame:
+def _validation_peak(question: Question) -> int:
+    """Bytes at the peak of validation, which recomputes nothing."""
     planner, config = question.planner(), question.config
     longest, at_once = config.data.max_validation_duration, config.data.validation_batch_seconds
     _, peak = planner.validation_seconds(longest, _tokens(config, longest), at_once)
-    return Frame(planner.traces.tracer.state(), peak, planner.traces.tracer.is_half)
+    question.keep(planner.traces)
+    return peak
 
 
 def _two_processes() -> ProcessPoolExecutor:
@@ -174,10 +196,14 @@ def _settle() -> None:
 
 
 def _answer(question: Question) -> Answer:
-    planner, config, policy = question.planner(), question.config, question.policy
-    buckets = tuple(planner.largest_batch(s, _tokens(config, s), policy, MOST_UTTERANCES) for s in BUCKETS)
+    planner, config, policy, buckets = question.planner(), question.config, question.policy, []
+    for seconds in BUCKETS:
+        buckets.append(planner.largest_batch(seconds, _tokens(config, seconds), policy, MOST_UTTERANCES))
+        question.tell(f"utterances of {seconds:g} s, {buckets[-1].utterances} at once")
     longest = planner.longest_utterance(lambda seconds: _tokens(config, seconds), policy)
-    return Answer(question.mode, buckets, longest)
+    question.tell(f"the longest utterance, {longest:g} s")
+    question.keep(planner.traces)
+    return Answer(question.mode, tuple(buckets), longest)
 
 
 def plan_presets(
@@ -187,7 +213,8 @@ def plan_presets(
     budgets: tuple[float, ...] = TABLE_BUDGETS,
 ) -> str:
     """A table of presets by budgets in GiB: utterances of 10 s at once, and the longest that trains, in seconds."""
-    shaped = [dataclasses.replace(config, model=shape) for shape in presets.values()]
+    runs = [(dataclasses.replace(config.run, preset=name), shape) for name, shape in presets.items()]
+    shaped = [dataclasses.replace(config, run=run, model=shape) for run, shape in runs]
     questions = [Question(shape, costs, 0, mode) for shape in shaped for mode in ("never", "always")]
     with _two_processes() as pool:
         cells = list(pool.map(_cells, questions, repeat(budgets)))
@@ -206,14 +233,17 @@ def plan_presets(
 def _cells(question: Question, budgets: tuple[float, ...]) -> list[str]:
     """The question's cell for each budget in GiB."""
     planner, config, policy, cells = question.planner(), question.config, question.policy, []
+    state = state_bytes(config.model, config.text.vocab_size)
     for gib in budgets:
         planner.budget = int(gib * GIB)
-        if planner.traces.tracer.state() + planner.beside() > planner.budget:
+        if state + planner.beside() > planner.budget:
             cells.append("- / -")
             continue
         at_once = planner.largest_batch(10.0, _tokens(config, 10.0), policy, MOST_UTTERANCES).utterances
         longest = planner.longest_utterance(lambda seconds: _tokens(config, seconds), policy)
         cells.append(f"{at_once}{'+' if at_once == MOST_UTTERANCES else ''} / {longest:g}")
+        question.tell(f"{gib:g} GiB, {cells[-1]}")
+    question.keep(planner.traces)
     return cells
 
 

@@ -141,7 +141,7 @@ def traffic_bytes(shape: ModelConfig, vocab_size: int, ranks: Ranks) -> int:
 
 def needs_sharding(config: TrainConfig, vocab_size: int, costs: DeviceCosts, budget: int) -> bool:
     """Whether a rank cannot hold the whole state of the model in its budget: what --shard auto asks."""
-    return _state_bytes(config.model, vocab_size) + costs.beside > budget
+    return state_bytes(config.model, vocab_size) + costs.beside > budget
 
 
 def costs_of(device: torch.device) -> DeviceCosts:
@@ -181,7 +181,7 @@ def traces_path(config: TrainConfig, vocab_size: int, costs: DeviceCosts) -> Pat
 
 def check_state(config: TrainConfig, vocab_size: int, costs: DeviceCosts, budget: int) -> None:
     """A ResourceError where the model's state alone, gradients included, is beyond the budget."""
-    state, beside = _state_bytes(config.model, vocab_size) + costs.among_ranks, costs.workspace + costs.context
+    state, beside = state_bytes(config.model, vocab_size) + costs.among_ranks, costs.workspace + costs.context
     if state + beside > budget:
         raise ResourceError(
             f"The weights, gradients and optimizer of this model take {state / MIB:.0f} MiB before any audio, and "
@@ -190,14 +190,15 @@ def check_state(config: TrainConfig, vocab_size: int, costs: DeviceCosts, budget
         )
 
 
-def _state_bytes(shape: ModelConfig, vocab_size: int) -> int:
+def state_bytes(shape: ModelConfig, vocab_size: int) -> int:
+    """Bytes of the model's weights, gradients and optimizer."""
     return STATE_BYTES * parameter_count(model_without_values(shape, vocab_size, MEL_BINS))
 
 
 def _largest_preset(room: int) -> str:
     """A sentence about the largest preset whose state is within the room."""
     for name, shape in PRESETS.items():
-        state = _state_bytes(shape, TextConfig().vocab_size)
+        state = state_bytes(shape, TextConfig().vocab_size)
         if state <= room:
             return f"Give --preset {name}, which takes {state / MIB:.0f} MiB, or a larger budget."
     return "No preset is small enough. Give a larger budget."

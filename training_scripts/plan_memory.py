@@ -22,6 +22,8 @@ from konkanivani.errors import UsageError
 from konkanivani.memory.devices import Gpu, cpu_costs, cuda_costs, find_gpu
 from konkanivani.rules import check_config
 
+HOW_LONG = "10 to 20 seconds for one question, and less for the next about the same model, as what is traced is kept"
+
 
 @dataclass(frozen=True)
 class OwnFlags:
@@ -62,6 +64,7 @@ def plan(flags: Flags) -> str:
     if gpu and flags.train.run.device == "cpu":
         raise UsageError(f"--device cpu contradicts --gpu {flags.gpu}: give one of them.")
     size = parse_budget(budget) if budget else gpu.memory if gpu else 0
+    print(f"Tracing steps of training without data: {HOW_LONG}.", file=sys.stderr, flush=True)
     from konkanivani.plan_report import plan_for, plan_presets
     from konkanivani.run_plan import ranks_of
 

@@ -1,8 +1,8 @@
 """The peak of memory found by running the real training step on tensors without data.
 
-The step that trains is run on PyTorch's fake CPU tensors, and the bytes of the storages that live at each moment are
-counted: no formula of the model is kept beside the model. For a CUDA card the sizes are rounded as its allocator does,
-and autocast is made to do what it does there; what no trace sees is in devices.py.
+The step that trains is run on tensors that have shapes and no data (shapes.py), and the bytes of the storages that live
+at each moment are counted: no formula of the model is kept beside the model. For a CUDA card the sizes are rounded as
+its allocator does, and autocast is made to do what it does there; what no trace sees is in devices.py.
 
 torch.distributed's private MemTracker was read and not taken: it sorts bytes by module and kind through hooks on every
 module, which the step does not need, and does not survive from one PyTorch to the next; a peak takes thirty lines.
@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from konkanivani.data.batch import Batch, Window, largest_batch
 from konkanivani.decoding.ctc import likeliest_tokens
@@ -29,6 +28,7 @@ from konkanivani.lengths import (
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.memory.shapes import Shapes
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.optimizer import STATE_BYTES
 from konkanivani.training.evaluation import recognize
@@ -66,13 +66,13 @@ class Peak:
 
 
 class StepTracer:
-    """Traces steps of one model for one device. Building it takes a second, a trace half a second or more."""
+    """Traces steps of one model for one device. Building it takes a second, a trace a quarter of one or more."""
 
     def __init__(
         self, build: Callable[[FeatureExtractor], StepParts], front_end: torch.nn.Module, costs: DeviceCosts
     ) -> None:
         """`build` makes the step's parts on a CPU from a front end, inside the trace's mode; `front_end` is real."""
-        self._mode, self.costs = FakeTensorMode(), costs
+        self._mode, self.costs = Shapes(), costs
         front_end = copy.deepcopy(front_end).cpu()
         with self._mode:
             for module in front_end.modules():
@@ -140,10 +140,9 @@ class StepTracer:
         self._count_state(live, with_gradients=False)
         forward = dataclasses.replace(self._parts.forward, monitor=_Phases(live))
         forward.model.eval()
-        with self._mode, torch.no_grad():
-            batch = self._batch(load)
-            with live:
-                recognize(forward, batch, _best_path_on_the_device)
+        batch = self._batch(load)
+        with self._mode, torch.no_grad(), live:
+            recognize(forward, batch, _best_path_on_the_device)
         return live.peak
 
     def _count_state(self, live: LiveBytes, with_gradients: bool) -> None:

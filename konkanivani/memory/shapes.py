@@ -1,0 +1,161 @@
+"""Tensors without data: a shape, a layout and a storage that takes no memory, on what says that it is a CPU.
+
+What an operation makes of such tensors is asked of PyTorch's own, FakeTensor, but only once for the same layouts: the
+blocks of a model are alike, and FakeTensor takes a fifth of a millisecond to answer, most of it to find its answer
+again. A view, which is cheap, is taken of the meta device's tensor that holds the storage.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+META = torch.device("meta")
+
+
+class Shape(torch.Tensor):
+    """A tensor that says it is a CPU's; `meta`, which has its storage, is the meta device's."""
+
+    __slots__ = ("meta",)
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The storage, by which one tells views of the same memory."""
+        return self.meta.untyped_storage()
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Callable, *_others: object) -> object:
+        raise RuntimeError(f"{operation} was asked of tensors without data outside of their mode.")
+
+
+def shape_of(meta: torch.Tensor) -> Shape:
+    """A Shape on this tensor of the meta device."""
+    made = torch.Tensor._make_wrapper_subclass(
+        Shape,
+        meta.shape,
+        strides=meta.stride(),
+        storage_offset=meta.storage_offset(),
+        dtype=meta.dtype,
+        device="cpu",
+    )
+    made.meta = meta
+    return made
+
+
+class Shapes(TorchDispatchMode):
+    """While it is on, operations are of shapes, and no tensor that is made has data. It is not to be entered twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fakes = FakeTensorMode()
+        self._kinds: dict[Callable, str] = {}
+        self._known: dict[tuple, object] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else each operation goes through a wrapper of PyTorch's compiler
+
+    def from_tensor(self, tensor: torch.Tensor) -> Shape:
+        """The tensor without its data."""
+        with no_dispatch():
+            return tensor if isinstance(tensor, Shape) else shape_of(_without_data(tensor))
+
+    def __torch_dispatch__(
+        self, operation: Callable, types: tuple, args: tuple = (), kwargs: Mapping | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        kind = self._kinds.get(operation)
+        if kind is None:
+            kind = self._kinds[operation] = _kind_of(operation)
+        if kind == "in place":
+            return args[0]
+        if kind == "makes new":
+            return self._made(operation, args, kwargs)
+        if kind == "view in place":
+            with no_dispatch():
+                operation(*args, **kwargs)
+        return _run(operation, args, kwargs)
+
+    def _made(self, operation: Callable, args: tuple, kwargs: Mapping) -> object:
+        key = (operation, _key_of(args), _key_of(tuple(kwargs.items())))
+        known = self._known.get(key)
+        if known is None:
+            with self._fakes:
+                given = [_fake_of(value) for value in args]
+                known = _layout_of(operation(*given, **{name: _fake_of(value) for name, value in kwargs.items()}))
+            self._known[key] = known
+        return _laid_out(known)
+
+
+def _kind_of(operation: Callable) -> str:
+    """What an operation does to memory, as its schema says."""
+    schema = operation._schema
+    if torch.Tag.inplace_view in operation.tags:
+        return "view in place"
+    returned = [one.alias_info for one in schema.returns]
+    if len(returned) == 1 and returned[0] is not None and returned[0].is_write:
+        first = schema.arguments[0].alias_info
+        return "in place" if first is not None and first.is_write else "writes"
+    is_new = all(one is None for one in returned) and operation is not torch.ops.aten._unsafe_view.default
+    return "makes new" if is_new and schema.returns else "views"
+
+
+def _run(operation: Callable, args: tuple, kwargs: Mapping) -> object:
+    given: dict[int, Shape] = {}
+    inner = [_inner(value, given) for value in args]
+    return _outer(operation(*inner, **{name: _inner(value, given) for name, value in kwargs.items()}), given)
+
+
+def _inner(value: object, given: dict[int, Shape]) -> object:
+    """What the meta device's operation is given for this argument; `given` is filled with whose each tensor is."""
+    if isinstance(value, Shape):
+        given[id(value.meta)] = value
+        return value.meta
+    if isinstance(value, torch.Tensor):
+        return _without_data(value)
+    if isinstance(value, (list, tuple)):
+        return [_inner(one, given) for one in value]
+    if isinstance(value, torch.device):
+        return META
+    return None if isinstance(value, torch.Generator) else value
+
+
+def _outer(value: object, given: dict[int, Shape]) -> object:
+    if isinstance(value, torch.Tensor):
+        return given.get(id(value)) if id(value) in given else shape_of(value)
+    return [_outer(one, given) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+
+
+def _key_of(value: object) -> object:
+    """All of an argument that the result's layout may depend on."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple([_key_of(one) for one in value])
+    return None if isinstance(value, torch.Generator) else (type(value), value)
+
+
+def _fake_of(value: object) -> object:
+    """The same argument for FakeTensor's mode, which is on."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return [_fake_of(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _layout_of(made: object) -> object:
+    if isinstance(made, torch.Tensor):
+        return made.shape, made.stride(), made.dtype
+    return [_layout_of(one) for one in made] if isinstance(made, (list, tuple)) else made
+
+
+def _laid_out(layout: object) -> object:
+    if isinstance(layout, tuple):
+        size, stride, dtype = layout
+        return shape_of(torch.empty_strided(size, stride, dtype=dtype, device=META))
+    return [_laid_out(one) for one in layout] if isinstance(layout, list) else layout
