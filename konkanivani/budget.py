@@ -4,16 +4,20 @@ import re
 
 from konkanivani.errors import UsageError
 
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 MIB, GIB = 2**20, 2**30
 
 
 def parse_budget(text: str) -> int:
-    """Bytes of a budget such as `4GiB` or `700 MiB`; a UsageError without a unit or beyond sense."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B)\s*", text)
+    """Bytes of a budget such as `4GiB`, `4g` or `700 MB`, in any case; a UsageError without a unit or beyond sense.
+
+    GB is 10**9 bytes, as standards have it; GiB, and a bare G, 2**30, which is what a card "of 4 G" has. K, M, T alike.
+    """
+    match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kmgt])(i?b)?\s*", text.lower())
     if match is None:
-        raise UsageError(f"--memory_budget {text}: give a number and a unit, for example 4GiB or 700MiB.")
-    size = int(float(match.group(1)) * UNITS[match.group(2)])
+        raise UsageError(f"--memory_budget {text}: give a number and a unit, for example 4GiB, 4G or 700MiB.")
+    number, prefix, ending = match.groups()
+    size = int(float(number) * (1000 if ending == "b" else 1024) ** POWERS[prefix])
     if not 2**20 <= size <= 2**43:
         raise UsageError(f"--memory_budget {text} is not a size of a memory. Give one from 1MiB to 8192GiB.")
     return size

@@ -178,8 +178,8 @@ class MemoryConfig:
     gradient_checkpointing: Literal["always", "auto", "never"] = "never"
     """Recompute blocks' activations in the backward pass instead of keeping them: all, or as few as must be (auto)."""
     memory_budget: str | None = None
-    """Memory that training may take, such as 4GiB: on a GPU all that the process has there, on a CPU all that it adds
-    to itself (None: no bound; with auto, what is free)."""
+    """Memory that training may take, such as 4GiB or 4G (4GB is 7 % less): on a GPU all that the process has there, on
+    a CPU all that it adds to itself (None: no bound; with auto, what is free)."""
     rehearsal: Literal["always", "auto", "never"] = "auto"
     """Try the costliest batches before the first epoch and undo them; auto: when a budget or auto is given."""
     shard: Literal["always", "auto", "never"] = "auto"

@@ -12,7 +12,8 @@ from konkanivani.budget import MIB, parse_budget
 from konkanivani.config import PRESETS, MemoryConfig, ModelConfig, TextConfig, TrainConfig
 from konkanivani.errors import ResourceError, UsageError
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs, find_gpu
+from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
+from konkanivani.memory.gpus import KNOWN_GPUS, find_gpu
 from konkanivani.memory.planner import ALWAYS, NEVER, Planner, plan_bucket
 from konkanivani.memory.tracer import Load, StepTracer
 from konkanivani.memory.traces import Traces
@@ -128,7 +129,7 @@ def test_validation_takes_less_than_training_and_shrinks_to_fit():
     assert smaller == 30.0 and less <= planner.budget
 
 
-@pytest.mark.parametrize("text", ["4", "4 gigs", "0GiB", "-1GiB", "99999GiB", "", "1e3MiB"])
+@pytest.mark.parametrize("text", ["4", "4 gigs", "0GiB", "-1GiB", "99999GiB", "", "1e3MiB", "4Gi", 400 * "9" + "G"])
 def test_an_absurd_budget_is_refused(text):
     with pytest.raises(UsageError, match="--memory_budget"):
         parse_budget(text)
@@ -138,11 +139,63 @@ def test_budgets_have_binary_and_decimal_units():
     assert (parse_budget("4GiB"), parse_budget("1.5 MiB"), parse_budget("2GB")) == (2**32, 3 * 2**19, 2 * 10**9)
 
 
+@pytest.mark.parametrize(
+    "text, size",
+    [("4G", 2**32), ("4g", 2**32), ("4 gib", 2**32), ("4GIB", 2**32), ("700m", 700 * MIB), ("4gb", 4 * 10**9)],
+)
+def test_a_budget_is_taken_in_any_case_and_a_bare_letter_is_binary(text, size):
+    assert parse_budget(text) == size
+
+
 def test_cards_are_known_by_the_names_that_people_write():
     assert find_gpu("gtx 980") == find_gpu("NVIDIA GeForce GTX 980") == find_gpu("GTX-980")
     assert find_gpu("Tesla T4").memory < 15 * 2**30
-    with pytest.raises(UsageError, match="--gpu Voodoo 2 is not a card known here.*T4"):
+    with pytest.raises(UsageError, match="--gpu Voodoo 2 is not a card known here.*T4.*--memory_budget"):
         find_gpu("Voodoo 2")
+
+
+@pytest.mark.parametrize(
+    "written, name",
+    [
+        ("A100-80GB", "A100 80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("Tesla P100-PCIE-16GB", "P100"),
+        ("T4 16GB", "T4"),
+        ("GTX980", "GTX 980"),
+        ("3060", "RTX 3060"),
+        ("A4000", "RTX A4000"),
+        ("GeForce RTX 3050 Laptop GPU", "RTX 3050 Laptop"),
+        ("RTX 3050 6GB Laptop", "RTX 3050 Laptop 6GB"),
+        ("rtx 4050", "RTX 4050 Laptop"),  # there is no other
+        ("GeForce GTX 1650 Mobile", "GTX 1650"),  # it is like the other
+        ("Quadro RTX 5000 with Max-Q Design", "Quadro RTX 5000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("RTX 4070 Ti SUPER", "RTX 4070 Ti Super"),
+        ("GTX TITAN X", "TITAN X"),
+    ],
+)
+def test_a_card_is_found_by_what_shops_and_drivers_call_it(written, name):
+    assert find_gpu(written).name == name
+
+
+def test_each_known_card_is_found_by_its_own_name():
+    assert [find_gpu(gpu.name) for gpu in KNOWN_GPUS] == list(KNOWN_GPUS)
+
+
+@pytest.mark.parametrize(
+    "written, said",
+    [
+        ("RTX 3065", "nearest known are RTX 3060, .*--memory_budget"),
+        ("A100 60GB", "known with 40 GB or 80 GB"),
+        ("Tesla K80", "no kernels for a card as old"),
+        ("GTX 680", "no kernels for a card as old"),
+        ("GeForce GTX TITAN", "no kernels for a card as old"),
+    ],
+)
+def test_a_card_that_is_not_known_is_refused_with_a_way_on(written, said):
+    with pytest.raises(UsageError, match=said):
+        find_gpu(written)
 
 
 def test_the_plan_from_the_command_line_and_the_trainer_takes_its_flags(corpus, tmp_path):

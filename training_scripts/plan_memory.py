@@ -19,7 +19,8 @@ from konkanivani.budget import parse_budget
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.config import PRESETS, TrainConfig
 from konkanivani.errors import UsageError
-from konkanivani.memory.devices import Gpu, cpu_costs, cuda_costs, find_gpu
+from konkanivani.memory.devices import cpu_costs, cuda_costs
+from konkanivani.memory.gpus import Gpu, find_gpu
 from konkanivani.rules import check_config
 
 HOW_LONG = "10 to 20 seconds for one question, and less for the next about the same model, as what is traced is kept"
@@ -30,7 +31,7 @@ class OwnFlags:
     """The card, and the way to print."""
 
     gpu: str | None = None
-    """A card by its name, such as "GTX 980" or T4, in whose memory to plan (--device cuda: a card without a name)."""
+    """A card by its name, such as "GTX 980" or "A100 80GB", in whose memory to plan (--device cuda: a nameless one)."""
     world: int = 1
     """Ranks that train together, each with a card of that memory; --shard says whether they share the state."""
     presets: bool = False
