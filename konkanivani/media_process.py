@@ -49,7 +49,7 @@ class Reader:
         self.channel, self.is_sound = ours, True
         ours.settimeout(ANSWER_SECONDS)
 
-    def ask(self, kind: bytes, first: int = 0, second: int = 0, descriptor: int | None = None) -> bytes:
+    def ask(self, kind: bytes, first: int = 0, second: int = 0, descriptor: int | None = None) -> bytearray:
         """The answer's content. Raises Refused, or ReaderFailed where there will be none any more."""
         self.is_sound = False
         try:
@@ -80,7 +80,7 @@ class Reader:
         self.channel.close()
         self.process.returncode = 0  # nobody waits for it here
 
-    def _receive(self, size: int) -> bytes:
+    def _receive(self, size: int) -> bytearray:
         received = bytearray(size)
         view, done = memoryview(received), 0
         while done < size:
@@ -88,7 +88,7 @@ class Reader:
             if not count:
                 raise ConnectionError
             done += count
-        return bytes(received)
+        return received
 
     def _end(self, error: OSError) -> str:
         """What has become of the process; it is gone after this."""

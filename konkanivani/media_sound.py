@@ -107,7 +107,7 @@ class MediaSound:
             self._replace_or_raise(failure)
             self._begin()
 
-    def _ask(self, kind: bytes, count: int) -> bytes:
+    def _ask(self, kind: bytes, count: int) -> bytearray:
         try:
             return self.reader.ask(kind, count)
         except Refused as refusal:

@@ -33,6 +33,7 @@ from konkanivani.transcribe import Recording, find_recordings, output_paths
 from konkanivani.transcript import Segment, Word
 from konkanivani.transcript_text import cues_of, srt_time, text_of
 from tests.conftest import ROOT, TINY_MODEL, run_folders, run_script, script_command, speak, write_corpus
+from tests.media_files import KINDS, write_media
 from tests.patience import PATIENCE
 
 TRANSCRIBE = "training_scripts/transcribe.py"
@@ -318,6 +319,37 @@ def test_what_is_printed_is_what_the_recogniser_says(trained, folder):
         for w in expected.words
     ]
     assert (second["text"], second["segments"]) == ("", [])
+
+
+@pytest.fixture(scope="module")
+def phone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One recording in five kinds, two files that are named like sound and hold none, and one that was cut."""
+    directory = tmp_path_factory.mktemp("phone")
+    spoken = tones(WORDS[:4])
+    soundfile.write(directory / "spoken.wav", spoken, 16_000)
+    for kind in KINDS:
+        if (kind.suffix, kind.rate) in ((".m4a", 44_100), (".webm", 48_000), (".mp4", 44_100), (".mkv", 48_000)):
+            write_media(directory / f"{kind.name}{kind.suffix}", spoken, 16_000, kind)
+    (directory / "broken.m4a").write_bytes(next(directory.glob("aac*stereo.m4a")).read_bytes()[:2000])
+    (directory / "text.wma").write_text("no audio")
+    (directory / "cut.wav").write_bytes((directory / "spoken.wav").read_bytes()[: len(spoken)])
+    return directory
+
+
+def test_what_phones_write_is_found_in_a_folder_and_heard_as_from_wav(trained, phone):
+    done = transcribe(trained, phone, "--format", "json")
+    heard = {Path(row["audio_filepath"]).name: row["text"] for row in map(json.loads, done.stdout.splitlines())}
+    expected = trained.recognizer.transcribe(phone / "spoken.wav").text
+    assert done.returncode == 3 and "Traceback" not in done.stderr and expected
+    assert len(heard) == 11 - 2 and heard.pop("cut.wav") != expected
+    assert set(heard.values()) == {expected}, heard
+    for name in ("broken.m4a", "text.wma"):
+        assert len(re.findall(rf"The audio file \S*{name} cannot be read", done.stderr)) == 1, done.stderr
+    assert "2 of 11 files could not be transcribed" in done.stderr
+    seconds = len(tones(WORDS[:4])) / 32_000
+    (line,) = [line for line in done.stderr.splitlines() if "cut.wav" in line]
+    assert f"cut.wav ends {seconds:.1f} s before its header says. What there is of it is transcribed." in line
+    assert trained.recognizer.transcribe(next(phone.glob("*.mp4"))).text == expected
 
 
 @pytest.mark.parametrize(

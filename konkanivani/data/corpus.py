@@ -139,6 +139,8 @@ def _finish(found: FoundUtterance, header: AudioHeader | str, roots: AudioRoots)
     if isinstance(header, str):
         kind = "unusable audio" if os.path.lexists(found.audio) else "missing audio"
         return found.refused(kind, header)
+    if header.missing and found.seconds is None:
+        return found.refused("cut short", f"its audio ends {header.missing:.1f} s before its header says")
     reason = _span_reason(found, header.seconds)
     if reason:
         return found.refused("span", reason)

@@ -1,0 +1,86 @@
+"""A file that ends before its header says is told from one that is whole, and MP3 is the same in blocks and at once."""
+
+import io
+import struct
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from konkanivani.audio_file import AudioSource, ShortAudio, UnusableAudio, read_blocks, read_header, read_samples
+from tests.test_audio_file import RATE, tones
+
+# ------------------------------------------------------------------------------------------------ shorter than they say
+
+
+def write_cut(path: Path, file_format: str, share: float = 0.5, **fields: str) -> Path:
+    """Ten seconds of a rising tone, the file cut to this share of its bytes."""
+    content = io.BytesIO()
+    soundfile.write(content, tones(10.0), RATE, format=file_format, **fields)
+    path.write_bytes(content.getvalue()[: round(share * len(content.getvalue()))])
+    return path
+
+
+@pytest.mark.parametrize("file_format", ["WAV", "AIFF", "W64", "RF64", "WAVEX"])
+def test_a_file_that_was_cut_says_so(file_format, tmp_path):
+    path = write_cut(tmp_path / "cut.wav", file_format)
+    header = read_header(AudioSource(str(path)))
+    assert header.seconds == pytest.approx(5.0, abs=0.05) and header.missing == pytest.approx(5.0, abs=0.05)
+    with pytest.raises(UnusableAudio, match=r"it lasts 5\.0. s, not the 10\.00 s of its row: it ends 5\.0 s before"):
+        read_samples(AudioSource(str(path), seconds=10.0))
+    with pytest.warns(ShortAudio, match=r"cut\.wav ends 5\.0 s before its header says"):
+        assert sum(map(len, read_blocks(AudioSource(str(path)), 1.0))) == header.frames
+    assert len(read_samples(AudioSource(str(path), start=1.0, seconds=2.0))[0]) == 2 * RATE
+
+
+@pytest.mark.parametrize("claimed", [0, 0xFFFFFFFF, 0x7FFFFFFF, 0x7FFFF000, 0xFFFFFFFF - 36])
+def test_what_a_stream_leaves_in_its_header_is_no_cut(claimed, tmp_path):
+    path = write_cut(tmp_path / "stream.wav", "WAV", 1.0)
+    content = path.read_bytes()
+    place = content.index(b"data") + 4
+    path.write_bytes(content[:place] + struct.pack("<L", claimed) + content[place + 4 :])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            header = read_header(AudioSource(str(path)))
+        except UnusableAudio:
+            assert claimed == 0  # libsndfile takes it at its word
+            return
+        assert header.missing == 0 and sum(map(len, read_blocks(AudioSource(str(path)), 1.0))) == header.frames
+
+
+# ------------------------------------------------------------------------------------------------------- MP3 in blocks
+
+
+def write_mp3(path: Path, rate: int) -> int:
+    """Twenty seconds of bursts and noise at a rate that changes with them; a frame's bits lie in those before it."""
+    time = np.arange(20 * rate) / rate
+    bursts = 0.4 * np.sin(2 * np.pi * (200 + 150 * time) * time) * (np.arange(len(time)) // 3000 % 3 > 0)
+    noise = 0.05 * np.random.default_rng(0).standard_normal(len(time))
+    soundfile.write(path, bursts + noise, rate, format="MP3", bitrate_mode="VARIABLE", compression_level=0.5)
+    return rate
+
+
+@pytest.mark.parametrize("rate", [16_000, 24_000, 44_100])
+def test_mp3_in_blocks_and_spans_is_the_whole_and_libmpg123_says_nothing(rate, tmp_path, capfd):
+    path = tmp_path / "speech.mp3"
+    write_mp3(path, rate)
+    whole, _ = read_samples(AudioSource(str(path)))
+    blocks = np.concatenate(list(read_blocks(AudioSource(str(path)), 0.3)))
+    assert np.abs(blocks - whole[: len(blocks)]).max() < 1e-6 and len(blocks) == len(whole)
+    assert capfd.readouterr().err == ""
+    for start in range(0, 19):
+        span, _ = read_samples(AudioSource(str(path), start=start, seconds=1.0))
+        assert np.abs(span - whole[start * rate : (start + 1) * rate]).max() < 1e-5
+
+
+def test_negative_control_as_soundfile_reads_blocks_it_is_noise(tmp_path, capfd):
+    path, found = tmp_path / "speech.mp3", {}
+    for rate in (16_000, 24_000, 44_100):
+        write_mp3(path, rate)
+        with soundfile.SoundFile(path) as file:
+            blocks = np.concatenate(list(file.blocks(int(0.3 * rate), dtype="float32")))
+        found[rate] = np.abs(blocks - soundfile.read(path, dtype="float32")[0][: len(blocks)]).max()
+    assert max(found.values()) > 1e-3 and "error" in capfd.readouterr().err

@@ -1,0 +1,265 @@
+"""What phones and messengers write is read, in a process that can take nothing along; what is not read is named."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+pytest.importorskip("av", reason="the extra `media` is not installed: pip install av")
+
+from konkanivani import media_process, media_sound
+from konkanivani.audio import load_audio
+from konkanivani.audio_file import AudioSource, ShortAudio, UnusableAudio, claimed_header, read_blocks, read_header
+from konkanivani.audio_file import read_samples as read_all
+from konkanivani.media_process import READERS
+from tests.conftest import ROOT
+from tests.media_files import ENCODED, KINDS, Kind, rising_tone, write_media
+
+SECONDS, RATE = 3.0, 16_000
+M4A = Kind(".m4a", "aac", 44_100)
+
+
+def read_samples(path: Path, **place: float) -> np.ndarray:
+    return read_all(AudioSource(str(path), **place))[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A rising tone as twenty kinds of files hold it."""
+    folder = tmp_path_factory.mktemp("phones")
+    for kind in KINDS:
+        write_media(folder / f"{kind.name}{kind.suffix}", rising_tone(SECONDS, RATE), RATE, kind)
+    return folder
+
+
+@pytest.fixture
+def voice(folder: Path) -> Path:
+    """A voice message."""
+    return folder / "aac_44k_stereo.m4a"
+
+
+def likeness(heard: np.ndarray, wanted: np.ndarray) -> float:
+    """The correlation where they lie best on each other, a tenth of a second apart at most."""
+    reach, middle = RATE // 10, heard[RATE // 5 : len(wanted) - RATE // 5]
+    shifts = range(RATE // 5 - reach, RATE // 5 + reach, 2)
+    return max(
+        float(np.corrcoef(middle[: len(part)], part)[0, 1])
+        for part in (wanted[shift : shift + len(middle)] for shift in shifts)
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- what is read
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.name}{kind.suffix}")
+def test_a_file_is_read_whole_by_blocks_and_by_spans_to_the_same_samples(kind, folder):
+    path = folder / f"{kind.name}{kind.suffix}"
+    header, whole = read_header(AudioSource(str(path))), read_samples(path)
+    assert header.frames == len(whole) and header.missing == 0 and header.rate == kind.rate
+    assert abs(header.seconds - SECONDS) < 0.1 and header.channels == (2 if kind.layout == "stereo" else 1)
+    blocks = list(read_blocks(AudioSource(str(path)), 0.7))
+    assert np.array_equal(np.concatenate(blocks), whole) and len(blocks) > 3
+    claimed = claimed_header(AudioSource(str(path)))
+    assert claimed.frames == 0 or abs(claimed.frames - header.frames) < 0.1 * header.rate
+    for start, seconds in ((0.0, 1.0), (0.9, 0.5), (2.5, 0.4)):
+        span = read_samples(path, start=start, seconds=seconds)
+        assert len(span) == round(seconds * kind.rate)
+        if path.suffix != ".ogg":  # libsndfile goes there at once, and begins as from nothing
+            assert np.array_equal(span, whole[round(start * kind.rate) :][: len(span)])
+    assert likeness(load_audio(AudioSource(str(path))).numpy(), rising_tone(SECONDS, RATE)) > 0.9
+
+
+@pytest.mark.parametrize("name", ["he_aac.aac", "he_aac_v2.aac", "amr_wb.awb"])
+def test_what_cannot_be_made_here_is_read_too(name):
+    heard = load_audio(AudioSource(str(ENCODED / name))).numpy()
+    assert read_header(AudioSource(str(ENCODED / name))).rate == (16_000 if name == "amr_wb.awb" else 32_000)
+    begin = max(range(0, 4000, 8), key=lambda at: abs(np.dot(heard[at : at + 16_000], rising_tone(1.0, RATE))))
+    assert likeness(heard[begin:], rising_tone(1.0, RATE)) > 0.9  # the encoder's delay stands before it
+
+
+def test_negative_control_likeness_tells_another_sound():
+    tone = rising_tone(SECONDS, RATE)
+    assert likeness(tone[::-1].copy(), tone) < 0.5 and likeness(0.1 * tone, tone) > 0.99
+
+
+def test_a_member_of_a_shard_is_the_file(folder, voice, tmp_path):
+    with tarfile.open(tmp_path / "shard.tar", "w") as tar:
+        for path in (folder / "libopus_48k_mono.webm", voice):
+            tar.add(path, path.name)
+    with tarfile.open(tmp_path / "shard.tar") as tar:
+        for member in tar.getmembers():
+            place = {"byte_offset": member.offset_data, "byte_count": member.size}
+            assert np.array_equal(read_samples(tmp_path / "shard.tar", **place), read_samples(folder / member.name))
+
+
+def test_a_film_without_sound_and_text_that_is_called_so_are_refused_with_the_reason(folder, tmp_path):
+    import av
+
+    with av.open(str(tmp_path / "silent.mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width = stream.height = 32
+        picture = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), format="rgb24")
+        container.mux([*stream.encode(picture), *stream.encode(None)])
+    (tmp_path / "text.m4a").write_text("नमस्कार\n" * 100)
+    (tmp_path / "empty.m4a").write_bytes(b"")
+    for name, said in (
+        ("silent.mp4", "only pictures"),
+        ("text.m4a", "Invalid data"),
+        ("empty.m4a", "cannot be opened"),
+    ):
+        with pytest.raises(UnusableAudio, match=said):
+            read_samples(tmp_path / name)
+
+
+def test_a_row_of_another_duration_and_a_span_beyond_the_end_are_refused(voice):
+    assert len(read_samples(voice, seconds=SECONDS))
+    for seconds in (2.0, 4.0):
+        with pytest.raises(UnusableAudio, match=rf"it lasts .* s, not the {seconds:.2f} s of its row"):
+            read_samples(voice, seconds=seconds)
+    for start, seconds in ((2.5, 1.0), (9.0, 1.0)):
+        with pytest.raises(UnusableAudio, match=r"it ends at 3\.0\d s"):
+            read_samples(voice, start=start, seconds=seconds)
+
+
+# -------------------------------------------------------------------------------------------------- what cannot happen
+
+
+def test_a_playlist_opens_nothing(voice, tmp_path):
+    secret = tmp_path / "secret.wav"
+    soundfile.write(secret, rising_tone(1.0, RATE), RATE)
+    files = {
+        "concat.m4a": f"ffconcat version 1.0\nfile '{secret}'\n",
+        "list.m4a": f"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\n{secret}\n#EXT-X-ENDLIST\n",
+        "list.ts": "#EXTM3U\n#EXTINF:5,\nhttp://127.0.0.1:1/a.ts\n",
+        "session.mp4": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nm=audio 5004 RTP/AVP 0\n",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+        with pytest.raises(UnusableAudio):
+            read_samples(tmp_path / name)
+
+
+def test_a_link_out_of_the_roots_is_not_followed(voice, tmp_path):
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "a.m4a").symlink_to(voice)
+    with pytest.raises(UnusableAudio, match="leads out"):
+        read_samples(tmp_path / "inside" / "a.m4a", roots=(str(tmp_path / "inside"),))
+
+
+def test_the_process_may_open_no_file_write_none_and_grow_little(voice):
+    read_samples(voice)
+    limits = Path(f"/proc/{READERS._idle[-1].process.pid}/limits").read_text()
+    found = {line[:25].strip(): line[25:46].strip() for line in limits.splitlines()[1:]}
+    assert (found["Max open files"], found["Max file size"], found["Max core file size"]) == ("5", "0", "0")
+    assert int(found["Max address space"]) < 2**30 and int(found["Max cpu time"]) < 200
+    inside = Path(f"/proc/{READERS._idle[-1].process.pid}/fd").iterdir()
+    assert {path.name for path in inside} == {"0", "1", "2", "3"}  # the file is closed; the 5th may be the next one's
+
+
+SPOILT = {
+    "it crashes": ("os.kill(os.getpid(), signal.SIGSEGV)", "brought down .*SIGSEGV"),
+    "it hangs": ("while True: pass", "came to nothing"),
+    "it takes all memory": ("bytearray(2**32)", "more memory than a recording can need"),
+    "it opens a file": ("open('/etc/passwd')", "Too many open files"),
+    "it ends": ("sys.exit(0)", "exit code 0"),
+}
+
+
+@contextlib.contextmanager
+def spoilt_program(monkeypatch: pytest.MonkeyPatch, folder: Path, line: str) -> Iterator[None]:
+    """The process does this where it should open a file, and has a second of a processor for each answer."""
+    program = media_process.PROGRAM.read_text(encoding="utf-8").replace("MOST_SECONDS = 60", "MOST_SECONDS = 1")
+    begin = "    def __init__(self, window: Window) -> None:\n"
+    assert begin in program
+    spoilt = folder / "media_reader.py"
+    spoilt.write_text(program.replace(begin, f"{begin}        {line}\n"), encoding="utf-8")
+    monkeypatch.setattr(media_process, "PROGRAM", spoilt)
+    monkeypatch.setattr(media_sound, "READERS", media_process.Readers())
+    try:
+        yield
+    finally:
+        for reader in media_sound.READERS._all:
+            reader.close()
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_whatever_becomes_of_ffmpeg_is_a_reason(name, voice, monkeypatch, tmp_path):
+    line, said = SPOILT[name]
+    with spoilt_program(monkeypatch, tmp_path, line):
+        for read in (read_samples, lambda path: list(read_blocks(AudioSource(str(path)), 1.0))):
+            with pytest.raises(UnusableAudio, match=said):
+                read(voice)
+    assert len(read_samples(voice))  # the next file is read as ever
+
+
+def test_a_process_that_is_killed_while_it_reads_is_replaced_and_the_samples_are_the_same(voice):
+    whole = read_samples(voice)
+    blocks = read_blocks(AudioSource(str(voice)), 0.5)
+    found = [next(blocks)]
+    for reader in READERS._all - set(READERS._idle):
+        os.kill(reader.process.pid, signal.SIGKILL)
+    assert np.array_equal(np.concatenate([*found, *blocks]), whole)
+
+
+def test_signals_to_the_group_do_not_reach_it_and_threads_and_forks_have_their_own(voice):
+    whole, results = read_samples(voice), []
+    for reader in READERS._idle:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(reader.process.pid, number)
+    idle = READERS._idle[-1].process.pid
+    threads = [threading.Thread(target=lambda: results.append(read_samples(voice))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4 and all(np.array_equal(found, whole) for found in results)
+    child = os.fork()
+    if child == 0:
+        same = np.array_equal(read_samples(voice), whole) and READERS._idle[-1].process.pid != idle
+        os._exit(0 if same else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert np.array_equal(read_samples(voice), whole)
+
+
+def test_it_ends_with_the_process_that_it_belongs_to(voice):
+    script = (
+        "import os, sys\n"
+        "from konkanivani.audio_file import AudioSource, read_blocks\n"
+        "from konkanivani.media_process import READERS\n"
+        "blocks = read_blocks(AudioSource(sys.argv[1]), 0.1)\n"
+        "next(blocks)\n"
+        "print(*(reader.process.pid for reader in READERS._all), flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(voice)], cwd=ROOT, capture_output=True, text=True)
+    waited = threading.Event()
+    for _ in range(3000):
+        state = Path(f"/proc/{int(done.stdout)}/stat")
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        waited.wait(0.1)
+    pytest.fail("it outlives it")
+
+
+def test_a_cut_voice_message_is_read_as_far_as_it_goes_and_says_so(voice, folder, tmp_path):
+    for name, whole in (("voice.webm", "libopus_48k_mono.webm"), ("lost.m4a", "alac_44k_stereo.m4a")):
+        content = (folder / whole).read_bytes()
+        (tmp_path / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(UnusableAudio, match="cannot be opened as audio"):
+        read_samples(tmp_path / "lost.m4a")  # its table of contents was at its end
+    header = read_header(AudioSource(str(tmp_path / "voice.webm")))
+    assert 1.0 < header.seconds < 2.0 and header.seconds + header.missing == pytest.approx(SECONDS, abs=0.1)
+    with pytest.warns(ShortAudio, match="before its header says"):
+        assert sum(map(len, read_blocks(AudioSource(str(tmp_path / "voice.webm")), 0.5))) == header.frames
+    with pytest.raises(UnusableAudio, match="not the 3.00 s of its row: it ends"):
+        read_samples(tmp_path / "voice.webm", seconds=SECONDS)

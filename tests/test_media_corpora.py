@@ -1,0 +1,120 @@
+"""Corpora of what phones write: prepared, nothing lost without a word, and trained on to the same losses."""
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import soundfile
+
+pytest.importorskip("av", reason="the extra `media` is not installed: pip install av")
+
+from konkanivani import audio_file
+from konkanivani.data.found import SpeechFolder
+from konkanivani.data.preparation import Preparation, Report, prepare_corpus
+from konkanivani.data.splits import Shares
+from konkanivani.errors import DataError
+from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_script, run_trainer, speak, write_corpus
+from tests.media_files import ENCODED, KINDS, Kind, write_media
+from tests.test_cut_audio import write_cut
+
+
+@pytest.fixture(scope="module")
+def phones(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of twenty-three recordings with their transcripts, no two of a kind."""
+    folder = tmp_path_factory.mktemp("phones") / "corpus"
+    folder.mkdir()
+    for number, kind in enumerate(KINDS):
+        path = write_media(folder / f"{number}_{kind.name}{kind.suffix}", speak(["एक", "दोन", "घर"]), 16_000, kind)
+        path.with_suffix(".txt").write_text(f"एक दोन घर {number}", encoding="utf-8")
+    for path in ENCODED.iterdir():
+        shutil.copy(path, folder)
+        (folder / path.name).with_suffix(".txt").write_text(path.stem.replace("_", " "))
+    return folder
+
+
+def prepare(source: Path, output: Path, most: float = 0.5) -> Report:
+    folder = SpeechFolder(source)
+    return prepare_corpus(
+        Preparation("folder", folder, output, source, "utterance", Shares(0.1, 0.1), 1, most, force=False)
+    )
+
+
+def rejected(output: Path) -> dict[str, dict]:
+    rows = map(json.loads, (output / "rejected.jsonl").read_text(encoding="utf-8").splitlines())
+    return {Path(row["audio_filepath"]).name: row for row in rows}
+
+
+def test_all_that_a_phone_writes_is_prepared(phones, tmp_path):
+    arguments = ("--format", "folder", "--source", str(phones), "--output", str(tmp_path / "out"))
+    done = run_script("training_scripts/prepare_data.py", *arguments, "--split_by", "utterance")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert sum(split["utterances"] for split in report["splits"]) == 23 and report["refused"] == []
+    rows = [json.loads(line) for path in (tmp_path / "out").glob("t*n.jsonl") for line in path.read_text().splitlines()]
+    assert all(0.5 < row["duration"] < 2.0 for row in rows)
+
+
+def test_where_pyav_is_missing_each_file_is_named_and_counted_and_told_how(phones, tmp_path, monkeypatch):
+    monkeypatch.setattr(audio_file, "is_installed", lambda: False)
+    said = r"91\.3% of the rows .* cannot be used \(21 unusable audio\).*pip install av"
+    with pytest.raises(DataError, match=said):
+        prepare(phones, tmp_path / "out")
+    refused = rejected(tmp_path / "out")
+    assert len(refused) == 21 and not any(name.endswith(".ogg") for name in refused)
+    for name, row in refused.items():
+        assert ".venv/bin/python -m pip install av" in row["reason"] and f"ffmpeg -i {phones}/{name}" in row["reason"]
+
+
+def test_what_is_not_read_is_named_and_one_recording_is_taken_once(phones, tmp_path):
+    source = tmp_path / "mixed"
+    shutil.copytree(phones, source)
+    soundfile.write(source / "6_libopencore_amrnb_8k_mono.wav", speak(["एक", "दोन", "घर"]), 16_000)
+    (source / "broken.mp4").write_bytes((source / "he_aac.aac").read_bytes()[1000:1100])
+    (source / "silent.m4b").write_text("nothing")
+    write_cut(source / "cut.wav", "WAV")
+    for name in ("broken", "silent", "cut"):
+        (source / f"{name}.txt").write_text("एक")
+    (source / "untold.webm").write_bytes(b"")
+    report = prepare(source, tmp_path / "out")
+    found = {name: (row["kind"], row["reason"]) for name, row in rejected(tmp_path / "out").items()}
+    assert {name: kind for name, (kind, _) in found.items()} == {
+        "6_libopencore_amrnb_8k_mono.amr": "recorded twice",
+        "broken.mp4": "unusable audio",
+        "silent.m4b": "unusable audio",
+        "cut.wav": "cut short",
+        "untold.webm": "no transcript",
+    }
+    assert "5.0 s before its header says" in found["cut.wav"][1]
+    assert sum(split.utterances for split in report.splits) == 23
+    with pytest.raises(DataError, match=r"14\.8% of the rows"):  # the one that is there twice does no damage
+        prepare(source, tmp_path / "strict", most=0.1)
+
+
+def as_alac(corpus: Corpus, directory: Path) -> Corpus:
+    """The corpus with each FLAC as an M4A of the same samples and name, which random numbers are drawn by."""
+    (directory / "audio").mkdir(parents=True)
+    for split in ("train", "valid", "test"):
+        rows = [json.loads(line) for line in Path(corpus.manifest(split)).read_text(encoding="utf-8").splitlines()]
+        for row in rows:
+            samples, rate = soundfile.read(corpus.directory / row["audio_filepath"], dtype="float32")
+            written = write_media(directory / "audio.m4a", samples, rate, Kind(".m4a", "alac", rate))
+            written.rename(directory / row["audio_filepath"])
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        (directory / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return Corpus(directory)
+
+
+def test_training_on_m4a_without_loss_is_training_on_flac(tmp_path):
+    corpus = write_corpus(tmp_path / "flac", {"train": 12, "valid": 3, "test": 1})
+    losses = {}
+    for name, each in (("flac", corpus), ("m4a", as_alac(corpus, tmp_path / "m4a"))):
+        flags = ("--batch_size", "2", "--gradient_accumulation_steps", "2", "--max_steps", "3")
+        folders = run_folders(tmp_path / f"run_{name}")
+        done = run_trainer(*TINY_MODEL, *each.flags(), *folders, *flags, "--num_workers", "2")
+        assert done.returncode == 0, done.stderr
+        losses[name] = [step["loss"] for step in read_log(tmp_path / f"run_{name}")]
+        (validation,) = [row["loss"] for row in read_log(tmp_path / f"run_{name}", "validation")][-1:]
+        losses[name].append(validation)
+    assert losses["m4a"] == losses["flac"] and Counter(losses["flac"]).most_common(1)[0][1] == 1
