@@ -48,7 +48,7 @@ class Recognizer:
     def segments(self, audio: Audio, sample_rate: int = SAMPLE_RATE) -> Iterator[Segment]:
         """The transcript's segments, one after the other as they are recognised; memory does not grow with the length.
 
-        `audio` is the path of any file that libsndfile reads, or samples: (S,) or (S, channels), of floats between -1
+        `audio` is the path of any file that can be read, or samples: (S,) or (S, channels), of floats between -1
         and 1 or of integers. A DataError says why it cannot be used.
         """
         if isinstance(audio, str | os.PathLike):

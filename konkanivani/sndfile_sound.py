@@ -5,7 +5,9 @@ import soundfile
 
 from konkanivani.audio_source import AudioHeader, OpenedAudio, UnusableAudio, Window
 
-MP3_RUN_UP = 1.0  # seconds before a span: a frame needs bits of those before it, or libmpg123 makes noise of it
+# An MP3's frame needs bits of those before it. Where libmpg123 jumps into the middle it has none of them, says so on
+# stderr and makes noise of it: so much is decoded before a span, in seconds, and none is jumped over where that is all.
+MP3_RUN_UP, MP3_NO_JUMP = 1.0, 60.0
 
 
 class NotKnown(Exception):
@@ -38,11 +40,14 @@ class SndfileSound:
 
     def skip(self, count: int) -> int:
         """Goes on by so many frames from the beginning; how many there were."""
-        run_up = min(count, round(MP3_RUN_UP * self.header.rate)) if self.file.format == "MP3" else 0
-        try:
-            self.file.seek(count - run_up)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise UnusableAudio(self.source, str(error).removeprefix("Error : ").rstrip(".")) from None
+        rate, run_up = self.header.rate, 0
+        if self.file.format == "MP3":
+            run_up = count if count <= MP3_NO_JUMP * rate else round(MP3_RUN_UP * rate)
+        if run_up < count:
+            try:
+                self.file.seek(count - run_up)
+            except (OSError, RuntimeError, ValueError) as error:
+                raise UnusableAudio(self.source, str(error).removeprefix("Error : ").rstrip(".")) from None
         return count - run_up + len(self.read(run_up))
 
     def count(self) -> int:

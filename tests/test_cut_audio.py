@@ -74,6 +74,7 @@ def test_mp3_in_blocks_and_spans_is_the_whole_and_libmpg123_says_nothing(rate, t
     for start in range(0, 19):
         span, _ = read_samples(AudioSource(str(path), start=start, seconds=1.0))
         assert np.abs(span - whole[start * rate : (start + 1) * rate]).max() < 1e-5
+    assert capfd.readouterr().err == ""
 
 
 def test_negative_control_as_soundfile_reads_blocks_it_is_noise(tmp_path, capfd):

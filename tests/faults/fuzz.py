@@ -36,9 +36,9 @@ from konkanivani.recognizer import load_recognizer
 from konkanivani.settings import settings_of
 from konkanivani.start import resolve_start
 from tests.faults.strangers import Sound, configured, read_sound
-from tests.faults.watching import Verdict, watch
+from tests.faults.watching import MOST_SECONDS, Verdict, watch
 
-Kind = Literal["audio", "manifests", "checkpoints", "flags"]
+Kind = Literal["audio", "media", "manifests", "checkpoints", "flags"]
 EDGES = (0, 1, -1, 127, 128, 255, 256, 32767, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1)
 
 
@@ -80,7 +80,7 @@ def fuzz(kind: Kind, count: int, seed_: int, folder: Path, run: Path) -> Tally:
         inside = folder / "example"
         inside.mkdir(exist_ok=True)
         try:
-            tally.take(watch(lambda: fuzzer.handle(example, inside), inside), example)
+            tally.take(watch(lambda: fuzzer.handle(example, inside), inside, fuzzer.seconds), example)
         finally:
             shutil.rmtree(inside, ignore_errors=True)
 
@@ -91,10 +91,11 @@ def fuzz(kind: Kind, count: int, seed_: int, folder: Path, run: Path) -> Tally:
 
 @dataclass(frozen=True)
 class Fuzzer:
-    """Where examples come from, and what is done with one in a folder of its own."""
+    """Where examples come from, and what is done with one in a folder of its own, in so many seconds."""
 
     examples: st.SearchStrategy
     handle: Callable[[object, Path], object]
+    seconds: float = MOST_SECONDS
 
 
 # ----------------------------------------------------------------------------------------------------- changes to bytes
@@ -103,7 +104,7 @@ Change = tuple[str, int, int]
 NUMBERS = st.one_of(st.sampled_from(EDGES), st.integers(-(2**63), 2**64 - 1))
 
 
-def _changes(reach: int) -> st.SearchStrategy[list[Change]]:
+def changes_within(reach: int) -> st.SearchStrategy[list[Change]]:
     """One to six changes in the first `reach` bytes."""
     kinds = st.sampled_from(["flip", "byte", "16", "32", "64", "61", "insert", "delete", "cut", "repeat"])
     return st.lists(st.tuples(kinds, st.integers(0, reach), NUMBERS), min_size=1, max_size=6)
@@ -163,7 +164,7 @@ def _audio_files() -> list[bytes]:
 
 def _audio(folder: Path, run: Path) -> Fuzzer:
     files = _audio_files()
-    examples = st.tuples(st.integers(0, len(files) - 1), _changes(512), st.booleans())
+    examples = st.tuples(st.integers(0, len(files) - 1), changes_within(512), st.booleans())
 
     def handle(example: tuple[int, list[Change], bool], inside: Path) -> None:
         number, changes, is_in_shard = example
@@ -224,7 +225,7 @@ def _manifests(folder: Path, run: Path) -> Fuzzer:
     left_out = st.lists(st.sampled_from(FIELDS[:3]), max_size=1)
     nested = st.tuples(st.sampled_from(["speaker", "text", "duration"]), st.sampled_from([50, 900, 985, 5000]))
     examples = st.tuples(
-        replaced, left_out, st.one_of(st.none(), nested), st.lists(_changes(400), max_size=1), st.booleans()
+        replaced, left_out, st.one_of(st.none(), nested), st.lists(changes_within(400), max_size=1), st.booleans()
     )
 
     def line_of(example: tuple) -> bytes:
@@ -270,9 +271,9 @@ def _checkpoints(folder: Path, run: Path) -> Fuzzer:
     lines = st.tuples(st.sampled_from(names), st.one_of(SCALARS.map(repr), st.text(max_size=20)))
     records = st.sampled_from(["data.pkl", "data/0", "data/1", "version", "byteorder", ".format_version"])
     examples = st.one_of(
-        st.tuples(st.just("file"), _changes(len(whole))),
-        st.tuples(st.just("end"), _changes(2000)),
-        st.tuples(records, _changes(len(sound.pickled))),
+        st.tuples(st.just("file"), changes_within(len(whole))),
+        st.tuples(st.just("end"), changes_within(2000)),
+        st.tuples(records, changes_within(len(sound.pickled))),
         st.tuples(st.just("settings"), st.lists(lines, min_size=1, max_size=3)),
     )
 
@@ -373,8 +374,15 @@ def _literals(hint: object) -> tuple:
     return tuple(value for part in get_args(hint) for value in _literals(part))
 
 
+def _media(folder: Path, run: Path) -> Fuzzer:
+    from tests.faults.fuzzed_media import build_fuzzer
+
+    return build_fuzzer(folder)
+
+
 FUZZERS: dict[Kind, Callable[[Path, Path], Fuzzer]] = {
     "audio": _audio,
+    "media": _media,
     "manifests": _manifests,
     "checkpoints": _checkpoints,
     "flags": _flags,

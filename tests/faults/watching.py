@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from konkanivani.errors import KonkaniVaniError
+from konkanivani.media_process import PROGRAM
 
 MOST_SECONDS = 5.0  # of a processor, or of waiting for anything but one
 BUSY_FACTOR = 120  # so much longer may it take where many others want the processors
@@ -41,6 +42,7 @@ class Verdict:
     growth_mib: float = 0.0
     opened: tuple[str, ...] = ()
     touched: tuple[str, ...] = ()
+    most_seconds: float = MOST_SECONDS
 
     @property
     def fault(self) -> str | None:
@@ -49,7 +51,7 @@ class Verdict:
             return self.message
         if self.touched:
             return f"it reached out: {', '.join(self.touched[:3])}"
-        if self.seconds > MOST_SECONDS:
+        if self.seconds > self.most_seconds:
             return f"it took {self.seconds:.1f} s"
         if self.growth_mib > MOST_GROWTH_MIB:
             return f"the process grew by {self.growth_mib:.0f} MiB"
@@ -84,7 +86,8 @@ def watch(handle: Callable[[], object], folder: Path, seconds: float = MOST_SECO
         hung, died = f"it hung for {seconds:g} s", f"it died of {signal.Signals(number).name}"
         return Verdict("fault", hung if number in (signal.SIGALRM, signal.SIGPROF) else died, spent)
     fields = json.loads(said)
-    return Verdict(**fields | {"opened": tuple(fields["opened"]), "touched": tuple(fields["touched"])})
+    lists = {name: tuple(fields[name]) for name in ("opened", "touched")}
+    return Verdict(**fields | lists | {"most_seconds": seconds})
 
 
 def _handled(handle: Callable[[], object], folder: str) -> Verdict:
@@ -101,7 +104,7 @@ def _handled(handle: Callable[[], object], folder: str) -> Verdict:
                 touched.append(f"wrote {path}")
         elif event in CHANGING and not _is_allowed(os.path.abspath(os.fsdecode(arguments[0])), folder):
             touched.append(f"{event} {os.fsdecode(arguments[0])}")
-        elif event in RUNNING or event in REACHING:
+        elif (event in RUNNING or event in REACHING) and not _is_reader(event, arguments):
             touched.append(event)
 
     silence = os.open(os.devnull, os.O_RDWR)
@@ -124,6 +127,11 @@ def _handled(handle: Callable[[], object], folder: str) -> Verdict:
     is_heard = False
     seconds, growth = time.monotonic() - started - (_starved() - starved), _peak_mib() - before
     return Verdict(outcome, message, seconds, growth, tuple(opened), tuple(touched))
+
+
+def _is_reader(event: str, arguments: tuple) -> bool:
+    """Whether that starts the process that decodes with FFmpeg, which is shut in by itself."""
+    return event == "subprocess.Popen" and list(arguments[1][:3]) == [sys.executable, "-I", str(PROGRAM)]
 
 
 def _is_allowed(path: str, folder: str) -> bool:

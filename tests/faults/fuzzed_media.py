@@ -1,0 +1,67 @@
+"""Containers of sound and film, changed at random, each read in a process that is watched from outside."""
+
+import os
+from pathlib import Path
+
+from hypothesis import strategies as st
+
+from konkanivani.audio import load_audio, stream_audio
+from konkanivani.audio_file import AudioSource, read_header
+from konkanivani.errors import DataError
+from konkanivani.media_process import READERS
+from tests.faults.fuzz import Change, Fuzzer, changed, changes_within
+from tests.media_files import ENCODED, KINDS, rising_tone, write_media
+
+SECONDS = 30.0  # that one may take, the start of its process on a busy machine included
+MOST_READER_SECONDS = 5.0  # of a processor
+MOST_READER_MIB = 250.0  # resident, 40 of which it has at its start
+SWAPPED_BYTES = (16, 64, 512, 4096)
+
+Example = tuple[int, int, int, list[Change]]
+
+
+def build_fuzzer(folder: Path) -> Fuzzer:
+    """A file of twenty-three kinds, perhaps with the beginning of another, changed at its beginning or anywhere."""
+    files = _files(folder)
+    which = st.integers(0, len(files) - 1)
+    changes = st.one_of(changes_within(128), changes_within(2048), changes_within(max(len(file) for _, file in files)))
+    swapped = st.one_of(st.just(0), st.just(0), st.sampled_from(SWAPPED_BYTES))
+    examples = st.tuples(which, which, swapped, st.one_of(changes, changes, st.just([])))
+
+    def handle(example: Example, inside: Path) -> None:
+        number, other, count, changes = example
+        suffix, content = files[number]
+        path = inside / f"audio{suffix}"
+        path.write_bytes(changed(files[other][1][:count] + content[count:], changes))
+        errors = []
+        for use in (read_header, load_audio, lambda source: [None for _ in stream_audio(source)]):
+            try:
+                use(AudioSource(str(path)))
+            except DataError as error:
+                errors.append(error)
+        for reader in READERS._all:
+            _check_reader(reader.process.pid)
+        for error in errors[:1]:
+            assert "brought down" not in error.reason, error.reason  # it is a reason, but one to know of
+            raise error
+
+    return Fuzzer(examples, handle, SECONDS)
+
+
+def _files(folder: Path) -> list[tuple[str, bytes]]:
+    found = []
+    for kind in KINDS:
+        path = write_media(folder / f"whole{kind.suffix}", rising_tone(0.7, 16_000), 16_000, kind)
+        found.append((kind.suffix, path.read_bytes()))
+    return found + [(path.suffix, path.read_bytes()) for path in sorted(ENCODED.iterdir())]
+
+
+def _check_reader(pid: int) -> None:
+    """What the process that decodes has taken so far."""
+    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+        fields = file.read().rpartition(")")[2].split()
+    spent = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    with open(f"/proc/{pid}/status", encoding="ascii") as file:
+        (resident,) = [int(line.split()[1]) / 1024 for line in file if line.startswith("VmHWM")]
+    assert spent < MOST_READER_SECONDS, f"the process that decodes took {spent:.1f} s"
+    assert resident < MOST_READER_MIB, f"the process that decodes took {resident:.0f} MiB"
