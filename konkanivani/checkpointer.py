@@ -69,14 +69,18 @@ class Checkpointer:
             _sync_directory(self.directory)
             self._prune()
         except OSError as error:
-            with contextlib.suppress(OSError):
-                for left in self.directory.glob("checkpoint_*.partial"):
-                    left.unlink()
+            self.discard_unfinished()
             raise ResourceError(
                 f"The checkpoint folder {self.directory} cannot be written: {error.strerror or error}. "
                 "Free space, mend its permissions, or give another --checkpoint_dir."
             ) from None
         return last
+
+    def discard_unfinished(self) -> None:
+        """Removes what was begun to be written and has not its name yet, by this process or by one that was killed."""
+        with contextlib.suppress(OSError):
+            for left in self.directory.glob("*.partial"):
+                left.unlink()
 
     def _check_written(self, partial: Path) -> None:
         if not is_whole(partial):

@@ -47,6 +47,8 @@ def _train_and_report(arguments: list[str], topology: Topology) -> str:
         check_same(topology, {"data": digest_of_data(start.config)})
     run = build_run(start)
     run.interruption.install()
+    if topology.is_first:
+        run.checkpointer.discard_unfinished()
     with run.logbook, sizes_kept(run):
         if start.config.is_rehearsed and (run.state.step == 0 or start.config.memory.replan):
             tell_rehearsal(run)

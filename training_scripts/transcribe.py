@@ -34,7 +34,7 @@ class Flags:
     """What is transcribed, by which model, and how it is written down."""
 
     files: Annotated[tuple[str, ...], Positional, arg(metavar="FILE …")]
-    """Audio files (WAV, FLAC, MP3, OGG; with PyAV M4A, WebM, MP4 and more), folders of them, and - for standard input."""
+    """Audio files (WAV, FLAC, MP3, OGG; with PyAV M4A, WebM, MP4 and more), folders, and - for standard input."""
     checkpoint: str | None = None
     """A checkpoint_*.pt file, or a bundle that export_asr.py wrote (None: the best checkpoint in checkpoints/)."""
     format: Literal["txt", "json", "srt", "vtt"] = "txt"

@@ -115,7 +115,8 @@ def _readable(run: Run, speech: TrainingSpeech, order: np.ndarray) -> Iterator[S
 
 def _try_window(run: Run, name: str, window: Window) -> Rehearsal:
     run.interruption.check()
-    report = train_step(run.step, window, run.state.step)
+    with run.interruption.breaking_off(run.interruption.stop_unsaved):  # all of it is undone
+        report = train_step(run.step, window, run.state.step)
     largest = largest_batch(window.micro_batches)
     return Rehearsal(name, largest.size, largest.longest_seconds, report.splits)
 
@@ -126,5 +127,6 @@ def _try_validation(run: Run) -> Rehearsal:
     durations = speech.utterances.durations
     longest = max(plan, key=lambda batch: len(batch) * durations[batch[0]])
     one_batch = dataclasses.replace(run.validation, plan=[longest], topology=ALONE)  # each rank tries it
-    one_batch.evaluate(run.step.forward, run.decode, run.interruption.check)
+    with run.interruption.breaking_off(run.interruption.stop_unsaved):
+        one_batch.evaluate(run.step.forward, run.decode, run.interruption.check)
     return Rehearsal("validation", len(longest), float(durations[longest[0]]), 0)

@@ -2,12 +2,27 @@
 
 import contextlib
 import os
+import select
 import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import NoReturn
 
+from konkanivani.command_line import end_script, run_script
 from konkanivani.distributed import ALONE, Topology
 from konkanivani.errors import Interrupted
-from konkanivani.signals import stopping_signals
+from konkanivani.signals import held_signals, stopping_signals
+
+PATIENCE = 5.0  # seconds after a signal that a micro-batch has to come to its end; schedulers kill after 30 and more
+STOPPING = (
+    b"\nStopping: saving at the end of this micro-batch, or in 5 s without it (a second signal stops at once).\n"
+)
+
+
+def _raise(error: Interrupted) -> NoReturn:
+    raise error
 
 
 class Interruption:
@@ -17,19 +32,64 @@ class Interruption:
     workers end with the process. Once training is over there is nothing to save, and the first one ends it too. That a
     terminal closes, its kernel and its shell may both say: SIGHUP counts as a first one only.
 
+    A micro-batch of a long recording may take minutes on a CPU, some of them within one call that lets no handler run.
+    So a thread waits for signals too: PATIENCE seconds after the first one it ends the process in the main thread's
+    place, where that is amid work that counts for nothing before its end (`breaking_off`).
+
     A rank of several says nothing and lets further signals be: torchrun passes one on that a rank may have had already,
-    sends one when another rank ends, and kills after half a minute.
+    sends one when another rank ends, and kills after half a minute. The others would wait for one that broke off.
     """
 
-    def __init__(self, topology: Topology = ALONE) -> None:
+    def __init__(self, topology: Topology = ALONE, discard_unfinished: Callable[[], None] = lambda: None) -> None:
+        """`discard_unfinished` removes what a process that ends at once would leave half written."""
         self._is_rank = not topology.is_alone
+        self._discard_unfinished = discard_unfinished
         self.signal_number = 0
         self._is_over = False
+        self._stop: Callable[[Interrupted], object] = _raise
+        self._is_whole = threading.Lock()  # the main thread's, but where its work may be broken off
+        self._is_whole.acquire()
 
     def install(self) -> None:
         """Takes over the signals that ask for a stop."""
         for number in stopping_signals():
             signal.signal(number, self._handle)
+        if self._is_rank:
+            return
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # tells of a signal whatever the main thread is doing
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # and of none to an audio worker
+        with held_signals():  # which the thread then never gets itself
+            threading.Thread(target=self._end_in_time, args=(reader, stopping_signals()), daemon=True).start()
+
+    @contextlib.contextmanager
+    def breaking_off(self, stop: Callable[[Interrupted], object] = _raise) -> Iterator[None]:
+        """Work that counts for nothing before its end: a signal may end the process in the middle of it.
+
+        `stop` is called first, in another thread; the main thread does not come out of the block then. What it raises
+        is told, as a script's errors are.
+        """
+        self._stop = stop
+        self._is_whole.release()
+        try:
+            yield
+        finally:
+            self._is_whole.acquire()
+
+    def _end_in_time(self, reader: int, numbers: tuple[int, ...]) -> None:
+        while (number := os.read(reader, 1)[0]) not in numbers:
+            pass
+        if not self._is_over:
+            with contextlib.suppress(OSError):  # a terminal that has closed
+                os.write(2, STOPPING)
+        deadline = time.monotonic() + PATIENCE
+        while (left := deadline - time.monotonic()) > 0:
+            if select.select([reader], [], [], left)[0] and _is_asked_again(os.read(reader, 1)[0]):
+                self._end_at_once(number)
+        self._is_whole.acquire()
+        error = _interrupted(number)
+        end_script(run_script(lambda: self._stop(error)))
 
     def is_requested(self) -> bool:
         """Whether a signal has come."""
@@ -38,20 +98,36 @@ class Interruption:
     def check(self) -> None:
         """Raises Interrupted if a signal has come."""
         if self.signal_number:
-            raise Interrupted(
-                "Stopped by a signal; --resume auto goes on from the newest checkpoint.", self.signal_number
-            )
+            raise _interrupted(self.signal_number)
+
+    def stop_unsaved(self, error: Interrupted) -> NoReturn:
+        """Where there is nothing to save: raises the error, once nothing unfinished is left."""
+        self._discard_unfinished()
+        raise error
 
     def end_training(self) -> None:
         """From now on a signal ends the process at once. Raises Interrupted if one has come before."""
         self._is_over = True
         self.check()
+        self._stop = _raise
+        self._is_whole.release()
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         is_again = self.signal_number != 0
-        if self._is_over or (is_again and number != signal.SIGHUP and not self._is_rank):
-            os._exit(128 + number)
+        if self._is_over or (is_again and _is_asked_again(number) and not self._is_rank):
+            self._end_at_once(number)
         self.signal_number = self.signal_number or number
-        if not (self._is_rank or is_again):
-            with contextlib.suppress(OSError):  # a terminal that has closed
-                os.write(2, b"\nStopping: saving at the next micro-batch boundary (a second signal stops at once).\n")
+
+    def _end_at_once(self, number: int) -> NoReturn:
+        if not self._is_rank:
+            self._discard_unfinished()
+        os._exit(128 + number)
+
+
+def _is_asked_again(number: int) -> bool:
+    """Whether the number of a further signal asks for an end at once."""
+    return number in (signal.SIGINT, signal.SIGTERM)
+
+
+def _interrupted(number: int) -> Interrupted:
+    return Interrupted("Stopped by a signal; --resume auto goes on from the newest checkpoint.", number)

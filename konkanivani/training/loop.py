@@ -4,8 +4,9 @@ import gc
 import math
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from functools import partial
 
 import torch
 
@@ -28,6 +29,7 @@ def train(run: Run) -> None:
     """Trains until `run.is_finished()`; what it has learned is in the newest checkpoint when it returns."""
     state, saver, monitor = run.state, PeriodicSaver(run), run.step.forward.monitor
     monitor.end_phase("start")
+    breaking_off = partial(run.interruption.breaking_off, partial(stop_here, saver))
     # An error too must end the workers, and leave the progress bar's line.
     with (
         closing(run.progress),
@@ -37,14 +39,15 @@ def train(run: Run) -> None:
         while True:
             if state.has_epoch_to_finish:
                 with steps_kept(saver):
-                    is_best = finish_epoch(run)
+                    is_best = finish_epoch(run, breaking_off)
                 saver.save(epoch=state.epoch, is_best=is_best)
             if run.is_finished():
                 break
             with steps_kept(saver):
-                window, cursor = run.progress.wait_for_next(windows)
+                with breaking_off():
+                    window, cursor = run.progress.wait_for_next(windows)
                 monitor.end_phase("data")
-                report = train_step(run.step, window, state.step, run.interruption.is_requested)
+                report = train_step(run.step, window, state.step, run.interruption.is_requested, breaking_off)
                 if report is None:
                     run.interruption.check()
                     raise Interrupted("Another rank was stopped by a signal.", signal.SIGTERM)
@@ -87,11 +90,19 @@ def steps_kept(saver: "PeriodicSaver") -> Iterator[None]:
         raise Interrupted(f"Stopped by a signal at step {step}; --resume auto goes on from there.", number) from None
 
 
-def finish_epoch(run: Run) -> bool:
+def stop_here(saver: "PeriodicSaver", error: Interrupted) -> None:
+    """Ends the run as of the last whole step, in another thread than the one that is amid the next."""
+    saver.run.progress.close()
+    with steps_kept(saver):
+        raise error
+
+
+def finish_epoch(run: Run, breaking_off: Callable[[], AbstractContextManager[None]]) -> bool:
     """Validates the epoch whose windows are all consumed; whether it is the best so far (by CER, else by loss)."""
     if run.validation is None:
         return run.state.finish_epoch(score=float(-run.state.epoch))
-    evaluation = run.validation.evaluate(run.step.forward, run.decode, run.interruption.check)
+    with breaking_off():
+        evaluation = run.validation.evaluate(run.step.forward, run.decode, run.interruption.check)
     log_validation(run, evaluation)
     run.progress.lap()  # validation is not training time
     score = evaluation.rates.cer

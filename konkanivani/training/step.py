@@ -8,7 +8,7 @@ would leave the others waiting in it.
 import dataclasses
 import math
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -100,9 +100,15 @@ class StepReport:
 
 
 def train_step(
-    parts: StepParts, window: Window, step: int, is_interrupted: Callable[[], bool] = lambda: False
+    parts: StepParts,
+    window: Window,
+    step: int,
+    is_interrupted: Callable[[], bool] = lambda: False,
+    breaking_off: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> StepReport | None:
     """Updates the weights from one window, or, interrupted between two micro-batches, changes nothing and returns None.
+
+    All but the update is done inside of `breaking_off`: until then no weight has changed.
 
     The losses are divided by the counts of the whole window, so the gradient does not depend on how it is cut and
     dealt, and out of memory it is cut smaller. A ResourceError names an utterance that does not fit even alone.
@@ -111,13 +117,14 @@ def train_step(
     if is_sharded(parts.model):
         return update(parts, compute_in_step(parts, window, counts, step), counts, step, splits=0)
     attempt = compute_gradient if parts.topology.is_alone else compute_share
-    found, splits = run_or_split(
-        attempt=lambda cut: attempt(parts, cut, counts, step, is_interrupted),
-        cut=parts.forward.cut(window.micro_batches),
-        splits=parts.splits,
-        undo=lambda: drop_gradient(parts),
-        agree=lambda outcome: Outcome(agree(parts.topology, outcome)),
-    )
+    with breaking_off():
+        found, splits = run_or_split(
+            attempt=lambda cut: attempt(parts, cut, counts, step, is_interrupted),
+            cut=parts.forward.cut(window.micro_batches),
+            splits=parts.splits,
+            undo=lambda: drop_gradient(parts),
+            agree=lambda outcome: Outcome(agree(parts.topology, outcome)),
+        )
     if splits:
         for sizes in gather(parts.topology, parts.splits.sizes()):
             parts.splits.learn(sizes)

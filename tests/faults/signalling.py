@@ -1,7 +1,9 @@
 """Signals to a training run, a terminal that closes on it: how it ends, how soon, and what is left."""
 
 import contextlib
+import ctypes
 import fcntl
+import importlib
 import os
 import pty
 import select
@@ -18,7 +20,7 @@ import torch
 
 from konkanivani.audio_file import AudioSource
 from konkanivani.data import speech
-from tests.conftest import ROOT, Corpus
+from tests.conftest import ROOT, TINY_MODEL, Corpus
 from tests.faults.killing import small_run
 from tests.faults.lives import SCRIPT, THREADS, Life, LongRun, Trap, is_dying, members
 from tests.patience import PATIENCE
@@ -39,6 +41,12 @@ def run_to_be_signalled(corpus: Corpus, directory: Path, *more: str) -> LongRun:
     """Saves by minutes only, so that what is saved at a signal is saved because of it; validates after each epoch."""
     by_any_script = "--micro_batches_at_once", "1"  # the shell script's own default is 2, and checkpoints tell
     return small_run(corpus, directory, "--valid_manifest", corpus.manifest("valid"), *by_any_script, *more)
+
+
+def run_to_be_rehearsed(corpus: Corpus, directory: Path) -> LongRun:
+    """Tries its costliest batches before the first epoch."""
+    planned = ("--batch_size", "auto", "--memory_budget", "3GiB", "--epochs", "1000")
+    return LongRun(directory, (*TINY_MODEL, "--train_manifest", corpus.manifest("train"), *planned))
 
 
 def run_of_preset(corpus: Corpus, directory: Path, preset: str) -> LongRun:
@@ -105,6 +113,70 @@ class HangingAudio:
             return load(source)
 
         speech.load_audio = hang_after_some
+
+
+@dataclass
+class HangingCall:
+    """Has a call in the main thread never return from native code, which lets no signal handler run, after so many.
+
+    The gradient of the micro-batch, or what was heard of the batch, is there by then. Of a rehearsal only those calls
+    count that are made in it: a plan's trace makes some before.
+    """
+
+    function: Literal["konkanivani.training.step.add_gradients", "konkanivani.training.evaluation.recognize"]
+    calls: int
+    is_rehearsed: bool = False
+
+    def lay(self, checkpoints: Path) -> None:
+        """Stands in the function's place."""
+        module, _, name = self.function.rpartition(".")
+        module = importlib.import_module(module)
+        function = getattr(module, name)
+
+        def hang_after_some(*arguments: object) -> object:
+            result = function(*arguments)
+            self.calls -= not self.is_rehearsed or (checkpoints / "rehearsal.partial").exists()
+            if self.calls < 0:
+                mutex = ctypes.create_string_buffer(256)  # all zero: one that is free
+                for _ in range(2):  # the second waits for the first; a signal does not break that off
+                    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+            return result
+
+        setattr(module, name, hang_after_some)
+
+
+def end_while_a_call_hangs(run: LongRun, number: signal.Signals, trap: HangingCall) -> Ending:
+    """One life whose main thread is in native code when the signal comes, and stays there."""
+    before = run.logged_step()
+    life = run.begin("--num_workers", "0", trap=trap)
+    life.wait_until(lambda: run.logged_step() > before and not _has_moved(life), "the call that hangs")
+    sent = time.monotonic()
+    send(life, number, "the process")
+    return _told_to_stop(run, life, number, sent)
+
+
+def end_while_a_rehearsal_hangs(run: LongRun, signals: int) -> list[str]:
+    """One life that is sent so many signals when its rehearsal hangs; what it has left in the checkpoints' folder."""
+    trap = HangingCall("konkanivani.training.step.add_gradients", 0, is_rehearsed=True)
+    life = run.begin("--num_workers", "0", trap=trap)
+    begun = run.checkpoints / "rehearsal.partial"
+    life.wait_until(lambda: begun.exists() and not _has_moved(life), "the call that hangs")
+    for _ in range(signals):
+        send(life, signal.SIGTERM, "the process")
+        time.sleep(0.2)
+    assert life.end() == 128 + signal.SIGTERM
+    return sorted(path.name for path in run.checkpoints.iterdir())
+
+
+def _has_moved(life: Life) -> bool:
+    """Whether the process has used the processor in the last half of a second."""
+    before = _ticks(life)
+    time.sleep(0.5)
+    return _ticks(life) != before
+
+
+def _ticks(life: Life) -> list[str]:
+    return Path(f"/proc/{life.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
 
 
 def end_while_workers_hang(run: LongRun, number: signal.Signals) -> Ending:

@@ -10,22 +10,28 @@ import sys
 import pytest
 import torch
 
+from konkanivani.checkpointer import Checkpointer
 from konkanivani.errors import Interrupted
 from konkanivani.recipe import build_run
 from konkanivani.signals import held_signals
 from konkanivani.start import resolve_start
 from konkanivani.training import evaluation
+from konkanivani.training.interruption import PATIENCE
 from konkanivani.training.loop import train
 from tests.conftest import ROOT, TINY_MODEL, read_log, run_folders
 from tests.faults.killing import what_differs
 from tests.faults.lives import SCRIPT, LongRun, members
 from tests.faults.signalling import (
+    HangingCall,
     begin,
     end_by_closing_its_terminal,
     end_by_signal,
     end_by_two,
+    end_while_a_call_hangs,
+    end_while_a_rehearsal_hangs,
     end_while_workers_hang,
     left_after,
+    run_to_be_rehearsed,
     run_to_be_signalled,
     send,
 )
@@ -72,6 +78,32 @@ def test_with_nohup_a_run_outlives_its_terminal(run):
 def test_a_signal_breaks_off_the_wait_for_workers_that_hang_and_kills_them(run):
     ending = end_while_workers_hang(run, signal.SIGTERM)
     assert ending.complaints == ()
+
+
+@pytest.mark.parametrize(
+    "trap",
+    [
+        HangingCall("konkanivani.training.step.add_gradients", 2),
+        HangingCall("konkanivani.training.evaluation.recognize", 1),
+    ],
+    ids=["in a micro-batch", "in validation"],
+)
+def test_what_takes_too_long_is_given_up_and_the_steps_before_are_saved(run, trap):
+    ending = end_while_a_call_hangs(run, signal.SIGTERM, trap)
+    assert ending.complaints == () and PATIENCE <= ending.seconds < 120
+    assert not list(run.checkpoints.glob("*.partial"))
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_rehearsal_that_takes_too_long_leaves_nothing(corpus, tmp_path, signals):
+    assert end_while_a_rehearsal_hangs(run_to_be_rehearsed(corpus, tmp_path), signals) == [".lock"]
+
+
+def test_what_a_killed_process_left_unfinished_is_removed_by_the_next(tmp_path):
+    for name in ("rehearsal.partial", "checkpoint_last.pt.partial", "checkpoint_last.pt"):
+        (tmp_path / name).write_bytes(b"half")
+    Checkpointer(tmp_path, keep=2).discard_unfinished()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_last.pt"]
 
 
 def test_a_second_signal_ends_at_once_and_is_still_safe(run):
