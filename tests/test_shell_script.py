@@ -1,4 +1,4 @@
-"""The shell script's own part: what it hands to torchrun, with another program in Python's place that says so."""
+"""The shell script's own part: what it hands to the trainer or to torchrun, with another program in Python's place."""
 
 import os
 import shutil
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.patience import PATIENCE
 
 SCRIPT = "run_training_memory_optimized.sh"
 
@@ -19,7 +20,7 @@ def checkout(tmp_path: Path) -> Path:
     shutil.copy(ROOT / SCRIPT, tmp_path)
     (tmp_path / "training_scripts").mkdir()
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "$PET_SIGNALS_TO_HANDLE $*"\n')
+    python.write_text('#!/bin/sh\necho "$PET_SIGNALS_TO_HANDLE $*"\nprintf "%s\\n" "$@" > told.txt\n')
     python.chmod(0o755)
     (tmp_path / "training_scripts" / "bootstrap.py").write_text(f"print({str(python)!r})\n")
     return tmp_path
@@ -30,7 +31,7 @@ def started(checkout: Path, *flags: str, hang_up: signal.Handlers, **settings: s
     environment = {name: value for name, value in os.environ.items() if name != "PET_SIGNALS_TO_HANDLE"} | settings
     before = signal.signal(signal.SIGHUP, hang_up)  # a child keeps what is ignored, as of nohup
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=True)
     finally:
         signal.signal(signal.SIGHUP, before)
     return done.stdout
@@ -47,3 +48,53 @@ def test_elsewhere_it_takes_what_signals_it_takes(checkout):
     own = started(checkout, "--nproc_per_node", "2", hang_up=signal.SIG_IGN, PET_SIGNALS_TO_HANDLE="SIGTERM")
     assert own.startswith("SIGTERM -m")
     assert "distributed" not in started(checkout, hang_up=signal.SIG_IGN)
+
+
+def told_to_the_trainer(checkout: Path, *arguments: str) -> list[str]:
+    """What the script tells the trainer, a word a line."""
+    subprocess.run([str(checkout / SCRIPT), *arguments], check=True, capture_output=True, timeout=PATIENCE)
+    return (checkout / "told.txt").read_text(encoding="utf-8").splitlines()
+
+
+def last_of(told: list[str], flag: str) -> str | None:
+    """The value that counts of a flag: the last one."""
+    spelt = [
+        word.removeprefix(flag + "=") if word != flag else told[n + 1]
+        for n, word in enumerate(told)
+        if word.split("=")[0] == flag
+    ]
+    return spelt[-1] if spelt else None
+
+
+def test_the_script_gives_each_corpus_a_folder_and_a_name_of_its_own(checkout):
+    builtin = told_to_the_trainer(checkout, "--device", "cpu")
+    assert (last_of(builtin, "--checkpoint_dir"), last_of(builtin, "--run_name")) == (None, "builtin")
+    for given in (["--train_manifest", "my own/train.jsonl"], ["--train-manifest=my own/train.jsonl"]):
+        own = told_to_the_trainer(checkout, "--device", "cpu", *given)
+        assert (last_of(own, "--checkpoint_dir"), last_of(own, "--run_name")) == ("checkpoints/my own", "my own")
+        assert last_of(own, "--resume") == "auto" and "data/builtin/train.jsonl" not in own
+    other = told_to_the_trainer(checkout, "--device", "cpu", "--train_manifest", "my own/men.jsonl")
+    assert last_of(other, "--checkpoint_dir") == "checkpoints/my own-men"
+    given = ("--train_manifest", "my/train.jsonl", "--checkpoint_dir", "/drive/kok", "--device", "cpu")
+    own = told_to_the_trainer(checkout, *given)
+    assert (last_of(own, "--checkpoint_dir"), last_of(own, "--run_name")) == ("/drive/kok", "kok")
+
+
+def test_the_script_tells_nothing_that_would_change_a_checkpoint_named_by_its_path(checkout):
+    told = told_to_the_trainer(checkout, "--resume", "checkpoints/my/checkpoint_last.pt")
+    assert told[1:] == ["--resume", "checkpoints/my/checkpoint_last.pt"]
+
+
+def test_the_script_begins_anew_where_it_is_told_to(checkout):
+    for given in (["--fresh"], ["--init_from", "x.pt"]):
+        told = told_to_the_trainer(checkout, "--device", "cpu", "--train_manifest", "my/train.jsonl", *given)
+        assert last_of(told, "--resume") is None and last_of(told, "--checkpoint_dir") == "checkpoints/my"
+
+
+def test_the_script_goes_on_with_a_run_of_an_earlier_version_where_that_left_it(checkout):
+    (checkout / "checkpoints").mkdir()
+    (checkout / "checkpoints" / "checkpoint_last.pt").write_bytes(b"PK\0--train_manifest 'my/train.jsonl'\n--valid_\0")
+    told = told_to_the_trainer(checkout, "--device", "cpu", "--train_manifest", "my/train.jsonl")
+    assert last_of(told, "--checkpoint_dir") is None and last_of(told, "--run_name") is None
+    told = told_to_the_trainer(checkout, "--device", "cpu", "--train_manifest", "new/train.jsonl")
+    assert last_of(told, "--checkpoint_dir") == "checkpoints/new"

@@ -19,11 +19,10 @@ import pytest
 
 from konkanivani.checkpoint import read_checkpoint
 from konkanivani.flags import config_from_text
-from tests.conftest import ROOT, WORDS, Corpus, write_corpus
+from tests.conftest import WORDS, Corpus, write_corpus
 from tests.faults.small_run import SMALL_MODEL
 from tests.faults.warm_trainer import PATIENCE, Ended, Fault, WarmTrainer
 
-SHELL_SCRIPT = ROOT / "run_training_memory_optimized.sh"
 STEPS_AN_EPOCH = 3
 OTHER_WORDS = ("one", "two", "three", "four", "five", "six")
 CUT = ("--batch_size", "2", "--gradient_accumulation_steps", "1", "--num_workers", "0")
@@ -294,62 +293,3 @@ def test_a_log_folder_is_locked_as_a_checkpoint_folder_is(desk, konkani):
 def test_negative_control_without_the_lock_two_runs_share_a_log(desk, konkani):
     _, second, steps = log_of_two_at_once(desk, konkani, ("unowned_logs",))
     assert second.code == 0 and steps != list(range(1, len(steps) + 1))
-
-
-# ----------------------------------------------------------------------------------------------------- the shell script
-
-
-def told_to_the_trainer(folder: Path, *arguments: str) -> list[str]:
-    """What the script tells the trainer, in a folder where a program that writes its arguments is its Python."""
-    (folder / "training_scripts").mkdir(parents=True, exist_ok=True)
-    shutil.copy(SHELL_SCRIPT, folder)
-    spy = folder / "python"
-    spy.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > told.txt\n')
-    spy.chmod(0o755)
-    (folder / "training_scripts" / "bootstrap.py").write_text(f"print({str(spy)!r})\n")
-    subprocess.run([str(folder / SHELL_SCRIPT.name), *arguments], check=True, cwd=folder, timeout=PATIENCE)
-    return (folder / "told.txt").read_text(encoding="utf-8").splitlines()
-
-
-def last_of(told: list[str], flag: str) -> str | None:
-    """The value that counts of a flag: the last one."""
-    spelt = [
-        word.removeprefix(flag + "=") if word != flag else told[n + 1]
-        for n, word in enumerate(told)
-        if word.split("=")[0] == flag
-    ]
-    return spelt[-1] if spelt else None
-
-
-def test_the_script_gives_each_corpus_a_folder_and_a_name_of_its_own(tmp_path):
-    builtin = told_to_the_trainer(tmp_path, "--device", "cpu")
-    assert (last_of(builtin, "--checkpoint_dir"), last_of(builtin, "--run_name")) == (None, "builtin")
-    for given in (["--train_manifest", "my own/train.jsonl"], ["--train-manifest=my own/train.jsonl"]):
-        own = told_to_the_trainer(tmp_path, "--device", "cpu", *given)
-        assert (last_of(own, "--checkpoint_dir"), last_of(own, "--run_name")) == ("checkpoints/my own", "my own")
-        assert last_of(own, "--resume") == "auto" and "data/builtin/train.jsonl" not in own
-    other = told_to_the_trainer(tmp_path, "--device", "cpu", "--train_manifest", "my own/men.jsonl")
-    assert last_of(other, "--checkpoint_dir") == "checkpoints/my own-men"
-    given = ("--train_manifest", "my/train.jsonl", "--checkpoint_dir", "/drive/kok", "--device", "cpu")
-    own = told_to_the_trainer(tmp_path, *given)
-    assert (last_of(own, "--checkpoint_dir"), last_of(own, "--run_name")) == ("/drive/kok", "kok")
-
-
-def test_the_script_tells_nothing_that_would_change_a_checkpoint_named_by_its_path(tmp_path):
-    told = told_to_the_trainer(tmp_path, "--resume", "checkpoints/my/checkpoint_last.pt")
-    assert told[1:] == ["--resume", "checkpoints/my/checkpoint_last.pt"]
-
-
-def test_the_script_begins_anew_where_it_is_told_to(tmp_path):
-    for given in (["--fresh"], ["--init_from", "x.pt"]):
-        told = told_to_the_trainer(tmp_path, "--device", "cpu", "--train_manifest", "my/train.jsonl", *given)
-        assert last_of(told, "--resume") is None and last_of(told, "--checkpoint_dir") == "checkpoints/my"
-
-
-def test_the_script_goes_on_with_a_run_of_an_earlier_version_where_that_left_it(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "checkpoint_last.pt").write_bytes(b"PK\0--train_manifest 'my/train.jsonl'\n--valid_\0")
-    told = told_to_the_trainer(tmp_path, "--device", "cpu", "--train_manifest", "my/train.jsonl")
-    assert last_of(told, "--checkpoint_dir") is None and last_of(told, "--run_name") is None
-    told = told_to_the_trainer(tmp_path, "--device", "cpu", "--train_manifest", "new/train.jsonl")
-    assert last_of(told, "--checkpoint_dir") == "checkpoints/new"
