@@ -218,9 +218,7 @@ def _plan_sentence(config: TrainConfig, plan: MemoryPlan | None, planner: EpochP
     cut = f"micro-batches of {config.data.batch_size}, no memory plan asked for"
     if plan:
         cut = f"planned peak {peak_text(plan.peak)} of {budget_text(plan.budget)}"
-    return (
-        f"{count(planner.windows_per_epoch(), 'step')} of {count(config.window_size, 'utterance')} an epoch, {cut}"
-    )
+    return f"{count(planner.windows_per_epoch(), 'step')} of {count(config.window_size, 'utterance')} an epoch, {cut}"
 
 
 def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainingSpeech, planner: EpochPlanner) -> None:

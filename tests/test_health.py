@@ -392,9 +392,9 @@ FINDINGS: dict[str, tuple[Callable[[Small], None], str, str]] = {
         "cannot be used: 1 x CTC cannot align it\\.",
     ),
     "wrong transcript": (lambda s: change(s.train, 0, seconds=15.0), "warning", r"1 transcript may not be .*row 1"),
-    "clipped": (lambda s: change(s.train, 0, gain=3.0), "note", "1 of 40 recordings are clipped"),
-    "quiet": (lambda s: change(s.train, 0, gain=0.005), "note", "1 of 40 recordings are quieter than -40"),
-    "empty": (lambda s: change(s.train, 0, gain=0.0), "warning", "1 of 40 recordings are empty"),
+    "clipped": (lambda s: change(s.train, 0, gain=3.0), "note", "1 of 40 recordings is clipped"),
+    "quiet": (lambda s: change(s.train, 0, gain=0.005), "note", "1 of 40 recordings is quieter than -40"),
+    "empty": (lambda s: change(s.train, 0, gain=0.0), "warning", "1 of 40 recordings is empty"),
     "loud": (lambda s: [change(s.train, n, gain=0.9) for n in range(3)], "warning", "3 of 40 recordings are louder"),
     "other level": (
         lambda s: [change(s.valid, n, gain=0.02) for n in range(20)],

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes down what is said in audio files of any length, or in folders of them, as text, JSON or subtitles.
 
-    python3 training_scripts/transcribe.py interview.mp3 recordings/ --format srt --output_dir subtitles
-    python3 training_scripts/transcribe.py - < speech.wav
+python3 training_scripts/transcribe.py interview.mp3 recordings/ --format srt --output_dir subtitles
+python3 training_scripts/transcribe.py - < speech.wav
 """
 
 import bootstrap

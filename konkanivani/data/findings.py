@@ -15,7 +15,7 @@ from konkanivani.data.examples import Listed
 from konkanivani.data.health import CorpusHealth, Crossing, PartHealth
 from konkanivani.data.recordings import LOUD, MOST_SILENCE, QUIET, SoundHealth
 from konkanivani.lengths import SAMPLE_RATE
-from konkanivani.wording import count, duration_words, short_name
+from konkanivani.wording import count, duration_words, is_or_are, short_name
 
 OFTEN = 0.05  # of the recordings or sentences: what is rarer is worth less of a word
 FEW_WORDS = 1_000  # in a set that is scored
@@ -211,26 +211,32 @@ def _of_sound(part: PartHealth, sound: SoundHealth, most_rejected: float) -> Ite
     if sound.mute.count:
         yield Finding(
             "warning",
-            f"{name}: {sound.mute.count} of {sound.heard} recordings are empty ({_first(sound.mute)}).",
+            f"{name}: {sound.mute.count} of {sound.heard} recordings {is_or_are(sound.mute.count)} empty "
+            f"({_first(sound.mute)}).",
             "Record them again, or take the rows out.",
         )
     checks = (
-        (sound.clipped, "are clipped", "Record with less gain: what is cut off cannot be mended."),
+        (sound.clipped, "clipped", "Record with less gain: what is cut off cannot be mended."),
         (
             sound.quiet,
-            f"are quieter than {QUIET:g} dBFS{_quiet_speakers(sound)}",
+            f"quieter than {QUIET:g} dBFS{_quiet_speakers(sound)}",
             "Go closer to the microphone, or turn it up.",
         ),
-        (sound.loud, f"are louder than {LOUD:g} dBFS", "Check for clipping and compression."),
-        (sound.silent, f"are over {100 * MOST_SILENCE:.0f} % silence", "Trim the pauses; check the transcripts."),
-        (sound.offset, "have a DC offset", "Check the microphone or the sound card; a high-pass filter removes it."),
+        (sound.loud, f"louder than {LOUD:g} dBFS", "Check for clipping and compression."),
+        (sound.silent, f"over {100 * MOST_SILENCE:.0f} % silence", "Trim the pauses; check the transcripts."),
+        (
+            sound.offset,
+            "shifted by a DC offset",
+            "Check the microphone or the sound card; a high-pass filter removes it.",
+        ),
     )
     for listed, what, remedy in checks:
         if listed.count:
             share = listed.count / sound.heard
             yield Finding(
                 "warning" if share > OFTEN else "note",
-                f"{name}: {listed.count} of {sound.heard} recordings {what} ({_first(listed)}).",
+                f"{name}: {listed.count} of {sound.heard} recordings {is_or_are(listed.count)} {what} "
+                f"({_first(listed)}).",
                 remedy,
             )
 

@@ -16,9 +16,7 @@ from konkanivani.errors import Interrupted
 from konkanivani.signals import held_signals, stopping_signals
 
 PATIENCE = 5.0  # seconds after a signal that a micro-batch has to come to its end; schedulers kill after 30 and more
-STOPPING = (
-    b"\nStopping: saving at the end of this micro-batch, or in 5 s without it (a second signal stops at once).\n"
-)
+STOPPING = b"\nStopping: saving at the end of this micro-batch, or in 5 s without it (a second signal stops at once).\n"
 
 
 def _raise(error: Interrupted) -> NoReturn:
