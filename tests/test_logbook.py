@@ -265,6 +265,19 @@ def test_a_resumed_file_sorts_after_one_from_a_clock_that_ran_ahead(tmp_path):
     assert [event.value for event in events_of(tmp_path).Scalars("2 loss/all")] == [5.0]
 
 
+def test_a_clock_set_back_in_a_run_and_before_the_next_hides_nothing(tmp_path, monkeypatch):
+    now = 1_800_000_000.0
+    monkeypatch.setattr("konkanivani.event_file.time.time", lambda: now)
+    for resumed in (0, 4):
+        with Logbook(tmp_path, resumed=Resumed(step=resumed, epochs_finished=3)) as logbook:
+            for step in range(resumed + 1, resumed + 5):
+                logbook.log(a_step(step))
+                logbook.log(replace(a_validation(step), epoch=4 + step))
+                now -= 86_400
+    assert steps_of(events_of(tmp_path), "2 loss/all") == list(range(1, 9))
+    assert steps_of(events_of(tmp_path / VALIDATION), "1 error rates/CER") == list(range(1, 9))
+
+
 # Failing sinks
 
 
@@ -382,6 +395,19 @@ def test_a_full_disk_leaves_only_whole_records_and_is_used_again_when_free(small
     assert lines_of(small_disk)[-1]["step"] == 200
     curve = steps_of(events_of(small_disk), "2 loss/all")  # a torn event would end it here
     assert curve[0] == 1 and curve[-1] == 200 and len(curve) == len(set(curve))
+
+
+def test_no_curve_of_a_full_disk_is_torn(small_disk, warnings_heard):
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(b"x" * 40_000)
+    with Logbook(small_disk, warn=warnings_heard.append) as logbook:
+        for step in range(1, 60):
+            logbook.log(a_validation(step))
+        ballast.unlink()
+        logbook.log(a_validation(60))
+    curve = steps_of(events_of(small_disk / VALIDATION), "1 error rates/CER")
+    assert curve[-1] == 60 and 1 < len(curve) < 60 and curve == sorted(set(curve))
+    assert all("No space left" in text or "records are missing" in text for text in warnings_heard)
 
 
 def test_a_read_only_disk_stops_nothing_and_a_late_cut_is_made_up_for(small_disk, warnings_heard):

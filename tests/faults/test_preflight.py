@@ -22,6 +22,7 @@ from konkanivani.optimizer import OptimizerState
 from konkanivani.problems import MOST_TOLD, Problems
 from konkanivani.recipe import build_run
 from konkanivani.start import resolve_start
+from konkanivani.training.interruption import RunLock
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, Corpus, run_folders, write_corpus
 
@@ -106,7 +107,20 @@ def test_a_folder_that_may_not_be_written_is_told_by_root_too(corpus, tmp_path, 
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     lines = refusal(ResourceError, *corpus.flags(), *run_folders(tmp_path)).splitlines()
     assert [line.split(". ")[-1] for line in lines] == ["Give another --checkpoint_dir.", "Give another --log_dir."]
-    assert all("you may not write in" in line for line in lines)
+    assert all(f"you may not write in {tmp_path}" in line for line in lines)
+
+
+def test_a_folder_of_the_checkout_that_may_not_be_written_is_named_in_full(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    lines = refusal(ResourceError, *corpus.flags()).splitlines()
+    assert len(lines) == 2 and all(f"you may not write in {tmp_path}." in line for line in lines)
+
+
+def test_a_lock_that_another_has_made_is_named(tmp_path):
+    (tmp_path / ".lock").mkdir()  # what root too cannot write
+    with pytest.raises(ResourceError, match=r"\.lock\)\. Give another --checkpoint_dir, or have the file's owner"):
+        RunLock(tmp_path)
 
 
 def test_so_many_problems_are_told_and_the_others_counted():
