@@ -234,6 +234,15 @@ def test_what_the_plan_cannot_answer_is_one_sentence(flags, sentence):
     assert done.returncode == 2 and sentence in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_it_says_at_once_what_it_does_before_torch_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = run_script("training_scripts/plan_memory.py", "--memory_budget", "4g", "--json")
+    first, last = done.stderr.splitlines()
+    assert first.startswith("Tracing steps of training") and "seconds" in first and last == "torch was imported"
+    assert done.stdout == ""
+
+
 def test_a_card_by_name_is_its_own_budget():
     done = run_script("training_scripts/plan_memory.py", *TINY_MODEL[:-2], "--gpu", "T4", "--mixed_precision", "--json")
     report = json.loads(done.stdout)

@@ -7,18 +7,21 @@ from pathlib import Path
 import pytest
 
 from konkanivani import run_plan
-from konkanivani.config import TrainConfig
+from konkanivani.budget import MIB
+from konkanivani.config import ModelConfig, TrainConfig
 from konkanivani.memory.devices import cpu_costs, cuda_costs
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.memory.planner import ALWAYS, NEVER
 from konkanivani.memory.tracer import Load, Peak
 from konkanivani.memory.traces import Traces
+from konkanivani.plan_report import Question, _answer, _validation_peak
 from konkanivani.recipe import build_run
 from konkanivani.start import resolve_start
 from tests.conftest import TINY_MODEL, Corpus, run_folders
 
 BLOCKS = 4
 LOAD = Load(2, 5.25, 50)
+SMALL = ModelConfig(d_model=32, encoder_layers=1, decoder_layers=1, attention_heads=2, subsampling_channels=8)
 
 
 class CountingTracer:
@@ -111,6 +114,21 @@ def test_a_second_fresh_run_plans_without_a_trace(corpus, tmp_path, monkeypatch)
     monkeypatch.setattr(run_plan, "digest_of_code", lambda: "other")
     with pytest.raises(AssertionError, match="it traces"):
         planned(corpus, tmp_path / "fifth")
+
+
+def test_a_second_question_to_the_planner_is_answered_without_a_trace(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = TrainConfig(model=SMALL)
+    question = Question(config, cpu_costs(), 312 * MIB, "always")
+    first = _answer(question), _validation_peak(question)
+
+    def no_tracing(*_):
+        raise AssertionError("it traces")
+
+    monkeypatch.setattr(run_plan, "build_tracer", no_tracing)
+    assert (_answer(question), _validation_peak(question)) == first
+    with pytest.raises(AssertionError, match="it traces"):  # the negative control
+        _answer(dataclasses.replace(question, budget=311 * MIB))
 
 
 def test_without_a_home_nothing_is_kept(corpus, tmp_path, monkeypatch):

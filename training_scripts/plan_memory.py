@@ -23,7 +23,7 @@ from konkanivani.memory.devices import cpu_costs, cuda_costs
 from konkanivani.memory.gpus import Gpu, find_gpu
 from konkanivani.rules import check_config
 
-HOW_LONG = "10 to 20 seconds for one question, and less for the next about the same model, as what is traced is kept"
+HOW_LONG = "10 to 20 seconds for one question, and 3 for the same again, since what is traced is kept"
 
 
 @dataclass(frozen=True)

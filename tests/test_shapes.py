@@ -1,0 +1,54 @@
+"""A step traced on our tensors without data is the one traced on PyTorch's, byte for byte; and none of it is real."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from konkanivani.config import MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.memory import shapes, tracer
+from konkanivani.memory.devices import cpu_costs, cuda_costs
+from konkanivani.memory.planner import ALWAYS, NEVER
+from konkanivani.memory.shapes import Shape, Shapes
+from konkanivani.memory.tracer import Load, Peak
+from konkanivani.run_plan import build_tracer
+
+MODEL = ModelConfig(d_model=32, encoder_layers=2, decoder_layers=2, attention_heads=2, subsampling_channels=8)
+LOADS = Load(1, 20.0, 90), Load(3, 4.0, 20), Load(1, 61.0, 240)  # the last is in chunks
+
+
+def traced(mode: type, half: bool, is_card: bool, monkeypatch: pytest.MonkeyPatch) -> list[Peak | int]:
+    """The peaks of every load, validation's last, on tensors of this mode."""
+    monkeypatch.setattr(tracer, "Shapes", mode)
+    config = TrainConfig(model=MODEL, memory=MemoryConfig(mixed_precision=half))
+    built = build_tracer(config, 40, cuda_costs("T4", (7, 5)) if is_card else cpu_costs())
+    peaks = [built.trace(load, policy) for load in LOADS for policy in (NEVER, ALWAYS)]
+    return [*peaks, built.trace_validation(LOADS[1])]
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "half"])
+@pytest.mark.parametrize("is_card", [False, True], ids=["CPU", "card"])
+def test_peaks_are_those_of_fake_tensors(half, is_card, monkeypatch):
+    assert traced(Shapes, half, is_card, monkeypatch) == traced(FakeTensorMode, half, is_card, monkeypatch)
+
+
+def test_negative_control_a_view_that_is_taken_for_new_memory_is_seen(monkeypatch):
+    expected = traced(Shapes, False, False, monkeypatch)
+    kind_of = shapes._kind_of
+    monkeypatch.setattr(shapes, "_kind_of", lambda one: {"views": "makes new"}.get(kind_of(one), kind_of(one)))
+    assert traced(Shapes, False, False, monkeypatch) != expected
+
+
+def test_what_is_made_has_a_layout_a_cpu_and_no_data():
+    real = torch.randn(3, 4)
+    with (mode := Shapes()):
+        x = mode.from_tensor(real)
+        made = x.t() @ torch.randn(3, 5) + 1
+        assert isinstance(made, Shape) and made.meta.is_meta
+        assert (made.shape, made.device.type, made.dtype) == ((4, 5), "cpu", torch.float32)
+        view = made[1:]
+        assert view.untyped_storage()._cdata == made.untyped_storage()._cdata
+        assert made.add_(1) is made and made.transpose_(0, 1).shape == (5, 4)
+        with pytest.raises(Exception, match="_local_scalar_dense"):
+            float(made.sum())
+    with pytest.raises(RuntimeError, match="outside of their mode"):
+        made + 1
