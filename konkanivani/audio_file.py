@@ -201,7 +201,8 @@ def _sound_of(opened: OpenedAudio) -> Sound:
     try:
         return MediaSound(opened, most_frames)
     except UnusableAudio as error:
-        raise UnusableAudio(opened.source, f"{reason}, nor by FFmpeg: {error.reason}") from None
+        is_known = not error.reason.startswith("FFmpeg: ")
+        raise UnusableAudio(opened.source, error.reason if is_known else f"{reason[:-1]}; {error.reason})") from None
 
 
 def _check_header(sound: Sound, opened: OpenedAudio) -> None:

@@ -85,9 +85,11 @@ class OpenedAudio:
     size: int
 
     def at(self, place: int, count: int) -> bytes:
-        """At most so many of its bytes from there on; none where they cannot be read."""
+        """At most so many of its bytes from there on; none beyond its end or where they cannot be read."""
+        if not 0 <= place < self.size:
+            return b""
         try:
-            return os.pread(self.file.fileno(), max(0, min(count, self.size - place)), self.begin + place)
+            return os.pread(self.file.fileno(), min(count, self.size - place), self.begin + place)
         except OSError:
             return b""
 

@@ -211,7 +211,7 @@ def serve(channel: socket.socket) -> None:
         except Undecodable as error:
             answer, content = b"e", str(error).encode()
         except Exception as error:  # whatever a library makes of such a file
-            answer, content = b"e", f"FFmpeg says: {getattr(error, 'strerror', None) or error}".encode()
+            answer, content = b"e", f"FFmpeg: {getattr(error, 'strerror', None) or error}".encode()
         channel.sendall(ANSWER.pack(answer, len(content)))
         channel.sendall(content)
 

@@ -48,7 +48,7 @@ class SndfileSound:
                 self.file.seek(count - run_up)
             except (OSError, RuntimeError, ValueError) as error:
                 raise UnusableAudio(self.source, str(error).removeprefix("Error : ").rstrip(".")) from None
-        return count - run_up + len(self.read(run_up))
+        return count - run_up + (len(self.read(run_up)) if run_up else 0)
 
     def count(self) -> int:
         """How many frames there are."""

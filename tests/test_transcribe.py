@@ -33,7 +33,6 @@ from konkanivani.transcribe import Recording, find_recordings, output_paths
 from konkanivani.transcript import Segment, Word
 from konkanivani.transcript_text import cues_of, srt_time, text_of
 from tests.conftest import ROOT, TINY_MODEL, run_folders, run_script, script_command, speak, write_corpus
-from tests.media_files import KINDS, write_media
 from tests.patience import PATIENCE
 
 TRANSCRIBE = "training_scripts/transcribe.py"
@@ -324,6 +323,9 @@ def test_what_is_printed_is_what_the_recogniser_says(trained, folder):
 @pytest.fixture(scope="module")
 def phone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One recording in five kinds, two files that are named like sound and hold none, and one that was cut."""
+    pytest.importorskip("av", reason="the extra `media` is not installed: pip install av")
+    from tests.media_files import KINDS, write_media
+
     directory = tmp_path_factory.mktemp("phone")
     spoken = tones(WORDS[:4])
     soundfile.write(directory / "spoken.wav", spoken, 16_000)

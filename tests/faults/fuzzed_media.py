@@ -10,9 +10,9 @@ from konkanivani.audio_file import AudioSource, read_header
 from konkanivani.errors import DataError
 from konkanivani.media_process import READERS
 from tests.faults.fuzz import Change, Fuzzer, changed, changes_within
+from tests.faults.watching import CONTAINER_SECONDS
 from tests.media_files import ENCODED, KINDS, rising_tone, write_media
 
-SECONDS = 30.0  # that one may take, the start of its process on a busy machine included
 MOST_READER_SECONDS = 5.0  # of a processor
 MOST_READER_MIB = 250.0  # resident, 40 of which it has at its start
 SWAPPED_BYTES = (16, 64, 512, 4096)
@@ -45,7 +45,7 @@ def build_fuzzer(folder: Path) -> Fuzzer:
             assert "brought down" not in error.reason, error.reason  # it is a reason, but one to know of
             raise error
 
-    return Fuzzer(examples, handle, SECONDS)
+    return Fuzzer(examples, handle, CONTAINER_SECONDS)
 
 
 def _files(folder: Path) -> list[tuple[str, bytes]]:

@@ -18,6 +18,7 @@ from konkanivani.errors import KonkaniVaniError
 from konkanivani.media_process import PROGRAM
 
 MOST_SECONDS = 5.0  # of a processor, or of waiting for anything but one
+CONTAINER_SECONDS = 30.0  # of sound and film: a process of its own is started, perhaps on a busy machine
 BUSY_FACTOR = 120  # so much longer may it take where many others want the processors
 MOST_GROWTH_MIB = 200.0
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
