@@ -22,7 +22,6 @@ import argparse
 import numpy as np
 import soundfile
 
-from konkanivani import load_recognizer
 from konkanivani.metrics import error_rates
 from tests.conftest import TINY_MODEL, TRAINER, WORDS, run_folders, run_script, speak
 from tests.media_files import KINDS, write_media
@@ -60,6 +59,8 @@ def run(script: str, *arguments: str) -> None:
 
 def compare(folder: Path, checkpoint: Path, generator: np.random.Generator) -> int:
     """Prints a row for each kind; how many of them are heard otherwise than from WAV."""
+    from konkanivani import load_recognizer
+
     recognizer, others = load_recognizer(checkpoint, device="cpu"), 0
     print("| file | from it | wrong characters | from WAV | wrong characters | the same |")
     print("|---|---|---|---|---|---|")
