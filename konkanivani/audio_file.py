@@ -81,8 +81,9 @@ def read_samples(source: AudioSource, most_seconds: float = float("inf")) -> tup
         header = sound.header
         first, count = _span(header, source) if sound.is_counted else _unchecked_span(header, source)
         kept = int(min(count, most_seconds * header.rate))
-        if 4 * kept * header.channels > MOST_BYTES and sound.is_counted:
-            raise _too_much(kept, source, header)
+        claimed = min(kept, header.frames)
+        if 4 * claimed * header.channels > MOST_BYTES:
+            raise _too_much(claimed, source, header)
         if first:
             first = sound.skip(first)
         samples = sound.read(min(kept, MOST_BYTES // (4 * header.channels) + 1))
@@ -197,9 +198,8 @@ def _sound_of(opened: OpenedAudio) -> Sound:
     if not is_installed():
         other = f"ffmpeg -i {opened.source.path} audio.wav"
         raise UnusableAudio(opened.source, f"{reason}; PyAV may know it: {INSTALL} (or make a WAV of it: {other})")
-    most_frames = min(MOST_FRAMES_A_BYTE * opened.size, int(LONGEST_FILE_SECONDS * HIGHEST_RATE))
     try:
-        return MediaSound(opened, most_frames)
+        return MediaSound(opened, MOST_FRAMES_A_BYTE * opened.size, LONGEST_FILE_SECONDS)
     except UnusableAudio as error:
         is_known = not error.reason.startswith("FFmpeg: ")
         raise UnusableAudio(opened.source, error.reason if is_known else f"{reason[:-1]}; {error.reason})") from None

@@ -44,12 +44,13 @@ class MediaSound:
 
     is_counted = False
 
-    def __init__(self, opened: OpenedAudio, most_frames: int) -> None:
-        """A file that decodes to more than `most_frames` is refused as soon as it does."""
+    def __init__(self, opened: OpenedAudio, most_frames: int, most_seconds: float) -> None:
+        """A file that decodes to more frames or seconds is refused as soon as it does."""
         self.source, self.opened, self.most_frames = opened.source, opened, most_frames
         self.reader, self.deaths, self.done = None, 0, 0
         try:
             self._begin()
+            self.most_frames = min(most_frames, int(most_seconds * self.header.rate))
         except BaseException:
             self.close()
             raise
