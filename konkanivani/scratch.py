@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from konkanivani.command_line import say
 from konkanivani.errors import Interrupted
 from konkanivani.signals import held_signals, stopping_signals
 
@@ -27,7 +28,7 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
                 with contextlib.suppress(OSError):
                     place.rmdir()
             if scratch.exists():
-                print(f"{scratch} could not be removed: delete it.", flush=True)
+                say(f"{scratch} could not be removed: delete it.")
 
 
 class _Stop(BaseException):

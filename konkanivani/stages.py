@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 
+from konkanivani.command_line import say
+
 Tell = Callable[[str, str], None]
 """Takes a stage that is done and what it found."""
 
@@ -20,7 +22,7 @@ class StageClock:
     def done(self, stage: str, sentence: str) -> None:
         """Tells a stage that has just ended."""
         now = time.perf_counter()
-        print(f"{stage + ':':<11} {sentence} ({now - self._last:.1f} s)", flush=True)
+        say(f"{stage + ':':<11} {sentence} ({now - self._last:.1f} s)")
         self._last = now
 
     def seconds(self) -> float:
