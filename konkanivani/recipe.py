@@ -1,5 +1,6 @@
 """Composition root: every part of a run, built from its settings and the checkpoint that it begins with."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,18 +79,13 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
         "splits": step.splits,
     }
     if start.resumed:
-        check_states(start.resumed, {*stateful, "plan", "corpus"})
-        forgotten = {"splits"} if config.memory.replan else set()
-        load_states(start.resumed, {name: part for name, part in stateful.items() if name not in forgotten})
+        _load_resumed(start, stateful)
         _fit_cursor(state, start.resumed, planner)
     if start.initial:
         cpu = torch.device("cpu")
         whole = build_forward(config, speech.tokenizer.size, cpu, front_end).model if sharded else step.model
         _take_weights(start.initial, stateful["model"], whole, speech.tokenizer)
-    if (config.memory.replan or config.run.fresh) and not topology.restarts:
-        forget_sizes(Path(config.run.checkpoint_dir))
-    for sizes in gather(topology, read_sizes(Path(config.run.checkpoint_dir), step.splits.conditions)):
-        step.splits.learn(sizes)
+    _learn_sizes(config, step)
     _tell_plan(config, step, speech.train, planner)
     if plan:
         print(plan_sentences(plan, blocks=len(step.model.blocks)), flush=True)
@@ -128,6 +124,22 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
         utilisation=Utilisation(config.model, speech.tokenizer.size, device, step.forward.amp_dtype or torch.float32),
         topology=topology,
     )
+
+
+def _load_resumed(start: Start, stateful: Mapping[str, Stateful]) -> None:
+    """Loads the checkpoint's state into the parts; with --replan what did not fit is forgotten."""
+    check_states(start.resumed, {*stateful, "plan", "corpus"})
+    forgotten = {"splits"} if start.config.memory.replan else set()
+    load_states(start.resumed, {name: part for name, part in stateful.items() if name not in forgotten})
+
+
+def _learn_sizes(config: TrainConfig, step: StepParts) -> None:
+    """Has the step know what did not fit before it was started again, on any rank, where that still counts."""
+    folder, topology = Path(config.run.checkpoint_dir), step.topology
+    if (config.memory.replan or config.run.fresh) and not topology.restarts:
+        forget_sizes(folder)
+    for sizes in gather(topology, read_sizes(folder, step.splits.conditions)):
+        step.splits.learn(sizes)
 
 
 def free_bytes(topology: Topology, device: torch.device) -> int:
