@@ -98,9 +98,14 @@ elif [[ $resumed == auto ]]; then
     corpus="$(basename "$(dirname "$(realpath -m -- "$manifest")")")" part="$(basename -- "$manifest" .jsonl)"
     if [[ "$part" != train ]]; then corpus="$corpus-$part"; fi
     earlier=checkpoints/checkpoint_last.pt
-    if [[ -n "$folder" || -e "checkpoints/$corpus" ]] || ! grep -aqsF -- "--train_manifest '$manifest'" "$earlier"; then
-        if [[ -z "$folder" ]]; then defaults+=("--checkpoint_dir=checkpoints/$corpus"); fi
-        if [[ -z "$name" ]]; then defaults+=("--run_name=$(basename -- "${folder:-$corpus}")"); fi
+    if [[ -z "$folder" && ! -e "checkpoints/$corpus" ]] && grep -aqsF -- "--train_manifest '$manifest'" "$earlier"; then
+        folder=checkpoints
+    elif [[ -z "$folder" ]]; then
+        folder="checkpoints/$corpus"
+        defaults+=("--checkpoint_dir=$folder")
+    fi
+    if [[ -z "$name" && ($begins_anew == yes || ! -e "$folder/checkpoint_last.pt") ]]; then
+        defaults+=("--run_name=$(basename -- "$folder")")  # a run that goes on has its name
     fi
 fi
 

@@ -91,6 +91,14 @@ def test_the_script_begins_anew_where_it_is_told_to(checkout):
         assert last_of(told, "--resume") is None and last_of(told, "--checkpoint_dir") == "checkpoints/my"
 
 
+def test_the_script_lets_a_run_that_goes_on_keep_its_name(checkout):
+    given = ("--device", "cpu", "--train_manifest", "my/train.jsonl")
+    (checkout / "checkpoints" / "my").mkdir(parents=True)
+    (checkout / "checkpoints" / "my" / "checkpoint_last.pt").touch()
+    assert last_of(told_to_the_trainer(checkout, *given), "--run_name") is None
+    assert last_of(told_to_the_trainer(checkout, *given, "--fresh"), "--run_name") == "my"
+
+
 def test_the_script_goes_on_with_a_run_of_an_earlier_version_where_that_left_it(checkout):
     (checkout / "checkpoints").mkdir()
     (checkout / "checkpoints" / "checkpoint_last.pt").write_bytes(b"PK\0--train_manifest 'my/train.jsonl'\n--valid_\0")

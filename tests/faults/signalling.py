@@ -39,7 +39,8 @@ class Ending:
 
 def run_to_be_signalled(corpus: Corpus, directory: Path, *more: str) -> LongRun:
     """Saves by minutes only, so that what is saved at a signal is saved because of it; validates after each epoch."""
-    by_any_script = "--micro_batches_at_once", "1"  # the shell script's own default is 2, and checkpoints tell
+    # The shell script's own defaults are others, and checkpoints tell.
+    by_any_script = "--micro_batches_at_once", "1", "--run_name", "default"
     return small_run(corpus, directory, "--valid_manifest", corpus.manifest("valid"), *by_any_script, *more)
 
 
