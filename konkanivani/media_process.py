@@ -117,8 +117,12 @@ class Readers:
     def take(self) -> Reader:
         """One that is nobody else's until it is given back; a ReaderFailed where none can be started."""
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
+            while self._idle:
+                reader = self._idle.pop()
+                if reader.process.poll() is None:
+                    return reader
+                self._all.discard(reader)  # killed meanwhile, as where memory ran out
+                reader.channel.close()
         reader = Reader()
         with self._lock:
             self._all.add(reader)

@@ -43,5 +43,7 @@ def end_leftovers(left: set[int]) -> None:
 
 
 def _is_program(pid: int) -> bool:
-    command, own = (Path(f"/proc/{process}/cmdline").read_bytes() for process in (pid, "self"))
-    return command != own and not any(helper in command for helper in HELPERS)
+    """Whether it was started, and is no fork that its parent waits for, such as each answer of a speech synthesizer."""
+    parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+    command, parents = (Path(f"/proc/{process}/cmdline").read_bytes() for process in (pid, parent))
+    return command != parents and not any(helper in command for helper in HELPERS)

@@ -10,6 +10,14 @@ from tests.leftovers import descendants, end_leftovers
 
 SLEEP = [sys.executable, "-c", "import time; print(flush=True); time.sleep(3600)"]
 GROUP = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+FORKS = """
+import os, time
+if (fork := os.fork()) == 0:
+    time.sleep(1)
+    os._exit(0)
+print(fork, flush=True)
+raise SystemExit(os.waitpid(fork, 0)[1])
+"""
 HEARS = "import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_DFL, end='')"
 IGNORING = """
 import signal, subprocess, sys
@@ -38,6 +46,13 @@ def test_what_a_test_leaves_behind_is_ended_and_nothing_else():
         for one in began:
             one.kill()
             one.wait()
+
+
+def test_a_fork_of_a_program_that_serves_several_tests_is_that_programs_affair():
+    with subprocess.Popen([sys.executable, "-c", FORKS], stdout=subprocess.PIPE) as program:
+        fork = int(program.stdout.readline())
+        end_leftovers({fork})
+        assert program.wait() == 0
 
 
 def test_what_is_started_under_nohup_hears_its_terminal_close():

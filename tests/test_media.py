@@ -211,6 +211,14 @@ def test_a_process_that_is_killed_while_it_reads_is_replaced_and_the_samples_are
     assert np.array_equal(np.concatenate([*found, *blocks]), whole)
 
 
+def test_processes_that_are_killed_while_they_wait_are_replaced(voice):
+    whole, waiting = read_samples(voice), [READERS.take() for _ in range(3)]
+    for reader in waiting:
+        READERS.give_back(reader)
+        os.kill(reader.process.pid, signal.SIGKILL)
+    assert np.array_equal(read_samples(voice), whole)
+
+
 def test_signals_to_the_group_do_not_reach_it_and_threads_and_forks_have_their_own(voice):
     whole, results = read_samples(voice), []
     for reader in READERS._idle:

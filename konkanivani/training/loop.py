@@ -5,7 +5,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -97,7 +97,7 @@ def stop_here(saver: "PeriodicSaver", error: Interrupted) -> None:
         raise error
 
 
-def finish_epoch(run: Run, breaking_off: Callable[[], AbstractContextManager[None]]) -> bool:
+def finish_epoch(run: Run, breaking_off: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
     """Validates the epoch whose windows are all consumed; whether it is the best so far (by CER, else by loss)."""
     if run.validation is None:
         return run.state.finish_epoch(score=float(-run.state.epoch))

@@ -172,9 +172,9 @@ def hashed_steps(path: str) -> None:
         return digest.hexdigest()
 
     def around(original: Callable) -> Callable:
-        def train_step(parts, window, number, is_interrupted):
+        def train_step(parts, window, number, *interruption):
             begin = state_hash(parts)
-            report = original(parts, window, number, is_interrupted)
+            report = original(parts, window, number, *interruption)
             with open(path, "a", encoding="utf-8") as file:
                 row = {"step": number, "skipped": report.is_skipped, "hashes": [begin, state_hash(parts)]}
                 file.write(json.dumps(row) + "\n")
