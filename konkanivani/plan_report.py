@@ -164,7 +164,7 @@ class Question:
     def tell(self, found: str) -> None:
         """Says on the screen, and not where the answer goes, what has been found so far."""
         way = "keeping activations" if self.mode == "never" else "recomputing all"
-        print(f"  {self.config.run.preset}, {way}: {found}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"  {self.config.run.preset}, {way}: {found}\n")  # in one piece: two processes do so
 
     @property
     def policy(self) -> RecomputePolicy:
