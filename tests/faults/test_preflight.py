@@ -22,8 +22,8 @@ from konkanivani.optimizer import OptimizerState
 from konkanivani.problems import MOST_TOLD, Problems
 from konkanivani.recipe import build_run
 from konkanivani.start import resolve_start
-from konkanivani.training.interruption import RunLock
 from konkanivani.training.loop import train
+from konkanivani.training.run_lock import RunLock
 from tests.conftest import TINY_MODEL, Corpus, run_folders, write_corpus
 
 QUICK = ("--num_workers", "0", "--batch_size", "4", "--gradient_accumulation_steps", "1")
