@@ -152,13 +152,18 @@ class Checkpointer:
 
         Beside `last`, which is the newest of a run, only what has been changed after it is read.
         """
-        own, steps = resumed.stat(), {}
+        own, steps, newer = resumed.stat(), {}, []
         for path in self._candidates():
             entry = path.stat()
             is_older = resumed.name == LAST and entry.st_mtime_ns <= own.st_mtime_ns
-            if not (os.path.samestat(entry, own) or is_older):
-                steps[path] = next((steps[other] for other in steps if other.samefile(path)), None) or _step_of(path)
-        return [FoundStep(path, found) for path, found in steps.items() if found is None or found > step]
+            if os.path.samestat(entry, own) or is_older:
+                continue
+            if entry.st_ino not in steps:  # several names are one file, which is read once
+                steps[entry.st_ino] = _step_of(path)
+            found = steps[entry.st_ino]
+            if found is None or found > step:
+                newer.append(FoundStep(path, found))
+        return newer
 
     def restore_best(self, epoch: int) -> None:
         """Has `best` name this epoch again, where nothing has that name and the epoch is still there."""

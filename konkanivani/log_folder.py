@@ -48,7 +48,7 @@ def _lock(run: RunConfig, copied_from: Path | None) -> RunLock | None:
         check_nobody_works(folder, LOGGING)
         return None
     is_new = not (folder / LOCK_NAME).exists()
-    lock = RunLock(folder, LOGGING, note=os.path.relpath(*map(os.path.realpath, (run.checkpoint_dir, folder))))
+    lock = RunLock(folder, LOGGING, note=os.path.relpath(_checkpoints_of(run), os.path.realpath(folder)))
     if copied_from and is_new:
         with lock.errors_explained():
             shutil.copytree(copied_from, folder, ignore=shutil.ignore_patterns(LOCK_NAME), dirs_exist_ok=True)
@@ -60,12 +60,16 @@ def _other_owner(run: RunConfig, earlier: RunConfig | None) -> Path | None:
 
     A log of a version that did not write down whose it is belongs to the run that has logged there before.
     """
-    folder, mine = folder_of(run), Path(os.path.realpath(run.checkpoint_dir))
+    folder = folder_of(run)
     owner = _owner_of(folder)
     if owner is not None:
-        return owner if owner != mine and Checkpointer(owner, keep=2).has_checkpoints() else None
+        return owner if owner != _checkpoints_of(run) and Checkpointer(owner, keep=2).has_checkpoints() else None
     is_its_own = earlier is None or (earlier.log_dir, earlier.run_name) == (run.log_dir, run.run_name)
     return None if is_its_own or not (folder / LOG_NAME).is_file() else Path("another folder")
+
+
+def _checkpoints_of(run: RunConfig) -> Path:
+    return Path(os.path.realpath(run.checkpoint_dir))
 
 
 def _owner_of(folder: Path) -> Path | None:
@@ -79,9 +83,10 @@ def _owner_of(folder: Path) -> Path | None:
 
 def _own_name(run: RunConfig) -> str:
     """A name after the checkpoints' folder, which nothing has or this run has already."""
-    name = Path(os.path.realpath(run.checkpoint_dir)).name or run.run_name
+    checkpoints = _checkpoints_of(run)
+    name = checkpoints.name or run.run_name
     named = dataclasses.replace(run, run_name=name)
-    if not folder_of(named).exists() or _owner_of(folder_of(named)) == Path(os.path.realpath(run.checkpoint_dir)):
+    if not folder_of(named).exists() or _owner_of(folder_of(named)) == checkpoints:
         return name
     return first_free_name(Path(run.log_dir), name).name
 
