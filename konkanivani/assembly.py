@@ -4,6 +4,7 @@ import zlib
 
 import torch
 
+from konkanivani.amount import settled
 from konkanivani.audio import MEL_BINS
 from konkanivani.augment import FrontEnd
 from konkanivani.config import TrainConfig
@@ -19,6 +20,8 @@ from konkanivani.sharding import shard_model
 from konkanivani.training.forward import FeatureExtractor, ForwardPass
 from konkanivani.training.step import StepParts
 
+LANES = 2  # micro-batches side by side where nobody says how many: half of a step's time on two cores (docs/LOG.md)
+
 
 def build_front_end(config: TrainConfig, device: torch.device) -> FrontEnd:
     """Waveforms to features, on the training device."""
@@ -33,6 +36,7 @@ def build_forward(
     sharded_over: Topology | None = None,
 ) -> ForwardPass:
     """The model, freshly initialised from the seed, behind a front end; its weights dealt to ranks if given."""
+    config = settled(config)  # what no amount of speech has decided
     torch.manual_seed(seed_of(config.run.seed, "weights"))
     model = KonkaniVaniASR(config.model, vocab_size, MEL_BINS)
     if sharded_over is not None:
@@ -55,7 +59,8 @@ def at_once_of(config: TrainConfig, device: torch.device, is_sharded: bool) -> i
     """How many micro-batches are run side by side: on a CPU that has as many threads, where no rank waits inside."""
     if device.type != "cpu" or is_sharded:
         return 1
-    return min(config.data.micro_batches_at_once, torch.get_num_threads())
+    asked = config.data.micro_batches_at_once
+    return min(LANES if asked == "auto" else asked, torch.get_num_threads())
 
 
 def build_step_parts(
@@ -87,6 +92,7 @@ def memory_conditions(config: TrainConfig, device: torch.device) -> int:
     memory = config.memory
     precision = memory.mixed_precision, memory.amp_dtype
     conditions = device.type, size, memory.memory_budget, *precision, memory.gradient_checkpointing
-    if device.type == "cpu" and config.data.micro_batches_at_once > 1:
-        conditions += (config.data.micro_batches_at_once,)
+    at_once = at_once_of(config, device, is_sharded=False)
+    if at_once > 1:
+        conditions += (at_once,)
     return zlib.crc32(repr(conditions).encode())

@@ -6,6 +6,7 @@ The command line is this file: `flags.py` makes one flag of each field, under th
 from dataclasses import dataclass, field
 from typing import Literal
 
+AUTO = "auto"
 DEFAULT_EFFECTIVE_BATCH_SIZE = 8
 
 
@@ -58,8 +59,9 @@ class DataConfig:
     """Micro-batches in one optimizer step; the effective batch is the product."""
     effective_batch_size: int | None = None
     """Utterances in one optimizer step, with --batch_size auto (None: 8)."""
-    micro_batches_at_once: int = 1
-    """On a CPU, run so many micro-batches side by side, each on its share of the cores: less time, more memory."""
+    micro_batches_at_once: int | Literal["auto"] = "auto"
+    """On a CPU, run so many micro-batches side by side, each on its share of the cores: less time, more memory (auto: 2
+    where there are two threads and, with a memory plan, room)."""
     train_subset: float = 100.0
     """Percent of the training utterances to use, chosen by the seed."""
     min_duration: float = 0.2
@@ -84,8 +86,8 @@ class DataConfig:
 class TextConfig:
     """How transcripts become tokens."""
 
-    tokenizer_type: Literal["unigram", "bpe", "char"] = "unigram"
-    """SentencePiece model trained on the training manifest."""
+    tokenizer_type: Literal["auto", "unigram", "bpe", "char"] = "auto"
+    """SentencePiece model trained on the training manifest (auto: char for less than ten hours, else unigram)."""
     vocab_size: int = 1000
     """Tokens in the vocabulary; lowered to what the text allows."""
     digits: Literal["keep", "spell"] = "keep"
@@ -124,8 +126,8 @@ class AugmentConfig:
 class LossConfig:
     """What is minimised."""
 
-    ctc_weight: float = 0.3
-    """Share of the CTC loss; the rest is the attention loss."""
+    ctc_weight: float | Literal["auto"] = "auto"
+    """Share of the CTC loss; the rest is the attention loss (auto: 0.7 for less than ten hours of speech, else 0.3)."""
     intermediate_ctc_weight: float = 0.0
     """Share of the CTC loss that is asked of the encoder's middle block, for the same head; about 0.3 helps."""
     label_smoothing: float = 0.1
@@ -159,8 +161,8 @@ class OptimizerConfig:
     """Peak learning rate."""
     schedule: Literal["cosine", "inverse_sqrt"] = "cosine"
     """After the warm-up: cosine to a hundredth at the run's last step, or 1/sqrt(step)."""
-    warmup_steps: int = 500
-    """Steps of linear warm-up."""
+    warmup_steps: int | Literal["auto"] = "auto"
+    """Steps of linear warm-up (auto: a tenth of the run, at most 500)."""
     weight_decay: float = 0.01
     """Decoupled weight decay, on matrices only."""
     max_grad_norm: float = 1.0
@@ -198,8 +200,8 @@ class RunConfig:
     """Model shape: original 256, 12+6; optimized 192, 8+4; minimal 128, 6+3. Single flags override it."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where to train."""
-    epochs: int = 20
-    """Passes over the training data."""
+    epochs: int | Literal["auto"] = "auto"
+    """Passes over the training data (auto: thirty hours of speech in all, between 20 and 60 passes)."""
     max_steps: int | None = None
     """Stop after so many optimizer steps, whatever --epochs says."""
     early_stop_epochs: int | None = None

@@ -4,9 +4,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from konkanivani.amount import MOST_EPOCHS
 from konkanivani.audio import MEL_BINS
 from konkanivani.budget import MIB
-from konkanivani.config import ModelConfig, RunConfig, TrainConfig
+from konkanivani.config import AUTO, ModelConfig, RunConfig, TrainConfig
 from konkanivani.errors import ResourceError
 from konkanivani.model.shape import model_without_values
 from konkanivani.run_paths import nearest_folder
@@ -44,7 +45,7 @@ def check_disk(config: TrainConfig, vocab_size: int) -> tuple[DiskRoom, ...]:
         checkpoints -= _held_bytes(run)  # they make room as they are replaced
     least = DRY_RUN_FILES * checkpoint_bytes(config.model, vocab_size) if run.dry_run else 0
     checkpoints = max(least, checkpoints)
-    needs = (Path(run.checkpoint_dir), checkpoints), (Path(run.log_dir), run.epochs * LOG_BYTES_AN_EPOCH)
+    needs = (Path(run.checkpoint_dir), checkpoints), (Path(run.log_dir), most_epochs(run) * LOG_BYTES_AN_EPOCH)
     rooms: dict[int, DiskRoom] = {}
     for folder, needed in needs:
         device = os.stat(nearest_folder(folder)).st_dev
@@ -64,7 +65,12 @@ def check_disk(config: TrainConfig, vocab_size: int) -> tuple[DiskRoom, ...]:
 
 def most_checkpoints(run: RunConfig) -> int:
     """How many different checkpoint files the run will have at one time."""
-    return min(run.keep_checkpoints, run.epochs) + BESIDE_EPOCHS
+    return min(run.keep_checkpoints, most_epochs(run)) + BESIDE_EPOCHS
+
+
+def most_epochs(run: RunConfig) -> int:
+    """How many epochs the run will have at the most."""
+    return MOST_EPOCHS if run.epochs == AUTO else run.epochs
 
 
 def checkpoint_bytes(shape: ModelConfig, vocab_size: int) -> int:

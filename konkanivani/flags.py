@@ -4,6 +4,7 @@ import ast
 import dataclasses
 from typing import Literal, get_args, get_origin, get_type_hints
 
+from konkanivani.amount import as_stored
 from konkanivani.command_line import read_flags
 from konkanivani.config import PRESETS, AugmentConfig, TrainConfig
 from konkanivani.errors import CheckpointError, UsageError
@@ -68,6 +69,8 @@ def parse_flags(arguments: list[str], stored: TrainConfig | None = None) -> Trai
     config = read_flags(TrainConfig, arguments, base)
     for setting in switched_on:
         config = with_setting(config, setting)
+    if stored:
+        config = as_stored(config, stored)
     problems = Problems()
     with problems.noted():
         config = _settle_effective_batch(config, arguments, stored)

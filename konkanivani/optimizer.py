@@ -6,9 +6,10 @@ from collections.abc import Mapping
 import torch
 from torch.optim.adamw import adamw
 
-from konkanivani.config import OptimizerConfig
+from konkanivani.config import AUTO, OptimizerConfig
 from konkanivani.errors import CheckpointError
 
+MOST_WARMUP_STEPS = 500
 STATE_BYTES = 16  # a parameter's weight, gradient and two moments in fp32
 
 
@@ -18,13 +19,20 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     Linear warm-up to the peak over `warmup_steps` (at most a third of the run), then half a cosine down to a
     hundredth of the peak at the last step, or peak x sqrt(warmup_steps / step) without an end.
     """
-    warmup = max(1, min(config.warmup_steps, total_steps // 3))
+    warmup = warmup_of(config, total_steps)
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
     if config.schedule == "inverse_sqrt":
         return config.learning_rate * math.sqrt(warmup / (step + 1))
     progress = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
     return config.learning_rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def warmup_of(config: OptimizerConfig, total_steps: int) -> int:
+    """The steps of the warm-up: as asked for, but at most a third of the run; auto: a tenth of it, at most 500."""
+    if config.warmup_steps == AUTO:
+        return max(1, min(MOST_WARMUP_STEPS, total_steps // 10))
+    return max(1, min(config.warmup_steps, total_steps // 3))
 
 
 class AdamW:

@@ -149,7 +149,8 @@ class Question:
         traces = build_traces(self.config, self.config.text.vocab_size, self.costs)
         if path := self._traces_path():
             traces.read(path)
-        at_once = 1 if self.costs.is_cuda else self.config.data.micro_batches_at_once
+        asked = self.config.data.micro_batches_at_once
+        at_once = 1 if self.costs.is_cuda or asked == "auto" else asked  # auto: side by side only where there is room
         return Planner(traces, self.budget, TOKENS_PER_SECOND[self.config.text.tokenizer_type], at_once)
 
     def keep(self, traces: Traces) -> None:
@@ -257,7 +258,7 @@ def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int) -> str
     words = ["--preset", config.run.preset, "--memory_budget", budget_text(budget)]
     words += ["--batch_size", "auto", "--effective_batch_size", str(config.window_size)]
     words += ["--gradient_checkpointing", "auto", "--max_duration", f"{longest:g}"]
-    if config.data.micro_batches_at_once > 1:
+    if config.data.micro_batches_at_once != "auto":
         words += ["--micro_batches_at_once", str(config.data.micro_batches_at_once)]
     return " ".join(words + (["--mixed_precision"] if config.memory.mixed_precision else []))
 

@@ -58,6 +58,8 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
     if rejected and not start.resumed:
         keep_rejected(run_directory)
     speech = build_speech(start, device, rejected or None)
+    config = speech.config
+    start = replace(start, config=config)
     tell("data", speech.sentence())
     planner = EpochPlanner(speech.train.utterances.durations, config.window_size, config.run.seed)
     free = free_bytes(topology, device)

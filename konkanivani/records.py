@@ -127,6 +127,8 @@ class HypothesisPair:
 class ValidationRecord:
     """One pass over the validation set after `step` steps. WER and CER are fractions (0.345 = 34.5 %).
 
+    `blank_share` is that of its frames on CTC's best paths, `clipped_share` that of the epoch's clipped
+    gradients.
     `rank_peaks_mib` are the peaks of memory of all ranks so far, by rank; empty where one process trains alone.
     """
 
@@ -137,6 +139,8 @@ class ValidationRecord:
     attention_loss: float | None = tagged("2 loss/attention", VALIDATION)
     wer: float | None = tagged("1 error rates/WER", VALIDATION)
     cer: float | None = tagged("1 error rates/CER", VALIDATION)
+    blank_share: float | None = tagged("1 error rates/blank_frames", VALIDATION, default=None)
+    clipped_share: float | None = tagged("5 optimizer/clipped_share", default=None)
     utterances: int | None = None
     seconds: float | None = None
     hypotheses: tuple[HypothesisPair, ...] = ()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from konkanivani.budget import parse_budget
 from konkanivani.command_line import parse_share
-from konkanivani.config import AugmentConfig, DataConfig, DecodingConfig, ModelConfig, RunConfig, TrainConfig
+from konkanivani.config import AUTO, AugmentConfig, DataConfig, DecodingConfig, ModelConfig, RunConfig, TrainConfig
 from konkanivani.decibels import parse_snr
 from konkanivani.errors import UsageError
 from konkanivani.problems import Problems
@@ -98,7 +98,10 @@ def _data_rules(data: DataConfig) -> list[Rule]:
             data.effective_batch_size is None or data.effective_batch_size > 0,
             "--effective_batch_size must be at least 1",
         ),
-        Rule(1 <= data.micro_batches_at_once <= 64, "--micro_batches_at_once must be between 1 and 64"),
+        Rule(
+            data.micro_batches_at_once == AUTO or 1 <= data.micro_batches_at_once <= 64,
+            "--micro_batches_at_once must be between 1 and 64",
+        ),
         Rule(0 < data.train_subset <= 100, "--train_subset is a percentage: above 0, at most 100"),
         Rule(0 <= data.min_duration < data.max_duration, "--min_duration must be below --max_duration"),
         Rule(
@@ -137,12 +140,12 @@ def _learning_rules(config: TrainConfig) -> list[Rule]:
     loss, optimizer = config.loss, config.optimizer
     return [
         Rule(config.text.vocab_size > 4, "--vocab_size must be above 4"),
-        Rule(0 <= loss.ctc_weight <= 1, "--ctc_weight must be between 0 and 1"),
+        Rule(loss.ctc_weight == AUTO or 0 <= loss.ctc_weight <= 1, "--ctc_weight must be between 0 and 1"),
         Rule(0 <= loss.intermediate_ctc_weight < 1, "--intermediate_ctc_weight must be at least 0 and below 1"),
         Rule(0 <= loss.label_smoothing < 1, "--label_smoothing must be at least 0 and below 1"),
         Rule(optimizer.learning_rate > 0, "--learning_rate must be above 0"),
         Rule(
-            min(optimizer.warmup_steps, optimizer.weight_decay) >= 0,
+            (optimizer.warmup_steps == AUTO or optimizer.warmup_steps >= 0) and optimizer.weight_decay >= 0,
             "--warmup_steps and --weight_decay must be at least 0",
         ),
         Rule(optimizer.max_grad_norm > 0, "--max_grad_norm must be above 0"),
@@ -153,7 +156,7 @@ def _learning_rules(config: TrainConfig) -> list[Rule]:
 def _run_rules(run: RunConfig) -> list[Rule]:
     starts = [run.resume is not None, run.fresh or run.init_from is not None]
     return [
-        Rule(run.epochs > 0, "--epochs must be at least 1"),
+        Rule(run.epochs == AUTO or run.epochs > 0, "--epochs must be at least 1"),
         Rule(run.max_steps is None or run.max_steps > 0, "--max_steps must be at least 1"),
         Rule(run.early_stop_epochs is None or run.early_stop_epochs > 0, "--early_stop_epochs must be at least 1"),
         Rule(0 <= run.seed < 2**63, "--seed must be between 0 and 2^63 - 1"),

@@ -89,14 +89,24 @@ def resolve_plan(
     traces, path = build_traces(config, vocab_size, costs), traces_path(config, vocab_size, costs)
     if path:
         traces.read(path)
-    for at_once in sorted({1, at_once_of(config, device, ranks.sharded)}, reverse=True):
-        plan = _plan_buckets(config, Planner(traces, budget, rate, at_once), conditions, train, validation)
-        if all(bucket.utterances for bucket in plan.buckets):
-            break
+    plan = _plan_buckets(config, Planner(traces, budget, rate), conditions, train, validation)
+    at_once = at_once_of(config, device, ranks.sharded)
+    if at_once > 1:
+        side_by_side = _plan_buckets(config, Planner(traces, budget, rate, at_once), conditions, train, validation)
+        if _has_room(side_by_side, plan, is_asked_for=config.data.micro_batches_at_once != "auto"):
+            plan = side_by_side
     if path:
         traces.write(path)
     _check_every_utterance_fits(plan.buckets, train, config, budget)
     return plan
+
+
+def _has_room(side_by_side: MemoryPlan, plan: MemoryPlan, is_asked_for: bool) -> bool:
+    """Whether micro-batches fit side by side; unless it is asked for, without a block more that is recomputed."""
+    if not all(bucket.utterances for bucket in side_by_side.buckets):
+        return False
+    pairs = zip(side_by_side.buckets, plan.buckets, strict=True)
+    return is_asked_for or all(more.recomputed_blocks <= alone.recomputed_blocks for more, alone in pairs)
 
 
 def plan_conditions(config: TrainConfig, device: torch.device, ranks: Ranks) -> int:
@@ -248,7 +258,8 @@ def most_at_once(config: TrainConfig, planner: Planner, seconds: float) -> int:
         return config.data.batch_size
     if planner.traces.costs.is_cuda:
         return config.window_size
-    return int(np.clip(MOST_CPU_SECONDS // seconds, 1, config.window_size))
+    most = -(-config.window_size // planner.at_once)  # one micro-batch alone has nothing beside it
+    return int(np.clip(MOST_CPU_SECONDS // seconds, 1, most))
 
 
 def _check_every_utterance_fits(

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from konkanivani.command_line import parse_share
+from konkanivani.amount import as_stored, decisions, settled
+from konkanivani.command_line import parse_share, say
 from konkanivani.config import TrainConfig
 from konkanivani.data.batching import choose_subset, plan_evaluation
 from konkanivani.data.checking import (
@@ -45,9 +46,12 @@ MOST_TOKENIZER_TEXTS = 500_000
 class RunSpeech:
     """What a run trains and validates on, the tokenizer of its texts, and what is left out.
 
+    `config` is the run's, with what the amount of speech decides.
+
     The test part is only looked at: it is read when training has ended.
     """
 
+    config: TrainConfig
     corpus: Fingerprint
     tokenizer: Tokenizer
     train: TrainingSpeech
@@ -90,6 +94,8 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
                 rejections.begin(manifest)
     problems.raise_all()
     warn_of_shared(corpus, valid, test)
+    start = settle(start, hours_of(train))
+    config = start.config
     tokenizer = from_first(start.topology, lambda: choose_tokenizer(start, train))
     check_spelling(start, corpus, tokenizer, normalized_texts(train, config.text.digits))
     with problems.noted():
@@ -102,7 +108,24 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
     problems.raise_all()
     validation = validation and dataclasses.replace(validation, topology=start.topology)
     test_utterances = len(tested.speech.utterances) if tested else 0
-    return RunSpeech(corpus, tokenizer, training, validation, rejections, test_utterances)
+    return RunSpeech(config, corpus, tokenizer, training, validation, rejections, test_utterances)
+
+
+def settle(start: Start, hours: float) -> Start:
+    """The start with what so many hours of speech decide, which is said; weights taken over keep their tokens."""
+    asked, hours = start.config, hours * start.config.data.train_subset / 100
+    config = asked
+    if start.initial:
+        config = as_stored(config, config_from_text(start.initial.config), names=("tokenizer_type",))
+    config = settled(config, hours)
+    if decided := decisions(asked, config):
+        say(f"Chosen for {duration_words(hours)} of speech: {decided}")
+    return dataclasses.replace(start, config=config)
+
+
+def hours_of(manifest: Manifest) -> float:
+    """The speech of all its rows that can be used."""
+    return float(manifest.durations.sum()) / 3600
 
 
 def _read(path: str | None, named_roots: tuple[str, ...], problems: Problems) -> Manifest | None:

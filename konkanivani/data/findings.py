@@ -280,7 +280,7 @@ def _of_size(part: PartHealth) -> Iterator[Finding]:
         yield Finding(
             "warning",
             f"{name} has {duration_words(part.usable_hours)} of speech: enough to try the machine out.",
-            "Begin with --tokenizer_type char --ctc_weight 0.7 and a small --preset; record more.",
+            "Begin with a small --preset; record more.",
         )
     if part.is_training and part.usable and part.sentences < FEW_SENTENCES * part.utterances:
         yield Finding(

@@ -24,6 +24,11 @@ def likeliest_tokens(model: KonkaniVaniASR, encoded: torch.Tensor) -> torch.Tens
     return torch.cat([model.ctc_head(chunk).argmax(dim=-1) for chunk in encoded.split(CHUNK_FRAMES, dim=1)], dim=1)
 
 
+def blank_frames(paths: torch.Tensor, encoded_lengths: Lengths) -> torch.Tensor:
+    """How many of the valid frames of paths (B, T') are blanks: 0-dim, on their device."""
+    return sum(((row[:length] == BLANK).sum() for row, length in zip(paths, encoded_lengths, strict=True)))
+
+
 def merged_paths(paths: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
     """Token ids a frame (B, T') as transcripts: the valid frames', repeats merged, blanks gone."""
     hypotheses = []

@@ -8,6 +8,7 @@ import torch
 from konkanivani.config import LossConfig
 from konkanivani.data.batch import Batch
 from konkanivani.data.utterance import Utterance
+from konkanivani.decoding.ctc import blank_frames, likeliest_tokens
 from konkanivani.decoding.decode import Decode
 from konkanivani.memory.recovery import Cut, RememberedSplits, run_or_split
 from konkanivani.metrics import ErrorRates, error_rates
@@ -25,12 +26,16 @@ class ScoredUtterance:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Losses in nats a token, error rates, and every utterance's hypothesis in the order of evaluation."""
+    """Losses in nats a token, error rates, and every utterance's hypothesis in the order of evaluation.
+
+    `blank_share` is that of CTC's best paths: 1 where nothing is heard.
+    """
 
     loss: float
     ctc_loss: float
     attention_loss: float
     rates: ErrorRates
+    blank_share: float
     scored: tuple[ScoredUtterance, ...]
     seconds: float
 
@@ -46,9 +51,11 @@ def rates_over(scored: list[ScoredUtterance]) -> ErrorRates:
 
 @dataclass(frozen=True)
 class RecognizedBatch:
-    """The summed CTC and attention losses (2,) of a batch, on its device, and each utterance's token ids."""
+    """The summed CTC and attention losses (2,) of a batch and its blank frames, on its device; each utterance's ids."""
 
     loss_sums: torch.Tensor
+    blanks: torch.Tensor
+    frames: int
     hypotheses: list[list[int]]
 
 
@@ -57,15 +64,19 @@ def recognize(forward: ForwardPass, batch: Batch, decode: Decode) -> RecognizedB
     output, sums = forward(batch)
     with forward.autocast():
         hypotheses = decode(forward.model, output.encoded, output.encoded_lengths)
-    return RecognizedBatch(torch.stack([sums.ctc, sums.attention]).double(), hypotheses)
+        blanks = blank_frames(likeliest_tokens(forward.model, output.encoded), output.encoded_lengths)
+    losses = torch.stack([sums.ctc, sums.attention]).double()
+    return RecognizedBatch(losses, blanks, sum(output.encoded_lengths), hypotheses)
 
 
 @dataclass(frozen=True)
 class HeardShare:
-    """What was heard in some batches: the summed CTC and attention losses, tokens, every utterance in order."""
+    """What was heard in some batches: summed losses, blanks of so many frames, tokens, every utterance in order."""
 
     ctc_sum: float
     attention_sum: float
+    blanks: int
+    frames: int
     tokens: int
     scored: tuple[ScoredUtterance, ...]
 
@@ -84,6 +95,7 @@ def hear(
     forward.model.eval()
     splits = RememberedSplits(conditions=0)  # not training's: without gradients far more fits
     totals, tokens, scored = torch.zeros(2, dtype=torch.float64, device=forward.device), 0, []
+    blanks, frames = torch.zeros((), dtype=torch.int64, device=forward.device), 0
     for batch, utterances in batches:
         pieces, _ = run_or_split(
             attempt=lambda cut: [recognize(forward.run_as(cut), piece, decode) for piece in cut.micro_batches],
@@ -93,11 +105,13 @@ def hear(
             undo=lambda: None,
         )
         totals += sum(piece.loss_sums for piece in pieces)
+        blanks += sum(piece.blanks for piece in pieces)
+        frames += sum(piece.frames for piece in pieces)
         tokens += sum(batch.token_lengths)
         hypotheses = [hypothesis for piece in pieces for hypothesis in piece.hypotheses]
         scored += [ScoredUtterance(u, tokenizer.decode(h)) for u, h in zip(utterances, hypotheses, strict=True)]
         forward.monitor.end_phase("validation")
-    return HeardShare(totals[0].item(), totals[1].item(), tokens, tuple(scored))
+    return HeardShare(totals[0].item(), totals[1].item(), int(blanks), frames, tokens, tuple(scored))
 
 
 def join_shares(shares: Sequence[HeardShare], loss: LossConfig, seconds: float) -> Evaluation:
@@ -111,6 +125,7 @@ def join_shares(shares: Sequence[HeardShare], loss: LossConfig, seconds: float) 
         ctc_loss=ctc_loss,
         attention_loss=attention_loss,
         rates=rates_over(scored),
+        blank_share=sum(share.blanks for share in shares) / max(1, sum(share.frames for share in shares)),
         scored=tuple(scored),
         seconds=seconds,
     )

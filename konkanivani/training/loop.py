@@ -17,6 +17,7 @@ from konkanivani.errors import DataError, Interrupted, NumericsError, ResourceEr
 from konkanivani.records import HypothesisPair, SkipRecord, SpectrogramRecord, StepRecord, ValidationRecord
 from konkanivani.sharding import whole_weights
 from konkanivani.training.evaluation import Evaluation
+from konkanivani.training.learning import EpochLearning, failures
 from konkanivani.training.run import Run
 from konkanivani.training.step import StepReport, train_step
 
@@ -52,6 +53,8 @@ def train(run: Run) -> None:
                     run.interruption.check()
                     raise Interrupted("Another rank was stopped by a signal.", signal.SIGTERM)
             state.advance(cursor, window.audio_seconds, report.is_skipped, report.splits)
+            if not report.is_skipped:
+                state.add_up(report.loss, report.gradient_norm > run.step.schedule.max_grad_norm)
             log_step(run, window, report)
             monitor.end_phase("log")
             check_numerics(run, report)
@@ -100,13 +103,23 @@ def stop_here(saver: "PeriodicSaver", error: Interrupted) -> None:
 def finish_epoch(run: Run, breaking_off: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
     """Validates the epoch whose windows are all consumed; whether it is the best so far (by CER, else by loss)."""
     if run.validation is None:
+        tell_failures(run, run.state.learning(run.step.total_steps))
         return run.state.finish_epoch(score=float(-run.state.epoch))
     with breaking_off():
         evaluation = run.validation.evaluate(run.step.forward, run.decode, run.interruption.check)
-    log_validation(run, evaluation)
-    run.progress.lap()  # validation is not training time
     score = evaluation.rates.cer
+    learning = run.state.learning(run.step.total_steps, score, evaluation.blank_share)
+    log_validation(run, evaluation, learning)
+    tell_failures(run, learning)
+    run.progress.lap()  # validation is not training time
     return run.state.finish_epoch(score if score == score else evaluation.loss)
+
+
+def tell_failures(run: Run, learning: EpochLearning) -> None:
+    """Tells whoever watches that the run does not learn, where it does not."""
+    if run.topology.is_first:
+        for failure in failures(learning):
+            run.progress.tell(f"warning: {failure}")
 
 
 def check_numerics(run: Run, report: StepReport) -> None:
@@ -184,7 +197,7 @@ def skip_record(run: Run, window: Window, report: StepReport) -> SkipRecord:
     )
 
 
-def log_validation(run: Run, evaluation: Evaluation) -> None:
+def log_validation(run: Run, evaluation: Evaluation, learning: EpochLearning) -> None:
     """Logs the rates, five fixed utterances, and the first of them as a picture and as sound."""
     shown = sorted(evaluation.scored, key=lambda scored: scored.utterance.id)[:5]
     memory = [phase for phase in run.step.forward.monitor.report() if phase.phase == "validation"]
@@ -196,6 +209,8 @@ def log_validation(run: Run, evaluation: Evaluation) -> None:
         attention_loss=evaluation.attention_loss,
         wer=evaluation.rates.wer,
         cer=evaluation.rates.cer,
+        blank_share=evaluation.blank_share,
+        clipped_share=learning.clipped_share,
         utterances=len(evaluation.scored),
         seconds=evaluation.seconds,
         hypotheses=tuple(HypothesisPair(s.utterance.text, s.hypothesis, s.utterance.id) for s in shown),

@@ -50,6 +50,10 @@ class Progress:
         self._bar.set_postfix_str(postfix, refresh=False)
         self._bar.update(0 if report.is_skipped else 1)
 
+    def tell(self, line: str) -> None:
+        """Writes a line so that the bar stays whole."""
+        self._bar.write(line)
+
     def audio_seconds_per_second(self) -> float:
         """Over all windows shown so far; 0 before the first."""
         return self._audio_seconds / self._seconds if self._seconds else 0.0

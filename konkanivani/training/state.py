@@ -1,11 +1,16 @@
 """The only thing that changes while a run trains, beside weights, optimizer and scaler."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from konkanivani.data.batching import Cursor
 from konkanivani.errors import CheckpointError
+from konkanivani.training.learning import EpochLearning
+
+# What older versions did not count.
+NOT_COUNTED = {"splits": 0, "epoch_steps": 0, "epoch_clipped": 0, "epoch_loss": 0.0, "first_loss": 0.0}
 
 
 @dataclass
@@ -14,6 +19,8 @@ class TrainState:
 
     `epoch` and `window` are the cursor; `epochs_finished` counts those validated; `best_score` is the lowest
     validation score so far; `splits` counts how often a step ran out of memory and was begun again in smaller pieces.
+    Of the epoch so far: its steps, how many of their gradients were clipped, their summed losses; `first_loss` is the
+    mean loss of the first epoch's steps, 0 until it is finished.
     """
 
     step: int = 0
@@ -26,6 +33,10 @@ class TrainState:
     consecutive_skips: int = 0
     audio_seconds: float = 0.0
     splits: int = 0
+    epoch_steps: int = 0
+    epoch_clipped: int = 0
+    epoch_loss: float = 0.0
+    first_loss: float = 0.0
 
     @property
     def cursor(self) -> Cursor:
@@ -49,9 +60,31 @@ class TrainState:
             self.step += 1
             self.consecutive_skips = 0
 
+    def add_up(self, loss: float, is_clipped: bool) -> None:
+        """Counts what the update of the epoch's latest step was made of."""
+        self.epoch_steps += 1
+        self.epoch_clipped += is_clipped
+        self.epoch_loss += loss
+
+    def learning(self, total_steps: int, cer: float = math.nan, blank_share: float = math.nan) -> EpochLearning:
+        """What the epoch whose windows are all consumed has shown, with its validation's CER and share of blanks."""
+        steps = max(1, self.epoch_steps)
+        return EpochLearning(
+            first_step=self.step - self.epoch_steps,
+            last_step=self.step,
+            total_steps=total_steps,
+            loss=self.epoch_loss / steps,
+            first_loss=self.first_loss,
+            clipped_share=self.epoch_clipped / steps,
+            cer=cer,
+            blank_share=blank_share,
+        )
+
     def finish_epoch(self, score: float) -> bool:
         """Counts a validated epoch; whether its score is the best so far."""
         self.epochs_finished = self.epoch
+        self.first_loss = self.first_loss or self.epoch_loss / max(1, self.epoch_steps)
+        self.epoch_steps, self.epoch_clipped, self.epoch_loss = 0, 0, 0.0
         is_best = score < self.best_score
         self.best_score = min(score, self.best_score)
         self.epochs_without_improvement = 0 if is_best else self.epochs_without_improvement + 1
@@ -63,7 +96,7 @@ class TrainState:
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Takes every counter from `state`; a CheckpointError where one is missing or of another kind."""
-        state = {"splits": 0} | dict(state)  # older versions did not count them
+        state = NOT_COUNTED | dict(state)
         for field in dataclasses.fields(self):
             value = state.get(field.name)
             if type(value) is not field.type or (type(value) is int and not 0 <= value < 2**63):

@@ -1,0 +1,191 @@
+"""A plain SpeechBrain Conformer trained with CTC on a folder of manifests: what ours is held against.
+
+    PYTHON benchmarks/measuring/learning/peer.py '{"folder": ..., "epochs": 15, "seed": 0, "rate": 16000, "batch": 40}'
+
+As wide and as deep as --preset minimal, characters, AdamW with a warm-up and half a cosine, SpecAugment as ours has it,
+batches of like length of at most 40 s with their padding. One line of JSON an epoch, with validation's rates by greedy
+CTC, then one with the test part's.
+
+B batch, T feature frames, F mel bins, T' encoder frames, V vocabulary.
+"""
+
+import json
+import math
+import random
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import jiwer
+import soundfile
+import torch
+import torchaudio
+from speechbrain.lobes.models.convolution import ConvolutionFrontEnd
+from speechbrain.lobes.models.transformer.TransformerASR import TransformerASR
+
+WIDTH, LAYERS, MEL_BINS = 128, 6, 80
+PEAK_RATE, WARMUP_STEPS = 1e-3, 300
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is trained on, how long, and from which seed; `rate` in Hz is the audio's, `batch` seconds with padding."""
+
+    folder: str
+    epochs: int
+    seed: int
+    rate: int
+    batch: float
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """Features (T, F), each bin of mean 0 and variance 1, and what is said."""
+
+    features: torch.Tensor
+    text: str
+
+
+class Conformer(torch.nn.Module):
+    """Features (B, T, F) and their lengths as fractions of the longest (B,) -> log probabilities (B, T', V)."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.front = ConvolutionFrontEnd(
+            (8, 10, MEL_BINS),
+            num_blocks=2,
+            num_layers_per_block=1,
+            out_channels=(64, 32),
+            kernel_sizes=(3, 3),
+            strides=(2, 2),
+            residuals=(False, False),
+        )
+        self.encoder = TransformerASR(
+            tgt_vocab=vocab_size,
+            input_size=640,
+            d_model=WIDTH,
+            nhead=4,
+            num_encoder_layers=LAYERS,
+            num_decoder_layers=0,
+            d_ffn=4 * WIDTH,
+            dropout=0.1,
+            encoder_module="conformer",
+            attention_type="RoPEMHA",
+            normalize_before=True,
+            causal=False,
+        )
+        self.head = torch.nn.Linear(WIDTH, vocab_size)
+
+    def forward(self, features: torch.Tensor, fractions: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder.encode(self.front(features), fractions)).log_softmax(-1)
+
+
+def read_part(manifest: Path, rate: int) -> list[Utterance]:
+    """The utterances of a manifest, as features."""
+    to_mel = torchaudio.transforms.MelSpectrogram(
+        rate, n_fft=512, win_length=rate // 40, hop_length=rate // 100, n_mels=MEL_BINS
+    )
+    utterances = []
+    for row in map(json.loads, manifest.read_text(encoding="utf-8").splitlines()):
+        samples, _ = soundfile.read(manifest.parent / row["audio_filepath"], dtype="float32")
+        features = to_mel(torch.from_numpy(samples)).clamp_min(1e-8).log().T
+        utterances.append(Utterance((features - features.mean(0)) / (features.std(0) + 1e-5), row["text"]))
+    return utterances
+
+
+def lay_into_batches(part: list[Utterance], seconds: float) -> list[list[Utterance]]:
+    """Batches of like length, shortest first, each at most so many seconds with its padding."""
+    batches: list[list[Utterance]] = [[]]
+    for utterance in sorted(part, key=lambda utterance: len(utterance.features)):
+        if batches[-1] and (len(batches[-1]) + 1) * len(utterance.features) > 100 * seconds:
+            batches.append([])
+        batches[-1].append(utterance)
+    return batches
+
+
+def pad(batch: list[Utterance]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features (B, T, F) and their lengths (B,)."""
+    features = [utterance.features for utterance in batch]
+    return torch.nn.utils.rnn.pad_sequence(features, batch_first=True), torch.tensor([len(f) for f in features])
+
+
+def mask(features: torch.Tensor, lengths: torch.Tensor) -> None:
+    """SpecAugment in place: two bands of at most 15 bins, two spans of at most a twelfth of the utterance."""
+    for row, length in enumerate(lengths.tolist()):
+        for _ in range(2):
+            width = random.randint(0, 15)
+            first = random.randint(0, MEL_BINS - width)
+            features[row, :, first : first + width] = 0
+            width = random.randint(0, max(1, length // 12))
+            first = random.randint(0, length - width)
+            features[row, first : first + width] = 0
+
+
+@torch.no_grad()
+def rates(model: Conformer, part: list[Utterance], characters: list[str], seconds: float) -> tuple[float, float]:
+    """WER and CER by greedy CTC."""
+    model.eval()
+    references, hypotheses = [], []
+    for batch in lay_into_batches(part, seconds):
+        features, lengths = pad(batch)
+        paths = model(features, lengths / lengths.max()).argmax(-1)
+        for utterance, path, length in zip(batch, paths, lengths.tolist(), strict=True):
+            kept = torch.unique_consecutive(path[: math.ceil(len(path) * length / int(lengths.max()))])
+            heard = "".join(characters[token - 1] for token in kept.tolist() if token)
+            references.append(utterance.text)
+            hypotheses.append(heard or " ")
+    return jiwer.wer(references, hypotheses), jiwer.cer(references, hypotheses)
+
+
+def loss_of(model: Conformer, batch: list[Utterance], ids: dict[str, int]) -> torch.Tensor:
+    """The CTC loss a token of a batch whose features are masked."""
+    features, lengths = pad(batch)
+    mask(features, lengths)
+    spoken = [torch.tensor([ids[character] for character in utterance.text]) for utterance in batch]
+    counts = torch.tensor([len(tokens) for tokens in spoken])
+    fractions = lengths / lengths.max()
+    log_probabilities = model(features, fractions)
+    frames = (fractions * log_probabilities.shape[1]).ceil().long()
+    summed = torch.nn.functional.ctc_loss(
+        log_probabilities.transpose(0, 1), torch.cat(spoken), frames, counts, reduction="sum", zero_infinity=True
+    )
+    return summed / counts.sum()
+
+
+def train(asked: Asked) -> None:
+    """Trains, and prints what each epoch has come to."""
+    torch.manual_seed(asked.seed)
+    random.seed(asked.seed)
+    folder, started = Path(asked.folder), time.perf_counter()
+    parts = {name: read_part(folder / f"{name}.jsonl", asked.rate) for name in ("train", "valid", "test")}
+    characters = sorted({character for utterance in parts["train"] for character in utterance.text})
+    ids = {character: number for number, character in enumerate(characters, start=1)}
+    model = Conformer(len(characters) + 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, weight_decay=1e-2, betas=(0.9, 0.98))
+    total, step = len(lay_into_batches(parts["train"], asked.batch)) * asked.epochs, 0
+    for epoch in range(1, asked.epochs + 1):
+        model.train()
+        batches = lay_into_batches(parts["train"], asked.batch)
+        random.shuffle(batches)
+        for batch in batches:
+            loss = loss_of(model, batch, ids)
+            for group in optimizer.param_groups:
+                cosine = 0.5 * (1 + math.cos(math.pi * step / total))
+                group["lr"] = PEAK_RATE * min((step + 1) / WARMUP_STEPS, cosine)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            step += 1
+        wer, cer = rates(model, parts["valid"], characters, asked.batch)
+        seconds = time.perf_counter() - started
+        print(json.dumps({"epoch": epoch, "wer": wer, "cer": cer, "seconds": seconds}), flush=True)
+    wer, cer = rates(model, parts["test"], characters, asked.batch)
+    print(json.dumps({"test": {"wer": wer, "cer": cer}}), flush=True)
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    train(Asked(**json.loads(sys.argv[1])))

@@ -1,0 +1,65 @@
+"""Whether a run learns: what a person should be told while there is time to begin again otherwise."""
+
+import math
+from dataclasses import dataclass
+
+FAILING_CER = 0.9
+ONLY_BLANKS = 0.995  # of the validation's frames
+FLAT_LOSS = 0.97  # of the first epoch's
+MOSTLY_CLIPPED = 0.9  # of an epoch's steps
+LOOKS = 1 / 3, 2 / 3  # of a run's steps: at the ends of the epochs in which these are reached
+
+
+@dataclass(frozen=True)
+class EpochLearning:
+    """What an epoch has shown; `first_step` steps lay before it, `last_step` behind it.
+
+    Losses are the means over the steps of this epoch and of the first one; `clipped_share` of its steps had a gradient
+    above --max_grad_norm. `cer` and `blank_share` (of the frames of the best paths) are the validation's, NaN without.
+    """
+
+    first_step: int
+    last_step: int
+    total_steps: int
+    loss: float
+    first_loss: float
+    clipped_share: float
+    cer: float = math.nan
+    blank_share: float = math.nan
+
+    @property
+    def is_time_to_look(self) -> bool:
+        """Whether a third, or two thirds, of the run have passed in this epoch."""
+        return any(self.first_step < share * self.total_steps <= self.last_step for share in LOOKS)
+
+
+def failures(epoch: EpochLearning) -> list[str]:
+    """One line for each sign that the run does not learn, with what usually helps; none while it is too early."""
+    if not epoch.is_time_to_look:
+        return []
+    done = f"after {epoch.last_step:,} of {epoch.total_steps:,} steps"
+    found = []
+    if epoch.blank_share >= ONLY_BLANKS:
+        found.append(
+            f"Only blanks are heard {done} ({100 * epoch.blank_share:.1f} % of the validation's frames). CTC begins to "
+            "align after some hundred steps: give more --epochs or a smaller effective batch, --tokenizer_type char "
+            "with little speech, a --ctc_weight of 0.5 or more; inspect_data.py says whether texts fit their audio."
+        )
+    elif epoch.cer >= FAILING_CER:
+        found.append(
+            f"The validation's CER is still {100 * epoch.cer:.0f} % {done}. What usually helps: --tokenizer_type char "
+            "with little speech, a --ctc_weight of 0.5 or more, more --epochs, a smaller --preset; inspect_data.py "
+            "says whether the texts are those of the audio."
+        )
+    if epoch.loss >= FLAT_LOSS * epoch.first_loss > 0:
+        found.append(
+            f"The training loss does not fall {done}: {epoch.loss:.3f} a token, {epoch.first_loss:.3f} in the first "
+            "epoch. What usually helps: a --learning_rate of a third, more --warmup_steps; inspect_data.py says "
+            "whether the texts are those of the audio."
+        )
+    if epoch.clipped_share > MOSTLY_CLIPPED:
+        found.append(
+            f"{100 * epoch.clipped_share:.0f} % of the epoch's gradients were clipped {done}: their length says "
+            "nothing any more. Give a higher --max_grad_norm, or a lower --learning_rate where the loss jumps."
+        )
+    return found

@@ -1,0 +1,62 @@
+"""A run that does not learn says so, with what helps, once its third has passed; one that learns says nothing."""
+
+import dataclasses
+import math
+
+import pytest
+
+from konkanivani.training.learning import EpochLearning, failures
+from konkanivani.training.state import TrainState
+
+HEALTHY = EpochLearning(300, 400, 1000, loss=0.5, first_loss=3.0, clipped_share=0.2, cer=0.3, blank_share=0.7)
+
+
+def test_a_run_that_learns_says_nothing():
+    assert failures(HEALTHY) == []
+    assert failures(dataclasses.replace(HEALTHY, cer=math.nan, blank_share=math.nan)) == []
+
+
+@pytest.mark.parametrize(
+    ("sign", "words"),
+    [
+        ({"cer": 0.95}, "CER is still 95 % after 400 of 1,000 steps"),
+        ({"cer": 1.0, "blank_share": 1.0}, "Only blanks are heard after 400 of 1,000 steps (100.0 %"),
+        ({"loss": 2.95}, "loss does not fall after 400 of 1,000 steps: 2.950 a token, 3.000 in the first"),
+        ({"clipped_share": 0.97}, "97 % of the epoch's gradients were clipped after 400 of 1,000 steps"),
+    ],
+)
+def test_each_sign_is_one_line_with_what_helps(sign, words):
+    (line,) = failures(dataclasses.replace(HEALTHY, **sign))
+    assert words in line and "--" in line and "\n" not in line
+
+
+@pytest.mark.parametrize(("first", "last", "is_time"), [(0, 333, False), (300, 334, True), (334, 600, False)])
+def test_it_looks_when_a_third_and_two_thirds_have_passed(first, last, is_time):
+    epoch = dataclasses.replace(HEALTHY, first_step=first, last_step=last, cer=1.0)
+    assert bool(failures(epoch)) is epoch.is_time_to_look is is_time
+    assert dataclasses.replace(epoch, first_step=600, last_step=700).is_time_to_look
+
+
+def test_the_state_adds_up_an_epoch_and_begins_anew_with_the_next():
+    state = TrainState(step=5, epoch=1)
+    for loss, is_clipped in ((4.0, True), (2.0, False)):
+        state.step += 1
+        state.add_up(loss, is_clipped)
+    first = state.learning(total_steps=20, cer=0.9)
+    assert (first.first_step, first.last_step, first.loss, first.clipped_share) == (5, 7, 3.0, 0.5)
+    assert first.first_loss == 0 and math.isnan(first.blank_share)
+    restored = TrainState()
+    restored.load_state_dict(state.state_dict())
+    assert restored == state
+    state.finish_epoch(0.9)
+    assert (state.epoch_steps, state.epoch_clipped, state.epoch_loss, state.first_loss) == (0, 0, 0.0, 3.0)
+    state.finish_epoch(0.8)
+    assert state.first_loss == 3.0
+
+
+def test_a_checkpoint_of_before_counts_from_nothing():
+    old = {name: value for name, value in TrainState(step=9).state_dict().items() if "epoch_" not in name}
+    del old["first_loss"]
+    state = TrainState()
+    state.load_state_dict(old | {"epochs_without_improvement": 0})
+    assert state == TrainState(step=9)
