@@ -82,13 +82,12 @@ if [[ -z "$device" ]]; then
 fi
 
 CUDA_DEFAULTS=(--device cuda --preset optimized --batch_size 2 --gradient_accumulation_steps 4 --mixed_precision)
-CPU_DEFAULTS=(--device cpu --preset minimal --batch_size 4 --gradient_accumulation_steps 2 --micro_batches_at_once 2)
+CPU_DEFAULTS=(--device cpu --preset minimal --batch_size 4 --gradient_accumulation_steps 2)
 if [[ "$device" == cpu ]]; then defaults=("${CPU_DEFAULTS[@]}"); else defaults=("${CUDA_DEFAULTS[@]}"); fi
 
 if [[ -z "$manifest" && $resumed == auto ]]; then
     "$PYTHON" training_scripts/prepare_builtin_corpus.py --output data/builtin
-    # Chosen by measurement on the valid part (docs/LOG.md): an hour of speech is too little for larger tokens.
-    defaults+=(--run_name builtin --epochs 20 --warmup_steps 300 --tokenizer_type char --ctc_weight 0.7
+    defaults+=(--run_name builtin --epochs 20
         --train_manifest data/builtin/train.jsonl
         --valid_manifest data/builtin/valid.jsonl
         --test_manifest data/builtin/test.jsonl)

@@ -139,13 +139,13 @@ class ValidationRecord:
     attention_loss: float | None = tagged("2 loss/attention", VALIDATION)
     wer: float | None = tagged("1 error rates/WER", VALIDATION)
     cer: float | None = tagged("1 error rates/CER", VALIDATION)
-    blank_share: float | None = tagged("1 error rates/blank_frames", VALIDATION, default=None)
-    clipped_share: float | None = tagged("5 optimizer/clipped_share", default=None)
     utterances: int | None = None
     seconds: float | None = None
     hypotheses: tuple[HypothesisPair, ...] = ()
     memory: PhaseMemory | None = None
     rank_peaks_mib: tuple[float, ...] = ()
+    blank_share: float | None = tagged("1 error rates/blank_frames", VALIDATION, default=None)
+    clipped_share: float | None = tagged("5 optimizer/clipped_share", default=None)
 
 
 @dataclass(frozen=True)

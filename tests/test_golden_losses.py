@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.config import LossConfig
+from konkanivani.config import LossConfig, OptimizerConfig
 from konkanivani.training.step import StepParts, train_step
 from tests.laws.parts import MODEL, double_parts, speeches, window
 
@@ -27,10 +27,9 @@ RUNS = {
 def parts_of(run: str) -> StepParts:
     """The run's step parts, freshly initialised."""
     parts = double_parts(RUNS[run])
-    if run != "intermediate_ctc":
-        return parts
-    loss = LossConfig(intermediate_ctc_weight=0.3)
-    return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, loss=loss))
+    loss = LossConfig(ctc_weight=0.3, intermediate_ctc_weight=0.3 if run == "intermediate_ctc" else 0.0)
+    forward = dataclasses.replace(parts.forward, loss=loss)
+    return dataclasses.replace(parts, forward=forward, schedule=OptimizerConfig(warmup_steps=500))
 
 
 def losses(parts: StepParts) -> list[float]:
