@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from konkanivani.assembly import build_front_end, build_step_parts
 from konkanivani.chunks import CHUNK_FRAMES
-from konkanivani.config import ModelConfig, TrainConfig
+from konkanivani.config import DataConfig, ModelConfig, TrainConfig
 from konkanivani.data.batch import Window
 from konkanivani.losses import LossCounts
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
@@ -94,7 +94,7 @@ def test_a_minute_is_run_in_one_piece(monkeypatch):
 
 @pytest.mark.parametrize("mode", ["always", "never"])
 def test_in_chunks_too_the_traced_peak_is_the_real_steps_peak(mode):
-    config, cpu = TrainConfig(model=SMALL), torch.device("cpu")
+    config, cpu = TrainConfig(model=SMALL, data=DataConfig(micro_batches_at_once=1)), torch.device("cpu")
     spoken = [dataclasses.replace(s, waveform=s.waveform.float()) for s in speeches(4, augmented=False)]
 
     def build(front_end: FeatureExtractor) -> StepParts:

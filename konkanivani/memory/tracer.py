@@ -116,7 +116,8 @@ class StepTracer:
         """The peaks of a step over a window of real or traced tensors; its other micro-batches wait elsewhere."""
         live = LiveBytes(self.costs.rounding)
         phases = _Phases(live)
-        forward = dataclasses.replace(self._parts.forward, recompute=recompute, monitor=phases)
+        # One after another: what goes side by side is added up by the planner.
+        forward = dataclasses.replace(self._parts.forward, recompute=recompute, monitor=phases, at_once=1)
         parts = dataclasses.replace(self._parts, forward=forward)
         self._count_state(live, with_gradients=True)
         with self._mode:

@@ -7,6 +7,7 @@ FAILING_CER = 0.9
 ONLY_BLANKS = 0.995  # of the validation's frames
 FLAT_LOSS = 0.97  # of the first epoch's
 MOSTLY_CLIPPED = 0.9  # of an epoch's steps
+SHORT_RUN = 1000  # steps
 LOOKS = 1 / 3, 2 / 3  # of a run's steps: at the ends of the epochs in which these are reached
 
 
@@ -32,6 +33,14 @@ class EpochLearning:
         """Whether a third, or two thirds, of the run have passed in this epoch."""
         return any(self.first_step < share * self.total_steps <= self.last_step for share in LOOKS)
 
+    def help(self) -> str:
+        """What usually helps where next to nothing is heard right."""
+        more = "more --epochs or a smaller effective batch, since CTC begins to align after some hundred steps; "
+        return (more if self.total_steps < SHORT_RUN else "") + (
+            "--tokenizer_type char with little speech, a --ctc_weight of 0.5 or more, a smaller --preset; "
+            "inspect_data.py says whether the texts are those of the audio"
+        )
+
 
 def failures(epoch: EpochLearning) -> list[str]:
     """One line for each sign that the run does not learn, with what usually helps; none while it is too early."""
@@ -41,15 +50,12 @@ def failures(epoch: EpochLearning) -> list[str]:
     found = []
     if epoch.blank_share >= ONLY_BLANKS:
         found.append(
-            f"Only blanks are heard {done} ({100 * epoch.blank_share:.1f} % of the validation's frames). CTC begins to "
-            "align after some hundred steps: give more --epochs or a smaller effective batch, --tokenizer_type char "
-            "with little speech, a --ctc_weight of 0.5 or more; inspect_data.py says whether texts fit their audio."
+            f"Only blanks are heard {done} ({100 * epoch.blank_share:.1f} % of the validation's frames). "
+            f"What usually helps: {epoch.help()}."
         )
     elif epoch.cer >= FAILING_CER:
         found.append(
-            f"The validation's CER is still {100 * epoch.cer:.0f} % {done}. What usually helps: --tokenizer_type char "
-            "with little speech, a --ctc_weight of 0.5 or more, more --epochs, a smaller --preset; inspect_data.py "
-            "says whether the texts are those of the audio."
+            f"The validation's CER is still {100 * epoch.cer:.0f} % {done}. What usually helps: {epoch.help()}."
         )
     if epoch.loss >= FLAT_LOSS * epoch.first_loss > 0:
         found.append(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from konkanivani.assembly import build_front_end, build_step_parts
-from konkanivani.config import PRESETS, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.config import PRESETS, DataConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, same_size
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
@@ -24,7 +24,8 @@ MODELS = {"small": SMALL, "minimal": PRESETS["minimal"]}
 
 
 def config_of(model: ModelConfig, half: bool) -> TrainConfig:
-    return TrainConfig(model=model, memory=MemoryConfig(mixed_precision=half))
+    one_after_another = DataConfig(micro_batches_at_once=1)
+    return TrainConfig(model=model, data=one_after_another, memory=MemoryConfig(mixed_precision=half))
 
 
 def parts_of(config: TrainConfig, policy: RecomputePolicy, device: torch.device = CPU) -> StepParts:
