@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from konkanivani.amount import settled
 from konkanivani.budget import GIB, MIB, budget_text, peak_text
 from konkanivani.config import PRESETS, ModelConfig, TrainConfig
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
@@ -110,6 +111,7 @@ class Report:
 
 def plan_for(config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ranks = ONE_RANK) -> Report:
     """What of this configuration fits `budget` bytes, on each rank; a ResourceError where not even its state does."""
+    config = settled(config)
     costs = costs_among(costs, config.model, config.text.vocab_size, ranks)
     check_state(config, config.text.vocab_size, costs, budget)
     questions = [Question(config, costs, budget, mode) for mode in ("never", "always")]
@@ -214,6 +216,7 @@ def plan_presets(
     budgets: tuple[float, ...] = TABLE_BUDGETS,
 ) -> str:
     """A table of presets by budgets in GiB: utterances of 10 s at once, and the longest that trains, in seconds."""
+    config = settled(config)
     runs = [(dataclasses.replace(config.run, preset=name), shape) for name, shape in presets.items()]
     shaped = [dataclasses.replace(config, run=run, model=shape) for run, shape in runs]
     questions = [Question(shape, costs, 0, mode) for shape in shaped for mode in ("never", "always")]

@@ -237,6 +237,8 @@ def test_unusable_utterances_are_left_out_counted_and_listed_while_training_goes
         "1",
         "--max_rejected",
         "10%",
+        "--tokenizer_type",
+        "unigram",
     )
     done = run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -291,7 +293,8 @@ def test_a_hostile_corpus_is_trained_on_without_what_is_wrong_with_it(workers, t
         lines.append(json.dumps(row))
     content = "\n".join(lines).encode() + b'\n{"audio_filepath": "a", "duration": 1, "text": "caf\xe9"}\n'
     path.write_bytes(content)
-    flags = ("--train_manifest", str(path), "--batch_size", "4", "--gradient_accumulation_steps", "2", "--epochs", "2")
+    flags = ("--train_manifest", str(path), "--batch_size", "4", "--gradient_accumulation_steps", "2")
+    flags += ("--epochs", "2", "--tokenizer_type", "unigram")
     refused = run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path / "no"), "--num_workers", workers)
     assert refused.returncode == 3 and "of the 71 rows" in refused.stderr and "--max_rejected" in refused.stderr
     done = run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path), "--num_workers", workers, "--max_rejected", "15%")

@@ -414,7 +414,8 @@ def test_two_steps_of_training_run_on_it(prepared, tmp_path):
     done = run_trainer(
         *TINY_MODEL, *flags, "--train_manifest", str(prepared.manifest("train")),
         "--valid_manifest", str(prepared.manifest("valid")),
-        *run_folders(tmp_path), "--vocab_size", "60", *(("--audio_roots", *prepared.roots) if prepared.roots else ()),
+        *run_folders(tmp_path), "--vocab_size", "60", "--tokenizer_type", "unigram",
+        *(("--audio_roots", *prepared.roots) if prepared.roots else ()),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == 2

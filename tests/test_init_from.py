@@ -193,7 +193,7 @@ def test_a_smaller_model_is_cut_from_the_checkpoint_by_the_script_which_tells_wh
 
 
 def test_another_tokenizer_leaves_out_its_heads_and_says_so(corpus, trained, tmp_path, capsys):
-    more = ("--tokenizer_type", "char", "--init_from", str(trained / "checkpoints" / LAST))
+    more = ("--tokenizer_type", "unigram", "--init_from", str(trained / "checkpoints" / LAST))
     build_run(resolve_start([*flags(corpus, tmp_path), *more]))
     assert "left out (begin anew): 5 tensors: ctc_head.weight" in capsys.readouterr().out
 

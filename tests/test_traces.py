@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from konkanivani import run_plan
+from konkanivani.amount import settled
 from konkanivani.budget import MIB
 from konkanivani.config import ModelConfig, TrainConfig
 from konkanivani.memory.devices import cpu_costs, cuda_costs
@@ -118,7 +119,7 @@ def test_a_second_fresh_run_plans_without_a_trace(corpus, tmp_path, monkeypatch)
 
 def test_a_second_question_to_the_planner_is_answered_without_a_trace(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    config = TrainConfig(model=SMALL)
+    config = settled(TrainConfig(model=SMALL))
     question = Question(config, cpu_costs(), 312 * MIB, "always")
     first = _answer(question), _validation_peak(question)
 

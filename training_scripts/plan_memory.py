@@ -15,7 +15,6 @@ import dataclasses
 import sys
 from dataclasses import dataclass, field
 
-from konkanivani.amount import settled
 from konkanivani.budget import parse_budget
 from konkanivani.command_line import read_flags, run_script
 from konkanivani.config import PRESETS, TrainConfig
@@ -52,8 +51,7 @@ def read_plan_flags(arguments: list[str]) -> Flags:
     """The command line; a preset's shape stands where a single flag does not override it."""
     first = read_flags(Flags, arguments, Flags(), shown=OwnFlags)
     train = dataclasses.replace(TrainConfig(), model=PRESETS[first.train.run.preset])
-    flags = read_flags(Flags, arguments, Flags(train=train))
-    return dataclasses.replace(flags, train=settled(flags.train))  # of no certain amount of speech
+    return read_flags(Flags, arguments, Flags(train=train))
 
 
 def plan(flags: Flags) -> str:

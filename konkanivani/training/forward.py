@@ -79,8 +79,9 @@ class ForwardPass:
 
     def cut(self, micro_batches: tuple[Batch, ...]) -> Cut:
         """These micro-batches run as this forward pass runs them."""
-        in_order = in_lanes_order(micro_batches, self.at_once)
-        return Cut(in_order, self.recompute == RecomputePolicy("always"), self.chunk_frames, self.at_once)
+        at_once = max(1, min(self.at_once, len(micro_batches)))  # one alone has nothing to wait for
+        in_order = in_lanes_order(micro_batches, at_once)
+        return Cut(in_order, self.recompute == RecomputePolicy("always"), self.chunk_frames, at_once)
 
     def run_as(self, cut: Cut) -> "ForwardPass":
         """The same forward pass with as much recomputed and in as small chunks as the cut says."""

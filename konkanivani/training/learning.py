@@ -8,6 +8,7 @@ ONLY_BLANKS = 0.995  # of the validation's frames
 FLAT_LOSS = 0.97  # of the first epoch's
 MOSTLY_CLIPPED = 0.9  # of an epoch's steps
 SHORT_RUN = 1000  # steps
+CLIPPED_AT_FIRST = 1000  # steps: until then most gradients of a run that learns well are clipped too (docs/LOG.md)
 LOOKS = 1 / 3, 2 / 3  # of a run's steps: at the ends of the epochs in which these are reached
 
 
@@ -63,7 +64,7 @@ def failures(epoch: EpochLearning) -> list[str]:
             "epoch. What usually helps: a --learning_rate of a third, more --warmup_steps; inspect_data.py says "
             "whether the texts are those of the audio."
         )
-    if epoch.clipped_share > MOSTLY_CLIPPED:
+    if epoch.clipped_share > MOSTLY_CLIPPED and epoch.last_step >= CLIPPED_AT_FIRST:
         found.append(
             f"{100 * epoch.clipped_share:.0f} % of the epoch's gradients were clipped {done}: their length says "
             "nothing any more. Give a higher --max_grad_norm, or a lower --learning_rate where the loss jumps."

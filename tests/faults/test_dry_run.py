@@ -70,7 +70,7 @@ def test_the_script_tells_every_stage_and_leaves_nothing(corpus, tmp_path):
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "mine.txt").write_text("mine")
     before = files_of(tmp_path)
-    given = flags(corpus, tmp_path / "here" / "deep" / "er", "--dry_run", "--num_workers", "2")
+    given = flags(corpus, tmp_path / "here" / "deep" / "er", "--dry_run", "--num_workers", "2", "--epochs", "20")
     done = subprocess.run(script_command(TRAINER, *given), capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert stages_of(done.stdout) == [*STAGES, "removed"]
@@ -85,7 +85,7 @@ def test_the_script_tells_every_stage_and_leaves_nothing(corpus, tmp_path):
 @pytest.mark.parametrize(
     "more",
     [
-        ("--batch_size", "auto", "--memory_budget", "480MiB", "--gradient_checkpointing", "auto"),
+        ("--batch_size", "auto", "--memory_budget", "480MiB", "--gradient_checkpointing", "auto", "--epochs", "20"),
         ("--mixed_precision", "--fresh", "--max_steps", "1", "--epochs", "1", "--early_stop_epochs", "1"),
     ],
     ids=["planned", "half precision"],

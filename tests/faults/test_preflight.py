@@ -163,11 +163,14 @@ def test_the_size_of_the_minimal_preset_is_known_to_three_in_a_hundred(tmp_path)
 
 
 def test_the_disk_must_hold_every_checkpoint_that_there_will_be_at_once(tmp_path, monkeypatch):
-    run = RunConfig(checkpoint_dir=str(tmp_path / "checkpoints"), log_dir=str(tmp_path / "runs"), keep_checkpoints=5)
+    folders = {"checkpoint_dir": str(tmp_path / "checkpoints"), "log_dir": str(tmp_path / "runs")}
+    run = RunConfig(**folders, keep_checkpoints=5, epochs=20)
     config = TrainConfig(run=run, model=PRESETS["minimal"])
     assert most_checkpoints(run) == 5 + 4 and most_checkpoints(RunConfig(epochs=1)) == 1 + 4
     (room,) = check_disk(config, 1000)
     assert room.needed == 9 * checkpoint_bytes(config.model, 1000) + 20 * 2**20
+    undecided = dataclasses.replace(config, run=dataclasses.replace(run, epochs="auto"))
+    assert check_disk(undecided, 1000)[0].needed == room.needed + 40 * 2**20  # as for the most that there may be
     monkeypatch.setattr(disk, "free_bytes", lambda folder: room.needed)
     check_disk(config, 1000)
     monkeypatch.setattr(disk, "free_bytes", lambda folder: room.needed - 1)
@@ -178,7 +181,7 @@ def test_the_disk_must_hold_every_checkpoint_that_there_will_be_at_once(tmp_path
 
 
 def test_each_file_system_must_hold_what_is_written_to_it(tmp_path, monkeypatch):
-    run = RunConfig(checkpoint_dir=str(tmp_path / "checkpoints"), log_dir=str(tmp_path / "runs"))
+    run = RunConfig(checkpoint_dir=str(tmp_path / "checkpoints"), log_dir=str(tmp_path / "runs"), epochs=20)
     config = TrainConfig(run=run, model=PRESETS["minimal"])
     (together,) = check_disk(config, 1000)
     monkeypatch.setattr(disk, "nearest_folder", lambda path: Path("/proc" if path.name == "runs" else tmp_path))
@@ -194,7 +197,7 @@ def test_each_file_system_must_hold_what_is_written_to_it(tmp_path, monkeypatch)
 def test_a_dry_resume_needs_room_for_its_own_files_however_much_the_run_holds(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    run = RunConfig(checkpoint_dir=str(folder), log_dir=str(tmp_path / "runs"), resume="auto")
+    run = RunConfig(checkpoint_dir=str(folder), log_dir=str(tmp_path / "runs"), resume="auto", epochs=20)
     config = TrainConfig(run=run, model=PRESETS["minimal"])
     with open(folder / "checkpoint_last.pt", "wb") as file:
         file.truncate(2**40)

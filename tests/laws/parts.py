@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from konkanivani.assembly import build_front_end, build_step_parts
-from konkanivani.config import AugmentConfig, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.config import AugmentConfig, DataConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, same_size
 from konkanivani.distributed import ALONE, Topology
@@ -31,8 +31,10 @@ def double_parts(
     topology: Topology = ALONE,
     sharded: bool = False,
 ) -> StepParts:
-    """Step parts in float64 on the CPU; SpecAugment as in training."""
-    config = TrainConfig(model=model, memory=MemoryConfig(gradient_checkpointing=recompute), augment=AugmentConfig())
+    """Step parts in float64 on the CPU, micro-batches one after another; SpecAugment as in training."""
+    one_after_another = DataConfig(micro_batches_at_once=1)
+    memory = MemoryConfig(gradient_checkpointing=recompute)
+    config = TrainConfig(model=model, data=one_after_another, memory=memory, augment=AugmentConfig())
     torch.set_default_dtype(torch.float64)
     try:
         cpu = torch.device("cpu")

@@ -119,5 +119,7 @@ def _output_of(command: list[str], order: Order) -> list[str]:
     with open(order.place / "errors.txt", "w", encoding="utf-8") as errors:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
     if done.returncode:
-        raise DataError(f"The command above ended with exit code {done.returncode}. {errors.name} has what it said.")
+        raise DataError(
+            f"It ended with exit code {done.returncode}; {errors.name} says why. Run the command above by itself."
+        )
     return done.stdout.splitlines()

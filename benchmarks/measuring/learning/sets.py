@@ -72,7 +72,8 @@ class Sources:
         command = [sys.executable, str(SCRIPTS / "prepare_builtin_corpus.py"), "--output", str(made), *more]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise DataError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip().splitlines()[-1]}")
+            said = done.stderr.strip().splitlines()[-1]
+            raise DataError(f"The set {name} cannot be spoken: {said} Run {' '.join(command)} by itself.")
 
     def _leave_out(self, speaker: str, made: Path) -> None:
         rows = self.read_voices()
