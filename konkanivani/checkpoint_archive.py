@@ -85,6 +85,8 @@ def _check_records(records: list[zipfile.ZipInfo]) -> None:
             raise ValueError(f"its record {record.orig_filename!r:.80} is none of torch.save's, or there twice")
         if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
             raise ValueError(f"its record {name} is compressed")
+        if record.external_attr:  # one bit makes it a folder, and torch leaves its tensor as the memory was
+            raise ValueError(f"its record {name} has attributes, which torch.save never gives")
         if name == "data.pkl" and record.file_size > MOST_PICKLE_BYTES:
             raise ValueError(f"its data.pkl has more than {MOST_PICKLE_BYTES} bytes")
         folders.add(folder)
