@@ -1,7 +1,4 @@
-"""What the amount of speech decides where a person has not: tokens, losses, epochs. No torch here.
-
-Chosen on real voices and spoken text, each voice left out in turn (docs/LOG.md).
-"""
+"""What the amount of speech decides where a person has not: tokens, losses, epochs. No torch here."""
 
 import dataclasses
 

@@ -7,7 +7,7 @@ import torch
 from konkanivani.amount import settled
 from konkanivani.audio import MEL_BINS
 from konkanivani.augment import FrontEnd
-from konkanivani.config import TrainConfig
+from konkanivani.config import AUTO, TrainConfig
 from konkanivani.distributed import ALONE, Topology
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
@@ -60,7 +60,7 @@ def at_once_of(config: TrainConfig, device: torch.device, is_sharded: bool) -> i
     if device.type != "cpu" or is_sharded:
         return 1
     asked = config.data.micro_batches_at_once
-    return min(LANES if asked == "auto" else asked, torch.get_num_threads())
+    return min(LANES if asked == AUTO else asked, torch.get_num_threads())
 
 
 def build_step_parts(

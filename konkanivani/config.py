@@ -129,7 +129,7 @@ class LossConfig:
     ctc_weight: float | Literal["auto"] = "auto"
     """Share of the CTC loss; the rest is the attention loss (auto: 0.7 for less than ten hours of speech, else 0.3)."""
     intermediate_ctc_weight: float = 0.0
-    """Share of the CTC loss that is asked of the encoder's middle block, for the same head; about 0.3 helps."""
+    """Share of the CTC loss that is asked of the encoder's middle block, for the same head."""
     label_smoothing: float = 0.1
     """Label smoothing of the attention loss."""
 

@@ -15,7 +15,7 @@ import torch
 
 from konkanivani.amount import settled
 from konkanivani.budget import GIB, MIB, budget_text, peak_text
-from konkanivani.config import PRESETS, ModelConfig, TrainConfig
+from konkanivani.config import AUTO, PRESETS, ModelConfig, TrainConfig
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.plan import BucketPlan
@@ -152,7 +152,7 @@ class Question:
         if path := self._traces_path():
             traces.read(path)
         asked = self.config.data.micro_batches_at_once
-        at_once = 1 if self.costs.is_cuda or asked == "auto" else asked  # auto: side by side only where there is room
+        at_once = 1 if self.costs.is_cuda or asked == AUTO else asked  # auto: side by side only where there is room
         return Planner(traces, self.budget, TOKENS_PER_SECOND[self.config.text.tokenizer_type], at_once)
 
     def keep(self, traces: Traces) -> None:
@@ -261,7 +261,7 @@ def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int) -> str
     words = ["--preset", config.run.preset, "--memory_budget", budget_text(budget)]
     words += ["--batch_size", "auto", "--effective_batch_size", str(config.window_size)]
     words += ["--gradient_checkpointing", "auto", "--max_duration", f"{longest:g}"]
-    if config.data.micro_batches_at_once != "auto":
+    if config.data.micro_batches_at_once != AUTO:
         words += ["--micro_batches_at_once", str(config.data.micro_batches_at_once)]
     return " ".join(words + (["--mixed_precision"] if config.memory.mixed_precision else []))
 

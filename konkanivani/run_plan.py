@@ -13,7 +13,7 @@ import torch
 from konkanivani.assembly import at_once_of, build_front_end, build_step_parts, memory_conditions
 from konkanivani.audio import MEL_BINS
 from konkanivani.budget import MIB, budget_text, parse_budget, peak_text
-from konkanivani.config import PRESETS, ModelConfig, TextConfig, TrainConfig
+from konkanivani.config import AUTO, PRESETS, ModelConfig, TextConfig, TrainConfig
 from konkanivani.data.utterance import Utterance
 from konkanivani.digests import digest_of_code
 from konkanivani.distributed import BUCKET_BYTES
@@ -93,7 +93,7 @@ def resolve_plan(
     at_once = at_once_of(config, device, ranks.sharded)
     if at_once > 1:
         side_by_side = _plan_buckets(config, Planner(traces, budget, rate, at_once), conditions, train, validation)
-        if _has_room(side_by_side, plan, is_asked_for=config.data.micro_batches_at_once != "auto"):
+        if _has_room(side_by_side, plan, is_asked_for=config.data.micro_batches_at_once != AUTO):
             plan = side_by_side
     if path:
         traces.write(path)

@@ -35,9 +35,14 @@ def flips(whole: bytes, count: int, seed: int) -> Iterator[Damage]:
     """The file with one bit flipped, at so many places of it, evenly drawn and never the same."""
     draw = random.Random(seed)
     for place in draw.sample(range(8 * len(whole)), count):
-        flipped = bytearray(whole)
-        flipped[place // 8] ^= 1 << place % 8
-        yield Damage(f"bit {place} flipped", bytes(flipped))
+        yield flip(whole, place)
+
+
+def flip(whole: bytes, place: int) -> Damage:
+    """The file with the bit at this place flipped."""
+    flipped = bytearray(whole)
+    flipped[place // 8] ^= 1 << place % 8
+    return Damage(f"bit {place} flipped", bytes(flipped))
 
 
 def same(one: Checkpoint, other: Checkpoint) -> bool:

@@ -10,7 +10,7 @@ from konkanivani import checkpoint, checkpointer
 from konkanivani.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.checkpointer import BEST, LAST, PREVIOUS, Checkpointer
 from konkanivani.errors import CheckpointError, ResourceError
-from tests.faults.lying import Damage, flips, refuses_where_all_are_bad, same, truncations, try_damages
+from tests.faults.lying import flip, flips, refuses_where_all_are_bad, same, truncations, try_damages
 
 FLIPS = 60  # benchmarks/faults.py --parts files --full: 1,000
 
@@ -39,14 +39,7 @@ def test_every_bit_of_the_list_of_records_flipped_is_detected_or_harmless(tmp_pa
     content = (tmp_path / "run" / LAST).read_bytes()
     ends = content.index(b"PK\x01\x02")  # the list of records, behind the last of them
     assert len(content) - ends < 2000
-    damages = (
-        Damage(
-            f"bit {bit} of byte {place} flipped",
-            content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :],
-        )
-        for place in range(ends, len(content))
-        for bit in range(8)
-    )
+    damages = (flip(content, place) for place in range(8 * ends, 8 * len(content)))
     found = try_damages(tmp_path / "run", damages, tmp_path / "work")
     assert set(found) == {"detected", "harmless"}, found
 
