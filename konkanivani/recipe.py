@@ -211,7 +211,7 @@ def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner
             f"The training data or its order has changed since the checkpoint: epoch {state.epoch + 1} begins again.",
             flush=True,
         )
-        state.window = 0
+        state.begin_epoch()
 
 
 def _take_weights(initial: Checkpoint, stateful: Stateful, whole: KonkaniVaniASR, tokenizer: Tokenizer) -> None:

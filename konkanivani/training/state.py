@@ -60,6 +60,11 @@ class TrainState:
             self.step += 1
             self.consecutive_skips = 0
 
+    def begin_epoch(self) -> None:
+        """Puts the cursor before the epoch's first window, and counts nothing of it yet."""
+        self.window = 0
+        self.epoch_steps, self.epoch_clipped, self.epoch_loss = 0, 0, 0.0
+
     def add_up(self, loss: float, is_clipped: bool) -> None:
         """Counts what the update of the epoch's latest step was made of."""
         self.epoch_steps += 1
@@ -84,7 +89,7 @@ class TrainState:
         """Counts a validated epoch; whether its score is the best so far."""
         self.epochs_finished = self.epoch
         self.first_loss = self.first_loss or self.epoch_loss / max(1, self.epoch_steps)
-        self.epoch_steps, self.epoch_clipped, self.epoch_loss = 0, 0, 0.0
+        self.begin_epoch()
         is_best = score < self.best_score
         self.best_score = min(score, self.best_score)
         self.epochs_without_improvement = 0 if is_best else self.epochs_without_improvement + 1
