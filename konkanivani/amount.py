@@ -5,7 +5,7 @@ import dataclasses
 from konkanivani.config import AUTO, TrainConfig
 from konkanivani.settings import settings_of, with_setting
 
-DECIDED = ("tokenizer_type", "ctc_weight", "epochs")
+DECIDED = ("tokenizer_type", "ctc_weight", "epochs", "speed_perturbation")
 MUCH_SPEECH = float("inf")
 LITTLE_HOURS = 10.0  # with less, subwords are too rare to be learnt, and attention alone aligns too late
 HOURS_HEARD = 30.0  # of speech in all epochs together, where that is between the two bounds
@@ -18,6 +18,7 @@ def settled(config: TrainConfig, hours: float = MUCH_SPEECH) -> TrainConfig:
     chosen = {
         "tokenizer_type": "char" if is_little else "unigram",
         "ctc_weight": 0.7 if is_little else 0.3,
+        "speed_perturbation": (1.0,) if is_little else (0.9, 1.0, 1.1),
         "epochs": round(min(MOST_EPOCHS, max(FEWEST_EPOCHS, HOURS_HEARD / max(hours, 1e-9)))),
     }
     for setting in settings_of(config):
@@ -29,7 +30,12 @@ def settled(config: TrainConfig, hours: float = MUCH_SPEECH) -> TrainConfig:
 def decisions(asked: TrainConfig, config: TrainConfig) -> str:
     """What has been decided, as flags; empty where all was said."""
     pairs = zip(settings_of(asked), settings_of(config), strict=True)
-    return " ".join(f"--{new.name} {new.value}" for old, new in pairs if old.value == AUTO != new.value)
+    decided = [new for old, new in pairs if old.value == AUTO != new.value]
+    return " ".join(f"--{new.name} {_as_typed(new.value)}" for new in decided)
+
+
+def _as_typed(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def as_stored(config: TrainConfig, stored: TrainConfig, names: tuple[str, ...] = DECIDED) -> TrainConfig:

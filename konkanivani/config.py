@@ -98,8 +98,8 @@ class TextConfig:
 class AugmentConfig:
     """What is done to training speech, drawn per (seed, epoch, utterance)."""
 
-    speed_perturbation: tuple[float, ...] = (0.9, 1.0, 1.1)
-    """Playing speeds to choose from."""
+    speed_perturbation: tuple[float, ...] | Literal["auto"] = "auto"
+    """Playing speeds to choose from (auto: 1 for less than ten hours of speech, else 0.9, 1 and 1.1)."""
     rir_manifest: str | None = None
     """JSONL manifest of room impulse responses, to make speech sound as in a room: audio_filepath, duration."""
     rir_share: float = 0.3

@@ -2,7 +2,8 @@
 
 import ast
 import dataclasses
-from typing import Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from konkanivani.amount import as_stored
 from konkanivani.command_line import read_flags
@@ -135,14 +136,15 @@ def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
 def _has_type(setting: Setting) -> bool:
     """Whether a stored value has the kind that its field declares."""
     declared = get_type_hints(type(getattr(TrainConfig(), setting.group)))[setting.name]
-    if get_origin(declared) is Literal:
-        return setting.value in get_args(declared)
-    if get_origin(declared) is tuple:
-        kinds = (str,) if get_args(declared)[0] is str else (int, float)
-        return isinstance(setting.value, tuple) and all(isinstance(value, kinds) for value in setting.value)
-    if any(get_origin(kind) is Literal and setting.value in get_args(kind) for kind in get_args(declared)):
-        return True
-    kinds = tuple(kind for kind in get_args(declared) if isinstance(kind, type)) or (declared,)
-    if isinstance(setting.value, bool):
-        return bool in kinds
-    return isinstance(setting.value, kinds) or (float in kinds and isinstance(setting.value, int))
+    kinds = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
+    return any(_is_of(setting.value, kind) for kind in kinds)
+
+
+def _is_of(value: object, kind: object) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_is_of(item, get_args(kind)[0]) for item in value)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, kind) or (kind is float and isinstance(value, int))

@@ -117,7 +117,7 @@ def _augment_rules(augment: AugmentConfig) -> list[Rule]:
     speeds = augment.speed_perturbation
     return [
         Rule(
-            len(speeds) > 0 and all(0.5 <= speed <= 2 for speed in speeds),
+            speeds == AUTO or (len(speeds) > 0 and all(0.5 <= speed <= 2 for speed in speeds)),
             "--speed_perturbation takes speeds between 0.5 and 2",
         ),
         Rule(

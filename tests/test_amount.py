@@ -5,24 +5,36 @@ import dataclasses
 import pytest
 
 from konkanivani.amount import as_stored, decisions, settled
-from konkanivani.config import AUTO, LossConfig, OptimizerConfig, RunConfig, TextConfig, TrainConfig
+from konkanivani.config import AUTO, PRESETS, AugmentConfig, LossConfig, OptimizerConfig, RunConfig, TextConfig, TrainConfig
 from konkanivani.flags import config_from_text, config_to_text, parse_flags
 from konkanivani.optimizer import learning_rate, warmup_of
 
 
 @pytest.mark.parametrize(
-    ("hours", "tokens", "ctc_weight", "epochs"),
-    [(0.0, "char", 0.7, 60), (0.6, "char", 0.7, 50), (9.9, "char", 0.7, 20), (10.0, "unigram", 0.3, 20)],
+    ("hours", "tokens", "ctc_weight", "epochs", "speeds"),
+    [
+        (0.0, "char", 0.7, 60, "1.0"),
+        (0.6, "char", 0.7, 50, "1.0"),
+        (9.9, "char", 0.7, 20, "1.0"),
+        (10.0, "unigram", 0.3, 20, "0.9 1.0 1.1"),
+    ],
 )
-def test_the_amount_of_speech_decides_what_nobody_has_said(hours, tokens, ctc_weight, epochs):
+def test_the_amount_of_speech_decides_what_nobody_has_said(hours, tokens, ctc_weight, epochs, speeds):
     config = settled(TrainConfig(), hours)
     assert (config.text.tokenizer_type, config.loss.ctc_weight, config.run.epochs) == (tokens, ctc_weight, epochs)
     said = decisions(TrainConfig(), config)
-    assert said == f"--epochs {epochs} --tokenizer_type {tokens} --ctc_weight {ctc_weight}"
+    words = f"--epochs {epochs} --tokenizer_type {tokens} --speed_perturbation {speeds} --ctc_weight {ctc_weight}"
+    assert said == words
+    assert parse_flags(words.split()) == dataclasses.replace(config, model=PRESETS["original"])
 
 
 def test_what_is_said_stays_and_is_not_told():
-    asked = TrainConfig(text=TextConfig("bpe"), loss=LossConfig(ctc_weight=0.5), run=RunConfig(epochs=3))
+    asked = TrainConfig(
+        text=TextConfig("bpe"),
+        augment=AugmentConfig(speed_perturbation=(0.8, 1.2)),
+        loss=LossConfig(ctc_weight=0.5),
+        run=RunConfig(epochs=3),
+    )
     assert settled(asked, 0.5) == asked and decisions(asked, asked) == ""
     one = dataclasses.replace(asked, run=RunConfig())
     assert decisions(one, settled(one, 0.5)) == "--epochs 60"
