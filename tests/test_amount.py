@@ -5,7 +5,16 @@ import dataclasses
 import pytest
 
 from konkanivani.amount import as_stored, decisions, settled
-from konkanivani.config import AUTO, PRESETS, AugmentConfig, LossConfig, OptimizerConfig, RunConfig, TextConfig, TrainConfig
+from konkanivani.config import (
+    AUTO,
+    PRESETS,
+    AugmentConfig,
+    LossConfig,
+    OptimizerConfig,
+    RunConfig,
+    TextConfig,
+    TrainConfig,
+)
 from konkanivani.flags import config_from_text, config_to_text, parse_flags
 from konkanivani.optimizer import learning_rate, warmup_of
 
