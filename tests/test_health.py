@@ -15,6 +15,7 @@ import pytest
 import soundfile
 import torch
 
+from konkanivani.amount import settled
 from konkanivani.audio_file import AudioSource, read_samples
 from konkanivani.charts import draw_histogram
 from konkanivani.config import DataConfig, TextConfig, TrainConfig
@@ -51,7 +52,7 @@ SCRIPT = "training_scripts/inspect_data.py"
 RATE = 16_000
 SENTENCES = ("एक दोन", "तीन चार", "पांच उदक", "घर शाळा", "बाजार आवय", "दोन घर", "उदक आवय", "शाळा एक")
 WORDS = ("नदी", "रान", "गाव", "पान", "मीन", "दार", "तार", "वाट", "काम", "मान", "लोक", "वीज", "पाय", "हात")
-CONFIG = TrainConfig(text=TextConfig(tokenizer_type="char"))
+CONFIG = settled(TrainConfig(text=TextConfig(tokenizer_type="char")))
 
 # Histograms
 
