@@ -1,25 +1,53 @@
-"""What the amount of speech decides where a person has not: tokens, losses, epochs. No torch here."""
+"""What the amount of speech decides where a person has not: tokens, losses, epochs, windows. No torch here."""
 
 import dataclasses
+from dataclasses import dataclass
 
-from konkanivani.config import AUTO, TrainConfig
+from konkanivani.config import AUTO, DEFAULT_EFFECTIVE_BATCH_SIZE, DataConfig, TrainConfig
 from konkanivani.settings import settings_of, with_setting
 
-DECIDED = ("tokenizer_type", "ctc_weight", "epochs", "speed_perturbation")
-MUCH_SPEECH = float("inf")
+DECIDED = ("tokenizer_type", "ctc_weight", "epochs", "speed_perturbation", "gradient_accumulation_steps")
 LITTLE_HOURS = 10.0  # with less, subwords are too rare to be learnt, and attention alone aligns too late
 HOURS_HEARD = 30.0  # of speech in all epochs together, where that is between the two bounds
 FEWEST_EPOCHS, MOST_EPOCHS = 20, 60
+WINDOW_SECONDS = 20.0  # of little speech in a step: twice the steps of half the speech learn more in as many epochs
+FEWEST_IN_A_WINDOW = 2
 
 
-def settled(config: TrainConfig, hours: float = MUCH_SPEECH) -> TrainConfig:
-    """The configuration with every "auto" that the hours of speech to train on decide."""
-    is_little = hours < LITTLE_HOURS
+@dataclass(frozen=True)
+class Amount:
+    """How much speech there is to train on; `ranks` are to share each step's."""
+
+    hours: float
+    utterances: int
+    ranks: int = 1
+
+    @property
+    def is_little(self) -> bool:
+        """Whether there is too little for what suits most corpora."""
+        return self.hours < LITTLE_HOURS
+
+    @property
+    def window_size(self) -> int:
+        """Utterances in one optimizer step."""
+        if not self.is_little:
+            return DEFAULT_EFFECTIVE_BATCH_SIZE
+        seconds_each = 3600 * self.hours / max(1, self.utterances)
+        wanted = round(min(DEFAULT_EFFECTIVE_BATCH_SIZE, WINDOW_SECONDS / max(seconds_each, 1e-9)))
+        return max(FEWEST_IN_A_WINDOW, self.ranks, wanted)
+
+
+MUCH_SPEECH = Amount(float("inf"), 0)
+
+
+def settled(config: TrainConfig, amount: Amount = MUCH_SPEECH) -> TrainConfig:
+    """The configuration with every "auto" that the amount of speech to train on decides."""
+    config = dataclasses.replace(config, data=_with_window(config.data, amount.window_size))
     chosen = {
-        "tokenizer_type": "char" if is_little else "unigram",
-        "ctc_weight": 0.7 if is_little else 0.3,
-        "speed_perturbation": (1.0,) if is_little else (0.9, 1.0, 1.1),
-        "epochs": round(min(MOST_EPOCHS, max(FEWEST_EPOCHS, HOURS_HEARD / max(hours, 1e-9)))),
+        "tokenizer_type": "char" if amount.is_little else "unigram",
+        "ctc_weight": 0.7 if amount.is_little else 0.3,
+        "speed_perturbation": (1.0,) if amount.is_little else (0.9, 1.0, 1.1),
+        "epochs": round(min(MOST_EPOCHS, max(FEWEST_EPOCHS, HOURS_HEARD / max(amount.hours, 1e-9)))),
     }
     for setting in settings_of(config):
         if setting.name in chosen and setting.value == AUTO:
@@ -27,10 +55,19 @@ def settled(config: TrainConfig, hours: float = MUCH_SPEECH) -> TrainConfig:
     return config
 
 
+def _with_window(data: DataConfig, utterances: int) -> DataConfig:
+    """With a window of at least so many utterances where none has been asked for."""
+    if data.batch_size == AUTO:
+        return dataclasses.replace(data, effective_batch_size=data.effective_batch_size or utterances)
+    if data.gradient_accumulation_steps == AUTO:
+        return dataclasses.replace(data, gradient_accumulation_steps=-(-utterances // data.batch_size))
+    return data
+
+
 def decisions(asked: TrainConfig, config: TrainConfig) -> str:
     """What has been decided, as flags; empty where all was said."""
     pairs = zip(settings_of(asked), settings_of(config), strict=True)
-    decided = [new for old, new in pairs if old.value == AUTO != new.value]
+    decided = [new for old, new in pairs if old.value != new.value]
     return " ".join(f"--{new.name} {_as_typed(new.value)}" for new in decided)
 
 

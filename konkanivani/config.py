@@ -55,10 +55,12 @@ class DataConfig:
     """How the test manifest is scored a second time, with a beam of 10; greedy: no second time."""
     batch_size: int | Literal["auto"] = 2
     """Utterances in one micro-batch; auto: by their length, as many as --memory_budget (or what is free) allows."""
-    gradient_accumulation_steps: int = 4
-    """Micro-batches in one optimizer step; the effective batch is the product."""
+    gradient_accumulation_steps: int | Literal["auto"] = "auto"
+    """Micro-batches in one optimizer step; the effective batch is the product (auto: as many as make 8 utterances, with
+    less than ten hours of speech 20 seconds where that is less)."""
     effective_batch_size: int | None = None
-    """Utterances in one optimizer step, with --batch_size auto (None: 8)."""
+    """Utterances in one optimizer step, with --batch_size auto (None: as many as with --gradient_accumulation_steps
+    auto)."""
     micro_batches_at_once: int | Literal["auto"] = "auto"
     """On a CPU, run so many micro-batches side by side, each on its share of the cores: less time, more memory (auto: 2
     where there are two threads and, with a memory plan, room)."""
@@ -250,9 +252,12 @@ class TrainConfig:
     @property
     def window_size(self) -> int:
         """Utterances in one optimizer step."""
-        if self.data.batch_size == "auto":
-            return self.data.effective_batch_size or DEFAULT_EFFECTIVE_BATCH_SIZE
-        return self.data.batch_size * self.data.gradient_accumulation_steps
+        data = self.data
+        if data.batch_size == AUTO:
+            return data.effective_batch_size or DEFAULT_EFFECTIVE_BATCH_SIZE
+        if data.gradient_accumulation_steps == AUTO:
+            return data.batch_size * -(-DEFAULT_EFFECTIVE_BATCH_SIZE // max(1, data.batch_size))
+        return data.batch_size * data.gradient_accumulation_steps
 
     @property
     def is_planned(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from konkanivani.amount import as_stored
 from konkanivani.command_line import read_flags
-from konkanivani.config import PRESETS, AugmentConfig, TrainConfig
+from konkanivani.config import AUTO, PRESETS, AugmentConfig, TrainConfig
 from konkanivani.errors import CheckpointError, UsageError
 from konkanivani.problems import Problems
 from konkanivani.rules import check_config
@@ -92,22 +92,27 @@ def is_given(name: str, arguments: list[str]) -> bool:
 def _settle_effective_batch(config: TrainConfig, arguments: list[str], stored: TrainConfig | None) -> TrainConfig:
     """The configuration with one word only on the utterances of a step; a UsageError where two contradict."""
     data, effective = config.data, config.data.effective_batch_size
-    if data.batch_size == "auto":
-        if is_given("gradient_accumulation_steps", arguments):
+    names = ("batch_size", "gradient_accumulation_steps", "effective_batch_size")
+    is_cut, is_accumulated, is_said = (is_given(name, arguments) for name in names)
+    if data.batch_size == AUTO:
+        if is_accumulated:
             raise UsageError(
                 "--batch_size auto chooses the micro-batches itself, so --gradient_accumulation_steps contradicts it: "
                 "give --effective_batch_size, the utterances in one optimizer step, instead."
             )
-        if stored and not is_given("effective_batch_size", arguments):
-            effective = stored.window_size
-    else:
-        if is_given("effective_batch_size", arguments) and effective != config.window_size:
-            raise UsageError(
-                f"--effective_batch_size {effective} contradicts --batch_size x --gradient_accumulation_steps, "
-                f"{config.window_size}: leave it out, or give --batch_size auto."
-            )
-        effective = None
-    return dataclasses.replace(config, data=dataclasses.replace(data, effective_batch_size=effective))
+        wanted = stored.window_size if stored and not is_said else effective
+        return dataclasses.replace(config, data=dataclasses.replace(data, effective_batch_size=wanted))
+    wanted = effective if is_said else stored.window_size if stored and is_cut else None
+    if wanted and not is_accumulated:
+        steps = max(1, wanted // max(1, data.batch_size))
+        data = dataclasses.replace(data, gradient_accumulation_steps=steps)
+    config = dataclasses.replace(config, data=dataclasses.replace(data, effective_batch_size=None))
+    if is_said and effective != config.window_size:
+        raise UsageError(
+            f"--effective_batch_size {effective} contradicts --batch_size x --gradient_accumulation_steps, "
+            f"{config.window_size}: leave it out, or give --batch_size auto."
+        )
+    return config
 
 
 def check_idle_flags(augment: AugmentConfig, arguments: list[str]) -> None:

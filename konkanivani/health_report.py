@@ -11,7 +11,7 @@ from konkanivani.data.findings import Diagnosis, find_all, reach_verdict
 from konkanivani.data.health import Part, Question, judge_corpus
 from konkanivani.data.manifest import Manifest, read_manifest
 from konkanivani.errors import KonkaniVaniError
-from konkanivani.run_speech import hours_of, no_text, texts_of
+from konkanivani.run_speech import amount_of, no_text, texts_of
 from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
 
 
@@ -23,7 +23,7 @@ def diagnose(manifests: tuple[str, ...], config: TrainConfig, audio_utterances: 
             manifest = read_manifest(path, config.data.audio_roots)
             parts.append(Part(path, number == 0, manifest, len(manifest), manifest.broken))
             if number == 0 and len(manifest):  # where all rows are broken, that is what there is to say
-                config = settled(config, hours_of(manifest))
+                config = settled(config, amount_of(manifest))
                 tokenizer = build_tokenizer(manifest, config)
         except KonkaniVaniError as error:
             refusals.append(str(error))

@@ -91,7 +91,7 @@ def _model_rules(model: ModelConfig) -> list[Rule]:
 def _data_rules(data: DataConfig) -> list[Rule]:
     return [
         Rule(
-            min(data.gradient_accumulation_steps, 1 if data.batch_size == "auto" else data.batch_size) > 0,
+            all(number == AUTO or number > 0 for number in (data.batch_size, data.gradient_accumulation_steps)),
             "--batch_size and --gradient_accumulation_steps must be at least 1",
         ),
         Rule(

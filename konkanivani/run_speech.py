@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from konkanivani.amount import as_stored, decisions, settled
+from konkanivani.amount import Amount, as_stored, decisions, settled
 from konkanivani.command_line import parse_share, say
 from konkanivani.config import TrainConfig
 from konkanivani.data.batching import choose_subset, plan_evaluation
@@ -94,7 +94,7 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
                 rejections.begin(manifest)
     problems.raise_all()
     warn_of_shared(corpus, valid, test)
-    start = settle(start, hours_of(train))
+    start = settle(start, amount_of(train))
     config = start.config
     tokenizer = from_first(start.topology, lambda: choose_tokenizer(start, train))
     check_spelling(start, corpus, tokenizer, normalized_texts(train, config.text.digits))
@@ -111,21 +111,22 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
     return RunSpeech(config, corpus, tokenizer, training, validation, rejections, test_utterances)
 
 
-def settle(start: Start, hours: float) -> Start:
-    """The start with what so many hours of speech decide, which is said; weights taken over keep their tokens."""
-    asked, hours = start.config, hours * start.config.data.train_subset / 100
-    config = asked
+def settle(start: Start, amount: Amount) -> Start:
+    """The start with what so much speech decides, which is said; weights taken over keep their tokens."""
+    config = asked = start.config
+    used = asked.data.train_subset / 100
+    amount = Amount(amount.hours * used, round(amount.utterances * used), start.topology.world)
     if start.initial:
         config = as_stored(config, config_from_text(start.initial.config), names=("tokenizer_type",))
-    config = settled(config, hours)
+    config = settled(config, amount)
     if decided := decisions(asked, config):
-        say(f"Chosen for {duration_words(hours)} of speech: {decided}")
+        say(f"Chosen for {duration_words(amount.hours)} of speech: {decided}")
     return dataclasses.replace(start, config=config)
 
 
-def hours_of(manifest: Manifest) -> float:
+def amount_of(manifest: Manifest) -> Amount:
     """The speech of all its rows that can be used."""
-    return float(manifest.durations.sum()) / 3600
+    return Amount(float(manifest.durations.sum()) / 3600, len(manifest.durations))
 
 
 def _read(path: str | None, named_roots: tuple[str, ...], problems: Problems) -> Manifest | None:

@@ -4,60 +4,65 @@ import dataclasses
 
 import pytest
 
-from konkanivani.amount import as_stored, decisions, settled
+from konkanivani.amount import Amount, as_stored, decisions, settled
 from konkanivani.config import (
     AUTO,
     PRESETS,
     AugmentConfig,
+    DataConfig,
     LossConfig,
     OptimizerConfig,
     RunConfig,
     TextConfig,
     TrainConfig,
 )
-from konkanivani.flags import config_from_text, config_to_text, parse_flags
+from konkanivani.flags import config_from_text, config_to_text, contradictions, parse_flags
 from konkanivani.optimizer import learning_rate, warmup_of
+
+LITTLE = Amount(hours=0.5, utterances=600)
 
 
 @pytest.mark.parametrize(
-    ("hours", "tokens", "ctc_weight", "epochs", "speeds"),
+    ("hours", "tokens", "ctc_weight", "epochs", "speeds", "accumulation"),
     [
-        (0.0, "char", 0.7, 60, "1.0"),
-        (0.6, "char", 0.7, 50, "1.0"),
-        (9.9, "char", 0.7, 20, "1.0"),
-        (10.0, "unigram", 0.3, 20, "0.9 1.0 1.1"),
+        (0.0, "char", 0.7, 60, "1.0", 4),
+        (0.6, "char", 0.7, 50, "1.0", 4),
+        (9.9, "char", 0.7, 20, "1.0", 1),
+        (10.0, "unigram", 0.3, 20, "0.9 1.0 1.1", 4),
     ],
 )
-def test_the_amount_of_speech_decides_what_nobody_has_said(hours, tokens, ctc_weight, epochs, speeds):
-    config = settled(TrainConfig(), hours)
+def test_the_amount_of_speech_decides_what_nobody_has_said(hours, tokens, ctc_weight, epochs, speeds, accumulation):
+    config = settled(TrainConfig(), Amount(hours, utterances=1000))
     assert (config.text.tokenizer_type, config.loss.ctc_weight, config.run.epochs) == (tokens, ctc_weight, epochs)
     said = decisions(TrainConfig(), config)
-    words = f"--epochs {epochs} --tokenizer_type {tokens} --speed_perturbation {speeds} --ctc_weight {ctc_weight}"
+    words = f"--epochs {epochs} --gradient_accumulation_steps {accumulation} --tokenizer_type {tokens} "
+    words += f"--speed_perturbation {speeds} --ctc_weight {ctc_weight}"
     assert said == words
     assert parse_flags(words.split()) == dataclasses.replace(config, model=PRESETS["original"])
 
 
 def test_what_is_said_stays_and_is_not_told():
     asked = TrainConfig(
+        data=DataConfig(gradient_accumulation_steps=3),
         text=TextConfig("bpe"),
         augment=AugmentConfig(speed_perturbation=(0.8, 1.2)),
         loss=LossConfig(ctc_weight=0.5),
         run=RunConfig(epochs=3),
     )
-    assert settled(asked, 0.5) == asked and decisions(asked, asked) == ""
+    assert settled(asked, LITTLE) == asked and decisions(asked, asked) == ""
     one = dataclasses.replace(asked, run=RunConfig())
-    assert decisions(one, settled(one, 0.5)) == "--epochs 60"
+    assert decisions(one, settled(one, LITTLE)) == "--epochs 60"
 
 
 def test_a_run_that_goes_on_keeps_what_was_decided_though_auto_is_asked_for_again():
-    stored = config_from_text(config_to_text(settled(TrainConfig(), 0.5)))
+    stored = config_from_text(config_to_text(settled(TrainConfig(), LITTLE)))
     again = parse_flags(["--train_manifest", "a.jsonl", "--tokenizer_type", AUTO, "--epochs", AUTO], stored)
     assert again.text == stored.text and again.run.epochs == 60
     assert parse_flags(["--train_manifest", "a.jsonl", "--epochs", "7"], stored).run.epochs == 7
 
 
 def test_weights_that_are_taken_over_keep_their_tokens_and_nothing_else():
-    config = as_stored(TrainConfig(), settled(TrainConfig(), 100.0), names=("tokenizer_type",))
+    config = as_stored(TrainConfig(), settled(TrainConfig()), names=("tokenizer_type",))
     assert config == TrainConfig(text=TextConfig("unigram"))
 
 
@@ -67,3 +72,29 @@ def test_the_warm_up_follows_from_the_steps(asked, total, steps):
     assert warmup_of(config, total) == steps
     peak = max(range(total), key=lambda step: learning_rate(config, step, total))
     assert peak in (steps - 1, steps)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "batch_size", "ranks", "window"),
+    [(2.3, 2, 1, 8), (2.3, 4, 1, 8), (6.3, 2, 1, 4), (6.3, 1, 1, 3), (15.0, 2, 1, 2), (15.0, "auto", 1, 2)]
+    + [(6.3, "auto", 1, 3), (2.3, "auto", 1, 8), (6.3, "auto", 6, 6), (6.3, 1, 4, 4), (2.3, 16, 1, 16)],
+)
+def test_of_little_speech_a_step_hears_about_twenty_seconds(seconds, batch_size, ranks, window):
+    config = TrainConfig(data=DataConfig(batch_size=batch_size))
+    amount = Amount(hours=1000 * seconds / 3600, utterances=1000, ranks=ranks)
+    assert settled(config, amount).window_size == window
+    much = Amount(hours=100.0, utterances=round(360_000 / seconds))
+    assert settled(config, much).window_size == settled(config).window_size == config.window_size == max(8, window)
+
+
+def test_a_run_that_goes_on_in_other_micro_batches_keeps_its_window():
+    asked = TrainConfig(data=DataConfig(batch_size=2))
+    stored = settled(asked, Amount(hours=7.0, utterances=4000))
+    assert stored.window_size == 4
+    for given, window in ((["--batch_size", "1"], 4), (["--batch_size", "4"], 4), (["--batch_size", "3"], 3)):
+        again = parse_flags(given, stored)
+        assert again.window_size == window
+        assert bool(contradictions(stored, again)) == (window != 4)
+    assert parse_flags(["--batch_size", "auto"], stored).window_size == 4
+    both = ["--batch_size", "1", "--gradient_accumulation_steps", "2"]
+    assert contradictions(stored, parse_flags(both, stored))

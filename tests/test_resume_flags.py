@@ -96,7 +96,7 @@ def test_contradictions_are_shape_tokens_and_window_and_nothing_else():
     assert not found.intersection(ALLOWED)
     data = dataclasses.replace(stored.data, batch_size=1, gradient_accumulation_steps=8)
     assert contradictions(stored, dataclasses.replace(stored, data=data)) == []
-    data = dataclasses.replace(stored.data, batch_size=4)
+    data = dataclasses.replace(stored.data, batch_size=4, gradient_accumulation_steps=4)
     assert "is 16 here and 8 in the checkpoint" in contradictions(stored, dataclasses.replace(stored, data=data))[0]
 
 

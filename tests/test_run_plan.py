@@ -54,8 +54,9 @@ def limits_of(run: Run) -> list[tuple[int, int]]:
     [
         (["--batch_size", "auto"], 8),
         (["--batch-size=auto", "--effective-batch-size=12"], 12),
-        (["--batch_size", "3"], 12),
-        (["--batch_size", "2", "--effective_batch_size", "8"], 8),
+        (["--batch_size", "3"], 9),
+        (["--batch_size", "1"], 8),
+        (["--batch_size", "2", "--effective_batch_size", "6"], 6),
     ],
 )
 def test_the_effective_batch_is_what_was_asked_for(flags, window):
@@ -64,7 +65,7 @@ def test_the_effective_batch_is_what_was_asked_for(flags, window):
 
 def test_a_resumed_run_keeps_its_effective_batch_however_it_is_cut():
     stored = parse_flags(["--batch_size", "3"])
-    assert parse_flags(["--batch_size", "auto"], stored).window_size == 12
+    assert parse_flags(["--batch_size", "auto"], stored).window_size == 9
     planned = parse_flags(["--batch_size", "auto", "--effective_batch_size", "6"])
     assert parse_flags(["--batch_size", "3", "--gradient_accumulation_steps", "2"], planned).window_size == 6
     assert parse_flags([], planned).window_size == 6
@@ -74,7 +75,8 @@ def test_a_resumed_run_keeps_its_effective_batch_however_it_is_cut():
     ("flags", "said"),
     [
         (["--batch_size", "auto", "--gradient_accumulation_steps", "2"], "chooses the micro-batches itself"),
-        (["--batch_size", "2", "--effective_batch_size", "6"], "contradicts"),
+        (["--batch_size", "2", "--effective_batch_size", "5"], "contradicts"),
+        (["--batch_size", "2", "--gradient_accumulation_steps", "4", "--effective_batch_size", "6"], "contradicts"),
         (["--effective_batch_size", "0", "--batch_size", "auto"], "at least 1"),
         (["--memory_budget", "4"], "a number and a unit"),
         (["--memory_budget", "1KiB"], "not a size of a memory"),
