@@ -82,12 +82,11 @@ if [[ -z "$device" ]]; then
 fi
 
 CUDA_DEFAULTS=(--device cuda --preset optimized --mixed_precision)
-CPU_DEFAULTS=(--device cpu --preset minimal)
+CPU_DEFAULTS=(--device cpu --preset minimal --batch_size 4)
 if [[ "$device" == cpu ]]; then defaults=("${CPU_DEFAULTS[@]}"); else defaults=("${CUDA_DEFAULTS[@]}"); fi
 
 if [[ -z "$manifest" && $resumed == auto ]]; then
     "$PYTHON" training_scripts/prepare_builtin_corpus.py --output data/builtin
-    if [[ "$device" == cpu ]]; then defaults+=(--batch_size 4); fi  # short utterances: two and two cost more time
     defaults+=(--run_name builtin --epochs 20
         --train_manifest data/builtin/train.jsonl
         --valid_manifest data/builtin/valid.jsonl

@@ -131,7 +131,8 @@ def test_what_does_not(said):
 
 
 def built(corpus: Corpus, directory: Path, *more: str) -> Run:
-    cut = ("--batch_size", "4", "--gradient_accumulation_steps", "1", "--num_workers", "0", "--max_steps", "9")
+    cut = ("--batch_size", "4", "--gradient_accumulation_steps", "1", "--micro_batches_at_once", "1")
+    cut += ("--num_workers", "0", "--max_steps", "9")
     flags = (*TINY_MODEL, *corpus.flags(), *cut, *run_folders(directory), "--save_steps", "1", *more)
     return build_run(resolve_start(list(flags)))
 

@@ -10,7 +10,7 @@ import torch
 
 from konkanivani.chunks import CHUNK_FRAMES
 from konkanivani.config import LossConfig
-from konkanivani.data.batch import Batch, in_lanes_order
+from konkanivani.data.batch import Batch, in_lanes_order, split_batch
 from konkanivani.lengths import Lengths
 from konkanivani.losses import LossSums, attention_loss_sum, ctc_loss_sum
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
@@ -78,8 +78,10 @@ class ForwardPass:
         return (1 - share) * loss_sum(output.encoded) + share * loss_sum(self.model.encoder.norm(output.middle))
 
     def cut(self, micro_batches: tuple[Batch, ...]) -> Cut:
-        """These micro-batches run as this forward pass runs them."""
-        at_once = max(1, min(self.at_once, len(micro_batches)))  # one alone has nothing to wait for
+        """These micro-batches run as this forward pass runs them; one alone is halved where two are to run."""
+        if self.at_once > 1 and len(micro_batches) == 1 and micro_batches[0].size > 1:
+            micro_batches = split_batch(micro_batches[0])
+        at_once = max(1, min(self.at_once, len(micro_batches)))
         in_order = in_lanes_order(micro_batches, at_once)
         return Cut(in_order, self.recompute == RecomputePolicy("always"), self.chunk_frames, at_once)
 

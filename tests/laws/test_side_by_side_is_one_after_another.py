@@ -91,6 +91,17 @@ def test_recomputing_draws_the_same_masks_side_by_side():
     assert are_equal(trained(parts_of(2, "always")), trained(parts_of(2, "never")))
 
 
+def test_one_micro_batch_alone_is_halved_where_two_are_to_run_and_an_utterance_is_not():
+    parts, (whole,) = parts_of(2), window(list(SPOKEN), len(SPOKEN)).micro_batches
+    halves = parts.forward.cut((whole,))
+    assert halves.at_once == 2 and sorted(batch.size for batch in halves.micro_batches) == [2, 3]
+    assert {name for batch in halves.micro_batches for name in batch.utterance_ids} == set(whole.utterance_ids)
+    assert parts_of(1).forward.cut((whole,)).micro_batches == (whole,)
+    (short, *_) = window(list(SPOKEN), 1).micro_batches
+    alone = parts.forward.cut((short,))
+    assert alone.at_once == 1 and alone.micro_batches == (short,)
+
+
 @pytest.mark.parametrize("number", range(5))
 def test_whichever_is_late(monkeypatch, number):
     expected = trained(parts_of(1), threads=1, steps=1)
