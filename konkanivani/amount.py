@@ -60,7 +60,7 @@ def _with_window(data: DataConfig, utterances: int) -> DataConfig:
     if data.batch_size == AUTO:
         return dataclasses.replace(data, effective_batch_size=data.effective_batch_size or utterances)
     if data.gradient_accumulation_steps == AUTO:
-        return dataclasses.replace(data, gradient_accumulation_steps=-(-utterances // data.batch_size))
+        return dataclasses.replace(data, gradient_accumulation_steps=data.micro_batches_for(utterances))
     return data
 
 

@@ -83,6 +83,10 @@ class DataConfig:
     loader_timeout: float = 300.0
     """Seconds to wait for the workers before giving up."""
 
+    def micro_batches_for(self, utterances: int) -> int:
+        """How many micro-batches of `batch_size`, where that is a number, hold at least so many utterances."""
+        return -(-utterances // max(1, self.batch_size))
+
 
 @dataclass(frozen=True)
 class TextConfig:
@@ -252,12 +256,12 @@ class TrainConfig:
     @property
     def window_size(self) -> int:
         """Utterances in one optimizer step."""
-        data = self.data
+        data, micro_batches = self.data, self.data.gradient_accumulation_steps
         if data.batch_size == AUTO:
             return data.effective_batch_size or DEFAULT_EFFECTIVE_BATCH_SIZE
-        if data.gradient_accumulation_steps == AUTO:
-            return data.batch_size * -(-DEFAULT_EFFECTIVE_BATCH_SIZE // max(1, data.batch_size))
-        return data.batch_size * data.gradient_accumulation_steps
+        if micro_batches == AUTO:
+            micro_batches = data.micro_batches_for(DEFAULT_EFFECTIVE_BATCH_SIZE)
+        return data.batch_size * micro_batches
 
     @property
     def is_planned(self) -> bool:
