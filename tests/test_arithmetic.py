@@ -10,7 +10,7 @@ from benchmarks.measuring.fixed_step import build_speech, build_window, take_fea
 from konkanivani.arithmetic import forward_layers, step_flop
 from konkanivani.assembly import build_step_parts
 from konkanivani.audio import MEL_BINS
-from konkanivani.config import MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.config import DataConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.lengths import feature_length
 from konkanivani.model.subsampling import Subsampling
 from konkanivani.training.step import train_step
@@ -28,9 +28,9 @@ MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
 @pytest.mark.parametrize("encoder_type", ["conformer", "transformer"])
 def test_matrix_products_of_a_step_are_what_the_formulas_say(encoder_type, recompute, seconds):
     shape = dataclasses.replace(SHAPE, encoder_type=encoder_type)
-    config = dataclasses.replace(
-        TrainConfig(), model=shape, memory=MemoryConfig(gradient_checkpointing=recompute), data=TrainConfig().data
-    )
+    # One at a time: PyTorch's counter sees only its own thread's products.
+    data, memory = DataConfig(micro_batches_at_once=1), MemoryConfig(gradient_checkpointing=recompute)
+    config = TrainConfig(model=shape, memory=memory, data=data)
     speech = build_speech(2, *seconds)
     window = build_window(speech, 1)
     parts = build_step_parts(config, VOCABULARY, torch.device("cpu"), 10, take_features_as_given)
