@@ -24,8 +24,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from konkanivani.command_line import read_flags, run_script
-from konkanivani.errors import UsageError
+from konkanivani.base.command_line import read_flags, run_script
+from konkanivani.base.errors import UsageError
 
 Toolkit = Literal["konkanivani", "speechbrain", "espnet"]
 

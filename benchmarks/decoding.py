@@ -21,8 +21,8 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
-from konkanivani.command_line import read_flags, run_script
-from konkanivani.errors import UsageError
+from konkanivani.base.command_line import read_flags, run_script
+from konkanivani.base.errors import UsageError
 
 
 @dataclass(frozen=True)

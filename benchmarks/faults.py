@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from benchmarks.measuring.parts import PartsFlags, run_parts
-from konkanivani.command_line import read_flags
+from konkanivani.base.command_line import read_flags
 
 Part = Literal["kills", "signals", "resumes", "files", "room", "numbers", "loaders", "strangers", "fuzz", "peers"]
 

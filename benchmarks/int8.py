@@ -16,9 +16,9 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-from konkanivani.command_line import read_flags, run_script
+from konkanivani.base.command_line import read_flags, run_script
+from konkanivani.base.errors import DataError, UsageError
 from konkanivani.data.manifest import read_manifest
-from konkanivani.errors import DataError, UsageError
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from konkanivani.command_line import read_flags, run_script
-from konkanivani.errors import UsageError
+from konkanivani.base.command_line import read_flags, run_script
+from konkanivani.base.errors import UsageError
 from konkanivani.resampling import interval_of, ratios, resample
 
 TRUE_RATE = 0.2

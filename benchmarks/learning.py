@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Literal
 
-from konkanivani.command_line import read_flags, run_script
-from konkanivani.errors import UsageError
+from konkanivani.base.command_line import read_flags, run_script
+from konkanivani.base.errors import UsageError
 
 PEER = "speechbrain"
 

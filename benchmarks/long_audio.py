@@ -23,9 +23,9 @@ import subprocess
 from dataclasses import dataclass
 from typing import Literal
 
-from konkanivani.command_line import read_flags, run_script
-from konkanivani.config import PRESETS, MemoryConfig, RunConfig, TrainConfig
-from konkanivani.errors import ResourceError, UsageError
+from konkanivani.base.command_line import read_flags, run_script
+from konkanivani.base.config import PRESETS, MemoryConfig, RunConfig, TrainConfig
+from konkanivani.base.errors import ResourceError, UsageError
 
 SHORTEST, LONGEST = 1.0, 7200.0
 

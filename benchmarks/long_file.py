@@ -21,9 +21,9 @@ import subprocess
 import tempfile
 from dataclasses import dataclass, field
 
-from konkanivani.command_line import read_flags, run_script
-from konkanivani.config import DecodingConfig
-from konkanivani.errors import ResourceError, UsageError
+from konkanivani.base.command_line import read_flags, run_script
+from konkanivani.base.config import DecodingConfig
+from konkanivani.base.errors import ResourceError, UsageError
 
 
 @dataclass(frozen=True)

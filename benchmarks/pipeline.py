@@ -24,8 +24,8 @@ from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
 
 from benchmarks.measuring.taking_turns import Turn, TurnTaker, taking_turns
-from konkanivani.command_line import read_flags, run_script
-from konkanivani.errors import UsageError
+from konkanivani.base.command_line import read_flags, run_script
+from konkanivani.base.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 

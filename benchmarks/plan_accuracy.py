@@ -40,8 +40,8 @@ from benchmarks.measuring.cells import (
     grid,
     table,
 )
-from konkanivani.command_line import read_flags, run_script
-from konkanivani.errors import ResourceError, UsageError
+from konkanivani.base.command_line import read_flags, run_script
+from konkanivani.base.errors import ResourceError, UsageError
 
 SHORTEST, LONGEST = 1.0, 600.0
 Result = TypeVar("Result")

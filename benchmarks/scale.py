@@ -19,8 +19,8 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-from konkanivani.command_line import read_flags, run_script
-from konkanivani.errors import UsageError
+from konkanivani.base.command_line import read_flags, run_script
+from konkanivani.base.errors import UsageError
 
 
 @dataclass(frozen=True)

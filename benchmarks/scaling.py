@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from benchmarks.measuring.parts import PartsFlags, run_parts
-from konkanivani.command_line import read_flags
+from konkanivani.base.command_line import read_flags
 
 Part = Literal["law", "kills", "overhead", "speed", "traffic"]
 

@@ -18,9 +18,9 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 
-from konkanivani.command_line import read_flags, run_script
-from konkanivani.config import DecodingConfig
-from konkanivani.errors import UsageError
+from konkanivani.base.command_line import read_flags, run_script
+from konkanivani.base.config import DecodingConfig
+from konkanivani.base.errors import UsageError
 
 
 @dataclass(frozen=True)

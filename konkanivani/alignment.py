@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 import torchaudio
 
+from konkanivani.base.lengths import ctc_frames_needed, encoder_frame_seconds
 from konkanivani.ctc_operator import BLANK
-from konkanivani.lengths import ctc_frames_needed, encoder_frame_seconds
 from konkanivani.pieces import Piece
 from konkanivani.text import Tokenizer
 from konkanivani.transcript import Word

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from konkanivani.audio import MEL_BINS
-from konkanivani.config import ModelConfig
-from konkanivani.lengths import subsampled_length
+from konkanivani.base.config import ModelConfig
+from konkanivani.base.lengths import subsampled_length
 
 LONGEST_TIMING = 1.0  # seconds; a format that a processor has no instructions for takes one for each product
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -19,9 +19,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from konkanivani.errors import DataError, ResourceError
+from konkanivani.base.errors import DataError, ResourceError
+from konkanivani.base.files import published
 from konkanivani.text import Tokenizer
-from konkanivani.whole_file import published
 
 LN_10 = math.log(10)
 IMPOSSIBLE = -99.0  # SRILM's base-10 logarithm of zero; what the file of a model says of <s>

@@ -4,18 +4,18 @@ import zlib
 
 import torch
 
-from konkanivani.amount import settled
 from konkanivani.audio import MEL_BINS
 from konkanivani.augment import FrontEnd
-from konkanivani.config import AUTO, TrainConfig
-from konkanivani.distributed import ALONE, Topology
+from konkanivani.base.amount import settled
+from konkanivani.base.config import AUTO, TrainConfig
+from konkanivani.base.device import choose_precision
+from konkanivani.base.distributed import ALONE, Topology
+from konkanivani.base.randomness import seed_of
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.recovery import RememberedSplits
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.optimizer import build_optimizer
-from konkanivani.preflight import choose_precision
-from konkanivani.randomness import seed_of
 from konkanivani.sharding import shard_model
 from konkanivani.training.forward import FeatureExtractor, ForwardPass
 from konkanivani.training.step import StepParts

@@ -21,8 +21,8 @@ from konkanivani.audio_file import (
     read_blocks,
     read_samples,
 )
-from konkanivani.errors import DataError
-from konkanivani.lengths import (
+from konkanivani.base.errors import DataError
+from konkanivani.base.lengths import (
     FFT_SAMPLES,
     HOP_SAMPLES,
     SAMPLE_RATE,

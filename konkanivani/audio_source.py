@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from konkanivani.audio_roots import LED_OUTSIDE, resolved_inside
-from konkanivani.errors import DataError
+from konkanivani.base.errors import DataError
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 import torchaudio
 
 from konkanivani.audio import MEL_BINS, LogMel, change_rate, one_thread
-from konkanivani.config import AugmentConfig
-from konkanivani.lengths import Lengths
+from konkanivani.base.config import AugmentConfig
+from konkanivani.base.lengths import Lengths
 
 
 def choose_speed(speeds: tuple[float, ...], generator: torch.Generator) -> float:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from konkanivani.base.config import settings_of
+from konkanivani.base.errors import CheckpointError
+from konkanivani.base.flags import config_from_text
 from konkanivani.checkpoint import Checkpoint
 from konkanivani.checkpointer import BEST, EPOCH_NAME, LAST, PREVIOUS
-from konkanivani.errors import CheckpointError
-from konkanivani.flags import config_from_text
-from konkanivani.settings import settings_of
 
 
 @dataclass(frozen=True)

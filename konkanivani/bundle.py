@@ -19,11 +19,11 @@ import torch
 
 from konkanivani.audio import FEATURES, MEL_BINS
 from konkanivani.augment import FrontEnd
-from konkanivani.config import AugmentConfig, ModelConfig, TrainConfig
-from konkanivani.errors import CheckpointError, DataError, ResourceError, UsageError
-from konkanivani.flags import config_from_text
+from konkanivani.base.config import AugmentConfig, ModelConfig, TrainConfig
+from konkanivani.base.errors import CheckpointError, DataError, ResourceError, UsageError
+from konkanivani.base.flags import config_from_text
+from konkanivani.base.rules import check_config
 from konkanivani.model.shape import model_without_values
-from konkanivani.rules import check_config
 from konkanivani.speech_model import SpeechModel, check_finite, is_within_bounds
 from konkanivani.text import Tokenizer
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
+from konkanivani.base.console import say
+from konkanivani.base.errors import CheckpointError, NumericsError, ResourceError
 from konkanivani.checkpoint import Checkpoint, OtherVersionError, read_checkpoint, write_checkpoint
 from konkanivani.checkpoint_archive import is_whole
-from konkanivani.command_line import say
-from konkanivani.errors import CheckpointError, NumericsError, ResourceError
 
 LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
 EPOCH_NAME = re.compile(r"checkpoint_epoch_(\d+)\.pt")

@@ -8,7 +8,7 @@ T' encoder frames, B batch, V vocabulary, U tokens.
 
 import torch
 
-from konkanivani.lengths import Lengths
+from konkanivani.base.lengths import Lengths
 
 BLANK = 0
 

@@ -4,8 +4,8 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from konkanivani.config import TrainConfig
-from konkanivani.flags import config_to_text, parse_flags
+from konkanivani.base.config import TrainConfig
+from konkanivani.base.flags import config_to_text, parse_flags
 from konkanivani.run_paths import check_manifests, manifests_of
 
 PACKAGE = Path(__file__).parent

@@ -10,23 +10,23 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.budget import MIB
+from konkanivani.base.command_line import silenced
+from konkanivani.base.config import TrainConfig
+from konkanivani.base.console import StageClock, count, duration_words
+from konkanivani.base.distributed import read_topology
+from konkanivani.base.errors import CheckpointError, UsageError
+from konkanivani.base.files import scratch_folder
+from konkanivani.base.signals import stopping_at_signals
+from konkanivani.base.units import MIB
 from konkanivani.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.checkpointer import LAST
-from konkanivani.command_line import silenced
-from konkanivani.config import TrainConfig
 from konkanivani.differences import differences, relative_difference
-from konkanivani.distributed import read_topology
-from konkanivani.errors import CheckpointError, UsageError
 from konkanivani.recipe import build_run
 from konkanivani.reporting import as_json, tell_rehearsal
-from konkanivani.scratch import scratch_folder, stopping_at_signals
-from konkanivani.stages import StageClock
 from konkanivani.start import Start, resolve_start
 from konkanivani.training.loop import train
 from konkanivani.training.run import EvaluationSet, Run
 from konkanivani.training.run_lock import RunLock
-from konkanivani.wording import count, duration_words
 
 STEPS = 2
 SECOND, THIRD = "checkpoint_second_step.pt", "checkpoint_third_step.pt"

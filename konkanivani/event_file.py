@@ -12,9 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from konkanivani.appended_file import append_whole, sync_file
+from konkanivani.base.files import append_whole, sync_file
+from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.edits import Edit, align_words
-from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.pictures import draw_utterance
 from konkanivani.records import (
     CURVES,

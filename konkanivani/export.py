@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
+from konkanivani.base.errors import NumericsError
+from konkanivani.base.lengths import SAMPLE_RATE, Lengths
 from konkanivani.data.loading import load_batches
 from konkanivani.decoding.ctc import greedy_ctc
-from konkanivani.errors import NumericsError
-from konkanivani.lengths import SAMPLE_RATE, Lengths
 from konkanivani.metrics import ErrorRates, error_rates
 from konkanivani.onnx_model import OnnxModel
 from konkanivani.speech_model import SpeechModel

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from konkanivani.base.console import count, duration_words, short_name
 from konkanivani.charts import draw_histogram
 from konkanivani.data.characters import JOINERS, Character, CharacterHealth
 from konkanivani.data.examples import Example, Listed, Tally
@@ -10,7 +11,6 @@ from konkanivani.data.health import Crossing, PartHealth
 from konkanivani.data.recordings import SoundHealth
 from konkanivani.health_text import changed_words, code_points, speaker_levels, vocabulary_words
 from konkanivani.page import draw_cells, draw_document, draw_table, draw_tile, escape
-from konkanivani.wording import count, duration_words, short_name
 
 STYLE = """
 .verdict { border-left: .4rem solid var(--good); background: var(--card); padding: .75rem 1rem; border-radius: .3rem;

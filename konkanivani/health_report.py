@@ -5,12 +5,12 @@ import dataclasses
 import io
 import json
 
-from konkanivani.amount import settled
-from konkanivani.config import TrainConfig
+from konkanivani.base.amount import settled
+from konkanivani.base.config import TrainConfig
+from konkanivani.base.errors import KonkaniVaniError
 from konkanivani.data.findings import Diagnosis, find_all, reach_verdict
 from konkanivani.data.health import Part, Question, judge_corpus
 from konkanivani.data.manifest import Manifest, read_manifest
-from konkanivani.errors import KonkaniVaniError
 from konkanivani.run_speech import amount_of, no_text, texts_of
 from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
 

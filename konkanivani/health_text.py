@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Iterator
 
+from konkanivani.base.console import count, duration_words, short_name
 from konkanivani.data.characters import CharacterHealth
 from konkanivani.data.examples import Listed, Tally
 from konkanivani.data.findings import Diagnosis
 from konkanivani.data.health import Crossing, PartHealth
 from konkanivani.data.recordings import SoundHealth
 from konkanivani.histogram import Histogram
-from konkanivani.wording import count, duration_words, short_name
 
 BLOCKS = "·▁▂▃▄▅▆▇█"
 WIDTH = 24

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from konkanivani.config import DecodingConfig
+from konkanivani.base.config import DecodingConfig
+from konkanivani.base.console import count, short_name
 from konkanivani.normalizers import NormalizerName, build_normalizer
 from konkanivani.transcripts import (
     ScoredText,
@@ -13,7 +14,6 @@ from konkanivani.transcripts import (
     pair_transcripts,
     read_transcripts,
 )
-from konkanivani.wording import count, short_name
 
 NORMALIZATION: dict[NormalizerName, str] = {
     "konkanivani": "konkanivani: NFC, no punctuation, small letters",

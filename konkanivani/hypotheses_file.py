@@ -4,8 +4,8 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from konkanivani.errors import ResourceError
-from konkanivani.json_lines import write_json_lines
+from konkanivani.base.errors import ResourceError
+from konkanivani.base.files import write_json_lines
 from konkanivani.metrics import UtteranceEdits
 from konkanivani.transcripts import ScoredText
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from konkanivani.appended_file import append_whole, sync_file
+from konkanivani.base.files import append_whole, sync_file
 from konkanivani.records import FROM_NOTHING, Record, RehearsalRecord, Resumed, SkipRecord, StepRecord, ValidationRecord
 
 LOG_NAME = "log.jsonl"

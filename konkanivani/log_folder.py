@@ -5,10 +5,10 @@ import os
 import shutil
 from pathlib import Path
 
+from konkanivani.base.config import RunConfig
+from konkanivani.base.console import say
+from konkanivani.base.errors import ResourceError
 from konkanivani.checkpointer import Checkpointer, first_free_name
-from konkanivani.command_line import say
-from konkanivani.config import RunConfig
-from konkanivani.errors import ResourceError
 from konkanivani.json_log import LOG_NAME
 from konkanivani.training.run_lock import LOCK_NAME, LOGGING, RunLock, check_nobody_works
 

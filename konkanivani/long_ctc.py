@@ -19,8 +19,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from konkanivani.base.lengths import Lengths
 from konkanivani.ctc_operator import BLANK
-from konkanivani.lengths import Lengths
 from konkanivani.recomputation import recomputed
 
 # The logarithm of zero. Finite, so that no difference of two is undefined; far below that of any path.

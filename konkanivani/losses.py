@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from konkanivani.chunks import CHUNK_FRAMES
+from konkanivani.base.lengths import CHUNK_FRAMES, Lengths
 from konkanivani.ctc_operator import ctc_loss
-from konkanivani.lengths import Lengths
 from konkanivani.long_ctc import Head, long_ctc_losses
 from konkanivani.recomputation import recomputed
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.audio import SMALLEST_POWER, LogMel, normalized
-from konkanivani.lengths import (
+from konkanivani.base.lengths import (
     FFT_SAMPLES,
     HOP_SAMPLES,
     SUBSAMPLING,

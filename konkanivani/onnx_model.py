@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from konkanivani.base.lengths import Lengths
 from konkanivani.decoding.ctc import merged_paths
-from konkanivani.lengths import Lengths
 
 if TYPE_CHECKING:  # an extra
     import onnxruntime

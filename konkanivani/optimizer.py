@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import torch
 from torch.optim.adamw import adamw
 
-from konkanivani.config import AUTO, OptimizerConfig
-from konkanivani.errors import CheckpointError
+from konkanivani.base.config import AUTO, OptimizerConfig
+from konkanivani.base.errors import CheckpointError
 
 MOST_WARMUP_STEPS = 500
 STATE_BYTES = 16  # a parameter's weight, gradient and two moments in fp32

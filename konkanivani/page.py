@@ -5,8 +5,8 @@ import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from konkanivani.errors import ResourceError, UsageError
-from konkanivani.whole_file import published
+from konkanivani.base.errors import ResourceError, UsageError
+from konkanivani.base.files import published
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #faf9f6; --card: #ffffff; --ink: #1c1d20; --soft: #5b5f66;

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.base.lengths import SAMPLE_RATE
 
 STEPS_A_SECOND = 100  # levels are measured, and cuts made, every 10 ms
 STEP = SAMPLE_RATE // STEPS_A_SECOND  # samples

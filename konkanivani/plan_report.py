@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.amount import settled
-from konkanivani.budget import GIB, MIB, budget_text, peak_text
-from konkanivani.config import AUTO, PRESETS, ModelConfig, TrainConfig
+from konkanivani.base.amount import settled
+from konkanivani.base.config import AUTO, PRESETS, ModelConfig, TrainConfig
+from konkanivani.base.units import GIB, MIB, budget_text, peak_text
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.plan import BucketPlan

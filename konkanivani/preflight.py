@@ -1,38 +1,15 @@
 """What is checked before training starts, so that a mistake costs seconds and not hours."""
 
-import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from konkanivani.config import MemoryConfig
-from konkanivani.distributed import Topology, only_first_speaks, read_topology
-from konkanivani.errors import ResourceError, UsageError
+from konkanivani.base.console import count
+from konkanivani.base.distributed import Topology, only_first_speaks, read_topology
+from konkanivani.base.errors import UsageError
+from konkanivani.base.process_group import joined
 from konkanivani.memory.card import Card, read_card
-from konkanivani.process_group import joined
-from konkanivani.wording import count
-
-TORCH_RANGE = ">=2.10,<2.12"  # that of setup.cfg; a test holds the two together
-OLDEST_OF_DEFAULT_BUILD = (7, 5)  # CUDA 13 ends below Turing; the CUDA 12.6 build reaches back to Maxwell
-OLDEST_OF_ALL_BUILDS = (5, 0)
-
-
-def choose_device(asked: str) -> torch.device:
-    """The device to train on; a ResourceError or UsageError says why the asked one cannot be had."""
-    has_cuda = torch.cuda.is_available()
-    if asked == "cuda" and not has_cuda:
-        raise UsageError(
-            "--device cuda: PyTorch finds no usable NVIDIA GPU here. Train with --device cpu, or mend the driver."
-        )
-    if asked == "cpu" or not has_cuda:
-        return torch.device("cpu")
-    check_gpu_architecture(
-        torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.cuda.get_arch_list(), torch.__version__
-    )
-    torch.set_float32_matmul_precision("high")  # TF32 where the card has it
-    return torch.device("cuda")
 
 
 def take_card(topology: Topology) -> None:
@@ -95,61 +72,3 @@ def _read_card_of(device: torch.device, nvml: Any) -> Card | None:
     known = torch.cuda.get_device_properties(device)
     address = f"{known.pci_domain_id:08x}:{known.pci_bus_id:02x}:{known.pci_device_id:02x}.0"
     return read_card(str(known.uuid), address, nvml)
-
-
-def choose_precision(config: MemoryConfig, device: torch.device) -> torch.dtype | None:
-    """The autocast format, None for full precision."""
-    if not config.mixed_precision:
-        return None
-    if device.type == "cpu":
-        return torch.bfloat16
-    # torch.cuda.is_bf16_supported() is also true where PyTorch only emulates it.
-    if config.amp_dtype == "bf16" and torch.cuda.get_device_capability(device) < (8, 0):
-        raise UsageError(
-            f"--amp_dtype bf16: {torch.cuda.get_device_name(device)} has no bf16 (architecture below 8.0). Use fp16."
-        )
-    return torch.bfloat16 if config.amp_dtype == "bf16" else torch.float16
-
-
-def check_gpu_architecture(
-    name: str, capability: tuple[int, int], architectures: list[str], torch_version: str
-) -> None:
-    """Raises ResourceError if the installed PyTorch holds no code that runs on this card.
-
-    `capability` and `architectures` are what torch.cuda.get_device_capability() and torch.cuda.get_arch_list() return.
-    Without this check the first kernel fails with "no kernel image is available", and says not what to do.
-    """
-    if any(_runs_on(architecture, capability) for architecture in architectures):
-        return
-    held = " ".join(architectures) or "no GPU code at all"
-    what = f"{name} has architecture sm_{capability[0]}{capability[1]}; PyTorch {torch_version} here holds {held}."
-    raise ResourceError(f"{what} {_remedy(capability)}")
-
-
-def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
-    """Whether code for e.g. "sm_86", "sm_90a" or "compute_120" runs on a card.
-
-    A binary (sm) runs within its major version on its own or a later minor one, PTX (compute) on all later ones;
-    code ending in "a" runs on its own architecture only.
-    """
-    parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
-    if parts is None:
-        return False
-    kind, built_for, suffix = parts[1], (int(parts[2]), int(parts[3])), parts[4]
-    if suffix == "a":
-        return capability == built_for
-    is_later = built_for <= capability
-    return is_later and (built_for[0] == capability[0] or (kind == "compute" and not suffix))
-
-
-def _remedy(capability: tuple[int, int]) -> str:
-    """What to do about it, with the exact command."""
-    if capability < OLDEST_OF_ALL_BUILDS:
-        return "No build of PyTorch supports this card any more: train with --device cpu, or on another card."
-    install = f'{sys.executable} -m pip install --force-reinstall "torch{TORCH_RANGE}" "torchaudio{TORCH_RANGE}"'
-    if capability < OLDEST_OF_DEFAULT_BUILD:
-        return f"Install the build for older cards: {install} --index-url https://download.pytorch.org/whl/cu126"
-    return (
-        f"Install the default build, which is for newer cards and needs NVIDIA driver 580 or newer: {install}. "
-        "If that build lacks the card as well, it is newer than this release of KonkaniVani: train with --device cpu."
-    )

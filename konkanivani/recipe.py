@@ -7,17 +7,19 @@ from pathlib import Path
 import torch
 
 from konkanivani.assembly import build_forward, build_front_end, build_step_parts
-from konkanivani.budget import MIB, budget_text, parse_budget, peak_text
+from konkanivani.base.config import TrainConfig
+from konkanivani.base.console import Tell, count, duration_words, say_nothing
+from konkanivani.base.device import choose_device
+from konkanivani.base.distributed import Topology, agree, from_first, gather
+from konkanivani.base.errors import ResourceError
+from konkanivani.base.flags import config_from_text, config_to_text
+from konkanivani.base.units import MIB, budget_text, parse_budget, peak_text
 from konkanivani.checkpoint import Checkpoint, Stateful, check_states, load_states
 from konkanivani.checkpointer import Checkpointer
-from konkanivani.config import TrainConfig
 from konkanivani.data.batching import EpochPlanner, same_size
 from konkanivani.data.loading import WindowStream
 from konkanivani.data.speech import TrainingSpeech
 from konkanivani.decoding.ctc import greedy_ctc
-from konkanivani.distributed import Topology, agree, from_first, gather
-from konkanivani.errors import ResourceError
-from konkanivani.flags import config_from_text, config_to_text
 from konkanivani.log_folder import folder_of
 from konkanivani.logbook import Logbook
 from konkanivani.memory.available import BudgetWatch, available_bytes, enforce_budget
@@ -26,13 +28,12 @@ from konkanivani.memory.oversize import forget_sizes, read_sizes
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.optimizer import OptimizerState
-from konkanivani.preflight import announce_card, choose_device
+from konkanivani.preflight import announce_card
 from konkanivani.records import Resumed
 from konkanivani.replaced import REJECTED, keep_rejected, move_aside, move_newer_aside
 from konkanivani.run_plan import Ranks, costs_of, needs_sharding, plan_sentences, resolve_plan
 from konkanivani.run_speech import RunSpeech, build_speech, loader_config, sizes_of
 from konkanivani.sharding import Whole
-from konkanivani.stages import Tell, say_nothing
 from konkanivani.start import Start
 from konkanivani.text import Tokenizer
 from konkanivani.training.interruption import Interruption
@@ -42,7 +43,6 @@ from konkanivani.training.state import TrainState
 from konkanivani.training.step import StepParts, recomputing
 from konkanivani.training.utilisation import Utilisation
 from konkanivani.weights import take_over
-from konkanivani.wording import count, duration_words
 
 
 def build_run(start: Start, tell: Tell = say_nothing) -> Run:

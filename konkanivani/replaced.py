@@ -3,12 +3,11 @@
 import shutil
 from pathlib import Path
 
+from konkanivani.base.console import count, say
+from konkanivani.base.errors import ResourceError
 from konkanivani.checkpoint import Checkpoint
 from konkanivani.checkpointer import Checkpointer, first_free_name
-from konkanivani.command_line import say
-from konkanivani.errors import ResourceError
 from konkanivani.training.run_lock import LOCK_NAME
-from konkanivani.wording import count
 
 REJECTED = "rejected.jsonl"
 REJECTED_BEFORE = "rejected_before.jsonl"

@@ -9,16 +9,18 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.command_line import output_may_be_lost, say
-from konkanivani.config import DataConfig, DecodingConfig
+from konkanivani.base.command_line import output_may_be_lost
+from konkanivani.base.config import DataConfig, DecodingConfig
+from konkanivani.base.console import say
+from konkanivani.base.device import choose_device
+from konkanivani.base.distributed import ALONE, Topology, check_same, from_first
+from konkanivani.base.flags import parse_flags
 from konkanivani.decoding.decode import build_decode
 from konkanivani.digests import digest_of_code, digest_of_data, digest_of_flags
-from konkanivani.distributed import ALONE, Topology, check_same, from_first
-from konkanivani.flags import parse_flags
 from konkanivani.memory.oversize import write_sizes
 from konkanivani.memory.recovery import DidNotFit
 from konkanivani.memory.rehearsal import rehearse
-from konkanivani.preflight import choose_device, run_in_ranks
+from konkanivani.preflight import run_in_ranks
 from konkanivani.recipe import build_run
 from konkanivani.records import PhaseMemory, RehearsalRecord
 from konkanivani.start import resolve_start

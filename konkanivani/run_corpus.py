@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from konkanivani.command_line import say
+from konkanivani.base.console import say
+from konkanivani.base.errors import CheckpointError, DataError
 from konkanivani.data.fingerprint import Fingerprint, fingerprint_of, read_fingerprint
 from konkanivani.data.manifest import Manifest
-from konkanivani.errors import CheckpointError, DataError
 from konkanivani.start import Start
 from konkanivani.text import Tokenizer
 

@@ -5,10 +5,9 @@ import os
 import stat
 from pathlib import Path
 
+from konkanivani.base.config import TrainConfig
+from konkanivani.base.errors import DataError, Problems, ResourceError, UsageError
 from konkanivani.checkpoint import check_is_there
-from konkanivani.config import TrainConfig
-from konkanivani.errors import DataError, ResourceError, UsageError
-from konkanivani.problems import Problems
 
 
 def check_paths(config: TrainConfig, is_complete: bool = True) -> None:

@@ -12,12 +12,13 @@ import torch
 
 from konkanivani.assembly import at_once_of, build_front_end, build_step_parts, memory_conditions
 from konkanivani.audio import MEL_BINS
-from konkanivani.budget import MIB, budget_text, parse_budget, peak_text
-from konkanivani.config import AUTO, PRESETS, ModelConfig, TextConfig, TrainConfig
+from konkanivani.base.config import AUTO, PRESETS, ModelConfig, TextConfig, TrainConfig
+from konkanivani.base.console import count
+from konkanivani.base.distributed import BUCKET_BYTES
+from konkanivani.base.errors import ResourceError
+from konkanivani.base.units import MIB, budget_text, parse_budget, peak_text
 from konkanivani.data.utterance import Utterance
 from konkanivani.digests import digest_of_code
-from konkanivani.distributed import BUCKET_BYTES
-from konkanivani.errors import ResourceError
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
@@ -31,7 +32,6 @@ from konkanivani.optimizer import STATE_BYTES
 from konkanivani.preflight import measure_context
 from konkanivani.run_paths import cache_folder
 from konkanivani.sharding import held_bytes
-from konkanivani.wording import count
 
 BUCKET_RATIO = 0.7  # of the longest utterances of neighbouring buckets
 MOST_BUCKETS = 8

@@ -8,9 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from konkanivani.amount import Amount, as_stored, decisions, settled
-from konkanivani.command_line import parse_share, say
-from konkanivani.config import TrainConfig
+from konkanivani.base.amount import Amount, as_stored, decisions, settled
+from konkanivani.base.config import TrainConfig
+from konkanivani.base.console import count, duration_words, say
+from konkanivani.base.distributed import from_first
+from konkanivani.base.errors import DataError, Problems
+from konkanivani.base.flags import config_from_text
+from konkanivani.base.units import parse_share
 from konkanivani.data.batching import choose_subset, plan_evaluation
 from konkanivani.data.checking import (
     Limits,
@@ -27,17 +31,12 @@ from konkanivani.data.speech import EvaluationSpeech, TrainingSpeech
 from konkanivani.data.surroundings import Surroundings, read_surroundings
 from konkanivani.data.token_counts import Digits
 from konkanivani.data.workers import LoaderConfig
-from konkanivani.distributed import from_first
-from konkanivani.errors import DataError
-from konkanivani.flags import config_from_text
-from konkanivani.problems import Problems
 from konkanivani.run_corpus import check_corpus, check_spelling, warn_of_shared
 from konkanivani.run_plan import SpeechSizes
 from konkanivani.speech_model import tokenizer_of
 from konkanivani.start import Start
 from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
 from konkanivani.training.run import EvaluationSet
-from konkanivani.wording import count, duration_words
 
 MOST_TOKENIZER_TEXTS = 500_000
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from konkanivani.base.console import count, duration_words
 from konkanivani.charts import draw_bar
 from konkanivani.data.characters import show_text
 from konkanivani.edits import Confusion, Edit, EditKind
@@ -19,7 +20,6 @@ from konkanivani.score_text import (
     slice_name,
     utterance_words,
 )
-from konkanivani.wording import count, duration_words
 
 MOST_OPEN = 15  # rows that a table shows before it is folded
 MOST_WORDS = 1_000

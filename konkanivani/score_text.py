@@ -4,12 +4,12 @@ import math
 import unicodedata
 from collections.abc import Iterator, Sequence
 
+from konkanivani.base.console import count, duration_words
 from konkanivani.data.characters import show_text
 from konkanivani.edits import Confusion, Edit, EditKind
 from konkanivani.metrics import EditCounts
 from konkanivani.resampling import Interval
 from konkanivani.score_report import AlignedUtterance, Comparison, ScoreReport, Slice
-from konkanivani.wording import count, duration_words
 
 MOST_SLICES = 10
 MOST_CONFUSIONS = 8

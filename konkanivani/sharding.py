@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from konkanivani.base.distributed import Topology, losing_ranks
 from konkanivani.checkpoint import Stateful
-from konkanivani.distributed import Topology, losing_ranks
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.optimizer import STATE_BYTES
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from konkanivani.errors import DataError, ResourceError
+from konkanivani.base.errors import DataError, ResourceError
 
 SIGN = "-"  # what a person writes for it
 MOST_BYTES = 2**32  # the most that a WAV can hold

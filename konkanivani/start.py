@@ -4,23 +4,20 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+from konkanivani.base.config import RunConfig, TrainConfig, settings_of
+from konkanivani.base.console import Tell, count, say, say_nothing
+from konkanivani.base.device import choose_device, choose_precision
+from konkanivani.base.distributed import ALONE, Topology, from_first
+from konkanivani.base.errors import CheckpointError, UsageError
+from konkanivani.base.flags import check_idle_flags, config_from_text, contradictions, is_given, parse_flags
 from konkanivani.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.checkpointer import Checkpointer
-from konkanivani.command_line import say
-from konkanivani.config import RunConfig, TrainConfig
 from konkanivani.disk import check_disk
-from konkanivani.distributed import ALONE, Topology, from_first
-from konkanivani.errors import CheckpointError, UsageError
-from konkanivani.flags import check_idle_flags, config_from_text, contradictions, is_given, parse_flags
 from konkanivani.json_log import LOG_NAME
 from konkanivani.log_folder import take_log_folder
-from konkanivani.preflight import choose_device, choose_precision
 from konkanivani.run_paths import check_paths, manifests_of
-from konkanivani.settings import settings_of
 from konkanivani.speech_model import settings_of_weights
-from konkanivani.stages import Tell, say_nothing
 from konkanivani.training.run_lock import RunLock, check_nobody_works
-from konkanivani.wording import count
 
 # What a checkpoint remembers of the files and folders that its run read and wrote.
 PATHS = (

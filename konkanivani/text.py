@@ -13,7 +13,7 @@ from typing import Literal
 
 import sentencepiece
 
-from konkanivani.errors import DataError, UsageError
+from konkanivani.base.errors import DataError, UsageError
 
 WORD_BOUNDARY = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's mark before a word
 DIGIT_WORDS = ("शून्य", "एक", "दोन", "तीन", "चार", "पांच", "स", "सात", "आठ", "णव")

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 
 from konkanivani.assembly import build_forward, build_front_end
+from konkanivani.base.config import DecodingConfig, TrainConfig
+from konkanivani.base.distributed import ALONE, Topology, from_first
+from konkanivani.base.units import parse_share
 from konkanivani.checkpoint import Checkpoint, load_states, read_checkpoint
 from konkanivani.checkpointer import BEST, LAST
-from konkanivani.command_line import parse_share
-from konkanivani.config import DecodingConfig, TrainConfig
 from konkanivani.data.manifest import Manifest
 from konkanivani.data.rejections import Rejections
 from konkanivani.decoding.decode import Decode, build_decode
-from konkanivani.distributed import ALONE, Topology, from_first
 from konkanivani.heard import CheckpointRun, Heard
 from konkanivani.run_speech import build_evaluation_set
 from konkanivani.speech_model import settings_of_weights, tokenizer_of

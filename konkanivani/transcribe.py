@@ -14,17 +14,16 @@ from tqdm import tqdm
 
 from konkanivani.audio_file import AudioSource, ShortAudio, UnusableAudio, claimed_header
 from konkanivani.audio_names import AUDIO_SUFFIXES
-from konkanivani.command_line import is_out_of_memory
+from konkanivani.base.command_line import is_out_of_memory
+from konkanivani.base.console import count, printable
+from konkanivani.base.distributed import ALONE, Topology, gather, sum_across
+from konkanivani.base.errors import DataError, ResourceError, UsageError
+from konkanivani.base.files import visible_files, whole_file
 from konkanivani.data.batching import deal
-from konkanivani.distributed import ALONE, Topology, gather, sum_across
-from konkanivani.errors import DataError, ResourceError, UsageError
-from konkanivani.listing import visible_files
 from konkanivani.recognizer import Recognizer
 from konkanivani.standard_input import SIGN
 from konkanivani.transcript import Segment
 from konkanivani.transcript_text import TextFormat, Timestamps, text_of
-from konkanivani.whole_file import whole_file
-from konkanivani.wording import count, printable
 
 Held = tuple[str, bool]  # a text to write, and whether on stderr
 

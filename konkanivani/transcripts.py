@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from konkanivani.base.console import count
+from konkanivani.base.errors import DataError
 from konkanivani.data.characters import show_text
 from konkanivani.data.utterance import Utterance
-from konkanivani.errors import DataError
-from konkanivani.wording import count
 
 TextFormat = Literal["lines", "ids"]
 Role = Literal["reference", "hypothesis", "own hypothesis"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from konkanivani.audio import MEL_BINS
-from konkanivani.lengths import subsampled_length
+from konkanivani.base.lengths import subsampled_length
 from konkanivani.model.asr import KonkaniVaniASR
 
 LAYER = re.compile(r"(encoder|decoder)\.blocks\.(\d+)\.(.*)")

@@ -17,7 +17,7 @@ from konkanivani.alignment import (
     timed_words,
     words_of,
 )
-from konkanivani.lengths import HOP_SAMPLES, SAMPLE_RATE, encoded_length, encoder_frame_seconds
+from konkanivani.base.lengths import HOP_SAMPLES, SAMPLE_RATE, encoded_length, encoder_frame_seconds
 from konkanivani.model.subsampling import Subsampling
 from konkanivani.pieces import Piece
 from konkanivani.text import Tokenizer, train_tokenizer

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from konkanivani.amount import Amount, as_stored, decisions, settled
-from konkanivani.config import (
+from konkanivani.base.amount import Amount, as_stored, decisions, settled
+from konkanivani.base.config import (
     AUTO,
     PRESETS,
     AugmentConfig,
@@ -16,7 +16,7 @@ from konkanivani.config import (
     TextConfig,
     TrainConfig,
 )
-from konkanivani.flags import config_from_text, config_to_text, contradictions, parse_flags
+from konkanivani.base.flags import config_from_text, config_to_text, contradictions, parse_flags
 from konkanivani.optimizer import learning_rate, warmup_of
 
 LITTLE = Amount(hours=0.5, utterances=600)

@@ -16,7 +16,7 @@ import pytest
 import soundfile
 
 from konkanivani.audio_file import AudioSource, read_header, read_samples
-from konkanivani.errors import DataError
+from konkanivani.base.errors import DataError
 from tests.conftest import ROOT
 
 RATE = 16_000

@@ -13,14 +13,14 @@ import pytest
 import soundfile
 import torch
 
+from konkanivani.base.distributed import ALONE
+from konkanivani.base.errors import CheckpointError, DataError, KonkaniVaniError, ResourceError, UsageError
+from konkanivani.base.flags import parse_flags
 from konkanivani.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from konkanivani.checkpointer import LAST, Checkpointer
 from konkanivani.data.checking import Limits, reason_to_reject
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.utterance import Utterance
-from konkanivani.distributed import ALONE
-from konkanivani.errors import CheckpointError, DataError, KonkaniVaniError, ResourceError, UsageError
-from konkanivani.flags import parse_flags
 from konkanivani.recipe import build_run
 from konkanivani.start import resolve_start
 from konkanivani.training.loop import PeriodicSaver, train

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.errors import ResourceError
-from konkanivani.preflight import TORCH_RANGE, check_gpu_architecture
+from konkanivani.base.device import TORCH_RANGE, check_gpu_architecture
+from konkanivani.base.errors import ResourceError
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import soundfile
 
+from konkanivani.base.errors import DataError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.data.builtin_corpus import CorpusPlan, CorpusSize, build_builtin_corpus, plan_corpus
 from konkanivani.data.builtin_patterns import pattern_sentences, read_patterns
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.speech_synthesis import SpeakingStyle, SpeechSynthesizer, reads_signs_by_name
 from konkanivani.data.spoken_sentences import TEST_VOICES, TRAIN_VOICES, VALID_VOICES, SpokenSentence
-from konkanivani.errors import DataError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.text import normalize_text
 
 ROOT = Path(__file__).resolve().parents[1]

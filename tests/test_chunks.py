@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from konkanivani.assembly import build_front_end, build_step_parts
-from konkanivani.chunks import CHUNK_FRAMES
-from konkanivani.config import DataConfig, ModelConfig, TrainConfig
+from konkanivani.base.config import DataConfig, ModelConfig, TrainConfig
+from konkanivani.base.lengths import CHUNK_FRAMES
+from konkanivani.base.randomness import seed_step
 from konkanivani.data.batch import Window
 from konkanivani.losses import LossCounts
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
 from konkanivani.memory.tracer import Load, StepTracer
-from konkanivani.randomness import seed_step
 from konkanivani.run_plan import build_tracer
 from konkanivani.training.forward import FeatureExtractor
 from konkanivani.training.step import StepParts, add_gradients

@@ -21,7 +21,10 @@ from hypothesis import strategies as st
 from konkanivani.audio import change_rate, load_audio, one_thread
 from konkanivani.audio_file import AudioSource
 from konkanivani.augment import FrontEnd, SpecAugment, choose_speed, perturb_speed
-from konkanivani.config import AugmentConfig
+from konkanivani.base.config import AugmentConfig
+from konkanivani.base.errors import DataError, ResourceError
+from konkanivani.base.lengths import ctc_frames_needed, feature_length, speed_perturbed_samples, subsampled_length
+from konkanivani.base.randomness import utterance_generator
 from konkanivani.data.batch import Speech, Window, collate
 from konkanivani.data.batching import Cursor, EpochPlanner, choose_subset, cut_window, plan_evaluation, same_size
 from konkanivani.data.index import ARRAYS, ManifestIndex
@@ -31,10 +34,7 @@ from konkanivani.data.rejections import Rejections
 from konkanivani.data.speech import TrainingSpeech
 from konkanivani.data.utterance import Utterance
 from konkanivani.data.workers import LoaderConfig
-from konkanivani.errors import DataError, ResourceError
-from konkanivani.lengths import ctc_frames_needed, feature_length, speed_perturbed_samples, subsampled_length
 from konkanivani.model.subsampling import Subsampling
-from konkanivani.randomness import utterance_generator
 from konkanivani.text import train_tokenizer
 from tests.conftest import Corpus
 from tests.patience import PATIENCE

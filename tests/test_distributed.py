@@ -10,13 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from konkanivani import command_line
-from konkanivani.config import PRESETS, MemoryConfig, ModelConfig, TrainConfig
-from konkanivani.data.batching import Cursor, EpochPlanner, deal, same_size
-from konkanivani.data.loading import WindowStream
-from konkanivani.data.rejections import Rejections
-from konkanivani.data.workers import LoaderConfig
-from konkanivani.distributed import (
+from konkanivani.base import command_line
+from konkanivani.base.config import PRESETS, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.base.distributed import (
     ALONE,
     RankLost,
     Topology,
@@ -27,7 +23,11 @@ from konkanivani.distributed import (
     losing_ranks,
     sum_across,
 )
-from konkanivani.errors import AlreadyTold, ResourceError, UsageError
+from konkanivani.base.errors import AlreadyTold, ResourceError, UsageError
+from konkanivani.data.batching import Cursor, EpochPlanner, deal, same_size
+from konkanivani.data.loading import WindowStream
+from konkanivani.data.rejections import Rejections
+from konkanivani.data.workers import LoaderConfig
 from konkanivani.logbook import Logbook
 from konkanivani.memory.devices import cuda_costs
 from konkanivani.memory.oversize import forget_sizes, read_sizes, write_sizes
@@ -166,7 +166,7 @@ def test_a_second_signal_does_not_end_a_rank_that_saves(monkeypatch):
 def test_a_rank_ends_before_what_python_frees_at_an_exit_can_abort(rank, code):
     """Without a rank's place the same process aborts: the negative control."""
     script = (
-        "import atexit, os; from konkanivani.command_line import end_script; "
+        "import atexit, os; from konkanivani.base.command_line import end_script; "
         "atexit.register(os.abort); print('told', end=''); end_script(0)"
     )
     alone = {name: value for name, value in os.environ.items() if name != "RANK"}

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from konkanivani.base.errors import CheckpointError
 from konkanivani.data import index
 from konkanivani.data.fingerprint import Fingerprint, fingerprint_of, read_fingerprint
 from konkanivani.data.index import SKETCHED
 from konkanivani.data.manifest import read_manifest
-from konkanivani.errors import CheckpointError
 
 MANY = 3000
 

@@ -15,10 +15,11 @@ import pytest
 import soundfile
 import torch
 
-from konkanivani.amount import settled
 from konkanivani.audio_file import AudioSource, read_samples
+from konkanivani.base.amount import settled
+from konkanivani.base.config import DataConfig, TextConfig, TrainConfig
+from konkanivani.base.errors import DataError
 from konkanivani.charts import draw_histogram
-from konkanivani.config import DataConfig, TextConfig, TrainConfig
 from konkanivani.data.batch import Speech
 from konkanivani.data.batching import EpochPlanner, cut_window, padded_seconds, same_size
 from konkanivani.data.characters import CharacterCount, show_text
@@ -38,7 +39,6 @@ from konkanivani.data.repeats import (
 )
 from konkanivani.data.sound import clipped_runs, listen
 from konkanivani.data.surroundings import Surroundings
-from konkanivani.errors import DataError
 from konkanivani.health_page import draw_page
 from konkanivani.health_report import build_tokenizer, diagnose
 from konkanivani.health_text import health_lines, sparkline

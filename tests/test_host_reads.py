@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measuring.fixed_step import build_speech, build_window, take_features_as_given
 from konkanivani.assembly import build_step_parts
-from konkanivani.config import MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.base.config import MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.training.step import StepParts, train_step
 
 VOCABULARY = 1000

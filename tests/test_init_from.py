@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from konkanivani.base.config import ModelConfig
+from konkanivani.base.errors import CheckpointError
 from konkanivani.checkpoint import read_checkpoint
 from konkanivani.checkpointer import LAST
-from konkanivani.config import ModelConfig
 from konkanivani.decoding.ctc import greedy_ctc
-from konkanivani.errors import CheckpointError
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.attention import RotaryPositions
 from konkanivani.recipe import build_run

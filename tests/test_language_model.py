@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 
 from konkanivani import ngram
 from konkanivani.arpa import IMPOSSIBLE, LN_10, MOST_NGRAMS, Ngrams, read_arpa, write_arpa
+from konkanivani.base.command_line import read_flags
+from konkanivani.base.config import TextConfig, TrainConfig
+from konkanivani.base.errors import DataError, KonkaniVaniError, ResourceError
+from konkanivani.base.flags import config_to_text
 from konkanivani.checkpoint import Checkpoint, write_checkpoint
-from konkanivani.command_line import read_flags
-from konkanivani.config import TextConfig, TrainConfig
 from konkanivani.decoding.language_model import (
     LanguageModel,
     RepeatedNgram,
@@ -28,8 +30,6 @@ from konkanivani.decoding.language_model import (
     log_probabilities_of,
     read_language_model,
 )
-from konkanivani.errors import DataError, KonkaniVaniError, ResourceError
-from konkanivani.flags import config_to_text
 from konkanivani.ngram import USUAL_DISCOUNTS, estimate_ngrams
 from konkanivani.text import Tokenizer, train_tokenizer
 from tests.conftest import ROOT, WORDS, run_script

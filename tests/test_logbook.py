@@ -17,8 +17,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEventAccumulator
 
-from konkanivani import appended_file
 from konkanivani import logbook as logbook_module
+from konkanivani.base import files as appended_file
 from konkanivani.event_file import hypotheses_table, tagged_numbers
 from konkanivani.logbook import Logbook
 from konkanivani.pictures import BIN_HEIGHT, ROW_HEIGHT, RULER_HEIGHT, colour, draw_utterance, most_active_tokens

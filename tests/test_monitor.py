@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from konkanivani.budget import MIB
-from konkanivani.distributed import ALONE
-from konkanivani.errors import CheckpointError
+from konkanivani.base.distributed import ALONE
+from konkanivani.base.errors import CheckpointError
+from konkanivani.base.units import MIB
 from konkanivani.memory import monitor as monitor_module
 from konkanivani.memory.monitor import CacheClearing, MemoryMonitor, PlannedPeak, reset_peak_resident
 from konkanivani.memory.monitor import peak_resident_mib as system_peak_mib

@@ -11,8 +11,8 @@ import torchaudio
 
 from konkanivani.audio import load_audio, resample_blocks, stream_audio, stream_samples
 from konkanivani.audio_file import AudioSource, UnusableAudio
-from konkanivani.errors import DataError
-from konkanivani.lengths import SAMPLE_RATE
+from konkanivani.base.errors import DataError
+from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.pieces import Piece, cut_into_pieces, cutting_of
 
 

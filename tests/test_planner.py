@@ -8,9 +8,9 @@ from multiprocessing import get_context
 import pytest
 import torch
 
-from konkanivani.budget import MIB, parse_budget
-from konkanivani.config import PRESETS, MemoryConfig, ModelConfig, TextConfig, TrainConfig
-from konkanivani.errors import ResourceError, UsageError
+from konkanivani.base.config import PRESETS, MemoryConfig, ModelConfig, TextConfig, TrainConfig
+from konkanivani.base.errors import ResourceError, UsageError
+from konkanivani.base.units import MIB, parse_budget
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
 from konkanivani.memory.gpus import KNOWN_GPUS, find_gpu

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from konkanivani.config import ModelConfig
+from konkanivani.base.config import ModelConfig
 from konkanivani.losses import attention_loss_sum, ctc_loss_sum
 from konkanivani.model import linear
 from konkanivani.model.asr import KonkaniVaniASR

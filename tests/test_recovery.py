@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from konkanivani.base.command_line import is_out_of_memory
+from konkanivani.base.errors import CheckpointError, ResourceError
+from konkanivani.base.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
 from konkanivani.checkpoint import read_checkpoint, write_checkpoint
 from konkanivani.checkpointer import LAST
-from konkanivani.chunks import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
-from konkanivani.command_line import is_out_of_memory
 from konkanivani.data.batch import Batch, split_batch
-from konkanivani.errors import CheckpointError, ResourceError
 from konkanivani.memory.recovery import Cut, RememberedSplits
 from konkanivani.recipe import build_run
 from konkanivani.start import resolve_start

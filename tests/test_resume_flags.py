@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from konkanivani.base.config import PRESETS, TrainConfig, settings_of, with_setting
+from konkanivani.base.errors import CheckpointError, DataError
+from konkanivani.base.flags import config_from_text, config_to_text, contradictions, parse_flags
 from konkanivani.checkpoint import Checkpoint, load_states, read_checkpoint, write_checkpoint
 from konkanivani.checkpointer import LAST
-from konkanivani.config import PRESETS, TrainConfig
-from konkanivani.errors import CheckpointError, DataError
-from konkanivani.flags import config_from_text, config_to_text, contradictions, parse_flags
 from konkanivani.recipe import build_run
-from konkanivani.settings import settings_of, with_setting
 from konkanivani.start import resolve_start
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from konkanivani import run_plan
-from konkanivani.budget import parse_budget
+from konkanivani.base.config import TrainConfig
+from konkanivani.base.errors import CheckpointError, ResourceError, UsageError
+from konkanivani.base.flags import parse_flags
+from konkanivani.base.units import parse_budget
 from konkanivani.checkpoint import read_checkpoint
 from konkanivani.checkpointer import LAST
-from konkanivani.config import TrainConfig
 from konkanivani.data.batch import Speech
 from konkanivani.data.batching import SizeLimit, cut_window
-from konkanivani.errors import CheckpointError, ResourceError, UsageError
-from konkanivani.flags import parse_flags
 from konkanivani.memory import rehearsal
 from konkanivani.memory.available import BudgetWatch, available_bytes
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from konkanivani.base.errors import DataError, KonkaniVaniError
 from konkanivani.edits import Edit, align_words, count_confusions, most_frequent
-from konkanivani.errors import DataError, KonkaniVaniError
 from konkanivani.heard import Heard, OtherSystem, TextFiles, read_heard
 from konkanivani.hypotheses_file import write_hypotheses
 from konkanivani.metrics import count_edits, error_rates

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import soundfile
 
+from konkanivani.base.errors import DataError, UsageError
 from konkanivani.data.builtin_corpus import CorpusPlan, CorpusSize, build_builtin_corpus, plan_corpus
 from konkanivani.data.manifest import Utterance, read_manifest
 from konkanivani.data.sentence_corpus import build_sentence_corpus, plan_splits, read_sentences
 from konkanivani.data.speech_synthesis import SpeakingStyle, SpeechSynthesizer, UnspeakableError
 from konkanivani.data.spoken_sentences import TEST_VOICES, TRAIN_VOICES, VALID_VOICES
-from konkanivani.errors import DataError, UsageError
 from konkanivani.text import normalize_text
 from tests.conftest import ROOT, TINY_MODEL, run_folders, run_script, run_trainer
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from konkanivani.config import MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.base.config import MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.memory import shapes, tracer
 from konkanivani.memory.devices import cpu_costs, cuda_costs
 from konkanivani.memory.planner import ALWAYS, NEVER

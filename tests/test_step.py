@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from konkanivani.config import OptimizerConfig
+from konkanivani.base.config import OptimizerConfig
+from konkanivani.base.errors import NumericsError
 from konkanivani.data.batching import Cursor
-from konkanivani.errors import NumericsError
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.optimizer import AdamW, OptimizerState, build_optimizer, learning_rate
 from konkanivani.training.loop import MOST_SKIPS_IN_A_ROW, check_numerics, no_collection_of_what_stays

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from konkanivani.base.errors import DataError, UsageError
 from konkanivani.checkpoint import read_checkpoint
 from konkanivani.checkpointer import LAST
-from konkanivani.errors import DataError, UsageError
 from konkanivani.recipe import build_run
 from konkanivani.start import resolve_start
 from konkanivani.text import DIGIT_WORDS, Tokenizer, normalize_text, train_tokenizer

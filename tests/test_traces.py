@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from konkanivani import run_plan
-from konkanivani.amount import settled
-from konkanivani.budget import MIB
-from konkanivani.config import ModelConfig, TrainConfig
+from konkanivani.base.amount import settled
+from konkanivani.base.config import ModelConfig, TrainConfig
+from konkanivani.base.units import MIB
 from konkanivani.memory.devices import cpu_costs, cuda_costs
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.memory.planner import ALWAYS, NEVER

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from konkanivani.command_line import read_flags, run_script
-from konkanivani.errors import ResourceError, UsageError
-from konkanivani.wording import count
+from konkanivani.base.command_line import read_flags, run_script
+from konkanivani.base.console import count
+from konkanivani.base.errors import ResourceError, UsageError
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
     from konkanivani.averaging import NamedCheckpoint

@@ -15,15 +15,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from konkanivani.command_line import end_script, read_flags, run_script, told_once_a_machine
-from konkanivani.config import DecodingConfig
+from konkanivani.base.command_line import end_script, read_flags, run_script, told_once_a_machine
+from konkanivani.base.config import DecodingConfig
+from konkanivani.base.errors import UsageError
+from konkanivani.base.rules import check_decoding
 from konkanivani.data.manifest import read_manifest
-from konkanivani.errors import UsageError
 from konkanivani.heard import Heard, other_system, read_heard
 from konkanivani.hypotheses_file import check_output, write_hypotheses
 from konkanivani.metrics import count_edits
 from konkanivani.page import check_page_path, write_page
-from konkanivani.rules import check_decoding
 from konkanivani.score_json import score_json
 from konkanivani.score_page import draw_score_page
 from konkanivani.score_report import build_report
@@ -31,7 +31,7 @@ from konkanivani.score_text import score_lines
 from konkanivani.transcripts import is_json_file, read_transcripts
 
 if TYPE_CHECKING:
-    from konkanivani.distributed import Topology
+    from konkanivani.base.distributed import Topology
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def report_on(flags: Flags, raw: Heard) -> str:
 def hear(flags: Flags, topology: "Topology") -> Heard:
     """What the checkpoint hears in the manifest, as in training's final scoring; each rank hears its share."""
     manifest = read_manifest(flags.manifest, flags.audio_roots)
-    from konkanivani.preflight import choose_device
+    from konkanivani.base.device import choose_device
     from konkanivani.trained_model import hear_manifest, load_trained_model
 
     trained = load_trained_model(flags.checkpoint, choose_device(flags.device), topology)

@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from konkanivani.command_line import parse_share, read_flags, run_script
+from konkanivani.base.command_line import read_flags, run_script
+from konkanivani.base.errors import ResourceError, UsageError
+from konkanivani.base.units import parse_share
 from konkanivani.data.manifest import read_manifest
-from konkanivani.errors import ResourceError, UsageError
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
     from konkanivani.checkpoint import Checkpoint
@@ -91,9 +92,9 @@ def export(flags: Flags) -> str:
 
 def export_bundle(path: Path, speech_model: "SpeechModel") -> "Exported":
     """The bundle, written, read again and checked."""
+    from konkanivani.base.files import whole_file
     from konkanivani.bundle import bundle_bytes, read_bundle
     from konkanivani.export import Exported, check_bundle, hear_with
-    from konkanivani.whole_file import whole_file
 
     with whole_file(path) as partial:
         partial.write_bytes(bundle_bytes(speech_model))
@@ -105,10 +106,10 @@ def export_bundle(path: Path, speech_model: "SpeechModel") -> "Exported":
 
 def export_onnx(flags: Flags, speech_model: "SpeechModel") -> list["Exported"]:
     """The ONNX files asked for, written, read again and checked."""
+    from konkanivani.base.files import whole_file
     from konkanivani.export import TOLERANCE, Exported, check_onnx
     from konkanivani.onnx_export import build_onnx, quantized
     from konkanivani.onnx_model import read_onnx
-    from konkanivani.whole_file import whole_file
 
     print("Tracing the model for ONNX, which takes up to a minute.", flush=True)
     model = build_onnx(speech_model)
@@ -126,9 +127,9 @@ def export_onnx(flags: Flags, speech_model: "SpeechModel") -> list["Exported"]:
 
 def score(flags: Flags, checkpoint: "Checkpoint", speech_model: "SpeechModel", forms: list["Exported"]) -> list[str]:
     """The table of the forms' scores on the manifest."""
+    from konkanivani.base.flags import config_from_text
     from konkanivani.data.rejections import Rejections
     from konkanivani.export import compare
-    from konkanivani.flags import config_from_text
     from konkanivani.run_speech import build_evaluation_set
 
     config = config_from_text(checkpoint.config)

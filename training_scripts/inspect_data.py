@@ -16,11 +16,11 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from konkanivani.command_line import read_flags, run_script
-from konkanivani.config import TrainConfig
-from konkanivani.errors import DataError, UsageError
+from konkanivani.base.command_line import read_flags, run_script
+from konkanivani.base.config import TrainConfig
+from konkanivani.base.errors import DataError, UsageError
+from konkanivani.base.rules import check_config
 from konkanivani.page import check_page_path, write_page
-from konkanivani.rules import check_config
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ import dataclasses
 import sys
 from dataclasses import dataclass, field
 
-from konkanivani.budget import parse_budget
-from konkanivani.command_line import read_flags, run_script
-from konkanivani.config import PRESETS, TrainConfig
-from konkanivani.errors import UsageError
+from konkanivani.base.command_line import read_flags, run_script
+from konkanivani.base.config import PRESETS, TrainConfig
+from konkanivani.base.errors import UsageError
+from konkanivani.base.rules import check_config
+from konkanivani.base.units import parse_budget
 from konkanivani.memory.devices import cpu_costs, cuda_costs
 from konkanivani.memory.gpus import Gpu, find_gpu
-from konkanivani.rules import check_config
 
 HOW_LONG = "10 to 20 seconds for one question, and 3 for the same again, since what is traced is kept"
 

@@ -16,7 +16,9 @@ import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 
-from konkanivani.command_line import parse_share, read_flags, run_script
+from konkanivani.base.command_line import read_flags, run_script
+from konkanivani.base.errors import UsageError
+from konkanivani.base.units import parse_share
 from konkanivani.data.drawing import SplitBy
 from konkanivani.data.found import SpeechFolder
 from konkanivani.data.preparation import (
@@ -27,7 +29,6 @@ from konkanivani.data.preparation import (
     prepare_corpus,
 )
 from konkanivani.data.splits import Shares
-from konkanivani.errors import UsageError
 
 COMMON_NAMES = ("corpus", "data", "manifest", "manifests", "out", "output", "prepared", "splits")  # of many a folder
 LONGEST_NAME = 30  # characters of up to four bytes: with its parent's it must be a folder's name, 255 bytes

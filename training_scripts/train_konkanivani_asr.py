@@ -18,8 +18,8 @@ bootstrap.rerun_under_venv()
 
 import sys
 
-from konkanivani.command_line import end_script, run_script, told_once_a_machine
-from konkanivani.flags import parse_flags
+from konkanivani.base.command_line import end_script, run_script, told_once_a_machine
+from konkanivani.base.flags import parse_flags
 
 
 def main(arguments: list[str]) -> str:

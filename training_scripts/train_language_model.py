@@ -20,9 +20,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from konkanivani.command_line import read_flags, run_script
-from konkanivani.errors import DataError, ResourceError, UsageError
-from konkanivani.wording import count
+from konkanivani.base.command_line import read_flags, run_script
+from konkanivani.base.console import count
+from konkanivani.base.errors import DataError, ResourceError, UsageError
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
     from konkanivani.arpa import Ngrams
@@ -128,8 +128,8 @@ def train(flags: Flags) -> str:
     """Writes the model; returns lines about what it was made of, how large it is and what it makes of other text."""
     check_flags(flags)
     from konkanivani.arpa import write_arpa
+    from konkanivani.base.flags import config_from_text
     from konkanivani.checkpoint import read_checkpoint
-    from konkanivani.flags import config_from_text
     from konkanivani.ngram import estimate_ngrams
     from konkanivani.speech_model import tokenizer_of
 

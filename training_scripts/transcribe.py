@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from konkanivani.command_line import end_script, read_flags, run_script, told_once_a_machine
-from konkanivani.config import DecodingConfig
-from konkanivani.errors import CheckpointError, UsageError
-from konkanivani.rules import check_decoding
+from konkanivani.base.command_line import end_script, read_flags, run_script, told_once_a_machine
+from konkanivani.base.config import DecodingConfig
+from konkanivani.base.errors import CheckpointError, UsageError
+from konkanivani.base.rules import check_decoding
 from konkanivani.standard_input import SIGN, spooled_input
 
 if TYPE_CHECKING:
-    from konkanivani.distributed import Topology
+    from konkanivani.base.distributed import Topology
 
 SHORTEST_PIECE, LONGEST_PIECE = 1.0, 600.0
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.2, 60.0

@@ -5,8 +5,8 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal
 
-from konkanivani.budget import GIB, MIB
-from konkanivani.config import PRESETS, MemoryConfig, RunConfig, TrainConfig
+from konkanivani.base.config import PRESETS, MemoryConfig, RunConfig, TrainConfig
+from konkanivani.base.units import GIB, MIB
 
 LIVE_SHARE = 0.02  # of the live bytes, by which the plan may differ from them
 RESIDENT_FACTOR = 1.25  # times the plan, workspaces included, that a process on a CPU may grow by

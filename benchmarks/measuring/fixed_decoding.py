@@ -12,15 +12,15 @@ import torch
 
 from konkanivani.assembly import build_front_end
 from konkanivani.audio import MEL_BINS
-from konkanivani.config import PRESETS, TrainConfig
+from konkanivani.base.config import PRESETS, TrainConfig
+from konkanivani.base.device import choose_device
+from konkanivani.base.lengths import SAMPLE_RATE, Lengths
 from konkanivani.decoding.beam import Scorers, Weighted, beam_search
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.decoding.decode import PrefixDecode
 from konkanivani.decoding.scorers import AttentionScorer, CTCScorer
-from konkanivani.lengths import SAMPLE_RATE, Lengths
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.blocks import run_directly
-from konkanivani.preflight import choose_device
 from konkanivani.text import Tokenizer
 
 JOINT_CTC_WEIGHT = 0.3

@@ -14,16 +14,16 @@ import torch
 
 from konkanivani.assembly import build_step_parts
 from konkanivani.audio import MEL_BINS
-from konkanivani.budget import MIB
-from konkanivani.config import TrainConfig
+from konkanivani.base.config import TrainConfig
+from konkanivani.base.device import choose_device
+from konkanivani.base.errors import NumericsError
+from konkanivani.base.lengths import Lengths
+from konkanivani.base.units import MIB
 from konkanivani.data.batch import Speech, Window, collate
-from konkanivani.errors import NumericsError
-from konkanivani.lengths import Lengths
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import MemoryMonitor, peak_resident_mib, resident_mib
 from konkanivani.model.asr import parameter_count
-from konkanivani.preflight import choose_device
 from konkanivani.text import Tokenizer
 from konkanivani.training.step import StepParts, StepReport, recomputing, train_step
 

@@ -8,9 +8,9 @@ import numpy as np
 import soundfile
 
 from konkanivani.audio import load_audio
+from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.utterance import Utterance
-from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.memory.monitor import peak_resident_mib, resident_mib
 from konkanivani.recognizer import Recognizer
 

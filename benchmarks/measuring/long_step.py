@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 
 from konkanivani.assembly import build_front_end, build_step_parts
-from konkanivani.budget import MIB
-from konkanivani.config import TrainConfig
+from konkanivani.base.config import TrainConfig
+from konkanivani.base.lengths import SAMPLE_RATE
+from konkanivani.base.units import MIB
 from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, same_size
-from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
 from konkanivani.model.asr import parameter_count

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from konkanivani.config import DataConfig, TextConfig
+from konkanivani.base.config import DataConfig, TextConfig
 from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit, padded_seconds
 from konkanivani.data.builtin_patterns import interleave_sentences, read_patterns
 from konkanivani.data.checking import check_utterances, training_limits

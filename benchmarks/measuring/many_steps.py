@@ -12,14 +12,14 @@ import torch
 from benchmarks.measuring.fixed_step import VOCABULARY
 from benchmarks.measuring.random_speech import build_speech
 from konkanivani.assembly import build_front_end, build_step_parts
-from konkanivani.config import TrainConfig
+from konkanivani.base.config import TrainConfig
+from konkanivani.base.device import choose_device
+from konkanivani.base.randomness import seed_of
 from konkanivani.data.batch import Window
 from konkanivani.data.batching import cut_window, same_size
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
 from konkanivani.model.asr import parameter_count
-from konkanivani.preflight import choose_device
-from konkanivani.randomness import seed_of
 from konkanivani.text import Tokenizer
 from konkanivani.training.step import StepParts, StepReport, train_step
 

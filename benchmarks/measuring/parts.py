@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.measuring.faults.effort import Effort
-from konkanivani.command_line import run_script
+from konkanivani.base.command_line import run_script
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 import torch
 
+from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.data.batch import Speech
-from konkanivani.lengths import SAMPLE_RATE
 
 FIRST_TOKEN = 5
 TOKENS_PER_SECOND = 4

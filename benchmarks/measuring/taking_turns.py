@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measuring.steal import Steal
-from konkanivani.errors import DataError
+from konkanivani.base.errors import DataError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 POLL_SECONDS = 0.005  # a thousandth of a turn of some seconds

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.errors import DataError
-from konkanivani.lengths import SAMPLE_RATE, Lengths
+from konkanivani.base.errors import DataError
+from konkanivani.base.lengths import SAMPLE_RATE, Lengths
 
 TENSORS = ("waveforms", "tokens", "decoder_tokens", "targets")
 

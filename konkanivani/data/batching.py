@@ -8,9 +8,9 @@ from itertools import islice
 import numpy as np
 import torch
 
+from konkanivani.base.lengths import SAMPLE_RATE
+from konkanivani.base.randomness import seed_of
 from konkanivani.data.batch import Speech, Window, collate
-from konkanivani.lengths import SAMPLE_RATE
-from konkanivani.randomness import seed_of
 
 MOST_BUCKETS = 50
 PLAN_VERSION = 2  # counts changes of how a plan follows from its numbers

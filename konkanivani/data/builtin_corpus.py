@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from konkanivani.base.errors import DataError, ResourceError, UsageError
+from konkanivani.base.files import held_folder
 from konkanivani.data.builtin_patterns import interleave_sentences, read_patterns, spread
 from konkanivani.data.speech_synthesis import SpeechSynthesizer, UnspeakableError, reads_signs_by_name
 from konkanivani.data.spoken_sentences import (
@@ -27,8 +29,6 @@ from konkanivani.data.spoken_sentences import (
     assign_styles,
     write_split,
 )
-from konkanivani.errors import DataError, ResourceError, UsageError
-from konkanivani.held_folder import held_folder
 
 WHAT_IT_IS = "synthetic, Marathi voice"
 BUILT_IN = "built-in corpus"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from konkanivani.errors import DataError, UsageError
+from konkanivani.base.errors import DataError, UsageError
 
 PATTERNS_FILE = Path(__file__).with_name("builtin_patterns.txt")
 

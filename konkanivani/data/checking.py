@@ -4,14 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from konkanivani.config import DataConfig
-from konkanivani.data.manifest import Manifest
-from konkanivani.data.rejections import Rejection
-from konkanivani.data.selection import Selection
-from konkanivani.data.token_counts import Digits, TokenCounts, count_tokens
-from konkanivani.data.utterance import Utterance
-from konkanivani.errors import DataError
-from konkanivani.lengths import (
+from konkanivani.base.config import DataConfig
+from konkanivani.base.console import count
+from konkanivani.base.errors import DataError
+from konkanivani.base.lengths import (
     FFT_SAMPLES,
     HOP_SAMPLES,
     SAMPLE_RATE,
@@ -20,8 +16,12 @@ from konkanivani.lengths import (
     speed_perturbed_samples,
     subsampled_length,
 )
+from konkanivani.data.manifest import Manifest
+from konkanivani.data.rejections import Rejection
+from konkanivani.data.selection import Selection
+from konkanivani.data.token_counts import Digits, TokenCounts, count_tokens
+from konkanivani.data.utterance import Utterance
 from konkanivani.text import Tokenizer
-from konkanivani.wording import count
 
 ROWS_AT_ONCE = 500_000
 

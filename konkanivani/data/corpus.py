@@ -11,9 +11,9 @@ from itertools import islice
 from pathlib import Path
 
 from konkanivani.audio_file import AudioHeader, AudioSource, read_header
+from konkanivani.base.errors import DataError
 from konkanivani.data.found import FoundUtterance, RefusedRow
 from konkanivani.data.utterance import Utterance
-from konkanivani.errors import DataError
 from konkanivani.text import forbidden_character, normalize_text
 
 ROWS_AT_ONCE = 512

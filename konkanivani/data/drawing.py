@@ -4,10 +4,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from konkanivani.base.errors import DataError, UsageError
 from konkanivani.data.corpus import CheckedUtterance, Corpus
 from konkanivani.data.found import RefusedRow
 from konkanivani.data.splits import SPLITS, Shares, Unit, draw_splits
-from konkanivani.errors import DataError, UsageError
 
 SplitBy = Literal["default", "given", "speaker", "utterance"]
 

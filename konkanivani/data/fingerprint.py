@@ -4,10 +4,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from konkanivani.base.console import count, duration_words
+from konkanivani.base.errors import CheckpointError
 from konkanivani.data.index import SKETCHED
 from konkanivani.data.manifest import Manifest
-from konkanivani.errors import CheckpointError
-from konkanivani.wording import count, duration_words
 
 
 @dataclass(frozen=True)

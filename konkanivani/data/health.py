@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from konkanivani.config import TrainConfig
+from konkanivani.base.config import TrainConfig
+from konkanivani.base.randomness import seed_of
 from konkanivani.data.batching import EpochPlanner, choose_subset
 from konkanivani.data.characters import CharacterCount, CharacterHealth, show_text
 from konkanivani.data.checking import evaluation_limits, reason_to_reject, training_limits
@@ -33,7 +34,6 @@ from konkanivani.data.repeats import (
 )
 from konkanivani.data.utterance import Utterance
 from konkanivani.histogram import Histogram, build_histogram
-from konkanivani.randomness import seed_of
 from konkanivani.text import Tokenizer, normalize_text
 
 OUTLIER = 3.5  # robust z-score; Iglewicz and Hoaglin, "How to Detect and Handle Outliers" (1993)

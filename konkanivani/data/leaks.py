@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from konkanivani.audio_file import AudioSource, read_bytes
+from konkanivani.base.console import printable
+from konkanivani.base.errors import DataError
 from konkanivani.data.corpus import CheckedUtterance
-from konkanivani.errors import DataError
-from konkanivani.wording import printable
 
 MOST_EXAMPLES = 5
 DIGEST = re.compile("[0-9a-f]{32,}")  # stands for a speaker in Common Voice: eight digits tell it

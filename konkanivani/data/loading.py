@@ -5,15 +5,15 @@ from contextlib import closing
 
 import numpy as np
 
+from konkanivani.base.distributed import ALONE, Topology, gather, gather_numbers
+from konkanivani.base.errors import Interrupted
+from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.data.batch import Batch, Window
 from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit, deal
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.speech import EvaluationSpeech, TrainingSpeech
 from konkanivani.data.utterance import Utterance
 from konkanivani.data.workers import Fetcher, Loaded, LoaderConfig, load_in_order
-from konkanivani.distributed import ALONE, Topology, gather, gather_numbers
-from konkanivani.errors import Interrupted
-from konkanivani.lengths import SAMPLE_RATE
 
 NO_UTTERANCES = Window((), tokens=0, utterances=0, audio_seconds=0.0, padding_share=0.0)
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from konkanivani.audio_roots import audio_roots
+from konkanivani.base.errors import DataError, Problems
+from konkanivani.base.files import write_json_lines
 from konkanivani.data.index import BrokenRow, ManifestIndex, open_index
 from konkanivani.data.utterance import BadRow, Utterance, parse_row, row_of
-from konkanivani.errors import DataError
-from konkanivani.json_lines import write_json_lines
-from konkanivani.problems import Problems
 
 
 class Manifest(Sequence[Utterance]):

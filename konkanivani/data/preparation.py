@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from konkanivani.audio_roots import is_named_inside
+from konkanivani.base.console import printable
+from konkanivani.base.errors import DataError, ResourceError, UsageError
+from konkanivani.base.files import held_folder, write_json_lines
 from konkanivani.data.corpus import AudioRoots, CheckedUtterance, Corpus, read_corpus
 from konkanivani.data.drawing import (
     Drawn,
@@ -35,10 +38,6 @@ from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFold
 from konkanivani.data.leaks import Leak, find_leaks
 from konkanivani.data.manifest import write_manifest
 from konkanivani.data.splits import SPLITS, Shares
-from konkanivani.errors import DataError, ResourceError, UsageError
-from konkanivani.held_folder import held_folder
-from konkanivani.json_lines import write_json_lines
-from konkanivani.wording import printable
 
 FormatName = Literal[
     "common_voice", "csv", "folder", "huggingface", "indicvoices", "kaldi", "ljspeech", "nemo", "openslr"

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from konkanivani.audio_file import duration_tolerance
+from konkanivani.base.errors import DataError
 from konkanivani.data.characters import show_text
 from konkanivani.data.examples import MOST_EXAMPLES, Example, Listed, Tally, example, tallies
 from konkanivani.data.sound import Sound, listen
 from konkanivani.data.utterance import Utterance
-from konkanivani.errors import DataError
 from konkanivani.histogram import Histogram, build_histogram
 
 QUIET, LOUD, MUTE = -40.0, -10.0, -80.0  # dBFS

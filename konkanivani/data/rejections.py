@@ -8,11 +8,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from konkanivani.command_line import say
+from konkanivani.base.console import count, is_or_are, say
+from konkanivani.base.errors import DataError
+from konkanivani.base.files import write_json_lines
 from konkanivani.data.manifest import Manifest
-from konkanivani.errors import DataError
-from konkanivani.json_lines import write_json_lines
-from konkanivani.wording import count, is_or_are
 
 NAMED = 3
 

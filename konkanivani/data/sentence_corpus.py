@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from konkanivani.base.errors import DataError, UsageError
+from konkanivani.base.files import write_json_lines
 from konkanivani.data.builtin_corpus import (
     CorpusPlan,
     CorpusRecipe,
@@ -21,8 +23,6 @@ from konkanivani.data.builtin_corpus import (
 )
 from konkanivani.data.builtin_patterns import spread
 from konkanivani.data.spoken_sentences import TEST_VOICES, TRAIN_VOICES, VALID_VOICES, SpokenSentence, assign_styles
-from konkanivani.errors import DataError, UsageError
-from konkanivani.json_lines import write_json_lines
 from konkanivani.text import normalize_text
 
 SENTENCE_CORPUS = "corpus of sentences"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from konkanivani.errors import DataError
+from konkanivani.base.errors import DataError
 
 MOST_TEXT_BYTES = 2**20
 MOST_HEADER_BYTES = 2**13  # of one member, its long name and its PAX records among them

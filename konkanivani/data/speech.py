@@ -9,11 +9,11 @@ from torch.utils.data import Dataset
 from konkanivani.audio import load_audio
 from konkanivani.audio_file import UnusableAudio
 from konkanivani.augment import choose_speed, perturb_speed
+from konkanivani.base.randomness import seed_of, utterance_generator
 from konkanivani.data.batch import Speech
 from konkanivani.data.rejections import Rejection
 from konkanivani.data.surroundings import Surroundings
 from konkanivani.data.utterance import Utterance
-from konkanivani.randomness import seed_of, utterance_generator
 from konkanivani.text import Tokenizer
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
+from konkanivani.base.errors import DataError, ResourceError
 from konkanivani.data.espeak import HEADER, REFUSED, Request
-from konkanivani.errors import DataError, ResourceError
 
 
 class UnspeakableError(DataError):

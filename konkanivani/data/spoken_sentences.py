@@ -84,7 +84,7 @@ def write_audio(sentence: SpokenSentence, path: Path, synthesizer: SpeechSynthes
     """Writes `sentence` as a FLAC file, 16 kHz mono 16-bit; returns its duration in seconds."""
     import soundfile
 
-    from konkanivani.lengths import SAMPLE_RATE
+    from konkanivani.base.lengths import SAMPLE_RATE
 
     waveform = spoken_waveform(sentence, synthesizer)
     content = io.BytesIO()  # written by Python, which reports a full disk
@@ -99,7 +99,7 @@ def spoken_waveform(sentence: SpokenSentence, synthesizer: SpeechSynthesizer) ->
     import torchaudio
 
     from konkanivani.audio import one_thread
-    from konkanivani.lengths import SAMPLE_RATE
+    from konkanivani.base.lengths import SAMPLE_RATE
 
     spoken = torch.frombuffer(bytearray(synthesizer.speak(sentence.text, sentence.style)), dtype=torch.int16)
     with one_thread():  # and in float64: the rounding below then never depends on the machine's kernels

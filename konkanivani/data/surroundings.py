@@ -12,14 +12,13 @@ import torch
 from konkanivani.audio import load_audio, resample
 from konkanivani.audio_file import AudioHeader, AudioSource, read_header, read_samples
 from konkanivani.augment import add_noise, add_room, scale_and_clip
-from konkanivani.config import AugmentConfig
+from konkanivani.base.config import AugmentConfig
+from konkanivani.base.errors import DataError, Problems
+from konkanivani.base.lengths import SAMPLE_RATE
+from konkanivani.base.randomness import utterance_generator
+from konkanivani.base.units import DecibelRange, parse_snr
 from konkanivani.data.manifest import read_recordings
 from konkanivani.data.utterance import Utterance
-from konkanivani.decibels import DecibelRange, parse_snr
-from konkanivani.errors import DataError
-from konkanivani.lengths import SAMPLE_RATE
-from konkanivani.problems import Problems
-from konkanivani.randomness import utterance_generator
 
 LONGEST_RESPONSE_SECONDS = 20.0  # the longest halls on record ring so long; it is read whole for each utterance
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from konkanivani.errors import DataError
+from konkanivani.base.errors import DataError
 
 MOST_BYTES = 2**28  # of a file that is read at once
 LONGEST_LINE = 2**24  # characters

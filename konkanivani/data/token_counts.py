@@ -10,9 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from konkanivani.command_line import say
+from konkanivani.base.console import say
+from konkanivani.base.lengths import ctc_frames_needed
 from konkanivani.data.manifest import Manifest
-from konkanivani.lengths import ctc_frames_needed
 from konkanivani.text import Tokenizer, normalize_text
 
 Digits = Literal["keep", "spell"]

@@ -17,13 +17,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from tqdm import tqdm
 
+from konkanivani.base.errors import DataError, KonkaniVaniError, ResourceError
+from konkanivani.base.signals import held_signals, stopping_signals
 from konkanivani.data.batch import Batch, Speech, Window, check_tokens, collate
 from konkanivani.data.batching import SizeLimit, cut_window
 from konkanivani.data.packed import Packed, pack
 from konkanivani.data.rejections import Rejection
 from konkanivani.data.speech import EvaluationSpeech, TrainingSpeech
-from konkanivani.errors import DataError, KonkaniVaniError, ResourceError
-from konkanivani.signals import held_signals, stopping_signals
 from konkanivani.text import Tokenizer
 
 POLL_SECONDS = 1.0  # after so long without a batch, the workers are looked after

@@ -7,9 +7,8 @@ import math
 
 import torch
 
-from konkanivani.chunks import CHUNK_FRAMES
+from konkanivani.base.lengths import CHUNK_FRAMES, Lengths, padding_mask
 from konkanivani.ctc_operator import BLANK
-from konkanivani.lengths import Lengths, padding_mask
 from konkanivani.model.asr import KonkaniVaniASR
 
 

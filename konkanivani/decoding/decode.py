@@ -8,7 +8,8 @@ from typing import Protocol
 
 import torch
 
-from konkanivani.config import DecodingConfig
+from konkanivani.base.config import DecodingConfig
+from konkanivani.base.lengths import Lengths
 from konkanivani.decoding.beam import Scorers, Weighted, beam_search
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.decoding.fusion import Fusion
@@ -16,7 +17,6 @@ from konkanivani.decoding.hypothesis import Hypothesis
 from konkanivani.decoding.language_model import LanguageModel, read_language_model
 from konkanivani.decoding.prefix_beam import prefix_beam_search
 from konkanivani.decoding.scorers import AttentionScorer, CTCScorer, LanguageModelScorer
-from konkanivani.lengths import Lengths
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.text import Tokenizer
 

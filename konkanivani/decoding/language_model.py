@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from konkanivani.arpa import FOREIGN, Ngrams, read_arpa
-from konkanivani.errors import DataError
+from konkanivani.base.errors import DataError
 from konkanivani.text import Tokenizer
 
 ROOT = 0  # the state of a context of no tokens

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from konkanivani.base.lengths import Lengths
 from konkanivani.ctc_operator import BLANK
 from konkanivani.decoding.ctc import blank_beyond
 from konkanivani.decoding.fusion import Fusion, Opinions
 from konkanivani.decoding.hypothesis import Hypothesis, first_best, ranked
-from konkanivani.lengths import Lengths
 
 NO_TOKEN = -1
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from konkanivani.base.lengths import Lengths
 from konkanivani.ctc_operator import BLANK
 from konkanivani.decoding.ctc import blank_beyond
-from konkanivani.lengths import Lengths
 
 # Frames that are scored at once: B x K x 32 x C numbers are there at a time, instead of B x K x T' x C.
 FRAMES_AT_ONCE = 32

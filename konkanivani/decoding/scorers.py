@@ -12,10 +12,10 @@ from typing import Protocol
 
 import torch
 
+from konkanivani.base.lengths import Lengths
 from konkanivani.ctc_operator import BLANK
 from konkanivani.decoding.language_model import LanguageModel
 from konkanivani.decoding.prefix_scorer import CTCPrefixScorer
-from konkanivani.lengths import Lengths
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.text import Tokenizer
 

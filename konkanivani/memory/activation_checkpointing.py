@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from konkanivani.randomness import mask_generator, masks_of, seed_of
+from konkanivani.base.randomness import mask_generator, masks_of, seed_of
 from konkanivani.recomputation import recomputed
 
 ALL_BLOCKS = sys.maxsize

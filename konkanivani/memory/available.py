@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from konkanivani.errors import ResourceError
+from konkanivani.base.errors import ResourceError
 
 SHARE_OF_FREE = 0.9  # the rest is for what other programs come to need
 CGROUP_LIMIT, CGROUP_USE = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")

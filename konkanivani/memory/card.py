@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from konkanivani.budget import GIB
+from konkanivani.base.units import GIB
 
 # What no listed process holds is worth a word above the driver's own share: a few hundred MiB, more on large cards.
 SMALLEST_UNSEEN, UNSEEN_SHARE = GIB // 4, 1 / 20

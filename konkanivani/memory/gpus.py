@@ -8,8 +8,8 @@ import difflib
 import re
 from dataclasses import dataclass
 
-from konkanivani.budget import GIB
-from konkanivani.errors import UsageError
+from konkanivani.base.errors import UsageError
+from konkanivani.base.units import GIB
 
 
 @dataclass(frozen=True)

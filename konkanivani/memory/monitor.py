@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.budget import MIB
+from konkanivani.base.units import MIB
 from konkanivani.records import PhaseMemory
 
 HOLE_BYTES = 256 * 1024  # below an utterance's activations, which at 20 s and a width of 256 take 500 KiB each

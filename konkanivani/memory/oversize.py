@@ -7,9 +7,9 @@ next start reads here what to cut beforehand. Each rank writes a file of its own
 import json
 from pathlib import Path
 
-from konkanivani.errors import CheckpointError, ResourceError
+from konkanivani.base.errors import CheckpointError, ResourceError
+from konkanivani.base.files import whole_file
 from konkanivani.memory.recovery import RememberedSplits
-from konkanivani.whole_file import whole_file
 
 
 def write_sizes(directory: Path, rank: int, splits: RememberedSplits) -> None:

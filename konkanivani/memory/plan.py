@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from konkanivani.budget import MIB
+from konkanivani.base.errors import CheckpointError
+from konkanivani.base.units import MIB
 from konkanivani.data.batching import SizeLimit
-from konkanivani.errors import CheckpointError
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import PlannedPeak
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from konkanivani.chunks import CHUNK_FRAMES
-from konkanivani.lengths import HOP_SAMPLES, SAMPLE_RATE, SUBSAMPLING
+from konkanivani.base.lengths import CHUNK_FRAMES, HOP_SAMPLES, SAMPLE_RATE, SUBSAMPLING
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.plan import BucketPlan
 from konkanivani.memory.tracer import Load, Peak

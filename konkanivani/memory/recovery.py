@@ -10,10 +10,10 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
-from konkanivani.chunks import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
-from konkanivani.command_line import is_out_of_memory
+from konkanivani.base.command_line import is_out_of_memory
+from konkanivani.base.errors import CheckpointError, ResourceError
+from konkanivani.base.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
 from konkanivani.data.batch import Batch, largest_batch, split_batch
-from konkanivani.errors import CheckpointError, ResourceError
 
 Result = TypeVar("Result")
 ONE_BY_ONE = "one by one"

@@ -11,16 +11,16 @@ from itertools import islice
 
 import numpy as np
 
+from konkanivani.base.console import count
+from konkanivani.base.distributed import ALONE, from_first
 from konkanivani.checkpoint import load_states, read_checkpoint, write_checkpoint
 from konkanivani.data.batch import Speech, Window, largest_batch
 from konkanivani.data.batching import cut_window, largest_size
 from konkanivani.data.rejections import Rejection
 from konkanivani.data.speech import TrainingSpeech
-from konkanivani.distributed import ALONE, from_first
 from konkanivani.text import Tokenizer
 from konkanivani.training.run import Run
 from konkanivani.training.step import train_step
-from konkanivani.wording import count
 
 SAVED = "rehearsal.partial"
 # The counters are not touched by a rehearsal, and sizes that did not fit are worth remembering.

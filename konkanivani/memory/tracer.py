@@ -15,16 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
+from konkanivani.base.lengths import HOP_SAMPLES, SAMPLE_RATE, SUBSAMPLING, Lengths, feature_length, subsampled_length
 from konkanivani.data.batch import Batch, Window, largest_batch
 from konkanivani.decoding.ctc import likeliest_tokens
-from konkanivani.lengths import (
-    HOP_SAMPLES,
-    SAMPLE_RATE,
-    SUBSAMPLING,
-    Lengths,
-    feature_length,
-    subsampled_length,
-)
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.live_bytes import LiveBytes

@@ -11,11 +11,11 @@ import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from konkanivani.errors import ResourceError
+from konkanivani.base.errors import ResourceError
+from konkanivani.base.files import whole_file
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.tracer import Load, Peak, StepTracer
-from konkanivani.whole_file import whole_file
 
 
 class Traces:

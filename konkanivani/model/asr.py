@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.chunks import CHUNK_FRAMES
-from konkanivani.config import ModelConfig
-from konkanivani.lengths import Lengths
+from konkanivani.base.config import ModelConfig
+from konkanivani.base.lengths import CHUNK_FRAMES, Lengths
 from konkanivani.model.blocks import BlockRunner, run_directly
 from konkanivani.model.decoder import Decoder
 from konkanivani.model.encoder import Encoder

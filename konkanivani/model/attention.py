@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from konkanivani.lengths import Lengths
+from konkanivani.base.lengths import Lengths
 from konkanivani.model.linear import Linear, linear_of
 
 Positions = tuple[torch.Tensor, torch.Tensor]

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from konkanivani.config import ModelConfig
+from konkanivani.base.config import ModelConfig
 from konkanivani.model.attention import CrossAttention, FrameLayout, Positions, SelfAttention
 from konkanivani.model.depthwise import convolved
 from konkanivani.model.dropout import Dropout

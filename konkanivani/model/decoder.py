@@ -5,8 +5,8 @@ B batch, U tokens, T' encoder frames, D model width, V vocabulary.
 
 import torch
 
-from konkanivani.config import ModelConfig
-from konkanivani.lengths import Lengths, padding_mask
+from konkanivani.base.config import ModelConfig
+from konkanivani.base.lengths import Lengths, padding_mask
 from konkanivani.model.attention import FrameLayout, RotaryPositions
 from konkanivani.model.blocks import BlockRunner, DecoderBlock
 from konkanivani.model.cache import FIRST_ROOM, DecoderCache

@@ -6,7 +6,7 @@ B batch, T frames, D model width, K kernel.
 import torch
 import torch.nn.functional as F
 
-from konkanivani.lengths import Lengths
+from konkanivani.base.lengths import Lengths
 from konkanivani.model.precision import in_own_precision
 
 

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from konkanivani.randomness import mask_generator
+from konkanivani.base.randomness import mask_generator
 
 LEVELS = 2**16
 

@@ -5,9 +5,8 @@ B batch, T feature frames, T' encoder frames, F mel bins, D model width.
 
 import torch
 
-from konkanivani.chunks import CHUNK_FRAMES
-from konkanivani.config import ModelConfig
-from konkanivani.lengths import Lengths, padding_mask, subsampled_length
+from konkanivani.base.config import ModelConfig
+from konkanivani.base.lengths import CHUNK_FRAMES, Lengths, padding_mask, subsampled_length
 from konkanivani.model.attention import FrameLayout, RotaryPositions
 from konkanivani.model.blocks import BlockRunner, ConformerBlock, TransformerBlock
 from konkanivani.model.dropout import Dropout

@@ -6,7 +6,7 @@ import torch
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
-from konkanivani.config import ModelConfig
+from konkanivani.base.config import ModelConfig
 from konkanivani.model.asr import KonkaniVaniASR
 
 

@@ -6,8 +6,7 @@ B batch, T feature frames, T' encoder frames, F mel bins, C channels, D model wi
 import torch
 import torch.nn.functional as F
 
-from konkanivani.chunks import CHUNK_FRAMES
-from konkanivani.lengths import subsampled_length
+from konkanivani.base.lengths import CHUNK_FRAMES, subsampled_length
 from konkanivani.model.linear import Linear, linear_by
 from konkanivani.model.precision import in_own_precision
 from konkanivani.recomputation import recomputed

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.config import LossConfig
+from konkanivani.base.config import LossConfig
 from konkanivani.data.batch import Batch
 from konkanivani.data.utterance import Utterance
 from konkanivani.decoding.ctc import blank_frames, likeliest_tokens

@@ -8,10 +8,9 @@ from typing import Protocol
 
 import torch
 
-from konkanivani.chunks import CHUNK_FRAMES
-from konkanivani.config import LossConfig
+from konkanivani.base.config import LossConfig
+from konkanivani.base.lengths import CHUNK_FRAMES, Lengths
 from konkanivani.data.batch import Batch, in_lanes_order, split_batch
-from konkanivani.lengths import Lengths
 from konkanivani.losses import LossSums, attention_loss_sum, ctc_loss_sum
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor

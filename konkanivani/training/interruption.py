@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
-from konkanivani.command_line import end_script, run_script
-from konkanivani.distributed import ALONE, Topology
-from konkanivani.errors import Interrupted
-from konkanivani.signals import held_signals, stopping_signals
+from konkanivani.base.command_line import end_script, run_script
+from konkanivani.base.distributed import ALONE, Topology
+from konkanivani.base.errors import Interrupted
+from konkanivani.base.signals import held_signals, stopping_signals
 
 PATIENCE = 5.0  # seconds after a signal that a micro-batch has to come to its end; schedulers kill after 30 and more
 STOPPING = b"\nStopping: saving at the end of this micro-batch, or in 5 s without it (a second signal stops at once).\n"

@@ -10,10 +10,10 @@ from functools import partial
 
 import torch
 
-from konkanivani.command_line import say
+from konkanivani.base.console import say
+from konkanivani.base.distributed import agree, gather
+from konkanivani.base.errors import DataError, Interrupted, NumericsError, ResourceError
 from konkanivani.data.batch import Window
-from konkanivani.distributed import agree, gather
-from konkanivani.errors import DataError, Interrupted, NumericsError, ResourceError
 from konkanivani.records import HypothesisPair, SkipRecord, SpectrogramRecord, StepRecord, ValidationRecord
 from konkanivani.sharding import whole_weights
 from konkanivani.training.evaluation import Evaluation

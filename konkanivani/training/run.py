@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from konkanivani.base.config import RunConfig
+from konkanivani.base.distributed import ALONE, Topology, gather
+from konkanivani.base.errors import Interrupted
 from konkanivani.checkpoint import Checkpoint, Stateful
 from konkanivani.checkpointer import Checkpointer
-from konkanivani.config import RunConfig
 from konkanivani.data.batching import deal, plan_evaluation
 from konkanivani.data.fingerprint import Fingerprint
 from konkanivani.data.loading import WindowStream, load_batches
@@ -19,8 +21,6 @@ from konkanivani.data.rejections import Rejections
 from konkanivani.data.speech import EvaluationSpeech
 from konkanivani.data.workers import LoaderConfig
 from konkanivani.decoding.decode import Decode
-from konkanivani.distributed import ALONE, Topology, gather
-from konkanivani.errors import Interrupted
 from konkanivani.logbook import Logbook
 from konkanivani.memory.available import BudgetWatch
 from konkanivani.memory.plan import MemoryPlan

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from konkanivani.command_line import say
-from konkanivani.errors import ResourceError
+from konkanivani.base.console import say
+from konkanivani.base.errors import ResourceError
 
 LOCK_NAME = ".lock"
 

@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from konkanivani.base.errors import CheckpointError
 from konkanivani.data.batching import Cursor
-from konkanivani.errors import CheckpointError
 from konkanivani.training.learning import EpochLearning
 
 # What older versions did not count.

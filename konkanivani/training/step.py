@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.config import OptimizerConfig
+from konkanivani.base.config import OptimizerConfig
+from konkanivani.base.distributed import ALONE, Topology, agree, bucket_for, gather, losing_ranks, sum_tensors
+from konkanivani.base.lengths import SAMPLE_RATE
+from konkanivani.base.randomness import masks_of, seed_of, seed_step
 from konkanivani.data.batch import Batch, Speech, Window, collate
-from konkanivani.distributed import ALONE, Topology, agree, bucket_for, gather, losing_ranks, sum_tensors
-from konkanivani.lengths import SAMPLE_RATE
 from konkanivani.losses import LossCounts, LossSums, joint_loss
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.recovery import Cut, Outcome, RememberedSplits, run_or_end, run_or_split
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.optimizer import AdamW, learning_rate, set_learning_rate
-from konkanivani.randomness import masks_of, seed_of, seed_step
 from konkanivani.sharding import is_sharded, plain
 from konkanivani.training.forward import ForwardPass
 from konkanivani.training.lanes import in_lanes

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 
 from konkanivani.arithmetic import Multiply, forward_layers, product_rate, step_flop
-from konkanivani.config import ModelConfig
+from konkanivani.base.config import ModelConfig
+from konkanivani.base.lengths import feature_length
 from konkanivani.data.batch import Window
-from konkanivani.lengths import feature_length
 from konkanivani.model.product import product
 
 

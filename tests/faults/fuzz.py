@@ -26,14 +26,13 @@ from hypothesis.errors import Flaky
 
 from konkanivani.audio import load_audio, stream_audio
 from konkanivani.audio_file import AudioSource, read_header
+from konkanivani.base.config import TrainConfig, settings_of
+from konkanivani.base.errors import DataError
+from konkanivani.base.flags import parse_flags
 from konkanivani.checkpointer import LAST
-from konkanivani.config import TrainConfig
 from konkanivani.data import index
 from konkanivani.data.manifest import read_manifest, read_recordings
-from konkanivani.errors import DataError
-from konkanivani.flags import parse_flags
 from konkanivani.recognizer import load_recognizer
-from konkanivani.settings import settings_of
 from konkanivani.start import resolve_start
 from tests.faults.strangers import Sound, configured, read_sound
 from tests.faults.watching import MOST_SECONDS, Verdict, watch

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from konkanivani.audio import load_audio, stream_audio
 from konkanivani.audio_file import AudioSource, read_header
-from konkanivani.errors import DataError
+from konkanivani.base.errors import DataError
 from konkanivani.media_process import READERS
 from tests.faults.fuzz import Change, Fuzzer, changed, changes_within
 from tests.faults.watching import CONTAINER_SECONDS

@@ -18,10 +18,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Protocol
 
+from konkanivani.base.errors import CheckpointError
 from konkanivani.checkpoint import read_checkpoint
 from konkanivani.checkpointer import LAST, Checkpointer
 from konkanivani.data.workers import PR_SET_PDEATHSIG
-from konkanivani.errors import CheckpointError
 from tests.conftest import ROOT, run_folders
 from tests.patience import PATIENCE
 

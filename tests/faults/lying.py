@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from konkanivani.base.errors import CheckpointError
 from konkanivani.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.checkpointer import LAST, PREVIOUS, Checkpointer
-from konkanivani.errors import CheckpointError
 
 
 @dataclass(frozen=True)

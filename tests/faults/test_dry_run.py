@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from konkanivani import dry_run as dry
+from konkanivani.base.errors import CheckpointError, DataError, Interrupted, KonkaniVaniError, ResourceError, UsageError
+from konkanivani.base.files import scratch_folder
+from konkanivani.base.signals import stopping_signals
 from konkanivani.checkpoint import Checkpoint
 from konkanivani.checkpointer import LAST, PREVIOUS
 from konkanivani.differences import differences, relative_difference
 from konkanivani.dry_run import check_equal, dry_run
-from konkanivani.errors import CheckpointError, DataError, Interrupted, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.recipe import build_run
-from konkanivani.scratch import scratch_folder
-from konkanivani.signals import stopping_signals
 from konkanivani.start import resolve_start
 from konkanivani.training.loop import train
 from konkanivani.training.run_lock import RunLock

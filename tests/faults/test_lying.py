@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from konkanivani import checkpoint, checkpointer
+from konkanivani.base.errors import CheckpointError, ResourceError
 from konkanivani.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.checkpointer import BEST, LAST, PREVIOUS, Checkpointer
-from konkanivani.errors import CheckpointError, ResourceError
 from tests.faults.lying import flip, flips, refuses_where_all_are_bad, same, truncations, try_damages
 
 FLIPS = 60  # benchmarks/faults.py --parts files --full: 1,000

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from konkanivani.averaging import NamedCheckpoint, average_checkpoints
+from konkanivani.base.errors import CheckpointError
 from konkanivani.checkpoint import read_checkpoint
 from konkanivani.checkpointer import LAST
-from konkanivani.errors import CheckpointError
 from konkanivani.recipe import build_run
 from konkanivani.recognizer import load_recognizer
 from konkanivani.start import resolve_start

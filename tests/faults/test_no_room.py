@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from konkanivani import checkpoint
+from konkanivani.base.errors import ResourceError
 from konkanivani.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.checkpointer import LAST, PREVIOUS, Checkpointer
 from konkanivani.data.rejections import Rejection, Rejections
-from konkanivani.errors import ResourceError
 from tests.conftest import ROOT
 from tests.faults.resuming import ResumeBench
 from tests.faults.room import (
@@ -87,8 +87,8 @@ def test_a_second_trainer_is_refused_and_the_first_one_is_exact(bench, tmp_path)
 
 PRINTS_TO_A_FULL_DISK = """
 import sys
-from konkanivani.command_line import output_may_be_lost, run_script
-from konkanivani.errors import DataError
+from konkanivani.base.command_line import output_may_be_lost, run_script
+from konkanivani.base.errors import DataError
 
 def action():
     with output_may_be_lost():

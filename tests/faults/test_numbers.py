@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
+from konkanivani.base.errors import DataError, NumericsError, UsageError
+from konkanivani.base.flags import parse_flags
 from konkanivani.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.checkpointer import LAST, PREVIOUS, Checkpointer
 from konkanivani.data.batch import Speech, check_tokens
-from konkanivani.errors import DataError, NumericsError, UsageError
-from konkanivani.flags import parse_flags
 from konkanivani.logbook import Logbook, describe_skip
 from konkanivani.records import Resumed, SkipRecord
 from tests.conftest import read_log

@@ -12,14 +12,21 @@ import torch
 
 from konkanivani import disk, recipe, run_speech
 from konkanivani.assembly import build_front_end, build_step_parts
+from konkanivani.base.config import PRESETS, ModelConfig, RunConfig, TrainConfig
+from konkanivani.base.errors import (
+    MOST_TOLD,
+    CheckpointError,
+    DataError,
+    KonkaniVaniError,
+    Problems,
+    ResourceError,
+    UsageError,
+)
+from konkanivani.base.flags import config_to_text
 from konkanivani.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.checkpointer import Checkpointer
-from konkanivani.config import PRESETS, ModelConfig, RunConfig, TrainConfig
 from konkanivani.disk import check_disk, checkpoint_bytes, most_checkpoints
-from konkanivani.errors import CheckpointError, DataError, KonkaniVaniError, ResourceError, UsageError
-from konkanivani.flags import config_to_text
 from konkanivani.optimizer import OptimizerState
-from konkanivani.problems import MOST_TOLD, Problems
 from konkanivani.recipe import build_run
 from konkanivani.start import resolve_start
 from konkanivani.training.loop import train

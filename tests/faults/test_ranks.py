@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.config import DataConfig, RunConfig, TrainConfig
-from konkanivani.distributed import ALONE, Topology, read_topology
-from konkanivani.errors import UsageError
+from konkanivani.base.config import DataConfig, RunConfig, TrainConfig
+from konkanivani.base.distributed import ALONE, Topology, read_topology
+from konkanivani.base.errors import UsageError
 from konkanivani.preflight import take_card
 from konkanivani.start import check_ranks
 from tests.conftest import ROOT, TINY_MODEL, Corpus, read_log, run_folders, run_trainer
@@ -98,7 +98,7 @@ class Place:
 
 
 TRAIN = (
-    "import sys; from konkanivani.command_line import end_script, run_script; "
+    "import sys; from konkanivani.base.command_line import end_script, run_script; "
     "from konkanivani.reporting import train_and_report; "
     "end_script(run_script(lambda: train_and_report(sys.argv[1:])))"
 )

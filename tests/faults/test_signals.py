@@ -10,10 +10,10 @@ import sys
 import pytest
 import torch
 
+from konkanivani.base.errors import Interrupted
+from konkanivani.base.signals import held_signals
 from konkanivani.checkpointer import Checkpointer
-from konkanivani.errors import Interrupted
 from konkanivani.recipe import build_run
-from konkanivani.signals import held_signals
 from konkanivani.start import resolve_start
 from konkanivani.training import evaluation
 from konkanivani.training.interruption import PATIENCE

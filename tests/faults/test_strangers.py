@@ -15,10 +15,10 @@ import pytest
 import soundfile
 
 from konkanivani.audio_roots import audio_roots, is_named_inside, resolved_inside
+from konkanivani.base.errors import CheckpointError, DataError, KonkaniVaniError
 from konkanivani.checkpointer import LAST
 from konkanivani.data.manifest import read_manifest, read_recordings
 from konkanivani.data.shards import read_members
-from konkanivani.errors import CheckpointError, DataError, KonkaniVaniError
 from konkanivani.recipe import build_run
 from konkanivani.recognizer import load_recognizer
 from konkanivani.start import resolve_start

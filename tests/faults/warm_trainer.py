@@ -123,7 +123,7 @@ def serve() -> int | None:
         "tensorboard.summary.writer.record_writer",
     ):
         importlib.import_module(name)
-    from konkanivani.command_line import run_script
+    from konkanivani.base.command_line import run_script
     from tests.faults.inject import inject
 
     assert torch.get_num_threads() == 1 and len(os.listdir("/proc/self/task")) == 1, "a fork would lack a thread"

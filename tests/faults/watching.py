@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.errors import KonkaniVaniError
+from konkanivani.base.errors import KonkaniVaniError
 from konkanivani.media_process import PROGRAM
 
 MOST_SECONDS = 5.0  # of a processor, or of waiting for anything but one

@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from konkanivani.command_line import end_script
+from konkanivani.base.command_line import end_script
+from konkanivani.base.distributed import ALONE, Topology, read_topology
+from konkanivani.base.process_group import joined
 from konkanivani.data.batch import Window
 from konkanivani.data.batching import deal
 from konkanivani.data.loading import NO_UTTERANCES
-from konkanivani.distributed import ALONE, Topology, read_topology
-from konkanivani.process_group import joined
 from konkanivani.sharding import Whole
 from konkanivani.training.step import StepParts, train_step
 from tests.laws.failing import ERRORS, failing_forward, once_at

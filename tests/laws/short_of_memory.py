@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.budget import MIB
+from konkanivani.base.errors import ResourceError
+from konkanivani.base.units import MIB
 from konkanivani.data.batch import Window
-from konkanivani.errors import ResourceError
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.training.step import StepParts, train_step
 from tests.laws.parts import MODEL, double_parts, relative_difference, speeches, window

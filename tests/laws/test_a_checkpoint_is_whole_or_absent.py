@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from konkanivani.base.errors import CheckpointError
 from konkanivani.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from konkanivani.checkpointer import Checkpointer
-from konkanivani.errors import CheckpointError
 from tests.conftest import ROOT
 
 SAVES_FOREVER = """

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from konkanivani.assembly import build_front_end, build_step_parts
-from konkanivani.config import PRESETS, DataConfig, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.base.config import PRESETS, DataConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, same_size
 from konkanivani.memory.activation_checkpointing import RecomputePolicy

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from konkanivani import long_ctc
-from konkanivani.chunks import SMALL_CHUNK_FRAMES
+from konkanivani.base.errors import ResourceError
+from konkanivani.base.lengths import SMALL_CHUNK_FRAMES
 from konkanivani.data.batch import Speech
 from konkanivani.data.utterance import Utterance
 from konkanivani.decoding.ctc import greedy_ctc
-from konkanivani.errors import ResourceError
 from konkanivani.memory import recovery
 from konkanivani.optimizer import OptimizerState
 from konkanivani.training.evaluation import Evaluation, hear, join_shares

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from konkanivani.config import DecodingConfig
+from konkanivani.base.config import DecodingConfig
 from konkanivani.data.utterance import Utterance
 from konkanivani.decoding.beam import Scorers, Weighted, beam_search
 from konkanivani.decoding.decode import BeamDecode, Decode, build_decode

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from konkanivani.base.flags import parse_flags
 from konkanivani.data.batch import Window
 from konkanivani.data.batching import Cursor, EpochPlanner, same_size
 from konkanivani.data.loading import WindowStream
@@ -17,7 +18,6 @@ from konkanivani.data.rejections import Rejections
 from konkanivani.data.speech import TrainingSpeech
 from konkanivani.data.surroundings import read_surroundings
 from konkanivani.data.workers import LoaderConfig
-from konkanivani.flags import parse_flags
 from konkanivani.model.encoder import Encoder
 from konkanivani.text import train_tokenizer
 from konkanivani.training.step import StepParts

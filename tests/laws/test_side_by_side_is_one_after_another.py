@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from konkanivani.assembly import build_front_end, build_step_parts
-from konkanivani.config import DataConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.base.config import DataConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.data.batch import Batch, Window, in_lanes_order
 from konkanivani.losses import LossCounts, LossSums
 from konkanivani.memory.live_bytes import LiveBytes

@@ -19,10 +19,9 @@ import pytest
 import torch
 
 from konkanivani.audio import MEL_BINS
-from konkanivani.config import PRESETS, DecodingConfig, TrainConfig
+from konkanivani.base.config import PRESETS, DecodingConfig, TrainConfig, settings_of
 from konkanivani.model.asr import parameter_count
 from konkanivani.model.shape import model_without_values
-from konkanivani.settings import settings_of
 from tests.conftest import ROOT, Corpus
 from tests.patience import PATIENCE
 from tests.test_formats import common_voice

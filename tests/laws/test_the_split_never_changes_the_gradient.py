@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from konkanivani.config import ModelConfig
+from konkanivani.base.config import ModelConfig
 from konkanivani.data.batch import Window
 from konkanivani.losses import LossCounts
 from konkanivani.model.encoder import Encoder

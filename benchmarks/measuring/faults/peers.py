@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.measuring.faults.effort import Effort, FaultTable
 from benchmarks.measuring.peers.environment import peer_python
-from konkanivani.errors import ResourceError
+from konkanivani.base.errors import ResourceError
 
 FOLDER = Path("~/.cache/konkanivani/peers")
 PACKAGES = ("speechbrain", "transformers", "accelerate")

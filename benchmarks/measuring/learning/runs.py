@@ -13,7 +13,7 @@ from pathlib import Path
 import soundfile
 
 from benchmarks.measuring.learning.sets import SCRIPTS, read_rows
-from konkanivani.errors import DataError
+from konkanivani.base.errors import DataError
 
 PEER = Path(__file__).with_name("peer.py")
 OURS = "ours"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from pathlib import Path
 
-from konkanivani.errors import DataError, UsageError
+from konkanivani.base.errors import DataError, UsageError
 
 PARTS = ("train", "valid", "test")
 SCRIPTS = Path(__file__).resolve().parents[3] / "training_scripts"

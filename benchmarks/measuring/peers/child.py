@@ -21,7 +21,7 @@ if __name__ == "__main__":
     import torch
 
     from benchmarks.measuring.peers.contest import Contestant, Entry, Terms
-    from konkanivani.budget import MIB
+    from konkanivani.base.units import MIB
 
     def build(entry: Entry, terms: Terms) -> Contestant:
         """The contestant, its toolkit imported."""

@@ -16,7 +16,7 @@ from benchmarks.measuring.peers.machine_rate import SIDE
 from benchmarks.measuring.peers.ours import model_of
 from benchmarks.measuring.peers.race import Result, race
 from konkanivani.arithmetic import forward_layers, step_flop
-from konkanivani.budget import MIB
+from konkanivani.base.units import MIB
 from konkanivani.optimizer import STATE_BYTES
 
 LEANER = "within the leanest other's peak"

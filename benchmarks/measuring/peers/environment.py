@@ -6,7 +6,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from konkanivani.errors import ResourceError
+from konkanivani.base.errors import ResourceError
 
 OURS = "konkanivani"
 PACKAGES = ("speechbrain", "espnet", "matplotlib")

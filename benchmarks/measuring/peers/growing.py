@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.measuring.peers.contest import Entry, Terms
 from benchmarks.measuring.peers.environment import pythons_of
 from benchmarks.measuring.peers.race import ROOT, Result, race
-from konkanivani.errors import ResourceError
+from konkanivani.base.errors import ResourceError
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from benchmarks.measuring.fixed_step import (
 )
 from benchmarks.measuring.peers.contest import Entry, Terms
 from konkanivani.assembly import build_step_parts
-from konkanivani.budget import MIB
-from konkanivani.config import PRESETS, DataConfig, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.base.config import PRESETS, DataConfig, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.base.device import choose_device
+from konkanivani.base.errors import ResourceError
+from konkanivani.base.units import MIB
 from konkanivani.data.batch import Window
-from konkanivani.errors import ResourceError
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import resident_mib
 from konkanivani.model.asr import parameter_count
-from konkanivani.preflight import choose_device
 from konkanivani.training.step import StepParts, recomputing, train_step
 
 

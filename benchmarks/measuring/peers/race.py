@@ -19,7 +19,7 @@ import bootstrap
 from benchmarks.measuring.peers.contest import Entry, Terms
 from benchmarks.measuring.peers.machine_rate import MachineRate, mean_of, take_rate
 from benchmarks.measuring.steal import Steal
-from konkanivani.errors import ResourceError
+from konkanivani.base.errors import ResourceError
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 REST_SECONDS = 0.3  # a process's idle threads spin for a moment after its step

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measuring.faults.effort import Effort, FaultTable
-from konkanivani.config import PRESETS
+from konkanivani.base.config import PRESETS
 from konkanivani.run_plan import Ranks, traffic_bytes
 from tests.laws.ranks import start_and_wait
 

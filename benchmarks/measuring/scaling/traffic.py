@@ -1,7 +1,7 @@
 """What crosses the network in a step, and how long that takes by a model of the network: no other is needed here."""
 
 from benchmarks.measuring.faults.effort import Effort, FaultTable
-from konkanivani.config import PRESETS, TextConfig
+from konkanivani.base.config import PRESETS, TextConfig
 from konkanivani.run_plan import Ranks, traffic_bytes
 
 WORLDS = (2, 4, 8, 64)

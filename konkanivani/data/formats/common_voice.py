@@ -9,12 +9,12 @@ given splits. Source: https://github.com/common-voice/cv-dataset
 
 from pathlib import Path
 
+from konkanivani.base.errors import DataError
+from konkanivani.base.files import visible_entries
 from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.splits import split_named
 from konkanivani.data.tables import as_seconds, read_records
 from konkanivani.data.torn_rows import mended
-from konkanivani.errors import DataError
-from konkanivani.listing import visible_entries
 
 GIVEN = ("train.tsv", "dev.tsv", "test.tsv")
 

@@ -8,10 +8,10 @@ line such as `sep=;` names, else the one with which the head shows the most want
 import os
 from pathlib import Path
 
+from konkanivani.base.errors import UsageError
 from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.splits import split_named
 from konkanivani.data.tables import columns_alike, named_separator, read_cells, read_records
-from konkanivani.errors import UsageError
 
 DELIMITERS = ",;\t"
 USUAL = ("audio", "text", "speaker", "split")

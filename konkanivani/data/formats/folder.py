@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from konkanivani.audio_names import AUDIO_SUFFIXES, audio_rank
+from konkanivani.base.errors import DataError
+from konkanivani.base.files import visible_files
 from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.splits import split_of_path
 from konkanivani.data.tables import read_text
-from konkanivani.errors import DataError
-from konkanivani.listing import visible_files
 
 
 def find_utterances(source: SpeechFolder) -> Found:

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from konkanivani.base.errors import DataError, ResourceError, UsageError
+from konkanivani.base.files import visible_files
 from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.splits import split_of_path
 from konkanivani.data.tables import as_text, columns_alike
-from konkanivani.errors import DataError, ResourceError, UsageError
-from konkanivani.listing import visible_files
 
 AUDIO_COLUMNS = ("audio", "audio_filepath")
 TEXT_COLUMNS = ("text", "sentence", "transcription", "transcript", "normalized", "verbatim")

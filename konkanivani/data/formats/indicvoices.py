@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from konkanivani.audio_names import AUDIO_SUFFIXES
+from konkanivani.base.errors import DataError
+from konkanivani.base.files import visible_files
 from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.splits import split_of_path
 from konkanivani.data.tables import as_seconds, as_text, parse_json, read_text
-from konkanivani.errors import DataError
-from konkanivani.listing import visible_files
 from konkanivani.text import normalize_text
 
 MARKS = re.compile(r"\[[^\[\]]*\]|<[^<>]*>|\([^()]*\)")  # linear in the text, whatever stands open in it

@@ -13,11 +13,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from konkanivani.base.errors import DataError
+from konkanivani.base.files import visible_entries
 from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.splits import split_named
 from konkanivani.data.tables import as_seconds, read_lines
-from konkanivani.errors import DataError
-from konkanivani.listing import visible_entries
 
 
 @dataclass(frozen=True)

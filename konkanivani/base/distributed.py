@@ -14,8 +14,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from konkanivani.command_line import silenced
-from konkanivani.errors import ResourceError, UsageError
+from konkanivani.base.command_line import silenced
+from konkanivani.base.errors import ResourceError, UsageError
 
 Item = TypeVar("Item")
 

@@ -5,13 +5,11 @@ import dataclasses
 from types import UnionType
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
-from konkanivani.amount import as_stored
-from konkanivani.command_line import read_flags
-from konkanivani.config import AUTO, PRESETS, AugmentConfig, TrainConfig
-from konkanivani.errors import CheckpointError, UsageError
-from konkanivani.problems import Problems
-from konkanivani.rules import check_config
-from konkanivani.settings import Setting, settings_of, with_setting
+from konkanivani.base.amount import as_stored
+from konkanivani.base.command_line import read_flags
+from konkanivani.base.config import AUTO, PRESETS, AugmentConfig, Setting, TrainConfig, settings_of, with_setting
+from konkanivani.base.errors import CheckpointError, Problems, UsageError
+from konkanivani.base.rules import check_config
 
 # These say how this one process starts; a checkpoint's values for them are never taken over.
 SESSION_FLAGS = ("resume", "fresh", "new_corpus", "init_from", "replan", "dry_run")

@@ -3,8 +3,14 @@
 import dataclasses
 from dataclasses import dataclass
 
-from konkanivani.config import AUTO, DEFAULT_EFFECTIVE_BATCH_SIZE, DataConfig, TrainConfig
-from konkanivani.settings import settings_of, with_setting
+from konkanivani.base.config import (
+    AUTO,
+    DEFAULT_EFFECTIVE_BATCH_SIZE,
+    DataConfig,
+    TrainConfig,
+    settings_of,
+    with_setting,
+)
 
 DECIDED = ("tokenizer_type", "ctc_weight", "epochs", "speed_perturbation", "gradient_accumulation_steps")
 LITTLE_HOURS = 10.0  # with less, subwords are too rare to be learnt, and attention alone aligns too late

@@ -2,13 +2,18 @@
 
 from dataclasses import dataclass
 
-from konkanivani.budget import parse_budget
-from konkanivani.command_line import parse_share
-from konkanivani.config import AUTO, AugmentConfig, DataConfig, DecodingConfig, ModelConfig, RunConfig, TrainConfig
-from konkanivani.decibels import parse_snr
-from konkanivani.errors import UsageError
-from konkanivani.problems import Problems
-from konkanivani.settings import settings_of
+from konkanivani.base.config import (
+    AUTO,
+    AugmentConfig,
+    DataConfig,
+    DecodingConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    settings_of,
+)
+from konkanivani.base.errors import Problems, UsageError
+from konkanivani.base.units import parse_budget, parse_share, parse_snr
 
 
 @dataclass(frozen=True)

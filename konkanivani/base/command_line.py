@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn, TextIO, TypeVar
 
-from konkanivani.errors import AlreadyTold, KonkaniVaniError, ResourceError, UsageError
-from konkanivani.wording import printable
+from konkanivani.base.console import say
+from konkanivani.base.errors import AlreadyTold, KonkaniVaniError, ResourceError
 
 Flags = TypeVar("Flags")
 
@@ -40,17 +40,6 @@ def read_flags(
         )
     except BrokenPipeError:  # of --help
         sys.exit(_leave_pipe())
-
-
-def parse_share(text: str, flag: str) -> float:
-    """The share that a person writes as 1% or 0.01; a UsageError where it is none between 0 and 1."""
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise UsageError(f"{flag} {text} is no share. Write a percentage such as 1%, or a number between 0 and 1.")
-    return share
 
 
 def run_script(action: Callable[[], str]) -> int:
@@ -86,11 +75,6 @@ def _leave_pipe() -> int:
     """The exit code where whoever reads, such as head, has seen enough; what is left is not flushed into the pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
-
-
-def say(text: object, stream: TextIO | None = None) -> None:
-    """Prints text for a person at once: a name in it that holds an escape sequence is no command to the terminal."""
-    print(printable(text, kept="\n\t"), file=stream, flush=True)
 
 
 def _give_signals_a_stack() -> None:

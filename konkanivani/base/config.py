@@ -3,6 +3,7 @@
 The command line is this file: `flags.py` makes one flag of each field, under the field's own name.
 """
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -280,3 +281,27 @@ PRESETS = {
     "optimized": ModelConfig(d_model=192, encoder_layers=8, decoder_layers=4),
     "minimal": ModelConfig(d_model=128, encoder_layers=6, decoder_layers=3),
 }
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One flag with its value, found by walking a configuration."""
+
+    group: str
+    name: str
+    value: object
+
+
+def settings_of(config: TrainConfig) -> list[Setting]:
+    """Every flag of `config`, in the order of the command line's help."""
+    return [
+        Setting(group.name, leaf.name, getattr(getattr(config, group.name), leaf.name))
+        for group in dataclasses.fields(config)
+        for leaf in dataclasses.fields(getattr(config, group.name))
+    ]
+
+
+def with_setting(config: TrainConfig, setting: Setting) -> TrainConfig:
+    """`config` with one flag changed."""
+    group = dataclasses.replace(getattr(config, setting.group), **{setting.name: setting.value})
+    return dataclasses.replace(config, **{setting.group: group})

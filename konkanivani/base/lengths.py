@@ -70,3 +70,7 @@ def padding_mask(lengths: Lengths, longest: int, device: torch.device) -> torch.
 def beyond(ends: torch.Tensor, longest: int) -> torch.Tensor:
     """(B, longest) bool, True where a position is at or beyond its row's end, ends (B,) int64."""
     return torch.arange(longest, device=ends.device)[None, :] >= ends[:, None]
+
+
+CHUNK_FRAMES = 1500  # encoder frames, or tokens: a minute of speech
+SMALL_CHUNK_FRAMES = 100  # four seconds: where memory has run out

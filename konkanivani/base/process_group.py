@@ -9,9 +9,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from konkanivani.command_line import GRACE_SECONDS
-from konkanivani.distributed import RankLost, Topology, losing_ranks
-from konkanivani.errors import AlreadyTold, KonkaniVaniError, ResourceError
+from konkanivani.base.command_line import GRACE_SECONDS
+from konkanivani.base.distributed import RankLost, Topology, losing_ranks
+from konkanivani.base.errors import AlreadyTold, KonkaniVaniError, ResourceError
 
 STARTS, SEEN, FOUND = "konkanivani/starts_", "konkanivani/seen", "konkanivani/found_"
 FIRST_CAUSE, HERE, ASKED = "konkanivani/first_cause", "konkanivani/here_", "konkanivani/asked"

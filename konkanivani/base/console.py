@@ -1,0 +1,65 @@
+"""What a person reads on the terminal: numbers, durations and names in words, and the stages of a start."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+JOINERS = "\u200c\u200d"  # a part of words in Indic scripts
+
+
+def count(number: int, noun: str, verbs: str = "") -> str:
+    """The number with its noun and, of "is/are", the verb that fits: "1 warning", "1,200 utterances are"."""
+    verb = verbs.split("/")[min(number, 2) != 1] if verbs else ""
+    return f"{number:,} {noun}{'' if number == 1 else 's'} {verb}".rstrip()
+
+
+def is_or_are(number: int) -> str:
+    """The verb of a subject of so many."""
+    return "is" if number == 1 else "are"
+
+
+def duration_words(hours: float) -> str:
+    """Hours, or minutes where it is less than one."""
+    return f"{hours:.2f} h" if hours >= 1 else f"{60 * hours:.1f} min"
+
+
+def short_name(path: str) -> str:
+    """The manifest's file name."""
+    return os.path.basename(path) or path
+
+
+def printable(text: object, kept: str = "") -> str:
+    """The text with everything escaped, as JSON does, that a terminal would obey or UTF-8 cannot write, but `kept`."""
+    return "".join(c if c.isprintable() or c in JOINERS or c in kept else json.dumps(c)[1:-1] for c in str(text))
+
+
+Tell = Callable[[str, str], None]
+"""Takes a stage that is done and what it found."""
+
+
+def say_nothing(_stage: str, _sentence: str) -> None:
+    """What a run that is not dry makes of its stages."""
+
+
+class StageClock:
+    """Prints each stage with the seconds since the one before."""
+
+    def __init__(self) -> None:
+        self._started = self._last = time.perf_counter()
+
+    def done(self, stage: str, sentence: str) -> None:
+        """Tells a stage that has just ended."""
+        now = time.perf_counter()
+        say(f"{stage + ':':<11} {sentence} ({now - self._last:.1f} s)")
+        self._last = now
+
+    def seconds(self) -> float:
+        """Seconds since the clock was made."""
+        return time.perf_counter() - self._started
+
+
+def say(text: object, stream: TextIO | None = None) -> None:
+    """Prints text for a person at once: a name in it that holds an escape sequence is no command to the terminal."""
+    print(printable(text, kept="\n\t"), file=stream, flush=True)
