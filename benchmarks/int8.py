@@ -46,7 +46,7 @@ def measure(flags: Flags) -> str:
 
     require_onnx()
     from benchmarks.measuring.eight_bits import measure_ways
-    from konkanivani.audio import load_audio
+    from konkanivani.data.audio.waveform import load_audio
 
     chosen = range(min(flags.utterances, len(manifest)))
     distances = measure_ways(Path(flags.onnx).read_bytes(), (load_audio(manifest[place].source) for place in chosen))

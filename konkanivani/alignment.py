@@ -15,8 +15,8 @@ import torchaudio
 
 from konkanivani.base.lengths import ctc_frames_needed, encoder_frame_seconds
 from konkanivani.ctc_operator import BLANK
+from konkanivani.data.text import Tokenizer
 from konkanivani.pieces import Piece
-from konkanivani.text import Tokenizer
 from konkanivani.transcript import Word
 
 # Seconds by which the middle of the frame that says a word's first letter lies after the word's beginning, and by which

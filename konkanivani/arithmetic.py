@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.audio import MEL_BINS
 from konkanivani.base.config import ModelConfig
 from konkanivani.base.lengths import subsampled_length
+from konkanivani.data.audio.waveform import MEL_BINS
 
 LONGEST_TIMING = 1.0  # seconds; a format that a processor has no instructions for takes one for each product
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

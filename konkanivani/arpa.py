@@ -21,7 +21,7 @@ import numpy as np
 
 from konkanivani.base.errors import DataError, ResourceError
 from konkanivani.base.files import published
-from konkanivani.text import Tokenizer
+from konkanivani.data.text import Tokenizer
 
 LN_10 = math.log(10)
 IMPOSSIBLE = -99.0  # SRILM's base-10 logarithm of zero; what the file of a model says of <s>

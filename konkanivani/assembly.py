@@ -4,13 +4,13 @@ import zlib
 
 import torch
 
-from konkanivani.audio import MEL_BINS
-from konkanivani.augment import FrontEnd
 from konkanivani.base.amount import settled
 from konkanivani.base.config import AUTO, TrainConfig
 from konkanivani.base.device import choose_precision
 from konkanivani.base.distributed import ALONE, Topology
 from konkanivani.base.randomness import seed_of
+from konkanivani.data.audio.augmentation import FrontEnd
+from konkanivani.data.audio.waveform import MEL_BINS
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.recovery import RememberedSplits

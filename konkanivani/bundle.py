@@ -17,15 +17,15 @@ import safetensors
 import safetensors.torch
 import torch
 
-from konkanivani.audio import FEATURES, MEL_BINS
-from konkanivani.augment import FrontEnd
 from konkanivani.base.config import AugmentConfig, ModelConfig, TrainConfig
 from konkanivani.base.errors import CheckpointError, DataError, ResourceError, UsageError
 from konkanivani.base.flags import config_from_text
 from konkanivani.base.rules import check_config
+from konkanivani.data.audio.augmentation import FrontEnd
+from konkanivani.data.audio.waveform import FEATURES, MEL_BINS
+from konkanivani.data.text import Tokenizer
 from konkanivani.model.shape import model_without_values
 from konkanivani.speech_model import SpeechModel, check_finite, is_within_bounds
-from konkanivani.text import Tokenizer
 
 FORMAT = 1
 SUFFIX = ".safetensors"

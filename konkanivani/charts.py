@@ -4,7 +4,7 @@ import html
 import math
 from collections.abc import Iterator
 
-from konkanivani.histogram import Histogram, round_step
+from konkanivani.data.health.histogram import Histogram, round_step
 
 WIDTH, HEIGHT = 360, 172
 LEFT, RIGHT, TOP, BOTTOM = 40, 348, 10, 140

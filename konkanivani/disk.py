@@ -4,11 +4,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from konkanivani.audio import MEL_BINS
 from konkanivani.base.amount import MOST_EPOCHS
 from konkanivani.base.config import AUTO, ModelConfig, RunConfig, TrainConfig
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.units import MIB
+from konkanivani.data.audio.waveform import MEL_BINS
 from konkanivani.model.shape import model_without_values
 from konkanivani.run_paths import nearest_folder
 

@@ -8,11 +8,10 @@ import json
 from konkanivani.base.amount import settled
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.errors import KonkaniVaniError
-from konkanivani.data.findings import Diagnosis, find_all, reach_verdict
-from konkanivani.data.health import Part, Question, judge_corpus
-from konkanivani.data.manifest import Manifest, read_manifest
-from konkanivani.run_speech import amount_of, no_text, texts_of
-from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
+from konkanivani.data.health.findings import Diagnosis, find_all, reach_verdict
+from konkanivani.data.health.health import Part, Question, judge_corpus
+from konkanivani.data.manifest import Manifest, amount_of, no_text, read_manifest, texts_of
+from konkanivani.data.text import Tokenizer, normalize_text, train_tokenizer
 
 
 def diagnose(manifests: tuple[str, ...], config: TrainConfig, audio_utterances: int) -> Diagnosis:

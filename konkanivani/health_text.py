@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Iterator
 
 from konkanivani.base.console import count, duration_words, short_name
-from konkanivani.data.characters import CharacterHealth
-from konkanivani.data.examples import Listed, Tally
-from konkanivani.data.findings import Diagnosis
-from konkanivani.data.health import Crossing, PartHealth
-from konkanivani.data.recordings import SoundHealth
-from konkanivani.histogram import Histogram
+from konkanivani.data.health.characters import CharacterHealth
+from konkanivani.data.health.examples import Listed, Tally
+from konkanivani.data.health.findings import Diagnosis
+from konkanivani.data.health.health import Crossing, PartHealth
+from konkanivani.data.health.histogram import Histogram
+from konkanivani.data.health.recordings import SoundHealth
 
 BLOCKS = "·▁▂▃▄▅▆▇█"
 WIDTH = 24

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
-from konkanivani.text import normalize_text
+from konkanivani.data.text import normalize_text
 
 NormalizerName = Literal["konkanivani", "spell", "none"]
 Normalize = Callable[[str], str]

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from konkanivani.audio import FEATURES
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.lengths import HOP_SAMPLES, SAMPLE_RATE, SUBSAMPLING
 from konkanivani.ctc_operator import BLANK
+from konkanivani.data.audio.waveform import FEATURES
+from konkanivani.data.text import Tokenizer
 from konkanivani.onnx_graph import RecognitionGraph
 from konkanivani.speech_model import SpeechModel
-from konkanivani.text import Tokenizer
 
 if TYPE_CHECKING:  # an extra
     import onnx

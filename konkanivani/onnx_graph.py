@@ -8,7 +8,6 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from konkanivani.audio import SMALLEST_POWER, LogMel, normalized
 from konkanivani.base.lengths import (
     FFT_SAMPLES,
     HOP_SAMPLES,
@@ -19,6 +18,7 @@ from konkanivani.base.lengths import (
     subsampled_length,
     subsampled_lengths,
 )
+from konkanivani.data.audio.waveform import SMALLEST_POWER, LogMel, normalized
 from konkanivani.model.blocks import run_directly
 from konkanivani.speech_model import SpeechModel
 

@@ -17,8 +17,9 @@ from konkanivani.base.units import MIB, budget_text, parse_budget, peak_text
 from konkanivani.checkpoint import Checkpoint, Stateful, check_states, load_states
 from konkanivani.checkpointer import Checkpointer
 from konkanivani.data.batching import EpochPlanner, same_size
+from konkanivani.data.dataset import TrainingSpeech
 from konkanivani.data.loading import WindowStream
-from konkanivani.data.speech import TrainingSpeech
+from konkanivani.data.text import Tokenizer
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.log_folder import folder_of
 from konkanivani.logbook import Logbook
@@ -35,7 +36,6 @@ from konkanivani.run_plan import Ranks, costs_of, needs_sharding, plan_sentences
 from konkanivani.run_speech import RunSpeech, build_speech, loader_config, sizes_of
 from konkanivani.sharding import Whole
 from konkanivani.start import Start
-from konkanivani.text import Tokenizer
 from konkanivani.training.interruption import Interruption
 from konkanivani.training.progress import Progress
 from konkanivani.training.run import Run

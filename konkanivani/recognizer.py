@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from konkanivani.alignment import Lags, align_tokens, timed_words, words_of
-from konkanivani.audio import stream_audio, stream_samples
-from konkanivani.audio_file import AudioSource
 from konkanivani.base.config import DecodingConfig
 from konkanivani.base.device import choose_device
 from konkanivani.base.lengths import SAMPLE_RATE, encoded_length
 from konkanivani.base.rules import check_decoding
 from konkanivani.bundle import is_bundle, read_bundle
 from konkanivani.checkpoint import read_checkpoint
+from konkanivani.data.audio.files import AudioSource
+from konkanivani.data.audio.waveform import stream_audio, stream_samples
 from konkanivani.decoding.decode import Decode, build_decode
 from konkanivani.pieces import Cutting, Piece, cut_into_pieces, cutting_of
 from konkanivani.speech_model import SpeechModel, speech_model_of

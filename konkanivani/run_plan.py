@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from konkanivani.assembly import at_once_of, build_front_end, build_step_parts, memory_conditions
-from konkanivani.audio import MEL_BINS
 from konkanivani.base.config import AUTO, PRESETS, ModelConfig, TextConfig, TrainConfig
 from konkanivani.base.console import count
 from konkanivani.base.distributed import BUCKET_BYTES
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.units import MIB, budget_text, parse_budget, peak_text
+from konkanivani.data.audio.waveform import MEL_BINS
 from konkanivani.data.utterance import Utterance
 from konkanivani.digests import digest_of_code
 from konkanivani.memory.activation_checkpointing import RecomputePolicy

@@ -12,7 +12,7 @@ from konkanivani.base.amount import Amount, as_stored, decisions, settled
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import count, duration_words, say
 from konkanivani.base.distributed import from_first
-from konkanivani.base.errors import DataError, Problems
+from konkanivani.base.errors import Problems
 from konkanivani.base.flags import config_from_text
 from konkanivani.base.units import parse_share
 from konkanivani.data.batching import choose_subset, plan_evaluation
@@ -23,22 +23,20 @@ from konkanivani.data.checking import (
     evaluation_limits,
     training_limits,
 )
+from konkanivani.data.dataset import EvaluationSpeech, TrainingSpeech
 from konkanivani.data.fingerprint import Fingerprint, fingerprint_of
-from konkanivani.data.manifest import Manifest, read_manifest
+from konkanivani.data.manifest import Manifest, amount_of, no_text, read_manifest, texts_of
+from konkanivani.data.noise_reverb import Surroundings, read_surroundings
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.selection import Selection
-from konkanivani.data.speech import EvaluationSpeech, TrainingSpeech
-from konkanivani.data.surroundings import Surroundings, read_surroundings
+from konkanivani.data.text import Tokenizer, normalize_text, train_tokenizer
 from konkanivani.data.token_counts import Digits
 from konkanivani.data.workers import LoaderConfig
 from konkanivani.run_corpus import check_corpus, check_spelling, warn_of_shared
 from konkanivani.run_plan import SpeechSizes
 from konkanivani.speech_model import tokenizer_of
 from konkanivani.start import Start
-from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
 from konkanivani.training.run import EvaluationSet
-
-MOST_TOKENIZER_TEXTS = 500_000
 
 
 @dataclass(frozen=True)
@@ -123,11 +121,6 @@ def settle(start: Start, amount: Amount) -> Start:
     return dataclasses.replace(start, config=config)
 
 
-def amount_of(manifest: Manifest) -> Amount:
-    """The speech of all its rows that can be used."""
-    return Amount(float(manifest.durations.sum()) / 3600, len(manifest.durations))
-
-
 def _read(path: str | None, named_roots: tuple[str, ...], problems: Problems) -> Manifest | None:
     """The manifest; None where none is given, and with a problem more where it cannot be read."""
     if path is not None:
@@ -151,24 +144,9 @@ def choose_tokenizer(start: Start, manifest: Manifest) -> Tokenizer:
     return train_tokenizer(texts, text.tokenizer_type, text.vocab_size)
 
 
-def no_text(manifest: Manifest) -> DataError:
-    """What to say where there is nothing to train a tokenizer on."""
-    return DataError(
-        f"No transcript of {manifest.path} has any text after normalisation. Write what is said into its rows' text."
-    )
-
-
 def normalized_texts(manifest: Manifest, digits: Digits) -> Iterator[str]:
     """The transcripts of `texts_of`, normalised, without those of which nothing is left."""
     return filter(None, (normalize_text(text, digits) for text in texts_of(manifest)))
-
-
-def texts_of(manifest: Manifest) -> Iterator[str]:
-    """The transcripts that a tokenizer is trained on: all, of very many rows some, evenly apart."""
-    if len(manifest) <= MOST_TOKENIZER_TEXTS:
-        return (utterance.text for utterance in manifest)
-    places = np.linspace(0, len(manifest) - 1, MOST_TOKENIZER_TEXTS).astype(np.int64)
-    return (manifest[int(place)].text for place in places)
 
 
 def build_training_speech(

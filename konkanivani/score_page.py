@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from konkanivani.base.console import count, duration_words
 from konkanivani.charts import draw_bar
-from konkanivani.data.characters import show_text
+from konkanivani.data.health.characters import show_text
 from konkanivani.edits import Confusion, Edit, EditKind
 from konkanivani.page import draw_cells, draw_document, draw_table, draw_tile, escape
 from konkanivani.score_report import AlignedUtterance, Comparison, ScoreReport, Slice

@@ -5,7 +5,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 
 from konkanivani.base.console import count, duration_words
-from konkanivani.data.characters import show_text
+from konkanivani.data.health.characters import show_text
 from konkanivani.edits import Confusion, Edit, EditKind
 from konkanivani.metrics import EditCounts
 from konkanivani.resampling import Interval

@@ -10,18 +10,18 @@ from typing import Literal
 
 import torch
 
-from konkanivani.audio import MEL_BINS
-from konkanivani.augment import FrontEnd
 from konkanivani.base.config import ModelConfig, TrainConfig
 from konkanivani.base.errors import CheckpointError, DataError, UsageError
 from konkanivani.base.flags import config_from_text
 from konkanivani.base.lengths import Lengths
 from konkanivani.base.rules import check_config
 from konkanivani.checkpoint import Checkpoint, load_states
+from konkanivani.data.audio.augmentation import FrontEnd
+from konkanivani.data.audio.waveform import MEL_BINS
+from konkanivani.data.text import Tokenizer
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.blocks import run_directly
 from konkanivani.model.shape import model_without_values
-from konkanivani.text import Tokenizer
 
 MOST_LAYERS, LARGEST_DIMENSION = 256, 2**16  # a file that claims more is none of ours, and takes no memory to refuse
 

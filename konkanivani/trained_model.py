@@ -14,11 +14,11 @@ from konkanivani.checkpoint import Checkpoint, load_states, read_checkpoint
 from konkanivani.checkpointer import BEST, LAST
 from konkanivani.data.manifest import Manifest
 from konkanivani.data.rejections import Rejections
+from konkanivani.data.text import Tokenizer
 from konkanivani.decoding.decode import Decode, build_decode
 from konkanivani.heard import CheckpointRun, Heard
 from konkanivani.run_speech import build_evaluation_set
 from konkanivani.speech_model import settings_of_weights, tokenizer_of
-from konkanivani.text import Tokenizer
 from konkanivani.training.evaluation import Evaluation
 from konkanivani.training.forward import ForwardPass
 from konkanivani.transcripts import ScoredText

@@ -12,16 +12,16 @@ from typing import TextIO
 import numpy as np
 from tqdm import tqdm
 
-from konkanivani.audio_file import AudioSource, ShortAudio, UnusableAudio, claimed_header
-from konkanivani.audio_names import AUDIO_SUFFIXES
 from konkanivani.base.command_line import is_out_of_memory
 from konkanivani.base.console import count, printable
 from konkanivani.base.distributed import ALONE, Topology, gather, sum_across
 from konkanivani.base.errors import DataError, ResourceError, UsageError
 from konkanivani.base.files import visible_files, whole_file
+from konkanivani.data.audio.files import AudioSource, ShortAudio, UnusableAudio, claimed_header
+from konkanivani.data.audio.names import AUDIO_SUFFIXES
+from konkanivani.data.audio.standard_input import SIGN
 from konkanivani.data.batching import deal
 from konkanivani.recognizer import Recognizer
-from konkanivani.standard_input import SIGN
 from konkanivani.transcript import Segment
 from konkanivani.transcript_text import TextFormat, Timestamps, text_of
 

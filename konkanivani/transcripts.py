@@ -15,7 +15,7 @@ from typing import Literal
 
 from konkanivani.base.console import count
 from konkanivani.base.errors import DataError
-from konkanivani.data.characters import show_text
+from konkanivani.data.health.characters import show_text
 from konkanivani.data.utterance import Utterance
 
 TextFormat = Literal["lines", "ids"]

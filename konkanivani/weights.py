@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.audio import MEL_BINS
 from konkanivani.base.lengths import subsampled_length
+from konkanivani.data.audio.waveform import MEL_BINS
 from konkanivani.model.asr import KonkaniVaniASR
 
 LAYER = re.compile(r"(encoder|decoder)\.blocks\.(\d+)\.(.*)")

@@ -18,9 +18,9 @@ from konkanivani.alignment import (
     words_of,
 )
 from konkanivani.base.lengths import HOP_SAMPLES, SAMPLE_RATE, encoded_length, encoder_frame_seconds
+from konkanivani.data.text import Tokenizer, train_tokenizer
 from konkanivani.model.subsampling import Subsampling
 from konkanivani.pieces import Piece
-from konkanivani.text import Tokenizer, train_tokenizer
 from konkanivani.transcript import Word
 
 TEXTS = ["एक दोन तीन", "चार पांच", "उदक घर शाळा", "बाजार आवय", "एक घर"]

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from konkanivani.audio_file import AudioSource, read_header, read_samples
 from konkanivani.base.errors import DataError
+from konkanivani.data.audio.files import AudioSource, read_header, read_samples
 from tests.conftest import ROOT
 
 RATE = 16_000
@@ -234,7 +234,7 @@ def test_a_member_that_is_not_there_is_refused_without_a_word_from_elsewhere(off
 def test_an_odd_rate_costs_no_more_memory_and_a_sine_stays_the_sine(rate):
     script = (
         "import math, torch\n"
-        "from konkanivani.audio import resample\n"
+        "from konkanivani.data.audio.waveform import resample\n"
         "from konkanivani.memory.monitor import peak_resident_mib, reset_peak_resident, resident_mib\n"
         f"heard = torch.sin(2 * math.pi * 440 * torch.arange({rate}) / {rate})\n"
         "resample(heard[:1000], 48_000)\n"  # torchaudio is there

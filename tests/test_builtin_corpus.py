@@ -10,12 +10,12 @@ import pytest
 import soundfile
 
 from konkanivani.base.errors import DataError, KonkaniVaniError, ResourceError, UsageError
-from konkanivani.data.builtin_corpus import CorpusPlan, CorpusSize, build_builtin_corpus, plan_corpus
-from konkanivani.data.builtin_patterns import pattern_sentences, read_patterns
 from konkanivani.data.manifest import read_manifest
-from konkanivani.data.speech_synthesis import SpeakingStyle, SpeechSynthesizer, reads_signs_by_name
-from konkanivani.data.spoken_sentences import TEST_VOICES, TRAIN_VOICES, VALID_VOICES, SpokenSentence
-from konkanivani.text import normalize_text
+from konkanivani.data.synthetic.builtin_corpus import CorpusPlan, CorpusSize, build_builtin_corpus, plan_corpus
+from konkanivani.data.synthetic.builtin_patterns import pattern_sentences, read_patterns
+from konkanivani.data.synthetic.speech_synthesis import SpeakingStyle, SpeechSynthesizer, reads_signs_by_name
+from konkanivani.data.synthetic.spoken_sentences import TEST_VOICES, TRAIN_VOICES, VALID_VOICES, SpokenSentence
+from konkanivani.data.text import normalize_text
 
 ROOT = Path(__file__).resolve().parents[1]
 MINIATURE = CorpusSize(train=14, valid=2, test=6)
@@ -179,7 +179,7 @@ def test_a_whole_corpus_is_left_alone_and_any_other_is_made_anew(miniature, tmp_
 
 def test_a_killed_build_leaves_nothing_half_written(miniature, tmp_path):
     directory = tmp_path / "builtin"
-    program = "from konkanivani.data.builtin_corpus import *; build_builtin_corpus(r'%s')" % directory
+    program = "from konkanivani.data.synthetic.builtin_corpus import *; build_builtin_corpus(r'%s')" % directory
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     try:
         while not list(tmp_path.glob(".builtin.partial/audio/*.flac")):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from konkanivani.audio_file import AudioSource, ShortAudio, UnusableAudio, read_blocks, read_header, read_samples
+from konkanivani.data.audio.files import AudioSource, ShortAudio, UnusableAudio, read_blocks, read_header, read_samples
 from tests.test_audio_file import RATE, tones
 
 # ------------------------------------------------------------------------------------------------ shorter than they say

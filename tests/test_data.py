@@ -18,24 +18,24 @@ import torchaudio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from konkanivani.audio import change_rate, load_audio, one_thread
-from konkanivani.audio_file import AudioSource
-from konkanivani.augment import FrontEnd, SpecAugment, choose_speed, perturb_speed
 from konkanivani.base.config import AugmentConfig
 from konkanivani.base.errors import DataError, ResourceError
 from konkanivani.base.lengths import ctc_frames_needed, feature_length, speed_perturbed_samples, subsampled_length
 from konkanivani.base.randomness import utterance_generator
+from konkanivani.data.audio.augmentation import FrontEnd, SpecAugment, choose_speed, perturb_speed
+from konkanivani.data.audio.files import AudioSource
+from konkanivani.data.audio.waveform import change_rate, load_audio, one_thread
 from konkanivani.data.batch import Speech, Window, collate
 from konkanivani.data.batching import Cursor, EpochPlanner, choose_subset, cut_window, plan_evaluation, same_size
+from konkanivani.data.dataset import TrainingSpeech
 from konkanivani.data.index import ARRAYS, ManifestIndex
 from konkanivani.data.loading import WindowStream
 from konkanivani.data.manifest import Manifest, read_manifest, write_manifest
 from konkanivani.data.rejections import Rejections
-from konkanivani.data.speech import TrainingSpeech
+from konkanivani.data.text import train_tokenizer
 from konkanivani.data.utterance import Utterance
 from konkanivani.data.workers import LoaderConfig
 from konkanivani.model.subsampling import Subsampling
-from konkanivani.text import train_tokenizer
 from tests.conftest import Corpus
 from tests.patience import PATIENCE
 
@@ -243,7 +243,7 @@ def die() -> None:
 @pytest.mark.parametrize("fail", [hang, die])
 def test_a_worker_that_hangs_or_dies_is_an_error_that_names_what_it_was_reading(speech, fail, monkeypatch):
     monkeypatch.setattr(
-        "konkanivani.data.speech.load_audio", lambda source: fail() if source.path == "x" else load_audio(source)
+        "konkanivani.data.dataset.load_audio", lambda source: fail() if source.path == "x" else load_audio(source)
     )
     odd = dataclasses.replace(speech.utterances[5], audio_path="x")
     spoilt = dataclasses.replace(speech, utterances=[*speech.utterances[:5], odd, *speech.utterances[6:]])

@@ -20,8 +20,6 @@ import torch
 
 from benchmarks.measuring.eight_bits import WAYS, Way, measure_ways
 from konkanivani import bundle, onnx_export
-from konkanivani.audio import FEATURES, MEL_BINS, LogMel
-from konkanivani.augment import FrontEnd
 from konkanivani.base.config import AugmentConfig, ModelConfig, TrainConfig
 from konkanivani.base.errors import CheckpointError, NumericsError, ResourceError
 from konkanivani.base.files import whole_file
@@ -29,13 +27,15 @@ from konkanivani.base.flags import config_to_text
 from konkanivani.base.lengths import feature_length, feature_lengths, subsampled_length, subsampled_lengths
 from konkanivani.bundle import Contents, bundle_bytes, is_bundle, read_bundle
 from konkanivani.checkpoint import Checkpoint, write_checkpoint
+from konkanivani.data.audio.augmentation import FrontEnd
+from konkanivani.data.audio.waveform import FEATURES, MEL_BINS, LogMel
+from konkanivani.data.text import Tokenizer, train_tokenizer
 from konkanivani.export import TOLERANCE, check_bundle, check_onnx, check_signal, hear_with
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.onnx_export import quantized, require_onnx, token_texts
 from konkanivani.onnx_graph import MatrixLogMel, RecognitionGraph
 from konkanivani.onnx_model import OnnxModel, read_onnx
 from konkanivani.speech_model import SpeechModel
-from konkanivani.text import Tokenizer, train_tokenizer
 from tests.conftest import ROOT, WORDS, Corpus, run_script, speak
 from tests.patience import PATIENCE
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from konkanivani.audio_file import read_samples
+from konkanivani.data.audio.files import read_samples
 from konkanivani.data.manifest import read_manifest
 from tests.conftest import TINY_MODEL, WORDS, run_folders, run_script, run_trainer, speak
 

@@ -15,20 +15,20 @@ import pytest
 import soundfile
 import torch
 
-from konkanivani.audio_file import AudioSource, read_samples
 from konkanivani.base.amount import settled
 from konkanivani.base.config import DataConfig, TextConfig, TrainConfig
 from konkanivani.base.errors import DataError
 from konkanivani.charts import draw_histogram
+from konkanivani.data.audio.files import AudioSource, read_samples
 from konkanivani.data.batch import Speech
 from konkanivani.data.batching import EpochPlanner, cut_window, padded_seconds, same_size
-from konkanivani.data.characters import CharacterCount, show_text
-from konkanivani.data.findings import Diagnosis
-from konkanivani.data.health import Part, Question, fetch, judge_corpus, robust_scores, spread
-from konkanivani.data.manifest import Utterance, read_manifest
-from konkanivani.data.padding import judge_epoch
-from konkanivani.data.rejections import Rejections
-from konkanivani.data.repeats import (
+from konkanivani.data.health.characters import CharacterCount, show_text
+from konkanivani.data.health.findings import Diagnosis
+from konkanivani.data.health.health import Part, Question, fetch, judge_corpus, robust_scores, spread
+from konkanivani.data.health.histogram import Histogram, build_histogram, round_step
+from konkanivani.data.health.levels import clipped_runs, listen
+from konkanivani.data.health.padding import judge_epoch
+from konkanivani.data.health.repeats import (
     content_key,
     extent_key,
     file_size,
@@ -37,12 +37,12 @@ from konkanivani.data.repeats import (
     repeats_across,
     repeats_within,
 )
-from konkanivani.data.sound import clipped_runs, listen
-from konkanivani.data.surroundings import Surroundings
+from konkanivani.data.manifest import Utterance, read_manifest
+from konkanivani.data.noise_reverb import Surroundings
+from konkanivani.data.rejections import Rejections
 from konkanivani.health_page import draw_page
 from konkanivani.health_report import build_tokenizer, diagnose
 from konkanivani.health_text import health_lines, sparkline
-from konkanivani.histogram import Histogram, build_histogram, round_step
 from konkanivani.page import check_page_path, write_page
 from konkanivani.run_speech import build_training_speech
 from tests.conftest import run_script
@@ -123,7 +123,7 @@ def test_level_silence_and_offset_are_what_was_written(tmp_path):
 
 
 def test_of_a_long_recording_the_beginning_is_heard_and_the_rest_must_be_there(tmp_path, monkeypatch):
-    monkeypatch.setattr("konkanivani.data.sound.MOST_SECONDS", 1.0)
+    monkeypatch.setattr("konkanivani.data.health.levels.MOST_SECONDS", 1.0)
     samples = np.where(np.arange(3 * RATE) < RATE, 0.1, 0.9) * np.sin(np.arange(3 * RATE))
     soundfile.write(tmp_path / "a.wav", samples, RATE, subtype="FLOAT")
     for said in (3.0, 0.2, 9e8):
@@ -160,7 +160,7 @@ def test_digital_silence_is_silence_and_quiet_speech_is_not(tmp_path):
 
 
 def counted(*texts: str) -> CharacterCount:
-    from konkanivani.text import normalize_text
+    from konkanivani.data.text import normalize_text
 
     count = CharacterCount()
     for row, text in enumerate(texts, start=1):

@@ -23,6 +23,7 @@ from konkanivani.base.config import TextConfig, TrainConfig
 from konkanivani.base.errors import DataError, KonkaniVaniError, ResourceError
 from konkanivani.base.flags import config_to_text
 from konkanivani.checkpoint import Checkpoint, write_checkpoint
+from konkanivani.data.text import Tokenizer, train_tokenizer
 from konkanivani.decoding.language_model import (
     LanguageModel,
     RepeatedNgram,
@@ -31,7 +32,6 @@ from konkanivani.decoding.language_model import (
     read_language_model,
 )
 from konkanivani.ngram import USUAL_DISCOUNTS, estimate_ngrams
-from konkanivani.text import Tokenizer, train_tokenizer
 from tests.conftest import ROOT, WORDS, run_script
 
 SCRIPT = "training_scripts/train_language_model.py"

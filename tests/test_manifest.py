@@ -16,8 +16,8 @@ from konkanivani.data.batching import SizeLimit, cut_sizes, padded_seconds
 from konkanivani.data.checking import Limits, check_utterances, encoder_frames, encoder_frames_of, reason_to_reject
 from konkanivani.data.index import MISSING, open_index
 from konkanivani.data.manifest import Manifest, read_manifest
+from konkanivani.data.text import Tokenizer, normalize_text, train_tokenizer
 from konkanivani.data.token_counts import count_tokens
-from konkanivani.text import Tokenizer, normalize_text, train_tokenizer
 
 WORDS = ("एक", "दोन", "तीन", "चार", "पांच", "सात", "आठ", "णव")
 

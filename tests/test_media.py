@@ -16,11 +16,18 @@ import soundfile
 
 pytest.importorskip("av", reason="the extra `media` is not installed: pip install av")
 
-from konkanivani import media_process, media_sound
-from konkanivani.audio import load_audio
-from konkanivani.audio_file import AudioSource, ShortAudio, UnusableAudio, claimed_header, read_blocks, read_header
-from konkanivani.audio_file import read_samples as read_all
-from konkanivani.media_process import READERS
+from konkanivani.data.audio import media_process, media_sound
+from konkanivani.data.audio.files import (
+    AudioSource,
+    ShortAudio,
+    UnusableAudio,
+    claimed_header,
+    read_blocks,
+    read_header,
+)
+from konkanivani.data.audio.files import read_samples as read_all
+from konkanivani.data.audio.media_process import READERS
+from konkanivani.data.audio.waveform import load_audio
 from tests.conftest import ROOT
 from tests.media_files import ENCODED, KINDS, Kind, rising_tone, write_media
 
@@ -242,8 +249,8 @@ def test_signals_to_the_group_do_not_reach_it_and_threads_and_forks_have_their_o
 def test_it_ends_with_the_process_that_it_belongs_to(voice):
     script = (
         "import os, sys\n"
-        "from konkanivani.audio_file import AudioSource, read_blocks\n"
-        "from konkanivani.media_process import READERS\n"
+        "from konkanivani.data.audio.files import AudioSource, read_blocks\n"
+        "from konkanivani.data.audio.media_process import READERS\n"
         "blocks = read_blocks(AudioSource(sys.argv[1]), 0.1)\n"
         "next(blocks)\n"
         "print(*(reader.process.pid for reader in READERS._all), flush=True)\n"

@@ -10,11 +10,11 @@ import soundfile
 
 pytest.importorskip("av", reason="the extra `media` is not installed: pip install av")
 
-from konkanivani import audio_file
 from konkanivani.base.errors import DataError
-from konkanivani.data.found import SpeechFolder
-from konkanivani.data.preparation import Preparation, Report, prepare_corpus
-from konkanivani.data.splits import Shares
+from konkanivani.data.audio import files as audio_file
+from konkanivani.data.formats.found import SpeechFolder
+from konkanivani.data.formats.splits import Shares
+from konkanivani.data.preparation.prepare import Preparation, Report, prepare_corpus
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_script, run_trainer, speak, write_corpus
 from tests.media_files import ENCODED, KINDS, Kind, write_media
 from tests.test_cut_audio import write_cut

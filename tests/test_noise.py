@@ -11,22 +11,22 @@ import pytest
 import soundfile
 import torch
 
-from konkanivani.audio_file import AudioSource
-from konkanivani.augment import add_noise, add_room, scale_and_clip
 from konkanivani.base.config import AugmentConfig
 from konkanivani.base.errors import DataError, UsageError
 from konkanivani.base.flags import config_from_text, config_to_text, parse_flags
 from konkanivani.base.units import DecibelRange, parse_snr
-from konkanivani.data import surroundings as surroundings_module
+from konkanivani.data import noise_reverb as surroundings_module
+from konkanivani.data.audio.augmentation import add_noise, add_room, scale_and_clip
+from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.batch import Window
 from konkanivani.data.batching import Cursor, EpochPlanner, same_size
+from konkanivani.data.dataset import TrainingSpeech
 from konkanivani.data.loading import WindowStream
 from konkanivani.data.manifest import read_manifest
+from konkanivani.data.noise_reverb import Sound, Surroundings, load_excerpt, read_sounds, read_surroundings
 from konkanivani.data.rejections import Rejections
-from konkanivani.data.speech import TrainingSpeech
-from konkanivani.data.surroundings import Sound, Surroundings, load_excerpt, read_sounds, read_surroundings
+from konkanivani.data.text import train_tokenizer
 from konkanivani.data.workers import LoaderConfig
-from konkanivani.text import train_tokenizer
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer
 
 RATE = 16_000

@@ -9,10 +9,10 @@ import soundfile
 import torch
 import torchaudio
 
-from konkanivani.audio import load_audio, resample_blocks, stream_audio, stream_samples
-from konkanivani.audio_file import AudioSource, UnusableAudio
 from konkanivani.base.errors import DataError
 from konkanivani.base.lengths import SAMPLE_RATE
+from konkanivani.data.audio.files import AudioSource, UnusableAudio
+from konkanivani.data.audio.waveform import load_audio, resample_blocks, stream_audio, stream_samples
 from konkanivani.pieces import Piece, cut_into_pieces, cutting_of
 
 

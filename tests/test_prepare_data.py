@@ -21,10 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from konkanivani.base.errors import KonkaniVaniError
-from konkanivani.data.found import SpeechFolder
+from konkanivani.data.formats.found import SpeechFolder
+from konkanivani.data.formats.splits import Shares, Unit, draw_splits, split_named
 from konkanivani.data.manifest import read_manifest
-from konkanivani.data.preparation import Preparation, prepare_corpus
-from konkanivani.data.splits import Shares, Unit, draw_splits, split_named
+from konkanivani.data.preparation.prepare import Preparation, prepare_corpus
 from tests.conftest import run_script, script_command
 from tests.patience import PATIENCE
 from tests.test_formats import (

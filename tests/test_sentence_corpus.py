@@ -10,12 +10,12 @@ import pytest
 import soundfile
 
 from konkanivani.base.errors import DataError, UsageError
-from konkanivani.data.builtin_corpus import CorpusPlan, CorpusSize, build_builtin_corpus, plan_corpus
 from konkanivani.data.manifest import Utterance, read_manifest
-from konkanivani.data.sentence_corpus import build_sentence_corpus, plan_splits, read_sentences
-from konkanivani.data.speech_synthesis import SpeakingStyle, SpeechSynthesizer, UnspeakableError
-from konkanivani.data.spoken_sentences import TEST_VOICES, TRAIN_VOICES, VALID_VOICES
-from konkanivani.text import normalize_text
+from konkanivani.data.synthetic.builtin_corpus import CorpusPlan, CorpusSize, build_builtin_corpus, plan_corpus
+from konkanivani.data.synthetic.sentence_corpus import build_sentence_corpus, plan_splits, read_sentences
+from konkanivani.data.synthetic.speech_synthesis import SpeakingStyle, SpeechSynthesizer, UnspeakableError
+from konkanivani.data.synthetic.spoken_sentences import TEST_VOICES, TRAIN_VOICES, VALID_VOICES
+from konkanivani.data.text import normalize_text
 from tests.conftest import ROOT, TINY_MODEL, run_folders, run_script, run_trainer
 
 SCRIPT = "training_scripts/prepare_builtin_corpus.py"
@@ -222,7 +222,8 @@ def test_a_split_of_which_nothing_can_be_spoken_leaves_nothing(synthesizer, tmp_
 
 def test_a_killed_build_leaves_nothing_half_written(synthesizer, tmp_path):
     path, directory = write_sentences(tmp_path / "s.txt", 80), tmp_path / "corpus"
-    program = f"from konkanivani.data.sentence_corpus import *; build_sentence_corpus([{path!r}], {str(directory)!r})"
+    program = "from konkanivani.data.synthetic.sentence_corpus import *; build_sentence_corpus([%r], %r)"
+    program %= (path, str(directory))
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     try:
         while not list(tmp_path.glob(".corpus.partial/audio/*.flac")):

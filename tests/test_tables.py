@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from konkanivani.data.formats.tables import Record
+from konkanivani.data.formats.torn_rows import mended
 from konkanivani.data.manifest import read_manifest
-from konkanivani.data.tables import Record
-from konkanivani.data.torn_rows import mended
 from tests.test_formats import CV_HEAD, SPLITS, sentence, sound_bytes, split_of, write_sentence, write_table
 from tests.test_prepare_data import ALL, COLUMNS, Table, prepare, rejected, table, twelve  # noqa: F401 - fixtures
 

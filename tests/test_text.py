@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from konkanivani.base.errors import DataError, UsageError
 from konkanivani.checkpoint import read_checkpoint
 from konkanivani.checkpointer import LAST
+from konkanivani.data.text import DIGIT_WORDS, Tokenizer, normalize_text, train_tokenizer
 from konkanivani.recipe import build_run
 from konkanivani.start import resolve_start
-from konkanivani.text import DIGIT_WORDS, Tokenizer, normalize_text, train_tokenizer
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, WORDS, Corpus, run_folders
 

@@ -17,12 +17,12 @@ import pytest
 import soundfile
 import torch
 
-from konkanivani import standard_input
-from konkanivani.audio import load_audio
-from konkanivani.audio_file import AudioSource
 from konkanivani.base.errors import CheckpointError, DataError, UsageError
 from konkanivani.bundle import bundle_bytes
 from konkanivani.checkpointer import BEST
+from konkanivani.data.audio import standard_input
+from konkanivani.data.audio.files import AudioSource
+from konkanivani.data.audio.waveform import load_audio
 from konkanivani.metrics import error_rates
 from konkanivani.pieces import cutting_of
 from konkanivani.recipe import build_run

@@ -10,9 +10,9 @@ import soundfile
 
 from benchmarks.measuring.spoken_words import check_speech, matches, summary
 from konkanivani.base.errors import DataError
-from konkanivani.data.builtin_corpus import CorpusSize, plan_corpus
-from konkanivani.data.speech_synthesis import SpeakingStyle, SpeechSynthesizer, SpokenWord, SpokenWords
-from konkanivani.data.spoken_sentences import SpokenSentence, spoken_waveform
+from konkanivani.data.synthetic.builtin_corpus import CorpusSize, plan_corpus
+from konkanivani.data.synthetic.speech_synthesis import SpeakingStyle, SpeechSynthesizer, SpokenWord, SpokenWords
+from konkanivani.data.synthetic.spoken_sentences import SpokenSentence, spoken_waveform
 from konkanivani.data.utterance import Utterance
 from konkanivani.transcript import Word
 from tests.conftest import run_script

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from konkanivani.base.command_line import read_flags, run_script
 from konkanivani.base.errors import UsageError
-from konkanivani.data.builtin_corpus import WHAT_IT_IS, CorpusSize, build_builtin_corpus
-from konkanivani.data.sentence_corpus import SentenceReport, build_sentence_corpus
+from konkanivani.data.synthetic.builtin_corpus import WHAT_IT_IS, CorpusSize, build_builtin_corpus
+from konkanivani.data.synthetic.sentence_corpus import SentenceReport, build_sentence_corpus
 
 FULL = CorpusSize()
 MOST_NAMED = 10  # lines left out; the others stand in left_out.jsonl

@@ -19,16 +19,10 @@ from pathlib import Path
 from konkanivani.base.command_line import read_flags, run_script
 from konkanivani.base.errors import UsageError
 from konkanivani.base.units import parse_share
-from konkanivani.data.drawing import SplitBy
-from konkanivani.data.found import SpeechFolder
-from konkanivani.data.preparation import (
-    REJECTED,
-    FormatName,
-    Preparation,
-    Report,
-    prepare_corpus,
-)
-from konkanivani.data.splits import Shares
+from konkanivani.data.formats.found import SpeechFolder
+from konkanivani.data.formats.splits import Shares
+from konkanivani.data.preparation.drawing import SplitBy
+from konkanivani.data.preparation.prepare import REJECTED, FormatName, Preparation, Report, prepare_corpus
 
 COMMON_NAMES = ("corpus", "data", "manifest", "manifests", "out", "output", "prepared", "splits")  # of many a folder
 LONGEST_NAME = 30  # characters of up to four bytes: with its parent's it must be a folder's name, 255 bytes

@@ -26,7 +26,7 @@ from konkanivani.base.errors import DataError, ResourceError, UsageError
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
     from konkanivani.arpa import Ngrams
-    from konkanivani.text import Tokenizer
+    from konkanivani.data.text import Tokenizer
 
 MOST_ORDER = 16
 CHARACTER_ORDER, SUBWORD_ORDER = 6, 4
@@ -83,7 +83,7 @@ class Corpus:
 
     def read(self, files: tuple[str, ...], manifests: tuple[str, ...]) -> Iterator[list[int]]:
         """The token ids of every sentence of text files and manifests; blank ones are passed over."""
-        from konkanivani.text import normalize_text
+        from konkanivani.data.text import normalize_text
 
         for text in chain(*map(self._lines_of, files), *map(self._transcripts_of, manifests)):
             normalised = normalize_text(text, self.digits)
@@ -101,7 +101,7 @@ class Corpus:
             )
 
     def _lines_of(self, file: str) -> Iterator[str]:
-        from konkanivani.data.sentence_corpus import read_lines
+        from konkanivani.data.synthetic.sentence_corpus import read_lines
 
         if Path(file).exists() and not Path(file).is_file():
             raise DataError(f"The sentences in {file} cannot be read: it is no file. Give the path of a text file.")

@@ -20,7 +20,7 @@ from konkanivani.base.command_line import end_script, read_flags, run_script, to
 from konkanivani.base.config import DecodingConfig
 from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.base.rules import check_decoding
-from konkanivani.standard_input import SIGN, spooled_input
+from konkanivani.data.audio.standard_input import SIGN, spooled_input
 
 if TYPE_CHECKING:
     from konkanivani.base.distributed import Topology

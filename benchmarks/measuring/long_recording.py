@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import soundfile
 
-from konkanivani.audio import load_audio
 from konkanivani.base.lengths import SAMPLE_RATE
+from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.utterance import Utterance
 from konkanivani.memory.monitor import peak_resident_mib, resident_mib

@@ -10,11 +10,11 @@ from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.units import MIB
 from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, same_size
+from konkanivani.data.text import Tokenizer
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
 from konkanivani.model.asr import parameter_count
 from konkanivani.optimizer import STATE_BYTES
-from konkanivani.text import Tokenizer
 from konkanivani.training.step import train_step
 
 VOCABULARY = 1000

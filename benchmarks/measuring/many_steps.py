@@ -17,10 +17,10 @@ from konkanivani.base.device import choose_device
 from konkanivani.base.randomness import seed_of
 from konkanivani.data.batch import Window
 from konkanivani.data.batching import cut_window, same_size
+from konkanivani.data.text import Tokenizer
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
 from konkanivani.model.asr import parameter_count
-from konkanivani.text import Tokenizer
 from konkanivani.training.step import StepParts, StepReport, train_step
 
 GROWTH_PERCENT = 5.0  # that the resident memory may grow by once it has settled

@@ -12,12 +12,12 @@ from konkanivani.assembly import build_front_end, build_step_parts
 from konkanivani.base.device import choose_device
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.data.batch import Window, collate
+from konkanivani.data.text import Tokenizer
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import MIB, keep_holes_out, reset_peak_resident, resident_mib
 from konkanivani.memory.tracer import Load
 from konkanivani.run_plan import build_tracer, costs_of
-from konkanivani.text import Tokenizer
 from konkanivani.training.step import StepParts, train_step
 
 STEPS = 3  # that the resident memory and CUDA's allocator are watched for

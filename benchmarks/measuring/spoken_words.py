@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from konkanivani.audio import load_audio
 from konkanivani.base.errors import DataError
-from konkanivani.data.builtin_corpus import CorpusSize, plan_corpus
+from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.manifest import read_manifest
-from konkanivani.data.speech_synthesis import SpeechSynthesizer, SpokenWords
-from konkanivani.data.spoken_sentences import SpokenSentence, spoken_waveform
+from konkanivani.data.synthetic.builtin_corpus import CorpusSize, plan_corpus
+from konkanivani.data.synthetic.speech_synthesis import SpeechSynthesizer, SpokenWords
+from konkanivani.data.synthetic.spoken_sentences import SpokenSentence, spoken_waveform
 from konkanivani.data.utterance import Utterance
 from konkanivani.recognizer import Recognizer
 from konkanivani.transcript import Word

@@ -19,9 +19,9 @@ from konkanivani.base.lengths import (
 from konkanivani.data.manifest import Manifest
 from konkanivani.data.rejections import Rejection
 from konkanivani.data.selection import Selection
+from konkanivani.data.text import Tokenizer
 from konkanivani.data.token_counts import Digits, TokenCounts, count_tokens
 from konkanivani.data.utterance import Utterance
-from konkanivani.text import Tokenizer
 
 ROWS_AT_ONCE = 500_000
 

@@ -20,8 +20,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from konkanivani.audio_roots import audio_roots
 from konkanivani.base.console import say
+from konkanivani.data.audio.roots import audio_roots
 from konkanivani.data.utterance import BadRow, parse_row
 
 VERSION = 3  # 2: without a sketch; 1: by the time of the last change alone, which an archive brings along

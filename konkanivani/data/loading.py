@@ -10,8 +10,8 @@ from konkanivani.base.errors import Interrupted
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.data.batch import Batch, Window
 from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit, deal
+from konkanivani.data.dataset import EvaluationSpeech, TrainingSpeech
 from konkanivani.data.rejections import Rejections
-from konkanivani.data.speech import EvaluationSpeech, TrainingSpeech
 from konkanivani.data.utterance import Utterance
 from konkanivani.data.workers import Fetcher, Loaded, LoaderConfig, load_in_order
 

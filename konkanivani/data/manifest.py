@@ -6,11 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from konkanivani.audio_roots import audio_roots
+from konkanivani.base.amount import Amount
 from konkanivani.base.errors import DataError, Problems
 from konkanivani.base.files import write_json_lines
+from konkanivani.data.audio.roots import audio_roots
 from konkanivani.data.index import BrokenRow, ManifestIndex, open_index
 from konkanivani.data.utterance import BadRow, Utterance, parse_row, row_of
+
+MOST_TOKENIZER_TEXTS = 500_000
 
 
 class Manifest(Sequence[Utterance]):
@@ -124,3 +127,23 @@ def read_recordings(path: str | Path, named_roots: tuple[str, ...] = ()) -> list
 def write_manifest(path: str | Path, utterances: Iterable[Utterance]) -> None:
     """Writes one JSON line an utterance beside `path`, renamed into place."""
     write_json_lines(Path(path), map(row_of, utterances))
+
+
+def amount_of(manifest: Manifest) -> Amount:
+    """The speech of all its rows that can be used."""
+    return Amount(float(manifest.durations.sum()) / 3600, len(manifest.durations))
+
+
+def no_text(manifest: Manifest) -> DataError:
+    """What to say where there is nothing to train a tokenizer on."""
+    return DataError(
+        f"No transcript of {manifest.path} has any text after normalisation. Write what is said into its rows' text."
+    )
+
+
+def texts_of(manifest: Manifest) -> Iterator[str]:
+    """The transcripts that a tokenizer is trained on: all, of very many rows some, evenly apart."""
+    if len(manifest) <= MOST_TOKENIZER_TEXTS:
+        return (utterance.text for utterance in manifest)
+    places = np.linspace(0, len(manifest) - 1, MOST_TOKENIZER_TEXTS).astype(np.int64)
+    return (manifest[int(place)].text for place in places)

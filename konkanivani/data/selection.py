@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from konkanivani.data.manifest import Manifest
+from konkanivani.data.text import normalize_text
 from konkanivani.data.token_counts import Digits, TokenCounts
 from konkanivani.data.utterance import Utterance
-from konkanivani.text import normalize_text
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 from konkanivani.base.console import say
 from konkanivani.base.lengths import ctc_frames_needed
 from konkanivani.data.manifest import Manifest
-from konkanivani.text import Tokenizer, normalize_text
+from konkanivani.data.text import Tokenizer, normalize_text
 
 Digits = Literal["keep", "spell"]
 FEW_ROWS = 20_000  # counted here, without processes to help

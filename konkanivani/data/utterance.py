@@ -12,9 +12,9 @@ import json
 import os
 from dataclasses import dataclass, field
 
-from konkanivani.audio_file import AudioSource
-from konkanivani.audio_roots import OUTSIDE, is_named_inside
-from konkanivani.text import forbidden_character
+from konkanivani.data.audio.files import AudioSource
+from konkanivani.data.audio.roots import OUTSIDE, is_named_inside
+from konkanivani.data.text import forbidden_character
 
 LONGEST_SECONDS = 1e9
 

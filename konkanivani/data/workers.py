@@ -21,10 +21,10 @@ from konkanivani.base.errors import DataError, KonkaniVaniError, ResourceError
 from konkanivani.base.signals import held_signals, stopping_signals
 from konkanivani.data.batch import Batch, Speech, Window, check_tokens, collate
 from konkanivani.data.batching import SizeLimit, cut_window
+from konkanivani.data.dataset import EvaluationSpeech, TrainingSpeech
 from konkanivani.data.packed import Packed, pack
 from konkanivani.data.rejections import Rejection
-from konkanivani.data.speech import EvaluationSpeech, TrainingSpeech
-from konkanivani.text import Tokenizer
+from konkanivani.data.text import Tokenizer
 
 POLL_SECONDS = 1.0  # after so long without a batch, the workers are looked after
 END_SECONDS = 1.0  # that the workers have to end by themselves

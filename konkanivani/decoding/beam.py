@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from konkanivani.base.lengths import Lengths
+from konkanivani.data.text import Tokenizer
 from konkanivani.decoding.hypothesis import Hypothesis, first_best, ranked
 from konkanivani.decoding.scorers import CTCScorer, FullScorer
-from konkanivani.text import Tokenizer
 
 # CTC scores so many candidates of each hypothesis for each place in the beam, the likeliest by the other scorers.
 CANDIDATES_A_PLACE = 2

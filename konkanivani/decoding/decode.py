@@ -10,6 +10,7 @@ import torch
 
 from konkanivani.base.config import DecodingConfig
 from konkanivani.base.lengths import Lengths
+from konkanivani.data.text import Tokenizer
 from konkanivani.decoding.beam import Scorers, Weighted, beam_search
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.decoding.fusion import Fusion
@@ -18,7 +19,6 @@ from konkanivani.decoding.language_model import LanguageModel, read_language_mod
 from konkanivani.decoding.prefix_beam import prefix_beam_search
 from konkanivani.decoding.scorers import AttentionScorer, CTCScorer, LanguageModelScorer
 from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.text import Tokenizer
 
 
 class Decode(Protocol):

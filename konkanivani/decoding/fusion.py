@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from konkanivani.data.text import Tokenizer
 from konkanivani.decoding.language_model import LanguageModel
-from konkanivani.text import Tokenizer
 
 
 @dataclass(frozen=True)

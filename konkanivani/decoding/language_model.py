@@ -21,7 +21,7 @@ import torch
 
 from konkanivani.arpa import FOREIGN, Ngrams, read_arpa
 from konkanivani.base.errors import DataError
-from konkanivani.text import Tokenizer
+from konkanivani.data.text import Tokenizer
 
 ROOT = 0  # the state of a context of no tokens
 SENTENCES_AT_ONCE = 256

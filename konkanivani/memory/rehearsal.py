@@ -16,9 +16,9 @@ from konkanivani.base.distributed import ALONE, from_first
 from konkanivani.checkpoint import load_states, read_checkpoint, write_checkpoint
 from konkanivani.data.batch import Speech, Window, largest_batch
 from konkanivani.data.batching import cut_window, largest_size
+from konkanivani.data.dataset import TrainingSpeech
 from konkanivani.data.rejections import Rejection
-from konkanivani.data.speech import TrainingSpeech
-from konkanivani.text import Tokenizer
+from konkanivani.data.text import Tokenizer
 from konkanivani.training.run import Run
 from konkanivani.training.step import train_step
 

@@ -7,12 +7,12 @@ import torch
 
 from konkanivani.base.config import LossConfig
 from konkanivani.data.batch import Batch
+from konkanivani.data.text import Tokenizer
 from konkanivani.data.utterance import Utterance
 from konkanivani.decoding.ctc import blank_frames, likeliest_tokens
 from konkanivani.decoding.decode import Decode
 from konkanivani.memory.recovery import Cut, RememberedSplits, run_or_split
 from konkanivani.metrics import ErrorRates, error_rates
-from konkanivani.text import Tokenizer
 from konkanivani.training.forward import ForwardPass
 
 

@@ -15,17 +15,17 @@ from konkanivani.base.errors import Interrupted
 from konkanivani.checkpoint import Checkpoint, Stateful
 from konkanivani.checkpointer import Checkpointer
 from konkanivani.data.batching import deal, plan_evaluation
+from konkanivani.data.dataset import EvaluationSpeech
 from konkanivani.data.fingerprint import Fingerprint
 from konkanivani.data.loading import WindowStream, load_batches
 from konkanivani.data.rejections import Rejections
-from konkanivani.data.speech import EvaluationSpeech
+from konkanivani.data.text import Tokenizer
 from konkanivani.data.workers import LoaderConfig
 from konkanivani.decoding.decode import Decode
 from konkanivani.logbook import Logbook
 from konkanivani.memory.available import BudgetWatch
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.sharding import is_sharded, whole_weights
-from konkanivani.text import Tokenizer
 from konkanivani.training.evaluation import Evaluation, HeardShare, hear, join_shares
 from konkanivani.training.forward import ForwardPass
 from konkanivani.training.interruption import Interruption

@@ -24,13 +24,13 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 
-from konkanivani.audio import load_audio, stream_audio
-from konkanivani.audio_file import AudioSource, read_header
 from konkanivani.base.config import TrainConfig, settings_of
 from konkanivani.base.errors import DataError
 from konkanivani.base.flags import parse_flags
 from konkanivani.checkpointer import LAST
 from konkanivani.data import index
+from konkanivani.data.audio.files import AudioSource, read_header
+from konkanivani.data.audio.waveform import load_audio, stream_audio
 from konkanivani.data.manifest import read_manifest, read_recordings
 from konkanivani.recognizer import load_recognizer
 from konkanivani.start import resolve_start

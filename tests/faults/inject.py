@@ -21,8 +21,9 @@ from types import SimpleNamespace
 
 import torch
 
-from konkanivani import assembly, audio_source, checkpoint, checkpointer, replaced, start
-from konkanivani.data import speech
+from konkanivani import assembly, checkpoint, checkpointer, replaced, start
+from konkanivani.data import dataset as speech
+from konkanivani.data.audio import source as audio_source
 from konkanivani.log_folder import LogFolder
 from konkanivani.training import loop, step
 from tests.laws.failing import ERRORS

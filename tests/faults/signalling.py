@@ -18,8 +18,8 @@ from typing import Literal
 
 import torch
 
-from konkanivani.audio_file import AudioSource
-from konkanivani.data import speech
+from konkanivani.data import dataset as speech
+from konkanivani.data.audio.files import AudioSource
 from tests.conftest import ROOT, TINY_MODEL, Corpus
 from tests.faults.killing import small_run
 from tests.faults.lives import SCRIPT, THREADS, Life, LongRun, Trap, is_dying, members

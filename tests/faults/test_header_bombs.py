@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from konkanivani.data import shards
-from konkanivani.data.shards import read_members
+from konkanivani.data.formats import shards
+from konkanivani.data.formats.shards import read_members
 from konkanivani.recognizer import load_recognizer
 from tests.faults.watching import watch
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import soundfile
 
-from konkanivani.audio_roots import audio_roots, is_named_inside, resolved_inside
 from konkanivani.base.errors import CheckpointError, DataError, KonkaniVaniError
 from konkanivani.checkpointer import LAST
+from konkanivani.data.audio.roots import audio_roots, is_named_inside, resolved_inside
+from konkanivani.data.formats.shards import read_members
 from konkanivani.data.manifest import read_manifest, read_recordings
-from konkanivani.data.shards import read_members
 from konkanivani.recipe import build_run
 from konkanivani.recognizer import load_recognizer
 from konkanivani.start import resolve_start
@@ -151,9 +151,9 @@ def test_audio_outside_of_the_manifests_folder_is_never_opened(name, downloaded)
     manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def read() -> None:
-        from konkanivani.audio import load_audio
-        from konkanivani.data.leaks import Recording
-        from konkanivani.data.repeats import content_key
+        from konkanivani.data.audio.waveform import load_audio
+        from konkanivani.data.health.repeats import content_key
+        from konkanivani.data.preparation.leaks import Recording
 
         found = read_manifest(manifest)
         for utterance in [*found, *read_recordings(manifest)]:
@@ -182,7 +182,7 @@ def test_the_named_root_allows_it(downloaded):
     assert len(found) == 4 and not found.broken
 
     def read() -> None:
-        from konkanivani.audio import load_audio
+        from konkanivani.data.audio.waveform import load_audio
 
         for utterance in found:
             load_audio(utterance.source)
@@ -289,7 +289,7 @@ def test_a_member_that_claims_2_to_the_60_bytes_is_a_broken_row(downloaded):
 
 
 def _load(utterance: object) -> None:
-    from konkanivani.audio import load_audio
+    from konkanivani.data.audio.waveform import load_audio
 
     load_audio(utterance.source)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from konkanivani.base.errors import KonkaniVaniError
-from konkanivani.media_process import PROGRAM
+from konkanivani.data.audio.media_process import PROGRAM
 
 MOST_SECONDS = 5.0  # of a processor, or of waiting for anything but one
 CONTAINER_SECONDS = 30.0  # of sound and film: a process of its own is started, perhaps on a busy machine

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.base.config import DecodingConfig
+from konkanivani.data.text import Tokenizer
 from konkanivani.data.utterance import Utterance
 from konkanivani.decoding.beam import Scorers, Weighted, beam_search
 from konkanivani.decoding.decode import BeamDecode, Decode, build_decode
@@ -18,7 +19,6 @@ from konkanivani.decoding.scorers import AttentionScorer
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.blocks import run_directly
 from konkanivani.model.cache import FIRST_ROOM, DecoderCache
-from konkanivani.text import Tokenizer
 from konkanivani.training.evaluation import hear, join_shares
 from konkanivani.training.step import StepParts, train_step
 from tests.laws.parts import MODEL, VOCAB_SIZE, double_parts, relative_difference, speeches, window, with_dropout

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.audio import MEL_BINS
 from konkanivani.base.config import PRESETS, DecodingConfig, TrainConfig, settings_of
+from konkanivani.data.audio.waveform import MEL_BINS
 from konkanivani.model.asr import parameter_count
 from konkanivani.model.shape import model_without_values
 from tests.conftest import ROOT, Corpus

@@ -9,9 +9,9 @@ import os
 from pathlib import Path
 
 from konkanivani.base.errors import UsageError
-from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
-from konkanivani.data.splits import split_named
-from konkanivani.data.tables import columns_alike, named_separator, read_cells, read_records
+from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
+from konkanivani.data.formats.splits import split_named
+from konkanivani.data.formats.tables import columns_alike, named_separator, read_cells, read_records
 
 DELIMITERS = ",;\t"
 USUAL = ("audio", "text", "speaker", "split")

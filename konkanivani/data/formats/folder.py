@@ -6,12 +6,12 @@ Folders train, valid (or dev) and test at its top are the given splits. Lines of
 from collections.abc import Iterator
 from pathlib import Path
 
-from konkanivani.audio_names import AUDIO_SUFFIXES, audio_rank
 from konkanivani.base.errors import DataError
 from konkanivani.base.files import visible_files
-from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
-from konkanivani.data.splits import split_of_path
-from konkanivani.data.tables import read_text
+from konkanivani.data.audio.names import AUDIO_SUFFIXES, audio_rank
+from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
+from konkanivani.data.formats.splits import split_of_path
+from konkanivani.data.formats.tables import read_text
 
 
 def find_utterances(source: SpeechFolder) -> Found:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from konkanivani.base.errors import DataError, ResourceError, UsageError
 from konkanivani.base.files import visible_files
-from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
-from konkanivani.data.splits import split_of_path
-from konkanivani.data.tables import as_text, columns_alike
+from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
+from konkanivani.data.formats.splits import split_of_path
+from konkanivani.data.formats.tables import as_text, columns_alike
 
 AUDIO_COLUMNS = ("audio", "audio_filepath")
 TEXT_COLUMNS = ("text", "sentence", "transcription", "transcript", "normalized", "verbatim")

@@ -16,13 +16,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from konkanivani.audio_names import AUDIO_SUFFIXES
 from konkanivani.base.errors import DataError
 from konkanivani.base.files import visible_files
-from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
-from konkanivani.data.splits import split_of_path
-from konkanivani.data.tables import as_seconds, as_text, parse_json, read_text
-from konkanivani.text import normalize_text
+from konkanivani.data.audio.names import AUDIO_SUFFIXES
+from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
+from konkanivani.data.formats.splits import split_of_path
+from konkanivani.data.formats.tables import as_seconds, as_text, parse_json, read_text
+from konkanivani.data.text import normalize_text
 
 MARKS = re.compile(r"\[[^\[\]]*\]|<[^<>]*>|\([^()]*\)")  # linear in the text, whatever stands open in it
 TEXT_COLUMNS = ("normalized", "verbatim")

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from konkanivani.base.errors import DataError
 from konkanivani.base.files import visible_entries
-from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
-from konkanivani.data.splits import split_named
-from konkanivani.data.tables import as_seconds, read_lines
+from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
+from konkanivani.data.formats.splits import split_named
+from konkanivani.data.formats.tables import as_seconds, read_lines
 
 
 @dataclass(frozen=True)

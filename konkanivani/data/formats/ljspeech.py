@@ -8,9 +8,9 @@ Source: the README of LJSpeech-1.1, https://keithito.com/LJ-Speech-Dataset/
 import os
 from pathlib import Path
 
-from konkanivani.audio_names import AUDIO_SUFFIXES
-from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
-from konkanivani.data.tables import read_cells
+from konkanivani.data.audio.names import AUDIO_SUFFIXES
+from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
+from konkanivani.data.formats.tables import read_cells
 
 
 def find_utterances(source: SpeechFolder) -> Found:

@@ -18,13 +18,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from konkanivani.audio_names import AUDIO_SUFFIXES
 from konkanivani.base.errors import DataError
 from konkanivani.base.files import is_hidden, visible_entries
-from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
-from konkanivani.data.shards import Member, read_member_text, read_members
-from konkanivani.data.splits import split_of_path
-from konkanivani.data.tables import as_seconds, as_text, parse_json, read_lines
+from konkanivani.data.audio.names import AUDIO_SUFFIXES
+from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
+from konkanivani.data.formats.shards import Member, read_member_text, read_members
+from konkanivani.data.formats.splits import split_of_path
+from konkanivani.data.formats.tables import as_seconds, as_text, parse_json, read_lines
 
 SHARD = re.compile(r".*\.(tar|tar\.gz|tgz|tar\.xz|tar\.bz2|tar\.zst)")
 TARRED, SHARDED = "tarred_audio_manifest.json", "sharded_manifests"

@@ -13,13 +13,13 @@ import os
 import re
 from pathlib import Path
 
-from konkanivani.audio_names import AUDIO_SUFFIXES, audio_rank
 from konkanivani.base.errors import DataError
 from konkanivani.base.files import visible_files
+from konkanivani.data.audio.names import AUDIO_SUFFIXES, audio_rank
 from konkanivani.data.formats.folder import audio_files
-from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
-from konkanivani.data.splits import split_of_path
-from konkanivani.data.tables import Record, read_cells, read_lines
+from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
+from konkanivani.data.formats.splits import split_of_path
+from konkanivani.data.formats.tables import Record, read_cells, read_lines
 
 INDEX = re.compile(r"line_index.*\.(tsv|csv)|utt_spk_text.*\.tsv|transcription\.txt")
 SPEAKER = re.compile(r"([a-z]{2,4}_\d{3,6})_\d{6,}", re.IGNORECASE)

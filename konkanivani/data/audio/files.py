@@ -12,8 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from konkanivani.audio_sizes import missing_share
-from konkanivani.audio_source import (
+from konkanivani.data.audio.media_sound import INSTALL, MediaSound, is_installed, may_be_media
+from konkanivani.data.audio.sizes import missing_share
+from konkanivani.data.audio.sndfile_sound import NotKnown, SndfileSound
+from konkanivani.data.audio.source import (
     AudioHeader,
     AudioSource,
     OpenedAudio,
@@ -22,8 +24,6 @@ from konkanivani.audio_source import (
     open_file,
     opened_audio,
 )
-from konkanivani.media_sound import INSTALL, MediaSound, is_installed, may_be_media
-from konkanivani.sndfile_sound import NotKnown, SndfileSound
 
 MOST_CHANNELS = 32
 LOWEST_RATE, HIGHEST_RATE = 4_000, 384_000  # Hz

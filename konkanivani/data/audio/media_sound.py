@@ -6,9 +6,9 @@ import os
 
 import numpy as np
 
-from konkanivani.audio_names import MEDIA_SUFFIXES
-from konkanivani.audio_source import AudioHeader, OpenedAudio, UnusableAudio
-from konkanivani.media_process import READERS, ReaderFailed, Refused
+from konkanivani.data.audio.media_process import READERS, ReaderFailed, Refused
+from konkanivani.data.audio.names import MEDIA_SUFFIXES
+from konkanivani.data.audio.source import AudioHeader, OpenedAudio, UnusableAudio
 
 INSTALL = ".venv/bin/python -m pip install av"
 PIECE_SAMPLES = 2**20  # of all channels, that come in one answer

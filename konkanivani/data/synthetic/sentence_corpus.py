@@ -13,7 +13,7 @@ from pathlib import Path
 
 from konkanivani.base.errors import DataError, UsageError
 from konkanivani.base.files import write_json_lines
-from konkanivani.data.builtin_corpus import (
+from konkanivani.data.synthetic.builtin_corpus import (
     CorpusPlan,
     CorpusRecipe,
     CorpusSize,
@@ -21,9 +21,15 @@ from konkanivani.data.builtin_corpus import (
     read_description,
     write_corpus,
 )
-from konkanivani.data.builtin_patterns import spread
-from konkanivani.data.spoken_sentences import TEST_VOICES, TRAIN_VOICES, VALID_VOICES, SpokenSentence, assign_styles
-from konkanivani.text import normalize_text
+from konkanivani.data.synthetic.builtin_patterns import spread
+from konkanivani.data.synthetic.spoken_sentences import (
+    TEST_VOICES,
+    TRAIN_VOICES,
+    VALID_VOICES,
+    SpokenSentence,
+    assign_styles,
+)
+from konkanivani.data.text import normalize_text
 
 SENTENCE_CORPUS = "corpus of sentences"
 LEFT_OUT = "left_out.jsonl"

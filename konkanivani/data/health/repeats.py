@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from konkanivani.audio_file import AudioSource, read_bytes
+from konkanivani.data.audio.files import AudioSource, read_bytes
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import numpy as np
 import soundfile
 
-from konkanivani.audio_source import AudioHeader, OpenedAudio, UnusableAudio, Window
+from konkanivani.data.audio.source import AudioHeader, OpenedAudio, UnusableAudio, Window
 
 # An MP3's frame needs bits of those before it. Where libmpg123 jumps into the middle it has none of them, says so on
 # stderr and makes noise of it: so much is decoded before a span, in seconds, and none is jumped over where that is all.

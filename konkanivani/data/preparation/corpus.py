@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
-from konkanivani.audio_file import AudioHeader, AudioSource, read_header
 from konkanivani.base.errors import DataError
-from konkanivani.data.found import FoundUtterance, RefusedRow
+from konkanivani.data.audio.files import AudioHeader, AudioSource, read_header
+from konkanivani.data.formats.found import FoundUtterance, RefusedRow
+from konkanivani.data.text import forbidden_character, normalize_text
 from konkanivani.data.utterance import Utterance
-from konkanivani.text import forbidden_character, normalize_text
 
 ROWS_AT_ONCE = 512
 THREADS = 8  # they wait for the disk

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.audio import load_audio, resample
-from konkanivani.audio_file import AudioHeader, AudioSource, read_header, read_samples
-from konkanivani.augment import add_noise, add_room, scale_and_clip
 from konkanivani.base.config import AugmentConfig
 from konkanivani.base.errors import DataError, Problems
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.randomness import utterance_generator
 from konkanivani.base.units import DecibelRange, parse_snr
+from konkanivani.data.audio.augmentation import add_noise, add_room, scale_and_clip
+from konkanivani.data.audio.files import AudioHeader, AudioSource, read_header, read_samples
+from konkanivani.data.audio.waveform import load_audio, resample
 from konkanivani.data.manifest import read_recordings
 from konkanivani.data.utterance import Utterance
 

@@ -6,7 +6,7 @@ Libsndfile reads a file that was cut off as if it had always been so short: its 
 import struct
 from collections.abc import Iterator
 
-from konkanivani.audio_source import OpenedAudio
+from konkanivani.data.audio.source import OpenedAudio
 
 UNKNOWN_FROM = 0x7FFF0000  # what a program writes that does not know yet how much will come, or 0
 MOST_CHUNKS = 1000

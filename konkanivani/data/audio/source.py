@@ -10,8 +10,8 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from konkanivani.audio_roots import LED_OUTSIDE, resolved_inside
 from konkanivani.base.errors import DataError
+from konkanivani.data.audio.roots import LED_OUTSIDE, resolved_inside
 
 
 @dataclass(frozen=True)

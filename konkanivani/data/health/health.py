@@ -15,14 +15,13 @@ import numpy as np
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.randomness import seed_of
 from konkanivani.data.batching import EpochPlanner, choose_subset
-from konkanivani.data.characters import CharacterCount, CharacterHealth, show_text
 from konkanivani.data.checking import evaluation_limits, reason_to_reject, training_limits
-from konkanivani.data.examples import MOST_EXAMPLES, Example, Listed, Tally, example, tallies
-from konkanivani.data.index import BrokenRow
-from konkanivani.data.padding import EpochHealth, judge_epoch
-from konkanivani.data.recordings import SoundHealth, judge_sound
-from konkanivani.data.rejections import kind_of
-from konkanivani.data.repeats import (
+from konkanivani.data.health.characters import CharacterCount, CharacterHealth, show_text
+from konkanivani.data.health.examples import MOST_EXAMPLES, Example, Listed, Tally, example, tallies
+from konkanivani.data.health.histogram import Histogram, build_histogram
+from konkanivani.data.health.padding import EpochHealth, judge_epoch
+from konkanivani.data.health.recordings import SoundHealth, judge_sound
+from konkanivani.data.health.repeats import (
     Pairing,
     content_key,
     extent_key,
@@ -32,9 +31,10 @@ from konkanivani.data.repeats import (
     repeats_across,
     repeats_within,
 )
+from konkanivani.data.index import BrokenRow
+from konkanivani.data.rejections import kind_of
+from konkanivani.data.text import Tokenizer, normalize_text
 from konkanivani.data.utterance import Utterance
-from konkanivani.histogram import Histogram, build_histogram
-from konkanivani.text import Tokenizer, normalize_text
 
 OUTLIER = 3.5  # robust z-score; Iglewicz and Hoaglin, "How to Detect and Handle Outliers" (1993)
 FINEST = 0.1  # seconds and rates that a histogram tells apart

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
-from konkanivani.text import normalize_text
+from konkanivani.data.text import normalize_text
 
 JOINERS = "\u200c\u200d"
 RARE = 3  # seen fewer times than this

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 import torchaudio
 
-from konkanivani.audio import MEL_BINS, LogMel, change_rate, one_thread
 from konkanivani.base.config import AugmentConfig
 from konkanivani.base.lengths import Lengths
+from konkanivani.data.audio.waveform import MEL_BINS, LogMel, change_rate, one_thread
 
 
 def choose_speed(speeds: tuple[float, ...], generator: torch.Generator) -> float:

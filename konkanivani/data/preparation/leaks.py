@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from konkanivani.audio_file import AudioSource, read_bytes
 from konkanivani.base.console import printable
 from konkanivani.base.errors import DataError
-from konkanivani.data.corpus import CheckedUtterance
+from konkanivani.data.audio.files import AudioSource, read_bytes
+from konkanivani.data.preparation.corpus import CheckedUtterance
 
 MOST_EXAMPLES = 5
 DIGEST = re.compile("[0-9a-f]{32,}")  # stands for a speaker in Common Voice: eight digits tell it

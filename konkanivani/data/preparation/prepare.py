@@ -9,20 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from konkanivani.audio_roots import is_named_inside
 from konkanivani.base.console import printable
 from konkanivani.base.errors import DataError, ResourceError, UsageError
 from konkanivani.base.files import held_folder, write_json_lines
-from konkanivani.data.corpus import AudioRoots, CheckedUtterance, Corpus, read_corpus
-from konkanivani.data.drawing import (
-    Drawn,
-    SplitBy,
-    SplitSummary,
-    draw,
-    refuse_without_split,
-    resolve_split_by,
-    summaries,
-)
+from konkanivani.data.audio.roots import is_named_inside
 from konkanivani.data.formats import (
     common_voice,
     csv_table,
@@ -34,10 +24,20 @@ from konkanivani.data.formats import (
     nemo,
     openslr,
 )
-from konkanivani.data.found import Found, FoundUtterance, RefusedRow, SpeechFolder
-from konkanivani.data.leaks import Leak, find_leaks
+from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
+from konkanivani.data.formats.splits import SPLITS, Shares
 from konkanivani.data.manifest import write_manifest
-from konkanivani.data.splits import SPLITS, Shares
+from konkanivani.data.preparation.corpus import AudioRoots, CheckedUtterance, Corpus, read_corpus
+from konkanivani.data.preparation.drawing import (
+    Drawn,
+    SplitBy,
+    SplitSummary,
+    draw,
+    refuse_without_split,
+    resolve_split_by,
+    summaries,
+)
+from konkanivani.data.preparation.leaks import Leak, find_leaks
 
 FormatName = Literal[
     "common_voice", "csv", "folder", "huggingface", "indicvoices", "kaldi", "ljspeech", "nemo", "openslr"

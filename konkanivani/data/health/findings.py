@@ -12,10 +12,10 @@ from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import count, duration_words, is_or_are, short_name
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.units import parse_share
-from konkanivani.data.characters import RARE, CharacterHealth
-from konkanivani.data.examples import Listed
-from konkanivani.data.health import CorpusHealth, Crossing, PartHealth
-from konkanivani.data.recordings import LOUD, MOST_SILENCE, QUIET, SoundHealth
+from konkanivani.data.health.characters import RARE, CharacterHealth
+from konkanivani.data.health.examples import Listed
+from konkanivani.data.health.health import CorpusHealth, Crossing, PartHealth
+from konkanivani.data.health.recordings import LOUD, MOST_SILENCE, QUIET, SoundHealth
 
 OFTEN = 0.05  # of the recordings or sentences: what is rarer is worth less of a word
 FEW_WORDS = 1_000  # in a set that is scored

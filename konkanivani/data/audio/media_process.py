@@ -13,7 +13,7 @@ import sys
 import threading
 from pathlib import Path
 
-from konkanivani.media_reader import ANSWER, MOST_SECONDS, REQUEST
+from konkanivani.data.audio.media_reader import ANSWER, MOST_SECONDS, REQUEST
 
 PROGRAM = Path(__file__).with_name("media_reader.py")
 ANSWER_SECONDS = 1800.0  # one that is stopped, or waits for a disk that is gone; its work has a limit of its own

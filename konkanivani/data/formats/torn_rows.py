@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 
-from konkanivani.data.tables import Record
+from konkanivani.data.formats.tables import Record
 
 MOST_ROWS = 20  # that one may have been torn into
 QUOTED = re.compile(r'"([^"]*(?:""[^"]*)*)"(?!")')  # a cell as CSV quotes it; linear in what it is tried on

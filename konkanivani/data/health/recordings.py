@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from konkanivani.audio_file import duration_tolerance
 from konkanivani.base.errors import DataError
-from konkanivani.data.characters import show_text
-from konkanivani.data.examples import MOST_EXAMPLES, Example, Listed, Tally, example, tallies
-from konkanivani.data.sound import Sound, listen
+from konkanivani.data.audio.files import duration_tolerance
+from konkanivani.data.health.characters import show_text
+from konkanivani.data.health.examples import MOST_EXAMPLES, Example, Listed, Tally, example, tallies
+from konkanivani.data.health.histogram import Histogram, build_histogram
+from konkanivani.data.health.levels import Sound, listen
 from konkanivani.data.utterance import Utterance
-from konkanivani.histogram import Histogram, build_histogram
 
 QUIET, LOUD, MUTE = -40.0, -10.0, -80.0  # dBFS
 MOST_OFFSET = 0.01  # of full scale

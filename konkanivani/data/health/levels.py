@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from konkanivani.audio_file import read_header, read_samples
+from konkanivani.data.audio.files import read_header, read_samples
 from konkanivani.data.utterance import Utterance
 
 FULL_SCALE = 32_767 / 32_768  # the largest positive value of 16 bits; what a float file holds beyond 1 counts as well

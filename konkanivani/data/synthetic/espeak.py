@@ -1,6 +1,6 @@
 """espeak-ng in a process of its own, and what is said between it and the one that asks.
 
-    python -m konkanivani.data.espeak
+    python -m konkanivani.data.synthetic.espeak
 
 is that process: it reads one JSON request a line on stdin and answers each on stdout. espeak-ng comes with the PyPI
 package espeakng-loader and is GPL-3; it is loaded there and nowhere else, and a crash of it ends no training.

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import Dataset
 
-from konkanivani.audio import load_audio
-from konkanivani.audio_file import UnusableAudio
-from konkanivani.augment import choose_speed, perturb_speed
 from konkanivani.base.randomness import seed_of, utterance_generator
+from konkanivani.data.audio.augmentation import choose_speed, perturb_speed
+from konkanivani.data.audio.files import UnusableAudio
+from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.batch import Speech
+from konkanivani.data.noise_reverb import Surroundings
 from konkanivani.data.rejections import Rejection
-from konkanivani.data.surroundings import Surroundings
+from konkanivani.data.text import Tokenizer
 from konkanivani.data.utterance import Utterance
-from konkanivani.text import Tokenizer
 
 
 @dataclass(frozen=True)

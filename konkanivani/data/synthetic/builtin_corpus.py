@@ -18,9 +18,9 @@ from pathlib import Path
 
 from konkanivani.base.errors import DataError, ResourceError, UsageError
 from konkanivani.base.files import held_folder
-from konkanivani.data.builtin_patterns import interleave_sentences, read_patterns, spread
-from konkanivani.data.speech_synthesis import SpeechSynthesizer, UnspeakableError, reads_signs_by_name
-from konkanivani.data.spoken_sentences import (
+from konkanivani.data.synthetic.builtin_patterns import interleave_sentences, read_patterns, spread
+from konkanivani.data.synthetic.speech_synthesis import SpeechSynthesizer, UnspeakableError, reads_signs_by_name
+from konkanivani.data.synthetic.spoken_sentences import (
     RECIPE_VERSION,
     TEST_VOICES,
     TRAIN_VOICES,

@@ -12,15 +12,6 @@ import numpy as np
 import torch
 import torchaudio
 
-from konkanivani.audio_file import (
-    HIGHEST_RATE,
-    LOWEST_RATE,
-    MOST_CHANNELS,
-    AudioSource,
-    claimed_header,
-    read_blocks,
-    read_samples,
-)
 from konkanivani.base.errors import DataError
 from konkanivani.base.lengths import (
     FFT_SAMPLES,
@@ -31,6 +22,15 @@ from konkanivani.base.lengths import (
     feature_length,
     padding_mask,
     resampled_samples,
+)
+from konkanivani.data.audio.files import (
+    HIGHEST_RATE,
+    LOWEST_RATE,
+    MOST_CHANNELS,
+    AudioSource,
+    claimed_header,
+    read_blocks,
+    read_samples,
 )
 
 MEL_BINS = 80

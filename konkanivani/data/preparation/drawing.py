@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from konkanivani.base.errors import DataError, UsageError
-from konkanivani.data.corpus import CheckedUtterance, Corpus
-from konkanivani.data.found import RefusedRow
-from konkanivani.data.splits import SPLITS, Shares, Unit, draw_splits
+from konkanivani.data.formats.found import RefusedRow
+from konkanivani.data.formats.splits import SPLITS, Shares, Unit, draw_splits
+from konkanivani.data.preparation.corpus import CheckedUtterance, Corpus
 
 SplitBy = Literal["default", "given", "speaker", "utterance"]
 

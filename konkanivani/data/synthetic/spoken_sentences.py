@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from konkanivani.data.manifest import write_manifest
-from konkanivani.data.speech_synthesis import SpeakingStyle, SpeechSynthesizer, UnspeakableError
+from konkanivani.data.synthetic.speech_synthesis import SpeakingStyle, SpeechSynthesizer, UnspeakableError
 from konkanivani.data.utterance import Utterance
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ def spoken_waveform(sentence: SpokenSentence, synthesizer: SpeechSynthesizer) ->
     import torch
     import torchaudio
 
-    from konkanivani.audio import one_thread
     from konkanivani.base.lengths import SAMPLE_RATE
+    from konkanivani.data.audio.waveform import one_thread
 
     spoken = torch.frombuffer(bytearray(synthesizer.speak(sentence.text, sentence.style)), dtype=torch.int16)
     with one_thread():  # and in float64: the rounding below then never depends on the machine's kernels

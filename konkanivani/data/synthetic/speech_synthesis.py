@@ -1,4 +1,4 @@
-"""Sentences spoken by espeak-ng, asked of the process that `konkanivani.data.espeak` is.
+"""Sentences spoken by espeak-ng, asked of the process that `konkanivani.data.synthetic.espeak` is.
 
 What it speaks is synthetic, by default in the Marathi voice `mr`. The voice `kok` reads vowel signs by their names:
 `reads_signs_by_name` tells the two apart.
@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from konkanivani.base.errors import DataError, ResourceError
-from konkanivani.data.espeak import HEADER, REFUSED, Request
+from konkanivani.data.synthetic.espeak import HEADER, REFUSED, Request
 
 
 class UnspeakableError(DataError):
@@ -72,11 +72,11 @@ class SpeechSynthesizer:
                 f"No speech can be synthesised on {sys.platform}: processes cannot be forked here. "
                 "Use Linux, macOS or the Windows Subsystem for Linux."
             )
-        package_root = str(Path(__file__).resolve().parents[2])
+        package_root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
         self._complaints = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "konkanivani.data.espeak"],
+            [sys.executable, "-m", "konkanivani.data.synthetic.espeak"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,
