@@ -14,8 +14,8 @@ import torch
 import torchaudio
 
 from konkanivani.base.lengths import ctc_frames_needed, encoder_frame_seconds
-from konkanivani.ctc_operator import BLANK
 from konkanivani.data.text import Tokenizer
+from konkanivani.model.kernels.ctc import BLANK
 from konkanivani.pieces import Piece
 from konkanivani.transcript import Word
 

@@ -9,15 +9,14 @@ from konkanivani.base.config import AUTO, TrainConfig
 from konkanivani.base.device import choose_precision
 from konkanivani.base.distributed import ALONE, Topology
 from konkanivani.base.randomness import seed_of
-from konkanivani.data.audio.augmentation import FrontEnd
-from konkanivani.data.audio.waveform import MEL_BINS
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.recovery import RememberedSplits
 from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.model.front_end import MEL_BINS, FeatureExtractor, FrontEnd
 from konkanivani.optimizer import build_optimizer
 from konkanivani.sharding import shard_model
-from konkanivani.training.forward import FeatureExtractor, ForwardPass
+from konkanivani.training.forward import ForwardPass
 from konkanivani.training.step import StepParts
 
 LANES = 2  # micro-batches side by side where nobody says how many: half of a step's time on two cores (docs/LOG.md)

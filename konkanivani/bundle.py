@@ -21,10 +21,9 @@ from konkanivani.base.config import AugmentConfig, ModelConfig, TrainConfig
 from konkanivani.base.errors import CheckpointError, DataError, ResourceError, UsageError
 from konkanivani.base.flags import config_from_text
 from konkanivani.base.rules import check_config
-from konkanivani.data.audio.augmentation import FrontEnd
-from konkanivani.data.audio.waveform import FEATURES, MEL_BINS
 from konkanivani.data.text import Tokenizer
-from konkanivani.model.shape import model_without_values
+from konkanivani.model.asr import model_without_values
+from konkanivani.model.front_end import FEATURES, MEL_BINS, FrontEnd
 from konkanivani.speech_model import SpeechModel, check_finite, is_within_bounds
 
 FORMAT = 1

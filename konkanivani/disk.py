@@ -8,8 +8,8 @@ from konkanivani.base.amount import MOST_EPOCHS
 from konkanivani.base.config import AUTO, ModelConfig, RunConfig, TrainConfig
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.units import MIB
-from konkanivani.data.audio.waveform import MEL_BINS
-from konkanivani.model.shape import model_without_values
+from konkanivani.model.asr import model_without_values
+from konkanivani.model.front_end import MEL_BINS
 from konkanivani.run_paths import nearest_folder
 
 SAVED_BYTES = 12  # a parameter's weight and two moments in fp32; its gradient is not saved

@@ -19,9 +19,9 @@ import torch
 
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.lengths import HOP_SAMPLES, SAMPLE_RATE, SUBSAMPLING
-from konkanivani.ctc_operator import BLANK
-from konkanivani.data.audio.waveform import FEATURES
 from konkanivani.data.text import Tokenizer
+from konkanivani.model.front_end import FEATURES
+from konkanivani.model.kernels.ctc import BLANK
 from konkanivani.onnx_graph import RecognitionGraph
 from konkanivani.speech_model import SpeechModel
 

@@ -18,8 +18,8 @@ from konkanivani.base.lengths import (
     subsampled_length,
     subsampled_lengths,
 )
-from konkanivani.data.audio.waveform import SMALLEST_POWER, LogMel, normalized
 from konkanivani.model.blocks import run_directly
+from konkanivani.model.front_end import SMALLEST_POWER, LogMel, normalized
 from konkanivani.speech_model import SpeechModel
 
 # Two frames of the encoder: with as many zeros after it a waveform of any length, none included, has an axis of time.

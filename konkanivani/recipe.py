@@ -28,6 +28,7 @@ from konkanivani.memory.monitor import keep_holes_out, resident_mib
 from konkanivani.memory.oversize import forget_sizes, read_sizes
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
+from konkanivani.model.transfer import take_over
 from konkanivani.optimizer import OptimizerState
 from konkanivani.preflight import announce_card
 from konkanivani.records import Resumed
@@ -42,7 +43,6 @@ from konkanivani.training.run import Run
 from konkanivani.training.state import TrainState
 from konkanivani.training.step import StepParts, recomputing
 from konkanivani.training.utilisation import Utilisation
-from konkanivani.weights import take_over
 
 
 def build_run(start: Start, tell: Tell = say_nothing) -> Run:

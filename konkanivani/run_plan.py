@@ -16,7 +16,6 @@ from konkanivani.base.console import count
 from konkanivani.base.distributed import BUCKET_BYTES
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.units import MIB, budget_text, parse_budget, peak_text
-from konkanivani.data.audio.waveform import MEL_BINS
 from konkanivani.data.utterance import Utterance
 from konkanivani.digests import digest_of_code
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
@@ -25,9 +24,9 @@ from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
 from konkanivani.memory.planner import Planner, plan_bucket
 from konkanivani.memory.tracer import Load, StepTracer
 from konkanivani.memory.traces import Traces
-from konkanivani.model.asr import parameter_count
-from konkanivani.model.product import is_onednn_preferred
-from konkanivani.model.shape import model_without_values
+from konkanivani.model.asr import model_without_values, parameter_count
+from konkanivani.model.front_end import MEL_BINS
+from konkanivani.model.kernels.matmul import is_onednn_preferred
 from konkanivani.optimizer import STATE_BYTES
 from konkanivani.preflight import measure_context
 from konkanivani.run_paths import cache_folder

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from konkanivani.data.batch import Batch, Speech, collate, in_lanes_order
-from konkanivani.model.accumulation import added_by_products
-from konkanivani.model.linear import Linear
+from konkanivani.model.kernels.gradient_accumulation import added_by_products
+from konkanivani.model.kernels.linear import Linear
 from tests.laws.parts import relative_difference
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from konkanivani.model.blocks import ConvolutionModule
-from konkanivani.model.depthwise import convolved
+from konkanivani.model.kernels.depthwise import convolved
 from tests.conftest import ROOT
 from tests.patience import PATIENCE
 

@@ -12,12 +12,12 @@ from konkanivani.base.config import DataConfig, ModelConfig, TrainConfig
 from konkanivani.base.lengths import CHUNK_FRAMES
 from konkanivani.base.randomness import seed_step
 from konkanivani.data.batch import Window
-from konkanivani.losses import LossCounts
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
 from konkanivani.memory.tracer import Load, StepTracer
+from konkanivani.model.front_end import FeatureExtractor
+from konkanivani.model.losses import LossCounts
 from konkanivani.run_plan import build_tracer
-from konkanivani.training.forward import FeatureExtractor
 from konkanivani.training.step import StepParts, add_gradients
 from tests.laws.parts import MODEL, double_parts, measured_peak, relative_difference, speeches, window, with_dropout
 
@@ -83,7 +83,7 @@ def test_subsampled_in_chunks_no_frame_is_lost_at_any_length(frames, chunk_frame
 
 def test_a_minute_is_run_in_one_piece(monkeypatch):
     """Up to CHUNK_FRAMES nothing is recomputed that was not recomputed before."""
-    for module in ("konkanivani.model.subsampling", "konkanivani.losses", "konkanivani.long_ctc"):
+    for module in ("konkanivani.model.subsampling", "konkanivani.model.losses", "konkanivani.model.kernels.long_ctc"):
         monkeypatch.setattr(f"{module}.recomputed", None)
     parts = double_parts()
     spoken = dataclasses.replace(speeches(1)[0], waveform=torch.randn(60 * 16_000, dtype=torch.float64))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from konkanivani.model.depthwise import convolved
+from konkanivani.model.kernels.depthwise import convolved
 from konkanivani.model.subsampling import Subsampling
 from tests.laws.parts import relative_difference
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from konkanivani.losses import ctc_loss_sum
+from konkanivani.model.losses import ctc_loss_sum
 
 FRAMES, TOKENS = (30, 21, 9), (7, 5, 3)
 

@@ -22,7 +22,7 @@ from konkanivani.base.config import AugmentConfig
 from konkanivani.base.errors import DataError, ResourceError
 from konkanivani.base.lengths import ctc_frames_needed, feature_length, speed_perturbed_samples, subsampled_length
 from konkanivani.base.randomness import utterance_generator
-from konkanivani.data.audio.augmentation import FrontEnd, SpecAugment, choose_speed, perturb_speed
+from konkanivani.data.audio.augmentation import choose_speed, perturb_speed
 from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.waveform import change_rate, load_audio, one_thread
 from konkanivani.data.batch import Speech, Window, collate
@@ -35,6 +35,7 @@ from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import train_tokenizer
 from konkanivani.data.utterance import Utterance
 from konkanivani.data.workers import LoaderConfig
+from konkanivani.model.front_end import FrontEnd, SpecAugment
 from konkanivani.model.subsampling import Subsampling
 from tests.conftest import Corpus
 from tests.patience import PATIENCE

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from konkanivani.model.dropout import Dropout, draw_mask
+from konkanivani.model.kernels.dropout import Dropout, draw_mask
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.5])

@@ -27,11 +27,10 @@ from konkanivani.base.flags import config_to_text
 from konkanivani.base.lengths import feature_length, feature_lengths, subsampled_length, subsampled_lengths
 from konkanivani.bundle import Contents, bundle_bytes, is_bundle, read_bundle
 from konkanivani.checkpoint import Checkpoint, write_checkpoint
-from konkanivani.data.audio.augmentation import FrontEnd
-from konkanivani.data.audio.waveform import FEATURES, MEL_BINS, LogMel
 from konkanivani.data.text import Tokenizer, train_tokenizer
 from konkanivani.export import TOLERANCE, check_bundle, check_onnx, check_signal, hear_with
 from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.model.front_end import FEATURES, MEL_BINS, FrontEnd, LogMel
 from konkanivani.onnx_export import quantized, require_onnx, token_texts
 from konkanivani.onnx_graph import MatrixLogMel, RecognitionGraph
 from konkanivani.onnx_model import OnnxModel, read_onnx

@@ -14,11 +14,11 @@ from konkanivani.checkpointer import LAST
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.attention import RotaryPositions
+from konkanivani.model.transfer import Takeover, take_over
 from konkanivani.recipe import build_run
 from konkanivani.start import resolve_start
 from konkanivani.trained_model import evaluate_manifest, load_trained_model
 from konkanivani.training.loop import finish_epoch, train
-from konkanivani.weights import Takeover, take_over
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer
 
 LARGE = ModelConfig(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
 from konkanivani.model.attention import FrameLayout, RotaryPositions, SelfAttention
-from konkanivani.model.linear import linear_of
+from konkanivani.model.kernels.linear import linear_of
 
 WAYS = [(with_norm, activated) for with_norm in (False, True) for activated in (False, True)]
 

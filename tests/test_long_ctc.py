@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from konkanivani import long_ctc
 from konkanivani.base.lengths import Lengths, ctc_frames_needed
-from konkanivani.ctc_operator import ctc_loss
-from konkanivani.long_ctc import ctc_chunk, interleave_blanks, log_skips, long_ctc_losses
-from konkanivani.losses import ctc_loss_sum
+from konkanivani.model.kernels import long_ctc
+from konkanivani.model.kernels.ctc import ctc_loss
+from konkanivani.model.kernels.long_ctc import ctc_chunk, interleave_blanks, log_skips, long_ctc_losses
+from konkanivani.model.losses import ctc_loss_sum
 from tests.laws.parts import relative_difference
 
 BOUND = 1e-9

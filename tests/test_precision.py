@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from konkanivani.base.config import ModelConfig
-from konkanivani.losses import attention_loss_sum, ctc_loss_sum
-from konkanivani.model import linear
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.blocks import run_directly
-from konkanivani.recomputation import recomputed
+from konkanivani.model.kernels import linear
+from konkanivani.model.kernels.recompute import recomputed
+from konkanivani.model.losses import attention_loss_sum, ctc_loss_sum
 
 MODEL = ModelConfig(
     d_model=64, encoder_layers=1, decoder_layers=1, attention_heads=2, subsampling_channels=8, dropout=0.0

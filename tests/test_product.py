@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from konkanivani.model import product as products
-from konkanivani.model.product import FEWEST_ROWS, product, product_over_rows
+from konkanivani.model.kernels import matmul as products
+from konkanivani.model.kernels.matmul import FEWEST_ROWS, product, product_over_rows
 
 SHAPES = [(391, 256, 1024), (391, 1024, 256), (FEWEST_ROWS, 144, 576), (97, 64, 1000)]
 

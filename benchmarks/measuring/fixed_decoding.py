@@ -14,7 +14,6 @@ from konkanivani.assembly import build_front_end
 from konkanivani.base.config import PRESETS, TrainConfig
 from konkanivani.base.device import choose_device
 from konkanivani.base.lengths import SAMPLE_RATE, Lengths
-from konkanivani.data.audio.waveform import MEL_BINS
 from konkanivani.data.text import Tokenizer
 from konkanivani.decoding.beam import Scorers, Weighted, beam_search
 from konkanivani.decoding.ctc import greedy_ctc
@@ -22,6 +21,7 @@ from konkanivani.decoding.decode import PrefixDecode
 from konkanivani.decoding.scorers import AttentionScorer, CTCScorer
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.blocks import run_directly
+from konkanivani.model.front_end import MEL_BINS
 
 JOINT_CTC_WEIGHT = 0.3
 

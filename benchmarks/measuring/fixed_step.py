@@ -18,13 +18,13 @@ from konkanivani.base.device import choose_device
 from konkanivani.base.errors import NumericsError
 from konkanivani.base.lengths import Lengths
 from konkanivani.base.units import MIB
-from konkanivani.data.audio.waveform import MEL_BINS
 from konkanivani.data.batch import Speech, Window, collate
 from konkanivani.data.text import Tokenizer
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import MemoryMonitor, peak_resident_mib, resident_mib
 from konkanivani.model.asr import parameter_count
+from konkanivani.model.front_end import MEL_BINS
 from konkanivani.training.step import StepParts, StepReport, recomputing, train_step
 
 VOCABULARY = 1000

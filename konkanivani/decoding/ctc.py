@@ -8,8 +8,8 @@ import math
 import torch
 
 from konkanivani.base.lengths import CHUNK_FRAMES, Lengths, padding_mask
-from konkanivani.ctc_operator import BLANK
 from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.model.kernels.ctc import BLANK
 
 
 @torch.no_grad()

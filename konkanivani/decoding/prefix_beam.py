@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.base.lengths import Lengths
-from konkanivani.ctc_operator import BLANK
 from konkanivani.decoding.ctc import blank_beyond
 from konkanivani.decoding.fusion import Fusion, Opinions
 from konkanivani.decoding.hypothesis import Hypothesis, first_best, ranked
+from konkanivani.model.kernels.ctc import BLANK
 
 NO_TOKEN = -1
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.base.lengths import Lengths
-from konkanivani.ctc_operator import BLANK
 from konkanivani.decoding.ctc import blank_beyond
+from konkanivani.model.kernels.ctc import BLANK
 
 # Frames that are scored at once: B x K x 32 x C numbers are there at a time, instead of B x K x T' x C.
 FRAMES_AT_ONCE = 32

@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 
 from konkanivani.base.lengths import Lengths
-from konkanivani.ctc_operator import BLANK
 from konkanivani.data.text import Tokenizer
 from konkanivani.decoding.language_model import LanguageModel
 from konkanivani.decoding.prefix_scorer import CTCPrefixScorer
 from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.model.kernels.ctc import BLANK
 
 
 class FullScorer(Protocol):

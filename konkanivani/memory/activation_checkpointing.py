@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from konkanivani.base.randomness import mask_generator, masks_of, seed_of
-from konkanivani.recomputation import recomputed
+from konkanivani.model.kernels.recompute import recomputed
 
 ALL_BLOCKS = sys.maxsize
 

@@ -23,9 +23,9 @@ from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.shapes import Shapes
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
+from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.optimizer import STATE_BYTES
 from konkanivani.training.evaluation import recognize
-from konkanivani.training.forward import FeatureExtractor
 from konkanivani.training.step import StepParts, train_step
 
 

@@ -3,16 +3,19 @@
 B batch, T feature frames, T' encoder frames, U tokens, F mel bins, D model width, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
 
 from konkanivani.base.config import ModelConfig
 from konkanivani.base.lengths import CHUNK_FRAMES, Lengths
 from konkanivani.model.blocks import BlockRunner, run_directly
 from konkanivani.model.decoder import Decoder
 from konkanivani.model.encoder import Encoder
-from konkanivani.model.linear import Linear
+from konkanivani.model.kernels.linear import Linear
 
 
 @dataclass(frozen=True)
@@ -68,3 +71,20 @@ class KonkaniVaniASR(torch.nn.Module):
 def parameter_count(model: torch.nn.Module) -> int:
     """Trainable numbers in the model."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def model_without_values(config: ModelConfig, vocab_size: int, mel_bins: int) -> KonkaniVaniASR:
+    """The model on the device `meta`, for its shapes, or for weights that are there already to be assigned to it."""
+    with torch.device("meta"), _Unfilled():
+        return KonkaniVaniASR(config, vocab_size, mel_bins)
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves tensors without values unfilled: torch imports its compiler to fill nothing, 116 MiB, a second of it."""
+
+    FILLS = (init.uniform_, init.normal_, init.kaiming_uniform_, torch.Tensor.zero_, torch.Tensor.fill_)
+
+    def __torch_function__(
+        self, function: Callable, types: tuple, args: tuple = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        return None if function in self.FILLS else function(*args, **(kwargs or {}))

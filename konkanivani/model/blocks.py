@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from konkanivani.base.config import ModelConfig
 from konkanivani.model.attention import CrossAttention, FrameLayout, Positions, SelfAttention
-from konkanivani.model.depthwise import convolved
-from konkanivani.model.dropout import Dropout
-from konkanivani.model.linear import Linear, linear_of
+from konkanivani.model.kernels.depthwise import convolved
+from konkanivani.model.kernels.dropout import Dropout
+from konkanivani.model.kernels.linear import Linear, linear_of
 
 
 class BlockRunner(Protocol):

@@ -10,8 +10,8 @@ from konkanivani.base.lengths import Lengths, padding_mask
 from konkanivani.model.attention import FrameLayout, RotaryPositions
 from konkanivani.model.blocks import BlockRunner, DecoderBlock
 from konkanivani.model.cache import FIRST_ROOM, DecoderCache
-from konkanivani.model.dropout import Dropout
-from konkanivani.model.linear import Linear
+from konkanivani.model.kernels.dropout import Dropout
+from konkanivani.model.kernels.linear import Linear
 
 
 class Decoder(torch.nn.Module):

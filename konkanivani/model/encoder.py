@@ -9,7 +9,7 @@ from konkanivani.base.config import ModelConfig
 from konkanivani.base.lengths import CHUNK_FRAMES, Lengths, padding_mask, subsampled_length
 from konkanivani.model.attention import FrameLayout, RotaryPositions
 from konkanivani.model.blocks import BlockRunner, ConformerBlock, TransformerBlock
-from konkanivani.model.dropout import Dropout
+from konkanivani.model.kernels.dropout import Dropout
 from konkanivani.model.subsampling import Subsampling
 
 MOST_PACKED = 8  # utterances: each is an attention and a convolution of its own, which takes long for many short ones

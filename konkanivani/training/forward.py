@@ -4,27 +4,19 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from konkanivani.base.config import LossConfig
-from konkanivani.base.lengths import CHUNK_FRAMES, Lengths
+from konkanivani.base.lengths import CHUNK_FRAMES
 from konkanivani.data.batch import Batch, in_lanes_order, split_batch
-from konkanivani.losses import LossSums, attention_loss_sum, ctc_loss_sum
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.recovery import Cut
 from konkanivani.model.asr import ASROutput, KonkaniVaniASR
 from konkanivani.model.blocks import BlockRunner
-
-
-class FeatureExtractor(Protocol):
-    """The front end: waveforms (B, S), their lengths, seeds -> features (B, T, F), their lengths."""
-
-    def __call__(
-        self, waveforms: torch.Tensor, sample_lengths: Lengths, augment_seeds: tuple[int, ...] | None
-    ) -> tuple[torch.Tensor, Lengths]: ...
+from konkanivani.model.front_end import FeatureExtractor
+from konkanivani.model.losses import LossSums, attention_loss_sum, ctc_loss_sum
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from konkanivani.model.accumulation import added_by_products
+from konkanivani.model.kernels.gradient_accumulation import added_by_products
 
 Piece, Result = TypeVar("Piece"), TypeVar("Result")
 

@@ -18,10 +18,10 @@ from konkanivani.base.distributed import ALONE, Topology, agree, bucket_for, gat
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.randomness import masks_of, seed_of, seed_step
 from konkanivani.data.batch import Batch, Speech, Window, collate
-from konkanivani.losses import LossCounts, LossSums, joint_loss
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.recovery import Cut, Outcome, RememberedSplits, run_or_end, run_or_split
 from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.model.losses import LossCounts, LossSums, joint_loss
 from konkanivani.optimizer import AdamW, learning_rate, set_learning_rate
 from konkanivani.sharding import is_sharded, plain
 from konkanivani.training.forward import ForwardPass

@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 import torch
 
-from konkanivani.arithmetic import Multiply, forward_layers, product_rate, step_flop
 from konkanivani.base.config import ModelConfig
 from konkanivani.base.lengths import feature_length
 from konkanivani.data.batch import Window
-from konkanivani.model.product import product
+from konkanivani.model.flops import Multiply, forward_layers, product_rate, step_flop
+from konkanivani.model.kernels.matmul import product
 
 
 class MatrixSize(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:1] = [str(ROOT), str(ROOT / "training_scripts")]  # this folder's numbers.py is not Python's
 
-from konkanivani.data.audio.augmentation import FrontEnd  # noqa: E402 - only now it can be found
+from konkanivani.model.front_end import FrontEnd  # noqa: E402 - only now it can be found
 
 computed = FrontEnd.forward
 

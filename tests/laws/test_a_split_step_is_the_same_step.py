@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from konkanivani import long_ctc
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.lengths import SMALL_CHUNK_FRAMES
 from konkanivani.data.batch import Speech
 from konkanivani.data.utterance import Utterance
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.memory import recovery
+from konkanivani.model.kernels import long_ctc
 from konkanivani.optimizer import OptimizerState
 from konkanivani.training.evaluation import Evaluation, hear, join_shares
 from konkanivani.training.step import StepParts, StepReport, train_step

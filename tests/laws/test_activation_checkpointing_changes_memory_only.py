@@ -7,9 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from konkanivani.base.randomness import seed_step
-from konkanivani.losses import LossCounts
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.model.encoder import Encoder
+from konkanivani.model.losses import LossCounts
 from konkanivani.training.step import StepParts, add_gradients
 from tests.laws.parts import MODEL, double_parts, speeches, window, with_dropout
 

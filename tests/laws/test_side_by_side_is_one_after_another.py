@@ -13,8 +13,8 @@ import torch
 from konkanivani.assembly import build_front_end, build_step_parts
 from konkanivani.base.config import DataConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.data.batch import Batch, Window, in_lanes_order
-from konkanivani.losses import LossCounts, LossSums
 from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.model.losses import LossCounts, LossSums
 from konkanivani.optimizer import OptimizerState
 from konkanivani.training import step
 from konkanivani.training.lanes import Turns, in_lanes
@@ -118,7 +118,7 @@ def test_negative_control_without_turns_it_matters_who_is_late(monkeypatch):
 
 def test_negative_control_masks_that_all_threads_draw_from_one_generator_are_others(monkeypatch):
     expected = trained(parts_of(1), threads=1, steps=1)
-    monkeypatch.setattr("konkanivani.model.dropout.mask_generator", lambda: None)
+    monkeypatch.setattr("konkanivani.model.kernels.dropout.mask_generator", lambda: None)
     assert not are_equal(trained(parts_of(2), steps=1), expected)
 
 

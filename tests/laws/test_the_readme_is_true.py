@@ -19,9 +19,8 @@ import pytest
 import torch
 
 from konkanivani.base.config import PRESETS, DecodingConfig, TrainConfig, settings_of
-from konkanivani.data.audio.waveform import MEL_BINS
-from konkanivani.model.asr import parameter_count
-from konkanivani.model.shape import model_without_values
+from konkanivani.model.asr import model_without_values, parameter_count
+from konkanivani.model.front_end import MEL_BINS
 from tests.conftest import ROOT, Corpus
 from tests.patience import PATIENCE
 from tests.test_formats import common_voice

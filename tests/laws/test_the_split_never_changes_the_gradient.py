@@ -7,8 +7,8 @@ import torch
 
 from konkanivani.base.config import ModelConfig
 from konkanivani.data.batch import Window
-from konkanivani.losses import LossCounts
 from konkanivani.model.encoder import Encoder
+from konkanivani.model.losses import LossCounts
 from konkanivani.training.step import StepParts, StepReport, add_gradients, train_step
 from tests.laws.parts import MODEL, double_parts, relative_difference, speeches, window
 

@@ -15,8 +15,8 @@ from benchmarks.measuring.peers.environment import OURS, pythons_of
 from benchmarks.measuring.peers.machine_rate import SIDE
 from benchmarks.measuring.peers.ours import model_of
 from benchmarks.measuring.peers.race import Result, race
-from konkanivani.arithmetic import forward_layers, step_flop
 from konkanivani.base.units import MIB
+from konkanivani.model.flops import forward_layers, step_flop
 from konkanivani.optimizer import STATE_BYTES
 
 LEANER = "within the leanest other's peak"

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.arithmetic import product_rate
-from konkanivani.model.product import product
+from konkanivani.model.flops import product_rate
+from konkanivani.model.kernels.matmul import product
 
 SIDE = 1024  # of the matrices
 

@@ -9,7 +9,7 @@ import torch
 from benchmarks.measuring.faults.effort import Effort, FaultTable
 from benchmarks.measuring.scaling.fixed_run import build_parts, fixed_window
 from konkanivani.data.batch import Window
-from konkanivani.losses import LossCounts
+from konkanivani.model.losses import LossCounts
 from konkanivani.training.step import StepParts, compute_gradient, train_step, update
 
 MOST = 0.02

@@ -1,16 +1,12 @@
-"""Augmentation as pure functions of a value and its generator, and the front end that the training step runs.
+"""Augmentation of waveforms as pure functions of a value and its generator.
 
-B batch, S samples, T feature frames, F mel bins.
+S samples, R samples of an impulse response.
 """
-
-from dataclasses import dataclass
 
 import torch
 import torchaudio
 
-from konkanivani.base.config import AugmentConfig
-from konkanivani.base.lengths import Lengths
-from konkanivani.data.audio.waveform import MEL_BINS, LogMel, change_rate, one_thread
+from konkanivani.data.audio.waveform import change_rate, one_thread
 
 
 def choose_speed(speeds: tuple[float, ...], generator: torch.Generator) -> float:
@@ -66,52 +62,3 @@ def scale_and_clip(waveform: torch.Tensor, decibels: float) -> torch.Tensor:
 def _energy(waveform: torch.Tensor) -> float:
     """The sum of squares, in float64."""
     return float(waveform.double().square().sum())
-
-
-@dataclass(frozen=True)
-class SpecAugment:
-    """Bands and spans of the features set to 0, which is the mean after normalisation (Park et al., 2019)."""
-
-    config: AugmentConfig
-
-    def draw_masks(self, seeds: tuple[int, ...], lengths: Lengths) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B, T) and (B, F) bool on the CPU, True where masked; row b depends on seeds[b] and lengths[b] alone."""
-        time = torch.zeros(len(seeds), max(lengths), dtype=torch.bool)
-        frequency = torch.zeros(len(seeds), MEL_BINS, dtype=torch.bool)
-        for row, (seed, length) in enumerate(zip(seeds, lengths, strict=True)):
-            generator = torch.Generator().manual_seed(seed)
-            for _ in range(self.config.frequency_masks):
-                _mask_span(frequency[row], MEL_BINS, self.config.frequency_mask_bins, generator)
-            for _ in range(self.config.time_masks):
-                _mask_span(time[row], length, int(length * self.config.time_mask_share), generator)
-        return time, frequency
-
-
-def _mask_span(row: torch.Tensor, length: int, widest: int, generator: torch.Generator) -> None:
-    width = int(torch.randint(widest + 1, (), generator=generator))
-    start = int(torch.randint(length - width + 1, (), generator=generator))
-    row[start : start + width] = True
-
-
-class FrontEnd(torch.nn.Module):
-    """Waveforms (B, S) -> features (B, T, F) and their lengths, in full precision on the waveforms' device.
-
-    `augment_seeds` holds one seed an utterance while training and is None in evaluation.
-    """
-
-    def __init__(self, augment: AugmentConfig) -> None:
-        super().__init__()
-        self.log_mel = LogMel()
-        self.spec_augment = SpecAugment(augment)
-
-    @torch.no_grad()
-    def forward(
-        self, waveforms: torch.Tensor, sample_lengths: Lengths, augment_seeds: tuple[int, ...] | None
-    ) -> tuple[torch.Tensor, Lengths]:
-        with torch.autocast(waveforms.device.type, enabled=False):
-            features, feature_lengths = self.log_mel(waveforms, sample_lengths)
-        if augment_seeds is not None:
-            time, frequency = self.spec_augment.draw_masks(augment_seeds, feature_lengths)
-            features.masked_fill_(time.to(features.device, non_blocking=True)[:, :, None], 0.0)
-            features.masked_fill_(frequency.to(features.device, non_blocking=True)[:, None, :], 0.0)
-        return features, feature_lengths

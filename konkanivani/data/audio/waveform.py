@@ -14,13 +14,7 @@ import torchaudio
 
 from konkanivani.base.errors import DataError
 from konkanivani.base.lengths import (
-    FFT_SAMPLES,
-    HOP_SAMPLES,
     SAMPLE_RATE,
-    WINDOW_SAMPLES,
-    Lengths,
-    feature_length,
-    padding_mask,
     resampled_samples,
 )
 from konkanivani.data.audio.files import (
@@ -33,21 +27,6 @@ from konkanivani.data.audio.files import (
     read_samples,
 )
 
-MEL_BINS = 80
-SMALLEST_POWER = 1e-10
-# What features depend on; a model that was trained on features of other constants hears nothing here.
-FEATURES = {
-    "sample_rate": SAMPLE_RATE,
-    "fft_samples": FFT_SAMPLES,
-    "window_samples": WINDOW_SAMPLES,
-    "hop_samples": HOP_SAMPLES,
-    "window": "hann, periodic, in the middle of the transform",
-    "mel_bins": MEL_BINS,
-    "mel_scale": "htk, 0 Hz to half the sample rate, not normalised",
-    "smallest_power": SMALLEST_POWER,
-    "edges": "no padding",
-    "normalisation": "mean 0 and variance 1 of each bin over the utterance",
-}
 BLOCK_SECONDS = 1.0  # of a stream: what is decoded and resampled at once
 # The resampling filter, as torchaudio's: a sinc that ends after six zeros, its cutoff a little under half of the rate.
 FILTER_ZEROS, FILTER_ROLLOFF = 6, 0.99
@@ -175,42 +154,3 @@ def _filter_weights(old: int, new: int) -> torch.Tensor:
     zeros = (distances * cutoff / old).clamp(-FILTER_ZEROS, FILTER_ZEROS)
     window = torch.cos(zeros * math.pi / FILTER_ZEROS / 2).square()
     return (torch.sinc(zeros) * window * cutoff / old).float()
-
-
-class LogMel(torch.nn.Module):
-    """Waveforms (B, S) with their lengths -> features (B, T, F) and their lengths.
-
-    80 mel bins over 25 ms every 10 ms. No frame reaches past the waveform's ends (`center=False`), so nothing of the
-    padding enters a valid frame. Each bin is brought to mean 0 and variance 1 over the utterance's valid frames.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.power = torchaudio.transforms.MelSpectrogram(
-            SAMPLE_RATE,
-            n_fft=FFT_SAMPLES,
-            win_length=WINDOW_SAMPLES,
-            hop_length=HOP_SAMPLES,
-            n_mels=MEL_BINS,
-            center=False,
-        )
-
-    def forward(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
-        features = self.power(waveforms).clamp_min_(SMALLEST_POWER).log_().transpose(1, 2)
-        feature_lengths = tuple(map(feature_length, sample_lengths))
-        padding = padding_mask(feature_lengths, features.shape[1], features.device)
-        frames = torch.tensor(feature_lengths, dtype=features.dtype).to(features.device)
-        return normalized(features, padding, frames), feature_lengths
-
-
-def normalized(features: torch.Tensor, padding: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
-    """Features (B, T, F), each bin of mean 0 and variance 1 over the utterance's valid frames, 0 in the padding.
-
-    `padding` (B, T) is True beyond an utterance's end, `frames` (B,) counts the valid ones, a float tensor.
-    """
-    padding, frames = padding[:, :, None], frames[:, None, None]
-    features = features.masked_fill(padding, 0.0)
-    features = features - features.sum(dim=1, keepdim=True) / frames
-    features = features.masked_fill(padding, 0.0)
-    deviation = (features.square().sum(dim=1, keepdim=True) / frames).sqrt()
-    return features / (deviation + 1e-5)

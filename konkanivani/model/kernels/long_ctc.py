@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.base.lengths import Lengths
-from konkanivani.ctc_operator import BLANK
-from konkanivani.recomputation import recomputed
+from konkanivani.model.kernels.ctc import BLANK
+from konkanivani.model.kernels.recompute import recomputed
 
 # The logarithm of zero. Finite, so that no difference of two is undefined; far below that of any path.
 IMPOSSIBLE = -1e30

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 
 import torch
 
-from konkanivani.model.product import is_by_onednn, product_over_rows
+from konkanivani.model.kernels.matmul import is_by_onednn, product_over_rows
 
 _AWAIT_TURN: ContextVar[Callable[[torch.Tensor], None] | None] = ContextVar("await_turn", default=None)
 

@@ -16,7 +16,7 @@ import torch
 
 from konkanivani.base.config import ModelConfig
 from konkanivani.base.lengths import subsampled_length
-from konkanivani.data.audio.waveform import MEL_BINS
+from konkanivani.model.front_end import MEL_BINS
 
 LONGEST_TIMING = 1.0  # seconds; a format that a processor has no instructions for takes one for each product
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

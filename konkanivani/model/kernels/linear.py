@@ -10,10 +10,10 @@ B batch, T frames or tokens, D input width.
 import torch
 import torch.nn.functional as F
 
-from konkanivani.model.accumulation import gradient_of
-from konkanivani.model.precision import in_own_precision
-from konkanivani.model.product import product
-from konkanivani.recomputation import is_recomputed
+from konkanivani.model.kernels.gradient_accumulation import gradient_of
+from konkanivani.model.kernels.matmul import product
+from konkanivani.model.kernels.precision import in_own_precision
+from konkanivani.model.kernels.recompute import is_recomputed
 
 Backward = tuple[torch.Tensor | None, ...]
 

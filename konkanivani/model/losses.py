@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.base.lengths import CHUNK_FRAMES, Lengths
-from konkanivani.ctc_operator import ctc_loss
-from konkanivani.long_ctc import Head, long_ctc_losses
-from konkanivani.recomputation import recomputed
+from konkanivani.model.kernels.ctc import ctc_loss
+from konkanivani.model.kernels.long_ctc import Head, long_ctc_losses
+from konkanivani.model.kernels.recompute import recomputed
 
 TARGET_PADDING = -1
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from konkanivani.base.lengths import subsampled_length
-from konkanivani.data.audio.waveform import MEL_BINS
 from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.model.front_end import MEL_BINS
 
 LAYER = re.compile(r"(encoder|decoder)\.blocks\.(\d+)\.(.*)")
 

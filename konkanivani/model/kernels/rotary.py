@@ -1,0 +1,112 @@
+"""Rotary positions turned in place, and attention within spans laid end to end, for a CPU that trains.
+
+B batch, T frames, D model width, H heads, E = D / H.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from konkanivani.base.lengths import Lengths
+
+
+class Rotated(torch.autograd.Function):
+    """Queries, keys and values (B, H, T, E) of projected (B, T, 3 D), in its memory, the first two turned in place.
+
+    So nothing is kept twice, and the three gradients are laid into one tensor as they are turned back.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(cosines, sines)
+        return split_heads(rotate_in_place(projected, cosines, sines, heads), heads)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cosines, sines = ctx.saved_tensors
+        batch, heads, length, width = gradients[0].shape
+        by_projected = gradients[0].new_empty(batch, length, 3, heads, width)
+        _rotate_back_into(by_projected, gradients, cosines, sines)
+        return by_projected.flatten(2), None, None, None
+
+
+class AttendedSpans(torch.autograd.Function):
+    """Attention within each of the spans of `lengths` frames of projected (1, N, 3 D), which is turned in place.
+
+    (1, N, D), by PyTorch's own kernels for a CPU (its scaled_dot_product_attention without a mask takes the same), each
+    span's output laid into its place of one tensor, and its gradients too: autograd would keep every output twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int, lengths: Lengths
+    ) -> torch.Tensor:
+        rotate_in_place(projected, cosines, sines, heads)
+        attended = projected.new_empty(1, projected.shape[1], projected.shape[2] // 3)
+        ctx.heads, ctx.lengths, ctx.normalizers = heads, lengths, []
+        for span, room in zip(projected.split(lengths, dim=1), attended.split(lengths, dim=1), strict=True):
+            found, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*split_heads(span, heads))
+            room.copy_(found.transpose(1, 2).flatten(2))
+            ctx.normalizers.append(normalizer)
+        ctx.save_for_backward(projected, attended, cosines, sines)
+        return attended
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        projected, attended, cosines, sines = ctx.saved_tensors
+        by_projected = torch.empty_like(projected)
+        wholes = projected, attended, gradient, cosines[None], sines[None], by_projected
+        for number, parts in enumerate(zip(*(whole.split(ctx.lengths, dim=1) for whole in wholes), strict=True)):
+            span, found, by_found, turned_by, turned_up, room = parts
+            by_found, found = (part.unflatten(2, (ctx.heads, -1)).transpose(1, 2) for part in (by_found, found))
+            by_parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                by_found, *split_heads(span, ctx.heads), found, ctx.normalizers[number], 0.0, False
+            )
+            _rotate_back_into(room.unflatten(2, (3, ctx.heads, -1)), by_parts, turned_by[0], turned_up[0])
+        return by_projected, None, None, None, None
+
+
+def split_heads(projected: torch.Tensor, heads: int) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values (B, H, T, E), views of projected (B, T, 3 D)."""
+    return projected.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def _rotate_back_into(
+    room: torch.Tensor, gradients: Sequence[torch.Tensor], cosines: torch.Tensor, sines: torch.Tensor
+) -> None:
+    """Lays gradients by turned queries and keys, turned back, and by values (B, H, T, E) into room (B, T, 3, H, E)."""
+    by_query, by_key, by_value = (gradient.transpose(1, 2) for gradient in gradients)
+    _rotate_into(room[:, :, 0], by_query, cosines, -sines)
+    _rotate_into(room[:, :, 1], by_key, cosines, -sines)
+    room[:, :, 2].copy_(by_value)
+
+
+def _rotate_into(room: torch.Tensor, vectors: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
+    """Writes vectors (B, T, H, E) turned by their positions' angles into `room`, which is as large."""
+    cosines, sines = (table.to(vectors.dtype)[:, None, :] for table in (cosines, sines))
+    (first, second), (to_first, to_second) = vectors.chunk(2, dim=-1), room.chunk(2, dim=-1)
+    torch.mul(first, cosines, out=to_first).addcmul_(second, sines, value=-1)
+    torch.mul(second, cosines, out=to_second).addcmul_(first, sines)
+
+
+def rotate_in_place(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int) -> torch.Tensor:
+    """Turns the queries and keys of projected (B, T, 3 D), in place, and returns it."""
+    queries_and_keys = projected.unflatten(-1, (3, heads, -1))[:, :, :2]
+    cosines, sines = (table.to(projected.dtype)[:, None, None, :] for table in (cosines, sines))
+    first, second = queries_and_keys.chunk(2, dim=-1)
+    turned = (first * cosines).addcmul_(second, sines, value=-1)
+    second.mul_(cosines).addcmul_(first, sines)
+    first.copy_(turned)
+    return projected
+
+
+def rotated(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int) -> torch.Tensor:
+    """What `rotate_in_place` makes, as a new tensor: in an exported graph nothing changes in place."""
+    query_key_value = projected.unflatten(-1, (3, heads, -1))
+    queries_and_keys, values = query_key_value.split((2, 1), dim=2)
+    cosines, sines = (table.to(projected.dtype)[:, None, None, :] for table in (cosines, sines))
+    first, second = queries_and_keys.chunk(2, dim=-1)
+    turned = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+    return torch.cat([turned, values], dim=2).flatten(2)
