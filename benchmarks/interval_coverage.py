@@ -22,7 +22,7 @@ import numpy as np
 
 from konkanivani.base.command_line import read_flags, run_script
 from konkanivani.base.errors import UsageError
-from konkanivani.resampling import interval_of, ratios, resample
+from konkanivani.evaluation.bootstrap import interval_of, ratios, resample
 
 TRUE_RATE = 0.2
 WITHIN_SPEAKER = 4.0  # an utterance's rate has the beta distribution of these many words in all

@@ -50,7 +50,7 @@ def measure(flags: Flags) -> str:
     if not 0 < flags.minutes <= 600 or not 0 <= flags.gap <= 60:
         raise UsageError("--minutes must be above 0 and at most 600, --gap from 0 to 60.")
     from benchmarks.measuring.long_recording import transcribe, utterances_for, write_long_file
-    from konkanivani.metrics import error_rates
+    from konkanivani.evaluation.metrics import error_rates
     from konkanivani.recognizer import build_recognizer
 
     if flags.file is not None:

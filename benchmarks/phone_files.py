@@ -22,7 +22,7 @@ import argparse
 import numpy as np
 import soundfile
 
-from konkanivani.metrics import error_rates
+from konkanivani.evaluation.metrics import error_rates
 from tests.conftest import TINY_MODEL, TRAINER, WORDS, run_folders, run_script, speak
 from tests.media_files import KINDS, write_media
 

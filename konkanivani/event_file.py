@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from konkanivani.base.files import append_whole, sync_file
 from konkanivani.base.lengths import SAMPLE_RATE
-from konkanivani.edits import Edit, align_words
+from konkanivani.evaluation.word_alignment import Edit, align_words
 from konkanivani.pictures import draw_utterance
 from konkanivani.records import (
     CURVES,

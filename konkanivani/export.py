@@ -15,7 +15,7 @@ from konkanivani.base.errors import NumericsError
 from konkanivani.base.lengths import SAMPLE_RATE, Lengths
 from konkanivani.data.loading import load_batches
 from konkanivani.decoding.ctc import greedy_ctc
-from konkanivani.metrics import ErrorRates, error_rates
+from konkanivani.evaluation.metrics import ErrorRates, error_rates
 from konkanivani.onnx_model import OnnxModel
 from konkanivani.speech_model import SpeechModel
 from konkanivani.training.run import EvaluationSet

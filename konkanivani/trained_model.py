@@ -16,12 +16,12 @@ from konkanivani.data.manifest import Manifest
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import Tokenizer
 from konkanivani.decoding.decode import Decode, build_decode
-from konkanivani.heard import CheckpointRun, Heard
+from konkanivani.evaluation.hypotheses import CheckpointRun, Heard
+from konkanivani.evaluation.transcripts import ScoredText
 from konkanivani.run_speech import build_evaluation_set
 from konkanivani.speech_model import settings_of_weights, tokenizer_of
 from konkanivani.training.evaluation import Evaluation
 from konkanivani.training.forward import ForwardPass
-from konkanivani.transcripts import ScoredText
 
 
 @dataclass(frozen=True)

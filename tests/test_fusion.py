@@ -13,8 +13,8 @@ from konkanivani.decoding import fusion as fusion_module
 from konkanivani.decoding.fusion import Fusion, Opinions
 from konkanivani.decoding.hypothesis import Hypothesis
 from konkanivani.decoding.language_model import LanguageModel, build_language_model, log_probabilities_of
+from konkanivani.decoding.ngram import estimate_ngrams
 from konkanivani.decoding.prefix_beam import prefix_beam_search
-from konkanivani.ngram import estimate_ngrams
 from tests.test_decoding import all_sequences, is_close, problem
 
 FRAMES, VOCABULARY = 3, 6

@@ -18,7 +18,6 @@ import torch
 from konkanivani.base.amount import settled
 from konkanivani.base.config import DataConfig, TextConfig, TrainConfig
 from konkanivani.base.errors import DataError
-from konkanivani.charts import draw_histogram
 from konkanivani.data.audio.files import AudioSource, read_samples
 from konkanivani.data.batch import Speech
 from konkanivani.data.batching import EpochPlanner, cut_window, padded_seconds, same_size
@@ -40,10 +39,11 @@ from konkanivani.data.health.repeats import (
 from konkanivani.data.manifest import Utterance, read_manifest
 from konkanivani.data.noise_reverb import Surroundings
 from konkanivani.data.rejections import Rejections
-from konkanivani.health_page import draw_page
-from konkanivani.health_report import build_tokenizer, diagnose
-from konkanivani.health_text import health_lines, sparkline
-from konkanivani.page import check_page_path, write_page
+from konkanivani.evaluation.reports.charts import draw_histogram
+from konkanivani.evaluation.reports.health_page import draw_page
+from konkanivani.evaluation.reports.health_report import build_tokenizer, diagnose
+from konkanivani.evaluation.reports.health_text import health_lines, sparkline
+from konkanivani.evaluation.reports.html import check_page_path, write_page
 from konkanivani.run_speech import build_training_speech
 from tests.conftest import run_script
 from tests.page_parts import PageParts

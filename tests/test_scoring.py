@@ -19,17 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from konkanivani.base.errors import DataError, KonkaniVaniError
-from konkanivani.edits import Edit, align_words, count_confusions, most_frequent
-from konkanivani.heard import Heard, OtherSystem, TextFiles, read_heard
-from konkanivani.hypotheses_file import write_hypotheses
-from konkanivani.metrics import count_edits, error_rates
-from konkanivani.normalizers import build_normalizer
-from konkanivani.resampling import blocks_of, choose_unit, interval_of, ratios, resample
-from konkanivani.score_json import score_json
-from konkanivani.score_page import draw_score_page
-from konkanivani.score_report import BUCKETS, ScoreReport, build_report
-from konkanivani.score_text import display_width, score_lines
-from konkanivani.transcripts import MOST_CHARACTERS, ScoredText, read_transcripts
+from konkanivani.evaluation.bootstrap import blocks_of, choose_unit, interval_of, ratios, resample
+from konkanivani.evaluation.hypotheses import Heard, OtherSystem, TextFiles, read_heard, write_hypotheses
+from konkanivani.evaluation.metrics import count_edits, error_rates
+from konkanivani.evaluation.normalizers import build_normalizer
+from konkanivani.evaluation.reports.score_json import score_json
+from konkanivani.evaluation.reports.score_page import draw_score_page
+from konkanivani.evaluation.reports.score_text import display_width, score_lines
+from konkanivani.evaluation.score import BUCKETS, ScoreReport, build_report
+from konkanivani.evaluation.transcripts import MOST_CHARACTERS, ScoredText, read_transcripts
+from konkanivani.evaluation.word_alignment import Edit, align_words, count_confusions, most_frequent
 from tests.conftest import ROOT, run_script
 from tests.page_parts import PageParts
 

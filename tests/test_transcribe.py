@@ -23,7 +23,7 @@ from konkanivani.checkpointer import BEST
 from konkanivani.data.audio import standard_input
 from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.waveform import load_audio
-from konkanivani.metrics import error_rates
+from konkanivani.evaluation.metrics import error_rates
 from konkanivani.pieces import cutting_of
 from konkanivani.recipe import build_run
 from konkanivani.recognizer import Recognizer, load_recognizer

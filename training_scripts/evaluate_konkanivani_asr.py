@@ -20,15 +20,14 @@ from konkanivani.base.config import DecodingConfig
 from konkanivani.base.errors import UsageError
 from konkanivani.base.rules import check_decoding
 from konkanivani.data.manifest import read_manifest
-from konkanivani.heard import Heard, other_system, read_heard
-from konkanivani.hypotheses_file import check_output, write_hypotheses
-from konkanivani.metrics import count_edits
-from konkanivani.page import check_page_path, write_page
-from konkanivani.score_json import score_json
-from konkanivani.score_page import draw_score_page
-from konkanivani.score_report import build_report
-from konkanivani.score_text import score_lines
-from konkanivani.transcripts import is_json_file, read_transcripts
+from konkanivani.evaluation.hypotheses import Heard, check_output, other_system, read_heard, write_hypotheses
+from konkanivani.evaluation.metrics import count_edits
+from konkanivani.evaluation.reports.html import check_page_path, write_page
+from konkanivani.evaluation.reports.score_json import score_json
+from konkanivani.evaluation.reports.score_page import draw_score_page
+from konkanivani.evaluation.reports.score_text import score_lines
+from konkanivani.evaluation.score import build_report
+from konkanivani.evaluation.transcripts import is_json_file, read_transcripts
 
 if TYPE_CHECKING:
     from konkanivani.base.distributed import Topology

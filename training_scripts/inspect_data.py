@@ -20,7 +20,7 @@ from konkanivani.base.command_line import read_flags, run_script
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.errors import DataError, UsageError
 from konkanivani.base.rules import check_config
-from konkanivani.page import check_page_path, write_page
+from konkanivani.evaluation.reports.html import check_page_path, write_page
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ def inspect(flags: Flags) -> str:
     manifests = chosen_manifests(flags)
     if flags.audio_utterances < 0:
         raise UsageError(f"--audio_utterances {flags.audio_utterances} must be at least 0.")
-    from konkanivani.health_page import draw_page
-    from konkanivani.health_report import as_json, diagnose
-    from konkanivani.health_text import health_lines
+    from konkanivani.evaluation.reports.health_page import draw_page
+    from konkanivani.evaluation.reports.health_report import as_json, diagnose
+    from konkanivani.evaluation.reports.health_text import health_lines
 
     if flags.html is not None:
         check_page_path(flags.html)

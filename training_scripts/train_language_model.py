@@ -25,8 +25,8 @@ from konkanivani.base.console import count
 from konkanivani.base.errors import DataError, ResourceError, UsageError
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
-    from konkanivani.arpa import Ngrams
     from konkanivani.data.text import Tokenizer
+    from konkanivani.decoding.arpa import Ngrams
 
 MOST_ORDER = 16
 CHARACTER_ORDER, SUBWORD_ORDER = 6, 4
@@ -127,10 +127,10 @@ class Corpus:
 def train(flags: Flags) -> str:
     """Writes the model; returns lines about what it was made of, how large it is and what it makes of other text."""
     check_flags(flags)
-    from konkanivani.arpa import write_arpa
     from konkanivani.base.flags import config_from_text
     from konkanivani.checkpoint import read_checkpoint
-    from konkanivani.ngram import estimate_ngrams
+    from konkanivani.decoding.arpa import write_arpa
+    from konkanivani.decoding.ngram import estimate_ngrams
     from konkanivani.speech_model import tokenizer_of
 
     checkpoint = read_checkpoint(flags.checkpoint)

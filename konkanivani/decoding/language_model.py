@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from konkanivani.arpa import FOREIGN, Ngrams, read_arpa
 from konkanivani.base.errors import DataError
 from konkanivani.data.text import Tokenizer
+from konkanivani.decoding.arpa import FOREIGN, Ngrams, read_arpa
 
 ROOT = 0  # the state of a context of no tokens
 SENTENCES_AT_ONCE = 256

@@ -11,8 +11,8 @@ from konkanivani.data.text import Tokenizer
 from konkanivani.data.utterance import Utterance
 from konkanivani.decoding.ctc import blank_frames, likeliest_tokens
 from konkanivani.decoding.decode import Decode
+from konkanivani.evaluation.metrics import ErrorRates, error_rates
 from konkanivani.memory.recovery import Cut, RememberedSplits, run_or_split
-from konkanivani.metrics import ErrorRates, error_rates
 from konkanivani.training.forward import ForwardPass
 
 

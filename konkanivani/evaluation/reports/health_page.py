@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 
 from konkanivani.base.console import count, duration_words, short_name
-from konkanivani.charts import draw_histogram
 from konkanivani.data.health.characters import JOINERS, Character, CharacterHealth
 from konkanivani.data.health.examples import Example, Listed, Tally
 from konkanivani.data.health.findings import Diagnosis, Finding
 from konkanivani.data.health.health import Crossing, PartHealth
 from konkanivani.data.health.recordings import SoundHealth
-from konkanivani.health_text import changed_words, code_points, speaker_levels, vocabulary_words
-from konkanivani.page import draw_cells, draw_document, draw_table, draw_tile, escape
+from konkanivani.evaluation.reports.charts import draw_histogram
+from konkanivani.evaluation.reports.health_text import changed_words, code_points, speaker_levels, vocabulary_words
+from konkanivani.evaluation.reports.html import draw_cells, draw_document, draw_table, draw_tile, escape
 
 STYLE = """
 .verdict { border-left: .4rem solid var(--good); background: var(--card); padding: .75rem 1rem; border-radius: .3rem;

@@ -14,8 +14,8 @@ from itertools import chain
 
 import numpy as np
 
-from konkanivani.arpa import IMPOSSIBLE, LN_10, Ngrams
 from konkanivani.data.text import Tokenizer
+from konkanivani.decoding.arpa import IMPOSSIBLE, LN_10, Ngrams
 
 # What is taken from n-grams that count 1, 2, and 3 or more where the text does not say: the middle of what is possible.
 USUAL_DISCOUNTS = (0.5, 1.0, 1.5)

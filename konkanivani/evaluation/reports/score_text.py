@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from konkanivani.base.console import count, duration_words
 from konkanivani.data.health.characters import show_text
-from konkanivani.edits import Confusion, Edit, EditKind
-from konkanivani.metrics import EditCounts
-from konkanivani.resampling import Interval
-from konkanivani.score_report import AlignedUtterance, Comparison, ScoreReport, Slice
+from konkanivani.evaluation.bootstrap import Interval
+from konkanivani.evaluation.metrics import EditCounts
+from konkanivani.evaluation.score import AlignedUtterance, Comparison, ScoreReport, Slice
+from konkanivani.evaluation.word_alignment import Confusion, Edit, EditKind
 
 MOST_SLICES = 10
 MOST_CONFUSIONS = 8

@@ -4,12 +4,10 @@ import math
 from collections.abc import Sequence
 
 from konkanivani.base.console import count, duration_words
-from konkanivani.charts import draw_bar
 from konkanivani.data.health.characters import show_text
-from konkanivani.edits import Confusion, Edit, EditKind
-from konkanivani.page import draw_cells, draw_document, draw_table, draw_tile, escape
-from konkanivani.score_report import AlignedUtterance, Comparison, ScoreReport, Slice
-from konkanivani.score_text import (
+from konkanivani.evaluation.reports.charts import draw_bar
+from konkanivani.evaluation.reports.html import draw_cells, draw_document, draw_table, draw_tile, escape
+from konkanivani.evaluation.reports.score_text import (
     COLUMNS,
     SIGNS,
     comparison_sentences,
@@ -20,6 +18,8 @@ from konkanivani.score_text import (
     slice_name,
     utterance_words,
 )
+from konkanivani.evaluation.score import AlignedUtterance, Comparison, ScoreReport, Slice
+from konkanivani.evaluation.word_alignment import Confusion, Edit, EditKind
 
 MOST_OPEN = 15  # rows that a table shows before it is folded
 MOST_WORDS = 1_000

@@ -5,10 +5,10 @@ import math
 from dataclasses import asdict
 from pathlib import Path
 
-from konkanivani.heard import Heard
-from konkanivani.metrics import ErrorRates
-from konkanivani.resampling import Interval
-from konkanivani.score_report import Comparison, ScoreReport, Slice
+from konkanivani.evaluation.bootstrap import Interval
+from konkanivani.evaluation.hypotheses import Heard
+from konkanivani.evaluation.metrics import ErrorRates
+from konkanivani.evaluation.score import Comparison, ScoreReport, Slice
 
 
 def score_json(heard: Heard, report: ScoreReport, output: Path | None) -> str:

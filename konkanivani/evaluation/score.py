@@ -5,10 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from konkanivani.edits import Confusion, Edit, align_words, count_confusions, most_frequent
-from konkanivani.heard import Fact, Heard, OtherSystem
-from konkanivani.metrics import ErrorRates, UtteranceEdits, count_edits
-from konkanivani.resampling import (
+from konkanivani.evaluation.bootstrap import (
     FEWEST_SPEAKERS,
     RESAMPLES,
     Interval,
@@ -20,7 +17,10 @@ from konkanivani.resampling import (
     ratios,
     resample,
 )
-from konkanivani.transcripts import ScoredText
+from konkanivani.evaluation.hypotheses import Fact, Heard, OtherSystem
+from konkanivani.evaluation.metrics import ErrorRates, UtteranceEdits, count_edits
+from konkanivani.evaluation.transcripts import ScoredText
+from konkanivani.evaluation.word_alignment import Confusion, Edit, align_words, count_confusions, most_frequent
 
 # The seconds from which an utterance falls into a bucket, and its name.
 BUCKETS = {0.0: "under 2 s", 2.0: "2 to 5 s", 5.0: "5 to 10 s", 10.0: "10 to 20 s", 20.0: "20 s and more"}
