@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from konkanivani.base.files import append_whole, sync_file
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.evaluation.word_alignment import Edit, align_words
+from konkanivani.memory.phases import VALIDATION
 from konkanivani.pictures import draw_utterance
 from konkanivani.records import (
     CURVES,
     DRAWN_PHASES,
-    VALIDATION,
     HypothesisPair,
     Record,
     RehearsalRecord,

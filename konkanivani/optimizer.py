@@ -10,7 +10,6 @@ from konkanivani.base.config import AUTO, OptimizerConfig
 from konkanivani.base.errors import CheckpointError
 
 MOST_WARMUP_STEPS = 500
-STATE_BYTES = 16  # a parameter's weight, gradient and two moments in fp32
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

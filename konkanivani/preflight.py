@@ -9,7 +9,7 @@ from konkanivani.base.console import count
 from konkanivani.base.distributed import Topology, only_first_speaks, read_topology
 from konkanivani.base.errors import UsageError
 from konkanivani.base.process_group import joined
-from konkanivani.memory.card import Card, read_card
+from konkanivani.memory.gpu import Card, read_card
 
 
 def take_card(topology: Topology) -> None:

@@ -23,9 +23,9 @@ from konkanivani.data.text import Tokenizer
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.log_folder import folder_of
 from konkanivani.logbook import Logbook
-from konkanivani.memory.available import BudgetWatch, available_bytes, enforce_budget
+from konkanivani.memory.budget import BudgetWatch, available_bytes, enforce_budget
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
-from konkanivani.memory.oversize import forget_sizes, read_sizes
+from konkanivani.memory.oom_history import forget_sizes, read_sizes
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.model.transfer import take_over

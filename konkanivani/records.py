@@ -4,18 +4,11 @@ A number that TensorBoard draws carries its tag in its field's metadata; a value
 sorts its groups by name and opens the first two: hence the digits.
 """
 
-from dataclasses import MISSING, dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from torch import Tensor
 
-
-def tagged(tag: str, curve: str = "", default: Any = MISSING) -> Any:
-    """A dataclass field drawn by TensorBoard in the chart `tag`.
-
-    Each of the curves that share a chart has a name, a colour and an event file of its own; training's has no name.
-    """
-    return field(default=default, metadata={"tag": tag, "curve": curve})
+from konkanivani.memory.phases import PLANNED, RESERVED, VALIDATION, PhaseMemory, tagged
 
 
 @dataclass(frozen=True)
@@ -33,30 +26,9 @@ class Resumed:
 
 FROM_NOTHING = Resumed()
 
-VALIDATION, PLANNED, RESERVED = "validation", "planned", "reserved"
+
 CURVES = ("", VALIDATION, PLANNED, RESERVED)
 DRAWN_PHASES = ("forward", "backward", "update", "validation")  # for which memory is planned
-
-
-@dataclass(frozen=True)
-class PhaseMemory:
-    """Memory in MiB at the end of a phase ("start", "data", "forward", "backward", "update", "log", "validation",
-    "save").
-
-    None = does not apply here. allocated, reserved and peak are the accelerator's; resident is the process's. On a CPU,
-    peak is the peak resident. Of a phase's moments the one of highest peak counts; of fragmentation = reserved -
-    allocated, what the allocator holds and no tensor is in, the largest.
-    `allocator_retries` counts how often CUDA refused memory until the allocator had emptied its cache.
-    """
-
-    phase: str
-    allocated_mib: float | None
-    reserved_mib: float | None = tagged("4 memory/{phase}_mib", RESERVED)
-    peak_mib: float | None = tagged("4 memory/{phase}_mib")
-    resident_mib: float | None
-    planned_mib: float | None = tagged("4 memory/{phase}_mib", PLANNED, default=None)
-    fragmentation_mib: float | None = tagged("8 allocator/fragmentation_{phase}_mib", default=None)
-    allocator_retries: int | None = tagged("8 allocator/retries_{phase}", default=None)
 
 
 @dataclass(frozen=True)

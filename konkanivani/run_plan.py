@@ -20,17 +20,18 @@ from konkanivani.data.utterance import Utterance
 from konkanivani.digests import digest_of_code
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
-from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
+from konkanivani.memory.plan import STATE_BYTES, BucketPlan, MemoryPlan, read_plan
 from konkanivani.memory.planner import Planner, plan_bucket
-from konkanivani.memory.tracer import Load, StepTracer
+from konkanivani.memory.tracer import Load, StepTracer, TracedStep
 from konkanivani.memory.traces import Traces
 from konkanivani.model.asr import model_without_values, parameter_count
 from konkanivani.model.front_end import MEL_BINS
 from konkanivani.model.kernels.matmul import is_onednn_preferred
-from konkanivani.optimizer import STATE_BYTES
 from konkanivani.preflight import measure_context
 from konkanivani.run_paths import cache_folder
 from konkanivani.sharding import held_bytes
+from konkanivani.training.evaluation import recognize
+from konkanivani.training.step import train_step
 
 BUCKET_RATIO = 0.7  # of the longest utterances of neighbouring buckets
 MOST_BUCKETS = 8
@@ -165,9 +166,12 @@ def costs_of(device: torch.device) -> DeviceCosts:
 def build_tracer(config: TrainConfig, vocab_size: int, costs: DeviceCosts) -> StepTracer:
     """A tracer of this configuration's step."""
     cpu = torch.device("cpu")
-    return StepTracer(
-        lambda front_end: build_step_parts(config, vocab_size, cpu, 1, front_end), build_front_end(config, cpu), costs
+    step = TracedStep(
+        build=lambda front_end: build_step_parts(config, vocab_size, cpu, 1, front_end),
+        train=train_step,
+        recognize=recognize,
     )
+    return StepTracer(step, build_front_end(config, cpu), costs)
 
 
 def build_traces(config: TrainConfig, vocab_size: int, costs: DeviceCosts) -> Traces:

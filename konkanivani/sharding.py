@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from konkanivani.base.distributed import Topology, losing_ranks
 from konkanivani.checkpoint import Stateful
+from konkanivani.memory.plan import STATE_BYTES
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
-from konkanivani.optimizer import STATE_BYTES
 
 
 def shard_model(model: KonkaniVaniASR, topology: Topology, device: torch.device) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from konkanivani import preflight, recipe
-from konkanivani.memory.card import GIB, Card, CardProcess, read_card
+from konkanivani.memory.gpu import GIB, Card, CardProcess, read_card
 from konkanivani.start import resolve_start
 from tests.conftest import TINY_MODEL, Corpus, run_folders
 

@@ -21,15 +21,12 @@ from konkanivani import logbook as logbook_module
 from konkanivani.base import files as appended_file
 from konkanivani.event_file import hypotheses_table, tagged_numbers
 from konkanivani.logbook import Logbook
+from konkanivani.memory.phases import PLANNED, RESERVED, VALIDATION, PhaseMemory
 from konkanivani.pictures import BIN_HEIGHT, ROW_HEIGHT, RULER_HEIGHT, colour, draw_utterance, most_active_tokens
 from konkanivani.records import (
     CURVES,
     FROM_NOTHING,
-    PLANNED,
-    RESERVED,
-    VALIDATION,
     HypothesisPair,
-    PhaseMemory,
     Resumed,
     SpectrogramRecord,
     StepRecord,

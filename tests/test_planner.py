@@ -13,7 +13,7 @@ from konkanivani.base.errors import ResourceError, UsageError
 from konkanivani.base.units import MIB, parse_budget
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
-from konkanivani.memory.gpus import KNOWN_GPUS, find_gpu
+from konkanivani.memory.known_gpus import KNOWN_GPUS, find_gpu
 from konkanivani.memory.planner import ALWAYS, NEVER, Planner, plan_bucket
 from konkanivani.memory.tracer import Load, StepTracer
 from konkanivani.memory.traces import Traces

@@ -18,7 +18,7 @@ from konkanivani.checkpointer import LAST
 from konkanivani.data.batch import Speech
 from konkanivani.data.batching import SizeLimit, cut_window
 from konkanivani.memory import rehearsal
-from konkanivani.memory.available import BudgetWatch, available_bytes
+from konkanivani.memory.budget import BudgetWatch, available_bytes
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
 from konkanivani.recipe import build_run
 from konkanivani.run_plan import bucket_edges

@@ -21,7 +21,7 @@ from konkanivani.base.errors import UsageError
 from konkanivani.base.rules import check_config
 from konkanivani.base.units import parse_budget
 from konkanivani.memory.devices import cpu_costs, cuda_costs
-from konkanivani.memory.gpus import Gpu, find_gpu
+from konkanivani.memory.known_gpus import Gpu, find_gpu
 
 HOW_LONG = "10 to 20 seconds for one question, and 3 for the same again, since what is traced is kept"
 

@@ -13,8 +13,8 @@ from konkanivani.data.batching import cut_window, same_size
 from konkanivani.data.text import Tokenizer
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
+from konkanivani.memory.plan import STATE_BYTES
 from konkanivani.model.asr import parameter_count
-from konkanivani.optimizer import STATE_BYTES
 from konkanivani.training.step import train_step
 
 VOCABULARY = 1000

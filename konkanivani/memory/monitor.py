@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from konkanivani.base.units import MIB
-from konkanivani.records import PhaseMemory
+from konkanivani.memory.phases import PhaseMemory
 
 HOLE_BYTES = 256 * 1024  # below an utterance's activations, which at 20 s and a width of 256 take 500 KiB each
 

@@ -98,3 +98,6 @@ def read_plan(state: Mapping[str, object]) -> MemoryPlan:
     if not buckets or not ascending or plan.at_once < 1 or min(bucket.utterances for bucket in buckets) < 1:
         raise CheckpointError("The checkpoint's memory plan is not sound. Give --replan to make a new one.")
     return plan
+
+
+STATE_BYTES = 16  # a parameter's weight, gradient and two moments in fp32

@@ -12,21 +12,21 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from konkanivani.base.lengths import HOP_SAMPLES, SAMPLE_RATE, SUBSAMPLING, Lengths, feature_length, subsampled_length
 from konkanivani.data.batch import Batch, Window, largest_batch
 from konkanivani.decoding.ctc import likeliest_tokens
+from konkanivani.decoding.decode import Decode
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.memory.plan import STATE_BYTES
 from konkanivani.memory.shapes import Shapes
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.model.front_end import FeatureExtractor
-from konkanivani.optimizer import STATE_BYTES
-from konkanivani.training.evaluation import recognize
-from konkanivani.training.step import StepParts, train_step
 
 
 @dataclass(frozen=True)
@@ -58,20 +58,41 @@ class Peak:
         return dataclasses.replace(self, forward=forward, backward=backward)
 
 
+class TracedParts(Protocol):
+    """What a trace asks of the parts of a step, a dataclass with `read` for what reads from the device."""
+
+    model: KonkaniVaniASR
+    forward: Any
+    optimizer: torch.optim.Optimizer
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """What stays in memory from step to step."""
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """The functions that are traced; they are handed in, since the memory that a step takes is known below the step.
+
+    `build` makes the parts on a CPU from a front end, `train` steps on a window, `recognize` on a batch.
+    """
+
+    build: Callable[[FeatureExtractor], TracedParts]
+    train: Callable[[TracedParts, Window, int], object]
+    recognize: Callable[[Any, Batch, Decode], object]
+
+
 class StepTracer:
     """Traces steps of one model for one device. Building it takes a second, a trace a quarter of one or more."""
 
-    def __init__(
-        self, build: Callable[[FeatureExtractor], StepParts], front_end: torch.nn.Module, costs: DeviceCosts
-    ) -> None:
-        """`build` makes the step's parts on a CPU from a front end, inside the trace's mode; `front_end` is real."""
-        self._mode, self.costs = Shapes(), costs
+    def __init__(self, step: TracedStep, front_end: torch.nn.Module, costs: DeviceCosts) -> None:
+        """The step's parts are built inside the trace's mode; `front_end` is real."""
+        self._mode, self._step, self.costs = Shapes(), step, costs
         front_end = copy.deepcopy(front_end).cpu()
         with self._mode:
             for module in front_end.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, self._mode.from_tensor(buffer))
-            parts = build(front_end)
+            parts = step.build(front_end)
             gradients = [torch.empty_like(parameter) for parameter in parts.model.parameters()]
         encoder = parts.model.encoder
         encoder.packs = encoder.subsampling.by_products = not costs.is_cuda
@@ -119,7 +140,7 @@ class StepTracer:
             live.count(tensor for tensors in inputs for tensor in tensors)
             sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in inputs]
             with live:
-                train_step(parts, dataclasses.replace(window, micro_batches=batches), step=0)
+                self._step.train(parts, dataclasses.replace(window, micro_batches=batches), 0)
         others = sum(sizes) - max(sizes)
         return Peak(
             state=self.state(),
@@ -136,7 +157,7 @@ class StepTracer:
         forward.model.eval()
         batch = self._batch(load)
         with self._mode, torch.no_grad(), live:
-            recognize(forward, batch, _best_path_on_the_device)
+            self._step.recognize(forward, batch, _best_path_on_the_device)
         return live.peak
 
     def _count_state(self, live: LiveBytes, with_gradients: bool) -> None:

@@ -23,7 +23,7 @@ from konkanivani.data.text import Tokenizer
 from konkanivani.data.workers import LoaderConfig
 from konkanivani.decoding.decode import Decode
 from konkanivani.logbook import Logbook
-from konkanivani.memory.available import BudgetWatch
+from konkanivani.memory.budget import BudgetWatch
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.sharding import is_sharded, whole_weights
 from konkanivani.training.evaluation import Evaluation, HeardShare, hear, join_shares

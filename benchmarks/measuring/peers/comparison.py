@@ -16,8 +16,8 @@ from benchmarks.measuring.peers.machine_rate import SIDE
 from benchmarks.measuring.peers.ours import model_of
 from benchmarks.measuring.peers.race import Result, race
 from konkanivani.base.units import MIB
+from konkanivani.memory.plan import STATE_BYTES
 from konkanivani.model.flops import forward_layers, step_flop
-from konkanivani.optimizer import STATE_BYTES
 
 LEANER = "within the leanest other's peak"
 NEAR_FLOOR = "within 1.1 x 16 bytes a parameter"
