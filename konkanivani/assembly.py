@@ -14,9 +14,9 @@ from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.recovery import RememberedSplits
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.front_end import MEL_BINS, FeatureExtractor, FrontEnd
-from konkanivani.optimizer import build_optimizer
-from konkanivani.sharding import shard_model
 from konkanivani.training.forward import ForwardPass
+from konkanivani.training.optimizer import build_optimizer
+from konkanivani.training.sharding import shard_model
 from konkanivani.training.step import StepParts
 
 LANES = 2  # micro-batches side by side where nobody says how many: half of a step's time on two cores (docs/LOG.md)

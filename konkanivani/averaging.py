@@ -13,8 +13,8 @@ import torch
 from konkanivani.base.config import settings_of
 from konkanivani.base.errors import CheckpointError
 from konkanivani.base.flags import config_from_text
-from konkanivani.checkpoint import Checkpoint
-from konkanivani.checkpointer import BEST, EPOCH_NAME, LAST, PREVIOUS
+from konkanivani.training.checkpoint.checkpoint import Checkpoint
+from konkanivani.training.checkpoint.checkpointer import BEST, EPOCH_NAME, LAST, PREVIOUS
 
 
 @dataclass(frozen=True)

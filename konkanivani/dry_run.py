@@ -18,15 +18,16 @@ from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.base.files import scratch_folder
 from konkanivani.base.signals import stopping_at_signals
 from konkanivani.base.units import MIB
-from konkanivani.checkpoint import Checkpoint, read_checkpoint
-from konkanivani.checkpointer import LAST
-from konkanivani.differences import differences, relative_difference
 from konkanivani.recipe import build_run
 from konkanivani.reporting import as_json, tell_rehearsal
 from konkanivani.start import Start, resolve_start
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.training.checkpoint.checkpointer import LAST
+from konkanivani.training.checkpoint.compare import differences, relative_difference
+from konkanivani.training.checkpoint.run_lock import RunLock
 from konkanivani.training.loop import train
-from konkanivani.training.run import EvaluationSet, Run
-from konkanivani.training.run_lock import RunLock
+from konkanivani.training.run import Run
+from konkanivani.training.validation import EvaluationSet
 
 STEPS = 2
 SECOND, THIRD = "checkpoint_second_step.pt", "checkpoint_third_step.pt"

@@ -18,7 +18,7 @@ from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.evaluation.metrics import ErrorRates, error_rates
 from konkanivani.onnx_model import OnnxModel
 from konkanivani.speech_model import SpeechModel
-from konkanivani.training.run import EvaluationSet
+from konkanivani.training.validation import EvaluationSet
 
 # Probabilities in fp32 by other kernels in another order; those of another model are far beyond it.
 TOLERANCE = 1e-3

@@ -8,9 +8,9 @@ from pathlib import Path
 from konkanivani.base.config import RunConfig
 from konkanivani.base.console import say
 from konkanivani.base.errors import ResourceError
-from konkanivani.checkpointer import Checkpointer, first_free_name
-from konkanivani.json_log import LOG_NAME
-from konkanivani.training.run_lock import LOCK_NAME, LOGGING, RunLock, check_nobody_works
+from konkanivani.training.checkpoint.checkpointer import Checkpointer, first_free_name
+from konkanivani.training.checkpoint.run_lock import LOCK_NAME, LOGGING, RunLock, check_nobody_works
+from konkanivani.training.logs.jsonl import LOG_NAME
 
 
 @dataclasses.dataclass(frozen=True)

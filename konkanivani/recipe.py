@@ -14,35 +14,35 @@ from konkanivani.base.distributed import Topology, agree, from_first, gather
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.flags import config_from_text, config_to_text
 from konkanivani.base.units import MIB, budget_text, parse_budget, peak_text
-from konkanivani.checkpoint import Checkpoint, Stateful, check_states, load_states
-from konkanivani.checkpointer import Checkpointer
 from konkanivani.data.batching import EpochPlanner, same_size
 from konkanivani.data.dataset import TrainingSpeech
 from konkanivani.data.loading import WindowStream
 from konkanivani.data.text import Tokenizer
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.log_folder import folder_of
-from konkanivani.logbook import Logbook
 from konkanivani.memory.budget import BudgetWatch, available_bytes, enforce_budget
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
 from konkanivani.memory.oom_history import forget_sizes, read_sizes
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.model.transfer import take_over
-from konkanivani.optimizer import OptimizerState
 from konkanivani.preflight import announce_card
-from konkanivani.records import Resumed
 from konkanivani.replaced import REJECTED, keep_rejected, move_aside, move_newer_aside
 from konkanivani.run_plan import Ranks, costs_of, needs_sharding, plan_sentences, resolve_plan
 from konkanivani.run_speech import RunSpeech, build_speech, loader_config, sizes_of
-from konkanivani.sharding import Whole
 from konkanivani.start import Start
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, Stateful, check_states, load_states
+from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from konkanivani.training.interruption import Interruption
-from konkanivani.training.progress import Progress
+from konkanivani.training.logs.logbook import Logbook
+from konkanivani.training.logs.progress import Progress
+from konkanivani.training.logs.records import Resumed
+from konkanivani.training.logs.utilisation import Utilisation
+from konkanivani.training.optimizer import OptimizerState
 from konkanivani.training.run import Run
+from konkanivani.training.sharding import Whole
 from konkanivani.training.state import TrainState
 from konkanivani.training.step import StepParts, recomputing
-from konkanivani.training.utilisation import Utilisation
 
 
 def build_run(start: Start, tell: Tell = say_nothing) -> Run:

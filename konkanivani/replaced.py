@@ -5,9 +5,9 @@ from pathlib import Path
 
 from konkanivani.base.console import count, say
 from konkanivani.base.errors import ResourceError
-from konkanivani.checkpoint import Checkpoint
-from konkanivani.checkpointer import Checkpointer, first_free_name
-from konkanivani.training.run_lock import LOCK_NAME
+from konkanivani.training.checkpoint.checkpoint import Checkpoint
+from konkanivani.training.checkpoint.checkpointer import Checkpointer, first_free_name
+from konkanivani.training.checkpoint.run_lock import LOCK_NAME
 
 REJECTED = "rejected.jsonl"
 REJECTED_BEFORE = "rejected_before.jsonl"

@@ -20,15 +20,15 @@ from konkanivani.digests import digest_of_code, digest_of_data, digest_of_flags
 from konkanivani.memory.oom_history import write_sizes
 from konkanivani.memory.phases import PhaseMemory
 from konkanivani.memory.recovery import DidNotFit
-from konkanivani.memory.rehearsal import rehearse
 from konkanivani.preflight import run_in_ranks
 from konkanivani.recipe import build_run
-from konkanivani.records import RehearsalRecord
 from konkanivani.start import resolve_start
 from konkanivani.trained_model import best_checkpoint, evaluate_manifest, load_trained_model
-from konkanivani.training.evaluation import Evaluation
+from konkanivani.training.logs.records import RehearsalRecord
 from konkanivani.training.loop import train
+from konkanivani.training.rehearsal import rehearse
 from konkanivani.training.run import Run
+from konkanivani.training.validation import Evaluation
 
 
 def train_and_report(arguments: list[str]) -> str:

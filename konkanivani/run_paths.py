@@ -7,7 +7,7 @@ from pathlib import Path
 
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.errors import DataError, Problems, ResourceError, UsageError
-from konkanivani.checkpoint import check_is_there
+from konkanivani.training.checkpoint.checkpoint import check_is_there
 
 
 def check_paths(config: TrainConfig, is_complete: bool = True) -> None:

@@ -29,9 +29,9 @@ from konkanivani.model.front_end import MEL_BINS
 from konkanivani.model.kernels.matmul import is_onednn_preferred
 from konkanivani.preflight import measure_context
 from konkanivani.run_paths import cache_folder
-from konkanivani.sharding import held_bytes
-from konkanivani.training.evaluation import recognize
+from konkanivani.training.sharding import held_bytes
 from konkanivani.training.step import train_step
+from konkanivani.training.validation import recognize
 
 BUCKET_RATIO = 0.7  # of the longest utterances of neighbouring buckets
 MOST_BUCKETS = 8

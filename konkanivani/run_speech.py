@@ -36,7 +36,7 @@ from konkanivani.run_corpus import check_corpus, check_spelling, warn_of_shared
 from konkanivani.run_plan import SpeechSizes
 from konkanivani.speech_model import tokenizer_of
 from konkanivani.start import Start
-from konkanivani.training.run import EvaluationSet
+from konkanivani.training.validation import EvaluationSet
 
 
 @dataclass(frozen=True)

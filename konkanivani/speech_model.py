@@ -15,11 +15,11 @@ from konkanivani.base.errors import CheckpointError, DataError, UsageError
 from konkanivani.base.flags import config_from_text
 from konkanivani.base.lengths import Lengths
 from konkanivani.base.rules import check_config
-from konkanivani.checkpoint import Checkpoint, load_states
 from konkanivani.data.text import Tokenizer
 from konkanivani.model.asr import KonkaniVaniASR, model_without_values
 from konkanivani.model.blocks import run_directly
 from konkanivani.model.front_end import MEL_BINS, FrontEnd
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states
 
 MOST_LAYERS, LARGEST_DIMENSION = 256, 2**16  # a file that claims more is none of ours, and takes no memory to refuse
 

@@ -10,8 +10,6 @@ from konkanivani.assembly import build_forward, build_front_end
 from konkanivani.base.config import DecodingConfig, TrainConfig
 from konkanivani.base.distributed import ALONE, Topology, from_first
 from konkanivani.base.units import parse_share
-from konkanivani.checkpoint import Checkpoint, load_states, read_checkpoint
-from konkanivani.checkpointer import BEST, LAST
 from konkanivani.data.manifest import Manifest
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import Tokenizer
@@ -20,8 +18,10 @@ from konkanivani.evaluation.hypotheses import CheckpointRun, Heard
 from konkanivani.evaluation.transcripts import ScoredText
 from konkanivani.run_speech import build_evaluation_set
 from konkanivani.speech_model import settings_of_weights, tokenizer_of
-from konkanivani.training.evaluation import Evaluation
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states, read_checkpoint
+from konkanivani.training.checkpoint.checkpointer import BEST, LAST
 from konkanivani.training.forward import ForwardPass
+from konkanivani.training.validation import Evaluation
 
 
 @dataclass(frozen=True)

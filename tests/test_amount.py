@@ -17,7 +17,7 @@ from konkanivani.base.config import (
     TrainConfig,
 )
 from konkanivani.base.flags import config_from_text, config_to_text, contradictions, parse_flags
-from konkanivani.optimizer import learning_rate, warmup_of
+from konkanivani.training.optimizer import learning_rate, warmup_of
 
 LITTLE = Amount(hours=0.5, utterances=600)
 

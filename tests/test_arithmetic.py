@@ -13,8 +13,8 @@ from konkanivani.base.lengths import feature_length
 from konkanivani.model.flops import forward_layers, step_flop
 from konkanivani.model.front_end import MEL_BINS
 from konkanivani.model.subsampling import Subsampling
+from konkanivani.training.logs.utilisation import Utilisation
 from konkanivani.training.step import train_step
-from konkanivani.training.utilisation import Utilisation
 from tests.laws.parts import speeches, window
 
 VOCABULARY = 1000

@@ -16,14 +16,15 @@ import torch
 from konkanivani.base.distributed import ALONE
 from konkanivani.base.errors import CheckpointError, DataError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.base.flags import parse_flags
-from konkanivani.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from konkanivani.checkpointer import LAST, Checkpointer
 from konkanivani.data.checking import Limits, reason_to_reject
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.utterance import Utterance
 from konkanivani.recipe import build_run
 from konkanivani.start import resolve_start
-from konkanivani.training.loop import PeriodicSaver, train
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from konkanivani.training.checkpoint.checkpointer import LAST, Checkpointer
+from konkanivani.training.loop import train
+from konkanivani.training.saving import PeriodicSaver
 from tests.conftest import TINY_MODEL, Corpus, run_folders, run_trainer, write_corpus
 
 
@@ -505,7 +506,9 @@ def test_negative_control_good_input_ends_with_0(corpus, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("where", ["konkanivani.training.loop.log_step", "konkanivani.training.evaluation.rates_over"])
+@pytest.mark.parametrize(
+    "where", ["konkanivani.training.reporting.log_step", "konkanivani.training.validation.rates_over"]
+)
 def test_even_an_error_that_nobody_foresaw_ends_the_audio_workers(where, corpus, tmp_path, monkeypatch):
     """Workers ignore SIGTERM: one that is left makes the process wait for it for ever after its traceback."""
     seen = []

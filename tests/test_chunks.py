@@ -18,8 +18,8 @@ from konkanivani.memory.tracer import Load, StepTracer, TracedStep
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.model.losses import LossCounts
 from konkanivani.run_plan import build_tracer
-from konkanivani.training.evaluation import recognize
 from konkanivani.training.step import StepParts, add_gradients, train_step
+from konkanivani.training.validation import recognize
 from tests.laws.parts import MODEL, double_parts, measured_peak, relative_difference, speeches, window, with_dropout
 
 BOUND = 1e-9

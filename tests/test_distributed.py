@@ -28,13 +28,13 @@ from konkanivani.data.batching import Cursor, EpochPlanner, deal, same_size
 from konkanivani.data.loading import WindowStream
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.workers import LoaderConfig
-from konkanivani.logbook import Logbook
 from konkanivani.memory.devices import cuda_costs
 from konkanivani.memory.oom_history import forget_sizes, read_sizes, write_sizes
 from konkanivani.memory.plan import STATE_BYTES
 from konkanivani.memory.recovery import Cut, DidNotFit, Outcome, RememberedSplits, run_or_end, run_or_split
 from konkanivani.run_plan import Ranks, costs_among, ranks_of, traffic_bytes
 from konkanivani.training.interruption import Interruption
+from konkanivani.training.logs.logbook import Logbook
 from tests.laws.parts import speeches, window
 
 TWO = Topology(rank=1, world=2, local_rank=1, local_world=2)

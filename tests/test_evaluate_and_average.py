@@ -12,8 +12,8 @@ import torch
 
 from konkanivani.averaging import NamedCheckpoint, average_checkpoints, newest_epochs
 from konkanivani.base.errors import CheckpointError
-from konkanivani.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from konkanivani.checkpointer import Checkpointer
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from tests.conftest import TINY_MODEL, Corpus, run_folders, run_script, run_trainer
 
 EVALUATE = "training_scripts/evaluate_konkanivani_asr.py"

@@ -26,7 +26,6 @@ from konkanivani.base.files import whole_file
 from konkanivani.base.flags import config_to_text
 from konkanivani.base.lengths import feature_length, feature_lengths, subsampled_length, subsampled_lengths
 from konkanivani.bundle import Contents, bundle_bytes, is_bundle, read_bundle
-from konkanivani.checkpoint import Checkpoint, write_checkpoint
 from konkanivani.data.text import Tokenizer, train_tokenizer
 from konkanivani.export import TOLERANCE, check_bundle, check_onnx, check_signal, hear_with
 from konkanivani.model.asr import KonkaniVaniASR
@@ -35,6 +34,7 @@ from konkanivani.onnx_export import quantized, require_onnx, token_texts
 from konkanivani.onnx_graph import MatrixLogMel, RecognitionGraph
 from konkanivani.onnx_model import OnnxModel, read_onnx
 from konkanivani.speech_model import SpeechModel
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, write_checkpoint
 from tests.conftest import ROOT, WORDS, Corpus, run_script, speak
 from tests.patience import PATIENCE
 
@@ -312,9 +312,9 @@ from konkanivani.decoding.ctc import greedy_ctc
 speech_model = read_bundle(Path(sys.argv[2]), torch.device("cpu"))
 encoded = speech_model.encode(torch.randn(1, 16000), (16000,))
 print([speech_model.tokenizer.decode(tokens) for tokens in greedy_ctc(speech_model.model, *encoded)])
-trainer = ("konkanivani.training", "konkanivani.data", "konkanivani.optimizer", "konkanivani.logbook", "tensorboard")
+trainer = ("konkanivani.training.step", "konkanivani.training.logs", "konkanivani.data.loading", "tensorboard")
 print([name for name in trainer if name in sys.modules])
-import konkanivani.training.state
+import konkanivani.training.loop
 print([name for name in trainer if name in sys.modules])
 """
 
@@ -324,7 +324,7 @@ def test_a_bundle_is_heard_without_the_trainer(path, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     _, loaded, control = done.stdout.splitlines()
-    assert loaded == "[]" and "konkanivani.training" in control
+    assert loaded == "[]" and "konkanivani.training.step" in control
 
 
 class TestFeatures:

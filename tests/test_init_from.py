@@ -9,8 +9,6 @@ import torch
 
 from konkanivani.base.config import ModelConfig
 from konkanivani.base.errors import CheckpointError
-from konkanivani.checkpoint import read_checkpoint
-from konkanivani.checkpointer import LAST
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.attention import RotaryPositions
@@ -18,6 +16,8 @@ from konkanivani.model.transfer import Takeover, take_over
 from konkanivani.recipe import build_run
 from konkanivani.start import resolve_start
 from konkanivani.trained_model import evaluate_manifest, load_trained_model
+from konkanivani.training.checkpoint.checkpoint import read_checkpoint
+from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import finish_epoch, train
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer
 

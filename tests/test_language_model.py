@@ -20,7 +20,6 @@ from konkanivani.base.command_line import read_flags
 from konkanivani.base.config import TextConfig, TrainConfig
 from konkanivani.base.errors import DataError, KonkaniVaniError, ResourceError
 from konkanivani.base.flags import config_to_text
-from konkanivani.checkpoint import Checkpoint, write_checkpoint
 from konkanivani.data.text import Tokenizer, train_tokenizer
 from konkanivani.decoding import ngram
 from konkanivani.decoding.arpa import IMPOSSIBLE, LN_10, MOST_NGRAMS, Ngrams, read_arpa, write_arpa
@@ -32,6 +31,7 @@ from konkanivani.decoding.language_model import (
     read_language_model,
 )
 from konkanivani.decoding.ngram import USUAL_DISCOUNTS, estimate_ngrams
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, write_checkpoint
 from tests.conftest import ROOT, WORDS, run_script
 
 SCRIPT = "training_scripts/train_language_model.py"

@@ -17,13 +17,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEventAccumulator
 
-from konkanivani import logbook as logbook_module
 from konkanivani.base import files as appended_file
-from konkanivani.event_file import hypotheses_table, tagged_numbers
-from konkanivani.logbook import Logbook
 from konkanivani.memory.phases import PLANNED, RESERVED, VALIDATION, PhaseMemory
-from konkanivani.pictures import BIN_HEIGHT, ROW_HEIGHT, RULER_HEIGHT, colour, draw_utterance, most_active_tokens
-from konkanivani.records import (
+from konkanivani.training.logs import logbook as logbook_module
+from konkanivani.training.logs.logbook import Logbook
+from konkanivani.training.logs.records import (
     CURVES,
     FROM_NOTHING,
     HypothesisPair,
@@ -32,6 +30,15 @@ from konkanivani.records import (
     StepRecord,
     ValidationRecord,
 )
+from konkanivani.training.logs.spectrogram import (
+    BIN_HEIGHT,
+    ROW_HEIGHT,
+    RULER_HEIGHT,
+    colour,
+    draw_utterance,
+    most_active_tokens,
+)
+from konkanivani.training.logs.tensorboard import hypotheses_table, tagged_numbers
 
 LOSSES = {"2 loss/all", "2 loss/attention", "2 loss/ctc"}
 
@@ -264,7 +271,7 @@ def test_a_resumed_file_sorts_after_one_from_a_clock_that_ran_ahead(tmp_path):
 
 def test_a_clock_set_back_in_a_run_and_before_the_next_hides_nothing(tmp_path, monkeypatch):
     now = 1_800_000_000.0
-    monkeypatch.setattr("konkanivani.event_file.time.time", lambda: now)
+    monkeypatch.setattr("konkanivani.training.logs.tensorboard.time.time", lambda: now)
     for resumed in (0, 4):
         with Logbook(tmp_path, resumed=Resumed(step=resumed, epochs_finished=3)) as logbook:
             for step in range(resumed + 1, resumed + 5):

@@ -9,12 +9,12 @@ import torch
 from konkanivani.base.command_line import is_out_of_memory
 from konkanivani.base.errors import CheckpointError, ResourceError
 from konkanivani.base.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
-from konkanivani.checkpoint import read_checkpoint, write_checkpoint
-from konkanivani.checkpointer import LAST
 from konkanivani.data.batch import Batch, split_batch
 from konkanivani.memory.recovery import Cut, RememberedSplits
 from konkanivani.recipe import build_run
 from konkanivani.start import resolve_start
+from konkanivani.training.checkpoint.checkpoint import read_checkpoint, write_checkpoint
+from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders

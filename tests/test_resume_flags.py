@@ -12,10 +12,10 @@ import torch
 from konkanivani.base.config import PRESETS, TrainConfig, settings_of, with_setting
 from konkanivani.base.errors import CheckpointError, DataError
 from konkanivani.base.flags import config_from_text, config_to_text, contradictions, parse_flags
-from konkanivani.checkpoint import Checkpoint, load_states, read_checkpoint, write_checkpoint
-from konkanivani.checkpointer import LAST
 from konkanivani.recipe import build_run
 from konkanivani.start import resolve_start
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states, read_checkpoint, write_checkpoint
+from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer
 

@@ -13,16 +13,16 @@ from konkanivani.base.config import TrainConfig
 from konkanivani.base.errors import CheckpointError, ResourceError, UsageError
 from konkanivani.base.flags import parse_flags
 from konkanivani.base.units import parse_budget
-from konkanivani.checkpoint import read_checkpoint
-from konkanivani.checkpointer import LAST
 from konkanivani.data.batch import Speech
 from konkanivani.data.batching import SizeLimit, cut_window
-from konkanivani.memory import rehearsal
 from konkanivani.memory.budget import BudgetWatch, available_bytes
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
 from konkanivani.recipe import build_run
 from konkanivani.run_plan import bucket_edges
 from konkanivani.start import resolve_start
+from konkanivani.training import rehearsal
+from konkanivani.training.checkpoint.checkpoint import read_checkpoint
+from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer

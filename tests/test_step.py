@@ -15,8 +15,8 @@ from konkanivani.base.config import OptimizerConfig
 from konkanivani.base.errors import NumericsError
 from konkanivani.data.batching import Cursor
 from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.optimizer import AdamW, OptimizerState, build_optimizer, learning_rate
 from konkanivani.training.loop import MOST_SKIPS_IN_A_ROW, check_numerics, no_collection_of_what_stays
+from konkanivani.training.optimizer import AdamW, OptimizerState, build_optimizer, learning_rate
 from konkanivani.training.state import TrainState
 from konkanivani.training.step import StepParts, train_step
 from tests.conftest import ROOT

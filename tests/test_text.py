@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from konkanivani.base.errors import DataError, UsageError
-from konkanivani.checkpoint import read_checkpoint
-from konkanivani.checkpointer import LAST
 from konkanivani.data.text import DIGIT_WORDS, Tokenizer, normalize_text, train_tokenizer
 from konkanivani.recipe import build_run
 from konkanivani.start import resolve_start
+from konkanivani.training.checkpoint.checkpoint import read_checkpoint
+from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, WORDS, Corpus, run_folders
 

@@ -19,7 +19,6 @@ import torch
 
 from konkanivani.base.errors import CheckpointError, DataError, UsageError
 from konkanivani.bundle import bundle_bytes
-from konkanivani.checkpointer import BEST
 from konkanivani.data.audio import standard_input
 from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.waveform import load_audio
@@ -28,6 +27,7 @@ from konkanivani.pieces import cutting_of
 from konkanivani.recipe import build_run
 from konkanivani.recognizer import Recognizer, load_recognizer
 from konkanivani.start import resolve_start
+from konkanivani.training.checkpoint.checkpointer import BEST
 from konkanivani.training.loop import train
 from konkanivani.transcribe import Recording, find_recordings, output_paths
 from konkanivani.transcript import Segment, Word

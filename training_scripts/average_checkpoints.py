@@ -55,7 +55,7 @@ def average(flags: Flags) -> str:
     """Writes the averaged checkpoint beside its place and renames it; returns a sentence about it."""
     check_flags(flags)
     from konkanivani.averaging import average_checkpoints, is_name_of_a_run, newest_epochs
-    from konkanivani.checkpoint import write_checkpoint
+    from konkanivani.training.checkpoint.checkpoint import write_checkpoint
 
     paths = [Path(path) for path in flags.checkpoints]
     if flags.checkpoint_dir is not None:
@@ -78,7 +78,7 @@ def average(flags: Flags) -> str:
 def read_each(paths: list[Path]) -> Iterator["NamedCheckpoint"]:
     """The checkpoints, each read when its turn comes, so that one at a time takes memory."""
     from konkanivani.averaging import NamedCheckpoint
-    from konkanivani.checkpoint import read_checkpoint
+    from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 
     for path in paths:
         yield NamedCheckpoint(str(path), read_checkpoint(path))

@@ -23,9 +23,9 @@ from konkanivani.base.units import parse_share
 from konkanivani.data.manifest import read_manifest
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
-    from konkanivani.checkpoint import Checkpoint
     from konkanivani.export import Comparison, Exported
     from konkanivani.speech_model import SpeechModel
+    from konkanivani.training.checkpoint.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ def export(flags: Flags) -> str:
         read_manifest(flags.manifest, flags.audio_roots)
     import torch
 
-    from konkanivani.checkpoint import read_checkpoint
     from konkanivani.export import Exported, hear_with
     from konkanivani.onnx_export import require_onnx
     from konkanivani.speech_model import check_finite, speech_model_of
+    from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 
     if flags.onnx is not None or flags.int8 is not None:
         require_onnx()

@@ -128,10 +128,10 @@ def train(flags: Flags) -> str:
     """Writes the model; returns lines about what it was made of, how large it is and what it makes of other text."""
     check_flags(flags)
     from konkanivani.base.flags import config_from_text
-    from konkanivani.checkpoint import read_checkpoint
     from konkanivani.decoding.arpa import write_arpa
     from konkanivani.decoding.ngram import estimate_ngrams
     from konkanivani.speech_model import tokenizer_of
+    from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 
     checkpoint = read_checkpoint(flags.checkpoint)
     tokenizer, settings = tokenizer_of(checkpoint), config_from_text(checkpoint.config).text

@@ -1,81 +1,27 @@
 """The parts of a run, built once by the recipe and never changed."""
 
-import dataclasses
-import signal
-import time
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-import numpy as np
 
 from konkanivani.base.config import RunConfig
 from konkanivani.base.distributed import ALONE, Topology, gather
-from konkanivani.base.errors import Interrupted
-from konkanivani.checkpoint import Checkpoint, Stateful
-from konkanivani.checkpointer import Checkpointer
-from konkanivani.data.batching import deal, plan_evaluation
-from konkanivani.data.dataset import EvaluationSpeech
 from konkanivani.data.fingerprint import Fingerprint
-from konkanivani.data.loading import WindowStream, load_batches
-from konkanivani.data.rejections import Rejections
+from konkanivani.data.loading import WindowStream
 from konkanivani.data.text import Tokenizer
-from konkanivani.data.workers import LoaderConfig
 from konkanivani.decoding.decode import Decode
-from konkanivani.logbook import Logbook
 from konkanivani.memory.budget import BudgetWatch
 from konkanivani.memory.plan import MemoryPlan
-from konkanivani.sharding import is_sharded, whole_weights
-from konkanivani.training.evaluation import Evaluation, HeardShare, hear, join_shares
-from konkanivani.training.forward import ForwardPass
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, Stateful
+from konkanivani.training.checkpoint.checkpointer import Checkpointer
+from konkanivani.training.checkpoint.run_lock import RunLock
 from konkanivani.training.interruption import Interruption
-from konkanivani.training.progress import Progress
-from konkanivani.training.run_lock import RunLock
+from konkanivani.training.logs.logbook import Logbook
+from konkanivani.training.logs.progress import Progress
+from konkanivani.training.logs.utilisation import Utilisation
+from konkanivani.training.sharding import is_sharded
 from konkanivani.training.state import TrainState
 from konkanivani.training.step import StepParts
-from konkanivani.training.utilisation import Utilisation
-
-
-@dataclass(frozen=True)
-class EvaluationSet:
-    """Utterances to evaluate on, laid into batches; their texts are normalised."""
-
-    speech: EvaluationSpeech
-    plan: list[np.ndarray]
-    loader: LoaderConfig
-    rejections: Rejections
-    topology: Topology = ALONE
-
-    def within(self, batch_seconds: float) -> "EvaluationSet":
-        """The same set in batches of so much padded audio."""
-        return dataclasses.replace(self, plan=plan_evaluation(self.speech.utterances.durations, batch_seconds))
-
-    def evaluate(self, forward: ForwardPass, decode: Decode, check: Callable[[], None] = lambda: None) -> Evaluation:
-        """The model's losses and error rates over the set. `check` is called before each batch, and may raise.
-
-        Each rank hears its share of the batches, and has the result of them all.
-        """
-        started, interrupted, share = time.perf_counter(), None, None
-        try:
-            share = self._hear_share(forward, decode, check)
-        except Interrupted as error:
-            if self.topology.is_alone:
-                raise
-            interrupted = error
-        shares = gather(self.topology, share)
-        if None in shares:
-            raise interrupted or Interrupted("Another rank was stopped by a signal.", signal.SIGTERM)
-        for found in gather(self.topology, self.rejections.news()):
-            self.rejections.add(found)
-        return join_shares(shares, forward.loss, time.perf_counter() - started)
-
-    def _hear_share(self, forward: ForwardPass, decode: Decode, check: Callable[[], None]) -> HeardShare:
-        durations = self.speech.utterances.durations
-        costs = np.array([len(batch) * durations[batch].max() for batch in self.plan])
-        plan = [self.plan[number] for number in deal(costs, self.topology.world)[self.topology.rank]]
-        loaded = load_batches(self.speech, plan, self.loader, self.rejections, check)
-        with whole_weights(forward.model), closing(loaded) as batches:
-            return hear(forward, batches, self.speech.tokenizer, decode)
+from konkanivani.training.validation import EvaluationSet
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from konkanivani.base.errors import CheckpointError
 from konkanivani.data.batching import Cursor
-from konkanivani.training.learning import EpochLearning
+from konkanivani.training.logs.learning import EpochLearning
 
 # What older versions did not count.
 NOT_COUNTED = {"splits": 0, "epoch_steps": 0, "epoch_clipped": 0, "epoch_loss": 0.0, "first_loss": 0.0}

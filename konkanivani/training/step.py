@@ -22,10 +22,10 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.recovery import Cut, Outcome, RememberedSplits, run_or_end, run_or_split
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.losses import LossCounts, LossSums, joint_loss
-from konkanivani.optimizer import AdamW, learning_rate, set_learning_rate
-from konkanivani.sharding import is_sharded, plain
+from konkanivani.training.concurrent import in_lanes
 from konkanivani.training.forward import ForwardPass
-from konkanivani.training.lanes import in_lanes
+from konkanivani.training.optimizer import AdamW, learning_rate, set_learning_rate
+from konkanivani.training.sharding import is_sharded, plain
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from konkanivani import checkpoint
-from konkanivani.checkpointer import BEST, LAST, PREVIOUS
+from konkanivani.training.checkpoint import checkpoint
+from konkanivani.training.checkpoint.checkpointer import BEST, LAST, PREVIOUS
 
 PARTIAL = LAST + ".partial"
 HALF = "after half of the bytes"

@@ -27,13 +27,13 @@ from hypothesis.errors import Flaky
 from konkanivani.base.config import TrainConfig, settings_of
 from konkanivani.base.errors import DataError
 from konkanivani.base.flags import parse_flags
-from konkanivani.checkpointer import LAST
 from konkanivani.data import index
 from konkanivani.data.audio.files import AudioSource, read_header
 from konkanivani.data.audio.waveform import load_audio, stream_audio
 from konkanivani.data.manifest import read_manifest, read_recordings
 from konkanivani.recognizer import load_recognizer
 from konkanivani.start import resolve_start
+from konkanivani.training.checkpoint.checkpointer import LAST
 from tests.faults.strangers import Sound, configured, read_sound
 from tests.faults.watching import MOST_SECONDS, Verdict, watch
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Protocol
 
 from konkanivani.base.errors import CheckpointError
-from konkanivani.checkpoint import read_checkpoint
-from konkanivani.checkpointer import LAST, Checkpointer
 from konkanivani.data.workers import PR_SET_PDEATHSIG
+from konkanivani.training.checkpoint.checkpoint import read_checkpoint
+from konkanivani.training.checkpoint.checkpointer import LAST, Checkpointer
 from tests.conftest import ROOT, run_folders
 from tests.patience import PATIENCE
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from konkanivani.base.errors import CheckpointError
-from konkanivani.checkpoint import Checkpoint, read_checkpoint
-from konkanivani.checkpointer import LAST, PREVIOUS, Checkpointer
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.training.checkpoint.checkpointer import LAST, PREVIOUS, Checkpointer
 
 
 @dataclass(frozen=True)

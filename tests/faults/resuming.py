@@ -14,8 +14,8 @@ import numpy as np
 import soundfile
 import torch
 
-from konkanivani.checkpoint import Checkpoint, read_checkpoint
-from konkanivani.checkpointer import LAST
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.training.checkpoint.checkpointer import LAST
 from tests.conftest import (
     ROOT,
     TINY_MODEL,

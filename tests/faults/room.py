@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from konkanivani.base.errors import CheckpointError
-from konkanivani.checkpointer import LAST
+from konkanivani.training.checkpoint.checkpointer import LAST
 from tests.conftest import read_log
 from tests.faults.resuming import ResumeBench, Settings, last_checkpoint, run_differences
 from tests.faults.warm_trainer import Ended, Fault

@@ -124,7 +124,7 @@ class HangingCall:
     count that are made in it: a plan's trace makes some before.
     """
 
-    function: Literal["konkanivani.training.step.add_gradients", "konkanivani.training.evaluation.recognize"]
+    function: Literal["konkanivani.training.step.add_gradients", "konkanivani.training.validation.recognize"]
     calls: int
     is_rehearsed: bool = False
 

@@ -14,10 +14,10 @@ import torch
 import torch._dynamo  # it makes a folder of its own when it is first loaded, as a model's shape on `meta` does
 
 from konkanivani.averaging import NamedCheckpoint, average_checkpoints
-from konkanivani.checkpoint import read_checkpoint
 from konkanivani.recipe import build_run
 from konkanivani.recognizer import load_recognizer
 from konkanivani.start import resolve_start
+from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 
 ROOT_OF_ZIP = "archive"
 

@@ -17,14 +17,14 @@ from konkanivani import dry_run as dry
 from konkanivani.base.errors import CheckpointError, DataError, Interrupted, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.base.files import scratch_folder
 from konkanivani.base.signals import stopping_signals
-from konkanivani.checkpoint import Checkpoint
-from konkanivani.checkpointer import LAST, PREVIOUS
-from konkanivani.differences import differences, relative_difference
 from konkanivani.dry_run import check_equal, dry_run
 from konkanivani.recipe import build_run
 from konkanivani.start import resolve_start
+from konkanivani.training.checkpoint.checkpoint import Checkpoint
+from konkanivani.training.checkpoint.checkpointer import LAST, PREVIOUS
+from konkanivani.training.checkpoint.compare import differences, relative_difference
+from konkanivani.training.checkpoint.run_lock import RunLock
 from konkanivani.training.loop import train
-from konkanivani.training.run_lock import RunLock
 from tests.conftest import ROOT, TINY_MODEL, Corpus, read_log, run_folders, script_command
 from tests.patience import PATIENCE
 
@@ -264,7 +264,7 @@ def test_two_states_are_equal_only_to_the_last_bit():
 
 def test_negative_control_a_resume_that_forgets_something_is_found(corpus, tmp_path, monkeypatch):
     """The optimizer's moments are not loaded: weights are equal, the step after is not."""
-    from konkanivani.optimizer import OptimizerState
+    from konkanivani.training.optimizer import OptimizerState
 
     monkeypatch.setattr(OptimizerState, "load_state_dict", lambda self, state: None)
     with pytest.raises(CheckpointError, match="What was resumed is not what was saved: .*optimizer/"):

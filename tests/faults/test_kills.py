@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.checkpointer import LAST
+from konkanivani.training.checkpoint.checkpointer import LAST
 from tests.faults import killing
 from tests.faults.fuse import POINTS, WORSE_IN_A_ROW
 from tests.faults.killing import complaints_of, kill_at_points, kill_at_random, left_behind, what_differs

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani import checkpoint, checkpointer
 from konkanivani.base.errors import CheckpointError, ResourceError
-from konkanivani.checkpoint import Checkpoint, read_checkpoint
-from konkanivani.checkpointer import BEST, LAST, PREVIOUS, Checkpointer
+from konkanivani.training.checkpoint import checkpoint, checkpointer
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.training.checkpoint.checkpointer import BEST, LAST, PREVIOUS, Checkpointer
 from tests.faults.lying import flip, flips, refuses_where_all_are_bad, same, truncations, try_damages
 
 FLIPS = 60  # benchmarks/faults.py --parts files --full: 1,000
@@ -45,7 +45,7 @@ def test_every_bit_of_the_list_of_records_flipped_is_detected_or_harmless(tmp_pa
 
 
 def test_negative_control_without_the_sums_a_flipped_bit_is_read_wrongly(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("konkanivani.checkpoint_archive._check_sums", lambda archive: None)
+    monkeypatch.setattr("konkanivani.training.checkpoint.archive._check_sums", lambda archive: None)
     found = try_damages(folder, flips((folder / LAST).read_bytes(), FLIPS, seed=1), tmp_path / "work")
     assert any("read wrongly" in outcome for outcome in found), found
 

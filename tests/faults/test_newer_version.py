@@ -8,11 +8,11 @@ import torch
 
 from konkanivani.averaging import NamedCheckpoint, average_checkpoints
 from konkanivani.base.errors import CheckpointError
-from konkanivani.checkpoint import read_checkpoint
-from konkanivani.checkpointer import LAST
 from konkanivani.recipe import build_run
 from konkanivani.recognizer import load_recognizer
 from konkanivani.start import resolve_start
+from konkanivani.training.checkpoint.checkpoint import read_checkpoint
+from konkanivani.training.checkpoint.checkpointer import LAST
 
 
 def of_a_newer_format(record: dict) -> None:

@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 
-from konkanivani import checkpoint
 from konkanivani.base.errors import ResourceError
-from konkanivani.checkpoint import Checkpoint, read_checkpoint
-from konkanivani.checkpointer import LAST, PREVIOUS, Checkpointer
 from konkanivani.data.rejections import Rejection, Rejections
+from konkanivani.training.checkpoint import checkpoint
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.training.checkpoint.checkpointer import LAST, PREVIOUS, Checkpointer
 from tests.conftest import ROOT
 from tests.faults.resuming import ResumeBench
 from tests.faults.room import (

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from konkanivani.base.flags import config_from_text
-from konkanivani.checkpoint import read_checkpoint
+from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from tests.conftest import WORDS, Corpus, write_corpus
 from tests.faults.small_run import SMALL_MODEL
 from tests.faults.warm_trainer import PATIENCE, Ended, Fault, WarmTrainer

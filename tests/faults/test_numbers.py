@@ -7,11 +7,11 @@ import torch
 
 from konkanivani.base.errors import DataError, NumericsError, UsageError
 from konkanivani.base.flags import parse_flags
-from konkanivani.checkpoint import Checkpoint, read_checkpoint
-from konkanivani.checkpointer import LAST, PREVIOUS, Checkpointer
 from konkanivani.data.batch import Speech, check_tokens
-from konkanivani.logbook import Logbook, describe_skip
-from konkanivani.records import Resumed, SkipRecord
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.training.checkpoint.checkpointer import LAST, PREVIOUS, Checkpointer
+from konkanivani.training.logs.logbook import Logbook, describe_skip
+from konkanivani.training.logs.records import Resumed, SkipRecord
 from tests.conftest import read_log
 from tests.faults.unfinite import (
     BROKEN_RUNS,

@@ -23,14 +23,14 @@ from konkanivani.base.errors import (
     UsageError,
 )
 from konkanivani.base.flags import config_to_text
-from konkanivani.checkpoint import Checkpoint, read_checkpoint
-from konkanivani.checkpointer import Checkpointer
 from konkanivani.disk import check_disk, checkpoint_bytes, most_checkpoints
-from konkanivani.optimizer import OptimizerState
 from konkanivani.recipe import build_run
 from konkanivani.start import resolve_start
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.training.checkpoint.checkpointer import Checkpointer
+from konkanivani.training.checkpoint.run_lock import RunLock
 from konkanivani.training.loop import train
-from konkanivani.training.run_lock import RunLock
+from konkanivani.training.optimizer import OptimizerState
 from tests.conftest import TINY_MODEL, Corpus, run_folders, write_corpus
 
 QUICK = ("--num_workers", "0", "--batch_size", "4", "--gradient_accumulation_steps", "1")

@@ -12,10 +12,10 @@ import torch
 
 from konkanivani.base.errors import Interrupted
 from konkanivani.base.signals import held_signals
-from konkanivani.checkpointer import Checkpointer
 from konkanivani.recipe import build_run
 from konkanivani.start import resolve_start
-from konkanivani.training import evaluation
+from konkanivani.training import validation as evaluation
+from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from konkanivani.training.interruption import PATIENCE
 from konkanivani.training.loop import train
 from tests.conftest import ROOT, TINY_MODEL, read_log, run_folders
@@ -84,7 +84,7 @@ def test_a_signal_breaks_off_the_wait_for_workers_that_hang_and_kills_them(run):
     "trap",
     [
         HangingCall("konkanivani.training.step.add_gradients", 2),
-        HangingCall("konkanivani.training.evaluation.recognize", 1),
+        HangingCall("konkanivani.training.validation.recognize", 1),
     ],
     ids=["in a micro-batch", "in validation"],
 )

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.checkpoint import read_checkpoint
-from konkanivani.checkpointer import LAST
+from konkanivani.training.checkpoint.checkpoint import read_checkpoint
+from konkanivani.training.checkpoint.checkpointer import LAST
 from tests.conftest import ROOT, TRAINER, run_folders, script_command
 from tests.faults.small_run import SMALL_MODEL
 from tests.faults.test_error_texts import SCRIPTS

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from konkanivani.base.errors import CheckpointError
-from konkanivani.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from konkanivani.checkpointer import Checkpointer
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from tests.conftest import ROOT
 
 SAVES_FOREVER = """
 import sys, torch
-from konkanivani.checkpoint import Checkpoint
-from konkanivani.checkpointer import Checkpointer
+from konkanivani.training.checkpoint.checkpoint import Checkpoint
+from konkanivani.training.checkpoint.checkpointer import Checkpointer
 keeper = Checkpointer(sys.argv[1], keep=2)
 for step in range(1, 100_000):
     state = {"weight": torch.full((200_000,), float(step)), "step": step}
@@ -125,7 +125,7 @@ def test_a_signal_in_the_middle_of_a_write_is_no_full_disk(tmp_path, monkeypatch
         finally:
             raise RuntimeError("unexpected pos 64 vs 0")  # what torch's writer says on its way out
 
-    monkeypatch.setattr("konkanivani.checkpoint.torch.save", interrupted)
+    monkeypatch.setattr("konkanivani.training.checkpoint.checkpoint.torch.save", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write_checkpoint(tmp_path / "checkpoint_last.pt", checkpoint(1))
     assert list(tmp_path.iterdir()) == []

@@ -19,9 +19,9 @@ from konkanivani.data.utterance import Utterance
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.memory import recovery
 from konkanivani.model.kernels import long_ctc
-from konkanivani.optimizer import OptimizerState
-from konkanivani.training.evaluation import Evaluation, hear, join_shares
+from konkanivani.training.optimizer import OptimizerState
 from konkanivani.training.step import StepParts, StepReport, train_step
+from konkanivani.training.validation import Evaluation, hear, join_shares
 from tests.conftest import ROOT
 from tests.laws.failing import ERRORS, above, failing_backward, failing_forward, failing_pieces, once_at
 from tests.laws.parts import MODEL, double_parts, long_speeches, relative_difference, speeches, window, with_dropout

@@ -15,9 +15,9 @@ from konkanivani.base.config import DataConfig, LossConfig, MemoryConfig, ModelC
 from konkanivani.data.batch import Batch, Window, in_lanes_order
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.model.losses import LossCounts, LossSums
-from konkanivani.optimizer import OptimizerState
 from konkanivani.training import step
-from konkanivani.training.lanes import Turns, in_lanes
+from konkanivani.training.concurrent import Turns, in_lanes
+from konkanivani.training.optimizer import OptimizerState
 from konkanivani.training.step import StepParts, StepReport, train_step
 from tests.laws.failing import ERRORS, above, failing_forward
 from tests.laws.parts import MODEL, VOCAB_SIZE, double_parts, relative_difference, speeches, window, with_dropout

@@ -1,7 +1,7 @@
 """The newest checkpoint of a real run, cut short and with bits flipped; and what of a run's checkpoints is kept."""
 
 from benchmarks.measuring.faults.effort import Effort, FaultTable
-from konkanivani.checkpointer import LAST
+from konkanivani.training.checkpoint.checkpointer import LAST
 from tests.faults.lying import flips, refuses_where_all_are_bad, truncations, try_damages
 from tests.faults.small_run import train_small_run
 

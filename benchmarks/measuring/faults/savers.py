@@ -33,8 +33,8 @@ from speechbrain.utils.checkpoints import Checkpointer as SpeechBrainCheckpointe
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from konkanivani.checkpoint import Checkpoint, load_states
-from konkanivani.checkpointer import LAST, Checkpointer
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states
+from konkanivani.training.checkpoint.checkpointer import LAST, Checkpointer
 
 WIDTH, STEPS = 1256, 8  # 1.6 M parameters, twice as many numbers in the optimizer
 PATIENCE = 120.0
@@ -221,7 +221,7 @@ class HuggingFace:
 
 
 class Ours:
-    """konkanivani/checkpointer.py."""
+    """konkanivani/training/checkpoint/checkpointer.py."""
 
     name = "KonkaniVani"
 

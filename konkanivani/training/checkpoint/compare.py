@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from konkanivani.checkpoint import Checkpoint
+from konkanivani.training.checkpoint.checkpoint import Checkpoint
 
 
 def differences(one: Checkpoint, other: Checkpoint) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from konkanivani.base.errors import CheckpointError, ResourceError
-from konkanivani.checkpoint_archive import load_archive
+from konkanivani.training.checkpoint.archive import load_archive
 
 FORMAT = 2  # 1: the norm now at a block's beginning stood at its end
 DAMAGE = (None, errno.EINVAL, errno.EIO)  # what reading a file can end with that does not hold what it says

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from konkanivani.base.distributed import Topology, losing_ranks
-from konkanivani.checkpoint import Stateful
 from konkanivani.memory.plan import STATE_BYTES
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
+from konkanivani.training.checkpoint.checkpoint import Stateful
 
 
 def shard_model(model: KonkaniVaniASR, topology: Topology, device: torch.device) -> None:

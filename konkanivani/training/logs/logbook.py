@@ -12,9 +12,16 @@ from typing import Protocol
 
 from tqdm import tqdm
 
-from konkanivani.event_file import TensorBoardSink
-from konkanivani.json_log import LOG_NAME, JsonLinesSink
-from konkanivani.records import FROM_NOTHING, Record, Resumed, SettingsRecord, SkipRecord, ValidationRecord
+from konkanivani.training.logs.jsonl import LOG_NAME, JsonLinesSink
+from konkanivani.training.logs.records import (
+    FROM_NOTHING,
+    Record,
+    Resumed,
+    SettingsRecord,
+    SkipRecord,
+    ValidationRecord,
+)
+from konkanivani.training.logs.tensorboard import TensorBoardSink
 
 PAIRS_ON_CONSOLE = 5
 UTTERANCES_ON_CONSOLE = 8

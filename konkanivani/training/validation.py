@@ -1,19 +1,32 @@
 """Loss, WER and CER over a set of utterances, under `no_grad`."""
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from konkanivani.base.config import LossConfig
+from konkanivani.base.distributed import ALONE, Topology, gather
+from konkanivani.base.errors import Interrupted
 from konkanivani.data.batch import Batch
+from konkanivani.data.batching import deal, plan_evaluation
+from konkanivani.data.dataset import EvaluationSpeech
+from konkanivani.data.loading import load_batches
+from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import Tokenizer
 from konkanivani.data.utterance import Utterance
+from konkanivani.data.workers import LoaderConfig
 from konkanivani.decoding.ctc import blank_frames, likeliest_tokens
 from konkanivani.decoding.decode import Decode
 from konkanivani.evaluation.metrics import ErrorRates, error_rates
 from konkanivani.memory.recovery import Cut, RememberedSplits, run_or_split
 from konkanivani.training.forward import ForwardPass
+from konkanivani.training.sharding import whole_weights
 
 
 @dataclass(frozen=True)
@@ -129,3 +142,45 @@ def join_shares(shares: Sequence[HeardShare], loss: LossConfig, seconds: float) 
         scored=tuple(scored),
         seconds=seconds,
     )
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Utterances to evaluate on, laid into batches; their texts are normalised."""
+
+    speech: EvaluationSpeech
+    plan: list[np.ndarray]
+    loader: LoaderConfig
+    rejections: Rejections
+    topology: Topology = ALONE
+
+    def within(self, batch_seconds: float) -> "EvaluationSet":
+        """The same set in batches of so much padded audio."""
+        return dataclasses.replace(self, plan=plan_evaluation(self.speech.utterances.durations, batch_seconds))
+
+    def evaluate(self, forward: ForwardPass, decode: Decode, check: Callable[[], None] = lambda: None) -> Evaluation:
+        """The model's losses and error rates over the set. `check` is called before each batch, and may raise.
+
+        Each rank hears its share of the batches, and has the result of them all.
+        """
+        started, interrupted, share = time.perf_counter(), None, None
+        try:
+            share = self._hear_share(forward, decode, check)
+        except Interrupted as error:
+            if self.topology.is_alone:
+                raise
+            interrupted = error
+        shares = gather(self.topology, share)
+        if None in shares:
+            raise interrupted or Interrupted("Another rank was stopped by a signal.", signal.SIGTERM)
+        for found in gather(self.topology, self.rejections.news()):
+            self.rejections.add(found)
+        return join_shares(shares, forward.loss, time.perf_counter() - started)
+
+    def _hear_share(self, forward: ForwardPass, decode: Decode, check: Callable[[], None]) -> HeardShare:
+        durations = self.speech.utterances.durations
+        costs = np.array([len(batch) * durations[batch].max() for batch in self.plan])
+        plan = [self.plan[number] for number in deal(costs, self.topology.world)[self.topology.rank]]
+        loaded = load_batches(self.speech, plan, self.loader, self.rejections, check)
+        with whole_weights(forward.model), closing(loaded) as batches:
+            return hear(forward, batches, self.speech.tokenizer, decode)

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from konkanivani.base.files import append_whole, sync_file
-from konkanivani.records import FROM_NOTHING, Record, RehearsalRecord, Resumed, SkipRecord, StepRecord, ValidationRecord
+from konkanivani.training.logs.records import (
+    FROM_NOTHING,
+    Record,
+    RehearsalRecord,
+    Resumed,
+    SkipRecord,
+    StepRecord,
+    ValidationRecord,
+)
 
 LOG_NAME = "log.jsonl"
 

@@ -13,12 +13,12 @@ import numpy as np
 
 from konkanivani.base.console import count
 from konkanivani.base.distributed import ALONE, from_first
-from konkanivani.checkpoint import load_states, read_checkpoint, write_checkpoint
 from konkanivani.data.batch import Speech, Window, largest_batch
 from konkanivani.data.batching import cut_window, largest_size
 from konkanivani.data.dataset import TrainingSpeech
 from konkanivani.data.rejections import Rejection
 from konkanivani.data.text import Tokenizer
+from konkanivani.training.checkpoint.checkpoint import load_states, read_checkpoint, write_checkpoint
 from konkanivani.training.run import Run
 from konkanivani.training.step import train_step
 

@@ -11,8 +11,8 @@ import torch
 
 from konkanivani.base.console import say
 from konkanivani.base.errors import CheckpointError, NumericsError, ResourceError
-from konkanivani.checkpoint import Checkpoint, OtherVersionError, read_checkpoint, write_checkpoint
-from konkanivani.checkpoint_archive import is_whole
+from konkanivani.training.checkpoint.archive import is_whole
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, OtherVersionError, read_checkpoint, write_checkpoint
 
 LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
 EPOCH_NAME = re.compile(r"checkpoint_epoch_(\d+)\.pt")

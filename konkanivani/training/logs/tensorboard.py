@@ -16,8 +16,7 @@ from konkanivani.base.files import append_whole, sync_file
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.evaluation.word_alignment import Edit, align_words
 from konkanivani.memory.phases import VALIDATION
-from konkanivani.pictures import draw_utterance
-from konkanivani.records import (
+from konkanivani.training.logs.records import (
     CURVES,
     DRAWN_PHASES,
     HypothesisPair,
@@ -29,6 +28,7 @@ from konkanivani.records import (
     StepRecord,
     ValidationRecord,
 )
+from konkanivani.training.logs.spectrogram import draw_utterance
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event

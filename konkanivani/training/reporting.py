@@ -1,0 +1,118 @@
+"""What a run logs of each step and each validation."""
+
+import math
+
+import torch
+
+from konkanivani.base.distributed import gather
+from konkanivani.data.batch import Window
+from konkanivani.training.logs.learning import EpochLearning
+from konkanivani.training.logs.records import (
+    HypothesisPair,
+    SkipRecord,
+    SpectrogramRecord,
+    StepRecord,
+    ValidationRecord,
+)
+from konkanivani.training.run import Run
+from konkanivani.training.sharding import whole_weights
+from konkanivani.training.step import StepReport
+from konkanivani.training.validation import Evaluation
+
+
+def log_step(run: Run, window: Window, report: StepReport) -> None:
+    """Logs one consumed window; a skipped one has no step of its own and shows up in the next one's count too."""
+    seconds, monitor = run.progress.lap(), run.step.forward.monitor
+    run.progress.show(report, window.audio_seconds, seconds, monitor.overall_peak_mib())
+    run.watch.look(monitor.overall_peak_mib())
+    if report.is_skipped:
+        run.logbook.log(skip_record(run, window, report))
+        return
+    clearing = monitor.report_clearing()
+    record = StepRecord(
+        step=run.state.step,
+        epoch=run.state.epoch,
+        loss=report.loss,
+        ctc_loss=report.ctc_loss,
+        attention_loss=report.attention_loss,
+        learning_rate=report.learning_rate,
+        gradient_norm=report.gradient_norm,
+        scale=report.scale,
+        skipped_steps=run.state.skipped_steps,
+        skipped=False,
+        audio_seconds_per_second=window.audio_seconds / seconds,
+        padding_share=window.padding_share,
+        tokens=window.tokens,
+        utterances=window.utterances,
+        seconds=seconds,
+        waiting_seconds=run.progress.last_wait,
+        model_flops_utilisation=run.utilisation.model_flops_utilisation(window, seconds),
+        gpu_utilisation=run.utilisation.gpu_utilisation(),
+        splits=report.splits,
+        cache_clearings=clearing.count if clearing else None,
+        cache_clearing_seconds=clearing.seconds if clearing else None,
+        memory=monitor.report(),
+    )
+    run.logbook.log(record)
+
+
+def skip_record(run: Run, window: Window, report: StepReport) -> SkipRecord:
+    """What is known of a window whose loss or gradient is not finite."""
+    if not math.isfinite(report.loss):
+        reason = f"its loss is {report.loss}"
+    elif run.step.scaler.is_enabled():
+        reason = f"its gradient overflowed; the loss scale falls from {report.scale:g}, which is usual now and then"
+    else:
+        reason = f"its gradient's norm is {report.gradient_norm}"
+    return SkipRecord(
+        step=run.state.step,
+        epoch=run.state.epoch,
+        skipped_steps=run.state.skipped_steps,
+        consecutive_skips=run.state.consecutive_skips,
+        loss=report.loss,
+        ctc_loss=report.ctc_loss,
+        attention_loss=report.attention_loss,
+        gradient_norm=report.gradient_norm,
+        scale=report.scale,
+        reason=reason,
+        utterances=tuple(name for share in gather(run.topology, window.utterance_ids) for name in share),
+    )
+
+
+def log_validation(run: Run, evaluation: Evaluation, learning: EpochLearning) -> None:
+    """Logs the rates, five fixed utterances, and the first of them as a picture and as sound."""
+    shown = sorted(evaluation.scored, key=lambda scored: scored.utterance.id)[:5]
+    memory = [phase for phase in run.step.forward.monitor.report() if phase.phase == "validation"]
+    record = ValidationRecord(
+        step=run.state.step,
+        epoch=run.state.epoch,
+        loss=evaluation.loss,
+        ctc_loss=evaluation.ctc_loss,
+        attention_loss=evaluation.attention_loss,
+        wer=evaluation.rates.wer,
+        cer=evaluation.rates.cer,
+        blank_share=evaluation.blank_share,
+        clipped_share=learning.clipped_share,
+        utterances=len(evaluation.scored),
+        seconds=evaluation.seconds,
+        hypotheses=tuple(HypothesisPair(s.utterance.text, s.hypothesis, s.utterance.id) for s in shown),
+        memory=memory[0] if memory else None,
+        rank_peaks_mib=run.rank_peaks_mib(),
+    )
+    run.logbook.log(record)
+    log_spectrogram(run, shown[0].utterance.id)
+
+
+@torch.no_grad()
+def log_spectrogram(run: Run, utterance_id: str) -> None:
+    """Logs one validation utterance's sound, features and CTC posteriors."""
+    speech = run.validation.speech
+    index = next(i for i, utterance in enumerate(speech.utterances) if utterance.id == utterance_id)
+    waveform = speech[index].waveform
+    forward = run.step.forward
+    features, lengths = forward.front_end(waveform[None].to(forward.device), (len(waveform),), None)
+    forward.model.eval()
+    with whole_weights(forward.model), forward.autocast():
+        logits, _ = forward.model.ctc_logits(features, lengths)
+    posteriors = logits[0].float().softmax(dim=-1).cpu()
+    run.logbook.log(SpectrogramRecord(run.state.step, utterance_id, waveform, features[0].float().cpu(), posteriors))

@@ -1,0 +1,67 @@
+"""When a run saves: now and then, when something ends it, and in spite of a disk that is full for a while."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from konkanivani.base.console import say
+from konkanivani.base.distributed import agree
+from konkanivani.base.errors import DataError, Interrupted, ResourceError
+from konkanivani.training.run import Run
+
+MOST_FAILED_SAVES_IN_A_ROW = 3
+
+
+@contextmanager
+def steps_kept(saver: "PeriodicSaver") -> Iterator[None]:
+    """Audio that cannot be read, memory that runs out and signals cost none of the steps before: those are saved."""
+    try:
+        yield
+    except (DataError, ResourceError):
+        if not saver.run.is_sharded:  # else the others are needed, who have ended or wait for this rank elsewhere
+            saver.save(is_final=True)
+        raise
+    except Interrupted as error:
+        saver.save(is_final=True)
+        agree(saver.run.topology, 0)  # no rank ends before the first one has saved: torchrun would then end that too
+        step, number = saver.run.state.step, error.exit_code - 128
+        raise Interrupted(f"Stopped by a signal at step {step}; --resume auto goes on from there.", number) from None
+
+
+class PeriodicSaver:
+    """Saves when the steps or minutes asked for have passed, and lives through a disk that is full for a while."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._saved_at = time.monotonic()
+        self._failures = 0
+
+    def save_if_due(self) -> None:
+        """Saves checkpoint_last.pt when --save_steps or --save_minutes have passed."""
+        config, state = self.run.config, self.run.state
+        by_steps = config.save_steps and state.step % config.save_steps == 0
+        by_time = config.save_minutes and time.monotonic() - self._saved_at >= 60 * config.save_minutes
+        is_due = bool(by_steps or by_time)
+        if self.run.is_sharded:  # all ranks save, so no clock may differ
+            is_due = bool(agree(self.run.topology, is_due))
+        # The end of an epoch is saved after its validation.
+        if is_due and not state.has_epoch_to_finish:
+            self.save()
+
+    def save(self, epoch: int | None = None, is_best: bool = False, is_final: bool = False) -> None:
+        """Saves now, the first rank for all; a failure is a warning, three in a row or the final save's an error."""
+        self._saved_at = time.monotonic()
+        checkpoint = self.run.checkpoint() if self.run.topology.is_first or self.run.is_sharded else None
+        if not self.run.topology.is_first:
+            return
+        self.run.logbook.flush()
+        try:
+            self.run.checkpointer.save(checkpoint, epoch, is_best)
+            self._failures = 0
+        except ResourceError as error:
+            self._failures += 1
+            if is_final or self._failures >= MOST_FAILED_SAVES_IN_A_ROW:
+                raise
+            say(f"{error} Training goes on; the checkpoint before stays, the next save tries again.")
+        finally:
+            self.run.step.forward.monitor.end_phase("save")
