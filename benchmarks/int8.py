@@ -42,7 +42,7 @@ def measure(flags: Flags) -> str:
     if not Path(flags.onnx).is_file():
         raise DataError(f"There is no ONNX file at {flags.onnx}. Write one with export_asr.py --onnx.")
     manifest = read_manifest(flags.manifest)
-    from konkanivani.onnx_export import require_onnx
+    from konkanivani.inference.onnx_export import require_onnx
 
     require_onnx()
     from benchmarks.measuring.eight_bits import measure_ways

@@ -51,7 +51,7 @@ def measure(flags: Flags) -> str:
         raise UsageError("--minutes must be above 0 and at most 600, --gap from 0 to 60.")
     from benchmarks.measuring.long_recording import transcribe, utterances_for, write_long_file
     from konkanivani.evaluation.metrics import error_rates
-    from konkanivani.recognizer import build_recognizer
+    from konkanivani.inference.recognizer import build_recognizer
 
     if flags.file is not None:
         recognizer = build_recognizer(flags.checkpoint, flags.decoding, "cpu")

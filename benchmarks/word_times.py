@@ -43,7 +43,7 @@ def compare(flags: Flags) -> str:
     if flags.utterances < 1:
         raise UsageError("--utterances must be at least 1.")
     from benchmarks.measuring.spoken_words import measure
-    from konkanivani.recognizer import build_recognizer
+    from konkanivani.inference.recognizer import build_recognizer
 
     found = measure(build_recognizer(flags.checkpoint, flags.decoding, "cpu"), flags.manifest, flags.utterances)
     if flags.json:

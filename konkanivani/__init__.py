@@ -10,7 +10,7 @@ Nothing is imported before it is asked for (PEP 562): `--help` and usage errors 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from konkanivani.recognizer import load_recognizer
+    from konkanivani.inference.recognizer import load_recognizer
 
 __all__ = ["load_recognizer"]
 
@@ -18,6 +18,6 @@ __all__ = ["load_recognizer"]
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from konkanivani.recognizer import load_recognizer
+    from konkanivani.inference.recognizer import load_recognizer
 
     return load_recognizer

@@ -7,7 +7,11 @@ import math
 import pytest
 import torch
 
-from konkanivani.alignment import (
+from konkanivani.base.lengths import HOP_SAMPLES, SAMPLE_RATE, encoded_length, encoder_frame_seconds
+from konkanivani.data.text import Tokenizer, train_tokenizer
+from konkanivani.inference.segmentation import Piece
+from konkanivani.inference.transcript import Word
+from konkanivani.inference.word_times import (
     AFTER_LAST_LETTER,
     FIRST_LETTER_LAG,
     LONGEST_LAG,
@@ -17,11 +21,7 @@ from konkanivani.alignment import (
     timed_words,
     words_of,
 )
-from konkanivani.base.lengths import HOP_SAMPLES, SAMPLE_RATE, encoded_length, encoder_frame_seconds
-from konkanivani.data.text import Tokenizer, train_tokenizer
 from konkanivani.model.subsampling import Subsampling
-from konkanivani.pieces import Piece
-from konkanivani.transcript import Word
 
 TEXTS = ["एक दोन तीन", "चार पांच", "उदक घर शाळा", "बाजार आवय", "एक घर"]
 

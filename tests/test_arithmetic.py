@@ -7,12 +7,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measuring.fixed_step import build_speech, build_window, take_features_as_given
-from konkanivani.assembly import build_step_parts
 from konkanivani.base.config import DataConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.base.lengths import feature_length
 from konkanivani.model.flops import forward_layers, step_flop
 from konkanivani.model.front_end import MEL_BINS
 from konkanivani.model.subsampling import Subsampling
+from konkanivani.recipe.step_parts import build_step_parts
 from konkanivani.training.logs.utilisation import Utilisation
 from konkanivani.training.step import train_step
 from tests.laws.parts import speeches, window

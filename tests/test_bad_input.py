@@ -19,8 +19,8 @@ from konkanivani.base.flags import parse_flags
 from konkanivani.data.checking import Limits, reason_to_reject
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.utterance import Utterance
-from konkanivani.recipe import build_run
-from konkanivani.start import resolve_start
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.start import resolve_start
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST, Checkpointer
 from konkanivani.training.loop import train

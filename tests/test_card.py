@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from konkanivani import preflight, recipe
+from konkanivani.memory import gpu
 from konkanivani.memory.gpu import GIB, Card, CardProcess, read_card
-from konkanivani.start import resolve_start
+from konkanivani.recipe import build as recipe
+from konkanivani.recipe.start import resolve_start
 from tests.conftest import TINY_MODEL, Corpus, run_folders
 
 UUID, ADDRESS = "5b2f6a1c-0000-1111-2222-333344445555", "00000000:01:00.0"
@@ -175,19 +176,19 @@ def card_of_torch(monkeypatch):
 
 @pytest.mark.parametrize("prefix", ["GPU-", "another card's"])
 def test_a_run_says_it_at_its_start_on_a_card(card_of_torch, capsys, prefix):
-    card = preflight.announce_card(torch.device("cuda"), Driver(compute=((7, GIB),), used=GIB, prefix=prefix))
+    card = gpu.announce_card(torch.device("cuda"), Driver(compute=((7, GIB),), used=GIB, prefix=prefix))
     assert card.free == 3 * GIB
     assert capsys.readouterr().out == card.sentences() + "\n" and "Process 7" in card.sentences()
 
 
 def test_without_nvml_the_free_bytes_are_pytorchs(card_of_torch, capsys):
-    card = preflight.announce_card(torch.device("cuda"), Driver(broken=("nvmlInit",)))
+    card = gpu.announce_card(torch.device("cuda"), Driver(broken=("nvmlInit",)))
     assert (card.free, card.processes) == (3 * GIB, ())
     assert capsys.readouterr().out == "GTX: 3.00 of 4.00 GiB free.\n"
 
 
 def test_a_cpu_has_no_card(capsys):
-    assert preflight.announce_card(torch.device("cpu")) is None and capsys.readouterr().out == ""
+    assert gpu.announce_card(torch.device("cpu")) is None and capsys.readouterr().out == ""
 
 
 def test_every_run_begins_with_it(corpus: Corpus, tmp_path, monkeypatch):
@@ -201,6 +202,6 @@ def test_the_context_is_what_this_process_holds_beside_its_tensors(card_of_torch
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB // 4)
     here = torch.device("cpu")  # where the product is made; the card is played
-    assert preflight.measure_context(here, Driver(compute=((os.getpid(), GIB),))) == GIB - GIB // 4
-    assert preflight.measure_context(here, Driver(compute=((os.getpid() + 1, GIB),))) is None
-    assert preflight.measure_context(here, Driver(broken=("nvmlInit",))) is None
+    assert gpu.measure_context(here, Driver(compute=((os.getpid(), GIB),))) == GIB - GIB // 4
+    assert gpu.measure_context(here, Driver(compute=((os.getpid() + 1, GIB),))) is None
+    assert gpu.measure_context(here, Driver(broken=("nvmlInit",))) is None

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from konkanivani.assembly import build_front_end, build_step_parts
 from konkanivani.base.config import DataConfig, ModelConfig, TrainConfig
 from konkanivani.base.lengths import CHUNK_FRAMES
 from konkanivani.base.randomness import seed_step
@@ -17,7 +16,8 @@ from konkanivani.memory.devices import cpu_costs
 from konkanivani.memory.tracer import Load, StepTracer, TracedStep
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.model.losses import LossCounts
-from konkanivani.run_plan import build_tracer
+from konkanivani.recipe.plan import build_tracer
+from konkanivani.recipe.step_parts import build_front_end, build_step_parts
 from konkanivani.training.step import StepParts, add_gradients, train_step
 from konkanivani.training.validation import recognize
 from tests.laws.parts import MODEL, double_parts, measured_peak, relative_difference, speeches, window, with_dropout

@@ -32,7 +32,7 @@ from konkanivani.memory.devices import cuda_costs
 from konkanivani.memory.oom_history import forget_sizes, read_sizes, write_sizes
 from konkanivani.memory.plan import STATE_BYTES
 from konkanivani.memory.recovery import Cut, DidNotFit, Outcome, RememberedSplits, run_or_end, run_or_split
-from konkanivani.run_plan import Ranks, costs_among, ranks_of, traffic_bytes
+from konkanivani.recipe.plan import Ranks, costs_among, ranks_of, traffic_bytes
 from konkanivani.training.interruption import Interruption
 from konkanivani.training.logs.logbook import Logbook
 from tests.laws.parts import speeches, window

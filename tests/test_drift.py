@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from benchmarks.measuring.many_steps import Moment, RandomWindows, follow_steps, summarize
-from konkanivani.assembly import build_front_end, build_step_parts
 from konkanivani.base.config import ModelConfig, TrainConfig
 from konkanivani.data.batch import Window
+from konkanivani.recipe.step_parts import build_front_end, build_step_parts
 from konkanivani.training.step import StepParts, StepReport
 from tests.conftest import run_script
 

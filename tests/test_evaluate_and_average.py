@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.averaging import NamedCheckpoint, average_checkpoints, newest_epochs
 from konkanivani.base.errors import CheckpointError
+from konkanivani.inference.averaging import NamedCheckpoint, average_checkpoints, newest_epochs
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from tests.conftest import TINY_MODEL, Corpus, run_folders, run_script, run_trainer

@@ -19,21 +19,21 @@ import soundfile
 import torch
 
 from benchmarks.measuring.eight_bits import WAYS, Way, measure_ways
-from konkanivani import bundle, onnx_export
 from konkanivani.base.config import AugmentConfig, ModelConfig, TrainConfig
 from konkanivani.base.errors import CheckpointError, NumericsError, ResourceError
 from konkanivani.base.files import whole_file
 from konkanivani.base.flags import config_to_text
 from konkanivani.base.lengths import feature_length, feature_lengths, subsampled_length, subsampled_lengths
-from konkanivani.bundle import Contents, bundle_bytes, is_bundle, read_bundle
 from konkanivani.data.text import Tokenizer, train_tokenizer
-from konkanivani.export import TOLERANCE, check_bundle, check_onnx, check_signal, hear_with
+from konkanivani.inference import bundle, onnx_export
+from konkanivani.inference.bundle import Contents, bundle_bytes, is_bundle, read_bundle
+from konkanivani.inference.onnx_export import quantized, require_onnx, token_texts
+from konkanivani.inference.onnx_graph import MatrixLogMel, RecognitionGraph
+from konkanivani.inference.onnx_model import OnnxModel, read_onnx
+from konkanivani.inference.speech_model import SpeechModel
+from konkanivani.inference.verify import TOLERANCE, check_bundle, check_onnx, check_signal, hear_with
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.front_end import FEATURES, MEL_BINS, FrontEnd, LogMel
-from konkanivani.onnx_export import quantized, require_onnx, token_texts
-from konkanivani.onnx_graph import MatrixLogMel, RecognitionGraph
-from konkanivani.onnx_model import OnnxModel, read_onnx
-from konkanivani.speech_model import SpeechModel
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, write_checkpoint
 from tests.conftest import ROOT, WORDS, Corpus, run_script, speak
 from tests.patience import PATIENCE
@@ -307,7 +307,7 @@ HEARING = """
 import sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from konkanivani.bundle import read_bundle
+from konkanivani.inference.bundle import read_bundle
 from konkanivani.decoding.ctc import greedy_ctc
 speech_model = read_bundle(Path(sys.argv[2]), torch.device("cpu"))
 encoded = speech_model.encode(torch.randn(1, 16000), (16000,))

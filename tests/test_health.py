@@ -17,11 +17,12 @@ import torch
 
 from konkanivani.base.amount import settled
 from konkanivani.base.config import DataConfig, TextConfig, TrainConfig
+from konkanivani.base.console import show_text
 from konkanivani.base.errors import DataError
 from konkanivani.data.audio.files import AudioSource, read_samples
 from konkanivani.data.batch import Speech
 from konkanivani.data.batching import EpochPlanner, cut_window, padded_seconds, same_size
-from konkanivani.data.health.characters import CharacterCount, show_text
+from konkanivani.data.health.characters import CharacterCount
 from konkanivani.data.health.findings import Diagnosis
 from konkanivani.data.health.health import Part, Question, fetch, judge_corpus, robust_scores, spread
 from konkanivani.data.health.histogram import Histogram, build_histogram, round_step
@@ -44,7 +45,7 @@ from konkanivani.evaluation.reports.health_page import draw_page
 from konkanivani.evaluation.reports.health_report import build_tokenizer, diagnose
 from konkanivani.evaluation.reports.health_text import health_lines, sparkline
 from konkanivani.evaluation.reports.html import check_page_path, write_page
-from konkanivani.run_speech import build_training_speech
+from konkanivani.recipe.speech import build_training_speech
 from tests.conftest import run_script
 from tests.page_parts import PageParts
 

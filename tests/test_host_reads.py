@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measuring.fixed_step import build_speech, build_window, take_features_as_given
-from konkanivani.assembly import build_step_parts
 from konkanivani.base.config import MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.recipe.step_parts import build_step_parts
 from konkanivani.training.step import StepParts, train_step
 
 VOCABULARY = 1000

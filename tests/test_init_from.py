@@ -13,9 +13,9 @@ from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.attention import RotaryPositions
 from konkanivani.model.transfer import Takeover, take_over
-from konkanivani.recipe import build_run
-from konkanivani.start import resolve_start
-from konkanivani.trained_model import evaluate_manifest, load_trained_model
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.start import resolve_start
+from konkanivani.recipe.trained_model import evaluate_manifest, load_trained_model
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import finish_epoch, train

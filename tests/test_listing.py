@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from konkanivani.base.files import visible_files
-from konkanivani.transcribe import find_recordings
+from konkanivani.inference.transcribe import find_recordings
 from tests.test_formats import MINIATURES, add_member, sentence, sound_bytes, write_sentence
 from tests.test_prepare_data import prepare, rejected
 

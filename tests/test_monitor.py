@@ -16,7 +16,7 @@ from konkanivani.base.units import MIB
 from konkanivani.memory import monitor as monitor_module
 from konkanivani.memory.monitor import CacheClearing, MemoryMonitor, PlannedPeak, reset_peak_resident
 from konkanivani.memory.monitor import peak_resident_mib as system_peak_mib
-from konkanivani.reporting import allocator_retries, memory_table, summary_line
+from konkanivani.recipe.train import allocator_retries, memory_table, summary_line
 from konkanivani.training.state import TrainState
 from tests.conftest import ROOT, TINY_MODEL, Corpus, read_log, run_folders, run_trainer
 

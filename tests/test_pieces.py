@@ -13,7 +13,7 @@ from konkanivani.base.errors import DataError
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.data.audio.files import AudioSource, UnusableAudio
 from konkanivani.data.audio.waveform import load_audio, resample_blocks, stream_audio, stream_samples
-from konkanivani.pieces import Piece, cut_into_pieces, cutting_of
+from konkanivani.inference.segmentation import Piece, cut_into_pieces, cutting_of
 
 
 def noise(seconds: float, level: float = 0.1, seed: int = 0, rate: int = SAMPLE_RATE) -> torch.Tensor:

@@ -17,8 +17,8 @@ from konkanivani.memory.known_gpus import KNOWN_GPUS, find_gpu
 from konkanivani.memory.planner import ALWAYS, NEVER, Planner, plan_bucket
 from konkanivani.memory.tracer import Load, StepTracer
 from konkanivani.memory.traces import Traces
-from konkanivani.plan_report import plan_for, plan_presets
-from konkanivani.run_plan import build_tracer, check_state
+from konkanivani.recipe.plan import build_tracer, check_state
+from konkanivani.recipe.plan_report import plan_for, plan_presets
 from tests.conftest import TINY_MODEL, run_script
 from tests.patience import PATIENCE
 

@@ -11,8 +11,8 @@ from konkanivani.base.errors import CheckpointError, ResourceError
 from konkanivani.base.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
 from konkanivani.data.batch import Batch, split_batch
 from konkanivani.memory.recovery import Cut, RememberedSplits
-from konkanivani.recipe import build_run
-from konkanivani.start import resolve_start
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.start import resolve_start
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train

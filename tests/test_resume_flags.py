@@ -12,8 +12,8 @@ import torch
 from konkanivani.base.config import PRESETS, TrainConfig, settings_of, with_setting
 from konkanivani.base.errors import CheckpointError, DataError
 from konkanivani.base.flags import config_from_text, config_to_text, contradictions, parse_flags
-from konkanivani.recipe import build_run
-from konkanivani.start import resolve_start
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.start import resolve_start
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states, read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from konkanivani import run_plan
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.errors import CheckpointError, ResourceError, UsageError
 from konkanivani.base.flags import parse_flags
@@ -17,9 +16,10 @@ from konkanivani.data.batch import Speech
 from konkanivani.data.batching import SizeLimit, cut_window
 from konkanivani.memory.budget import BudgetWatch, available_bytes
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
-from konkanivani.recipe import build_run
-from konkanivani.run_plan import bucket_edges
-from konkanivani.start import resolve_start
+from konkanivani.recipe import plan as run_plan
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.plan import bucket_edges
+from konkanivani.recipe.start import resolve_start
 from konkanivani.training import rehearsal
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST

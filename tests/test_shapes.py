@@ -10,7 +10,7 @@ from konkanivani.memory.devices import cpu_costs, cuda_costs
 from konkanivani.memory.planner import ALWAYS, NEVER
 from konkanivani.memory.shapes import Shape, Shapes
 from konkanivani.memory.tracer import Load, Peak
-from konkanivani.run_plan import build_tracer
+from konkanivani.recipe.plan import build_tracer
 
 MODEL = ModelConfig(d_model=32, encoder_layers=2, decoder_layers=2, attention_heads=2, subsampling_channels=8)
 LOADS = Load(1, 20.0, 90), Load(3, 4.0, 20), Load(1, 61.0, 240)  # the last is in chunks

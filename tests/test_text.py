@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from konkanivani.base.errors import DataError, UsageError
 from konkanivani.data.text import DIGIT_WORDS, Tokenizer, normalize_text, train_tokenizer
-from konkanivani.recipe import build_run
-from konkanivani.start import resolve_start
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.start import resolve_start
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train

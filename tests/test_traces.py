@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani import run_plan
 from konkanivani.base.amount import settled
 from konkanivani.base.config import ModelConfig, TrainConfig
 from konkanivani.base.units import MIB
@@ -15,9 +14,10 @@ from konkanivani.memory.plan import MemoryPlan
 from konkanivani.memory.planner import ALWAYS, NEVER
 from konkanivani.memory.tracer import Load, Peak
 from konkanivani.memory.traces import Traces
-from konkanivani.plan_report import Question, _answer, _validation_peak
-from konkanivani.recipe import build_run
-from konkanivani.start import resolve_start
+from konkanivani.recipe import plan as run_plan
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.plan_report import Question, _answer, _validation_peak
+from konkanivani.recipe.start import resolve_start
 from tests.conftest import TINY_MODEL, Corpus, run_folders
 
 BLOCKS = 4

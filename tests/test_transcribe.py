@@ -18,20 +18,20 @@ import soundfile
 import torch
 
 from konkanivani.base.errors import CheckpointError, DataError, UsageError
-from konkanivani.bundle import bundle_bytes
 from konkanivani.data.audio import standard_input
 from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.waveform import load_audio
 from konkanivani.evaluation.metrics import error_rates
-from konkanivani.pieces import cutting_of
-from konkanivani.recipe import build_run
-from konkanivani.recognizer import Recognizer, load_recognizer
-from konkanivani.start import resolve_start
+from konkanivani.inference.bundle import bundle_bytes
+from konkanivani.inference.recognizer import Recognizer, load_recognizer
+from konkanivani.inference.segmentation import cutting_of
+from konkanivani.inference.subtitles import cues_of, srt_time, text_of
+from konkanivani.inference.transcribe import Recording, find_recordings, output_paths
+from konkanivani.inference.transcript import Segment, Word
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.start import resolve_start
 from konkanivani.training.checkpoint.checkpointer import BEST
 from konkanivani.training.loop import train
-from konkanivani.transcribe import Recording, find_recordings, output_paths
-from konkanivani.transcript import Segment, Word
-from konkanivani.transcript_text import cues_of, srt_time, text_of
 from tests.conftest import ROOT, TINY_MODEL, run_folders, run_script, script_command, speak, write_corpus
 from tests.patience import PATIENCE
 
@@ -131,7 +131,7 @@ def test_speech_without_pause_is_joined_from_overlapping_pieces(trained):
 def test_batches_are_heard_as_pieces_alone(trained, monkeypatch):
     recording = with_pauses(utterances())
     together = trained.recognizer.transcribe(recording)
-    monkeypatch.setattr("konkanivani.recognizer.BATCH_SECONDS", 0.0)
+    monkeypatch.setattr("konkanivani.inference.recognizer.BATCH_SECONDS", 0.0)
     alone = trained.recognizer.transcribe(recording)
     assert [(w.text, w.start, w.end) for w in together.words] == [(w.text, w.start, w.end) for w in alone.words]
     for one, other in zip(together.words, alone.words, strict=True):

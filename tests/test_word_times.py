@@ -14,7 +14,7 @@ from konkanivani.data.synthetic.builtin_corpus import CorpusSize, plan_corpus
 from konkanivani.data.synthetic.speech_synthesis import SpeakingStyle, SpeechSynthesizer, SpokenWord, SpokenWords
 from konkanivani.data.synthetic.spoken_sentences import SpokenSentence, spoken_waveform
 from konkanivani.data.utterance import Utterance
-from konkanivani.transcript import Word
+from konkanivani.inference.transcript import Word
 from tests.conftest import run_script
 
 

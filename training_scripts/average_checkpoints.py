@@ -24,7 +24,7 @@ from konkanivani.base.console import count
 from konkanivani.base.errors import ResourceError, UsageError
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
-    from konkanivani.averaging import NamedCheckpoint
+    from konkanivani.inference.averaging import NamedCheckpoint
 
 AVERAGED = "checkpoint_averaged.pt"
 
@@ -54,7 +54,7 @@ def check_flags(flags: Flags) -> None:
 def average(flags: Flags) -> str:
     """Writes the averaged checkpoint beside its place and renames it; returns a sentence about it."""
     check_flags(flags)
-    from konkanivani.averaging import average_checkpoints, is_name_of_a_run, newest_epochs
+    from konkanivani.inference.averaging import average_checkpoints, is_name_of_a_run, newest_epochs
     from konkanivani.training.checkpoint.checkpoint import write_checkpoint
 
     paths = [Path(path) for path in flags.checkpoints]
@@ -77,7 +77,7 @@ def average(flags: Flags) -> str:
 
 def read_each(paths: list[Path]) -> Iterator["NamedCheckpoint"]:
     """The checkpoints, each read when its turn comes, so that one at a time takes memory."""
-    from konkanivani.averaging import NamedCheckpoint
+    from konkanivani.inference.averaging import NamedCheckpoint
     from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 
     for path in paths:

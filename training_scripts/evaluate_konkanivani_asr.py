@@ -84,7 +84,7 @@ def score(flags: Flags) -> str:
         check_flags(flags)
     if flags.checkpoint is None:
         return report_on(flags, read(flags))
-    from konkanivani.preflight import run_in_ranks
+    from konkanivani.recipe.ranks import run_in_ranks
 
     def hear_and_report(topology: "Topology") -> str:
         heard = hear(flags, topology)
@@ -114,7 +114,7 @@ def hear(flags: Flags, topology: "Topology") -> Heard:
     """What the checkpoint hears in the manifest, as in training's final scoring; each rank hears its share."""
     manifest = read_manifest(flags.manifest, flags.audio_roots)
     from konkanivani.base.device import choose_device
-    from konkanivani.trained_model import hear_manifest, load_trained_model
+    from konkanivani.recipe.trained_model import hear_manifest, load_trained_model
 
     trained = load_trained_model(flags.checkpoint, choose_device(flags.device), topology)
     check_output(flags.output_path)

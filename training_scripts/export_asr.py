@@ -23,8 +23,8 @@ from konkanivani.base.units import parse_share
 from konkanivani.data.manifest import read_manifest
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
-    from konkanivani.export import Comparison, Exported
-    from konkanivani.speech_model import SpeechModel
+    from konkanivani.inference.speech_model import SpeechModel
+    from konkanivani.inference.verify import Comparison, Exported
     from konkanivani.training.checkpoint.checkpoint import Checkpoint
 
 
@@ -70,9 +70,9 @@ def export(flags: Flags) -> str:
         read_manifest(flags.manifest, flags.audio_roots)
     import torch
 
-    from konkanivani.export import Exported, hear_with
-    from konkanivani.onnx_export import require_onnx
-    from konkanivani.speech_model import check_finite, speech_model_of
+    from konkanivani.inference.onnx_export import require_onnx
+    from konkanivani.inference.speech_model import check_finite, speech_model_of
+    from konkanivani.inference.verify import Exported, hear_with
     from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 
     if flags.onnx is not None or flags.int8 is not None:
@@ -93,8 +93,8 @@ def export(flags: Flags) -> str:
 def export_bundle(path: Path, speech_model: "SpeechModel") -> "Exported":
     """The bundle, written, read again and checked."""
     from konkanivani.base.files import whole_file
-    from konkanivani.bundle import bundle_bytes, read_bundle
-    from konkanivani.export import Exported, check_bundle, hear_with
+    from konkanivani.inference.bundle import bundle_bytes, read_bundle
+    from konkanivani.inference.verify import Exported, check_bundle, hear_with
 
     with whole_file(path) as partial:
         partial.write_bytes(bundle_bytes(speech_model))
@@ -107,9 +107,9 @@ def export_bundle(path: Path, speech_model: "SpeechModel") -> "Exported":
 def export_onnx(flags: Flags, speech_model: "SpeechModel") -> list["Exported"]:
     """The ONNX files asked for, written, read again and checked."""
     from konkanivani.base.files import whole_file
-    from konkanivani.export import TOLERANCE, Exported, check_onnx
-    from konkanivani.onnx_export import build_onnx, quantized
-    from konkanivani.onnx_model import read_onnx
+    from konkanivani.inference.onnx_export import build_onnx, quantized
+    from konkanivani.inference.onnx_model import read_onnx
+    from konkanivani.inference.verify import TOLERANCE, Exported, check_onnx
 
     print("Tracing the model for ONNX, which takes up to a minute.", flush=True)
     model = build_onnx(speech_model)
@@ -129,8 +129,8 @@ def score(flags: Flags, checkpoint: "Checkpoint", speech_model: "SpeechModel", f
     """The table of the forms' scores on the manifest."""
     from konkanivani.base.flags import config_from_text
     from konkanivani.data.rejections import Rejections
-    from konkanivani.export import compare
-    from konkanivani.run_speech import build_evaluation_set
+    from konkanivani.inference.verify import compare
+    from konkanivani.recipe.speech import build_evaluation_set
 
     config = config_from_text(checkpoint.config)
     config = replace(config, data=replace(config.data, audio_roots=flags.audio_roots))

@@ -66,8 +66,8 @@ def plan(flags: Flags) -> str:
         raise UsageError(f"--device cpu contradicts --gpu {flags.gpu}: give one of them.")
     size = parse_budget(budget) if budget else gpu.memory if gpu else 0
     print(f"Tracing steps of training without data: {HOW_LONG}.", file=sys.stderr, flush=True)
-    from konkanivani.plan_report import plan_for, plan_presets
-    from konkanivani.run_plan import ranks_of
+    from konkanivani.recipe.plan import ranks_of
+    from konkanivani.recipe.plan_report import plan_for, plan_presets
 
     costs = cpu_costs()
     if gpu or flags.train.run.device == "cuda":

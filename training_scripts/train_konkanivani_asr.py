@@ -27,11 +27,11 @@ def main(arguments: list[str]) -> str:
     with told_once_a_machine():
         asked = parse_flags(arguments)  # usage errors do not wait for torch
     if asked.run.dry_run:
-        from konkanivani.dry_run import dry_run
+        from konkanivani.recipe.dry_run import dry_run
 
         with told_once_a_machine():
             return dry_run(arguments)
-    from konkanivani.reporting import train_and_report
+    from konkanivani.recipe.train import train_and_report
 
     return train_and_report(arguments)
 

@@ -130,7 +130,7 @@ def train(flags: Flags) -> str:
     from konkanivani.base.flags import config_from_text
     from konkanivani.decoding.arpa import write_arpa
     from konkanivani.decoding.ngram import estimate_ngrams
-    from konkanivani.speech_model import tokenizer_of
+    from konkanivani.inference.speech_model import tokenizer_of
     from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 
     checkpoint = read_checkpoint(flags.checkpoint)

@@ -56,7 +56,7 @@ def transcribe(flags: Flags) -> str:
     """Prints or writes the transcripts as they come; a sentence about the files written, if any."""
     with told_once_a_machine():
         check_flags(flags)
-    from konkanivani.preflight import run_in_ranks
+    from konkanivani.recipe.ranks import run_in_ranks
 
     return run_in_ranks(lambda topology: transcribe_share(flags, topology))
 
@@ -73,9 +73,9 @@ def transcribe_share(flags: Flags, topology: "Topology") -> str:
 
 def transcribe_files(flags: Flags, topology: "Topology", spooled: Path | None) -> str:
     """The same, what comes on standard input being in the file `spooled`."""
-    from konkanivani.recognizer import build_recognizer
-    from konkanivani.trained_model import best_checkpoint
-    from konkanivani.transcribe import Transcription, find_recordings
+    from konkanivani.inference.recognizer import build_recognizer
+    from konkanivani.inference.transcribe import Transcription, find_recordings
+    from konkanivani.recipe.trained_model import best_checkpoint
 
     recordings = find_recordings(flags.files, spooled)
     checkpoint = Path(flags.checkpoint) if flags.checkpoint else best_checkpoint("checkpoints")

@@ -9,8 +9,8 @@ from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
-from konkanivani.recipe import build_run
-from konkanivani.start import resolve_start
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.start import resolve_start
 from konkanivani.training.loop import no_collection_of_what_stays
 from konkanivani.training.step import train_step
 

@@ -12,8 +12,8 @@ import onnx
 import torch
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
-from konkanivani.onnx_export import quantized, quietly
-from konkanivani.onnx_model import OnnxModel, read_onnx
+from konkanivani.inference.onnx_export import quantized, quietly
+from konkanivani.inference.onnx_model import OnnxModel, read_onnx
 
 
 @dataclass(frozen=True)

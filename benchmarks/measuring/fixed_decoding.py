@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.assembly import build_front_end
 from konkanivani.base.config import PRESETS, TrainConfig
 from konkanivani.base.device import choose_device
 from konkanivani.base.lengths import SAMPLE_RATE, Lengths
@@ -22,6 +21,7 @@ from konkanivani.decoding.scorers import AttentionScorer, CTCScorer
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.blocks import run_directly
 from konkanivani.model.front_end import MEL_BINS
+from konkanivani.recipe.step_parts import build_front_end
 
 JOINT_CTC_WEIGHT = 0.3
 

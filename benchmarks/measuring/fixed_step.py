@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.assembly import build_step_parts
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.device import choose_device
 from konkanivani.base.errors import NumericsError
@@ -25,6 +24,7 @@ from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import MemoryMonitor, peak_resident_mib, resident_mib
 from konkanivani.model.asr import parameter_count
 from konkanivani.model.front_end import MEL_BINS
+from konkanivani.recipe.step_parts import build_step_parts
 from konkanivani.training.step import StepParts, StepReport, recomputing, train_step
 
 VOCABULARY = 1000

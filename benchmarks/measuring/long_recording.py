@@ -11,8 +11,8 @@ from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.utterance import Utterance
+from konkanivani.inference.recognizer import Recognizer
 from konkanivani.memory.monitor import peak_resident_mib, resident_mib
-from konkanivani.recognizer import Recognizer
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.assembly import build_front_end, build_step_parts
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.units import MIB
@@ -15,6 +14,7 @@ from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
 from konkanivani.memory.plan import STATE_BYTES
 from konkanivani.model.asr import parameter_count
+from konkanivani.recipe.step_parts import build_front_end, build_step_parts
 from konkanivani.training.step import train_step
 
 VOCABULARY = 1000

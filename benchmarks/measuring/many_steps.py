@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.measuring.fixed_step import VOCABULARY
 from benchmarks.measuring.random_speech import build_speech
-from konkanivani.assembly import build_front_end, build_step_parts
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.device import choose_device
 from konkanivani.base.randomness import seed_of
@@ -21,6 +20,7 @@ from konkanivani.data.text import Tokenizer
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
 from konkanivani.model.asr import parameter_count
+from konkanivani.recipe.step_parts import build_front_end, build_step_parts
 from konkanivani.training.step import StepParts, StepReport, train_step
 
 GROWTH_PERCENT = 5.0  # that the resident memory may grow by once it has settled

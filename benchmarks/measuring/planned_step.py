@@ -8,7 +8,6 @@ import torch
 from benchmarks.measuring.cells import Case, Planned
 from benchmarks.measuring.fixed_step import TOTAL_STEPS, VOCABULARY, wait_for_device, warm_up
 from benchmarks.measuring.random_speech import TOKENS_PER_SECOND, build_speech
-from konkanivani.assembly import build_front_end, build_step_parts
 from konkanivani.base.device import choose_device
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.data.batch import Window, collate
@@ -17,7 +16,8 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import MIB, keep_holes_out, reset_peak_resident, resident_mib
 from konkanivani.memory.tracer import Load
-from konkanivani.run_plan import build_tracer, costs_of
+from konkanivani.recipe.plan import build_tracer, costs_of
+from konkanivani.recipe.step_parts import build_front_end, build_step_parts
 from konkanivani.training.step import StepParts, train_step
 
 STEPS = 3  # that the resident memory and CUDA's allocator are watched for

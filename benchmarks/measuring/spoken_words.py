@@ -14,8 +14,8 @@ from konkanivani.data.synthetic.builtin_corpus import CorpusSize, plan_corpus
 from konkanivani.data.synthetic.speech_synthesis import SpeechSynthesizer, SpokenWords
 from konkanivani.data.synthetic.spoken_sentences import SpokenSentence, spoken_waveform
 from konkanivani.data.utterance import Utterance
-from konkanivani.recognizer import Recognizer
-from konkanivani.transcript import Word
+from konkanivani.inference.recognizer import Recognizer
+from konkanivani.inference.transcript import Word
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+import unicodedata
 from collections.abc import Callable
 from typing import TextIO
 
@@ -33,6 +34,21 @@ def short_name(path: str) -> str:
 def printable(text: object, kept: str = "") -> str:
     """The text with everything escaped, as JSON does, that a terminal would obey or UTF-8 cannot write, but `kept`."""
     return "".join(c if c.isprintable() or c in JOINERS or c in kept else json.dumps(c)[1:-1] for c in str(text))
+
+
+def show_text(text: str, most: int = 200) -> str:
+    """The text as it may be shown: what is invisible, turns the line or cannot be written stands as ⟨U+202E⟩.
+
+    Joiners and marks stay. A longer text is cut after `most` characters.
+    """
+    cut = text if len(text) <= most else text[:most] + "…"
+    return "".join(f"⟨U+{ord(c):04X}⟩" if is_hidden(c) else c for c in cut)
+
+
+def is_hidden(character: str) -> bool:
+    """Whether it shows nothing, or moves what stands around it."""
+    kind = unicodedata.category(character)
+    return character not in JOINERS and (kind[0] == "C" or kind in ("Zl", "Zp"))
 
 
 Tell = Callable[[str, str], None]

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from konkanivani.base.console import count
+from konkanivani.base.console import count, show_text
 from konkanivani.base.errors import DataError
-from konkanivani.data.health.characters import show_text
 from konkanivani.data.utterance import Utterance
 
 TextFormat = Literal["lines", "ids"]

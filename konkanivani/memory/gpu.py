@@ -1,6 +1,6 @@
 """Who else is on the card: its free memory, and the other processes that hold some, as the driver (NVML) tells.
 
-The names of NVML are those of NVIDIA's package nvidia-ml-py, module pynvml. No torch here.
+The names of NVML are those of NVIDIA's package nvidia-ml-py, module pynvml.
 """
 
 import importlib
@@ -8,6 +8,8 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from konkanivani.base.units import GIB
 
@@ -122,3 +124,36 @@ def _read_name(nvml: Any, pid: int) -> str:
 
 def _text(value: str | bytes) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+def announce_card(device: torch.device, nvml: Any = None) -> Card | None:
+    """The card as it is now, told to the person who starts a run; None on a CPU. Who else is on it is left alone.
+
+    `nvml` is for read_card. Without NVML PyTorch still knows the free bytes.
+    """
+    if device.type != "cuda":
+        return None
+    card = _read_card_of(device, nvml)
+    if card is None:
+        free, total = torch.cuda.mem_get_info(device)
+        card = Card(torch.cuda.get_device_properties(device).name, total, free, processes=())
+    print(card.sentences(), flush=True)
+    return card
+
+
+def measure_context(device: torch.device, nvml: Any = None) -> int | None:
+    """Bytes that this process holds on a CUDA device beside its tensors' memory; None where the driver does not tell.
+
+    After a first product, so that the context and cuBLAS's kernels are there.
+    """
+    one = torch.ones(1, 1, device=device)
+    torch.mm(one, one)
+    torch.cuda.synchronize(device)
+    card = _read_card_of(device, nvml)
+    return None if card is None or not card.own else card.own - torch.cuda.memory_reserved(device)
+
+
+def _read_card_of(device: torch.device, nvml: Any) -> Card | None:
+    known = torch.cuda.get_device_properties(device)
+    address = f"{known.pci_domain_id:08x}:{known.pci_bus_id:02x}:{known.pci_device_id:02x}.0"
+    return read_card(str(known.uuid), address, nvml)

@@ -31,8 +31,8 @@ from konkanivani.data import index
 from konkanivani.data.audio.files import AudioSource, read_header
 from konkanivani.data.audio.waveform import load_audio, stream_audio
 from konkanivani.data.manifest import read_manifest, read_recordings
-from konkanivani.recognizer import load_recognizer
-from konkanivani.start import resolve_start
+from konkanivani.inference.recognizer import load_recognizer
+from konkanivani.recipe.start import resolve_start
 from konkanivani.training.checkpoint.checkpointer import LAST
 from tests.faults.strangers import Sound, configured, read_sound
 from tests.faults.watching import MOST_SECONDS, Verdict, watch

@@ -21,10 +21,12 @@ from types import SimpleNamespace
 
 import torch
 
-from konkanivani import assembly, replaced, start
 from konkanivani.data import dataset as speech
 from konkanivani.data.audio import source as audio_source
-from konkanivani.log_folder import LogFolder
+from konkanivani.recipe import run_folders as replaced
+from konkanivani.recipe import start
+from konkanivani.recipe import step_parts as assembly
+from konkanivani.recipe.run_folders import LogFolder
 from konkanivani.training import loop, step
 from konkanivani.training.checkpoint import checkpoint, checkpointer
 from tests.laws.failing import ERRORS

@@ -4,8 +4,8 @@ import contextlib
 import io
 from pathlib import Path
 
-from konkanivani.recipe import build_run
-from konkanivani.start import resolve_start
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.start import resolve_start
 from konkanivani.training.loop import train
 from tests.conftest import run_folders, write_corpus
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 import torch._dynamo  # it makes a folder of its own when it is first loaded, as a model's shape on `meta` does
 
-from konkanivani.averaging import NamedCheckpoint, average_checkpoints
-from konkanivani.recipe import build_run
-from konkanivani.recognizer import load_recognizer
-from konkanivani.start import resolve_start
+from konkanivani.inference.averaging import NamedCheckpoint, average_checkpoints
+from konkanivani.inference.recognizer import load_recognizer
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.start import resolve_start
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 
 ROOT_OF_ZIP = "archive"

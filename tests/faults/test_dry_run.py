@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani import dry_run as dry
 from konkanivani.base.errors import CheckpointError, DataError, Interrupted, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.base.files import scratch_folder
 from konkanivani.base.signals import stopping_signals
-from konkanivani.dry_run import check_equal, dry_run
-from konkanivani.recipe import build_run
-from konkanivani.start import resolve_start
+from konkanivani.recipe import dry_run as dry
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.dry_run import check_equal, dry_run
+from konkanivani.recipe.start import resolve_start
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST, PREVIOUS
 from konkanivani.training.checkpoint.compare import differences, relative_difference

@@ -11,7 +11,7 @@ import pytest
 
 from konkanivani.data.formats import shards
 from konkanivani.data.formats.shards import read_members
-from konkanivani.recognizer import load_recognizer
+from konkanivani.inference.recognizer import load_recognizer
 from tests.faults.watching import watch
 
 BLOCK = 512

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.averaging import NamedCheckpoint, average_checkpoints
 from konkanivani.base.errors import CheckpointError
-from konkanivani.recipe import build_run
-from konkanivani.recognizer import load_recognizer
-from konkanivani.start import resolve_start
+from konkanivani.inference.averaging import NamedCheckpoint, average_checkpoints
+from konkanivani.inference.recognizer import load_recognizer
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.start import resolve_start
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 

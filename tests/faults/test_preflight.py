@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani import disk, recipe, run_speech
-from konkanivani.assembly import build_front_end, build_step_parts
 from konkanivani.base.config import PRESETS, ModelConfig, RunConfig, TrainConfig
 from konkanivani.base.errors import (
     MOST_TOLD,
@@ -23,9 +21,13 @@ from konkanivani.base.errors import (
     UsageError,
 )
 from konkanivani.base.flags import config_to_text
-from konkanivani.disk import check_disk, checkpoint_bytes, most_checkpoints
-from konkanivani.recipe import build_run
-from konkanivani.start import resolve_start
+from konkanivani.recipe import build as recipe
+from konkanivani.recipe import disk
+from konkanivani.recipe import speech as run_speech
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.disk import check_disk, checkpoint_bytes, most_checkpoints
+from konkanivani.recipe.start import resolve_start
+from konkanivani.recipe.step_parts import build_front_end, build_step_parts
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from konkanivani.training.checkpoint.run_lock import RunLock
@@ -304,11 +306,11 @@ def test_every_stage_is_refused_before_the_next_one_costs_anything(corpus, tmp_p
         ("plan", ("--memory_budget", "2MiB"), ResourceError),
     ]
     behind = {
-        "flags": ("konkanivani.start.check_paths",),
-        "paths": ("konkanivani.start.check_disk", "konkanivani.start.RunLock"),
-        "disk": ("konkanivani.start.RunLock", "konkanivani.recipe.build_speech"),
-        "data": ("konkanivani.recipe.plan_memory", "konkanivani.recipe.build_step_parts"),
-        "plan": ("konkanivani.recipe.build_step_parts",),
+        "flags": ("konkanivani.recipe.start.check_paths",),
+        "paths": ("konkanivani.recipe.start.check_disk", "konkanivani.recipe.start.RunLock"),
+        "disk": ("konkanivani.recipe.start.RunLock", "konkanivani.recipe.build.build_speech"),
+        "data": ("konkanivani.recipe.build.plan_memory", "konkanivani.recipe.build.build_step_parts"),
+        "plan": ("konkanivani.recipe.build.build_step_parts",),
     }
     for stage, flags, kind in wrong:
         with monkeypatch.context() as patch:

@@ -16,8 +16,8 @@ import torch
 from konkanivani.base.config import DataConfig, RunConfig, TrainConfig
 from konkanivani.base.distributed import ALONE, Topology, read_topology
 from konkanivani.base.errors import UsageError
-from konkanivani.preflight import take_card
-from konkanivani.start import check_ranks
+from konkanivani.recipe.ranks import take_card
+from konkanivani.recipe.start import check_ranks
 from tests.conftest import ROOT, TINY_MODEL, Corpus, read_log, run_folders, run_trainer
 from tests.faults.under_torchrun import (
     RankRun,
@@ -99,7 +99,7 @@ class Place:
 
 TRAIN = (
     "import sys; from konkanivani.base.command_line import end_script, run_script; "
-    "from konkanivani.reporting import train_and_report; "
+    "from konkanivani.recipe.train import train_and_report; "
     "end_script(run_script(lambda: train_and_report(sys.argv[1:])))"
 )
 

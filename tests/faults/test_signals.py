@@ -12,8 +12,8 @@ import torch
 
 from konkanivani.base.errors import Interrupted
 from konkanivani.base.signals import held_signals
-from konkanivani.recipe import build_run
-from konkanivani.start import resolve_start
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.start import resolve_start
 from konkanivani.training import validation as evaluation
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from konkanivani.training.interruption import PATIENCE

@@ -18,9 +18,9 @@ from konkanivani.base.errors import CheckpointError, DataError, KonkaniVaniError
 from konkanivani.data.audio.roots import audio_roots, is_named_inside, resolved_inside
 from konkanivani.data.formats.shards import read_members
 from konkanivani.data.manifest import read_manifest, read_recordings
-from konkanivani.recipe import build_run
-from konkanivani.recognizer import load_recognizer
-from konkanivani.start import resolve_start
+from konkanivani.inference.recognizer import load_recognizer
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.start import resolve_start
 from konkanivani.training.checkpoint.checkpointer import LAST
 from tests.conftest import ROOT, run_trainer
 from tests.faults.strangers import HOSTILE, configured, exploding, read_sound, use_everywhere

@@ -5,7 +5,7 @@ import tensorboard.summary.writer.record_writer
 import torch
 import torch.utils.tensorboard.summary
 
-import konkanivani.reporting
+import konkanivani.recipe.train
 
 torch.set_num_threads(1)  # a thread pool does not survive a fork
 

@@ -118,7 +118,7 @@ def serve() -> int | None:
     import torch
 
     for name in (
-        "konkanivani.reporting",
+        "konkanivani.recipe.train",
         "torch.utils.tensorboard.summary",
         "tensorboard.summary.writer.record_writer",
     ):

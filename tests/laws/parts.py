@@ -4,12 +4,12 @@ import dataclasses
 
 import torch
 
-from konkanivani.assembly import build_front_end, build_step_parts
 from konkanivani.base.config import AugmentConfig, DataConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.base.distributed import ALONE, Topology
 from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, same_size
 from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.recipe.step_parts import build_front_end, build_step_parts
 from konkanivani.training.step import StepParts, train_step
 
 VOCAB_SIZE = 20

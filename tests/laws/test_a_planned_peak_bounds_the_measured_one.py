@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from konkanivani.assembly import build_front_end, build_step_parts
 from konkanivani.base.config import PRESETS, DataConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, same_size
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts, cuda_costs
 from konkanivani.memory.tracer import Load, StepTracer
-from konkanivani.run_plan import build_tracer
+from konkanivani.recipe.plan import build_tracer
+from konkanivani.recipe.step_parts import build_front_end, build_step_parts
 from konkanivani.training.step import StepParts, recomputing, train_step
 from tests.laws.parts import measured_peak
 

@@ -10,11 +10,11 @@ import time
 import pytest
 import torch
 
-from konkanivani.assembly import build_front_end, build_step_parts
 from konkanivani.base.config import DataConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.data.batch import Batch, Window, in_lanes_order
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.model.losses import LossCounts, LossSums
+from konkanivani.recipe.step_parts import build_front_end, build_step_parts
 from konkanivani.training import step
 from konkanivani.training.concurrent import Turns, in_lanes
 from konkanivani.training.optimizer import OptimizerState

@@ -13,7 +13,6 @@ from benchmarks.measuring.fixed_step import (
     warm_up,
 )
 from benchmarks.measuring.peers.contest import Entry, Terms
-from konkanivani.assembly import build_step_parts
 from konkanivani.base.config import PRESETS, DataConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.base.device import choose_device
 from konkanivani.base.errors import ResourceError
@@ -22,6 +21,7 @@ from konkanivani.data.batch import Window
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import resident_mib
 from konkanivani.model.asr import parameter_count
+from konkanivani.recipe.step_parts import build_step_parts
 from konkanivani.training.step import StepParts, recomputing, train_step
 
 

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from benchmarks.measuring.random_speech import build_speech
-from konkanivani.assembly import build_front_end, build_step_parts
 from konkanivani.base.command_line import end_script
 from konkanivani.base.config import PRESETS, TrainConfig
 from konkanivani.base.distributed import ALONE, Topology, read_topology
 from konkanivani.base.process_group import joined
 from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, deal, same_size
+from konkanivani.recipe.step_parts import build_front_end, build_step_parts
 from konkanivani.training import step as training_step
 from konkanivani.training.step import StepParts, train_step
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.measuring.faults.effort import Effort, FaultTable
 from konkanivani.base.config import PRESETS
-from konkanivani.run_plan import Ranks, traffic_bytes
+from konkanivani.recipe.plan import Ranks, traffic_bytes
 from tests.laws.ranks import start_and_wait
 
 UTTERANCES = 32

@@ -2,7 +2,7 @@
 
 from benchmarks.measuring.faults.effort import Effort, FaultTable
 from konkanivani.base.config import PRESETS, TextConfig
-from konkanivani.run_plan import Ranks, traffic_bytes
+from konkanivani.recipe.plan import Ranks, traffic_bytes
 
 WORLDS = (2, 4, 8, 64)
 GIGABITS = (1, 10, 100)

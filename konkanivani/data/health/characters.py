@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
+from konkanivani.base.console import JOINERS, is_hidden, show_text
 from konkanivani.data.text import normalize_text
 
-JOINERS = "\u200c\u200d"
 RARE = 3  # seen fewer times than this
 MOST_MIXED_WORDS = 10_000  # different ones kept while counting; a corpus with more is broken throughout
 MOST_LISTED = 1_000
@@ -202,27 +202,13 @@ def name_of(code: int) -> str:
     return unicodedata.name(character, kinds.get(unicodedata.category(character), "UNNAMED"))
 
 
-def show_text(text: str, most: int = 200) -> str:
-    """The text as it may be shown: what is invisible, turns the line or cannot be written stands as ⟨U+202E⟩.
-
-    Joiners and marks stay. A longer text is cut after `most` characters.
-    """
-    cut = text if len(text) <= most else text[:most] + "…"
-    return "".join(f"⟨U+{ord(c):04X}⟩" if _is_hidden(c) else c for c in cut)
-
-
-def _is_hidden(character: str) -> bool:
-    kind = unicodedata.category(character)
-    return character not in JOINERS and (kind[0] == "C" or kind in ("Zl", "Zp"))
-
-
 def _judge(character: str, count: int, majority: str) -> Character:
     """The character with everything noteworthy about it."""
     script, fate = script_of(character), _fate(character)
     marks = {
         "foreign script": script not in ("", majority),
         "joiner": character in JOINERS,
-        "invisible": _is_hidden(character),
+        "invisible": is_hidden(character),
         "digit": unicodedata.category(character) == "Nd",
         "removed": fate in ("joiner", "format"),
         "becomes a space": fate == "space",

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from konkanivani.data.health.characters import show_text
+from konkanivani.base.console import show_text
 from konkanivani.data.utterance import Utterance
 
 MOST_EXAMPLES = 20

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from konkanivani.base.config import TrainConfig
+from konkanivani.base.console import show_text
 from konkanivani.base.randomness import seed_of
 from konkanivani.data.batching import EpochPlanner, choose_subset
 from konkanivani.data.checking import evaluation_limits, reason_to_reject, training_limits
-from konkanivani.data.health.characters import CharacterCount, CharacterHealth, show_text
+from konkanivani.data.health.characters import CharacterCount, CharacterHealth
 from konkanivani.data.health.examples import MOST_EXAMPLES, Example, Listed, Tally, example, tallies
 from konkanivani.data.health.histogram import Histogram, build_histogram
 from konkanivani.data.health.padding import EpochHealth, judge_epoch

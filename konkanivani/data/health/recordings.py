@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from konkanivani.base.console import show_text
 from konkanivani.base.errors import DataError
 from konkanivani.data.audio.files import duration_tolerance
-from konkanivani.data.health.characters import show_text
 from konkanivani.data.health.examples import MOST_EXAMPLES, Example, Listed, Tally, example, tallies
 from konkanivani.data.health.histogram import Histogram, build_histogram
 from konkanivani.data.health.levels import Sound, listen

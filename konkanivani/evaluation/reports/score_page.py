@@ -3,8 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from konkanivani.base.console import count, duration_words
-from konkanivani.data.health.characters import show_text
+from konkanivani.base.console import count, duration_words, show_text
 from konkanivani.evaluation.reports.charts import draw_bar
 from konkanivani.evaluation.reports.html import draw_cells, draw_document, draw_table, draw_tile, escape
 from konkanivani.evaluation.reports.score_text import (

@@ -4,8 +4,7 @@ import math
 import unicodedata
 from collections.abc import Iterator, Sequence
 
-from konkanivani.base.console import count, duration_words
-from konkanivani.data.health.characters import show_text
+from konkanivani.base.console import count, duration_words, show_text
 from konkanivani.evaluation.bootstrap import Interval
 from konkanivani.evaluation.metrics import EditCounts
 from konkanivani.evaluation.score import AlignedUtterance, Comparison, ScoreReport, Slice

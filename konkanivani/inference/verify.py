@@ -16,8 +16,8 @@ from konkanivani.base.lengths import SAMPLE_RATE, Lengths
 from konkanivani.data.loading import load_batches
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.evaluation.metrics import ErrorRates, error_rates
-from konkanivani.onnx_model import OnnxModel
-from konkanivani.speech_model import SpeechModel
+from konkanivani.inference.onnx_model import OnnxModel
+from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.training.validation import EvaluationSet
 
 # Probabilities in fp32 by other kernels in another order; those of another model are far beyond it.

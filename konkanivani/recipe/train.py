@@ -16,14 +16,13 @@ from konkanivani.base.device import choose_device
 from konkanivani.base.distributed import ALONE, Topology, check_same, from_first
 from konkanivani.base.flags import parse_flags
 from konkanivani.decoding.decode import build_decode
-from konkanivani.digests import digest_of_code, digest_of_data, digest_of_flags
 from konkanivani.memory.oom_history import write_sizes
 from konkanivani.memory.phases import PhaseMemory
 from konkanivani.memory.recovery import DidNotFit
-from konkanivani.preflight import run_in_ranks
-from konkanivani.recipe import build_run
-from konkanivani.start import resolve_start
-from konkanivani.trained_model import best_checkpoint, evaluate_manifest, load_trained_model
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.ranks import digest_of_code, digest_of_data, digest_of_flags, run_in_ranks
+from konkanivani.recipe.start import resolve_start
+from konkanivani.recipe.trained_model import best_checkpoint, evaluate_manifest, load_trained_model
 from konkanivani.training.logs.records import RehearsalRecord
 from konkanivani.training.loop import train
 from konkanivani.training.rehearsal import rehearse

@@ -10,10 +10,10 @@ from konkanivani.base.device import choose_device, choose_precision
 from konkanivani.base.distributed import ALONE, Topology, from_first
 from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.base.flags import check_idle_flags, config_from_text, contradictions, is_given, parse_flags
-from konkanivani.disk import check_disk
-from konkanivani.log_folder import take_log_folder
-from konkanivani.run_paths import check_paths, manifests_of
-from konkanivani.speech_model import settings_of_weights
+from konkanivani.inference.speech_model import settings_of_weights
+from konkanivani.recipe.disk import check_disk
+from konkanivani.recipe.paths import check_paths, manifests_of
+from konkanivani.recipe.run_folders import take_log_folder
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from konkanivani.training.checkpoint.run_lock import RunLock, check_nobody_works

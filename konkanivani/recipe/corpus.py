@@ -8,7 +8,7 @@ from konkanivani.base.errors import CheckpointError, DataError
 from konkanivani.data.fingerprint import Fingerprint, fingerprint_of, read_fingerprint
 from konkanivani.data.manifest import Manifest
 from konkanivani.data.text import Tokenizer
-from konkanivani.start import Start
+from konkanivani.recipe.start import Start
 
 LEAST_SHARED = 0.5  # of the smaller one's utterances: recordings may have been added and taken out
 WARNED_OF = 0.05  # less may be two corpora that number their files alike

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from konkanivani.transcript import Segment, Transcript, Word
+from konkanivani.inference.transcript import Segment, Transcript, Word
 
 LINE_CHARACTERS, CUE_LINES = 42, 2
 LONGEST_CUE, SHORTEST_CUE = 7.0, 1.0  # seconds; a shorter one stays on the screen until the next one comes

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.assembly import build_forward, build_front_end, build_step_parts
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import Tell, count, duration_words, say_nothing
 from konkanivani.base.device import choose_device
@@ -19,18 +18,18 @@ from konkanivani.data.dataset import TrainingSpeech
 from konkanivani.data.loading import WindowStream
 from konkanivani.data.text import Tokenizer
 from konkanivani.decoding.ctc import greedy_ctc
-from konkanivani.log_folder import folder_of
 from konkanivani.memory.budget import BudgetWatch, available_bytes, enforce_budget
+from konkanivani.memory.gpu import announce_card
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
 from konkanivani.memory.oom_history import forget_sizes, read_sizes
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.model.transfer import take_over
-from konkanivani.preflight import announce_card
-from konkanivani.replaced import REJECTED, keep_rejected, move_aside, move_newer_aside
-from konkanivani.run_plan import Ranks, costs_of, needs_sharding, plan_sentences, resolve_plan
-from konkanivani.run_speech import RunSpeech, build_speech, loader_config, sizes_of
-from konkanivani.start import Start
+from konkanivani.recipe.plan import Ranks, costs_of, needs_sharding, plan_sentences, resolve_plan
+from konkanivani.recipe.run_folders import REJECTED, folder_of, keep_rejected, move_aside, move_newer_aside
+from konkanivani.recipe.speech import RunSpeech, build_speech, loader_config, sizes_of
+from konkanivani.recipe.start import Start
+from konkanivani.recipe.step_parts import build_forward, build_front_end, build_step_parts
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, Stateful, check_states, load_states
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from konkanivani.training.interruption import Interruption

@@ -18,9 +18,9 @@ from konkanivani.base.lengths import (
     subsampled_length,
     subsampled_lengths,
 )
+from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.model.blocks import run_directly
 from konkanivani.model.front_end import SMALLEST_POWER, LogMel, normalized
-from konkanivani.speech_model import SpeechModel
 
 # Two frames of the encoder: with as many zeros after it a waveform of any length, none included, has an axis of time.
 ZEROS_AFTER = FFT_SAMPLES + (3 * SUBSAMPLING - 2) * HOP_SAMPLES

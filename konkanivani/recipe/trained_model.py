@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.assembly import build_forward, build_front_end
 from konkanivani.base.config import DecodingConfig, TrainConfig
 from konkanivani.base.distributed import ALONE, Topology, from_first
 from konkanivani.base.units import parse_share
@@ -16,8 +15,9 @@ from konkanivani.data.text import Tokenizer
 from konkanivani.decoding.decode import Decode, build_decode
 from konkanivani.evaluation.hypotheses import CheckpointRun, Heard
 from konkanivani.evaluation.transcripts import ScoredText
-from konkanivani.run_speech import build_evaluation_set
-from konkanivani.speech_model import settings_of_weights, tokenizer_of
+from konkanivani.inference.speech_model import settings_of_weights, tokenizer_of
+from konkanivani.recipe.speech import build_evaluation_set
+from konkanivani.recipe.step_parts import build_forward, build_front_end
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import BEST, LAST
 from konkanivani.training.forward import ForwardPass

@@ -10,7 +10,7 @@ from konkanivani.base.errors import ResourceError
 from konkanivani.base.units import MIB
 from konkanivani.model.asr import model_without_values
 from konkanivani.model.front_end import MEL_BINS
-from konkanivani.run_paths import nearest_folder
+from konkanivani.recipe.paths import nearest_folder
 
 SAVED_BYTES = 12  # a parameter's weight and two moments in fp32; its gradient is not saved
 RECORD_BYTES = 400  # name, checksum and alignment of one tensor, of which a parameter has four

@@ -18,9 +18,9 @@ from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.base.files import scratch_folder
 from konkanivani.base.signals import stopping_at_signals
 from konkanivani.base.units import MIB
-from konkanivani.recipe import build_run
-from konkanivani.reporting import as_json, tell_rehearsal
-from konkanivani.start import Start, resolve_start
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.start import Start, resolve_start
+from konkanivani.recipe.train import as_json, tell_rehearsal
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.checkpoint.compare import differences, relative_difference

@@ -20,10 +20,10 @@ import torch
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.lengths import HOP_SAMPLES, SAMPLE_RATE, SUBSAMPLING
 from konkanivani.data.text import Tokenizer
+from konkanivani.inference.onnx_graph import RecognitionGraph
+from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.model.front_end import FEATURES
 from konkanivani.model.kernels.ctc import BLANK
-from konkanivani.onnx_graph import RecognitionGraph
-from konkanivani.speech_model import SpeechModel
 
 if TYPE_CHECKING:  # an extra
     import onnx

@@ -21,9 +21,9 @@ from konkanivani.data.audio.files import AudioSource, ShortAudio, UnusableAudio,
 from konkanivani.data.audio.names import AUDIO_SUFFIXES
 from konkanivani.data.audio.standard_input import SIGN
 from konkanivani.data.batching import deal
-from konkanivani.recognizer import Recognizer
-from konkanivani.transcript import Segment
-from konkanivani.transcript_text import TextFormat, Timestamps, text_of
+from konkanivani.inference.recognizer import Recognizer
+from konkanivani.inference.subtitles import TextFormat, Timestamps, text_of
+from konkanivani.inference.transcript import Segment
 
 Held = tuple[str, bool]  # a text to write, and whether on stderr
 

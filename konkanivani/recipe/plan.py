@@ -10,16 +10,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from konkanivani.assembly import at_once_of, build_front_end, build_step_parts, memory_conditions
 from konkanivani.base.config import AUTO, PRESETS, ModelConfig, TextConfig, TrainConfig
 from konkanivani.base.console import count
 from konkanivani.base.distributed import BUCKET_BYTES
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.units import MIB, budget_text, parse_budget, peak_text
 from konkanivani.data.utterance import Utterance
-from konkanivani.digests import digest_of_code
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
+from konkanivani.memory.gpu import measure_context
 from konkanivani.memory.plan import STATE_BYTES, BucketPlan, MemoryPlan, read_plan
 from konkanivani.memory.planner import Planner, plan_bucket
 from konkanivani.memory.tracer import Load, StepTracer, TracedStep
@@ -27,8 +26,9 @@ from konkanivani.memory.traces import Traces
 from konkanivani.model.asr import model_without_values, parameter_count
 from konkanivani.model.front_end import MEL_BINS
 from konkanivani.model.kernels.matmul import is_onednn_preferred
-from konkanivani.preflight import measure_context
-from konkanivani.run_paths import cache_folder
+from konkanivani.recipe.paths import cache_folder
+from konkanivani.recipe.ranks import digest_of_code
+from konkanivani.recipe.step_parts import at_once_of, build_front_end, build_step_parts, memory_conditions
 from konkanivani.training.sharding import held_bytes
 from konkanivani.training.step import train_step
 from konkanivani.training.validation import recognize

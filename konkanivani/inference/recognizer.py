@@ -12,19 +12,19 @@ from typing import Literal
 import numpy as np
 import torch
 
-from konkanivani.alignment import Lags, align_tokens, timed_words, words_of
 from konkanivani.base.config import DecodingConfig
 from konkanivani.base.device import choose_device
 from konkanivani.base.lengths import SAMPLE_RATE, encoded_length
 from konkanivani.base.rules import check_decoding
-from konkanivani.bundle import is_bundle, read_bundle
 from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.waveform import stream_audio, stream_samples
 from konkanivani.decoding.decode import Decode, build_decode
-from konkanivani.pieces import Cutting, Piece, cut_into_pieces, cutting_of
-from konkanivani.speech_model import SpeechModel, speech_model_of
+from konkanivani.inference.bundle import is_bundle, read_bundle
+from konkanivani.inference.segmentation import Cutting, Piece, cut_into_pieces, cutting_of
+from konkanivani.inference.speech_model import SpeechModel, speech_model_of
+from konkanivani.inference.transcript import Segment, Transcript, Word
+from konkanivani.inference.word_times import Lags, align_tokens, timed_words, words_of
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
-from konkanivani.transcript import Segment, Transcript, Word
 
 LONGEST_PIECE = 30.0  # seconds; a model that was trained on longer utterances has no need of longer pieces
 PAUSE = 0.4  # seconds

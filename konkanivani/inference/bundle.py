@@ -22,9 +22,9 @@ from konkanivani.base.errors import CheckpointError, DataError, ResourceError, U
 from konkanivani.base.flags import config_from_text
 from konkanivani.base.rules import check_config
 from konkanivani.data.text import Tokenizer
+from konkanivani.inference.speech_model import SpeechModel, check_finite, is_within_bounds
 from konkanivani.model.asr import model_without_values
 from konkanivani.model.front_end import FEATURES, MEL_BINS, FrontEnd
-from konkanivani.speech_model import SpeechModel, check_finite, is_within_bounds
 
 FORMAT = 1
 SUFFIX = ".safetensors"

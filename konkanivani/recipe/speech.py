@@ -32,10 +32,10 @@ from konkanivani.data.selection import Selection
 from konkanivani.data.text import Tokenizer, normalize_text, train_tokenizer
 from konkanivani.data.token_counts import Digits
 from konkanivani.data.workers import LoaderConfig
-from konkanivani.run_corpus import check_corpus, check_spelling, warn_of_shared
-from konkanivani.run_plan import SpeechSizes
-from konkanivani.speech_model import tokenizer_of
-from konkanivani.start import Start
+from konkanivani.inference.speech_model import tokenizer_of
+from konkanivani.recipe.corpus import check_corpus, check_spelling, warn_of_shared
+from konkanivani.recipe.plan import SpeechSizes
+from konkanivani.recipe.start import Start
 from konkanivani.training.validation import EvaluationSet
 
 

@@ -21,7 +21,7 @@ from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.plan import BucketPlan
 from konkanivani.memory.planner import ALWAYS, MOST_UTTERANCES, NEVER, Planner
 from konkanivani.memory.traces import Traces
-from konkanivani.run_plan import (
+from konkanivani.recipe.plan import (
     ONE_RANK,
     Ranks,
     build_traces,

@@ -15,9 +15,9 @@ import torchaudio
 
 from konkanivani.base.lengths import ctc_frames_needed, encoder_frame_seconds
 from konkanivani.data.text import Tokenizer
+from konkanivani.inference.segmentation import Piece
+from konkanivani.inference.transcript import Word
 from konkanivani.model.kernels.ctc import BLANK
-from konkanivani.pieces import Piece
-from konkanivani.transcript import Word
 
 # Seconds by which the middle of the frame that says a word's first letter lies after the word's beginning, and by which
 # a word goes on after its last letter was said: those of a model of which nothing is known yet.

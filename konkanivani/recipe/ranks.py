@@ -1,0 +1,73 @@
+"""The ranks that torchrun starts: a card for each, what all of them must have alike, and who speaks."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from konkanivani.base.config import TrainConfig
+from konkanivani.base.console import count
+from konkanivani.base.distributed import Topology, only_first_speaks, read_topology
+from konkanivani.base.errors import UsageError
+from konkanivani.base.flags import config_to_text, parse_flags
+from konkanivani.base.process_group import joined
+from konkanivani.recipe.paths import check_manifests, manifests_of
+
+PACKAGE = Path(__file__).parents[1]
+BLOCK_BYTES = 2**20
+
+
+def take_card(topology: Topology) -> None:
+    """Makes each rank's own card the current one; a UsageError where its machine has cards, but fewer than ranks.
+
+    Nothing where there is no card, or one process trains alone.
+    """
+    cards = torch.cuda.device_count()
+    if topology.is_alone or cards == 0:
+        return
+    if cards < topology.local_world:
+        raise UsageError(
+            f"There are {topology.local_world} ranks on this machine and only {count(cards, 'card')}. Give torchrun "
+            f"--nproc_per_node {cards}, or train with --device cpu and CUDA_VISIBLE_DEVICES= (empty)."
+        )
+    torch.cuda.set_device(topology.local_rank)
+
+
+def run_in_ranks(action: Callable[[Topology], str], timeout: float = 600.0) -> str:
+    """What `action` returns on the first rank, nothing on the others, which say nothing either.
+
+    Each rank that torchrun has started calls it, with a card of its own where there are cards, and waits at most
+    `timeout` seconds for the others; one process alone just does. An error ends all, and is told once.
+    """
+    topology = read_topology()
+    with joined(topology, timeout), only_first_speaks(topology):
+        take_card(topology)
+        result = action(topology)
+    return result if topology.is_first else ""
+
+
+def digest_of_flags(arguments: list[str]) -> str:
+    """Of what a command line asks for, however it is written."""
+    return hashlib.sha256(config_to_text(parse_flags(arguments)).encode()).hexdigest()
+
+
+def digest_of_code() -> str:
+    """Of the sources of this package, by name and content."""
+    return _digest(sorted(PACKAGE.rglob("*.py")), PACKAGE)
+
+
+def digest_of_data(config: TrainConfig) -> str:
+    """Of the manifests that a run reads, whatever folders they lie in; a DataError where one cannot be read."""
+    check_manifests(config)
+    return _digest([Path(path) for path in manifests_of(config).values()], None)
+
+
+def _digest(paths: Iterable[Path], folder: Path | None) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path.relative_to(folder) if folder else ''}\0{path.stat().st_size}\0".encode())
+        with open(path, "rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                digest.update(block)
+    return digest.hexdigest()

@@ -1,1 +1,0 @@
-"""A folder that is removed again, whatever ends the work in it."""
