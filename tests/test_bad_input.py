@@ -20,12 +20,12 @@ from konkanivani.data.checking import Limits, reason_to_reject
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.utterance import Utterance
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.start import resolve_start
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST, Checkpointer
 from konkanivani.training.loop import train
 from konkanivani.training.saving import PeriodicSaver
 from tests.conftest import TINY_MODEL, Corpus, run_folders, run_trainer, write_corpus
+from tests.starts import begin_run
 
 
 def refused(code: int, directory: Path, *flags: str) -> str:
@@ -45,7 +45,7 @@ def leftovers(directory: Path) -> list[Path]:
 def refusal(kind: type[KonkaniVaniError], directory: Path, *flags: str) -> str:
     """The same in this process, as the script calls it; anything but `kind` fails the test."""
     with pytest.raises(kind) as caught:
-        train(build_run(resolve_start([*TINY_MODEL, *flags, *run_folders(directory)])))
+        train(build_run(begin_run([*TINY_MODEL, *flags, *run_folders(directory)])))
     assert leftovers(directory) == []
     return str(caught.value)
 
@@ -444,7 +444,7 @@ def test_folders_that_cannot_be_written_end_with_6(corpus, tmp_path):
     assert "Traceback" not in done.stderr
     with pytest.raises(ResourceError, match="Give another --log_dir"):
         flags = ("--checkpoint_dir", str(tmp_path / "checkpoints"), "--log_dir", inside)
-        build_run(resolve_start([*TINY_MODEL, *corpus.flags(), *flags]))
+        build_run(begin_run([*TINY_MODEL, *corpus.flags(), *flags]))
 
 
 class FlakyRun:
@@ -506,9 +506,7 @@ def test_negative_control_good_input_ends_with_0(corpus, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    "where", ["konkanivani.training.reporting.log_step", "konkanivani.training.validation.rates_over"]
-)
+@pytest.mark.parametrize("where", ["konkanivani.training.loop.log_step", "konkanivani.training.validation.rates_over"])
 def test_even_an_error_that_nobody_foresaw_ends_the_audio_workers(where, corpus, tmp_path, monkeypatch):
     """Workers ignore SIGTERM: one that is left makes the process wait for it for ever after its traceback."""
     seen = []
@@ -519,7 +517,7 @@ def test_even_an_error_that_nobody_foresaw_ends_the_audio_workers(where, corpus,
 
     monkeypatch.setattr(where, fail)
     flags = ("--batch_size", "13", "--gradient_accumulation_steps", "1", "--epochs", "2", "--num_workers", "1")
-    run = build_run(resolve_start([*TINY_MODEL, *corpus.flags(), *flags, *run_folders(tmp_path)]))
+    run = build_run(begin_run([*TINY_MODEL, *corpus.flags(), *flags, *run_folders(tmp_path)]))
     with pytest.raises(ZeroDivisionError):
         train(run)
     assert seen[0] > 0 and multiprocessing.active_children() == []

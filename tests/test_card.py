@@ -10,8 +10,8 @@ import torch
 from konkanivani.memory import gpu
 from konkanivani.memory.gpu import GIB, Card, CardProcess, read_card
 from konkanivani.recipe import build as recipe
-from konkanivani.recipe.start import resolve_start
 from tests.conftest import TINY_MODEL, Corpus, run_folders
+from tests.starts import begin_run
 
 UUID, ADDRESS = "5b2f6a1c-0000-1111-2222-333344445555", "00000000:01:00.0"
 
@@ -194,7 +194,7 @@ def test_a_cpu_has_no_card(capsys):
 def test_every_run_begins_with_it(corpus: Corpus, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(recipe, "announce_card", asked.append)
-    recipe.build_run(resolve_start([*corpus.flags(), *TINY_MODEL, *run_folders(tmp_path)]))
+    recipe.build_run(begin_run([*corpus.flags(), *TINY_MODEL, *run_folders(tmp_path)]))
     assert asked == [torch.device("cpu")]
 
 

@@ -18,7 +18,8 @@ from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.model.losses import LossCounts
 from konkanivani.recipe.plan import build_tracer
 from konkanivani.recipe.step_parts import build_front_end, build_step_parts
-from konkanivani.training.step import StepParts, add_gradients, train_step
+from konkanivani.training.parts import StepParts
+from konkanivani.training.step import forward_and_backward, train_step
 from konkanivani.training.validation import recognize
 from tests.laws.parts import MODEL, double_parts, measured_peak, relative_difference, speeches, window, with_dropout
 
@@ -33,7 +34,7 @@ def losses_and_gradients(parts: StepParts, cut: Window) -> dict[str, torch.Tenso
     seed_step(parts.seed, 0)
     parts.model.train()
     counts = LossCounts(cut.tokens, cut.utterances)
-    sums = [add_gradients(parts, batch, counts) for batch in cut.micro_batches]
+    sums = [forward_and_backward(parts, batch, counts) for batch in cut.micro_batches]
     found = {name: p.grad for name, p in parts.model.named_parameters()}
     return found | {"ctc": sum(s.ctc.detach() for s in sums), "attention": sum(s.attention.detach() for s in sums)}
 

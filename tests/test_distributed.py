@@ -31,7 +31,7 @@ from konkanivani.data.workers import LoaderConfig
 from konkanivani.memory.devices import cuda_costs
 from konkanivani.memory.oom_history import forget_sizes, read_sizes, write_sizes
 from konkanivani.memory.plan import STATE_BYTES
-from konkanivani.memory.recovery import Cut, DidNotFit, Outcome, RememberedSplits, run_or_end, run_or_split
+from konkanivani.memory.recovery import Attempt, Attempts, Cut, DidNotFit, Outcome, RememberedSplits
 from konkanivani.recipe.plan import Ranks, costs_among, ranks_of, traffic_bytes
 from konkanivani.training.interruption import Interruption
 from konkanivani.training.logs.logbook import Logbook
@@ -68,17 +68,29 @@ def test_the_largest_share_is_near_the_mean():
     assert max(loads) < 1.05 * costs.sum() / 4
 
 
-class Attempts:
-    """An attempt that runs out of memory for micro-batches of more than `fits` utterances, and counts."""
+class Work:
+    """Work that runs out of memory for micro-batches of more than `fits` utterances, and counts."""
 
     def __init__(self, fits: int) -> None:
-        self.fits, self.sizes = fits, []
+        self.fits, self.sizes, self.undone = fits, [], 0
 
-    def __call__(self, cut: Cut) -> str:
-        self.sizes.append(cut.largest_size)
-        if cut.largest_size > self.fits:
-            raise MemoryError
-        return "gradient"
+    def try_it(self, attempt: Attempt[str]) -> Attempt[str]:
+        with attempt:
+            self.sizes.append(attempt.cut.largest_size)
+            if attempt.cut.largest_size > self.fits:
+                raise MemoryError
+            attempt.result = "gradient"
+        return attempt
+
+    def undo(self) -> None:
+        self.undone += 1
+
+    def among(self, others: list[Outcome]) -> tuple[str | None, int, list[int], int]:
+        """The result and the retries of this rank beside another one, the sizes tried, and what was taken back."""
+        attempts = Attempts(cut_of(4), RememberedSplits(0), self.undo, agreeing(others))
+        for attempt in attempts:
+            self.try_it(attempt)
+        return attempts.result, attempts.retries, self.sizes, self.undone
 
 
 def agreeing(others: list[Outcome]):
@@ -92,26 +104,16 @@ def cut_of(utterances: int) -> Cut:
 
 
 def test_a_rank_that_is_done_keeps_its_gradient_while_another_splits():
-    attempt, undone = Attempts(fits=8), []
-    result, retries = run_or_split(
-        attempt, cut_of(4), RememberedSplits(0), lambda: undone.append(1), agreeing([Outcome.SPLIT, Outcome.DONE])
-    )
-    assert (result, retries, attempt.sizes, undone) == ("gradient", 1, [4], [])
+    assert Work(fits=8).among([Outcome.SPLIT, Outcome.DONE]) == ("gradient", 1, [4], 0)
 
 
 def test_a_rank_that_splits_does_so_until_it_fits_and_both_count_it():
-    attempt, undone = Attempts(fits=1), []
-    result, retries = run_or_split(
-        attempt, cut_of(4), RememberedSplits(0), lambda: undone.append(1), agreeing([Outcome.DONE] * 3)
-    )
-    assert (result, retries, attempt.sizes, undone) == ("gradient", 2, [4, 2, 1], [1, 1])
+    assert Work(fits=1).among([Outcome.DONE] * 3) == ("gradient", 2, [4, 2, 1], 2)
 
 
 @pytest.mark.parametrize("fits", [8, 1])
 def test_where_one_rank_is_stopped_all_take_back_what_they_have(fits):
-    attempt, undone = Attempts(fits), []
-    found = run_or_split(attempt, cut_of(4), RememberedSplits(0), lambda: undone.append(1), agreeing([Outcome.STOPPED]))
-    assert found == (None, 0) and undone == [1] and attempt.sizes == [4]
+    assert Work(fits).among([Outcome.STOPPED]) == (None, 0, [4], 1)
 
 
 def test_what_did_not_fit_on_one_rank_is_cut_on_all():
@@ -125,7 +127,7 @@ def test_what_did_not_fit_on_one_rank_is_cut_on_all():
 def test_sizes_that_did_not_fit_outlive_the_ranks(tmp_path):
     splits = RememberedSplits(5)
     with pytest.raises(DidNotFit, match="share the weights"):
-        run_or_end(Attempts(fits=1), cut_of(4), splits)
+        Work(fits=1).try_it(Attempt(cut_of(4))).result_or_end(splits)
     write_sizes(tmp_path / "checkpoints", 1, splits)
     (tmp_path / "checkpoints" / "did_not_fit_2.json").write_text("{")
     assert read_sizes(tmp_path / "checkpoints", 5) == splits.sizes() != {}
@@ -134,7 +136,7 @@ def test_sizes_that_did_not_fit_outlive_the_ranks(tmp_path):
     assert read_sizes(tmp_path / "checkpoints", 5) == {}
     alone = Cut(cut_of(1).micro_batches, recomputes_all=True, chunk_frames=1)
     with pytest.raises(ResourceError, match="does not fit"):
-        run_or_end(Attempts(fits=0), alone, splits)
+        Work(fits=0).try_it(Attempt(alone)).result_or_end(splits)
 
 
 def test_only_what_is_about_contact_is_a_lost_rank():

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.measuring.fixed_step import build_speech, build_window, take_features_as_given
 from konkanivani.base.config import MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.recipe.step_parts import build_step_parts
-from konkanivani.training.step import StepParts, train_step
+from konkanivani.training.parts import StepParts
+from konkanivani.training.step import train_step
 
 VOCABULARY = 1000
 SHAPE = ModelConfig(d_model=48, encoder_layers=2, decoder_layers=1, attention_heads=2, subsampling_channels=16)

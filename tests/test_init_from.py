@@ -14,12 +14,12 @@ from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.attention import RotaryPositions
 from konkanivani.model.transfer import Takeover, take_over
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.start import resolve_start
 from konkanivani.recipe.trained_model import evaluate_manifest, load_trained_model
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import finish_epoch, train
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer
+from tests.starts import begin_run
 
 LARGE = ModelConfig(
     d_model=32, encoder_layers=4, decoder_layers=2, attention_heads=4, convolution_kernel=7, subsampling_channels=8
@@ -155,7 +155,7 @@ def test_a_cut_feedforward_computes_what_its_hidden_units_computed():
 def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which a run of one epoch has ended."""
     directory = tmp_path_factory.mktemp("trained")
-    train(build_run(resolve_start(list(flags(corpus, directory)))))
+    train(build_run(begin_run(list(flags(corpus, directory)))))
     return directory
 
 
@@ -165,7 +165,7 @@ def flags(corpus: Corpus, directory: Path) -> tuple[str, ...]:
 
 def test_the_same_shape_begins_with_the_checkpoints_validation_loss(corpus, trained, tmp_path, capsys):
     path = trained / "checkpoints" / LAST
-    run = build_run(resolve_start([*flags(corpus, tmp_path), "--init_from", str(path)]))
+    run = build_run(begin_run([*flags(corpus, tmp_path), "--init_from", str(path)]))
     finish_epoch(run)
     (validation,) = read_log(tmp_path, "validation")
     original = load_trained_model(path, torch.device("cpu"))
@@ -176,7 +176,7 @@ def test_the_same_shape_begins_with_the_checkpoints_validation_loss(corpus, trai
 
 
 def test_negative_control_without_it_the_validation_loss_is_another(corpus, trained, tmp_path):
-    run = build_run(resolve_start(list(flags(corpus, tmp_path))))
+    run = build_run(begin_run(list(flags(corpus, tmp_path))))
     finish_epoch(run)
     assert read_log(tmp_path, "validation")[0]["loss"] != read_log(trained, "validation")[-1]["loss"]
 
@@ -194,7 +194,7 @@ def test_a_smaller_model_is_cut_from_the_checkpoint_by_the_script_which_tells_wh
 
 def test_another_tokenizer_leaves_out_its_heads_and_says_so(corpus, trained, tmp_path, capsys):
     more = ("--tokenizer_type", "unigram", "--init_from", str(trained / "checkpoints" / LAST))
-    build_run(resolve_start([*flags(corpus, tmp_path), *more]))
+    build_run(begin_run([*flags(corpus, tmp_path), *more]))
     assert "left out (begin anew): 5 tensors: ctc_head.weight" in capsys.readouterr().out
 
 
@@ -204,5 +204,5 @@ def test_init_from_a_damaged_checkpoint_is_refused_and_leaves_it_alone(corpus, t
     path.write_bytes(path.read_bytes()[:-50])
     before = path.read_bytes()
     with pytest.raises(CheckpointError, match="copy.pt is damaged"):
-        resolve_start([*flags(corpus, tmp_path), "--init_from", str(path)])
+        begin_run([*flags(corpus, tmp_path), "--init_from", str(path)])
     assert path.read_bytes() == before

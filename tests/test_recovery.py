@@ -12,7 +12,6 @@ from konkanivani.base.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
 from konkanivani.data.batch import Batch, split_batch
 from konkanivani.memory.recovery import Cut, RememberedSplits
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.start import resolve_start
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
@@ -20,6 +19,7 @@ from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders
 from tests.laws.failing import ERRORS, When, above, failing_forward, once_at
 from tests.laws.parts import speeches, window
+from tests.starts import begin_run
 
 
 def batch_of(seconds: list[float]) -> Batch:
@@ -134,7 +134,7 @@ def built(corpus: Corpus, directory: Path, *more: str) -> Run:
     cut = ("--batch_size", "4", "--gradient_accumulation_steps", "1", "--micro_batches_at_once", "1")
     cut += ("--num_workers", "0", "--max_steps", "9")
     flags = (*TINY_MODEL, *corpus.flags(), *cut, *run_folders(directory), "--save_steps", "1", *more)
-    return build_run(resolve_start(list(flags)))
+    return build_run(begin_run(list(flags)))
 
 
 def failing(run: Run, when: When) -> Run:

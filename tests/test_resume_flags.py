@@ -13,11 +13,11 @@ from konkanivani.base.config import PRESETS, TrainConfig, settings_of, with_sett
 from konkanivani.base.errors import CheckpointError, DataError
 from konkanivani.base.flags import config_from_text, config_to_text, contradictions, parse_flags
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.start import resolve_start
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states, read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer
+from tests.starts import begin_run
 
 STEPS = 3
 
@@ -31,7 +31,7 @@ def base_flags(corpus: Corpus, directory: Path) -> tuple[str, ...]:
 def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which a run of three steps has ended."""
     directory = tmp_path_factory.mktemp("trained")
-    train(build_run(resolve_start(list(base_flags(corpus, directory)))))
+    train(build_run(begin_run(list(base_flags(corpus, directory)))))
     return directory
 
 
@@ -121,7 +121,7 @@ def test_resume_with_a_path_alone_takes_all_else_from_the_checkpoint_and_goes_on
 
 def test_learning_rate_dropout_and_workers_may_change_on_resume(corpus, copy):
     changed = ("--learning_rate", "0.1", "--dropout", "0.3", "--num_workers", "1", "--max_steps", "4")
-    train(build_run(resolve_start([*base_flags(corpus, copy), "--resume", "auto", *changed])))
+    train(build_run(begin_run([*base_flags(corpus, copy), "--resume", "auto", *changed])))
     config = config_from_text(read_checkpoint(copy / "checkpoints" / LAST).config)
     assert (config.optimizer.learning_rate, config.model.dropout, config.data.num_workers) == (0.1, 0.3, 1)
 
@@ -139,10 +139,10 @@ def test_a_finished_run_resumed_trains_nothing_more_and_reports(corpus, copy):
 
 def test_more_epochs_can_be_asked_for_on_resume(corpus, copy):
     more = ("--resume", "auto", "--max_steps", "None", "--epochs", "1")
-    run = build_run(resolve_start([*base_flags(corpus, copy), *more]))
+    run = build_run(begin_run([*base_flags(corpus, copy), *more]))
     train(run)
     assert (run.state.step, run.state.epochs_finished) == (7, 1)
-    run = build_run(resolve_start([*base_flags(corpus, copy), *more, "--epochs", "2"]))
+    run = build_run(begin_run([*base_flags(corpus, copy), *more, "--epochs", "2"]))
     train(run)
     assert (run.state.step, run.state.epochs_finished) == (14, 2)
 
@@ -166,12 +166,12 @@ def test_fresh_moves_the_old_checkpoints_aside_where_they_stay_readable(corpus, 
 def test_fresh_with_a_mistake_beside_it_moves_nothing(corpus, copy):
     flags = [*base_flags(corpus, copy), "--fresh", "--train_manifest", str(copy / "mistyped.jsonl")]
     with pytest.raises(DataError, match="mistyped"):
-        build_run(resolve_start(flags))
+        build_run(begin_run(flags))
     assert read_checkpoint(copy / "checkpoints" / LAST).step == STEPS
 
 
 def test_resume_auto_in_an_empty_folder_begins_and_says_so(corpus, tmp_path, capsys):
-    start = resolve_start([*base_flags(corpus, tmp_path), "--resume", "auto"])
+    start = begin_run([*base_flags(corpus, tmp_path), "--resume", "auto"])
     assert start.resumed is None
     assert "No checkpoint in" in capsys.readouterr().out
 
@@ -180,7 +180,7 @@ def test_resume_auto_goes_past_a_damaged_last_one(corpus, copy, capsys):
     folder = copy / "checkpoints"
     shutil.copy(folder / LAST, folder / "checkpoint_previous.pt")
     (folder / LAST).write_bytes((folder / LAST).read_bytes()[:-100])
-    start = resolve_start([*base_flags(corpus, copy), "--resume", "auto"])
+    start = begin_run([*base_flags(corpus, copy), "--resume", "auto"])
     assert start.resumed.step == STEPS
     said = capsys.readouterr().out
     assert f"{LAST}.damaged" in said and "Going on from" in said and "checkpoint_previous.pt" in said
@@ -188,7 +188,7 @@ def test_resume_auto_goes_past_a_damaged_last_one(corpus, copy, capsys):
 
 def test_other_data_begins_the_epoch_again_and_says_so(corpus, copy, capsys):
     flags = [*base_flags(corpus, copy), "--resume", "auto", "--train_subset", "50"]
-    assert build_run(resolve_start(flags)).state.cursor.window == 0
+    assert build_run(begin_run(flags)).state.cursor.window == 0
     assert "epoch 1 begins again" in capsys.readouterr().out
 
 
@@ -210,4 +210,4 @@ def test_a_checkpoint_with_a_part_missing_is_refused(part, corpus, copy):
     states = {name: state for name, state in checkpoint.states.items() if name != part}
     write_checkpoint(path, dataclasses.replace(checkpoint, states=states))
     with pytest.raises(CheckpointError, match=part):
-        build_run(resolve_start([*base_flags(corpus, copy), "--resume", "auto"]))
+        build_run(begin_run([*base_flags(corpus, copy), "--resume", "auto"]))

@@ -19,13 +19,13 @@ from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
 from konkanivani.recipe import plan as run_plan
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.plan import bucket_edges
-from konkanivani.recipe.start import resolve_start
 from konkanivani.training import rehearsal
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer
+from tests.starts import begin_run
 
 PLAN = MemoryPlan(
     conditions=5,
@@ -42,7 +42,7 @@ PLAN = MemoryPlan(
 
 def built(corpus: Corpus, directory: Path, *more: str) -> Run:
     flags = (*TINY_MODEL, *corpus.flags(), *run_folders(directory), "--num_workers", "0", *more)
-    return build_run(resolve_start(list(flags)))
+    return build_run(begin_run(list(flags)))
 
 
 def limits_of(run: Run) -> list[tuple[int, int]]:
@@ -147,16 +147,16 @@ def test_a_resumed_run_reuses_its_plan_and_replan_makes_a_new_one(corpus, tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr(run_plan, "Planner", no_planning)
-        run = build_run(resolve_start(list(resumed)))
+        run = build_run(begin_run(list(resumed)))
         assert run.plan == stored
         train(run)
         assert run.state.step == 3
         del run
         with pytest.raises(AssertionError, match="a new plan is made"):
-            build_run(resolve_start([*run_folders(tmp_path.with_name("copy")), "--resume", "auto", "--replan"]))
+            build_run(begin_run([*run_folders(tmp_path.with_name("copy")), "--resume", "auto", "--replan"]))
     capsys.readouterr()
     other = [*run_folders(tmp_path.with_name("copy")), "--resume", "auto", "--memory_budget", "380MiB"]
-    assert build_run(resolve_start(other)).plan.budget == parse_budget("380MiB")
+    assert build_run(begin_run(other)).plan.budget == parse_budget("380MiB")
     assert "other conditions" in capsys.readouterr().out
 
 

@@ -17,8 +17,9 @@ from konkanivani.data.batching import Cursor
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.training.loop import MOST_SKIPS_IN_A_ROW, check_numerics, no_collection_of_what_stays
 from konkanivani.training.optimizer import AdamW, OptimizerState, build_optimizer, learning_rate
+from konkanivani.training.parts import StepParts
 from konkanivani.training.state import TrainState
-from konkanivani.training.step import StepParts, train_step
+from konkanivani.training.step import train_step
 from tests.conftest import ROOT
 from tests.laws.parts import double_parts, relative_difference, speeches, window
 from tests.patience import PATIENCE

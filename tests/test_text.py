@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from konkanivani.base.errors import DataError, UsageError
 from konkanivani.data.text import DIGIT_WORDS, Tokenizer, normalize_text, train_tokenizer
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.start import resolve_start
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, WORDS, Corpus, run_folders
+from tests.starts import begin_run
 
 ZWNJ, ZWJ, NUKTA, VIRAMA = "\u200c", "\u200d", "\u093c", "\u094d"
 CASES = [
@@ -146,10 +146,10 @@ def test_bytes_that_are_no_tokenizer_or_not_ours_are_refused():
 
 def test_the_checkpoint_carries_the_tokenizer_byte_for_byte(corpus: Corpus, tmp_path: Path):
     flags = [*TINY_MODEL, "--train_manifest", corpus.manifest("train"), *run_folders(tmp_path), "--max_steps", "1"]
-    run = build_run(resolve_start(flags))
+    run = build_run(begin_run(flags))
     train(run)
     checkpoint = read_checkpoint(tmp_path / "checkpoints" / LAST)
     assert checkpoint.tokenizer == run.tokenizer.model
     assert checkpoint.vocab_size == Tokenizer(checkpoint.tokenizer).size == run.step.model.vocab_size
-    resumed = build_run(resolve_start([*flags, "--resume", "auto"]))
+    resumed = build_run(begin_run([*flags, "--resume", "auto"]))
     assert resumed.tokenizer.model == run.tokenizer.model

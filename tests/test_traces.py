@@ -17,8 +17,8 @@ from konkanivani.memory.traces import Traces
 from konkanivani.recipe import plan as run_plan
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.plan_report import Question, _answer, _validation_peak
-from konkanivani.recipe.start import resolve_start
 from tests.conftest import TINY_MODEL, Corpus, run_folders
+from tests.starts import begin_run
 
 BLOCKS = 4
 LOAD = Load(2, 5.25, 50)
@@ -93,7 +93,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, place):
 
 def planned(corpus: Corpus, directory: Path, *more: str, budget: str = "480MiB") -> MemoryPlan:
     flags = (*TINY_MODEL, *corpus.flags(), *run_folders(directory), "--num_workers", "0", *more)
-    return build_run(resolve_start([*flags, "--batch_size", "auto", "--memory_budget", budget])).plan
+    return build_run(begin_run([*flags, "--batch_size", "auto", "--memory_budget", budget])).plan
 
 
 def test_a_second_fresh_run_plans_without_a_trace(corpus, tmp_path, monkeypatch):

@@ -29,11 +29,11 @@ from konkanivani.inference.subtitles import cues_of, srt_time, text_of
 from konkanivani.inference.transcribe import Recording, find_recordings, output_paths
 from konkanivani.inference.transcript import Segment, Word
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.start import resolve_start
 from konkanivani.training.checkpoint.checkpointer import BEST
 from konkanivani.training.loop import train
 from tests.conftest import ROOT, TINY_MODEL, run_folders, run_script, script_command, speak, write_corpus
 from tests.patience import PATIENCE
+from tests.starts import begin_run
 
 TRANSCRIBE = "training_scripts/transcribe.py"
 WORDS = ("एक", "दोन", "तीन", "उदक", "घर", "शाळा", "बाजार", "आवय", "चार", "घर", "पांच", "दोन", "एक", "शाळा")
@@ -66,7 +66,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         *("--learning_rate", "0.005", "--warmup_steps", "20", "--epochs", "50", "--speed_perturbation", "1.0"),
         *("--frequency_masks", "0", "--time_masks", "0", "--dropout", "0", "--save_minutes", "0"),
     )
-    train(build_run(resolve_start(list(flags))))
+    train(build_run(begin_run(list(flags))))
     checkpoint = directory / "checkpoints" / BEST
     return Trained(checkpoint, load_recognizer(checkpoint, device="cpu"), directory / "tones" / "audio")
 

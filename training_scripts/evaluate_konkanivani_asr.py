@@ -84,13 +84,11 @@ def score(flags: Flags) -> str:
         check_flags(flags)
     if flags.checkpoint is None:
         return report_on(flags, read(flags))
-    from konkanivani.recipe.ranks import run_in_ranks
+    from konkanivani.recipe.ranks import in_ranks
 
-    def hear_and_report(topology: "Topology") -> str:
+    with in_ranks() as topology:
         heard = hear(flags, topology)
         return report_on(flags, heard) if topology.is_first else ""
-
-    return run_in_ranks(hear_and_report)
 
 
 def report_on(flags: Flags, raw: Heard) -> str:

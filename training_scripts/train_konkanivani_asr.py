@@ -19,21 +19,21 @@ bootstrap.rerun_under_venv()
 import sys
 
 from konkanivani.base.command_line import end_script, run_script, told_once_a_machine
-from konkanivani.base.flags import parse_flags
+from konkanivani.base.flags import ask
 
 
 def main(arguments: list[str]) -> str:
     """Trains, and scores the test manifest if there is one; one line of JSON."""
     with told_once_a_machine():
-        asked = parse_flags(arguments)  # usage errors do not wait for torch
-    if asked.run.dry_run:
+        asked = ask(arguments)  # usage errors do not wait for torch
+    if asked.config.run.dry_run:
         from konkanivani.recipe.dry_run import dry_run
 
         with told_once_a_machine():
-            return dry_run(arguments)
+            return dry_run(asked)
     from konkanivani.recipe.train import train_and_report
 
-    return train_and_report(arguments)
+    return train_and_report(asked)
 
 
 if __name__ == "__main__":

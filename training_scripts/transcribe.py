@@ -56,9 +56,11 @@ def transcribe(flags: Flags) -> str:
     """Prints or writes the transcripts as they come; a sentence about the files written, if any."""
     with told_once_a_machine():
         check_flags(flags)
-    from konkanivani.recipe.ranks import run_in_ranks
+    from konkanivani.recipe.ranks import in_ranks
 
-    return run_in_ranks(lambda topology: transcribe_share(flags, topology))
+    with in_ranks() as topology:
+        said = transcribe_share(flags, topology)
+    return said if topology.is_first else ""
 
 
 def transcribe_share(flags: Flags, topology: "Topology") -> str:

@@ -9,6 +9,7 @@ from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
+from konkanivani.base.flags import ask
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.start import resolve_start
 from konkanivani.training.loop import no_collection_of_what_stays
@@ -17,7 +18,7 @@ from konkanivani.training.step import train_step
 
 def main(log: Path, steps: int, flags: list[str]) -> None:
     """Takes so many steps."""
-    run = build_run(resolve_start(flags))
+    run = build_run(resolve_start(ask(flags)))
     with closing(run.windows.from_cursor(run.state.cursor)) as stream:
         windows = [window for window, _ in islice(stream, steps)]
     with no_collection_of_what_stays():  # as in training

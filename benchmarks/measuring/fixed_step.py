@@ -25,7 +25,8 @@ from konkanivani.memory.monitor import MemoryMonitor, peak_resident_mib, residen
 from konkanivani.model.asr import parameter_count
 from konkanivani.model.front_end import MEL_BINS
 from konkanivani.recipe.step_parts import build_step_parts
-from konkanivani.training.step import StepParts, StepReport, recomputing, train_step
+from konkanivani.training.parts import StepParts
+from konkanivani.training.step import StepReport, train_step
 
 VOCABULARY = 1000
 FIRST_TOKEN = 5
@@ -90,7 +91,7 @@ def measure(config: TrainConfig, steps: int, recomputed_blocks: int | None = Non
     resident_before = resident_mib()
     parts = build_step_parts(config, VOCABULARY, device, TOTAL_STEPS, take_features_as_given)
     if recomputed_blocks is not None:
-        parts = recomputing(parts, RecomputePolicy.first(recomputed_blocks))
+        parts = parts.recomputing(RecomputePolicy.first(recomputed_blocks))
     warm_up(parts, window)
     times, reports = zip(*timed_steps(parts, window, steps), strict=True)
     # Before the tracker, which holds an entry a tensor. On a CPU the monitor begins the system's peak anew each phase.

@@ -21,7 +21,8 @@ from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
 from konkanivani.model.asr import parameter_count
 from konkanivani.recipe.step_parts import build_front_end, build_step_parts
-from konkanivani.training.step import StepParts, StepReport, train_step
+from konkanivani.training.parts import StepParts
+from konkanivani.training.step import StepReport, train_step
 
 GROWTH_PERCENT = 5.0  # that the resident memory may grow by once it has settled
 SETTLED_STEP = 200

@@ -18,7 +18,8 @@ from konkanivani.memory.monitor import MIB, keep_holes_out, reset_peak_resident,
 from konkanivani.memory.tracer import Load
 from konkanivani.recipe.plan import build_tracer, costs_of
 from konkanivani.recipe.step_parts import build_front_end, build_step_parts
-from konkanivani.training.step import StepParts, train_step
+from konkanivani.training.parts import StepParts
+from konkanivani.training.step import train_step
 
 STEPS = 3  # that the resident memory and CUDA's allocator are watched for
 

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+from dataclasses import dataclass
 from types import UnionType
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
@@ -46,52 +47,79 @@ def config_from_text(text: str) -> TrainConfig:
     return config
 
 
-def parse_flags(arguments: list[str], stored: TrainConfig | None = None) -> TrainConfig:
-    """The configuration that a command line asks for; unknown or mistyped flags end the process with exit code 2.
+@dataclass(frozen=True)
+class Asked:
+    """A command line, parsed once: what it asks for by itself, and the names of the flags that it gives.
 
-    A flag that is not given takes `stored`'s value (the resumed checkpoint's), else the preset's, else the default.
+    `parsed` is the configuration as typed, before one setting has settled another.
     """
-    first = read_flags(TrainConfig, arguments, TrainConfig())
-    if stored is None:
-        base = dataclasses.replace(TrainConfig(), model=PRESETS[first.run.preset])
-    elif is_given("preset", arguments) and first.run.preset != stored.run.preset:
-        base = dataclasses.replace(stored, model=PRESETS[first.run.preset])
-    else:
-        base = stored
-    for setting in settings_of(TrainConfig()):
-        if setting.name in SESSION_FLAGS:
+
+    config: TrainConfig
+    parsed: TrainConfig
+    given: frozenset[str]
+
+    def over(self, stored: TrainConfig) -> TrainConfig:
+        """The settings of a checkpoint under the flags that are given; a UsageError where they do not go together.
+
+        A preset that changes brings its whole shape; a switch that is on in the checkpoint stays on, since there are no
+        negative flags.
+        """
+        is_other = "preset" in self.given and self.parsed.run.preset != stored.run.preset
+        base = dataclasses.replace(stored, model=PRESETS[self.parsed.run.preset]) if is_other else stored
+        for setting in settings_of(TrainConfig()):
+            if setting.name in SESSION_FLAGS:
+                base = with_setting(base, setting)
+        return _checked(as_stored(_with_given(base, self.parsed, self.given), stored), self.given, stored)
+
+
+def ask(arguments: list[str]) -> Asked:
+    """What a command line asks for; unknown or mistyped flags end the process with exit code 2.
+
+    A flag that is not given has the preset's value, else the default.
+    """
+    parsed = read_flags(TrainConfig, arguments, TrainConfig())
+    given = frozenset(_name(word) for word in arguments if word.startswith("--"))
+    base = dataclasses.replace(TrainConfig(), model=PRESETS[parsed.run.preset])
+    return Asked(_checked(_with_given(base, parsed, given), given, stored=None), parsed, given)
+
+
+def parse_flags(arguments: list[str], stored: TrainConfig | None = None) -> TrainConfig:
+    """The configuration that a command line asks for, over a checkpoint's if there is one."""
+    asked = ask(arguments)
+    return asked.over(stored) if stored else asked.config
+
+
+def _name(word: str) -> str:
+    """The flag's name as a field has it: of `--batch-size=4`, `batch_size`."""
+    return word.removeprefix("--").split("=")[0].replace("-", "_")
+
+
+def _with_given(base: TrainConfig, parsed: TrainConfig, given: frozenset[str]) -> TrainConfig:
+    for setting in settings_of(parsed):
+        if setting.name in given:
             base = with_setting(base, setting)
-    # A switch that is on in the checkpoint stays on, and may be given again: there are no negative flags.
-    switched_on = [setting for setting in settings_of(base) if setting.value is True]
-    for setting in switched_on:
-        base = with_setting(base, dataclasses.replace(setting, value=False))
-    config = read_flags(TrainConfig, arguments, base)
-    for setting in switched_on:
-        config = with_setting(config, setting)
-    if stored:
-        config = as_stored(config, stored)
+    return base
+
+
+def _checked(config: TrainConfig, given: frozenset[str], stored: TrainConfig | None) -> TrainConfig:
+    """The configuration with its windows settled; one error that lists all that is wrong with it."""
     problems = Problems()
     with problems.noted():
-        config = _settle_effective_batch(config, arguments, stored)
+        config = _settle_effective_batch(config, given, stored)
     with problems.noted():
         if stored or not config.run.resume:  # else the checkpoint may yet bring what they work on
-            check_idle_flags(config.augment, arguments)
+            check_idle_flags(config.augment, given)
     with problems.noted():
         check_config(config)
     problems.raise_all()
     return config
 
 
-def is_given(name: str, arguments: list[str]) -> bool:
-    """Whether the command line holds the flag."""
-    return any(a.split("=")[0].replace("-", "_") == f"__{name}" for a in arguments)
-
-
-def _settle_effective_batch(config: TrainConfig, arguments: list[str], stored: TrainConfig | None) -> TrainConfig:
+def _settle_effective_batch(config: TrainConfig, given: frozenset[str], stored: TrainConfig | None) -> TrainConfig:
     """The configuration with one word only on the utterances of a step; a UsageError where two contradict."""
     data, effective = config.data, config.data.effective_batch_size
     names = ("batch_size", "gradient_accumulation_steps", "effective_batch_size")
-    is_cut, is_accumulated, is_said = (is_given(name, arguments) for name in names)
+    is_cut, is_accumulated, is_said = (name in given for name in names)
     if data.batch_size == AUTO:
         if is_accumulated:
             raise UsageError(
@@ -113,10 +141,10 @@ def _settle_effective_batch(config: TrainConfig, arguments: list[str], stored: T
     return config
 
 
-def check_idle_flags(augment: AugmentConfig, arguments: list[str]) -> None:
+def check_idle_flags(augment: AugmentConfig, given: frozenset[str]) -> None:
     """Raises a UsageError for a flag that is given and has nothing to work on."""
     for name, manifest in MANIFEST_OF.items():
-        if is_given(name, arguments) and getattr(augment, manifest) is None:
+        if name in given and getattr(augment, manifest) is None:
             raise UsageError(f"--{name} does nothing without --{manifest}: give both, or leave it out.")
 
 

@@ -3,9 +3,10 @@
 import dataclasses
 import enum
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from types import TracebackType
+from typing import Generic, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -154,76 +155,105 @@ class RememberedSplits:
         return tuple(piece for half in split_batch(batch) for piece in self._pieces(half))
 
 
-def run_or_split(
-    attempt: Callable[[Cut], Result | None],
-    cut: Cut,
-    splits: RememberedSplits,
-    undo: Callable[[], None],
-    agree: Callable[[Outcome], Outcome] = alone,
-) -> tuple[Result | None, int]:
-    """What `attempt` returns for `cut`, or for the first smaller one that fits in memory; and how often it was retried.
-
-    `undo` takes back what a failed attempt has left, and must not allocate to speak of. A ResourceError names the
-    utterance that does not fit even alone; every other error passes through.
-
-    `agree` tells of all ranks: one that is done waits, its result kept, until all are, and counts their retries with
-    its own; where one was stopped, which an attempt says by None, each takes back what it has and returns None.
-    """
-    cut, retries = splits.cut_to_fit(cut), 0
-    result, reason = _result_or_reason(attempt, cut)
-    while True:
-        mine = Outcome.SPLIT if reason is not None else Outcome.STOPPED if result is None else Outcome.DONE
-        # Before the others are told: one for whom nothing smaller is left ends with its cause, and they with it.
-        if mine is Outcome.SPLIT:
-            undo()
-            release_memory()
-            smaller = cut.smaller()
-            if smaller is None:
-                raise _does_not_fit(cut.largest, reason)
-        of_all = agree(mine)
-        if of_all is Outcome.STOPPED and mine is Outcome.DONE:
-            undo()
-        if of_all is not Outcome.SPLIT:
-            return (None if of_all is Outcome.STOPPED else result), retries
-        retries += 1
-        if mine is Outcome.SPLIT:
-            if splits.remember(cut):
-                _tell(cut, smaller)
-            cut = smaller
-            result, reason = _result_or_reason(attempt, cut)
-
-
-def run_or_end(attempt: Callable[[Cut], Result], cut: Cut, splits: RememberedSplits) -> Result:
-    """What `attempt` returns for `cut`, where other ranks wait inside of it and nothing can be done again.
-
-    Out of memory, DidNotFit, its size remembered; a ResourceError that names an utterance where nothing is smaller.
-    """
-    result, reason = _result_or_reason(attempt, cut)
-    if reason is None:
-        return result
-    if cut.smaller() is None:
-        raise _does_not_fit(cut.largest, reason)
-    splits.remember(cut)
-    raise DidNotFit(
-        f"Out of memory at {cut.largest.size} x {cut.largest.longest_seconds:.1f} s ({reason.rstrip('.')}) where the "
-        "ranks share the weights, so none can go on alone. What did not fit is remembered: --resume auto goes on from "
-        "the newest checkpoint in smaller pieces (torchrun --max_restarts does it by itself)."
-    )
-
-
-def _result_or_reason(attempt: Callable[[Cut], Result], cut: Cut) -> tuple[Result | None, str | None]:
-    """The attempt's result, or how memory ran out.
+class Attempt(Generic[Result]):
+    """One try at a cut: in its `with` block running out of memory is no error, and `reason` says how it came.
 
     The error leaves its traceback here, whoever keeps it: that holds the frames of the attempt, and they its tensors,
     and activation checkpointing's hooks on what is saved for the backward pass, which would go on into the next one.
     """
-    try:
-        return attempt(cut), None
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
+
+    def __init__(self, cut: Cut) -> None:
+        self.cut = cut
+        self.result: Result | None = None
+        self.reason: str | None = None
+
+    def __enter__(self) -> "Attempt[Result]":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        if not (isinstance(error, (MemoryError, RuntimeError)) and is_out_of_memory(error)):
+            return False
         error.__traceback__ = None
-        return None, (str(error) or "the system gave no more").splitlines()[0]
+        self.reason = (str(error) or "the system gave no more").splitlines()[0]
+        return True
+
+    def result_or_end(self, splits: RememberedSplits) -> Result:
+        """The result, where other ranks wait inside of the work and nothing can be done again.
+
+        Out of memory, DidNotFit, its size remembered; a ResourceError that names an utterance where nothing is smaller.
+        """
+        if self.reason is None:
+            return self.result
+        if self.cut.smaller() is None:
+            raise _does_not_fit(self.cut.largest, self.reason)
+        splits.remember(self.cut)
+        size, seconds = self.cut.largest.size, self.cut.largest.longest_seconds
+        raise DidNotFit(
+            f"Out of memory at {size} x {seconds:.1f} s ({self.reason.rstrip('.')}) where the ranks share the weights, "
+            "so none can go on alone. What did not fit is remembered: --resume auto goes on from the newest checkpoint "
+            "in smaller pieces (torchrun --max_restarts does it by itself)."
+        )
+
+
+class Attempts(Generic[Result]):
+    """The same work in smaller and smaller pieces, until it fits in memory.
+
+        for attempt in attempts:
+            with attempt:
+                attempt.result = work(attempt.cut)
+
+    Then `result` is that of the attempt that fitted, after so many `retries`. A ResourceError names the utterance that
+    does not fit even alone; every other error passes through.
+    """
+
+    def __init__(
+        self,
+        cut: Cut,
+        splits: RememberedSplits,
+        undo: Callable[[], None] = lambda: None,
+        agree: Callable[[Outcome], Outcome] = alone,
+    ) -> None:
+        """`undo` takes back what a failed attempt has left, and must not allocate to speak of.
+
+        `agree` tells of all ranks: one that is done waits, its result kept, until all are, and counts their retries
+        with its own; where one was stopped, which an attempt says by no result, each takes back what it has.
+        """
+        self._first, self._splits, self._undo, self._agree = splits.cut_to_fit(cut), splits, undo, agree
+        self.result: Result | None = None
+        self.retries = 0
+
+    def __iter__(self) -> Iterator[Attempt[Result]]:
+        cut = self._first
+        while cut is not None:
+            attempt: Attempt[Result] = Attempt(cut)
+            yield attempt
+            cut = self._next(attempt)
+
+    def _next(self, attempt: Attempt[Result]) -> Cut | None:
+        """The cut to try after an attempt, None where all ranks have come to an end."""
+        mine, smaller = Outcome.STOPPED if attempt.result is None else Outcome.DONE, None
+        if attempt.reason is not None:
+            # Before the others are told: one for whom nothing smaller is left ends with its cause, and they with it.
+            mine, smaller = Outcome.SPLIT, self._take_back(attempt)
+        while (of_all := self._agree(mine)) is Outcome.SPLIT:
+            self.retries += 1
+            if smaller is not None:
+                if self._splits.remember(attempt.cut):
+                    _tell(attempt.cut, smaller)
+                return smaller
+        if of_all is Outcome.DONE:
+            self.result = attempt.result
+        elif mine is Outcome.DONE:
+            self._undo()
+        return None
+
+    def _take_back(self, attempt: Attempt[Result]) -> Cut:
+        self._undo()
+        release_memory()
+        smaller = attempt.cut.smaller()
+        if smaller is None:
+            raise _does_not_fit(attempt.cut.largest, attempt.reason)
+        return smaller
 
 
 def release_memory() -> None:

@@ -38,10 +38,10 @@ from konkanivani.training.logs.progress import Progress
 from konkanivani.training.logs.records import Resumed
 from konkanivani.training.logs.utilisation import Utilisation
 from konkanivani.training.optimizer import OptimizerState
+from konkanivani.training.parts import StepParts
 from konkanivani.training.run import Run
-from konkanivani.training.sharding import Whole
+from konkanivani.training.sharding import Whole, is_sharded
 from konkanivani.training.state import TrainState
-from konkanivani.training.step import StepParts, recomputing
 
 
 def build_run(start: Start, tell: Tell = say_nothing) -> Run:
@@ -49,70 +49,35 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
 
     Paths and disk have been looked at by resolve_start; the data comes next, then the plan.
     """
-    config, topology, resident_before = start.config, start.topology, resident_mib()
-    device = choose_device(config.run.device)
+    topology, resident_before, device = start.topology, resident_mib(), choose_device(start.config.run.device)
     announce_card(device)
-    run_directory = make_run_directory(config) if topology.is_first else None
-    rejected = run_directory and not config.run.dry_run and run_directory / REJECTED
-    if rejected and not start.resumed:
-        keep_rejected(run_directory)
-    speech = build_speech(start, device, rejected or None)
-    config = speech.config
-    start = replace(start, config=config)
+    run_directory = make_run_directory(start.config) if topology.is_first else None
+    speech = build_speech(start, device, rejected_file(start, run_directory))
+    start, config = replace(start, config=speech.config), speech.config
     tell("data", speech.sentence())
     planner = EpochPlanner(speech.train.utterances.durations, config.window_size, config.run.seed)
-    free = free_bytes(topology, device)
-    sharded = choose_sharding(config, speech.tokenizer.size, device, free, topology)
-    plan = plan_memory(start, speech, device, free, sharded) if config.is_planned else None
-    tell("plan", _plan_sentence(config, plan, planner))
-    front_end = build_front_end(config, device)
-    total_steps = _total_steps(config, planner)
-    step = build_step_parts(config, speech.tokenizer.size, device, total_steps, front_end, topology, sharded)
-    if plan:
-        step = keep_to_plan(step, plan, resident_before)
+    step, plan = build_planned_step(start, speech, planner, resident_before, tell)
     state = TrainState()
-    optimizer = OptimizerState(step.model, step.optimizer)
-    stateful = {
-        "model": Whole(step.model, topology) if sharded else step.model,
-        "optimizer": Whole(optimizer, topology) if sharded else optimizer,
-        "scaler": step.scaler,
-        "progress": state,
-        "splits": step.splits,
-    }
-    if start.resumed:
-        _load_resumed(start, stateful)
-        _fit_cursor(state, start.resumed, planner)
-    if start.initial:
-        cpu = torch.device("cpu")
-        whole = build_forward(config, speech.tokenizer.size, cpu, front_end).model if sharded else step.model
-        _take_weights(start.initial, stateful["model"], whole, speech.tokenizer)
+    stateful = stateful_parts(step, state)
+    load_weights(start, speech.tokenizer, planner, step, state, stateful)
     _learn_sizes(config, step)
     _tell_plan(config, step, speech.train, planner)
     if plan:
         print(plan_sentences(plan, blocks=len(step.model.blocks)), flush=True)
-    resumed_step = start.resumed.step if start.resumed else None
-    checkpointer = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints, resumed_step)
-    if topology.is_first and start.resumed:
-        move_newer_aside(checkpointer, run_directory, start.resumed_path, start.resumed)
-    elif topology.is_first:
-        move_aside(checkpointer, run_directory)
+    checkpointer, validation = take_checkpoint_folder(start, run_directory), speech.validation
     limits = plan.size_limits() if plan else same_size(config.data.batch_size)
-    validation = speech.validation
-    if plan and validation:
-        validation = validation.within(plan.validation_seconds)
-    resumed = Resumed(state.step, state.skipped_steps, state.epochs_finished)
-    logbook = Logbook(run_directory, resumed=resumed)
+    logbook = Logbook(run_directory, resumed=Resumed(state.step, state.skipped_steps, state.epochs_finished))
     logbook.log_settings(config_to_text(config))
     return Run(
         config=config.run,
-        config_text=config_to_text(config),
+        settings=config,
         tokenizer=speech.tokenizer,
         state=state,
         step=step,
         windows=WindowStream(speech.train, planner, limits, loader_config(config, device), speech.rejections, topology),
         plan=plan,
         watch=BudgetWatch(plan.budget / MIB if plan and device.type == "cpu" else float("inf"), resident_before),
-        validation=validation,
+        validation=validation.within(plan.validation_seconds) if plan and validation else validation,
         decode=greedy_ctc,
         stateful=stateful,
         plan_digest=planner.digest(),
@@ -125,6 +90,73 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
         utilisation=Utilisation(config.model, speech.tokenizer.size, device, step.forward.amp_dtype or torch.float32),
         topology=topology,
     )
+
+
+def rejected_file(start: Start, run_directory: Path | None) -> Path | None:
+    """Where the run lists the utterances that it leaves out, an earlier run's list kept; None where it lists none."""
+    if run_directory is None or start.config.run.dry_run:
+        return None
+    if not start.resumed:
+        keep_rejected(run_directory)
+    return run_directory / REJECTED
+
+
+def build_planned_step(
+    start: Start, speech: RunSpeech, planner: EpochPlanner, resident_before: float, tell: Tell
+) -> tuple[StepParts, MemoryPlan | None]:
+    """The step, freshly initialised, and the memory plan that it keeps to, if one is asked for."""
+    config, topology, device = start.config, start.topology, choose_device(start.config.run.device)
+    free = free_bytes(topology, device)
+    sharded = choose_sharding(config, speech.tokenizer.size, device, free, topology)
+    plan = plan_memory(start, speech, device, free, sharded) if config.is_planned else None
+    tell("plan", _plan_sentence(config, plan, planner))
+    front_end, total_steps = build_front_end(config, device), _total_steps(config, planner)
+    step = build_step_parts(config, speech.tokenizer.size, device, total_steps, front_end, topology, sharded)
+    return (keep_to_plan(step, plan, resident_before) if plan else step), plan
+
+
+def stateful_parts(step: StepParts, state: TrainState) -> Mapping[str, Stateful]:
+    """What changes as the run trains, by the names under which checkpoints hold it."""
+    optimizer = OptimizerState(step.model, step.optimizer)
+    sharded = is_sharded(step.model)
+    return {
+        "model": Whole(step.model, step.topology) if sharded else step.model,
+        "optimizer": Whole(optimizer, step.topology) if sharded else optimizer,
+        "scaler": step.scaler,
+        "progress": state,
+        "splits": step.splits,
+    }
+
+
+def load_weights(
+    start: Start,
+    tokenizer: Tokenizer,
+    planner: EpochPlanner,
+    step: StepParts,
+    state: TrainState,
+    stateful: Mapping[str, Stateful],
+) -> None:
+    """Loads what the run goes on from, or the weights that it begins with, where it names a checkpoint."""
+    if start.resumed:
+        _load_resumed(start, stateful)
+        _fit_cursor(state, start.resumed, planner)
+    if start.initial:
+        whole = step.model
+        if is_sharded(step.model):
+            cpu = torch.device("cpu")
+            whole = build_forward(start.config, tokenizer.size, cpu, build_front_end(start.config, cpu)).model
+        _take_weights(start.initial, stateful["model"], whole, tokenizer)
+
+
+def take_checkpoint_folder(start: Start, run_directory: Path | None) -> Checkpointer:
+    """The run's folder of checkpoints, by the first rank cleared of what an earlier run or a later step left there."""
+    run, resumed_step = start.config.run, start.resumed.step if start.resumed else None
+    checkpointer = Checkpointer(run.checkpoint_dir, run.keep_checkpoints, resumed_step)
+    if run_directory is not None and start.resumed:
+        move_newer_aside(checkpointer, run_directory, start.resumed_path, start.resumed)
+    elif run_directory is not None:
+        move_aside(checkpointer, run_directory)
+    return checkpointer
 
 
 def _load_resumed(start: Start, stateful: Mapping[str, Stateful]) -> None:
@@ -187,7 +219,7 @@ def keep_to_plan(step: StepParts, plan: MemoryPlan, resident_before: float) -> S
         keep_holes_out()
     step.forward.monitor.expect(plan.planned_peaks(before=resident_before if device.type == "cpu" else 0.0))
     enforce_budget(device, plan.budget, plan.context)
-    step = recomputing(step, plan.recompute_policy())
+    step = step.recomputing(plan.recompute_policy())
     return replace(step, forward=replace(step.forward, at_once=plan.at_once))
 
 

@@ -16,6 +16,7 @@ from konkanivani.base.console import StageClock, count, duration_words
 from konkanivani.base.distributed import read_topology
 from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.base.files import scratch_folder
+from konkanivani.base.flags import Asked, ask
 from konkanivani.base.signals import stopping_at_signals
 from konkanivani.base.units import MIB
 from konkanivani.recipe.build import build_run
@@ -35,7 +36,7 @@ MOST_VALIDATED = 4
 CLOSE = 1e-3  # of all weights: CUDA's kernels add in varying order
 
 
-def dry_run(arguments: list[str]) -> str:
+def dry_run(asked: Asked) -> str:
     """Tries the run that the command line asks for, a line a stage; one line of JSON on what it will take.
 
     The parts are the run's own, in folders inside of its folders. Errors are those of the run.
@@ -44,7 +45,7 @@ def dry_run(arguments: list[str]) -> str:
         raise UsageError("--dry_run tries a run in one process: leave torchrun out.")
     clock = StageClock()
     with stopping_at_signals():
-        start = resolve_start(arguments, clock.done)
+        start = resolve_start(asked, clock.done)
         with scratch_config(start.config) as config:
             start = dataclasses.replace(start, config=config, locks=(RunLock(config.run.checkpoint_dir),))
             estimate, compared = _try_steps(start, clock)
@@ -111,7 +112,7 @@ def _try_going_on(folder: Path, clock: StageClock) -> float:
     The distance of the weights from the third step's save, as a share of their norm: 0 on a CPU, bit for bit.
     """
     with silenced():  # it has been told
-        start = resolve_start(["--resume", str(folder / SECOND), "--keep_checkpoints", "2"])
+        start = resolve_start(ask(["--resume", str(folder / SECOND), "--keep_checkpoints", "2"]))
         run = build_run(start)
     check_equal(run.checkpoint(), start.resumed, "What was resumed is not what was saved")
     with run.logbook:

@@ -1,7 +1,8 @@
 """The ranks that torchrun starts: a card for each, what all of them must have alike, and who speaks."""
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import count
 from konkanivani.base.distributed import Topology, only_first_speaks, read_topology
 from konkanivani.base.errors import UsageError
-from konkanivani.base.flags import config_to_text, parse_flags
+from konkanivani.base.flags import config_to_text
 from konkanivani.base.process_group import joined
 from konkanivani.recipe.paths import check_manifests, manifests_of
 
@@ -34,22 +35,22 @@ def take_card(topology: Topology) -> None:
     torch.cuda.set_device(topology.local_rank)
 
 
-def run_in_ranks(action: Callable[[Topology], str], timeout: float = 600.0) -> str:
-    """What `action` returns on the first rank, nothing on the others, which say nothing either.
+@contextlib.contextmanager
+def in_ranks(timeout: float = 600.0) -> Iterator[Topology]:
+    """The block runs in each rank that torchrun has started, with a card of its own where there are cards.
 
-    Each rank that torchrun has started calls it, with a card of its own where there are cards, and waits at most
-    `timeout` seconds for the others; one process alone just does. An error ends all, and is told once.
+    A rank waits at most `timeout` seconds for the others; one process alone just runs the block. Only the first rank's
+    output is seen. An error ends all, and is told once.
     """
     topology = read_topology()
     with joined(topology, timeout), only_first_speaks(topology):
         take_card(topology)
-        result = action(topology)
-    return result if topology.is_first else ""
+        yield topology
 
 
-def digest_of_flags(arguments: list[str]) -> str:
+def digest_of_flags(config: TrainConfig) -> str:
     """Of what a command line asks for, however it is written."""
-    return hashlib.sha256(config_to_text(parse_flags(arguments)).encode()).hexdigest()
+    return hashlib.sha256(config_to_text(config).encode()).hexdigest()
 
 
 def digest_of_code() -> str:

@@ -9,7 +9,7 @@ from konkanivani.base.console import Tell, count, say, say_nothing
 from konkanivani.base.device import choose_device, choose_precision
 from konkanivani.base.distributed import ALONE, Topology, from_first
 from konkanivani.base.errors import CheckpointError, UsageError
-from konkanivani.base.flags import check_idle_flags, config_from_text, contradictions, is_given, parse_flags
+from konkanivani.base.flags import Asked, check_idle_flags, config_from_text, contradictions
 from konkanivani.inference.speech_model import settings_of_weights
 from konkanivani.recipe.disk import check_disk
 from konkanivani.recipe.paths import check_paths, manifests_of
@@ -46,17 +46,16 @@ class Start:
     topology: Topology = ALONE
 
 
-def resolve_start(arguments: list[str], tell: Tell = say_nothing, topology: Topology = ALONE) -> Start:
+def resolve_start(asked: Asked, tell: Tell = say_nothing, topology: Topology = ALONE) -> Start:
     """What a command line asks for, the checkpoint it names read and held against it.
 
     Flags, then paths, then the disk are looked at before any folder is made; each stage is told when it is done. The
     first rank does it for all, and sends the others what it found: they need not see its folders.
     """
-    asked = parse_flags(arguments)
     if topology.is_alone:
-        return _resolve(arguments, asked, tell)
-    check_ranks(asked, topology)
-    found = _resolve(arguments, restarted(asked, topology), tell) if topology.is_first else None
+        return _resolve(asked, tell)
+    check_ranks(asked.config, topology)
+    found = _resolve(restarted(asked, topology), tell) if topology.is_first else None
     sent = from_first(topology, lambda: dataclasses.replace(found, locks=()))
     return dataclasses.replace(found or sent, topology=topology)
 
@@ -79,38 +78,33 @@ def check_ranks(asked: TrainConfig, topology: Topology) -> None:
         raise UsageError(f"These ranks cannot train, start them otherwise: {'; '.join(problems)}.")
 
 
-def restarted(asked: TrainConfig, topology: Topology) -> TrainConfig:
+def restarted(asked: Asked, topology: Topology) -> Asked:
     """What is asked for after torchrun has started the ranks anew: to go on with what they have saved, if anything."""
-    saved = Checkpointer(asked.run.checkpoint_dir, asked.run.keep_checkpoints).has_checkpoints()
+    run = asked.config.run
+    saved = Checkpointer(run.checkpoint_dir, run.keep_checkpoints).has_checkpoints()
     if not (topology.restarts and saved):
         return asked
-    return dataclasses.replace(asked, run=dataclasses.replace(asked.run, resume="auto", init_from=None))
+    config = dataclasses.replace(asked.config, run=dataclasses.replace(run, resume="auto", init_from=None))
+    return dataclasses.replace(asked, config=config)
 
 
-def _resolve(arguments: list[str], asked: TrainConfig, tell: Tell) -> Start:
+def _resolve(asked: Asked, tell: Tell) -> Start:
+    config = asked.config
     tell("flags", "they go together")
-    if asked.run.resume:
-        check_paths(asked, is_complete=False)
+    if config.run.resume:
+        check_paths(config, is_complete=False)
     else:
-        _check_places(asked, asked.text.vocab_size, tell)
-    if asked.run.resume == "auto":
-        return _resume_newest(arguments, asked, tell)
-    if asked.run.resume:
-        path = Path(asked.run.resume)
-        checkpoint = read_checkpoint(path)
-        config = _resumed_config(arguments, checkpoint, path)
-        if not is_given("checkpoint_dir", arguments):  # wherever it was trained, it goes on where it lies
-            config = _in_folder(config, str(path.parent))
-        _check_places(config, checkpoint.vocab_size, tell)
-        lock = _take_folder(config.run)
-        _check_folder_is_its_own(path, Path(config.run.checkpoint_dir))
-        return _begin(config, lock, checkpoint, path)
-    initial = read_checkpoint(asked.run.init_from) if asked.run.init_from else None
+        _check_places(config, config.text.vocab_size, tell)
+    if config.run.resume == "auto":
+        return _resume_newest(asked, tell)
+    if config.run.resume:
+        return _resume_named(asked, Path(config.run.resume), tell)
+    initial = read_checkpoint(config.run.init_from) if config.run.init_from else None
     if initial:
         settings_of_weights(initial)
-    lock = _take_folder(asked.run)
-    _claim_folder(Checkpointer(asked.run.checkpoint_dir, asked.run.keep_checkpoints), asked)
-    return _begin(asked, lock, initial=initial)
+    lock = _take_folder(config.run)
+    _claim_folder(Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints), config)
+    return _begin(config, lock, initial=initial)
 
 
 def _begin(
@@ -134,17 +128,28 @@ def _check_places(config: TrainConfig, vocab_size: int, tell: Tell) -> None:
     tell("disk", "; ".join(room.sentence() for room in check_disk(config, vocab_size)))
 
 
-def _resume_newest(arguments: list[str], asked: TrainConfig, tell: Tell) -> Start:
-    folder = asked.run.checkpoint_dir
-    lock = _take_folder(asked.run)
-    found = Checkpointer(folder, asked.run.keep_checkpoints).read_newest_sound(sets_aside=not asked.run.dry_run)
+def _resume_named(asked: Asked, path: Path, tell: Tell) -> Start:
+    checkpoint = read_checkpoint(path)
+    config = _resumed_config(asked, checkpoint, path)
+    if "checkpoint_dir" not in asked.given:  # wherever it was trained, it goes on where it lies
+        config = _in_folder(config, str(path.parent))
+    _check_places(config, checkpoint.vocab_size, tell)
+    lock = _take_folder(config.run)
+    _check_folder_is_its_own(path, Path(config.run.checkpoint_dir))
+    return _begin(config, lock, checkpoint, path)
+
+
+def _resume_newest(asked: Asked, tell: Tell) -> Start:
+    run, folder = asked.config.run, asked.config.run.checkpoint_dir
+    lock = _take_folder(run)
+    found = Checkpointer(folder, run.keep_checkpoints).read_newest_sound(sets_aside=not run.dry_run)
     if found is None:
-        check_idle_flags(asked.augment, arguments)
-        _check_places(asked, asked.text.vocab_size, tell)
+        check_idle_flags(asked.config.augment, asked.given)
+        _check_places(asked.config, asked.config.text.vocab_size, tell)
         say(f"No checkpoint in {folder} yet: training begins.")
-        return _begin(asked, lock)
+        return _begin(asked.config, lock)
     path, checkpoint = found
-    config = _resumed_config(arguments, checkpoint, path)
+    config = _resumed_config(asked, checkpoint, path)
     # The folder may have been moved since the checkpoint wrote down its name.
     config = _in_folder(config, folder)
     _check_places(config, checkpoint.vocab_size, tell)
@@ -162,10 +167,10 @@ def _take_folder(run: RunConfig) -> RunLock | None:
     return None
 
 
-def _resumed_config(arguments: list[str], checkpoint: Checkpoint, path: Path) -> TrainConfig:
+def _resumed_config(asked: Asked, checkpoint: Checkpoint, path: Path) -> TrainConfig:
     """The checkpoint's settings under the flags that are given; a CheckpointError lists what contradicts it."""
     stored = settings_of_weights(checkpoint)
-    config = parse_flags(arguments, stored)
+    config = asked.over(stored)
     found = contradictions(stored, config)
     if found:
         listed = "".join(f"\n  {difference}" for difference in found)
@@ -174,34 +179,34 @@ def _resumed_config(arguments: list[str], checkpoint: Checkpoint, path: Path) ->
             f"anew from its weights with --init_from {path} and another --checkpoint_dir (or --fresh)."
         )
     say(f"Going on from {path}: step {checkpoint.step}.")
-    _tell_paths(config, arguments)
-    _check_log_folder(config, arguments, path)
+    _tell_paths(config, asked)
+    _check_log_folder(config, asked, path)
     return config
 
 
-def _tell_paths(config: TrainConfig, arguments: list[str]) -> None:
+def _tell_paths(config: TrainConfig, asked: Asked) -> None:
     """Says which files and folders are taken from the checkpoint, which may be another person's."""
-    paths = [s for s in settings_of(config) if s.name in PATHS and s.value and not is_given(s.name, arguments)]
+    paths = [s for s in settings_of(config) if s.name in PATHS and s.value and s.name not in asked.given]
     if paths:
         say("As the checkpoint says:" + "".join(f" --{path.name} {path.value!r}" for path in paths))
 
 
-def _check_log_folder(config: TrainConfig, arguments: list[str], path: Path) -> None:
+def _check_log_folder(config: TrainConfig, asked: Asked, path: Path) -> None:
     """Refuses to write a log where only a checkpoint, perhaps another person's, says so.
 
     It goes on in a folder under this one, or where the run of this name has logged before.
     """
     folder = Path(config.run.log_dir)
     is_below = not folder.is_absolute() and ".." not in folder.parts
-    if not (is_below or is_given("log_dir", arguments) or (folder / config.run.run_name / LOG_NAME).is_file()):
+    if not (is_below or "log_dir" in asked.given or (folder / config.run.run_name / LOG_NAME).is_file()):
         raise CheckpointError(
             f"The checkpoint {path} would log to {config.run.log_dir!r}, where no run named {config.run.run_name!r} "
             "has logged. Say where with --log_dir."
         )
 
 
-def _claim_folder(checkpointer: Checkpointer, asked: TrainConfig) -> None:
-    if checkpointer.has_checkpoints() and not asked.run.fresh:
+def _claim_folder(checkpointer: Checkpointer, config: TrainConfig) -> None:
+    if checkpointer.has_checkpoints() and not config.run.fresh:
         raise UsageError(
             f"{checkpointer.directory} holds checkpoints of a run. Go on with --resume auto, begin anew with --fresh "
             "(they are moved into a folder beside), or give another --checkpoint_dir."

@@ -15,9 +15,10 @@ from konkanivani.memory.recovery import RememberedSplits
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.front_end import MEL_BINS, FeatureExtractor, FrontEnd
 from konkanivani.training.forward import ForwardPass
+from konkanivani.training.gradient import alone, of_shared_weights, summed_over_ranks
 from konkanivani.training.optimizer import build_optimizer
+from konkanivani.training.parts import StepParts
 from konkanivani.training.sharding import shard_model
-from konkanivani.training.step import StepParts
 
 LANES = 2  # micro-batches side by side where nobody says how many: half of a step's time on two cores (docs/LOG.md)
 
@@ -81,6 +82,7 @@ def build_step_parts(
         total_steps=total_steps,
         seed=config.run.seed,
         splits=RememberedSplits(memory_conditions(config, device)),
+        gradient_of=of_shared_weights if sharded else alone if topology.is_alone else summed_over_ranks,
         topology=topology,
     )
 

@@ -14,13 +14,13 @@ from konkanivani.base.config import DataConfig, DecodingConfig
 from konkanivani.base.console import say
 from konkanivani.base.device import choose_device
 from konkanivani.base.distributed import ALONE, Topology, check_same, from_first
-from konkanivani.base.flags import parse_flags
+from konkanivani.base.flags import Asked
 from konkanivani.decoding.decode import build_decode
 from konkanivani.memory.oom_history import write_sizes
 from konkanivani.memory.phases import PhaseMemory
 from konkanivani.memory.recovery import DidNotFit
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.ranks import digest_of_code, digest_of_data, digest_of_flags, run_in_ranks
+from konkanivani.recipe.ranks import digest_of_code, digest_of_data, digest_of_flags, in_ranks
 from konkanivani.recipe.start import resolve_start
 from konkanivani.recipe.trained_model import best_checkpoint, evaluate_manifest, load_trained_model
 from konkanivani.training.logs.records import RehearsalRecord
@@ -30,38 +30,45 @@ from konkanivani.training.run import Run
 from konkanivani.training.validation import Evaluation
 
 
-def train_and_report(arguments: list[str]) -> str:
-    """Trains as the command line asks, scores the test manifest with the best checkpoint, and returns a JSON line.
+def train_and_report(asked: Asked) -> str:
+    """Trains as is asked for, scores the test manifest with the best checkpoint, and returns a JSON line.
 
     Every rank that torchrun has started does; the first one alone prints and returns the line.
     """
-    with output_may_be_lost():
-        timeout = parse_flags(arguments).run.rank_timeout
-        return run_in_ranks(lambda topology: _train_and_report(arguments, topology), timeout)
+    with output_may_be_lost(), in_ranks(asked.config.run.rank_timeout) as topology:
+        run = build_in_ranks(asked, topology)
+        with run.logbook, sizes_kept(run):
+            if run.settings.is_rehearsed and (run.state.step == 0 or run.settings.memory.replan):
+                tell_rehearsal(run)
+            train(run)
+        run.interruption.end_training()
+        say(memory_table(run))
+        line = score_and_sum_up(run)
+    return line if topology.is_first else ""
 
 
-def _train_and_report(arguments: list[str], topology: Topology) -> str:
+def build_in_ranks(asked: Asked, topology: Topology) -> Run:
+    """The run, once all ranks have found the same flags, code and data; signals that ask for a stop are its own."""
     if not topology.is_alone:
-        device = choose_device(parse_flags(arguments).run.device).type
-        check_same(topology, {"flags": digest_of_flags(arguments), "code": digest_of_code(), "devices": device})
-    start = resolve_start(arguments, topology=topology)
+        device = choose_device(asked.config.run.device).type
+        check_same(topology, {"flags": digest_of_flags(asked.config), "code": digest_of_code(), "devices": device})
+    start = resolve_start(asked, topology=topology)
     if not topology.is_alone:
         check_same(topology, {"data": digest_of_data(start.config)})
     run = build_run(start)
     run.interruption.install()
     if topology.is_first:
         run.checkpointer.discard_unfinished()
-    with run.logbook, sizes_kept(run):
-        if start.config.is_rehearsed and (run.state.step == 0 or start.config.memory.replan):
-            tell_rehearsal(run)
-        train(run)
-    run.interruption.end_training()
-    say(memory_table(run))
-    best = from_first(topology, lambda: best_checkpoint(start.config.run.checkpoint_dir))
-    scores = score_test(best, start.config.data, run.step.forward.device, topology)
-    log_directory = start.config.run.log_dir
-    say(f"Look at the run with: .venv/bin/tensorboard --logdir {log_directory} --host 127.0.0.1")
-    return summary_line(run, scores, str(best), f"{log_directory}/{start.config.run.run_name}")
+    return run
+
+
+def score_and_sum_up(run: Run) -> str:
+    """The run in one line of JSON, the test manifest scored with the best checkpoint."""
+    config = run.settings
+    best = from_first(run.topology, lambda: best_checkpoint(config.run.checkpoint_dir))
+    scores = score_test(best, config.data, run.step.forward.device, run.topology)
+    say(f"Look at the run with: .venv/bin/tensorboard --logdir {config.run.log_dir} --host 127.0.0.1")
+    return summary_line(run, scores, str(best), f"{config.run.log_dir}/{config.run.run_name}")
 
 
 @contextmanager

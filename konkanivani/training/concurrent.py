@@ -84,11 +84,14 @@ class Turns:
 
 def in_lanes(
     count: int,
-    work: Callable[[int, Piece], Result],
+    work: Callable[[Piece], Result],
     pieces: Sequence[Piece],
     parameters: Iterable[torch.nn.Parameter],
+    within: Callable[[int], contextlib.AbstractContextManager[None]] = lambda number: contextlib.nullcontext(),
 ) -> Iterator[Result]:
-    """What work(number, piece) returns for each piece, in their order, `count` of them at work at a time.
+    """What work(piece) returns for each piece, in their order, `count` of them at work at a time.
+
+    The piece of each number, from 0, is worked on inside of within(number).
 
     With the same result as one after another on as few threads, bit for bit: each parameter's gradients are added in
     the pieces' order. An error ends all of them. One piece, or a count of 1, is worked on by the calling thread.
@@ -96,15 +99,15 @@ def in_lanes(
     count = min(count, len(pieces), torch.get_num_threads())
     if count < 2:
         for number, piece in enumerate(pieces):
-            with added_by_products(lambda weight: None):
-                result = work(number, piece)
+            with added_by_products(lambda weight: None), within(number):
+                result = work(piece)
             yield result
         return
     turns, modes = Turns(parameters), _get_current_dispatch_mode_stack()
 
     def run(number: int, piece: Piece) -> Result:
-        with _also_on(modes), turns.at(number):
-            return work(number, piece)
+        with _also_on(modes), turns.at(number), within(number):
+            return work(piece)
 
     with _cores_shared_by(count) as share, turns.kept(), ThreadPoolExecutor(count, "lane", share) as threads:
         results = [threads.submit(run, number, piece) for number, piece in enumerate(pieces)]

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from konkanivani.base.config import RunConfig
+from konkanivani.base.config import RunConfig, TrainConfig
 from konkanivani.base.distributed import ALONE, Topology, gather
+from konkanivani.base.flags import config_to_text
 from konkanivani.data.fingerprint import Fingerprint
 from konkanivani.data.loading import WindowStream
 from konkanivani.data.text import Tokenizer
@@ -18,18 +19,21 @@ from konkanivani.training.interruption import Interruption
 from konkanivani.training.logs.logbook import Logbook
 from konkanivani.training.logs.progress import Progress
 from konkanivani.training.logs.utilisation import Utilisation
+from konkanivani.training.parts import StepParts
 from konkanivani.training.sharding import is_sharded
 from konkanivani.training.state import TrainState
-from konkanivani.training.step import StepParts
 from konkanivani.training.validation import EvaluationSet
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that the training loop works with; `state` is the only part of it that changes."""
+    """Everything that the training loop works with; `state` is the only part of it that changes.
+
+    `settings` are what a checkpoint carries, `config` of them what says when the run ends.
+    """
 
     config: RunConfig
-    config_text: str
+    settings: TrainConfig
     tokenizer: Tokenizer
     state: TrainState
     step: StepParts
@@ -62,7 +66,7 @@ class Run:
     def checkpoint(self) -> Checkpoint:
         """The run's state as it is now. Where it is dealt to the ranks all of them call this, and the first has it."""
         return Checkpoint(
-            config=self.config_text,
+            config=config_to_text(self.settings),
             tokenizer=self.tokenizer.model,
             vocab_size=self.tokenizer.size,
             step=self.state.step,

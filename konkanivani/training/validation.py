@@ -24,7 +24,7 @@ from konkanivani.data.workers import LoaderConfig
 from konkanivani.decoding.ctc import blank_frames, likeliest_tokens
 from konkanivani.decoding.decode import Decode
 from konkanivani.evaluation.metrics import ErrorRates, error_rates
-from konkanivani.memory.recovery import Cut, RememberedSplits, run_or_split
+from konkanivani.memory.recovery import Attempts, Cut, RememberedSplits
 from konkanivani.training.forward import ForwardPass
 from konkanivani.training.sharding import whole_weights
 
@@ -110,13 +110,13 @@ def hear(
     totals, tokens, scored = torch.zeros(2, dtype=torch.float64, device=forward.device), 0, []
     blanks, frames = torch.zeros((), dtype=torch.int64, device=forward.device), 0
     for batch, utterances in batches:
-        pieces, _ = run_or_split(
-            attempt=lambda cut: [recognize(forward.run_as(cut), piece, decode) for piece in cut.micro_batches],
-            # Nothing is kept, so there is nothing to recompute.
-            cut=Cut((batch,), recomputes_all=True, chunk_frames=forward.chunk_frames),
-            splits=splits,
-            undo=lambda: None,
-        )
+        # Nothing is kept, so there is nothing to recompute.
+        cut = Cut((batch,), recomputes_all=True, chunk_frames=forward.chunk_frames)
+        for attempt in (attempts := Attempts(cut, splits)):
+            with attempt:
+                smaller = forward.run_as(attempt.cut)
+                attempt.result = [recognize(smaller, piece, decode) for piece in attempt.cut.micro_batches]
+        pieces = attempts.result
         totals += sum(piece.loss_sums for piece in pieces)
         blanks += sum(piece.blanks for piece in pieces)
         frames += sum(piece.frames for piece in pieces)

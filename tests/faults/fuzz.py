@@ -32,10 +32,10 @@ from konkanivani.data.audio.files import AudioSource, read_header
 from konkanivani.data.audio.waveform import load_audio, stream_audio
 from konkanivani.data.manifest import read_manifest, read_recordings
 from konkanivani.inference.recognizer import load_recognizer
-from konkanivani.recipe.start import resolve_start
 from konkanivani.training.checkpoint.checkpointer import LAST
 from tests.faults.strangers import Sound, configured, read_sound
 from tests.faults.watching import MOST_SECONDS, Verdict, watch
+from tests.starts import begin_run
 
 Kind = Literal["audio", "media", "manifests", "checkpoints", "flags"]
 EDGES = (0, 1, -1, 127, 128, 255, 256, 32767, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1)
@@ -295,7 +295,7 @@ def _checkpoints(folder: Path, run: Path) -> Fuzzer:
         path = inside / LAST
         path.write_bytes(content_of(*example))
         os.chdir(inside)  # of a process of its own
-        resolve_start(["--resume", str(path), "--device", "cpu"])
+        begin_run(["--resume", str(path), "--device", "cpu"])
         load_recognizer(path, device="cpu")
 
     return Fuzzer(examples, handle)

@@ -91,7 +91,7 @@ def kill(place: str, number: int) -> None:
         case "before the save of a window":
             after(loop, "log_step", number, die)
         case "in a step":
-            after(step, "add_gradients", number, die)
+            after(step, "forward_and_backward", number, die)
         case "in the update":
             before(step, "set_learning_rate", number, die)
         case "before a validation":
@@ -110,22 +110,22 @@ def kill(place: str, number: int) -> None:
 
 def terminate(number: int) -> None:
     """Asks the process to stop in the `number`-th micro-batch."""
-    before(step, "add_gradients", number, lambda: die(signal.SIGTERM))
+    before(step, "forward_and_backward", number, lambda: die(signal.SIGTERM))
 
 
 def out_of_memory(above: int, seconds: float) -> None:
     """No more than `above` utterances of at least so many seconds fit."""
 
     def around(original: Callable) -> Callable:
-        def add_gradients(parts, batch, counts):
+        def forward_and_backward(parts, batch, counts):
             sums = original(parts, batch, counts)
             if batch.size > above and batch.longest_seconds >= seconds:
                 raise ERRORS["cpu"]
             return sums
 
-        return add_gradients
+        return forward_and_backward
 
-    wrap(step, "add_gradients", around)
+    wrap(step, "forward_and_backward", around)
 
 
 def not_finite(what: str, value: str, utterance: str, after: int = 0) -> None:
@@ -133,7 +133,7 @@ def not_finite(what: str, value: str, utterance: str, after: int = 0) -> None:
     passed = []
 
     def around(original: Callable) -> Callable:
-        def add_gradients(parts, batch, counts):
+        def forward_and_backward(parts, batch, counts):
             sums = original(parts, batch, counts)
             passed.append(None)
             if utterance in batch.utterance_ids or (not utterance and len(passed) > after):
@@ -143,9 +143,9 @@ def not_finite(what: str, value: str, utterance: str, after: int = 0) -> None:
                     sums.ctc.fill_(float(value))
             return sums
 
-        return add_gradients
+        return forward_and_backward
 
-    wrap(step, "add_gradients", around)
+    wrap(step, "forward_and_backward", around)
 
 
 def half_precision(scale: float) -> None:

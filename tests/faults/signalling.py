@@ -124,7 +124,7 @@ class HangingCall:
     count that are made in it: a plan's trace makes some before.
     """
 
-    function: Literal["konkanivani.training.step.add_gradients", "konkanivani.training.validation.recognize"]
+    function: Literal["konkanivani.training.step.forward_and_backward", "konkanivani.training.validation.recognize"]
     calls: int
     is_rehearsed: bool = False
 
@@ -158,7 +158,7 @@ def end_while_a_call_hangs(run: LongRun, number: signal.Signals, trap: HangingCa
 
 def end_while_a_rehearsal_hangs(run: LongRun, signals: int) -> list[str]:
     """One life that is sent so many signals when its rehearsal hangs; what it has left in the checkpoints' folder."""
-    trap = HangingCall("konkanivani.training.step.add_gradients", 0, is_rehearsed=True)
+    trap = HangingCall("konkanivani.training.step.forward_and_backward", 0, is_rehearsed=True)
     life = run.begin("--num_workers", "0", trap=trap)
     begun = run.checkpoints / "rehearsal.partial"
     life.wait_until(lambda: begun.exists() and not _has_moved(life), "the call that hangs")

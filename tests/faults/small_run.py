@@ -5,9 +5,9 @@ import io
 from pathlib import Path
 
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.start import resolve_start
 from konkanivani.training.loop import train
 from tests.conftest import run_folders, write_corpus
+from tests.starts import begin_run
 
 SMALL_MODEL = (
     *("--d_model", "8", "--encoder_layers", "1", "--decoder_layers", "1", "--attention_heads", "2"),
@@ -21,7 +21,7 @@ def train_small_run(folder: Path) -> Path:
     flags = ("--batch_size", "2", "--gradient_accumulation_steps", "1", "--epochs", "2", "--save_steps", "1")
     arguments = [*SMALL_MODEL, *corpus.flags(), *flags, "--num_workers", "0", *run_folders(folder)]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        run = build_run(resolve_start(arguments))
+        run = build_run(begin_run(arguments))
         with run.logbook:
             train(run)
     return folder

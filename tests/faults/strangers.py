@@ -16,8 +16,8 @@ import torch._dynamo  # it makes a folder of its own when it is first loaded, as
 from konkanivani.inference.averaging import NamedCheckpoint, average_checkpoints
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.start import resolve_start
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
+from tests.starts import begin_run
 
 ROOT_OF_ZIP = "archive"
 
@@ -66,14 +66,14 @@ def use_everywhere(path: Path) -> None:
 
 
 def _resume(path: Path) -> None:
-    build_run(resolve_start(["--resume", str(path), "--device", "cpu"]))
+    build_run(begin_run(["--resume", str(path), "--device", "cpu"]))
 
 
 def _begin_from(path: Path) -> None:
     fresh, manifest = path.parent / "fresh", path.parent / "train.jsonl"
     manifest.touch()
     flags = ("--init_from", str(path), "--checkpoint_dir", str(fresh), "--log_dir", str(fresh), "--preset", "minimal")
-    resolve_start([*flags, "--device", "cpu", "--train_manifest", str(manifest)])
+    begin_run([*flags, "--device", "cpu", "--train_manifest", str(manifest)])
 
 
 def _transcribe(path: Path) -> None:

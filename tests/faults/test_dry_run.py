@@ -15,11 +15,11 @@ import torch
 
 from konkanivani.base.errors import CheckpointError, DataError, Interrupted, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.base.files import scratch_folder
+from konkanivani.base.flags import ask
 from konkanivani.base.signals import stopping_signals
 from konkanivani.recipe import dry_run as dry
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.dry_run import check_equal, dry_run
-from konkanivani.recipe.start import resolve_start
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST, PREVIOUS
 from konkanivani.training.checkpoint.compare import differences, relative_difference
@@ -27,6 +27,7 @@ from konkanivani.training.checkpoint.run_lock import RunLock
 from konkanivani.training.loop import train
 from tests.conftest import ROOT, TINY_MODEL, Corpus, read_log, run_folders, script_command
 from tests.patience import PATIENCE
+from tests.starts import begin_run
 
 TRAINER = "training_scripts/train_konkanivani_asr.py"
 QUICK = ("--num_workers", "0", "--batch_size", "2", "--gradient_accumulation_steps", "2")
@@ -55,7 +56,7 @@ def stages_of(output: str) -> list[str]:
 def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which a run of three steps has ended."""
     directory = tmp_path_factory.mktemp("trained")
-    train(build_run(resolve_start(flags(corpus, directory, "--max_steps", "3"))))
+    train(build_run(begin_run(flags(corpus, directory, "--max_steps", "3"))))
     return directory
 
 
@@ -95,7 +96,7 @@ def test_it_takes_the_path_of_other_runs_too(more, corpus, tmp_path, capsys):
     if "auto" in more:
         at = given.index("--gradient_accumulation_steps")
         del given[at : at + 2]
-    summary = json.loads(dry_run(given))
+    summary = json.loads(dry_run(ask(given)))
     assert summary["resumed_difference"] == 0 and summary["steps"] == (1 if "--max_steps" in more else 80)
     output = capsys.readouterr().out
     assert stages_of(output)[-2:] == ["resumed", "removed"]
@@ -107,7 +108,7 @@ def test_it_takes_the_path_of_other_runs_too(more, corpus, tmp_path, capsys):
 def test_saves_that_fall_due_on_the_way_change_nothing(batch, corpus, tmp_path):
     given = [*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), "--num_workers", "0", "--batch_size", batch]
     given += ["--gradient_accumulation_steps", "1", "--save_steps", "1", "--epochs", "1", "--dry_run"]
-    summary = json.loads(dry_run(given))
+    summary = json.loads(dry_run(ask(given)))
     assert summary["resumed_difference"] == 0 and summary["steps"] == 26 // int(batch)
     assert os.listdir(tmp_path) == []
 
@@ -116,7 +117,7 @@ def test_a_dry_resume_goes_on_from_the_checkpoint_and_touches_nothing_of_its_run
     before = files_of(copy)
     for resumed in (["--resume", "auto", *run_folders(copy)], ["--resume", str(copy / "checkpoints" / LAST)]):
         given = [*resumed, *run_folders(copy), "--max_steps", "9", "--dry_run"]
-        assert json.loads(dry_run(given))["steps"] == 6
+        assert json.loads(dry_run(ask(given)))["steps"] == 6
         output = capsys.readouterr().out
         assert "with the state of step 3" in output and "step 6 after it is the same, bit for bit" in output
         assert files_of(copy) == before
@@ -128,14 +129,14 @@ def test_a_dry_resume_passes_over_damaged_checkpoints_and_leaves_them_their_name
     (folder / LAST).write_bytes((folder / LAST).read_bytes()[:-100])
     before = files_of(copy)
     given = ["--resume", "auto", *run_folders(copy), "--max_steps", "9", "--dry_run"]
-    assert json.loads(dry_run(given))["steps"] == 6
+    assert json.loads(dry_run(ask(given)))["steps"] == 6
     output = capsys.readouterr().out
     assert f"{LAST} is damaged" in output and "Trying the one before." in output and "Moved" not in output
     assert files_of(copy) == before
     (folder / PREVIOUS).unlink()
     for _ in range(2):
         with pytest.raises(CheckpointError, match="None of the 1 checkpoints .* is sound. Restore a copy"):
-            dry_run(given)
+            dry_run(ask(given))
     assert (folder / LAST).exists()
 
 
@@ -152,17 +153,17 @@ REFUSED = [
 def test_it_refuses_what_the_run_would_and_leaves_nothing(more, kind, said, corpus, tmp_path):
     given = flags(corpus, tmp_path, *more)
     with pytest.raises(kind, match=said) as refused:
-        dry_run([*given, "--dry_run"])
+        dry_run(ask([*given, "--dry_run"]))
     assert os.listdir(tmp_path) == []
     with pytest.raises(KonkaniVaniError) as real:
-        build_run(resolve_start(given))
+        build_run(begin_run(given))
     assert str(refused.value) == str(real.value)
 
 
 def test_a_used_folder_is_refused_as_the_run_would(corpus, copy):
     before = files_of(copy)
     with pytest.raises(UsageError, match="holds checkpoints of a run"):
-        dry_run(flags(corpus, copy, "--dry_run"))
+        dry_run(ask(flags(corpus, copy, "--dry_run")))
     assert files_of(copy) == before
 
 
@@ -181,7 +182,7 @@ def test_a_folder_in_which_another_process_trains_is_refused(corpus, tmp_path):
             time.sleep(0.01)
         before = files_of(tmp_path)
         with pytest.raises(ResourceError, match=f"Process {child} is training"):
-            dry_run(flags(corpus, tmp_path, "--dry_run"))
+            dry_run(ask(flags(corpus, tmp_path, "--dry_run")))
         assert files_of(tmp_path) == before
     finally:
         os.kill(child, signal.SIGKILL)
@@ -209,7 +210,7 @@ def test_a_signal_at_any_stage_ends_it_with_its_code_and_removes_everything(
     monkeypatch.setattr(dry.StageClock, "done", interrupted)
     handlers = [signal.getsignal(each) for each in stopping_signals()]
     with pytest.raises(Interrupted) as stopped:
-        dry_run(flags(corpus, tmp_path, "--dry_run"))
+        dry_run(ask(flags(corpus, tmp_path, "--dry_run")))
     assert stopped.value.exit_code == 128 + number and "removed" in str(stopped.value)
     assert os.listdir(tmp_path) == []
     assert [signal.getsignal(each) for each in stopping_signals()] == handlers
@@ -268,9 +269,9 @@ def test_negative_control_a_resume_that_forgets_something_is_found(corpus, tmp_p
 
     monkeypatch.setattr(OptimizerState, "load_state_dict", lambda self, state: None)
     with pytest.raises(CheckpointError, match="What was resumed is not what was saved: .*optimizer/"):
-        dry_run(flags(corpus, tmp_path, "--dry_run"))
+        dry_run(ask(flags(corpus, tmp_path, "--dry_run")))
     monkeypatch.setattr(dry, "differences", lambda one, other: [])
-    summary = json.loads(dry_run(flags(corpus, tmp_path, "--dry_run")))
+    summary = json.loads(dry_run(ask(flags(corpus, tmp_path, "--dry_run"))))
     assert summary["resumed_difference"] > 0
     assert os.listdir(tmp_path) == []
 
@@ -286,7 +287,7 @@ def test_negative_control_a_save_that_loses_a_bit_is_found(corpus, tmp_path, mon
 
     monkeypatch.setattr(dry, "read_checkpoint", read_wrongly)
     with pytest.raises(CheckpointError, match="What was saved is not what is read back: 1 value"):
-        dry_run(flags(corpus, tmp_path, "--dry_run"))
+        dry_run(ask(flags(corpus, tmp_path, "--dry_run")))
     assert os.listdir(tmp_path) == []
 
 
@@ -308,7 +309,7 @@ def test_the_run_after_a_dry_run_is_the_run_without_one_bit_for_bit(corpus, tmp_
     for name in ("with", "without"):
         given = flags(corpus, tmp_path / name, "--max_steps", "3")
         if name == "with":
-            dry_run([*given, "--dry_run"])
-        train(build_run(resolve_start(given)))
+            dry_run(ask([*given, "--dry_run"]))
+        train(build_run(begin_run(given)))
         logs.append([(record["step"], record["loss"]) for record in read_log(tmp_path / name)])
     assert logs[0] == logs[1] and len(logs[0]) == 3

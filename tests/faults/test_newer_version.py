@@ -10,9 +10,9 @@ from konkanivani.base.errors import CheckpointError
 from konkanivani.inference.averaging import NamedCheckpoint, average_checkpoints
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.start import resolve_start
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
+from tests.starts import begin_run
 
 
 def of_a_newer_format(record: dict) -> None:
@@ -48,18 +48,18 @@ CONFIGURED = (of_a_newer_format, with_a_newer_flag, with_a_newer_choice)
 
 
 def resume(folder: Path) -> None:
-    build_run(resolve_start(["--resume", str(folder / LAST), "--device", "cpu", "--log_dir", str(folder / "runs")]))
+    build_run(begin_run(["--resume", str(folder / LAST), "--device", "cpu", "--log_dir", str(folder / "runs")]))
 
 
 def resume_auto(folder: Path) -> None:
     flags = ("--resume", "auto", "--checkpoint_dir", str(folder), "--log_dir", str(folder / "runs"), "--device", "cpu")
-    build_run(resolve_start([*flags, "--train_manifest", str(folder / "train.jsonl")]))
+    build_run(begin_run([*flags, "--train_manifest", str(folder / "train.jsonl")]))
 
 
 def begin_from(folder: Path) -> None:
     fresh = str(folder / "fresh")
     flags = ("--init_from", str(folder / LAST), "--checkpoint_dir", fresh, "--log_dir", fresh, "--device", "cpu")
-    resolve_start([*flags, "--train_manifest", str(folder / "train.jsonl")])
+    begin_run([*flags, "--train_manifest", str(folder / "train.jsonl")])
 
 
 def recognise(folder: Path) -> None:

@@ -26,7 +26,6 @@ from konkanivani.recipe import disk
 from konkanivani.recipe import speech as run_speech
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.disk import check_disk, checkpoint_bytes, most_checkpoints
-from konkanivani.recipe.start import resolve_start
 from konkanivani.recipe.step_parts import build_front_end, build_step_parts
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
@@ -34,13 +33,14 @@ from konkanivani.training.checkpoint.run_lock import RunLock
 from konkanivani.training.loop import train
 from konkanivani.training.optimizer import OptimizerState
 from tests.conftest import TINY_MODEL, Corpus, run_folders, write_corpus
+from tests.starts import begin_run
 
 QUICK = ("--num_workers", "0", "--batch_size", "4", "--gradient_accumulation_steps", "1")
 
 
 def refusal(kind: type[KonkaniVaniError], *flags: str) -> str:
     with pytest.raises(kind) as caught:
-        build_run(resolve_start([*TINY_MODEL, *QUICK, *flags]))
+        build_run(begin_run([*TINY_MODEL, *QUICK, *flags]))
     assert caught.value.exit_code == kind.exit_code
     return str(caught.value)
 
@@ -101,14 +101,14 @@ def test_a_start_that_is_refused_for_its_paths_makes_no_folder(corpus, tmp_path)
 
 def test_a_resume_looks_at_what_is_given_before_it_reads_the_checkpoint_and_then_at_what_that_brings(tmp_path):
     corpus = write_corpus(tmp_path / "corpus", {"train": 6, "valid": 2})
-    train(build_run(resolve_start([*TINY_MODEL, *QUICK, *corpus.flags(), *run_folders(tmp_path), "--max_steps", "1"])))
+    train(build_run(begin_run([*TINY_MODEL, *QUICK, *corpus.flags(), *run_folders(tmp_path), "--max_steps", "1"])))
     last = str(tmp_path / "checkpoints" / "checkpoint_last.pt")
     lines = refusal(CheckpointError, "--resume", last + "x", "--test_manifest", "none.jsonl").splitlines()
     assert len(lines) == 2 and last + "x" in lines[0] and "--test_manifest none.jsonl" in lines[1]
     shutil.rmtree(tmp_path / "corpus")
     for resumed in (("--resume", last), ("--resume", "auto", *run_folders(tmp_path))):
         with pytest.raises(DataError) as caught:
-            resolve_start([*resumed])
+            begin_run([*resumed])
         assert [line.split()[0] for line in str(caught.value).splitlines()] == ["--train_manifest", "--valid_manifest"]
 
 
@@ -287,7 +287,7 @@ def test_negative_control_the_same_manifests_unspoilt_start(tmp_path):
     corpus = write_corpus(tmp_path / "corpus", {"train": 6, "valid": 2, "test": 2})
     told = []
     flags = [*TINY_MODEL, *QUICK, *corpus.flags(), "--test_manifest", corpus.manifest("test"), *run_folders(tmp_path)]
-    run = build_run(resolve_start(flags, lambda *stage: told.append(stage)), lambda *stage: told.append(stage))
+    run = build_run(begin_run(flags, lambda *stage: told.append(stage)), lambda *stage: told.append(stage))
     assert [stage for stage, _ in told] == ["flags", "paths", "disk", "data", "plan"]
     assert "6 utterances" in told[3][1] and "2 to validate on; 2 to test on; 0 left out" in told[3][1]
     assert len(run.validation.speech.utterances) == 2
@@ -325,7 +325,7 @@ def test_every_stage_is_refused_before_the_next_one_costs_anything(corpus, tmp_p
 
 def test_the_test_part_of_a_resumed_run_is_looked_at_before_it_trains(corpus, tmp_path):
     flags = (*TINY_MODEL, *QUICK, *corpus.flags(), *run_folders(tmp_path))
-    train(build_run(resolve_start([*flags, "--max_steps", "1"])))
+    train(build_run(begin_run([*flags, "--max_steps", "1"])))
     said = refusal(DataError, *flags, "--resume", "auto", "--test_manifest", str(tmp_path / "gone.jsonl"))
     assert "--test_manifest" in said
     assert read_checkpoint(tmp_path / "checkpoints" / "checkpoint_last.pt").step == 1

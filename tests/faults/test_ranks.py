@@ -99,8 +99,8 @@ class Place:
 
 TRAIN = (
     "import sys; from konkanivani.base.command_line import end_script, run_script; "
-    "from konkanivani.recipe.train import train_and_report; "
-    "end_script(run_script(lambda: train_and_report(sys.argv[1:])))"
+    "from konkanivani.base.flags import ask; from konkanivani.recipe.train import train_and_report; "
+    "end_script(run_script(lambda: train_and_report(ask(sys.argv[1:]))))"
 )
 
 

@@ -13,7 +13,6 @@ import torch
 from konkanivani.base.errors import Interrupted
 from konkanivani.base.signals import held_signals
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.start import resolve_start
 from konkanivani.training import validation as evaluation
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from konkanivani.training.interruption import PATIENCE
@@ -35,6 +34,7 @@ from tests.faults.signalling import (
     run_to_be_signalled,
     send,
 )
+from tests.starts import begin_run
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_a_signal_breaks_off_the_wait_for_workers_that_hang_and_kills_them(run):
 @pytest.mark.parametrize(
     "trap",
     [
-        HangingCall("konkanivani.training.step.add_gradients", 2),
+        HangingCall("konkanivani.training.step.forward_and_backward", 2),
         HangingCall("konkanivani.training.validation.recognize", 1),
     ],
     ids=["in a micro-batch", "in validation"],
@@ -129,7 +129,7 @@ def test_a_signal_breaks_off_validation_which_is_done_anew_when_the_run_goes_on(
     flags = ("--batch_size", "13", "--gradient_accumulation_steps", "1", "--epochs", "1", "--num_workers", "0")
     batches = ("--validation_batch_seconds", "0.1")  # one utterance each
     flags = (*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), *flags, *batches)
-    run, calls = build_run(resolve_start([*flags])), []
+    run, calls = build_run(begin_run([*flags])), []
 
     def recognize_and_signal(*arguments: object) -> evaluation.RecognizedBatch:
         calls.append(1)
@@ -142,7 +142,7 @@ def test_a_signal_breaks_off_validation_which_is_done_anew_when_the_run_goes_on(
         train(run)
     assert len(calls) == 1 and run.state.epochs_finished == 0
     run.locks[0]._file.close()
-    train(resumed := build_run(resolve_start([*flags, "--resume", "auto"])))
+    train(resumed := build_run(begin_run([*flags, "--resume", "auto"])))
     assert (resumed.state.step, resumed.state.epochs_finished) == (2, 1)
     assert [record["utterances"] for record in read_log(tmp_path, "validation")] == [5]
 

@@ -20,11 +20,11 @@ from konkanivani.data.formats.shards import read_members
 from konkanivani.data.manifest import read_manifest, read_recordings
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.start import resolve_start
 from konkanivani.training.checkpoint.checkpointer import LAST
 from tests.conftest import ROOT, run_trainer
 from tests.faults.strangers import HOSTILE, configured, exploding, read_sound, use_everywhere
 from tests.faults.watching import watch
+from tests.starts import begin_run
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
@@ -335,7 +335,7 @@ def test_what_is_let_through_loads_weights_only_but_in_the_controls():
     for path in [*ROOT.glob("konkanivani/**/*.py"), *ROOT.glob("*_scripts/*.py")]:
         found += [(path.name, line) for line in path.read_text(encoding="utf-8").splitlines() if "noqa: S" in line]
         found += [(path.name, line) for line in path.read_text(encoding="utf-8").splitlines() if "noqa: TID" in line]
-    assert [name for name, _ in found] == ["checkpoint_archive.py"]
+    assert [name for name, _ in found] == ["archive.py"]
     assert "weights_only=True" in found[0][1]
     pyproject = (ROOT / "pyproject.toml").read_text()
     assert all(f'"{rule}"' in pyproject for rule in ("S102", "S301", "S307", "S506", "S602", "S604", "S605", "TID251"))
@@ -376,11 +376,11 @@ def test_no_secret_of_the_environment_is_in_anything_that_a_run_says_or_writes(
         ("--memory_budget", "1MiB"),
     ):
         with pytest.raises(KonkaniVaniError) as caught:
-            build_run(resolve_start(["--resume", str(last), *arguments, *folders]))
+            build_run(begin_run(["--resume", str(last), *arguments, *folders]))
         said += str(caught.value)
     last.write_bytes(b"PK")
     with pytest.raises(CheckpointError) as caught:
-        resolve_start(["--resume", str(last), *folders])
+        begin_run(["--resume", str(last), *folders])
     said += str(caught.value) + capsys.readouterr().out
     assert CANARY not in said and "Going on from" in said
     written = [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -24,8 +24,9 @@ from konkanivani.base.process_group import joined
 from konkanivani.data.batch import Window
 from konkanivani.data.batching import deal
 from konkanivani.data.loading import NO_UTTERANCES
+from konkanivani.training.parts import StepParts
 from konkanivani.training.sharding import Whole
-from konkanivani.training.step import StepParts, train_step
+from konkanivani.training.step import train_step
 from tests.laws.failing import ERRORS, failing_forward, once_at
 from tests.laws.parts import MODEL, double_parts, speeches, window
 from tests.patience import PATIENCE

@@ -20,7 +20,8 @@ from konkanivani.base.errors import ResourceError
 from konkanivani.base.units import MIB
 from konkanivani.data.batch import Window
 from konkanivani.memory.monitor import MemoryMonitor
-from konkanivani.training.step import StepParts, train_step
+from konkanivani.training.parts import StepParts
+from konkanivani.training.step import train_step
 from tests.laws.parts import MODEL, double_parts, relative_difference, speeches, window
 
 ROOMY, NARROWEST_STEP = 512 * MIB, MIB

@@ -13,7 +13,8 @@ from konkanivani.memory.devices import DeviceCosts, cuda_costs
 from konkanivani.memory.tracer import Load, StepTracer
 from konkanivani.recipe.plan import build_tracer
 from konkanivani.recipe.step_parts import build_front_end, build_step_parts
-from konkanivani.training.step import StepParts, recomputing, train_step
+from konkanivani.training.parts import StepParts
+from konkanivani.training.step import train_step
 from tests.laws.parts import measured_peak
 
 CPU = torch.device("cpu")
@@ -30,7 +31,7 @@ def config_of(model: ModelConfig, half: bool) -> TrainConfig:
 
 def parts_of(config: TrainConfig, policy: RecomputePolicy, device: torch.device = CPU) -> StepParts:
     parts = build_step_parts(config, 40, device, 100, build_front_end(config, device))
-    return recomputing(parts, policy)
+    return parts.recomputing(policy)
 
 
 def tracer_of(config: TrainConfig, costs: DeviceCosts = ONLY_TENSORS) -> StepTracer:

@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 from konkanivani.base.randomness import seed_step
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.model.encoder import Encoder
-from konkanivani.model.losses import LossCounts
-from konkanivani.training.step import StepParts, add_gradients
+from konkanivani.training.parts import StepParts, counts_of
+from konkanivani.training.step import forward_and_backward
 from tests.laws.parts import MODEL, double_parts, speeches, window, with_dropout
 
 
@@ -34,7 +34,7 @@ def trained(parts: StepParts) -> tuple[list[torch.Tensor], int]:
     seed_step(parts.seed, 5)
     parts.model.train()
     with CountProducts() as count:
-        sums = [add_gradients(parts, batch, LossCounts(cut.tokens, cut.utterances)) for batch in cut.micro_batches]
+        sums = [forward_and_backward(parts, batch, counts_of(cut)) for batch in cut.micro_batches]
     tensors = [t for s in sums for t in (s.ctc.detach(), s.attention.detach())]
     tensors += [p.grad for p in parts.model.parameters()] + list(parts.model.buffers())
     return tensors, count.products

@@ -19,7 +19,8 @@ from konkanivani.decoding.scorers import AttentionScorer
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.blocks import run_directly
 from konkanivani.model.cache import FIRST_ROOM, DecoderCache
-from konkanivani.training.step import StepParts, train_step
+from konkanivani.training.parts import StepParts
+from konkanivani.training.step import train_step
 from konkanivani.training.validation import hear, join_shares
 from tests.laws.parts import MODEL, VOCAB_SIZE, double_parts, relative_difference, speeches, window, with_dropout
 

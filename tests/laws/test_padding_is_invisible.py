@@ -20,7 +20,7 @@ from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import train_tokenizer
 from konkanivani.data.workers import LoaderConfig
 from konkanivani.model.encoder import Encoder
-from konkanivani.training.step import StepParts
+from konkanivani.training.parts import StepParts
 from tests.conftest import Corpus, write_shards, write_surroundings
 from tests.laws.parts import MODEL, double_parts, relative_difference, speeches, window
 

@@ -18,7 +18,8 @@ from konkanivani.recipe.step_parts import build_front_end, build_step_parts
 from konkanivani.training import step
 from konkanivani.training.concurrent import Turns, in_lanes
 from konkanivani.training.optimizer import OptimizerState
-from konkanivani.training.step import StepParts, StepReport, train_step
+from konkanivani.training.parts import StepParts
+from konkanivani.training.step import StepReport, train_step
 from tests.laws.failing import ERRORS, above, failing_forward
 from tests.laws.parts import MODEL, VOCAB_SIZE, double_parts, relative_difference, speeches, window, with_dropout
 
@@ -69,14 +70,14 @@ def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
 
 def held_up(monkeypatch: pytest.MonkeyPatch, number: int, seconds: float = 0.5) -> None:
     """That micro-batch begins late."""
-    late, add_gradients = window_of().micro_batches[number].utterance_ids, step.add_gradients
+    late, forward_and_backward = window_of().micro_batches[number].utterance_ids, step.forward_and_backward
 
     def held(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
         if batch.utterance_ids == late:
             time.sleep(seconds)
-        return add_gradients(parts, batch, counts)
+        return forward_and_backward(parts, batch, counts)
 
-    monkeypatch.setattr(step, "add_gradients", held)
+    monkeypatch.setattr(step, "forward_and_backward", held)
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
@@ -131,12 +132,13 @@ def test_parameters_that_only_some_pieces_use():
     """Each piece adds to its own parameter and to the one that all share."""
     weights = [torch.nn.Parameter(torch.ones(())) for _ in range(4)]
 
-    def work(number: int, scale: float) -> float:
+    def work(piece: tuple[int, float]) -> float:
+        number, scale = piece
         loss = scale * weights[0] * (weights[number] if number else 1.0)
         loss.backward()
         return float(loss.detach())
 
-    found = list(in_lanes(2, work, [1.0, 2.0, 3.0, 4.0], weights))
+    found = list(in_lanes(2, work, list(enumerate([1.0, 2.0, 3.0, 4.0])), weights))
     assert found == [1.0, 2.0, 3.0, 4.0] and [float(w.grad) for w in weights] == [10.0, 2.0, 3.0, 4.0]
     assert not any(w._backward_hooks or w._post_accumulate_grad_hooks for w in weights)
 
@@ -144,7 +146,7 @@ def test_parameters_that_only_some_pieces_use():
 def test_more_at_once_than_threads_are_as_many_as_threads():
     busy, most = set(), []
 
-    def work(number: int, piece: int) -> int:
+    def work(number: int) -> int:
         busy.add(number)
         most.append(len(busy))
         time.sleep(0.05)
@@ -156,15 +158,15 @@ def test_more_at_once_than_threads_are_as_many_as_threads():
 
 @pytest.mark.parametrize("number", range(5))
 def test_an_error_ends_all_of_them_and_is_the_one_that_is_seen(monkeypatch, number):
-    parts, add_gradients = parts_of(2), step.add_gradients
+    parts, forward_and_backward = parts_of(2), step.forward_and_backward
     broken = window_of().micro_batches[number].utterance_ids
 
     def failing(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
         if batch.utterance_ids == broken:
             raise ValueError("this one")
-        return add_gradients(parts, batch, counts)
+        return forward_and_backward(parts, batch, counts)
 
-    monkeypatch.setattr(step, "add_gradients", failing)
+    monkeypatch.setattr(step, "forward_and_backward", failing)
     with pytest.raises(ValueError, match="this one"):
         train_step(parts, window_of(), 0)
     assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parts.model.parameters())
@@ -181,7 +183,7 @@ def test_out_of_memory_they_go_one_after_another_and_that_is_remembered(capsys):
     expected = doubled(1)
     undisturbed = [train_step(expected, window(SPOKEN, 2), number) for number in range(2)]
     parts, at_work = doubled(2), threading.Semaphore(1)
-    gradients = step.add_gradients
+    gradients = step.forward_and_backward
 
     def for_one_only(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
         if not at_work.acquire(blocking=False):
@@ -193,7 +195,7 @@ def test_out_of_memory_they_go_one_after_another_and_that_is_remembered(capsys):
             at_work.release()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "add_gradients", for_one_only)
+        patch.setattr(step, "forward_and_backward", for_one_only)
         reports = [train_step(parts, window(SPOKEN, 2), number) for number in range(2)]
     assert [report.splits for report in reports] == [1, 0]
     assert "one micro-batch after another" in capsys.readouterr().out
@@ -242,7 +244,7 @@ def test_what_the_threads_hold_is_counted(monkeypatch):
 
 
 def test_one_piece_or_one_thread_stays_with_the_thread_that_asks():
-    def work(number: int, piece: str) -> tuple[str, int]:
+    def work(piece: str) -> tuple[str, int]:
         return threading.current_thread().name, torch.get_num_threads()
 
     here = threading.current_thread().name

@@ -9,7 +9,8 @@ from konkanivani.base.config import ModelConfig
 from konkanivani.data.batch import Window
 from konkanivani.model.encoder import Encoder
 from konkanivani.model.losses import LossCounts
-from konkanivani.training.step import StepParts, StepReport, add_gradients, train_step
+from konkanivani.training.parts import StepParts
+from konkanivani.training.step import StepReport, forward_and_backward, train_step
 from tests.laws.parts import MODEL, double_parts, relative_difference, speeches, window
 
 BOUND = 1e-9
@@ -24,7 +25,7 @@ def is_packed(request, monkeypatch) -> bool:
 
 def gradients(parts: StepParts, cut: Window) -> dict[str, torch.Tensor]:
     for batch in cut.micro_batches:
-        add_gradients(parts, batch, LossCounts(cut.tokens, cut.utterances))
+        forward_and_backward(parts, batch, LossCounts(cut.tokens, cut.utterances))
     return {name: p.grad.clone() for name, p in parts.model.named_parameters()}
 
 
@@ -59,6 +60,6 @@ def test_negative_control_averaging_the_micro_batches_means_is_another_gradient(
     cut = window(spoken, 2)
     for batch in cut.micro_batches:
         own = LossCounts(sum(batch.token_lengths) * 4, len(batch.utterance_ids) * 4)
-        add_gradients(parts, batch, own)
+        forward_and_backward(parts, batch, own)
     wrong = {name: p.grad for name, p in parts.model.named_parameters()}
     assert max(relative_difference(whole[name], wrong[name]) for name in whole) > 1e-3

@@ -22,7 +22,8 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import resident_mib
 from konkanivani.model.asr import parameter_count
 from konkanivani.recipe.step_parts import build_step_parts
-from konkanivani.training.step import StepParts, recomputing, train_step
+from konkanivani.training.parts import StepParts
+from konkanivani.training.step import train_step
 
 
 def model_of(terms: Terms) -> ModelConfig:
@@ -76,7 +77,7 @@ class KonkaniVani:
 
 def fewest_recomputed(parts: StepParts, window: Window, limit_mib: int) -> StepParts:
     """The step with as few blocks recomputed as its measured peak needs to stay within the limit."""
-    ways = [recomputing(parts, RecomputePolicy.first(count)) for count in range(len(parts.model.blocks) + 1)]
+    ways = [parts.recomputing(RecomputePolicy.first(count)) for count in range(len(parts.model.blocks) + 1)]
     fewest = bisect.bisect_left(ways, True, key=lambda way: peak_mib(way, window) <= limit_mib)
     if fewest == len(ways):
         raise ResourceError(f"No step fits into {limit_mib} MiB. Give a higher limit, or cut the batch finer.")

@@ -24,7 +24,8 @@ from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, deal, same_size
 from konkanivani.recipe.step_parts import build_front_end, build_step_parts
 from konkanivani.training import step as training_step
-from konkanivani.training.step import StepParts, train_step
+from konkanivani.training.parts import StepParts
+from konkanivani.training.step import train_step
 
 VOCABULARY, MICRO_BATCH, WARM_UP = 1000, 4, 3
 SHORTEST, LONGEST = 3.0, 12.0

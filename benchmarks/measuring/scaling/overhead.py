@@ -9,8 +9,9 @@ import torch
 from benchmarks.measuring.faults.effort import Effort, FaultTable
 from benchmarks.measuring.scaling.fixed_run import build_parts, fixed_window
 from konkanivani.data.batch import Window
-from konkanivani.model.losses import LossCounts
-from konkanivani.training.step import StepParts, compute_gradient, train_step, update
+from konkanivani.training.gradient import accumulate, finish_gradient
+from konkanivani.training.parts import StepParts, counts_of
+from konkanivani.training.step import forward_and_backward, train_step, update
 
 MOST = 0.02
 STEPS, FEW_STEPS = 60, 4
@@ -18,9 +19,9 @@ STEPS, FEW_STEPS = 60, 4
 
 def bare_step(parts: StepParts, window: Window, step: int) -> None:
     """The step without agreement, retries and topology."""
-    counts = LossCounts(window.tokens, window.utterances)
-    gradient = compute_gradient(parts, parts.forward.cut(window.micro_batches), counts, step, lambda: False)
-    update(parts, gradient, counts, step, splits=0)
+    cut = parts.forward.cut(window.micro_batches)
+    totals = accumulate(parts, cut, window, step, forward_and_backward, lambda: False)
+    update(parts, finish_gradient(parts, totals), counts_of(window), step)
 
 
 def measure(effort: Effort) -> FaultTable:

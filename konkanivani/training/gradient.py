@@ -1,0 +1,172 @@
+"""Three ways to the gradient of a window: of one process alone, summed over ranks, of weights that ranks share.
+
+Where memory runs out, all of it is done again in smaller micro-batches. Ranks agree that all have their portion of the
+gradient before they sum it: one that ran out of memory inside of a sum would leave the others waiting in it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from konkanivani.base.distributed import agree, bucket_for, gather, losing_ranks, sum_tensors
+from konkanivani.base.lengths import SAMPLE_RATE
+from konkanivani.base.randomness import masks_of, seed_of, seed_step
+from konkanivani.data.batch import Batch, Speech, Window, collate
+from konkanivani.memory.recovery import Attempt, Attempts, Cut, Outcome
+from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.model.losses import LossCounts, LossSums
+from konkanivani.training.concurrent import in_lanes
+from konkanivani.training.parts import StepParts, WindowGradient, counts_of
+from konkanivani.training.sharding import plain
+
+ForwardAndBackward = Callable[[StepParts, Batch, LossCounts], LossSums]
+"""Adds one micro-batch's gradient, scaled, to the parameters' `.grad`; its summed losses."""
+
+
+def alone(
+    parts: StepParts,
+    window: Window,
+    step: int,
+    forward_and_backward: ForwardAndBackward,
+    is_interrupted: Callable[[], bool],
+) -> WindowGradient | None:
+    """The gradient of a process that trains alone; see GradientOf."""
+    cut = parts.forward.cut(window.micro_batches)
+    for attempt in (attempts := Attempts(cut, parts.splits, partial(drop_gradient, parts))):
+        with attempt:
+            totals = accumulate(parts, attempt.cut, window, step, forward_and_backward, is_interrupted)
+            attempt.result = None if totals is None else finish_gradient(parts, totals)
+    return attempts.result and dataclasses.replace(attempts.result, splits=attempts.retries)
+
+
+@dataclass(frozen=True)
+class GradientPortion:
+    """One rank's summed losses (2,), and the bucket in which its gradient, in each `.grad`, is to be summed."""
+
+    totals: torch.Tensor
+    bucket: torch.Tensor
+
+
+def summed_over_ranks(
+    parts: StepParts,
+    window: Window,
+    step: int,
+    forward_and_backward: ForwardAndBackward,
+    is_interrupted: Callable[[], bool],
+) -> WindowGradient | None:
+    """The sum of the gradients of all ranks, each of which has all weights and some micro-batches; see GradientOf."""
+    cut, topology = parts.forward.cut(window.micro_batches), parts.topology
+    attempts: Attempts[GradientPortion] = Attempts(
+        cut, parts.splits, partial(drop_gradient, parts), lambda outcome: Outcome(agree(topology, outcome))
+    )
+    for attempt in attempts:
+        with attempt:
+            totals = accumulate(parts, attempt.cut, window, step, forward_and_backward, is_interrupted)
+            attempt.result = None if totals is None else _portion(parts, attempt.cut, totals)
+    if attempts.retries:
+        for sizes in gather(topology, parts.splits.sizes()):
+            parts.splits.learn(sizes)
+    if attempts.result is None:
+        return None
+    totals, bucket = attempts.result.totals, attempts.result.bucket
+    sum_tensors(topology, [parameter.grad for parameter in parts.model.parameters()], bucket)
+    sum_tensors(topology, [totals], totals)
+    return dataclasses.replace(finish_gradient(parts, totals), splits=attempts.retries)
+
+
+def _portion(parts: StepParts, cut: Cut, totals: torch.Tensor) -> GradientPortion:
+    """What this rank adds, with the room in which it will be summed: then it has all the memory that the step needs."""
+    if not cut.micro_batches:  # a rank that was dealt nothing
+        parts.scaler.scale(totals)  # only this makes the scale exist
+        for parameter in parts.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    return GradientPortion(totals, bucket_for([parameter.grad for parameter in parts.model.parameters()]))
+
+
+def of_shared_weights(
+    parts: StepParts,
+    window: Window,
+    step: int,
+    forward_and_backward: ForwardAndBackward,
+    is_interrupted: Callable[[], bool],
+) -> WindowGradient | None:
+    """The gradient of weights that are dealt to the ranks, which take each step to its end together; see GradientOf.
+
+    A rank that runs out of memory leaves the others inside of a sum, so it ends, and they with it: DidNotFit, with what
+    did not fit remembered. A ResourceError names an utterance that does not fit even alone.
+    """
+    cut = parts.splits.cut_to_fit(parts.forward.cut(window.micro_batches))
+    passes = agree(parts.topology, max(1, len(cut.micro_batches)))
+    with losing_ranks():
+        with (attempt := Attempt(cut)):
+            attempt.result = accumulate(parts, cut, window, step, forward_and_backward, lambda: False)
+            # A pass too few would leave the others waiting for this rank's part of the weights.
+            for _ in range(passes - len(cut.micro_batches)):  # infinite counts make of any loss a zero
+                forward_and_backward(parts, silence(parts.model), LossCounts(math.inf, math.inf))
+        totals = attempt.result_or_end(parts.splits)
+        sum_tensors(parts.topology, [totals], totals)
+        return finish_gradient(parts, totals)
+
+
+def silence(model: KonkaniVaniASR) -> Batch:
+    """The smallest batch that the model takes: half a second of nothing, and one token."""
+    waveform = torch.zeros(SAMPLE_RATE // 2, dtype=next(model.parameters()).dtype)
+    return collate([Speech("silence", waveform, [1], None)], start=1, end=1)
+
+
+def accumulate(
+    parts: StepParts,
+    cut: Cut,
+    window: Window,
+    step: int,
+    forward_and_backward: ForwardAndBackward,
+    is_interrupted: Callable[[], bool],
+) -> torch.Tensor | None:
+    """The micro-batches' summed losses (2,), CTC and attention; their gradients, scaled, in the parameters' `.grad`.
+
+    The losses are divided by the counts of the whole window, so the gradient does not depend on how it is cut and
+    dealt. None, and no gradient there, if interrupted.
+    """
+    seed_step(parts.seed, step, parts.topology.rank)
+    parts.model.train()
+    parts.optimizer.zero_grad()
+    parts, counts = dataclasses.replace(parts, forward=parts.forward.run_as(cut)), counts_of(window)
+    totals, seed = torch.zeros(2, dtype=torch.float64, device=parts.forward.device), torch.initial_seed()
+
+    def masks(number: int) -> AbstractContextManager[None]:
+        # Elsewhere than on a CPU dropout draws from the device's own generator.
+        return masks_of(seed_of(seed, number)) if parts.forward.device.type == "cpu" else nullcontext()
+
+    work = partial(forward_and_backward, parts, counts=counts)
+    with closing(in_lanes(cut.at_once, work, cut.micro_batches, parts.model.parameters(), masks)) as results:
+        for _ in cut.micro_batches:
+            if is_interrupted():
+                results.close()
+                parts.optimizer.zero_grad()
+                return None
+            sums = next(results)
+            totals += torch.stack([sums.ctc, sums.attention])
+            parts.forward.monitor.tend_cache()
+    return totals
+
+
+def finish_gradient(parts: StepParts, totals: torch.Tensor) -> WindowGradient:
+    """The gradient in the parameters' `.grad`, unscaled and clipped, of a window of these summed losses (2,)."""
+    parts.scaler.unscale_(parts.optimizer)
+    norm = plain(torch.nn.utils.clip_grad_norm_(parts.model.parameters(), parts.schedule.max_grad_norm))
+    scale = parts.scaler.scale(torch.ones_like(norm))  # get_scale() would wait for the device once more
+    return WindowGradient(*parts.read(torch.cat([totals, torch.stack([norm.detach(), scale]).double()])))
+
+
+def drop_gradient(parts: StepParts) -> None:
+    """Takes back a gradient that was not finished: a part of it would count twice."""
+    parts.optimizer.zero_grad()
+    if parts.scaler.is_enabled():
+        # Set to what it is, the scale forgets that a gradient was unscaled; only scale() makes it exist.
+        parts.scaler.scale(torch.zeros((), device=parts.forward.device))
+        parts.scaler.update(parts.scaler.get_scale())

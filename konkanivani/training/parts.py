@@ -1,0 +1,91 @@
+"""What a training step works with, and the gradient that one part of it hands to the next."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from konkanivani.base.config import OptimizerConfig
+from konkanivani.base.distributed import ALONE, Topology
+from konkanivani.data.batch import Batch, Window
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.recovery import RememberedSplits
+from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.model.losses import LossCounts, LossSums
+from konkanivani.training.forward import ForwardPass
+from konkanivani.training.optimizer import AdamW
+
+
+@dataclass(frozen=True)
+class WindowGradient:
+    """The window's summed losses in nats and the norm of its gradient, which lies clipped in each `.grad`.
+
+    `scale` is what the losses were multiplied by for the backward pass, and the gradient divided by since; `splits`
+    counts how often the window ran out of memory and was begun again.
+    """
+
+    ctc_sum: float
+    attention_sum: float
+    norm: float
+    scale: float
+    splits: int = 0
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it can be applied."""
+        return math.isfinite(self.norm) and math.isfinite(self.ctc_sum + self.attention_sum)
+
+
+class GradientOf(Protocol):
+    """A way to the gradient of a window: of one process alone, summed over ranks, or of weights that ranks share."""
+
+    def __call__(
+        self,
+        parts: "StepParts",
+        window: Window,
+        step: int,
+        forward_and_backward: Callable[["StepParts", Batch, LossCounts], LossSums],
+        is_interrupted: Callable[[], bool],
+    ) -> WindowGradient | None:
+        """The gradient in the parameters' `.grad`, unscaled and clipped; None, and none there, if interrupted."""
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """Everything that a step works with."""
+
+    forward: ForwardPass
+    optimizer: AdamW
+    scaler: torch.amp.GradScaler
+    schedule: OptimizerConfig
+    total_steps: int
+    seed: int
+    splits: RememberedSplits
+    gradient_of: GradientOf
+    topology: Topology = ALONE
+    read: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist
+    """The step's only read from the device; a trace, whose tensors hold no numbers, puts zeros in its place."""
+
+    @property
+    def model(self) -> KonkaniVaniASR:
+        """The model that is trained."""
+        return self.forward.model
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """What stays in memory from step to step: weights, buffers, the front end's, the optimizer's state."""
+        front_end = self.forward.front_end
+        buffers = list(front_end.buffers()) if isinstance(front_end, torch.nn.Module) else []
+        moments = [tensor for state in self.optimizer.state.values() for tensor in state.values()]
+        return [*self.model.parameters(), *self.model.buffers(), *buffers, *moments]
+
+    def recomputing(self, policy: RecomputePolicy) -> "StepParts":
+        """The same step under another policy of what is recomputed in the backward pass."""
+        return dataclasses.replace(self, forward=dataclasses.replace(self.forward, recompute=policy))
+
+
+def counts_of(window: Window) -> LossCounts:
+    """What the losses of the window are divided by, however it is cut and dealt."""
+    return LossCounts(window.tokens, window.utterances)
