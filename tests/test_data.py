@@ -29,12 +29,12 @@ from konkanivani.data.batch import Speech, Window, collate
 from konkanivani.data.batching import Cursor, EpochPlanner, choose_subset, cut_window, plan_evaluation, same_size
 from konkanivani.data.dataset import TrainingSpeech
 from konkanivani.data.index import ARRAYS, ManifestIndex
-from konkanivani.data.loading import WindowStream
+from konkanivani.data.loader.loading import WindowStream
+from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.manifest import Manifest, read_manifest, write_manifest
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import train_tokenizer
 from konkanivani.data.utterance import Utterance
-from konkanivani.data.workers import LoaderConfig
 from konkanivani.model.front_end import FrontEnd, SpecAugment
 from konkanivani.model.subsampling import Subsampling
 from tests.conftest import Corpus

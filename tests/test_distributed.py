@@ -25,9 +25,9 @@ from konkanivani.base.distributed import (
 )
 from konkanivani.base.errors import AlreadyTold, ResourceError, UsageError
 from konkanivani.data.batching import Cursor, EpochPlanner, deal, same_size
-from konkanivani.data.loading import WindowStream
+from konkanivani.data.loader.loading import WindowStream
+from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.rejections import Rejections
-from konkanivani.data.workers import LoaderConfig
 from konkanivani.memory.devices import cuda_costs
 from konkanivani.memory.oom_history import forget_sizes, read_sizes, write_sizes
 from konkanivani.memory.plan import STATE_BYTES

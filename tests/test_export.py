@@ -312,7 +312,7 @@ from konkanivani.decoding.ctc import greedy_ctc
 speech_model = read_bundle(Path(sys.argv[2]), torch.device("cpu"))
 encoded = speech_model.encode(torch.randn(1, 16000), (16000,))
 print([speech_model.tokenizer.decode(tokens) for tokens in greedy_ctc(speech_model.model, *encoded)])
-trainer = ("konkanivani.training.step", "konkanivani.training.logs", "konkanivani.data.loading", "tensorboard")
+trainer = ("konkanivani.training.step", "konkanivani.training.logs", "konkanivani.data.loader.loading", "tensorboard")
 print([name for name in trainer if name in sys.modules])
 import konkanivani.training.loop
 print([name for name in trainer if name in sys.modules])

@@ -21,12 +21,12 @@ from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.batch import Window
 from konkanivani.data.batching import Cursor, EpochPlanner, same_size
 from konkanivani.data.dataset import TrainingSpeech
-from konkanivani.data.loading import WindowStream
+from konkanivani.data.loader.loading import WindowStream
+from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.noise_reverb import Sound, Surroundings, load_excerpt, read_sounds, read_surroundings
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import train_tokenizer
-from konkanivani.data.workers import LoaderConfig
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer
 
 RATE = 16_000

@@ -10,11 +10,11 @@ import torch
 
 from konkanivani.data.batching import Cursor, EpochPlanner, same_size
 from konkanivani.data.dataset import TrainingSpeech
-from konkanivani.data.loading import WindowStream
+from konkanivani.data.loader.loading import WindowStream
+from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import normalize_text, train_tokenizer
-from konkanivani.data.workers import LoaderConfig
 
 WINDOW_SIZE, MICRO_BATCH, SEED = 8, 2, 1234
 

@@ -15,13 +15,13 @@ from konkanivani.base.config import DataConfig, TextConfig
 from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit, padded_seconds
 from konkanivani.data.checking import check_utterances, training_limits
 from konkanivani.data.dataset import TrainingSpeech
-from konkanivani.data.loading import WindowStream
+from konkanivani.data.loader.loading import WindowStream
+from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.manifest import read_manifest, texts_of
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.synthetic.builtin_patterns import interleave_sentences, read_patterns
 from konkanivani.data.text import Tokenizer, normalize_text, train_tokenizer
 from konkanivani.data.token_counts import count_tokens
-from konkanivani.data.workers import LoaderConfig
 from konkanivani.memory.monitor import peak_resident_mib, resident_mib
 
 SHARD_ROWS, MEMBER_BYTES = 1000, 40_960

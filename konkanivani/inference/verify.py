@@ -13,7 +13,7 @@ import torch
 
 from konkanivani.base.errors import NumericsError
 from konkanivani.base.lengths import SAMPLE_RATE, Lengths
-from konkanivani.data.loading import load_batches
+from konkanivani.data.loader.loading import load_batches
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.evaluation.metrics import ErrorRates, error_rates
 from konkanivani.inference.onnx_model import OnnxModel

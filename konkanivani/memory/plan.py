@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from konkanivani.base.errors import CheckpointError
-from konkanivani.base.units import MIB
+from konkanivani.base.units import MIB, budget_text, peak_text
 from konkanivani.data.batching import SizeLimit
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import PlannedPeak
@@ -101,3 +101,16 @@ def read_plan(state: Mapping[str, object]) -> MemoryPlan:
 
 
 STATE_BYTES = 16  # a parameter's weight, gradient and two moments in fp32
+
+
+def plan_sentences(plan: MemoryPlan, blocks: int) -> str:
+    """The plan for a person."""
+    side_by_side = f", {plan.at_once} micro-batches side by side" if plan.at_once > 1 else ""
+    lines = [f"Memory plan for {budget_text(plan.budget)}, planned peak {peak_text(plan.peak)}{side_by_side}:"]
+    for bucket in plan.buckets:
+        recomputed = f", {min(bucket.recomputed_blocks, blocks)} of {blocks} blocks recomputed"
+        lines.append(
+            f"  up to {bucket.seconds:6.2f} s: {bucket.utterances} at once, {peak_text(bucket.peak)}"
+            f"{recomputed if bucket.recomputed_blocks else ''}"
+        )
+    return "\n".join(lines)

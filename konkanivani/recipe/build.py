@@ -15,17 +15,17 @@ from konkanivani.base.flags import config_from_text, config_to_text
 from konkanivani.base.units import MIB, budget_text, parse_budget, peak_text
 from konkanivani.data.batching import EpochPlanner, same_size
 from konkanivani.data.dataset import TrainingSpeech
-from konkanivani.data.loading import WindowStream
+from konkanivani.data.loader.loading import WindowStream
 from konkanivani.data.text import Tokenizer
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.memory.budget import BudgetWatch, available_bytes, enforce_budget
 from konkanivani.memory.gpu import announce_card
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
 from konkanivani.memory.oom_history import forget_sizes, read_sizes
-from konkanivani.memory.plan import MemoryPlan
+from konkanivani.memory.plan import MemoryPlan, plan_sentences
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.model.transfer import take_over
-from konkanivani.recipe.plan import Ranks, costs_of, needs_sharding, plan_sentences, resolve_plan
+from konkanivani.recipe.plan import Ranks, costs_of, needs_sharding, resolve_plan
 from konkanivani.recipe.run_folders import REJECTED, folder_of, keep_rejected, move_aside, move_newer_aside
 from konkanivani.recipe.speech import RunSpeech, build_speech, loader_config, sizes_of
 from konkanivani.recipe.start import Start

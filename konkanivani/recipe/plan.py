@@ -288,16 +288,3 @@ def _check_every_utterance_fits(
         f"{' and others' if len(rows) > 3 else ''}; the longest would take {peak_text(too_long[-1].peak)}. "
         f"Give {', '.join(helps)} or a smaller --preset."
     )
-
-
-def plan_sentences(plan: MemoryPlan, blocks: int) -> str:
-    """The plan for a person."""
-    side_by_side = f", {plan.at_once} micro-batches side by side" if plan.at_once > 1 else ""
-    lines = [f"Memory plan for {budget_text(plan.budget)}, planned peak {peak_text(plan.peak)}{side_by_side}:"]
-    for bucket in plan.buckets:
-        recomputed = f", {min(bucket.recomputed_blocks, blocks)} of {blocks} blocks recomputed"
-        lines.append(
-            f"  up to {bucket.seconds:6.2f} s: {bucket.utterances} at once, {peak_text(bucket.peak)}"
-            f"{recomputed if bucket.recomputed_blocks else ''}"
-        )
-    return "\n".join(lines)

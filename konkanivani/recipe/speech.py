@@ -25,13 +25,13 @@ from konkanivani.data.checking import (
 )
 from konkanivani.data.dataset import EvaluationSpeech, TrainingSpeech
 from konkanivani.data.fingerprint import Fingerprint, fingerprint_of
+from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.manifest import Manifest, amount_of, no_text, read_manifest, texts_of
 from konkanivani.data.noise_reverb import Surroundings, read_surroundings
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.selection import Selection
 from konkanivani.data.text import Tokenizer, normalize_text, train_tokenizer
 from konkanivani.data.token_counts import Digits
-from konkanivani.data.workers import LoaderConfig
 from konkanivani.inference.speech_model import tokenizer_of
 from konkanivani.recipe.corpus import check_corpus, check_spelling, warn_of_shared
 from konkanivani.recipe.plan import SpeechSizes

@@ -7,7 +7,7 @@ from konkanivani.base.config import RunConfig, TrainConfig
 from konkanivani.base.distributed import ALONE, Topology, gather
 from konkanivani.base.flags import config_to_text
 from konkanivani.data.fingerprint import Fingerprint
-from konkanivani.data.loading import WindowStream
+from konkanivani.data.loader.loading import WindowStream
 from konkanivani.data.text import Tokenizer
 from konkanivani.decoding.decode import Decode
 from konkanivani.memory.budget import BudgetWatch

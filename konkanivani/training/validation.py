@@ -16,11 +16,11 @@ from konkanivani.base.errors import Interrupted
 from konkanivani.data.batch import Batch
 from konkanivani.data.batching import deal, plan_evaluation
 from konkanivani.data.dataset import EvaluationSpeech
-from konkanivani.data.loading import load_batches
+from konkanivani.data.loader.loading import load_batches
+from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import Tokenizer
 from konkanivani.data.utterance import Utterance
-from konkanivani.data.workers import LoaderConfig
 from konkanivani.decoding.ctc import blank_frames, likeliest_tokens
 from konkanivani.decoding.decode import Decode
 from konkanivani.evaluation.metrics import ErrorRates, error_rates

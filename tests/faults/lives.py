@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from konkanivani.base.errors import CheckpointError
-from konkanivani.data.workers import PR_SET_PDEATHSIG
+from konkanivani.data.loader.workers import PR_SET_PDEATHSIG
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST, Checkpointer
 from tests.conftest import ROOT, run_folders

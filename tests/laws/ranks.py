@@ -23,7 +23,7 @@ from konkanivani.base.distributed import ALONE, Topology, read_topology
 from konkanivani.base.process_group import joined
 from konkanivani.data.batch import Window
 from konkanivani.data.batching import deal
-from konkanivani.data.loading import NO_UTTERANCES
+from konkanivani.data.loader.loading import NO_UTTERANCES
 from konkanivani.training.parts import StepParts
 from konkanivani.training.sharding import Whole
 from konkanivani.training.step import train_step

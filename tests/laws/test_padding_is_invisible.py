@@ -13,12 +13,12 @@ from konkanivani.base.flags import parse_flags
 from konkanivani.data.batch import Window
 from konkanivani.data.batching import Cursor, EpochPlanner, same_size
 from konkanivani.data.dataset import TrainingSpeech
-from konkanivani.data.loading import WindowStream
+from konkanivani.data.loader.loading import WindowStream
+from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.noise_reverb import read_surroundings
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import train_tokenizer
-from konkanivani.data.workers import LoaderConfig
 from konkanivani.model.encoder import Encoder
 from konkanivani.training.parts import StepParts
 from tests.conftest import Corpus, write_shards, write_surroundings

@@ -215,6 +215,10 @@ def _of_sound(part: PartHealth, sound: SoundHealth, most_rejected: float) -> Ite
             f"({_first(sound.mute)}).",
             "Record them again, or take the rows out.",
         )
+    yield from _of_levels(name, sound)
+
+
+def _of_levels(name: str, sound: SoundHealth) -> Iterator[Finding]:
     checks = (
         (sound.clipped, "clipped", "Record with less gain: what is cut off cannot be mended."),
         (

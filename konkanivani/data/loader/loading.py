@@ -11,9 +11,9 @@ from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.data.batch import Batch, Window
 from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit, deal
 from konkanivani.data.dataset import EvaluationSpeech, TrainingSpeech
+from konkanivani.data.loader.workers import Fetcher, Loaded, LoaderConfig, load_in_order
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.utterance import Utterance
-from konkanivani.data.workers import Fetcher, Loaded, LoaderConfig, load_in_order
 
 NO_UTTERANCES = Window((), tokens=0, utterances=0, audio_seconds=0.0, padding_share=0.0)
 

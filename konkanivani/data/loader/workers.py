@@ -22,7 +22,7 @@ from konkanivani.base.signals import held_signals, stopping_signals
 from konkanivani.data.batch import Batch, Speech, Window, check_tokens, collate
 from konkanivani.data.batching import SizeLimit, cut_window
 from konkanivani.data.dataset import EvaluationSpeech, TrainingSpeech
-from konkanivani.data.packed import Packed, pack
+from konkanivani.data.loader.packed import Packed, pack
 from konkanivani.data.rejections import Rejection
 from konkanivani.data.text import Tokenizer
 
