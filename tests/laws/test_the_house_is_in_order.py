@@ -5,16 +5,18 @@ That no import goes upward and nothing is in a circle is checked beside the test
 
 import ast
 import inspect
+import json
 from pathlib import Path
 
 import pytest
 
 from konkanivani.training.loop import train
 from konkanivani.training.step import train_step
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_script
 
 PACKAGE = ROOT / "konkanivani"
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_LOOP_LINES = 300, 50, 40
+MAX_CALLS_TO_LOOP, MAX_CALLS_TO_BACKWARD, MAX_FILES_IN_A_STEP = 3, 5, 32
 MAX_FILES_IN_A_FOLDER, MAX_ENTRIES, MAX_ROOM_IMPORTS = 15, 10, 31
 MAX_PACKAGE_LINES, MAX_TEST_LINES = 24_900, 22_950
 # A list of settings, and two of findings, which no cut would make easier to read.
@@ -90,6 +92,12 @@ def test_the_loop_and_the_step_can_be_read_at_a_glance():
     assert lines(inspect.getsource(train)) <= MAX_LOOP_LINES
     step = inspect.getsource(train_step)
     assert "forward_and_backward" in step and "update(" in step and lines(step) <= MAX_LOOP_LINES
+
+
+def test_it_is_not_far_from_the_script_to_the_gradient():
+    walked = json.loads(run_script("benchmarks/walk.py", "--json").stdout)
+    assert walked["script_to_loop"] <= MAX_CALLS_TO_LOOP and walked["step_to_backward"] <= MAX_CALLS_TO_BACKWARD
+    assert 1 < walked["files_in_a_step"] <= MAX_FILES_IN_A_STEP
 
 
 def test_negative_control_what_is_too_much_is_named():
