@@ -15,8 +15,6 @@ from typing import TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from konkanivani.model.kernels.gradient_accumulation import added_by_products
-
 Piece, Result = TypeVar("Piece"), TypeVar("Result")
 
 
@@ -32,7 +30,6 @@ class Turns:
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._places = {parameter: index for index, parameter in enumerate(self._parameters)}
         self._next = [0] * len(self._parameters)  # the number of the micro-batch whose turn it is
         self._passed = threading.Condition()
         self._mine = threading.local()
@@ -55,8 +52,7 @@ class Turns:
     def at(self, number: int) -> Iterator[None]:
         """This thread works on micro-batch `number`; in the end the turns it has not needed are passed on as well."""
         self._mine.number = number
-        with added_by_products(lambda weight: self._wait(self._places[weight])):
-            yield
+        yield
         for index in range(len(self._parameters)):
             if self._next[index] <= number:
                 self._wait(index)
@@ -99,7 +95,7 @@ def in_lanes(
     count = min(count, len(pieces), torch.get_num_threads())
     if count < 2:
         for number, piece in enumerate(pieces):
-            with added_by_products(lambda weight: None), within(number):
+            with within(number):
                 result = work(piece)
             yield result
         return

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from konkanivani.base.config import DataConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
-from konkanivani.data.batch import Batch, Window, in_lanes_order
+from konkanivani.data.batch import Batch, Speech, Window, collate, in_lanes_order
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.model.losses import LossCounts, LossSums
 from konkanivani.recipe.step_parts import build_front_end, build_step_parts
@@ -252,3 +252,17 @@ def test_one_piece_or_one_thread_stays_with_the_thread_that_asks():
     torch.set_num_threads(1)
     assert list(in_lanes(2, work, "ab", [])) == [(here, 1)] * 2
     torch.set_num_threads(2)
+
+
+def batch_of(*samples: int) -> Batch:
+    return collate([Speech(str(n), torch.zeros(n), [4], None) for n in samples], start=2, end=3)
+
+
+@pytest.mark.parametrize(
+    ("at_once", "order"), [(1, [10, 40, 20, 30]), (2, [30, 40, 20, 10]), (3, [20, 30, 40, 10]), (8, [10, 20, 30, 40])]
+)
+def test_the_costliest_come_first_and_wait_for_none(at_once, order):
+    given = tuple(batch_of(n) for n in (10, 40, 20, 30))
+    ordered = in_lanes_order(given, at_once)
+    assert [sum(batch.sample_lengths) for batch in ordered] == order
+    assert in_lanes_order(ordered, at_once) == ordered

@@ -10,8 +10,7 @@ B batch, T frames or tokens, D input width.
 import torch
 import torch.nn.functional as F
 
-from konkanivani.model.kernels.gradient_accumulation import gradient_of
-from konkanivani.model.kernels.matmul import product
+from konkanivani.model.kernels.matmul import product, product_over_rows
 from konkanivani.model.kernels.precision import in_own_precision
 from konkanivani.model.kernels.recompute import is_recomputed
 
@@ -75,7 +74,7 @@ class _Linear(torch.autograd.Function):
         activated: bool,
         kept: list[torch.Tensor] | None,
     ) -> torch.Tensor:
-        ctx.kept, ctx.weight, ctx.epsilon, ctx.activated = kept, weight, epsilon, activated
+        ctx.kept, ctx.epsilon, ctx.activated = kept, epsilon, activated
         if kept is None:
             ctx.save_for_backward(x, weight, scale, shift)
         if scale is not None:
@@ -93,7 +92,8 @@ class _Linear(torch.autograd.Function):
             normed, mean, inverse_deviation = _normalize(x, scale, shift, ctx.epsilon)
         inner = (F.silu(normed) if ctx.activated else normed).to(gradient.dtype)
         rows = gradient.flatten(0, -2)
-        by_weight, by_bias = gradient_of(ctx.weight, rows, inner.flatten(0, -2)), rows.sum(0)
+        by_weight = product_over_rows(rows, inner.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        by_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         del inner
         by_inner = product(rows, weight.to(gradient.dtype).t()).view_as(x).to(normed.dtype)
         if ctx.activated:
