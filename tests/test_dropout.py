@@ -44,9 +44,8 @@ def test_the_seed_decides_and_evaluation_drops_nothing():
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.5])
-@pytest.mark.parametrize("ends_block", [False, True])
-def test_onto_a_residual_is_dropout_and_a_sum(weight, ends_block):
-    dropout, found = Dropout(0.3, ends_block), []
+def test_onto_a_residual_is_dropout_and_a_sum(weight):
+    dropout, found = Dropout(0.3), []
     x, branch = (torch.randn(7, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
     upstream = torch.randn(7, 5, dtype=torch.float64)
     for way in (dropout.onto, lambda x, branch, weight: x + weight * dropout(branch)):

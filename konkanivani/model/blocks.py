@@ -31,14 +31,14 @@ def run_directly(block: Callable[..., torch.Tensor], *inputs: object) -> torch.T
 
 
 class FeedForward(torch.nn.Module):
-    """x (B, T, D) and `weight` times its LayerNorm, D -> inner, SiLU, inner -> D; `ends_block` as a block's last."""
+    """x (B, T, D) and `weight` times its LayerNorm, D -> inner, SiLU, inner -> D."""
 
-    def __init__(self, d_model: int, inner: int, dropout: float, ends_block: bool) -> None:
+    def __init__(self, d_model: int, inner: int, dropout: float) -> None:
         super().__init__()
         self.norm = torch.nn.LayerNorm(d_model)
         self.expand = Linear(d_model, inner)
         self.contract = Linear(inner, d_model)
-        self.dropout = Dropout(dropout, ends_block)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: torch.Tensor, weight: float) -> torch.Tensor:
         branch = linear_of(linear_of(x, self.expand, self.norm), self.contract, activated=True)
@@ -72,20 +72,20 @@ class ConvolutionModule(torch.nn.Module):
 class ConformerBlock(torch.nn.Module):
     """(B, T, D) -> (B, T, D): LayerNorm, half a feed-forward, self-attention, convolution, half a feed-forward.
 
-    The norm with which a Conformer's block ends stands at the beginning of the next one, so that a block that is
-    recomputed need not be recomputed to its very end.
+    The norm with which a published Conformer's block ends stands at the beginning of the next one, as the files of
+    weights have it.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         d_model, inner = config.d_model, config.resolved_feedforward_dim
         self.entry_norm = torch.nn.LayerNorm(d_model)
-        self.first_feedforward = FeedForward(d_model, inner, config.dropout, ends_block=False)
+        self.first_feedforward = FeedForward(d_model, inner, config.dropout)
         self.attention_norm = torch.nn.LayerNorm(d_model)
         self.attention = SelfAttention(d_model, config.attention_heads, causal=False)
         self.dropout = Dropout(config.dropout)
         self.convolution = ConvolutionModule(d_model, config.convolution_kernel, config.dropout)
-        self.second_feedforward = FeedForward(d_model, inner, config.dropout, ends_block=True)
+        self.second_feedforward = FeedForward(d_model, inner, config.dropout)
 
     def forward(self, x: torch.Tensor, layout: FrameLayout) -> torch.Tensor:
         x = self.entry_norm(x)
@@ -103,7 +103,7 @@ class TransformerBlock(torch.nn.Module):
         self.attention_norm = torch.nn.LayerNorm(config.d_model)
         self.attention = SelfAttention(config.d_model, config.attention_heads, causal=False)
         self.dropout = Dropout(config.dropout)
-        self.feedforward = FeedForward(config.d_model, config.resolved_feedforward_dim, config.dropout, ends_block=True)
+        self.feedforward = FeedForward(config.d_model, config.resolved_feedforward_dim, config.dropout)
 
     def forward(self, x: torch.Tensor, layout: FrameLayout) -> torch.Tensor:
         x = self.dropout.onto(x, self.attention(x, self.attention_norm, layout))
@@ -120,7 +120,7 @@ class DecoderBlock(torch.nn.Module):
         self.cross_attention_norm = torch.nn.LayerNorm(config.d_model)
         self.cross_attention = CrossAttention(config.d_model, config.attention_heads)
         self.dropout = Dropout(config.dropout)
-        self.feedforward = FeedForward(config.d_model, config.resolved_feedforward_dim, config.dropout, ends_block=True)
+        self.feedforward = FeedForward(config.d_model, config.resolved_feedforward_dim, config.dropout)
 
     def forward(
         self, x: torch.Tensor, layout: FrameLayout, encoded: torch.Tensor, encoded_mask: torch.Tensor | None

@@ -9,84 +9,71 @@ LEVELS = 2**16
 
 
 class Dropout(torch.nn.Module):
-    """Any shape: in training each number is 0 with probability `share`, else over 1 - share (Srivastava et al., 2014).
+    """Any shape: in training each number is 0 with probability `p`, else over 1 - p (Srivastava et al., 2014).
 
     On a CPU, torch's own draws a float a number and keeps it until the backward pass: a fifteenth of a step's time, a
-    tenth of its activations. Here 64 random bits serve four numbers, so that `share` is met to 1 / 65,536, and a byte
+    tenth of its activations. Here 64 random bits serve four numbers, so that `p` is met to 1 / 65,536, and a byte
     is kept.
-
-    One that `ends_block` keeps its mask even where activations are recomputed: nothing that follows it in the block is
-    needed by the backward pass, so recomputing can stop before the product that feeds it.
     """
 
-    def __init__(self, share: float, ends_block: bool = False) -> None:
+    def __init__(self, p: float) -> None:
         super().__init__()
-        self.share, self.ends_block = share, ends_block
+        self.p = p
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.share == 0:
+        if not self.training or self.p == 0:
             return x
         if x.device.type != "cpu":
-            return F.dropout(x, self.share)  # one fused kernel, and a byte a number as well
-        return _Masked.apply(x, draw_mask(x, self.share), 1 / (1 - self.share), self.ends_block)
+            return F.dropout(x, self.p)  # one fused kernel, and a byte a number as well
+        return _Masked.apply(x, draw_mask(x, self.p), 1 / (1 - self.p))
 
     def onto(self, x: torch.Tensor, branch: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
         """x + weight * dropout(branch), in fewer passes than one after another takes on a CPU."""
-        if self.training and self.share and x.device.type == "cpu":
-            mask = draw_mask(branch, self.share)
-            return _MaskedSum.apply(x, branch, mask, weight / (1 - self.share), self.ends_block)
+        if self.training and self.p and x.device.type == "cpu":
+            mask = draw_mask(branch, self.p)
+            return _MaskedSum.apply(x, branch, mask, weight / (1 - self.p))
         return torch.add(x, self(branch), alpha=weight)
 
     def extra_repr(self) -> str:
-        return f"share={self.share}"
+        return f"p={self.p}"
 
 
-def draw_mask(like: torch.Tensor, share: float) -> torch.Tensor:
-    """A bool tensor of `like`'s shape, False with probability `share`; `masks_of` says what it is drawn from."""
+def draw_mask(like: torch.Tensor, p: float) -> torch.Tensor:
+    """A bool tensor of `like`'s shape, False with probability `p`; `masks_of` says what it is drawn from."""
     bits = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
     bits.random_(-(2**63), None, generator=mask_generator())
     numbers = bits.view(torch.int16)[: like.numel()].view(like.shape)
-    return numbers >= round(share * LEVELS) - LEVELS // 2
+    return numbers >= round(p * LEVELS) - LEVELS // 2
 
 
 class _Masked(torch.autograd.Function):
     """x * mask * scale, keeping the mask alone."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, mask: torch.Tensor, scale: float, ends_block: bool) -> torch.Tensor:
-        _keep_mask(ctx, mask, ends_block)
+    def forward(ctx, x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(mask)
         ctx.scale = scale
         return _masked(x, mask, scale)
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _masked(gradient, _kept_mask(ctx), ctx.scale), None, None, None
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return _masked(gradient, mask, ctx.scale), None, None
 
 
 class _MaskedSum(torch.autograd.Function):
     """x + branch * mask * scale, keeping the mask alone."""
 
     @staticmethod
-    def forward(
-        ctx, x: torch.Tensor, branch: torch.Tensor, mask: torch.Tensor, scale: float, ends_block: bool
-    ) -> torch.Tensor:
-        _keep_mask(ctx, mask, ends_block)
+    def forward(ctx, x: torch.Tensor, branch: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(mask)
         ctx.scale, ctx.dtype = scale, branch.dtype
         return torch.addcmul(x, branch, _as_numbers(mask, branch.dtype), value=scale)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return gradient, _masked(gradient, _kept_mask(ctx), ctx.scale).to(ctx.dtype), None, None, None
-
-
-def _keep_mask(ctx, mask: torch.Tensor, ends_block: bool) -> None:
-    """What is saved is given back and recomputed by activation checkpointing, an attribute stays."""
-    ctx.mask = mask if ends_block else None
-    ctx.save_for_backward(*(() if ends_block else (mask,)))
-
-
-def _kept_mask(ctx) -> torch.Tensor:
-    return ctx.saved_tensors[0] if ctx.mask is None else ctx.mask
+        (mask,) = ctx.saved_tensors
+        return gradient, _masked(gradient, mask, ctx.scale).to(ctx.dtype), None, None
 
 
 def _masked(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:

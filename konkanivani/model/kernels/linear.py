@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 from konkanivani.model.kernels.matmul import product, product_over_rows
 from konkanivani.model.kernels.precision import in_own_precision
-from konkanivani.model.kernels.recompute import is_recomputed
 
 Backward = tuple[torch.Tensor | None, ...]
 
@@ -28,9 +27,7 @@ def linear_of(
         normed = x if norm is None else norm(_in_full(x))
         return product(F.silu(normed) if activated else normed, linear.weight, linear.bias)
     scale, shift, epsilon = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
-    weight = linear.weight
-    kept = [_Kept.apply(x, weight, scale, shift)] if is_recomputed() else None
-    return _Linear.apply(x, weight, linear.bias, scale, shift, epsilon, activated, kept)
+    return _Linear.apply(x, linear.weight, linear.bias, scale, shift, epsilon, activated)
 
 
 def linear_by(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -38,7 +35,7 @@ def linear_by(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torc
 
     Unlike torch's own, in its own precision in the backward pass too.
     """
-    return _Linear.apply(x, weight, bias, None, None, 0.0, False, None)
+    return _Linear.apply(x, weight, bias, None, None, 0.0, False)
 
 
 class Linear(torch.nn.Linear):
@@ -46,19 +43,6 @@ class Linear(torch.nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear_of(x, self)
-
-
-class _Kept(torch.autograd.Function):
-    """Keeps tensors for a backward pass before the forward pass goes on; where nothing needs a gradient, it keeps none.
-
-    A Function's own tensors are kept when its forward is done. Activation checkpointing recomputes until it has seen
-    the last one that was kept: so it stops before a block's last product, not after it.
-    """
-
-    @staticmethod
-    def forward(ctx, *tensors: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        return torch.empty(0)
 
 
 class _Linear(torch.autograd.Function):
@@ -72,11 +56,9 @@ class _Linear(torch.autograd.Function):
         shift: torch.Tensor | None,
         epsilon: float,
         activated: bool,
-        kept: list[torch.Tensor] | None,
     ) -> torch.Tensor:
-        ctx.kept, ctx.epsilon, ctx.activated = kept, epsilon, activated
-        if kept is None:
-            ctx.save_for_backward(x, weight, scale, shift)
+        ctx.epsilon, ctx.activated = epsilon, activated
+        ctx.save_for_backward(x, weight, scale, shift)
         if scale is not None:
             x, _, _ = _normalize(x, scale, shift, epsilon)
         rows = product((F.silu(x) if activated else x).flatten(0, -2), weight, bias)
@@ -86,7 +68,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @in_own_precision
     def backward(ctx, gradient: torch.Tensor) -> Backward:
-        x, weight, scale, shift = ctx.saved_tensors if ctx.kept is None else _taken(ctx.kept)
+        x, weight, scale, shift = ctx.saved_tensors
         normed = x
         if scale is not None:
             normed, mean, inverse_deviation = _normalize(x, scale, shift, ctx.epsilon)
@@ -99,18 +81,12 @@ class _Linear(torch.autograd.Function):
         if ctx.activated:
             by_inner = torch.ops.aten.silu_backward(by_inner, normed)
         if scale is None:
-            return by_inner, by_weight, by_bias, None, None, None, None, None
+            return by_inner, by_weight, by_bias, None, None, None, None
         del normed
         by_x, by_scale, by_shift = torch.ops.aten.native_layer_norm_backward(
             by_inner, _in_full(x), scale.shape, mean, inverse_deviation, scale, shift, [True, True, True]
         )
-        return by_x, by_weight, by_bias, by_scale, by_shift, None, None, None
-
-
-def _taken(kept: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-    """What was kept, to be freed after this use, not at the end of the whole backward pass."""
-    keeper = kept.pop()
-    return keeper.grad_fn.saved_tensors
+        return by_x, by_weight, by_bias, by_scale, by_shift, None, None
 
 
 def _normalize(
