@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from konkanivani.base.lengths import Lengths
 from konkanivani.model.kernels.linear import Linear, linear_of
-from konkanivani.model.kernels.rotary import AttendedSpans, Rotated, rotate_in_place, rotated, split_heads
+from konkanivani.model.kernels.rotary import AttendedSpans, rotated, split_heads
 
 Positions = tuple[torch.Tensor, torch.Tensor]
 
@@ -84,11 +84,7 @@ class SelfAttention(torch.nn.Module):
     def _projected(self, x: torch.Tensor, norm: torch.nn.LayerNorm, positions: Positions) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values, each (B, H, T, E), the first two turned by their positions."""
         projected = linear_of(x, self.query_key_value, norm)
-        if torch.compiler.is_exporting():
-            return split_heads(rotated(projected, *positions, self.heads), self.heads)
-        if torch.is_grad_enabled():
-            return Rotated.apply(projected, *positions, self.heads)
-        return split_heads(rotate_in_place(projected, *positions, self.heads), self.heads)
+        return split_heads(rotated(projected, *positions, self.heads), self.heads)
 
     def _attended_spans(
         self, x: torch.Tensor, norm: torch.nn.LayerNorm, positions: Positions, lengths: Lengths

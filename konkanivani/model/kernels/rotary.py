@@ -10,28 +10,6 @@ import torch
 from konkanivani.base.lengths import Lengths
 
 
-class Rotated(torch.autograd.Function):
-    """Queries, keys and values (B, H, T, E) of projected (B, T, 3 D), in its memory, the first two turned in place.
-
-    So nothing is kept twice, and the three gradients are laid into one tensor as they are turned back.
-    """
-
-    @staticmethod
-    def forward(
-        ctx, projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(cosines, sines)
-        return split_heads(rotate_in_place(projected, cosines, sines, heads), heads)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cosines, sines = ctx.saved_tensors
-        batch, heads, length, width = gradients[0].shape
-        by_projected = gradients[0].new_empty(batch, length, 3, heads, width)
-        _rotate_back_into(by_projected, gradients, cosines, sines)
-        return by_projected.flatten(2), None, None, None
-
-
 class AttendedSpans(torch.autograd.Function):
     """Attention within each of the spans of `lengths` frames of projected (1, N, 3 D), which is turned in place.
 
@@ -103,7 +81,7 @@ def rotate_in_place(projected: torch.Tensor, cosines: torch.Tensor, sines: torch
 
 
 def rotated(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int) -> torch.Tensor:
-    """What `rotate_in_place` makes, as a new tensor: in an exported graph nothing changes in place."""
+    """What `rotate_in_place` makes of projected (B, T, 3 D), as a new tensor."""
     query_key_value = projected.unflatten(-1, (3, heads, -1))
     queries_and_keys, values = query_key_value.split((2, 1), dim=2)
     cosines, sines = (table.to(projected.dtype)[:, None, None, :] for table in (cosines, sines))
