@@ -34,7 +34,6 @@ def test_matrix_products_of_a_step_are_what_the_formulas_say(encoder_type, recom
     speech = build_speech(2, *seconds)
     window = build_window(speech, 1)
     parts = build_step_parts(config, VOCABULARY, torch.device("cpu"), 10, take_features_as_given)
-    parts.model.encoder.subsampling.by_products = False  # its convolutions are counted below
     # Through oneDNN the products are the same, but none of PyTorch's counted kinds.
     with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
         train_step(parts, window, 0)

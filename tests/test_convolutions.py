@@ -44,23 +44,8 @@ def test_negative_control_spans_that_see_each_other_are_another_convolution():
     assert relative_difference(convolved(x, module, (20, 20)), convolved(x, module, (40,))) > 1e-2
 
 
-@pytest.mark.parametrize(("batch", "frames"), [(1, 7), (2, 40), (3, 201), (1, 6402)])
-def test_subsampling_by_products_is_that_by_convolutions(batch, frames):
-    torch.manual_seed(0)
-    subsampling = Subsampling(80, 8, 16).double()
-    features = torch.randn(batch, frames, 80, dtype=torch.float64, requires_grad=True)
-    parameters, found = [features, *subsampling.parameters()], []
-    for by_products in (True, False):
-        subsampling.by_products = by_products
-        output = subsampling(features)
-        found.append([output, *gradients(output, parameters)])
-    assert differences(*found) < BOUND
-    other = subsampling(features.flip(2))
-    assert relative_difference(found[0][0], other) > 1e-2  # the negative control
-
-
 def test_subsampling_in_half_precision_is_rounded_once():
-    """By products its convolutions are those of full precision."""
+    """Its convolutions are those of full precision."""
     torch.manual_seed(0)
     subsampling, features = Subsampling(80, 8, 16), torch.randn(2, 60, 80)
     full = subsampling(features)

@@ -100,7 +100,6 @@ def test_a_card_rounds_and_takes_workspaces_and_a_context():
     costs = cuda_costs("T4", (7, 5), context=300 * MIB)
     here, there = tracer_of(SMALL), tracer_of(SMALL, costs)
     load = Load(2, 5.0, 50)
-    here._parts.model.encoder.subsampling.by_products = False  # as on a card, whose convolutions keep less
     assert here.trace(load, NEVER).bytes < there.trace(load, NEVER).bytes < 1.1 * here.trace(load, NEVER).bytes
     planner = planner_on(there, 2**32)
     assert planner.peak(load, NEVER) - there.trace(load, NEVER).bytes == costs.workspace + costs.context
@@ -113,7 +112,6 @@ def test_half_precision_on_a_card_takes_less_than_full_and_more_than_on_a_cpu():
     model = PRESETS["minimal"]
     full, half = tracer_of(model, costs).trace(load, NEVER), tracer_of(model, costs, half=True).trace(load, NEVER)
     here = tracer_of(model, half=True)
-    here._parts.model.encoder.subsampling.by_products = False
     on_cpu = here.trace(load, NEVER)
     assert on_cpu.bytes < half.bytes < full.bytes
     assert costs.attention_workspace(2, 100, 64, is_half=True) == 3 * 4 * 2 * 100 * 64

@@ -95,7 +95,7 @@ class StepTracer:
             parts = step.build(front_end)
             gradients = [torch.empty_like(parameter) for parameter in parts.model.parameters()]
         encoder = parts.model.encoder
-        encoder.packs = encoder.subsampling.by_products = not costs.is_cuda
+        encoder.packs = not costs.is_cuda
         encoder.packs_as_one = True
         # As a second micro-batch finds them: the first one's gradients are there, and nothing takes them away.
         parts.optimizer.zero_grad = lambda: None

@@ -30,14 +30,6 @@ def linear_of(
     return _Linear.apply(x, linear.weight, linear.bias, scale, shift, epsilon, activated)
 
 
-def linear_by(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """What a linear layer of this weight (N, D) and bias (N,) makes of x (..., D): (..., N).
-
-    Unlike torch's own, in its own precision in the backward pass too.
-    """
-    return _Linear.apply(x, weight, bias, None, None, 0.0, False)
-
-
 class Linear(torch.nn.Linear):
     """torch's linear layer of (..., T, D), its products as `linear_of` takes them."""
 
