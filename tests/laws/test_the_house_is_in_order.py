@@ -6,6 +6,7 @@ That no import goes upward and nothing is in a circle is checked beside the test
 import ast
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,23 @@ def test_it_is_not_far_from_the_script_to_the_gradient():
     walked = json.loads(run_script("benchmarks/walk.py", "--json").stdout)
     assert walked["script_to_loop"] <= MAX_CALLS_TO_LOOP and walked["step_to_backward"] <= MAX_CALLS_TO_BACKWARD
     assert 1 < walked["files_in_a_step"] <= MAX_FILES_IN_A_STEP
+
+
+def paths_of(page: str) -> list[Path]:
+    """The files and folders that a page names in code, as they lie in the package or in the project."""
+    names = re.findall(r"`([a-z_{}, /]+/[a-z_]*(?:\.py)?)`", page)
+    return [
+        ROOT / name if (ROOT / name.split("/")[0]).exists() else PACKAGE / name for name in names if "{" not in name
+    ]
+
+
+def test_the_page_about_the_house_names_what_is_there():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = paths_of(page)
+    assert len(named) > 30 and [path for path in named if not path.exists()] == []
+    assert [path for path in paths_of(page.replace("manifest.py", "manifesto.py")) if not path.exists()]  # the negative control
+    rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert all(f" {room} " in page for room in rooms) and len(rooms) == 9
 
 
 def test_negative_control_what_is_too_much_is_named():
