@@ -10,6 +10,7 @@ from konkanivani.base.lengths import CHUNK_FRAMES, Lengths, padding_mask, subsam
 from konkanivani.model.attention import FrameLayout, RotaryPositions
 from konkanivani.model.blocks import BlockRunner, ConformerBlock, TransformerBlock
 from konkanivani.model.kernels.dropout import Dropout
+from konkanivani.model.kernels.rotary import can_attend_spans
 from konkanivani.model.subsampling import Subsampling
 
 MOST_PACKED = 8  # utterances: each is an attention and a convolution of its own, which takes long for many short ones
@@ -49,7 +50,7 @@ class Encoder(torch.nn.Module):
         encoded_lengths = tuple(map(subsampled_length, feature_lengths))
         longest, padding = subsampled_length(features.shape[1]), None
         if min(encoded_lengths) < longest:  # without padding, attention takes its fastest kernel
-            if self.packs and features.device.type == "cpu" and len(encoded_lengths) <= MOST_PACKED:
+            if self.packs and can_attend_spans(features.device) and len(encoded_lengths) <= MOST_PACKED:
                 return *self._encode_packed(features, encoded_lengths, run_block, chunk_frames), encoded_lengths
             padding = padding_mask(encoded_lengths, longest, features.device)
         return *self.encode(features, padding, run_block, chunk_frames), encoded_lengths

@@ -113,7 +113,9 @@ def test_the_page_about_the_house_names_what_is_there():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     named = paths_of(page)
     assert len(named) > 30 and [path for path in named if not path.exists()] == []
-    assert [path for path in paths_of(page.replace("manifest.py", "manifesto.py")) if not path.exists()]  # the negative control
+    assert [
+        path for path in paths_of(page.replace("manifest.py", "manifesto.py")) if not path.exists()
+    ]  # the negative control
     rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert all(f" {room} " in page for room in rooms) and len(rooms) == 9
 

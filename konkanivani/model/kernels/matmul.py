@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+HAS_OPERATOR = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # PyTorch's own, without a public name
 FEWEST_ROWS = 64  # with fewer, laying out the matrix for oneDNN takes as long as it saves
 
 
@@ -39,7 +40,7 @@ def is_by_onednn(rows: torch.Tensor) -> bool:
 
 def is_onednn_preferred() -> bool:
     """Whether this process makes its fp32 products by oneDNN."""
-    return _is_onednn_faster() and torch.backends.mkldnn.enabled
+    return HAS_OPERATOR and _is_onednn_faster() and torch.backends.mkldnn.enabled
 
 
 @functools.cache

@@ -9,6 +9,14 @@ import torch
 
 from konkanivani.base.lengths import Lengths
 
+# PyTorch's own, without a public name; its gradient has one of the same beginning.
+HAS_OPERATOR = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+
+
+def can_attend_spans(device: torch.device) -> bool:
+    """Whether attention within spans runs here; else a batch is padded."""
+    return HAS_OPERATOR and device.type == "cpu"
+
 
 class AttendedSpans(torch.autograd.Function):
     """Attention within each of the spans of `lengths` frames of projected (1, N, 3 D), which is turned in place.

@@ -1,0 +1,150 @@
+"""Every private or undocumented name of PyTorch's that the package uses: what the next release takes away is red here.
+
+What is computed with them is held against a plain way elsewhere: test_linear.py, test_product.py, test_convolutions.py,
+test_ctc_operator.py, tests/laws/test_padding_is_invisible.py.
+"""
+
+import ast
+import importlib
+import re
+
+import pytest
+import torch
+
+from konkanivani.model.attention import FrameLayout, RotaryPositions, SelfAttention
+from konkanivani.model.encoder import Encoder
+from konkanivani.model.kernels import matmul, rotary
+from tests.conftest import ROOT
+from tests.laws.parts import MODEL
+
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+OPERATORS = {
+    "mkldnn._linear_pointwise": "(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, str? algorithm) -> "
+    "Tensor Y",
+    f"aten.{ATTENTION}": "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, *, "
+    "Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)",
+    f"aten.{ATTENTION}_backward": "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
+    "Tensor logsumexp, float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> "
+    "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    "aten.native_layer_norm_backward": "(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean, "
+    "Tensor rstd, Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+    "aten.silu_backward": "(Tensor grad_output, Tensor self) -> Tensor",
+    "aten._unsafe_view": "(Tensor self, SymInt[] size) -> Tensor",
+    "aten._ctc_loss": "(Tensor log_probs, Tensor targets, int[] input_lengths, int[] target_lengths, int blank=0, "
+    "bool zero_infinity=False) -> (Tensor, Tensor)",
+    "aten._ctc_loss_backward": "(Tensor grad, Tensor log_probs, Tensor targets, int[] input_lengths, "
+    "int[] target_lengths, Tensor neg_log_likelihood, Tensor log_alpha, int blank, bool zero_infinity=False) -> Tensor",
+}
+NAMES = {
+    "torch.optim.adamw.adamw",
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch.Tensor._make_wrapper_subclass",
+    "torch._C._disabled_torch_function_impl",
+    "torch.utils._mode_utils.no_dispatch",
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+    "torch.utils._pytree.tree_leaves",
+    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",
+}
+
+
+def found(name: str) -> object:
+    """What a dotted name stands for."""
+    module, rest = name, []
+    while True:
+        try:
+            place = importlib.import_module(module)
+            break
+        except ImportError:
+            module, _, last = module.rpartition(".")
+            rest.insert(0, last)
+    for part in rest:
+        place = getattr(place, part)
+    return place
+
+
+@pytest.mark.parametrize("name", sorted(OPERATORS))
+def test_an_operator_takes_and_gives_what_it_did(name):
+    schema = str(found(f"torch.ops.{name}").default._schema)
+    assert schema.partition("(")[2] == OPERATORS[name].partition("(")[2]
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_a_name_is_there(name):
+    assert found(name) is not None
+
+
+def private_names_in(source: str) -> set[str]:
+    """Operators, and names of torch with a part that begins with one underscore, as a source imports or spells them."""
+    names = set(re.findall(r"torch\.ops\.((?:aten|mkldnn)\.\w+)", source))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            names.add(ast.unparse(node))
+    private = re.compile(r"torch(\.\w+)*\._[a-zA-Z]")
+    return {name for name in names if private.match(name) or name.startswith(("aten.", "mkldnn."))}
+
+
+def test_no_other_is_used():
+    used = set()
+    for path in (ROOT / "konkanivani").rglob("*.py"):
+        used |= private_names_in(path.read_text(encoding="utf-8"))
+    used = {name.removeprefix("torch.ops.").removesuffix(".default") for name in used}
+    parts = {name for name in used if any(other.startswith(f"{name}.") for other in used)}
+    assert used - parts <= OPERATORS.keys() | NAMES
+    assert private_names_in("import torch\nx = torch._C._spoken(1)\n") - NAMES  # the negative control
+
+
+def test_without_onednns_products_they_are_pytorchs(monkeypatch):
+    monkeypatch.setattr(matmul, "_is_onednn_faster", lambda: True)
+    rows, matrix = torch.randn(80, 70), torch.randn(90, 70)
+    assert matmul.is_by_onednn(rows)
+    monkeypatch.setattr(matmul, "HAS_OPERATOR", False)
+    assert not matmul.is_by_onednn(rows)
+    assert torch.equal(matmul.product(rows, matrix), torch.nn.functional.linear(rows, matrix))
+
+
+class Watched:
+    """Runs blocks, and remembers how their frames lay."""
+
+    def __init__(self) -> None:
+        self.layouts: list[FrameLayout] = []
+
+    def __call__(self, block: torch.nn.Module, *inputs: object) -> torch.Tensor:
+        self.layouts += [each for each in inputs if isinstance(each, FrameLayout)]
+        return block(*inputs)
+
+
+def test_without_attention_of_spans_a_batch_is_padded(monkeypatch):
+    torch.manual_seed(0)
+    encoder, features = Encoder(MODEL, 80).eval(), torch.randn(2, 90, 80)
+    seen = []
+    for has_operator in (True, False):
+        monkeypatch.setattr(rotary, "HAS_OPERATOR", has_operator)
+        runner = Watched()
+        encoded, lengths = encoder(features, (90, 50), runner)
+        seen.append([row[:length] for row, length in zip(encoded, lengths, strict=True)])
+        assert runner.layouts and all(bool(layout.lengths) == has_operator for layout in runner.layouts)
+    for one, other in zip(*seen, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_attention_of_spans_is_attention_of_each_alone():
+    """The kernel against the plain way, with its gradients."""
+    torch.manual_seed(0)
+    attention, norm = SelfAttention(12, heads=3, causal=False).double(), torch.nn.LayerNorm(12).double()
+    x, tables = torch.randn(1, 12, 12, dtype=torch.float64, requires_grad=True), RotaryPositions(4)
+    positions = tuple(torch.cat([table[:5], table[:7]]) for table in tables(7, x))
+    together = attention(x, norm, FrameLayout(positions, lengths=(5, 7)))
+    alone = torch.cat([attention(part, norm, FrameLayout(tables(part.shape[1], x))) for part in x.split((5, 7), 1)], 1)
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
+    wanted = [x, *attention.parameters(), *norm.parameters()]
+    for one, other in zip(
+        torch.autograd.grad(together.square().sum(), wanted),
+        torch.autograd.grad(alone.square().sum(), wanted),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+    whole = attention(x, norm, FrameLayout(tables(12, x)))
+    assert (whole - together).abs().max() > 1e-3  # the negative control
