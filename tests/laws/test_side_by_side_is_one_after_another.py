@@ -22,6 +22,7 @@ from konkanivani.training.parts import StepParts
 from konkanivani.training.step import StepReport, train_step
 from tests.laws.failing import ERRORS, above, failing_forward
 from tests.laws.parts import MODEL, VOCAB_SIZE, double_parts, relative_difference, speeches, window, with_dropout
+from tests.patience import PATIENCE
 
 BOUND = 1e-9
 CPU = torch.device("cpu")
@@ -228,7 +229,7 @@ def test_interrupted_nothing_is_left(looks):
 
 def peak_of(parts: StepParts) -> int:
     """Live bytes at the peak of a second step, the threads' included."""
-    live, cut = LiveBytes(), window_of()
+    live, cut = LiveBytes(), dataclasses.replace(window_of(), micro_batches=window_of().micro_batches[:4])
     train_step(parts, cut, 0)
     live.count(parts.state_tensors())
     with live:
@@ -238,8 +239,13 @@ def peak_of(parts: StepParts) -> int:
 
 
 def test_what_the_threads_hold_is_counted(monkeypatch):
-    one = peak_of(parts_of(1))
-    monkeypatch.setattr(Turns, "_wait", lambda self, index, gradient=None: None)  # else the backward passes take turns
+    one, joint_loss, both = peak_of(parts_of(1)), step.joint_loss, threading.Barrier(2)
+
+    def met(*given: object) -> torch.Tensor:
+        both.wait(PATIENCE)  # each thread's activations are there before one of them begins to free its own
+        return joint_loss(*given)
+
+    monkeypatch.setattr(step, "joint_loss", met)
     assert one < peak_of(parts_of(2)) < 2 * one
 
 
