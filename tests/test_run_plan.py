@@ -160,6 +160,28 @@ def test_a_resumed_run_reuses_its_plan_and_replan_makes_a_new_one(corpus, tmp_pa
     assert "other conditions" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "matters"),
+    [
+        ("intermediate_ctc_weight", "0.3", True),  # 326 for 315 MiB, and forgotten once
+        ("validation_batch_seconds", "40", True),
+        ("ctc_weight", "0.5", True),
+        ("mixed_precision", None, True),
+        ("effective_batch_size", "4", True),
+        ("learning_rate", "0.01", False),
+        ("epochs", "3", False),
+        ("keep_checkpoints", "9", False),
+    ],
+)
+def test_a_plan_holds_while_all_that_it_depends_on_does(flag, value, matters):
+    def conditions(*more: str) -> int:
+        given = parse_flags(["--batch_size", "auto", "--memory_budget", "480MiB", *more])
+        return run_plan.plan_conditions(given, torch.device("cpu"), run_plan.ONE_RANK)
+
+    other = conditions(f"--{flag}", *([value] if value else []))
+    assert (other != conditions()) is matters
+
+
 def weights_after(corpus: Corpus, directory: Path, *more: str) -> dict[str, torch.Tensor]:
     flags = ("--batch_size", "auto", "--memory_budget", "480MiB", "--max_steps", "3", *more)
     done = run_trainer(*TINY_MODEL, *corpus.flags(), *run_folders(directory), *flags)

@@ -110,10 +110,9 @@ def _has_room(side_by_side: MemoryPlan, plan: MemoryPlan, is_asked_for: bool) ->
 
 
 def plan_conditions(config: TrainConfig, device: torch.device, ranks: Ranks) -> int:
-    """A number that changes with everything that a plan depends on, but the data and the model."""
-    asked = config.memory.memory_budget, config.data.batch_size, config.window_size
-    among = () if ranks.world == 1 else (ranks,)
-    return zlib.crc32(repr((memory_conditions(config, device), asked, *among)).encode())
+    """A number that changes with everything that a plan depends on, but the data."""
+    asked = config.data.batch_size, config.window_size, config.data.validation_batch_seconds
+    return zlib.crc32(repr((memory_conditions(config, device), asked, ranks)).encode())
 
 
 def costs_among(costs: DeviceCosts, shape: ModelConfig, vocab_size: int, ranks: Ranks) -> DeviceCosts:

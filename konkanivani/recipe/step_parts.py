@@ -88,12 +88,9 @@ def build_step_parts(
 
 
 def memory_conditions(config: TrainConfig, device: torch.device) -> int:
-    """A number that changes with the device's size, the budget, the precision and what is recomputed."""
+    """A number that changes with the device's size, the budget and everything that says what a step computes."""
     size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    memory = config.memory
+    memory, at_once = config.memory, at_once_of(config, device, is_sharded=False)
     precision = memory.mixed_precision, memory.amp_dtype
-    conditions = device.type, size, memory.memory_budget, *precision, memory.gradient_checkpointing
-    at_once = at_once_of(config, device, is_sharded=False)
-    if at_once > 1:
-        conditions += (at_once,)
-    return zlib.crc32(repr(conditions).encode())
+    step = config.model, config.loss, precision, memory.gradient_checkpointing, at_once
+    return zlib.crc32(repr((device.type, size, memory.memory_budget, step)).encode())
