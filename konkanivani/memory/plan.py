@@ -3,11 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from konkanivani.base.errors import CheckpointError
 from konkanivani.base.units import MIB, budget_text, peak_text
 from konkanivani.data.batching import SizeLimit
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import PlannedPeak
+from konkanivani.model.asr import frozen_count, parameter_count
+
+STATE_BYTES = 16  # a trained parameter's weight, gradient and two moments in fp32
+FROZEN_BYTES = 4  # a frozen one's weight
 
 
 @dataclass(frozen=True)
@@ -100,9 +106,6 @@ def read_plan(state: Mapping[str, object]) -> MemoryPlan:
     return plan
 
 
-STATE_BYTES = 16  # a parameter's weight, gradient and two moments in fp32
-
-
 def plan_sentences(plan: MemoryPlan, blocks: int) -> str:
     """The plan for a person."""
     side_by_side = f", {plan.at_once} micro-batches side by side" if plan.at_once > 1 else ""
@@ -114,3 +117,8 @@ def plan_sentences(plan: MemoryPlan, blocks: int) -> str:
             f"{recomputed if bucket.recomputed_blocks else ''}"
         )
     return "\n".join(lines)
+
+
+def state_bytes_of(model: torch.nn.Module) -> int:
+    """Bytes of the model's weights, gradients and optimizer; of what is frozen, the weights alone."""
+    return STATE_BYTES * parameter_count(model) + FROZEN_BYTES * frozen_count(model)

@@ -23,9 +23,9 @@ from konkanivani.decoding.decode import Decode
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.live_bytes import LiveBytes
-from konkanivani.memory.plan import STATE_BYTES
+from konkanivani.memory.plan import state_bytes_of
 from konkanivani.memory.shapes import Shapes
-from konkanivani.model.asr import KonkaniVaniASR, parameter_count
+from konkanivani.model.asr import KonkaniVaniASR, trained_parameters
 from konkanivani.model.front_end import FeatureExtractor
 
 
@@ -93,13 +93,13 @@ class StepTracer:
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, self._mode.from_tensor(buffer))
             parts = step.build(front_end)
-            gradients = [torch.empty_like(parameter) for parameter in parts.model.parameters()]
+            gradients = [torch.empty_like(parameter) for parameter in trained_parameters(parts.model)]
         encoder = parts.model.encoder
         encoder.packs = not costs.is_cuda
         encoder.packs_as_one = True
         # As a second micro-batch finds them: the first one's gradients are there, and nothing takes them away.
         parts.optimizer.zero_grad = lambda: None
-        for parameter, gradient in zip(parts.model.parameters(), gradients, strict=True):
+        for parameter, gradient in zip(trained_parameters(parts.model), gradients, strict=True):
             parameter.grad = gradient
         if costs.is_cuda and parts.forward.amp_dtype is not None:
             for module in parts.model.modules():
@@ -119,7 +119,7 @@ class StepTracer:
 
     def state(self) -> int:
         """Bytes of weights, gradients and optimizer."""
-        return STATE_BYTES * parameter_count(self._parts.model)
+        return state_bytes_of(self._parts.model)
 
     def trace(self, load: Load, recompute: RecomputePolicy) -> Peak:
         """The peaks of a step at a micro-batch of this size, not the step's first."""
@@ -163,7 +163,7 @@ class StepTracer:
     def _count_state(self, live: LiveBytes, with_gradients: bool) -> None:
         live.count(self._parts.state_tensors())
         if with_gradients:
-            live.count(parameter.grad for parameter in self._parts.model.parameters())
+            live.count(parameter.grad for parameter in trained_parameters(self._parts.model))
 
     def _attention_workspace(self, batch: Batch) -> int:
         frames = subsampled_length(feature_length(max(batch.sample_lengths)))

@@ -68,9 +68,19 @@ class KonkaniVaniASR(torch.nn.Module):
         return self.ctc_head(encoded), encoded_lengths
 
 
+def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Those that are trained, in the model's order: only they have gradients, moments and a place in ranks' sums."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def parameter_count(model: torch.nn.Module) -> int:
-    """Trainable numbers in the model."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+    """Trained numbers in the model."""
+    return sum(parameter.numel() for parameter in trained_parameters(model))
+
+
+def frozen_count(model: torch.nn.Module) -> int:
+    """Numbers in the model that stay as they are."""
+    return sum(parameter.numel() for parameter in model.parameters()) - parameter_count(model)
 
 
 def model_without_values(config: ModelConfig, vocab_size: int, mel_bins: int) -> KonkaniVaniASR:

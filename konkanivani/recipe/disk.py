@@ -8,11 +8,10 @@ from konkanivani.base.amount import MOST_EPOCHS
 from konkanivani.base.config import AUTO, ModelConfig, RunConfig, TrainConfig
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.units import MIB
-from konkanivani.model.asr import model_without_values
+from konkanivani.model.asr import model_without_values, parameter_count
 from konkanivani.model.front_end import MEL_BINS
 from konkanivani.recipe.paths import nearest_folder
 
-SAVED_BYTES = 12  # a parameter's weight and two moments in fp32; its gradient is not saved
 RECORD_BYTES = 400  # name, checksum and alignment of one tensor, of which a parameter has four
 SETTINGS_BYTES = MIB  # flags, tokenizer, counters
 BESIDE_EPOCHS = 4  # the last, the previous, the best, and the one that is being written
@@ -76,8 +75,9 @@ def most_epochs(run: RunConfig) -> int:
 def checkpoint_bytes(shape: ModelConfig, vocab_size: int) -> int:
     """At most so many bytes does a checkpoint of this model take."""
     model = model_without_values(shape, vocab_size, MEL_BINS)
+    moments = 8 * parameter_count(model)
     tensors = [*model.parameters(), *model.buffers()]
-    return sum(SAVED_BYTES * tensor.numel() + 4 * RECORD_BYTES for tensor in tensors) + SETTINGS_BYTES
+    return moments + sum(4 * tensor.numel() + 4 * RECORD_BYTES for tensor in tensors) + SETTINGS_BYTES
 
 
 def free_bytes(folder: Path) -> int:

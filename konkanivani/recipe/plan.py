@@ -19,7 +19,7 @@ from konkanivani.data.utterance import Utterance
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
 from konkanivani.memory.gpu import measure_context
-from konkanivani.memory.plan import STATE_BYTES, BucketPlan, MemoryPlan, read_plan
+from konkanivani.memory.plan import STATE_BYTES, BucketPlan, MemoryPlan, read_plan, state_bytes_of
 from konkanivani.memory.planner import Planner, plan_bucket
 from konkanivani.memory.tracer import Load, StepTracer, TracedStep
 from konkanivani.memory.traces import Traces
@@ -204,7 +204,7 @@ def check_state(config: TrainConfig, vocab_size: int, costs: DeviceCosts, budget
 
 def state_bytes(shape: ModelConfig, vocab_size: int) -> int:
     """Bytes of the model's weights, gradients and optimizer."""
-    return STATE_BYTES * parameter_count(model_without_values(shape, vocab_size, MEL_BINS))
+    return state_bytes_of(model_without_values(shape, vocab_size, MEL_BINS))
 
 
 def _largest_preset(room: int) -> str:

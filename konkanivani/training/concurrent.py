@@ -29,7 +29,7 @@ class Turns:
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._parameters = list(parameters)
         self._next = [0] * len(self._parameters)  # the number of the micro-batch whose turn it is
         self._passed = threading.Condition()
         self._mine = threading.local()

@@ -18,7 +18,7 @@ from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.randomness import masks_of, seed_of, seed_step
 from konkanivani.data.batch import Batch, Speech, Window, collate
 from konkanivani.memory.recovery import Attempt, Attempts, Cut, Outcome
-from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.model.asr import KonkaniVaniASR, trained_parameters
 from konkanivani.model.losses import LossCounts, LossSums
 from konkanivani.training.concurrent import in_lanes
 from konkanivani.training.parts import StepParts, WindowGradient, counts_of
@@ -74,7 +74,7 @@ def summed_over_ranks(
     if attempts.result is None:
         return None
     totals, bucket = attempts.result.totals, attempts.result.bucket
-    sum_tensors(topology, [parameter.grad for parameter in parts.model.parameters()], bucket)
+    sum_tensors(topology, [parameter.grad for parameter in trained_parameters(parts.model)], bucket)
     sum_tensors(topology, [totals], totals)
     return dataclasses.replace(finish_gradient(parts, totals), splits=attempts.retries)
 
@@ -83,9 +83,9 @@ def _portion(parts: StepParts, cut: Cut, totals: torch.Tensor) -> GradientPortio
     """What this rank adds, with the room in which it will be summed: then it has all the memory that the step needs."""
     if not cut.micro_batches:  # a rank that was dealt nothing
         parts.scaler.scale(totals)  # only this makes the scale exist
-        for parameter in parts.model.parameters():
+        for parameter in trained_parameters(parts.model):
             parameter.grad = torch.zeros_like(parameter)
-    return GradientPortion(totals, bucket_for([parameter.grad for parameter in parts.model.parameters()]))
+    return GradientPortion(totals, bucket_for([parameter.grad for parameter in trained_parameters(parts.model)]))
 
 
 def of_shared_weights(
@@ -143,7 +143,7 @@ def accumulate(
         return masks_of(seed_of(seed, number)) if parts.forward.device.type == "cpu" else nullcontext()
 
     work = partial(forward_and_backward, parts, counts=counts)
-    with closing(in_lanes(cut.at_once, work, cut.micro_batches, parts.model.parameters(), masks)) as results:
+    with closing(in_lanes(cut.at_once, work, cut.micro_batches, trained_parameters(parts.model), masks)) as results:
         for _ in cut.micro_batches:
             if is_interrupted():
                 results.close()
@@ -158,7 +158,7 @@ def accumulate(
 def finish_gradient(parts: StepParts, totals: torch.Tensor) -> WindowGradient:
     """The gradient in the parameters' `.grad`, unscaled and clipped, of a window of these summed losses (2,)."""
     parts.scaler.unscale_(parts.optimizer)
-    norm = plain(torch.nn.utils.clip_grad_norm_(parts.model.parameters(), parts.schedule.max_grad_norm))
+    norm = plain(torch.nn.utils.clip_grad_norm_(trained_parameters(parts.model), parts.schedule.max_grad_norm))
     scale = parts.scaler.scale(torch.ones_like(norm))  # get_scale() would wait for the device once more
     return WindowGradient(*parts.read(torch.cat([totals, torch.stack([norm.detach(), scale]).double()])))
 

@@ -8,6 +8,7 @@ from torch.optim.adamw import adamw
 
 from konkanivani.base.config import AUTO, OptimizerConfig
 from konkanivani.base.errors import CheckpointError
+from konkanivani.model.asr import trained_parameters
 
 MOST_WARMUP_STEPS = 500
 
@@ -64,6 +65,8 @@ class AdamW:
         """Updates every parameter that has a gradient."""
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not parameters:
+                continue
             states = [self.state[parameter] for parameter in parameters]
             adamw(
                 parameters,
@@ -90,8 +93,7 @@ class AdamW:
 
 def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> AdamW:
     """AdamW over the parameters of `model` that are trained."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return AdamW(trained, config.learning_rate, config.weight_decay)
+    return AdamW(trained_parameters(model), config.learning_rate, config.weight_decay)
 
 
 def set_learning_rate(optimizer: AdamW, rate: float) -> None:
@@ -110,6 +112,7 @@ class OptimizerState:
         self._tensors = {
             f"{name}/{kind}": tensor
             for name, parameter in model.named_parameters()
+            if parameter in optimizer.state
             for kind, tensor in optimizer.state[parameter].items()
         }
 

@@ -44,10 +44,13 @@ class _Convolved(torch.autograd.Function):
     @in_own_precision
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, kernel = ctx.saved_tensors
-        by_x = _convolve_spans(gradient, kernel.flip(2), None, ctx.lengths)
-        pairs = zip(gradient.split(ctx.lengths, dim=1), x.split(ctx.lengths, dim=1), strict=True)
-        by_kernel = sum(_convolve_by(*pair, kernel.shape[2]) for pair in pairs)
-        return by_x, by_kernel, gradient.sum((0, 1)), None
+        by_x = by_kernel = None
+        if ctx.needs_input_grad[0]:
+            by_x = _convolve_spans(gradient, kernel.flip(2), None, ctx.lengths)
+        if ctx.needs_input_grad[1]:
+            pairs = zip(gradient.split(ctx.lengths, dim=1), x.split(ctx.lengths, dim=1), strict=True)
+            by_kernel = sum(_convolve_by(*pair, kernel.shape[2]) for pair in pairs)
+        return by_x, by_kernel, gradient.sum((0, 1)) if ctx.needs_input_grad[2] else None, None
 
 
 def _convolve_spans(x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None, lengths: Lengths) -> torch.Tensor:

@@ -69,6 +69,8 @@ class _Linear(torch.autograd.Function):
         by_weight = product_over_rows(rows, inner.flatten(0, -2)) if ctx.needs_input_grad[1] else None
         by_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         del inner
+        if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[3]):
+            return None, by_weight, by_bias, None, None, None, None
         by_inner = product(rows, weight.to(gradient.dtype).t()).view_as(x).to(normed.dtype)
         if ctx.activated:
             by_inner = torch.ops.aten.silu_backward(by_inner, normed)

@@ -1,0 +1,85 @@
+"""Law 12: what is frozen stays as it is, and the step of what is not is the same as if nothing were frozen.
+
+No gradient is made for a frozen weight: the products of a step are counted.
+"""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import torch
+
+from konkanivani.model.asr import trained_parameters
+from konkanivani.model.kernels import linear
+from konkanivani.training.optimizer import OptimizerState, build_optimizer
+from konkanivani.training.parts import StepParts, counts_of
+from konkanivani.training.step import forward_and_backward, train_step
+from tests.laws.parts import double_parts, speeches, window
+
+LAYERS = ("encoder.blocks.0.attention", "encoder.blocks.1.convolution", "decoder.blocks.1.feedforward", "ctc_head")
+SPOKEN = speeches(4)
+
+
+def parts_with(trained: str = "", at_once: int = 1, recompute: str = "never") -> StepParts:
+    """Step parts of which only what begins with this name is trained."""
+    parts = double_parts(recompute=recompute)
+    for name, parameter in parts.model.named_parameters():
+        parameter.requires_grad_(name.startswith(trained))
+    forward = dataclasses.replace(parts.forward, at_once=at_once)
+    return dataclasses.replace(parts, forward=forward, optimizer=build_optimizer(parts.model, parts.schedule))
+
+
+def gradients(parts: StepParts) -> dict[str, torch.Tensor]:
+    """Of one window in two micro-batches, by the parameters' names."""
+    cut = window(SPOKEN, 2)
+    parts.model.train()
+    for batch in cut.micro_batches:
+        forward_and_backward(parts, batch, counts_of(cut))
+    return {name: p.grad for name, p in parts.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layers_gradient_is_the_same_bit_for_bit(layer, recompute):
+    whole, alone = gradients(parts_with()), gradients(parts_with(layer, recompute=recompute))
+    assert alone and alone.keys() == {name for name in whole if name.startswith(layer)}
+    assert all(torch.equal(gradient, whole[name]) for name, gradient in alone.items())
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_steps_leave_what_is_frozen_as_it_is(layer, at_once, two_threads):
+    parts = parts_with(layer, at_once)
+    before = {name: tensor.clone() for name, tensor in parts.model.state_dict().items()}
+    for number in range(2):
+        assert not train_step(parts, window(SPOKEN, 2), number).is_skipped
+    changed = {name for name, tensor in parts.model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed and all(name.startswith(layer) for name in changed)
+    state = OptimizerState(parts.model, parts.optimizer).state_dict()
+    assert {name.rpartition("/")[0] for name in state} == {
+        name for name, parameter in parts.model.named_parameters() if parameter.requires_grad
+    }
+
+
+def weight_products(parts: StepParts, monkeypatch: pytest.MonkeyPatch) -> Counter[torch.Size]:
+    """The gradients of weights that linear layers make in a window, by their shapes."""
+    made, product = Counter(), linear.product_over_rows
+
+    def counted(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        result = product(left, right)
+        made[result.shape] += 1
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(linear, "product_over_rows", counted)
+        gradients(parts)
+    return made
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_no_product_is_made_for_a_frozen_weight(layer, monkeypatch):
+    parts = parts_with(layer)
+    matrices = Counter(p.shape for p in trained_parameters(parts.model) if p.dim() == 2)
+    made = weight_products(parts, monkeypatch)
+    assert made == Counter({shape: 2 * count for shape, count in matrices.items()})  # a window of two micro-batches
+    assert weight_products(parts_with(), monkeypatch).total() > 3 * made.total()  # the negative control
