@@ -100,7 +100,7 @@ def timed(aligned: list[AlignedToken], tokenizer: Tokenizer, seconds: float) -> 
 def test_words_are_those_of_the_text(tokenizer):
     for text in TEXTS:
         tokens = tokenizer.encode(text)
-        words = timed(spikes([tokenizer.start, *tokens, tokenizer.end]), tokenizer, 60.0)
+        words = timed(spikes([tokenizer.special.start, *tokens, tokenizer.special.end]), tokenizer, 60.0)
         assert [word.text for word in words] == text.split()
         assert " ".join(word.text for word in words) == tokenizer.decode(tokens)
         assert all(0 <= word.start <= word.end <= 60 and 0 < word.confidence <= 1 for word in words)
@@ -133,7 +133,7 @@ def test_times_stay_within_the_waveform_and_in_order():
         times = [t for word in timed(crowded, tokenizer, seconds) for t in (word.start, word.end)]
         assert times == sorted(times) and times[0] >= 0 and times[-1] <= seconds
         assert not any(math.isnan(t) for t in times)
-    only_marks = [AlignedToken(tokens[0], 0, 1, 1.0), AlignedToken(tokenizer.unknown, 1, 2, 1.0)]
+    only_marks = [AlignedToken(tokens[0], 0, 1, 1.0), AlignedToken(tokenizer.special.unknown, 1, 2, 1.0)]
     assert timed(only_marks, tokenizer, 1.0) == []
 
 

@@ -33,7 +33,7 @@ from konkanivani.data.loader.loading import WindowStream
 from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.manifest import Manifest, read_manifest, write_manifest
 from konkanivani.data.rejections import Rejections
-from konkanivani.data.text import train_tokenizer
+from konkanivani.data.text import OUR_TOKENS, train_tokenizer
 from konkanivani.data.utterance import Utterance
 from konkanivani.model.front_end import FrontEnd, SpecAugment
 from konkanivani.model.subsampling import Subsampling
@@ -112,7 +112,7 @@ def speeches(lengths: list[int]) -> list[Speech]:
 
 
 def test_a_window_is_cut_into_pieces_of_like_length_and_counts_all_of_it():
-    window = cut_window(speeches([800, 100, 500, 300, 900]), same_size(2), start=2, end=3)
+    window = cut_window(speeches([800, 100, 500, 300, 900]), same_size(2), OUR_TOKENS)
     lengths = [list(batch.sample_lengths) for batch in window.micro_batches]
     assert lengths == [[100, 300], [500, 800], [900]]
     assert (window.utterances, window.tokens) == (5, 1 + 2 + 3 + 1 + 2)
@@ -121,7 +121,7 @@ def test_a_window_is_cut_into_pieces_of_like_length_and_counts_all_of_it():
 
 
 def test_a_batch_is_padded_where_it_says_and_nowhere_else():
-    batch = collate(speeches([3, 5]), start=2, end=3)
+    batch = collate(speeches([3, 5]), OUR_TOKENS)
     assert batch.waveforms.tolist() == [[1, 1, 1, 0, 0], [2, 2, 2, 2, 2]]
     assert batch.tokens.tolist() == [[4, 0], [5, 5]]
     assert batch.decoder_tokens.tolist() == [[2, 4, 0], [2, 5, 5]]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from konkanivani.data.text import Tokenizer
+from konkanivani.data.text import OUR_TOKENS
 from konkanivani.decoding import fusion as fusion_module
 from konkanivani.decoding.fusion import Fusion, Opinions
 from konkanivani.decoding.hypothesis import Hypothesis
@@ -33,7 +33,7 @@ def expected(log_probabilities: torch.Tensor, fusion: Fusion) -> list[Hypothesis
     """Every possible transcript with its score, by the definition, best first."""
     found = []
     for tokens, probability in all_sequences(log_probabilities).items():
-        if probability > 0 and not {Tokenizer.start, Tokenizer.end} & set(tokens):
+        if probability > 0 and not {OUR_TOKENS.start, OUR_TOKENS.end} & set(tokens):
             said = fusion.weight * log_probabilities_of(fusion.language_model, [tokens])[0]
             score = math.log(probability) + said + fusion.length_bonus * len(tokens)
             found.append(Hypothesis(tokens, score))
@@ -116,7 +116,7 @@ def test_a_batch_is_one_by_one_and_never_exceeds_the_truth(model, beam, tokens_p
 
 def test_a_fusion_of_no_weight_changes_nothing(model):
     log_probabilities = problem(2, (9, 4), VOCABULARY)
-    log_probabilities[:, :, [Tokenizer.start, Tokenizer.end]] = -math.inf
+    log_probabilities[:, :, [OUR_TOKENS.start, OUR_TOKENS.end]] = -math.inf
     plain = prefix_beam_search(log_probabilities, (9, 4), 6, 6)
     assert prefix_beam_search(log_probabilities, (9, 4), 6, 6, fusion=Fusion(model, 0.0)) == plain
     unlikely = replace(model, unigrams=model.unigrams.clone().fill_(-math.inf))

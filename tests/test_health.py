@@ -40,6 +40,7 @@ from konkanivani.data.health.repeats import (
 from konkanivani.data.manifest import Utterance, read_manifest
 from konkanivani.data.noise_reverb import Surroundings
 from konkanivani.data.rejections import Rejections
+from konkanivani.data.text import OUR_TOKENS
 from konkanivani.evaluation.reports.charts import draw_histogram
 from konkanivani.evaluation.reports.health_page import draw_page
 from konkanivani.evaluation.reports.health_report import build_tokenizer, diagnose
@@ -262,7 +263,7 @@ def test_padding_is_that_of_the_real_micro_batches():
     padded = 0
     for window in planner.plan_epoch(0):
         speeches = [Speech(str(i), torch.zeros(round(durations[i] * RATE)), [1], 0) for i in window]
-        cut = cut_window(speeches, same_size(3), 2, 3)
+        cut = cut_window(speeches, same_size(3), OUR_TOKENS)
         padded += cut.audio_seconds / (1 - cut.padding_share)
     assert health.padding_share == pytest.approx(1 - durations.sum() / padded)
     assert (health.steps, health.utterances, health.window_size) == (6, 43, 8)

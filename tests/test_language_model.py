@@ -20,7 +20,7 @@ from konkanivani.base.command_line import read_flags
 from konkanivani.base.config import TextConfig, TrainConfig
 from konkanivani.base.errors import DataError, KonkaniVaniError, ResourceError
 from konkanivani.base.flags import config_to_text
-from konkanivani.data.text import Tokenizer, train_tokenizer
+from konkanivani.data.text import OUR_TOKENS, Tokenizer, train_tokenizer
 from konkanivani.decoding import ngram
 from konkanivani.decoding.arpa import IMPOSSIBLE, LN_10, MOST_NGRAMS, Ngrams, read_arpa, write_arpa
 from konkanivani.decoding.language_model import (
@@ -36,7 +36,7 @@ from tests.conftest import ROOT, WORDS, run_script
 
 SCRIPT = "training_scripts/train_language_model.py"
 CPU = torch.device("cpu")
-UNKNOWN, START, END = Tokenizer.unknown, Tokenizer.start, Tokenizer.end
+UNKNOWN, START, END = OUR_TOKENS.unknown, OUR_TOKENS.start, OUR_TOKENS.end
 VOCABULARY = 8  # of the models made here: four special tokens and four pieces
 PIECES = range(4, VOCABULARY)
 Gram = tuple[int, ...]
@@ -76,7 +76,7 @@ def expected_scores(model: Model, tokens: Gram) -> list[float]:
 
     history = (START, *map(known, tokens))[-(order - 1) :] if order > 1 else ()
     scores = [log_probability(model, history, known(token)) for token in range(VOCABULARY)]
-    scores[Tokenizer.blank] = scores[START] = -math.inf
+    scores[OUR_TOKENS.blank] = scores[START] = -math.inf
     return scores
 
 
@@ -206,7 +206,7 @@ class KneserNey:
         return (count - discounts[min(count, 3)] + left * shorter) / sum(counts)
 
 
-FOLLOWING = [token for token in range(VOCABULARY) if token not in (Tokenizer.blank, START)]
+FOLLOWING = [token for token in range(VOCABULARY) if token not in (OUR_TOKENS.blank, START)]
 texts = st.lists(st.lists(st.sampled_from([UNKNOWN, *PIECES]), max_size=7), min_size=1, max_size=12)
 
 
@@ -249,7 +249,7 @@ def test_discounts_are_estimated_where_the_text_says_enough():
 
 
 @pytest.mark.parametrize("part, mistake", [
-    ("_kneser_ney_counts", lambda level, above: np.where(level.tokens == START, 0, level.counts)),
+    ("_kneser_ney_counts", lambda level, above, start: np.where(level.tokens == START, 0, level.counts)),
     ("_discounts", lambda counts: np.array([0.0, 0.7, 0.7, 0.7])),
 ])  # fmt: skip
 def test_a_wrong_estimate_would_be_seen(part, mistake, monkeypatch):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from konkanivani.base.errors import DataError, UsageError
-from konkanivani.data.text import DIGIT_WORDS, Tokenizer, normalize_text, train_tokenizer
+from konkanivani.data.text import DIGIT_WORDS, OUR_TOKENS, Tokenizer, normalize_text, train_tokenizer
 from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
@@ -97,10 +97,10 @@ def test_a_round_trip_gives_the_text_back(tokenizer):
     for text in (*TEXTS, *WORDS):
         tokens = tokenizer.encode(text)
         assert tokenizer.decode(tokens) == text
-        assert min(tokens) > Tokenizer.end
-        assert tokenizer.decode([Tokenizer.start, *tokens, Tokenizer.blank, Tokenizer.end]) == text
+        assert min(tokens) > OUR_TOKENS.end
+        assert tokenizer.decode([OUR_TOKENS.start, *tokens, OUR_TOKENS.blank, OUR_TOKENS.end]) == text
     assert tokenizer.size <= 40
-    assert Tokenizer.unknown in tokenizer.encode("xyz")  # the negative control: what is not in the text is unknown
+    assert OUR_TOKENS.unknown in tokenizer.encode("xyz")  # the negative control: what is not in the text is unknown
 
 
 @settings(max_examples=100, deadline=None)

@@ -93,7 +93,7 @@ class Corpus:
             self.sentences += 1
             self.words += len(normalised.split())
             self.tokens += len(tokens)
-            self.unknown += tokens.count(self.tokenizer.unknown)
+            self.unknown += tokens.count(self.tokenizer.special.unknown)
             yield tokens
         if not self.sentences:
             raise DataError(
@@ -139,7 +139,7 @@ def train(flags: Flags) -> str:
     held_out = Corpus(tokenizer, settings.digits)
     others = list(held_out.read(*apart(flags.held_out))) if flags.held_out else []  # before the work, not after it
     corpus = Corpus(tokenizer, settings.digits)
-    orders = estimate_ngrams(corpus.read(flags.text, flags.manifest), tokenizer.size, order)
+    orders = estimate_ngrams(corpus.read(flags.text, flags.manifest), tokenizer.size, order, tokenizer.special)
     write_arpa(flags.output, orders, tokenizer)
     sizes = ", ".join(f"{len(ngrams):,} {number}-grams" for number, ngrams in enumerate(orders, start=1))
     lines = [f"read: {corpus.told()}", f"{flags.output}: {sizes}"]
@@ -157,7 +157,7 @@ def measured(orders: tuple["Ngrams", ...], corpus: Corpus, sentences: list[list[
 
     from konkanivani.decoding.language_model import build_language_model, log_probabilities_of
 
-    model = build_language_model(orders, corpus.tokenizer.size, torch.device("cpu"))
+    model = build_language_model(orders, corpus.tokenizer.size, torch.device("cpu"), corpus.tokenizer.special)
     total = math.fsum(log_probabilities_of(model, sentences))
     a_token, a_word = (math.exp(-total / (count + len(sentences))) for count in (corpus.tokens, corpus.words))
     return f"{corpus.told()}; perplexity {a_token:.4g} a token, {a_word:.4g} a word"

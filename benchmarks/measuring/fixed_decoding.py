@@ -13,7 +13,7 @@ import torch
 from konkanivani.base.config import PRESETS, TrainConfig
 from konkanivani.base.device import choose_device
 from konkanivani.base.lengths import SAMPLE_RATE, Lengths
-from konkanivani.data.text import Tokenizer
+from konkanivani.data.text import OUR_TOKENS
 from konkanivani.decoding.beam import Scorers, Weighted, beam_search
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.decoding.decode import PrefixDecode
@@ -72,7 +72,7 @@ def measure_decoding(
     torch.manual_seed(0)
     model = KonkaniVaniASR(PRESETS[preset], vocab_size, MEL_BINS).to(where).eval()
     with torch.no_grad():
-        model.decoder.output.bias[Tokenizer.end] = -1e4
+        model.decoder.output.bias[OUR_TOKENS.end] = -1e4
     front_end = build_front_end(TrainConfig(), where)
     samples = round(speech.seconds * SAMPLE_RATE)
     waveforms = torch.randn(speech.utterances, samples) * 0.1
@@ -129,7 +129,7 @@ def decode_with_cache(
 ) -> torch.Tensor:
     """The last logits (K, V) of K equal hypotheses of one utterance after `tokens` tokens, each computed once."""
     cache = model.decoder.begin(encoded, lengths, hypotheses)
-    last = torch.full((1, hypotheses), Tokenizer.start, device=encoded.device)
+    last = torch.full((1, hypotheses), OUR_TOKENS.start, device=encoded.device)
     for _ in range(tokens):
         logits = model.decoder.output(model.decoder.step(last, cache))
         last = logits.argmax(dim=-1)
@@ -142,7 +142,7 @@ def decode_without_cache(
 ) -> torch.Tensor:
     """The same, with all tokens so far computed again for each."""
     rows, lengths = encoded.expand(hypotheses, -1, -1), lengths * hypotheses
-    said = torch.full((hypotheses, 1), Tokenizer.start, device=encoded.device)
+    said = torch.full((hypotheses, 1), OUR_TOKENS.start, device=encoded.device)
     for _ in range(tokens):
         logits = model.decoder.output(model.decoder(said, rows, lengths, run_directly)[:, -1])
         said = torch.cat([said, logits.argmax(dim=-1, keepdim=True)], dim=1)

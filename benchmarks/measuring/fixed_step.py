@@ -18,7 +18,7 @@ from konkanivani.base.errors import NumericsError
 from konkanivani.base.lengths import Lengths
 from konkanivani.base.units import MIB
 from konkanivani.data.batch import Speech, Window, collate
-from konkanivani.data.text import Tokenizer
+from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import MemoryMonitor, peak_resident_mib, resident_mib
@@ -142,7 +142,7 @@ def build_window(speech: FixedSpeech, micro_batches: int) -> Window:
     ]
     size = len(speeches) // micro_batches
     pieces = [speeches[start : start + size] for start in range(0, len(speeches), size)]
-    batches = tuple(collate(piece, Tokenizer.start, Tokenizer.end) for piece in pieces)
+    batches = tuple(collate(piece, OUR_TOKENS) for piece in pieces)
     return Window(
         micro_batches=batches,
         tokens=int(speech.token_lengths.sum()),

@@ -9,7 +9,7 @@ from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.units import MIB
 from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, same_size
-from konkanivani.data.text import Tokenizer
+from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
 from konkanivani.memory.plan import STATE_BYTES
@@ -70,4 +70,4 @@ def build_window(seconds: float, tokens_per_second: float) -> Window:
         tokens=torch.randint(FIRST_TOKEN, VOCABULARY, (count,), generator=generator).tolist(),
         augment_seed=0,
     )
-    return cut_window([speech], same_size(1), Tokenizer.start, Tokenizer.end)
+    return cut_window([speech], same_size(1), OUR_TOKENS)

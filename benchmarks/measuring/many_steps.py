@@ -16,7 +16,7 @@ from konkanivani.base.device import choose_device
 from konkanivani.base.randomness import seed_of
 from konkanivani.data.batch import Window
 from konkanivani.data.batching import cut_window, same_size
-from konkanivani.data.text import Tokenizer
+from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
 from konkanivani.model.asr import parameter_count
@@ -97,7 +97,7 @@ class RandomWindows:
         speeches = [
             build_speech(lengths.uniform(self.shortest, self.longest), VOCABULARY, generator) for _ in range(self.size)
         ]
-        return cut_window(speeches, same_size(self.batch_size), Tokenizer.start, Tokenizer.end)
+        return cut_window(speeches, same_size(self.batch_size), OUR_TOKENS)
 
 
 def measure(config: TrainConfig, steps: int, shortest: float, longest: float) -> Drift:

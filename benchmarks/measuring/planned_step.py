@@ -11,7 +11,7 @@ from benchmarks.measuring.random_speech import TOKENS_PER_SECOND, build_speech
 from konkanivani.base.device import choose_device
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.data.batch import Window, collate
-from konkanivani.data.text import Tokenizer
+from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import MIB, keep_holes_out, reset_peak_resident, resident_mib
@@ -94,7 +94,7 @@ def build_window(case: Case) -> Window:
     seconds = [case.seconds] * (case.utterances - shorter) + [0.9 * case.seconds] * shorter
     generator = torch.Generator().manual_seed(0)
     pieces = [[build_speech(length, VOCABULARY, generator) for length in seconds] for _ in range(case.micro_batches)]
-    batches = tuple(collate(piece, Tokenizer.start, Tokenizer.end) for piece in pieces)
+    batches = tuple(collate(piece, OUR_TOKENS) for piece in pieces)
     samples = sum(len(speech.waveform) for piece in pieces for speech in piece)
     return Window(
         micro_batches=batches,

@@ -13,6 +13,7 @@ import torch
 
 from konkanivani.base.errors import DataError
 from konkanivani.base.lengths import SAMPLE_RATE, Lengths
+from konkanivani.data.text import SpecialTokens
 
 TENSORS = ("waveforms", "tokens", "decoder_tokens", "targets")
 
@@ -116,10 +117,10 @@ def check_tokens(speech: Speech, vocab_size: int) -> None:
         )
 
 
-def collate(speeches: list[Speech], start: int, end: int) -> Batch:
-    """One batch of these utterances; `start` and `end` are the tokenizer's ids."""
+def collate(speeches: list[Speech], special: SpecialTokens) -> Batch:
+    """One batch of these utterances; `special` are the tokenizer's."""
     tokens = [torch.tensor(speech.tokens, dtype=torch.long) for speech in speeches]
-    edge = torch.tensor([start]), torch.tensor([end])
+    edge = torch.tensor([special.start]), torch.tensor([special.end])
     pad = torch.nn.utils.rnn.pad_sequence
     seeds = [speech.augment_seed for speech in speeches]
     return Batch(

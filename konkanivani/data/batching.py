@@ -11,6 +11,7 @@ import torch
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.randomness import seed_of
 from konkanivani.data.batch import Speech, Window, collate
+from konkanivani.data.text import SpecialTokens
 
 MOST_BUCKETS = 50
 PLAN_VERSION = 2  # counts changes of how a plan follows from its numbers
@@ -151,14 +152,14 @@ def padded_seconds(seconds: np.ndarray, limits: tuple[SizeLimit, ...]) -> float:
     return float((ordered[np.cumsum(sizes) - 1] * sizes).sum())
 
 
-def cut_window(speeches: list[Speech], limits: tuple[SizeLimit, ...], start: int, end: int) -> Window:
+def cut_window(speeches: list[Speech], limits: tuple[SizeLimit, ...], special: SpecialTokens) -> Window:
     """The window in micro-batches of utterances of like length, each as large as its longest one allows.
 
     `limits` ascend in seconds. The shortest utterances come first; the last micro-batch may be smaller.
     """
     rest = iter(sorted(speeches, key=lambda speech: (len(speech.waveform), speech.utterance_id)))
     sizes = cut_sizes(sorted(speech.seconds for speech in speeches), limits)
-    micro_batches = tuple(collate(list(islice(rest, size)), start, end) for size in sizes)
+    micro_batches = tuple(collate(list(islice(rest, size)), special) for size in sizes)
     samples = sum(len(speech.waveform) for speech in speeches)
     padded = sum(batch.waveforms.numel() for batch in micro_batches)
     return Window(

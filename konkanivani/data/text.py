@@ -5,10 +5,12 @@ digits are kept or spelt one by one (`digits="spell"`); dandas, punctuation and 
 lower-cased; runs of spaces become one. Vowel signs, anusvara, candrabindu, virama, nukta and avagraha stay.
 """
 
+import dataclasses
 import io
 import re
 import unicodedata
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 import sentencepiece
@@ -48,14 +50,29 @@ def forbidden_character(text: str) -> str | None:
     return found.group() if found else None
 
 
-class Tokenizer:
-    """SentencePiece over normalised text. Ids: 0 CTC blank, 1 unknown, 2 start, 3 end, then the pieces."""
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The ids that stand for no text: CTC's blank, what is unknown, the start and the end of a transcript."""
 
-    blank, unknown, start, end = range(4)
+    blank: int = 0
+    unknown: int = 1
+    start: int = 2
+    end: int = 3
+
+    def __contains__(self, token: int) -> bool:
+        return token in (self.blank, self.unknown, self.start, self.end)
+
+
+OUR_TOKENS = SpecialTokens()
+"""Those of a tokenizer that this trainer makes."""
+
+
+class Tokenizer:
+    """SentencePiece over normalised text; the ids of `special`, then the pieces."""
 
     def __init__(self, model: bytes) -> None:
         """Raises a DataError where `model` is not a SentencePiece model with these four ids."""
-        self.model = model
+        self.model, self.special = model, OUR_TOKENS
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
@@ -64,7 +81,7 @@ class Tokenizer:
             ) from None
         processor = self._processor
         ids = (processor.pad_id(), processor.unk_id(), processor.bos_id(), processor.eos_id())
-        if ids != (self.blank, self.unknown, self.start, self.end):
+        if ids != dataclasses.astuple(self.special):
             raise DataError(
                 f"The tokenizer's special ids are {ids}, not (0, 1, 2, 3): it was not made by this trainer. Use one "
                 "that was."
@@ -84,7 +101,7 @@ class Tokenizer:
 
     def decode(self, tokens: list[int]) -> str:
         """The text of token ids; special ones leave nothing."""
-        return self._processor.decode([token for token in tokens if token > self.end]).strip()
+        return self._processor.decode([token for token in tokens if token not in self.special]).strip()
 
     def begins_word(self, token: int) -> bool:
         """Whether a word ends before token id `token`."""
@@ -133,10 +150,10 @@ def _train_sentencepiece(texts: list[str], kind: str, vocab_size: int) -> bytes:
         vocab_size=vocab_size,
         character_coverage=1.0,
         normalization_rule_name="identity",  # normalize_text has done it
-        pad_id=Tokenizer.blank,
-        unk_id=Tokenizer.unknown,
-        bos_id=Tokenizer.start,
-        eos_id=Tokenizer.end,
+        pad_id=OUR_TOKENS.blank,
+        unk_id=OUR_TOKENS.unknown,
+        bos_id=OUR_TOKENS.start,
+        eos_id=OUR_TOKENS.end,
         pad_piece="<blank>",
         num_threads=1,  # the result must not depend on the machine
         max_sentence_length=1_000_000,

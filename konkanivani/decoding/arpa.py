@@ -84,7 +84,7 @@ class _Reader:
         self._path, self._file, self._bytes_left = path, file, most_bytes
         self._row = self._silent = 0
         self._known = {tokenizer.piece(token).encode(): token for token in range(tokenizer.size)}
-        del self._known[tokenizer.piece(Tokenizer.blank).encode()]
+        del self._known[tokenizer.piece(tokenizer.special.blank).encode()]
 
     def read(self) -> tuple[Ngrams, ...]:
         """Everything from the counts to the end; what stands before and after is passed over."""

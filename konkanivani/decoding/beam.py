@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from konkanivani.base.lengths import Lengths
-from konkanivani.data.text import Tokenizer
+from konkanivani.data.text import OUR_TOKENS
 from konkanivani.decoding.hypothesis import Hypothesis, first_best, ranked
 from konkanivani.decoding.scorers import CTCScorer, FullScorer
 
@@ -42,13 +42,14 @@ class Scorers:
     ctc: CTCScorer | None
     ctc_weight: float
     length_bonus: float
+    end: int = OUR_TOKENS.end
 
     def score(self, beam: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Candidates (B, K, C), the end token among them, and the scores of the hypotheses with one of them more."""
         scores = sum(weighted.weight * weighted.scorer.score() for weighted in self.full)
         # What a broken model says of a hypothesis says nothing for it.
         scores = scores.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
-        candidates = _likeliest(scores, CANDIDATES_A_PLACE * beam if self.ctc else scores.shape[2])
+        candidates = _likeliest(scores, CANDIDATES_A_PLACE * beam if self.ctc else scores.shape[2], self.end)
         scores = scores.gather(2, candidates)
         if self.ctc:
             scores = scores + self.ctc_weight * self.ctc.score(candidates)
@@ -68,14 +69,14 @@ class Scorers:
         return [weighted.scorer for weighted in self.full] + ([self.ctc] if self.ctc else [])
 
 
-def _likeliest(scores: torch.Tensor, count: int) -> torch.Tensor:
+def _likeliest(scores: torch.Tensor, count: int, end: int) -> torch.Tensor:
     """Token ids (B, K, C), ascending: the `count` likeliest of scores (B, K, V), and the end token."""
     batch, beam, vocabulary = scores.shape
     if count >= vocabulary:
         return torch.arange(vocabulary, device=scores.device).expand(batch, beam, -1)
-    others = scores.index_fill(2, torch.tensor(Tokenizer.end, device=scores.device), -math.inf)
+    others = scores.index_fill(2, torch.tensor(end, device=scores.device), -math.inf)
     likeliest = first_best(others.flatten(0, 1), count).view(batch, beam, count)
-    ends = likeliest.new_full((batch, beam, 1), Tokenizer.end)
+    ends = likeliest.new_full((batch, beam, 1), end)
     return torch.cat([likeliest, ends], dim=2).sort(dim=2).values
 
 
@@ -106,9 +107,9 @@ def beam_search(
     search = _begin(limits, beam, device)
     while search.places:
         candidates, scores = scorers.score(beam)
-        scores = _allowed(search, candidates, scores, scorers.length_bonus)
+        scores = _allowed(search, candidates, scores, scorers)
         sources, tokens = _select(search, candidates, scores)
-        _take_ended(search, tokens)
+        _take_ended(search, tokens, scorers.end)
         hopeful = [n for n in range(len(search.places)) if _has_hope(search, n, best, scorers.length_bonus)]
         search.places = [search.places[n] for n in hopeful]
         if not hopeful:
@@ -127,10 +128,10 @@ def _begin(limits: Lengths, beam: int, device: torch.device) -> _Search:
     return _Search(torch.tensor(limits, device=device), list(range(len(limits))), tokens, scores, [[] for _ in limits])
 
 
-def _allowed(search: _Search, candidates: torch.Tensor, scores: torch.Tensor, length_bonus: float) -> torch.Tensor:
+def _allowed(search: _Search, candidates: torch.Tensor, scores: torch.Tensor, scorers: Scorers) -> torch.Tensor:
     """The scores (B, K, C) with the length's bonus; -inf of what was no hypothesis, or would be longer than allowed."""
-    is_end = candidates == Tokenizer.end
-    scores = scores + length_bonus * (search.length + (~is_end).double())
+    is_end = candidates == scorers.end
+    scores = scores + scorers.length_bonus * (search.length + (~is_end).double())
     is_too_long = (search.limits <= search.length)[:, None, None] & ~is_end
     return scores.masked_fill(is_too_long | (search.scores == -math.inf)[:, :, None], -math.inf)
 
@@ -146,13 +147,13 @@ def _select(search: _Search, candidates: torch.Tensor, scores: torch.Tensor) -> 
     return sources, tokens
 
 
-def _take_ended(search: _Search, tokens: torch.Tensor) -> None:
+def _take_ended(search: _Search, tokens: torch.Tensor, end: int) -> None:
     """What has the end token now leaves the search, without that token."""
-    has_ended = (tokens == Tokenizer.end) & (search.scores > -math.inf)
+    has_ended = (tokens == end) & (search.scores > -math.inf)
     for n, k in has_ended.nonzero().tolist():
         found = Hypothesis(tuple(search.tokens[n, k, :-1].tolist()), search.scores[n, k].item())
         search.ended[search.places[n]].append(found)
-    search.scores = search.scores.masked_fill(tokens == Tokenizer.end, -math.inf)
+    search.scores = search.scores.masked_fill(tokens == end, -math.inf)
 
 
 def _has_hope(search: _Search, n: int, best: int, length_bonus: float) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from konkanivani.base.config import DecodingConfig
 from konkanivani.base.lengths import Lengths
-from konkanivani.data.text import Tokenizer
+from konkanivani.data.text import OUR_TOKENS, SpecialTokens, Tokenizer
 from konkanivani.decoding.beam import Scorers, Weighted, beam_search
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.decoding.fusion import Fusion
@@ -52,6 +52,7 @@ class BeamDecode:
     length_bonus: float
     language_model: LanguageModel | None
     language_model_weight: float
+    special: SpecialTokens = OUR_TOKENS
 
     def __call__(self, model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
         return _best_tokens(self.search(model, encoded, encoded_lengths, best=1))
@@ -62,12 +63,12 @@ class BeamDecode:
     ) -> list[tuple[Hypothesis, ...]]:
         """Each utterance's `best` hypotheses, likeliest first; none has more tokens than its utterance has frames."""
         frames = encoded, encoded_lengths, self.beam
-        full = [Weighted(AttentionScorer(model, *frames), 1 - self.ctc_weight)]
+        full = [Weighted(AttentionScorer(model, *frames, self.special), 1 - self.ctc_weight)]
         if self.language_model is not None:
-            scorer = LanguageModelScorer(self.language_model, len(encoded), self.beam, encoded.device)
+            scorer = LanguageModelScorer(self.language_model, len(encoded), self.beam, encoded.device, self.special)
             full.append(Weighted(scorer, self.language_model_weight))
-        ctc = CTCScorer(model, *frames) if self.ctc_weight else None
-        scorers = Scorers(tuple(full), ctc, self.ctc_weight, self.length_bonus)
+        ctc = CTCScorer(model, *frames, self.special) if self.ctc_weight else None
+        scorers = Scorers(tuple(full), ctc, self.ctc_weight, self.length_bonus, self.special.end)
         return beam_search(scorers, encoded_lengths, self.beam, best, encoded.device)
 
 
@@ -80,10 +81,11 @@ def build_decode(config: DecodingConfig, tokenizer: Tokenizer, device: torch.dev
         language_model = read_language_model(config.language_model, tokenizer, device)
     if config.decode == "prefix":
         return PrefixDecode(
-            config.beam, Fusion(language_model, weight, config.length_bonus) if language_model else None
+            config.beam,
+            Fusion(language_model, weight, config.length_bonus, tokenizer.special) if language_model else None,
         )
     ctc_weight = config.joint_ctc_weight if config.decode == "joint" else 0.0
-    return BeamDecode(config.beam, ctc_weight, config.length_bonus, language_model, weight)
+    return BeamDecode(config.beam, ctc_weight, config.length_bonus, language_model, weight, tokenizer.special)
 
 
 def _best_tokens(found: list[tuple[Hypothesis, ...]]) -> list[list[int]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.data.text import Tokenizer
+from konkanivani.data.text import OUR_TOKENS, SpecialTokens
 from konkanivani.decoding.language_model import LanguageModel
 
 
@@ -22,6 +22,7 @@ class Fusion:
     language_model: LanguageModel
     weight: float
     length_bonus: float = 0.0
+    special: SpecialTokens = OUR_TOKENS
 
     def begin(self, batch: int, beam: int) -> "Opinions":
         """What is thought of empty prefixes."""
@@ -35,8 +36,8 @@ class Fusion:
         scores = self.language_model.score(states)
         scores = self.weight * scores if self.weight else torch.zeros_like(scores)
         # The start and the end of a sentence are no tokens that CTC may spell.
-        special = torch.tensor([Tokenizer.start, Tokenizer.end], device=scores.device)
-        return (scores + self.length_bonus).index_fill(1, special, -math.inf), scores[:, Tokenizer.end]
+        special = torch.tensor([self.special.start, self.special.end], device=scores.device)
+        return (scores + self.length_bonus).index_fill(1, special, -math.inf), scores[:, self.special.end]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ n-gram, so that equal tokens always have the same state.
 R hypotheses (rows), V vocabulary, E n-grams, N states.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 
 from konkanivani.base.errors import DataError
-from konkanivani.data.text import Tokenizer
+from konkanivani.data.text import OUR_TOKENS, SpecialTokens, Tokenizer
 from konkanivani.decoding.arpa import FOREIGN, Ngrams, read_arpa
 
 ROOT = 0  # the state of a context of no tokens
@@ -52,10 +53,11 @@ class LanguageModel:
     backoffs: torch.Tensor  # (N,) log weights
     shorter: torch.Tensor  # (N,) the state that a state backs off to; ROOT's is ROOT
     stand_ins: torch.Tensor  # (V,) the token that each is scored as; blank, of no probability, as itself
+    special: SpecialTokens = OUR_TOKENS
 
     def initial(self, rows: int) -> torch.Tensor:
         """(R,) int64: the state in which a sentence begins."""
-        start = torch.tensor([Tokenizer.start], device=self.keys.device)
+        start = torch.tensor([self.special.start], device=self.keys.device)
         return self._after(torch.full_like(start, ROOT), start).expand(rows)
 
     def score(self, states: torch.Tensor) -> torch.Tensor:
@@ -106,14 +108,15 @@ def read_language_model(path: str | Path, tokenizer: Tokenizer, device: torch.de
     """The model of an ARPA file, for the tokens of `tokenizer`, on `device`; a DataError where it is none for them."""
     orders = read_arpa(path, tokenizer)
     try:
-        model = build_language_model(orders, tokenizer.size, device)
+        model = build_language_model(orders, tokenizer.size, device, tokenizer.special)
     except RepeatedNgram as error:
         words = " ".join(tokenizer.piece(token) for token in error.tokens)
         raise DataError(
             f'The language model {path} cannot be used: "{words}" stands twice in its {len(error.tokens)}-grams. '
             "Train it again, or give another --language_model."
         ) from None
-    pieces, known = tokenizer.size - Tokenizer.end - 1, int((orders[0].tokens > Tokenizer.end).sum())
+    special = dataclasses.astuple(tokenizer.special)
+    pieces, known = tokenizer.size - len(special), int((~np.isin(orders[0].tokens, special)).sum())
     if 2 * known < pieces:  # it would say of nearly everything that it is unknown
         raise DataError(f"The language model {path} knows {known} of the tokenizer's {pieces} pieces. {FOREIGN}")
     return model
@@ -122,7 +125,7 @@ def read_language_model(path: str | Path, tokenizer: Tokenizer, device: torch.de
 def log_probabilities_of(model: LanguageModel, sentences: Iterable[Sequence[int]]) -> list[float]:
     """The log probability of each sentence's tokens and of its end after them."""
     found, sentences = [], iter(sentences)
-    while some := [[*tokens, Tokenizer.end] for tokens in islice(sentences, SENTENCES_AT_ONCE)]:
+    while some := [[*tokens, model.special.end] for tokens in islice(sentences, SENTENCES_AT_ONCE)]:
         columns = torch.nn.utils.rnn.pad_sequence([torch.tensor(tokens) for tokens in some], padding_value=-1)
         states = model.initial(len(some))
         totals = torch.zeros(len(some), dtype=torch.float64, device=states.device)
@@ -136,7 +139,9 @@ def log_probabilities_of(model: LanguageModel, sentences: Iterable[Sequence[int]
     return found
 
 
-def build_language_model(orders: Sequence[Ngrams], vocabulary: int, device: torch.device) -> LanguageModel:
+def build_language_model(
+    orders: Sequence[Ngrams], vocabulary: int, device: torch.device, special: SpecialTokens = OUR_TOKENS
+) -> LanguageModel:
     """The model of n-grams of order 1, 2, ..., whose tokens all stand in order 1; a RepeatedNgram where one repeats."""
     words = orders[0].tokens[:, 0]
     is_word = np.zeros(vocabulary, bool)
@@ -165,7 +170,8 @@ def build_language_model(orders: Sequence[Ngrams], vocabulary: int, device: torc
         first_edges=torch.searchsorted(keys, torch.arange(states + 1) * vocabulary).to(device),
         backoffs=backoffs.to(device),
         shorter=shorter[:states].clone().to(device),
-        stand_ins=_stand_ins(words, vocabulary).to(device),
+        stand_ins=_stand_ins(words, vocabulary, special).to(device),
+        special=special,
     )
 
 
@@ -247,9 +253,9 @@ def _link(
     own.copy_(torch.where(own.isnan(), weights + log_probabilities[found], own))
 
 
-def _stand_ins(words: np.ndarray, vocabulary: int) -> torch.Tensor:
+def _stand_ins(words: np.ndarray, vocabulary: int, special: SpecialTokens) -> torch.Tensor:
     """(V,): each of the words for itself, for any other token the unknown one; blank where the model has none."""
-    stand_ins = torch.full((vocabulary,), Tokenizer.unknown if Tokenizer.unknown in words else Tokenizer.blank)
+    stand_ins = torch.full((vocabulary,), special.unknown if special.unknown in words else special.blank)
     stand_ins[words] = torch.from_numpy(words.astype(np.int64))
-    stand_ins[[Tokenizer.blank, Tokenizer.start]] = Tokenizer.blank
+    stand_ins[[special.blank, special.start]] = special.blank
     return stand_ins

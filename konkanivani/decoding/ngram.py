@@ -14,7 +14,7 @@ from itertools import chain
 
 import numpy as np
 
-from konkanivani.data.text import Tokenizer
+from konkanivani.data.text import OUR_TOKENS, SpecialTokens
 from konkanivani.decoding.arpa import IMPOSSIBLE, LN_10, Ngrams
 
 # What is taken from n-grams that count 1, 2, and 3 or more where the text does not say: the middle of what is possible.
@@ -32,19 +32,21 @@ class _Counted:
     counts: np.ndarray  # (N,)
 
 
-def estimate_ngrams(sentences: Iterable[Sequence[int]], vocabulary: int, order: int) -> tuple[Ngrams, ...]:
+def estimate_ngrams(
+    sentences: Iterable[Sequence[int]], vocabulary: int, order: int, special: SpecialTokens = OUR_TOKENS
+) -> tuple[Ngrams, ...]:
     """The n-grams of order 1 to `order` of sentences of token ids, of which there is at least one.
 
     Fewer orders where no sentence, its start and end counted, is so long. The probabilities after each context add up
     to one over all tokens but blank and the start; each of these has a unigram.
     """
-    framed = ((Tokenizer.start, *tokens, Tokenizer.end) for tokens in sentences)
+    framed = ((special.start, *tokens, special.end) for tokens in sentences)
     text = np.fromiter(chain.from_iterable(framed), np.int64)
-    levels = _count(text, vocabulary, order)
+    levels = _count(text, vocabulary, order, special.end)
     estimated: list[Ngrams] = []
     tokens, lower = np.zeros((1, 0), np.int32), np.full(1, 1 / (vocabulary - 2))
     for level, above in zip(levels, [*levels[1:], None], strict=True):
-        counts = _kneser_ney_counts(level, above)
+        counts = _kneser_ney_counts(level, above, special.start)
         discounts = _discounts(counts)[np.minimum(counts, 3)]
         totals = np.bincount(level.parents, counts, len(lower))
         weights = np.bincount(level.parents, discounts, len(lower)) / np.maximum(totals, 1)
@@ -53,14 +55,14 @@ def estimate_ngrams(sentences: Iterable[Sequence[int]], vocabulary: int, order: 
         lower = (counts - discounts) / totals[level.parents] + weights[level.parents] * lower[level.suffixes]
         tokens = np.column_stack([tokens[level.parents], level.tokens.astype(np.int32)])
         estimated.append(Ngrams(tokens, np.log(lower), np.zeros(len(tokens))))
-    return _without_blank(estimated[0]), *estimated[1:]
+    return _without_blank(estimated[0], special), *estimated[1:]
 
 
-def _count(text: np.ndarray, vocabulary: int, order: int) -> list[_Counted]:
+def _count(text: np.ndarray, vocabulary: int, order: int, end: int) -> list[_Counted]:
     """Each order's n-grams in sentences (P,) one after another; of order 1, all tokens of the vocabulary."""
     nothing = np.zeros(vocabulary, np.int64)
     levels = [_Counted(nothing, np.arange(vocabulary), nothing, np.bincount(text, minlength=vocabulary))]
-    ends = np.flatnonzero(text == Tokenizer.end)
+    ends = np.flatnonzero(text == end)
     left = np.repeat(ends, np.diff(ends, prepend=-1)) - np.arange(len(text)) + 1  # tokens up to the end of the sentence
     places, starts = text, np.arange(len(text))  # where among its order the n-gram stands that begins at a position
     for number in range(2, order + 1):
@@ -75,14 +77,14 @@ def _count(text: np.ndarray, vocabulary: int, order: int) -> list[_Counted]:
     return levels
 
 
-def _kneser_ney_counts(level: _Counted, above: _Counted | None) -> np.ndarray:
+def _kneser_ney_counts(level: _Counted, above: _Counted | None, start: int) -> np.ndarray:
     """(N,): how many different tokens stand before each n-gram, or how often it occurs where none can or need."""
     counts = level.counts
     if above is not None:
         before = np.bincount(above.suffixes, minlength=len(counts))
         counts = np.where(before > 0, before, counts)
     # The start of a sentence is a context only. It has no probability of its own.
-    return np.where(level.tokens == Tokenizer.start, 0, counts)
+    return np.where(level.tokens == start, 0, counts)
 
 
 def _discounts(counts: np.ndarray) -> np.ndarray:
@@ -100,9 +102,9 @@ def _discounts(counts: np.ndarray) -> np.ndarray:
     return np.array([0.0, *discounts])
 
 
-def _without_blank(unigrams: Ngrams) -> Ngrams:
+def _without_blank(unigrams: Ngrams, special: SpecialTokens) -> Ngrams:
     """The unigrams of all tokens but blank, the start's as that of what never follows."""
-    kept = unigrams.tokens[:, 0] != Tokenizer.blank
-    is_start = unigrams.tokens[:, 0] == Tokenizer.start
+    kept = unigrams.tokens[:, 0] != special.blank
+    is_start = unigrams.tokens[:, 0] == special.start
     log_probabilities = np.where(is_start, IMPOSSIBLE * LN_10, unigrams.log_probabilities)
     return Ngrams(unigrams.tokens[kept], log_probabilities[kept], unigrams.backoffs[kept])

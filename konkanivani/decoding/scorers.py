@@ -13,11 +13,10 @@ from typing import Protocol
 import torch
 
 from konkanivani.base.lengths import Lengths
-from konkanivani.data.text import Tokenizer
+from konkanivani.data.text import OUR_TOKENS, SpecialTokens
 from konkanivani.decoding.language_model import LanguageModel
 from konkanivani.decoding.prefix_scorer import CTCPrefixScorer
 from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.model.kernels.ctc import BLANK
 
 
 class FullScorer(Protocol):
@@ -36,10 +35,17 @@ class FullScorer(Protocol):
 class AttentionScorer:
     """The attention decoder, one token at a time, on what its cache keeps of those before."""
 
-    def __init__(self, model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths, beam: int) -> None:
-        self._decoder = model.decoder
+    def __init__(
+        self,
+        model: KonkaniVaniASR,
+        encoded: torch.Tensor,
+        encoded_lengths: Lengths,
+        beam: int,
+        special: SpecialTokens = OUR_TOKENS,
+    ) -> None:
+        self._decoder, self._special = model.decoder, special
         self._cache = model.decoder.begin(encoded, encoded_lengths, beam)
-        self._last = torch.full((len(encoded), beam), Tokenizer.start, device=encoded.device)
+        self._last = torch.full((len(encoded), beam), special.start, device=encoded.device)
         self._totals = torch.zeros(self._last.shape, dtype=torch.float64, device=encoded.device)
         self._scores = self._totals
 
@@ -47,7 +53,7 @@ class AttentionScorer:
         logits = self._decoder.output(self._decoder.step(self._last, self._cache)).double()
         # As in training, blank and the start token have a share of the probability, though neither can follow.
         self._scores = self._totals[:, :, None] + logits.log_softmax(dim=-1)
-        return without(self._scores, BLANK, Tokenizer.start)
+        return without(self._scores, self._special.blank, self._special.start)
 
     def follow(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
         self._totals, self._last = chosen_of(self._scores, sources, tokens), tokens
@@ -61,8 +67,15 @@ class AttentionScorer:
 class LanguageModelScorer:
     """A language model of tokens; a hypothesis's context is all that it knows."""
 
-    def __init__(self, model: LanguageModel, utterances: int, beam: int, device: torch.device) -> None:
-        self._model = model
+    def __init__(
+        self,
+        model: LanguageModel,
+        utterances: int,
+        beam: int,
+        device: torch.device,
+        special: SpecialTokens = OUR_TOKENS,
+    ) -> None:
+        self._model, self._special = model, special
         self._contexts = model.initial(utterances * beam).to(device).view(utterances, beam)
         self._totals = torch.zeros(self._contexts.shape, dtype=torch.float64, device=device)
         self._scores = self._totals
@@ -70,7 +83,7 @@ class LanguageModelScorer:
     def score(self) -> torch.Tensor:
         following = self._model.score(self._contexts.flatten()).to(self._totals.device)
         self._scores = self._totals[:, :, None] + following.view(*self._totals.shape, -1)
-        return without(self._scores, BLANK, Tokenizer.start)
+        return without(self._scores, self._special.blank, self._special.start)
 
     def follow(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
         self._totals = chosen_of(self._scores, sources, tokens)
@@ -84,7 +97,15 @@ class LanguageModelScorer:
 class CTCScorer:
     """CTC's prefix scores, of given candidates only: they cost a pass over all frames each."""
 
-    def __init__(self, model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths, beam: int) -> None:
+    def __init__(
+        self,
+        model: KonkaniVaniASR,
+        encoded: torch.Tensor,
+        encoded_lengths: Lengths,
+        beam: int,
+        special: SpecialTokens = OUR_TOKENS,
+    ) -> None:
+        self._end = special.end
         log_probabilities = model.ctc_head(encoded).float().log_softmax(dim=-1)
         self._scorer = CTCPrefixScorer(log_probabilities, encoded_lengths)
         self._state = self._scorer.initial(beam)
@@ -92,7 +113,7 @@ class CTCScorer:
     def score(self, candidates: torch.Tensor) -> torch.Tensor:
         """(B, K, C): each hypothesis with each of its candidates (B, K, C) more, or ended."""
         scores = self._scorer.score(self._state, candidates)
-        return torch.where(candidates == Tokenizer.end, self._scorer.end(self._state)[:, :, None], scores)
+        return torch.where(candidates == self._end, self._scorer.end(self._state)[:, :, None], scores)
 
     def follow(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
         self._state = self._scorer.select(self._state, sources, tokens)

@@ -105,7 +105,7 @@ def _metadata(speech_model: SpeechModel) -> dict[str, str]:
 def token_texts(tokenizer: Tokenizer) -> list[str]:
     """What each token id adds to a text, which is all of them joined, without spaces at its ends."""
     pieces = [tokenizer.piece(token).replace("\u2581", " ") for token in range(tokenizer.size)]
-    return ["" if token <= Tokenizer.end else piece for token, piece in enumerate(pieces)]
+    return ["" if token in tokenizer.special else piece for token, piece in enumerate(pieces)]
 
 
 def _tidy(model: "onnx.ModelProto") -> None:

@@ -83,7 +83,7 @@ def words_of(aligned: list[AlignedToken], tokenizer: Tokenizer) -> list[SpokenTo
     """The tokens word by word, as `Tokenizer.decode` would put spaces between them; special tokens are left out."""
     groups: list[list[AlignedToken]] = []
     for token in aligned:
-        if token.token <= tokenizer.end:
+        if token.token in tokenizer.special:
             continue
         if tokenizer.begins_word(token.token) or not groups:
             groups.append([])

@@ -58,7 +58,7 @@ def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Tokenizer, text
     if not start.resumed or (remembered is not None and remembered.is_unchanged(corpus)):
         return
     counts = Counter(character for text in texts for character in text if character != " ")
-    unknown = {c: number for c, number in counts.items() if tokenizer.unknown in tokenizer.encode(c)}
+    unknown = {c: number for c, number in counts.items() if tokenizer.special.unknown in tokenizer.encode(c)}
     part = sum(unknown.values()) / max(1, sum(counts.values()))
     if not unknown:
         return

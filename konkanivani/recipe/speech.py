@@ -139,7 +139,7 @@ def choose_tokenizer(start: Start, manifest: Manifest) -> Tokenizer:
         raise no_text(manifest)
     if start.initial and config_from_text(start.initial.config).text == text:
         tokenizer = tokenizer_of(start.initial)
-        if not any(Tokenizer.unknown in tokenizer.encode(text) for text in texts):
+        if not any(tokenizer.special.unknown in tokenizer.encode(text) for text in texts):
             return tokenizer
     return train_tokenizer(texts, text.tokenizer_type, text.vocab_size)
 

@@ -17,6 +17,7 @@ from konkanivani.base.distributed import agree, bucket_for, gather, losing_ranks
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.randomness import masks_of, seed_of, seed_step
 from konkanivani.data.batch import Batch, Speech, Window, collate
+from konkanivani.data.text import SpecialTokens
 from konkanivani.memory.recovery import Attempt, Attempts, Cut, Outcome
 from konkanivani.model.asr import KonkaniVaniASR, trained_parameters
 from konkanivani.model.losses import LossCounts, LossSums
@@ -116,7 +117,7 @@ def of_shared_weights(
 def silence(model: KonkaniVaniASR) -> Batch:
     """The smallest batch that the model takes: half a second of nothing, and one token."""
     waveform = torch.zeros(SAMPLE_RATE // 2, dtype=next(model.parameters()).dtype)
-    return collate([Speech("silence", waveform, [1], None)], start=1, end=1)
+    return collate([Speech("silence", waveform, [1], None)], SpecialTokens(start=1, end=1))
 
 
 def accumulate(

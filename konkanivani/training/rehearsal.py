@@ -17,7 +17,6 @@ from konkanivani.data.batch import Speech, Window, largest_batch
 from konkanivani.data.batching import cut_window, largest_size
 from konkanivani.data.dataset import TrainingSpeech
 from konkanivani.data.rejections import Rejection
-from konkanivani.data.text import Tokenizer
 from konkanivani.training.checkpoint.checkpoint import load_states, read_checkpoint, write_checkpoint
 from konkanivani.training.run import Run
 from konkanivani.training.step import train_step
@@ -93,7 +92,7 @@ def _window_of(run: Run, speech: TrainingSpeech, order: np.ndarray) -> Window:
     first = next(readable)
     most = min(largest_size(first.seconds, run.windows.limits), run.windows.planner.window_size)
     speeches = [first, *islice(readable, most - 1)]
-    piece = cut_window(speeches, run.windows.limits, Tokenizer.start, Tokenizer.end)
+    piece = cut_window(speeches, run.windows.limits, run.tokenizer.special)
     return dataclasses.replace(
         piece,
         micro_batches=piece.micro_batches * 2,

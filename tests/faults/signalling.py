@@ -134,8 +134,8 @@ class HangingCall:
         module = importlib.import_module(module)
         function = getattr(module, name)
 
-        def hang_after_some(*arguments: object) -> object:
-            result = function(*arguments)
+        def hang_after_some(*arguments: object, **named: object) -> object:
+            result = function(*arguments, **named)
             self.calls -= not self.is_rehearsed or (checkpoints / "rehearsal.partial").exists()
             if self.calls < 0:
                 mutex = ctypes.create_string_buffer(256)  # all zero: one that is free

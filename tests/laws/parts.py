@@ -8,6 +8,7 @@ from konkanivani.base.config import AugmentConfig, DataConfig, MemoryConfig, Mod
 from konkanivani.base.distributed import ALONE, Topology
 from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, same_size
+from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.recipe.step_parts import build_front_end, build_step_parts
 from konkanivani.training.parts import StepParts
@@ -79,7 +80,7 @@ def long_speeches() -> list[Speech]:
 
 def window(spoken: list[Speech], batch_size: int) -> Window:
     """These utterances as one window in micro-batches of `batch_size`."""
-    return cut_window(spoken, same_size(batch_size), start=2, end=3)
+    return cut_window(spoken, same_size(batch_size), OUR_TOKENS)
 
 
 def relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -8,6 +8,7 @@ import torch
 from konkanivani.base.config import PRESETS, DataConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, same_size
+from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts, cuda_costs
 from konkanivani.memory.tracer import Load, StepTracer
@@ -44,7 +45,7 @@ def window_of(lengths: tuple[float, ...], batch_size: int) -> Window:
         Speech(str(number), torch.randn(round(16_000 * seconds)), list(range(4, 14)), augment_seed=None)
         for number, seconds in enumerate(lengths)
     ]
-    return cut_window(spoken, same_size(batch_size), start=2, end=3)
+    return cut_window(spoken, same_size(batch_size), OUR_TOKENS)
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.base.config import DecodingConfig
-from konkanivani.data.text import Tokenizer
+from konkanivani.data.text import OUR_TOKENS
 from konkanivani.data.utterance import Utterance
 from konkanivani.decoding.beam import Scorers, Weighted, beam_search
 from konkanivani.decoding.decode import BeamDecode, Decode, build_decode
@@ -28,6 +28,15 @@ LENGTHS = (19, 31, 12)
 TINY_VOCABULARY = 6  # the unknown token and two of its own can be said
 
 
+class NumberTokenizer:
+    """Token ids as text."""
+
+    special = OUR_TOKENS
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(map(str, tokens))
+
+
 def sharp_model(vocab_size: int = VOCAB_SIZE, seed: int = 0, end: float = 0.0) -> KonkaniVaniASR:
     """A random model in float64 that prefers some tokens clearly; `end` is added to the end token's logit."""
     model = double_parts(vocab_size=vocab_size).forward.model.eval()
@@ -36,7 +45,7 @@ def sharp_model(vocab_size: int = VOCAB_SIZE, seed: int = 0, end: float = 0.0) -
         for parameter in (*model.decoder.parameters(), *model.ctc_head.parameters()):
             if parameter.dim() == 2:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.5)
-        model.decoder.output.bias[Tokenizer.end] = end
+        model.decoder.output.bias[OUR_TOKENS.end] = end
     return model
 
 
@@ -48,7 +57,7 @@ def random_encoded(lengths: tuple[int, ...], seed: int = 0) -> torch.Tensor:
 
 def decode_of(decode: str, beam: int = 10) -> Decode:
     """The decoder of this name, without a language model, which alone would need a tokenizer."""
-    return build_decode(DecodingConfig(decode, beam), None, torch.device("cpu"))
+    return build_decode(DecodingConfig(decode, beam), NumberTokenizer(), torch.device("cpu"))
 
 
 # ---------------------------------------------------------------------------------------------------- the cache
@@ -89,7 +98,7 @@ def followed_difference(model: KonkaniVaniASR, encoded: torch.Tensor) -> float:
     """Between cached and uncached where hypotheses branch and change places, and the first utterance ends early."""
     generator = torch.Generator().manual_seed(3)
     places = torch.tensor([0, 1, 2])
-    tokens = torch.full((3, 4, 1), Tokenizer.start)
+    tokens = torch.full((3, 4, 1), OUR_TOKENS.start)
     worst = 0.0
     with torch.no_grad():
         cache = model.decoder.begin(encoded, LENGTHS, 4)
@@ -115,14 +124,14 @@ def followed_difference(model: KonkaniVaniASR, encoded: torch.Tensor) -> float:
 
 def greedy_without_cache(model: KonkaniVaniASR, encoded: torch.Tensor, length: int) -> list[int]:
     """The likeliest token again and again, until it is the end token or there are as many as frames."""
-    tokens = [Tokenizer.start]
+    tokens = [OUR_TOKENS.start]
     while len(tokens) <= length:
         with torch.no_grad():
             decoded = model.decoder(torch.tensor([tokens]), encoded[None, :length], (length,), run_directly)
             scores = model.decoder.output(decoded[0, -1]).log_softmax(dim=0)
-        scores[[Tokenizer.blank, Tokenizer.start]] = -math.inf
+        scores[[OUR_TOKENS.blank, OUR_TOKENS.start]] = -math.inf
         token = int(scores.argmax())
-        if token == Tokenizer.end:
+        if token == OUR_TOKENS.end:
             break
         tokens.append(token)
     return tokens[1:]
@@ -141,11 +150,11 @@ def test_attention_beam_of_one_is_greedy(end):
 
 def attention_log_probability(model: KonkaniVaniASR, encoded: torch.Tensor, tokens: tuple[int, ...]) -> float:
     """Of the tokens and the end after them, without a cache."""
-    said = torch.tensor([[Tokenizer.start, *tokens]])
+    said = torch.tensor([[OUR_TOKENS.start, *tokens]])
     with torch.no_grad():
         decoded = model.decoder(said, encoded[None], (len(encoded),), run_directly)
         scores = model.decoder.output(decoded[0]).log_softmax(dim=-1)
-    return sum(float(scores[u, token]) for u, token in enumerate((*tokens, Tokenizer.end)))
+    return sum(float(scores[u, token]) for u, token in enumerate((*tokens, OUR_TOKENS.end)))
 
 
 def ctc_log_probability(model: KonkaniVaniASR, encoded: torch.Tensor, tokens: tuple[int, ...]) -> float:
@@ -153,7 +162,7 @@ def ctc_log_probability(model: KonkaniVaniASR, encoded: torch.Tensor, tokens: tu
     with torch.no_grad():
         frames = model.ctc_head(encoded).float().log_softmax(dim=-1).double()[:, None]
     if not tokens:
-        return float(frames[:, 0, Tokenizer.blank].sum())
+        return float(frames[:, 0, OUR_TOKENS.blank].sum())
     targets = torch.tensor([tokens])
     return -float(F.ctc_loss(frames, targets, (len(encoded),), (len(tokens),), reduction="sum"))
 
@@ -166,7 +175,7 @@ class Bigrams:
         self.table = (2 * scores.double()).log_softmax(dim=1)
 
     def initial(self, rows: int) -> torch.Tensor:
-        return torch.full((rows,), Tokenizer.start)
+        return torch.full((rows,), OUR_TOKENS.start)
 
     def score(self, states: torch.Tensor) -> torch.Tensor:
         return self.table[states]
@@ -175,7 +184,7 @@ class Bigrams:
         return tokens
 
     def log_probability(self, tokens: tuple[int, ...]) -> float:
-        said = [Tokenizer.start, *tokens, Tokenizer.end]
+        said = [OUR_TOKENS.start, *tokens, OUR_TOKENS.end]
         return sum(float(self.table[one, next_]) for one, next_ in itertools.pairwise(said))
 
 
@@ -257,13 +266,6 @@ def test_what_cannot_get_better_is_not_gone_on_with():
 
 
 # --------------------------------------------------------------------------------------------------- the step after it
-
-
-class NumberTokenizer:
-    """Token ids as text."""
-
-    def decode(self, tokens: list[int]) -> str:
-        return " ".join(map(str, tokens))
 
 
 def validate(parts: StepParts, decode: str) -> None:

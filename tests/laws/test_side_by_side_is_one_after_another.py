@@ -12,6 +12,7 @@ import torch
 
 from konkanivani.base.config import DataConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.data.batch import Batch, Speech, Window, collate, in_lanes_order
+from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.model.losses import LossCounts, LossSums
 from konkanivani.recipe.step_parts import build_front_end, build_step_parts
@@ -261,7 +262,7 @@ def test_one_piece_or_one_thread_stays_with_the_thread_that_asks():
 
 
 def batch_of(*samples: int) -> Batch:
-    return collate([Speech(str(n), torch.zeros(n), [4], None) for n in samples], start=2, end=3)
+    return collate([Speech(str(n), torch.zeros(n), [4], None) for n in samples], OUR_TOKENS)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from konkanivani.base.distributed import ALONE, Topology, read_topology
 from konkanivani.base.process_group import joined
 from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, deal, same_size
+from konkanivani.data.text import OUR_TOKENS
 from konkanivani.recipe.step_parts import build_front_end, build_step_parts
 from konkanivani.training import step as training_step
 from konkanivani.training.parts import StepParts
@@ -42,9 +43,9 @@ def fixed_speech(utterances: int) -> list[Speech]:
 def fixed_window(utterances: int, topology: Topology = ALONE) -> Window:
     """These as one window in micro-batches of four: a rank's share of it, with the counts of all."""
     speeches = fixed_speech(utterances)
-    whole = cut_window(speeches, same_size(MICRO_BATCH), start=2, end=3)
+    whole = cut_window(speeches, same_size(MICRO_BATCH), OUR_TOKENS)
     dealt = deal(np.array([speech.seconds for speech in speeches]), topology.world)[topology.rank]
-    share = cut_window([speeches[number] for number in dealt], same_size(MICRO_BATCH), start=2, end=3)
+    share = cut_window([speeches[number] for number in dealt], same_size(MICRO_BATCH), OUR_TOKENS)
     return dataclasses.replace(whole, micro_batches=share.micro_batches)
 
 

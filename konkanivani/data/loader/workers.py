@@ -24,7 +24,6 @@ from konkanivani.data.batching import SizeLimit, cut_window
 from konkanivani.data.dataset import EvaluationSpeech, TrainingSpeech
 from konkanivani.data.loader.packed import Packed, pack
 from konkanivani.data.rejections import Rejection
-from konkanivani.data.text import Tokenizer
 
 POLL_SECONDS = 1.0  # after so long without a batch, the workers are looked after
 END_SECONDS = 1.0  # that the workers have to end by themselves
@@ -112,8 +111,8 @@ class Fetcher(Dataset):
         for speech in speeches:
             check_tokens(speech, self.speech.tokenizer.size)
         if self.limits is None:
-            return collate(speeches, Tokenizer.start, Tokenizer.end)
-        return cut_window(speeches, self.limits, Tokenizer.start, Tokenizer.end)
+            return collate(speeches, self.speech.tokenizer.special)
+        return cut_window(speeches, self.limits, self.speech.tokenizer.special)
 
 
 def _pack(value: Window | Batch, ids: list[str]) -> Packed:
