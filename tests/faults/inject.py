@@ -27,7 +27,7 @@ from konkanivani.recipe import run_folders as replaced
 from konkanivani.recipe import start
 from konkanivani.recipe import step_parts as assembly
 from konkanivani.recipe.run_folders import LogFolder
-from konkanivani.training import loop, step
+from konkanivani.training import gradient, loop, step
 from konkanivani.training.checkpoint import checkpoint, checkpointer
 from tests.laws.failing import ERRORS
 
@@ -156,7 +156,7 @@ def half_precision(scale: float) -> None:
 
 def other_draws(number: int) -> None:
     """One optimizer step draws its dropout from another seed: what a comparison must see."""
-    wrap(step, "seed_step", lambda original: lambda seed, at, rank: original(seed + (at == number), at, rank))
+    wrap(gradient, "seed_step", lambda original: lambda seed, at, rank: original(seed + (at == number), at, rank))
 
 
 def double_precision() -> None:
