@@ -150,7 +150,7 @@ class DecodingConfig:
     both."""
     beam: int = 10
     """Hypotheses kept in a beam search."""
-    joint_ctc_weight: float = 0.3
+    joint_ctc_weight: float = 0.5
     """Share of CTC in --decode joint; the rest is the attention decoder's."""
     length_bonus: float = 0.0
     """Added to a hypothesis's log probability for each of its tokens."""
