@@ -12,7 +12,7 @@ from konkanivani.base.lengths import feature_length
 from konkanivani.model.flops import forward_layers, step_flop
 from konkanivani.model.front_end import MEL_BINS
 from konkanivani.model.subsampling import Subsampling
-from konkanivani.recipe.step_parts import build_step_parts
+from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.logs.utilisation import Utilisation
 from konkanivani.training.step import train_step
 from tests.laws.parts import speeches, window

@@ -16,8 +16,8 @@ from konkanivani.memory.devices import cpu_costs
 from konkanivani.memory.tracer import Load, StepTracer, TracedStep
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.model.losses import LossCounts
+from konkanivani.recipe.build_step import build_front_end, build_step_parts
 from konkanivani.recipe.plan import build_tracer
-from konkanivani.recipe.step_parts import build_front_end, build_step_parts
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import forward_and_backward, train_step
 from konkanivani.training.validation import recognize

@@ -10,7 +10,7 @@ import torch
 from benchmarks.measuring.many_steps import Moment, RandomWindows, follow_steps, summarize
 from konkanivani.base.config import ModelConfig, TrainConfig
 from konkanivani.data.batch import Window
-from konkanivani.recipe.step_parts import build_front_end, build_step_parts
+from konkanivani.recipe.build_step import build_front_end, build_step_parts
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import StepReport
 from tests.conftest import run_script

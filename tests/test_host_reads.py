@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measuring.fixed_step import build_speech, build_window, take_features_as_given
 from konkanivani.base.config import MemoryConfig, ModelConfig, TrainConfig
-from konkanivani.recipe.step_parts import build_step_parts
+from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
 

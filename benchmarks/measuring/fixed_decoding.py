@@ -21,7 +21,7 @@ from konkanivani.decoding.scorers import AttentionScorer, CTCScorer
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.blocks import run_directly
 from konkanivani.model.front_end import MEL_BINS
-from konkanivani.recipe.step_parts import build_front_end
+from konkanivani.recipe.build_step import build_front_end
 
 JOINT_CTC_WEIGHT = 0.3
 

@@ -24,7 +24,7 @@ from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import MemoryMonitor, peak_resident_mib, resident_mib
 from konkanivani.model.asr import parameter_count
 from konkanivani.model.front_end import MEL_BINS
-from konkanivani.recipe.step_parts import build_step_parts
+from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import StepReport, train_step
 

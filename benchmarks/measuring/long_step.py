@@ -14,7 +14,7 @@ from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
 from konkanivani.memory.plan import STATE_BYTES
 from konkanivani.model.asr import parameter_count
-from konkanivani.recipe.step_parts import build_front_end, build_step_parts
+from konkanivani.recipe.build_step import build_front_end, build_step_parts
 from konkanivani.training.step import train_step
 
 VOCABULARY = 1000

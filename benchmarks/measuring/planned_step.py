@@ -16,8 +16,8 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import MIB, keep_holes_out, reset_peak_resident, resident_mib
 from konkanivani.memory.tracer import Load
+from konkanivani.recipe.build_step import build_front_end, build_step_parts
 from konkanivani.recipe.plan import build_tracer, costs_of
-from konkanivani.recipe.step_parts import build_front_end, build_step_parts
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
 

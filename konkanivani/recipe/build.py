@@ -25,11 +25,11 @@ from konkanivani.memory.oom_history import forget_sizes, read_sizes
 from konkanivani.memory.plan import MemoryPlan, plan_sentences
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.model.transfer import take_over
+from konkanivani.recipe.build_step import build_forward, build_front_end, build_step_parts
 from konkanivani.recipe.plan import Ranks, costs_of, needs_sharding, resolve_plan
 from konkanivani.recipe.run_folders import REJECTED, folder_of, keep_rejected, move_aside, move_newer_aside
 from konkanivani.recipe.speech import RunSpeech, build_speech, loader_config, sizes_of
 from konkanivani.recipe.start import Start
-from konkanivani.recipe.step_parts import build_forward, build_front_end, build_step_parts
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, Stateful, check_states, load_states
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from konkanivani.training.interruption import Interruption

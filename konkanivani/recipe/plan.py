@@ -26,9 +26,9 @@ from konkanivani.memory.traces import Traces
 from konkanivani.model.asr import model_without_values, parameter_count
 from konkanivani.model.front_end import MEL_BINS
 from konkanivani.model.kernels.matmul import is_onednn_preferred
+from konkanivani.recipe.build_step import at_once_of, build_front_end, build_step_parts, memory_conditions
 from konkanivani.recipe.paths import cache_folder
 from konkanivani.recipe.ranks import digest_of_code
-from konkanivani.recipe.step_parts import at_once_of, build_front_end, build_step_parts, memory_conditions
 from konkanivani.training.sharding import held_bytes
 from konkanivani.training.step import train_step
 from konkanivani.training.validation import recognize

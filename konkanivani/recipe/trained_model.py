@@ -16,8 +16,8 @@ from konkanivani.decoding.decode import Decode, build_decode
 from konkanivani.evaluation.hypotheses import CheckpointRun, Heard
 from konkanivani.evaluation.transcripts import ScoredText
 from konkanivani.inference.speech_model import settings_of_weights, tokenizer_of
+from konkanivani.recipe.build_step import build_forward, build_front_end
 from konkanivani.recipe.speech import build_evaluation_set
-from konkanivani.recipe.step_parts import build_forward, build_front_end
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import BEST, LAST
 from konkanivani.training.forward import ForwardPass

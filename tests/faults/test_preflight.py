@@ -25,8 +25,8 @@ from konkanivani.recipe import build as recipe
 from konkanivani.recipe import disk
 from konkanivani.recipe import speech as run_speech
 from konkanivani.recipe.build import build_run
+from konkanivani.recipe.build_step import build_front_end, build_step_parts
 from konkanivani.recipe.disk import check_disk, checkpoint_bytes, most_checkpoints
-from konkanivani.recipe.step_parts import build_front_end, build_step_parts
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from konkanivani.training.checkpoint.run_lock import RunLock

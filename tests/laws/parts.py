@@ -10,7 +10,7 @@ from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, same_size
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.live_bytes import LiveBytes
-from konkanivani.recipe.step_parts import build_front_end, build_step_parts
+from konkanivani.recipe.build_step import build_front_end, build_step_parts
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
 

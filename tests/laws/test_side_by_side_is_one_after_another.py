@@ -15,7 +15,7 @@ from konkanivani.data.batch import Batch, Speech, Window, collate, in_lanes_orde
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.model.losses import LossCounts, LossSums
-from konkanivani.recipe.step_parts import build_front_end, build_step_parts
+from konkanivani.recipe.build_step import build_front_end, build_step_parts
 from konkanivani.training import step
 from konkanivani.training.concurrent import Turns, in_lanes
 from konkanivani.training.optimizer import OptimizerState

@@ -21,7 +21,7 @@ from konkanivani.data.batch import Window
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import resident_mib
 from konkanivani.model.asr import parameter_count
-from konkanivani.recipe.step_parts import build_step_parts
+from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
 

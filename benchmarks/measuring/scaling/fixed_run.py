@@ -23,7 +23,7 @@ from konkanivani.base.process_group import joined
 from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, deal, same_size
 from konkanivani.data.text import OUR_TOKENS
-from konkanivani.recipe.step_parts import build_front_end, build_step_parts
+from konkanivani.recipe.build_step import build_front_end, build_step_parts
 from konkanivani.training import step as training_step
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
