@@ -56,7 +56,7 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
     start, config = replace(start, config=speech.config), speech.config
     tell("data", speech.sentence())
     planner = EpochPlanner(speech.train.utterances.durations, config.window_size, config.run.seed)
-    step, plan = build_planned_step(start, speech, planner, resident_before, tell)
+    step, plan = build_planned_step(start, device, speech, planner, resident_before, tell)
     state = TrainState()
     stateful = stateful_parts(step, state)
     load_weights(start, speech.tokenizer, planner, step, state, stateful)
@@ -102,10 +102,10 @@ def rejected_file(start: Start, run_directory: Path | None) -> Path | None:
 
 
 def build_planned_step(
-    start: Start, speech: RunSpeech, planner: EpochPlanner, resident_before: float, tell: Tell
+    start: Start, device: torch.device, speech: RunSpeech, planner: EpochPlanner, resident_before: float, tell: Tell
 ) -> tuple[StepParts, MemoryPlan | None]:
     """The step, freshly initialised, and the memory plan that it keeps to, if one is asked for."""
-    config, topology, device = start.config, start.topology, choose_device(start.config.run.device)
+    config, topology = start.config, start.topology
     free = free_bytes(topology, device)
     sharded = choose_sharding(config, speech.tokenizer.size, device, free, topology)
     plan = plan_memory(start, speech, device, free, sharded) if config.is_planned else None

@@ -20,13 +20,10 @@ from konkanivani.data.batch import Batch, Speech, Window, collate
 from konkanivani.data.text import SpecialTokens
 from konkanivani.memory.recovery import Attempt, Attempts, Cut, Outcome
 from konkanivani.model.asr import KonkaniVaniASR, trained_parameters
-from konkanivani.model.losses import LossCounts, LossSums
+from konkanivani.model.losses import LossCounts
 from konkanivani.training.concurrent import in_lanes
-from konkanivani.training.parts import StepParts, WindowGradient, counts_of
+from konkanivani.training.parts import ForwardAndBackward, StepParts, WindowGradient, counts_of
 from konkanivani.training.sharding import plain
-
-ForwardAndBackward = Callable[[StepParts, Batch, LossCounts], LossSums]
-"""Adds one micro-batch's gradient, scaled, to the parameters' `.grad`; its summed losses."""
 
 
 def alone(

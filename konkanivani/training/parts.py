@@ -47,7 +47,7 @@ class GradientOf(Protocol):
         parts: "StepParts",
         window: Window,
         step: int,
-        forward_and_backward: Callable[["StepParts", Batch, LossCounts], LossSums],
+        forward_and_backward: "ForwardAndBackward",
         is_interrupted: Callable[[], bool],
     ) -> WindowGradient | None:
         """The gradient in the parameters' `.grad`, unscaled and clipped; None, and none there, if interrupted."""
@@ -84,6 +84,10 @@ class StepParts:
     def recomputing(self, policy: RecomputePolicy) -> "StepParts":
         """The same step under another policy of what is recomputed in the backward pass."""
         return dataclasses.replace(self, forward=dataclasses.replace(self.forward, recompute=policy))
+
+
+ForwardAndBackward = Callable[[StepParts, Batch, LossCounts], LossSums]
+"""Adds one micro-batch's gradient, scaled, to the parameters' `.grad`; its summed losses."""
 
 
 def counts_of(window: Window) -> LossCounts:
