@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from konkanivani.base.lengths import HOP_SAMPLES, SAMPLE_RATE, encoded_length, encoder_frame_seconds
+from konkanivani.base.config import FeatureConfig
+from konkanivani.base.lengths import SAMPLE_RATE, Framing
 from konkanivani.data.text import Tokenizer, train_tokenizer
 from konkanivani.inference.segmentation import Piece
 from konkanivani.inference.transcript import Word
@@ -22,6 +23,8 @@ from konkanivani.inference.word_times import (
     words_of,
 )
 from konkanivani.model.subsampling import Subsampling
+
+FRAMING = Framing(FeatureConfig())
 
 TEXTS = ["एक दोन तीन", "चार पांच", "उदक घर शाळा", "बाजार आवय", "एक घर"]
 
@@ -81,10 +84,10 @@ def test_a_frame_lies_in_the_middle_of_what_it_sees():
     features = torch.randn(1, 60, 80, generator=torch.Generator().manual_seed(0)).requires_grad_()
     subsampling(features)[0, 5].sum().backward()
     seen = torch.nonzero(features.grad.abs().sum(dim=(0, 2)))[:, 0]
-    first_sample, end_sample = HOP_SAMPLES * int(seen[0]), HOP_SAMPLES * int(seen[-1]) + 512
-    assert encoder_frame_seconds(5) == (first_sample + end_sample) / 2 / SAMPLE_RATE
-    assert encoder_frame_seconds(6) - encoder_frame_seconds(5) == pytest.approx(0.04)
-    assert [encoded_length(samples) for samples in (0, 1471, 1472, 2112)] == [0, 0, 1, 2]
+    first_sample, end_sample = 160 * int(seen[0]), 160 * int(seen[-1]) + 512
+    assert FRAMING.encoder_frame_seconds(5) == (first_sample + end_sample) / 2 / SAMPLE_RATE
+    assert FRAMING.encoder_frame_seconds(6) - FRAMING.encoder_frame_seconds(5) == pytest.approx(0.04)
+    assert [FRAMING.encoded_length(samples) for samples in (0, 1471, 1472, 2112)] == [0, 0, 1, 2]
 
 
 def spikes(tokens: list[int], every: int = 5) -> list[AlignedToken]:
@@ -94,7 +97,7 @@ def spikes(tokens: list[int], every: int = 5) -> list[AlignedToken]:
 
 def timed(aligned: list[AlignedToken], tokenizer: Tokenizer, seconds: float) -> list[Word]:
     """The words' times by a model of which nothing is known."""
-    return timed_words(words_of(aligned, tokenizer), Lags(), seconds)
+    return timed_words(words_of(aligned, tokenizer, FRAMING), Lags(), seconds)
 
 
 def test_words_are_those_of_the_text(tokenizer):
@@ -113,15 +116,15 @@ def test_a_word_begins_before_its_first_letter_is_said_and_ends_with_the_next_or
     assert [tokenizer.piece(token) for token in tokens] == ["▁", "ए", "क", "▁", "घ", "र"]
     aligned = [AlignedToken(t, f, f + 1, 0.5) for t, f in zip(tokens, (1, 8, 12, 13, 15, 20), strict=True)]
     first, second = timed(aligned, tokenizer, 5.0)
-    assert first.start == pytest.approx(encoder_frame_seconds(8) - FIRST_LETTER_LAG)
-    assert second.start == first.end == pytest.approx(encoder_frame_seconds(15) - FIRST_LETTER_LAG)
-    assert second.end == pytest.approx(encoder_frame_seconds(20) + AFTER_LAST_LETTER)
+    assert first.start == pytest.approx(FRAMING.encoder_frame_seconds(8) - FIRST_LETTER_LAG)
+    assert second.start == first.end == pytest.approx(FRAMING.encoder_frame_seconds(15) - FIRST_LETTER_LAG)
+    assert second.end == pytest.approx(FRAMING.encoder_frame_seconds(20) + AFTER_LAST_LETTER)
     assert (first.confidence, second.confidence) == (0.5, 0.5)
     # A pause between them belongs to neither, though the mark of the boundary is said before it.
     late = [*aligned[:4], *(AlignedToken(a.token, a.first + 50, a.end + 50, None) for a in aligned[4:])]
     first, second = timed(late, tokenizer, 5.0)
-    assert first.end == pytest.approx(encoder_frame_seconds(12) + AFTER_LAST_LETTER)
-    assert second.start == pytest.approx(encoder_frame_seconds(65) - FIRST_LETTER_LAG)
+    assert first.end == pytest.approx(FRAMING.encoder_frame_seconds(12) + AFTER_LAST_LETTER)
+    assert second.start == pytest.approx(FRAMING.encoder_frame_seconds(65) - FIRST_LETTER_LAG)
     assert second.confidence is None
 
 
@@ -143,8 +146,8 @@ def piece_from(start: float, speech_start: float | None, speech_end: float | Non
 
 def test_lags_are_learnt_where_speech_begins_and_ends_at_pauses():
     tokenizer = train_tokenizer(TEXTS, "char", 40)
-    words = words_of(spikes(tokenizer.encode("एक घर")), tokenizer)  # letters in frames 5, 10 and 20, 25
-    first, last = encoder_frame_seconds(5), encoder_frame_seconds(25)
+    words = words_of(spikes(tokenizer.encode("एक घर")), tokenizer, FRAMING)  # letters in frames 5, 10 and 20, 25
+    first, last = FRAMING.encoder_frame_seconds(5), FRAMING.encoder_frame_seconds(25)
     lags = Lags()
     for first_lag, last_lag in ((0.1, 0.3), (0.2, 0.2), (0.3, 0.25)):
         lags.learn(words, piece_from(40.0, 40 + first - first_lag, 40 + last + last_lag))
@@ -157,7 +160,7 @@ def test_lags_are_learnt_where_speech_begins_and_ends_at_pauses():
     for known, piece in (
         (words, piece_from(0.0, None, None)),
         ([], piece_from(0.0, 0.0, 1.0)),
-        (words_of(spread, tokenizer), piece_from(0.0, first, last)),
+        (words_of(spread, tokenizer, FRAMING), piece_from(0.0, first, last)),
         (words, piece_from(0.0, first - LONGEST_LAG - 0.01, last + LONGEST_LAG + 0.01)),
         (words, piece_from(0.0, first + 0.01, last - 0.01)),
     ):

@@ -7,18 +7,20 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measuring.fixed_step import build_speech, build_window, take_features_as_given
-from konkanivani.base.config import DataConfig, MemoryConfig, ModelConfig, TrainConfig
-from konkanivani.base.lengths import feature_length
+from konkanivani.base.config import DataConfig, FeatureConfig, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.model.architecture import Architecture, architecture_of
 from konkanivani.model.flops import forward_layers, step_flop
-from konkanivani.model.front_end import MEL_BINS
 from konkanivani.model.subsampling import Subsampling
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.logs.utilisation import Utilisation
 from konkanivani.training.step import train_step
 from tests.laws.parts import speeches, window
 
+MEL_BINS = FeatureConfig().mel_bins
+
 VOCABULARY = 1000
 SHAPE = ModelConfig(d_model=48, encoder_layers=2, decoder_layers=1, attention_heads=2, subsampling_channels=16)
+ARCHITECTURE = Architecture(SHAPE, FeatureConfig(), VOCABULARY)
 CONVOLUTIONS = ("first convolution", "depthwise convolution", "pointwise convolution")
 MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
 
@@ -33,12 +35,13 @@ def test_matrix_products_of_a_step_are_what_the_formulas_say(encoder_type, recom
     config = TrainConfig(model=shape, memory=memory, data=data)
     speech = build_speech(2, *seconds)
     window = build_window(speech, 1)
-    parts = build_step_parts(config, VOCABULARY, torch.device("cpu"), 10, take_features_as_given)
+    architecture = architecture_of(config, VOCABULARY)
+    parts = build_step_parts(config, architecture, torch.device("cpu"), 10, take_features_as_given)
     # Through oneDNN the products are the same, but none of PyTorch's counted kinds.
     with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
         train_step(parts, window, 0)
     counted = sum(flop for kind, flop in counter.get_flop_counts()["Global"].items() if kind in MATRIX_PRODUCTS)
-    layers = forward_layers(shape, VOCABULARY, tuple(speech.frames.tolist()), int(speech.token_lengths.max()))
+    layers = forward_layers(shape, VOCABULARY, MEL_BINS, tuple(speech.frames.tolist()), int(speech.token_lengths.max()))
     dense = tuple(layer for layer in layers if layer.is_dense and layer.name not in CONVOLUTIONS)
     expected = step_flop(dense, recompute == "always")
     if recompute == "never":
@@ -49,7 +52,7 @@ def test_matrix_products_of_a_step_are_what_the_formulas_say(encoder_type, recom
 
 def test_dense_convolutions_are_what_pytorch_counts():
     subsampling = Subsampling(MEL_BINS, SHAPE.subsampling_channels, SHAPE.d_model)
-    layers = {layer.name: layer for layer in forward_layers(SHAPE, VOCABULARY, (301, 301), 5)}
+    layers = {layer.name: layer for layer in forward_layers(SHAPE, VOCABULARY, MEL_BINS, (301, 301), 5)}
     features = torch.randn(2, 301, MEL_BINS)
     with FlopCounterMode(display=False) as counter:
         halved = subsampling.first(features[:, None])
@@ -61,27 +64,27 @@ def test_dense_convolutions_are_what_pytorch_counts():
 
 
 def test_negative_control_another_width_is_another_count():
-    one = step_flop(forward_layers(SHAPE, VOCABULARY, (301, 301), 12), recomputes=False)
+    one = step_flop(forward_layers(SHAPE, VOCABULARY, MEL_BINS, (301, 301), 12), recomputes=False)
     other = step_flop(
-        forward_layers(dataclasses.replace(SHAPE, d_model=64), VOCABULARY, (301, 301), 12), recomputes=False
+        forward_layers(dataclasses.replace(SHAPE, d_model=64), VOCABULARY, MEL_BINS, (301, 301), 12), recomputes=False
     )
     assert other > 1.2 * one
 
 
 def test_a_steps_use_of_the_device_counts_each_utterance_without_padding():
     spoken = speeches(5, seed=3)
-    use = Utilisation(SHAPE, VOCABULARY, torch.device("cpu"), torch.float32)
+    use = Utilisation(ARCHITECTURE, torch.device("cpu"), torch.float32)
     together, alone = use.window_flop(window(spoken, 4)), use.window_flop(window(spoken, 1))
     assert together == alone
-    lengths = [(feature_length(len(speech.waveform)), len(speech.tokens)) for speech in spoken]
-    of_each = (forward_layers(SHAPE, VOCABULARY, (frames,), tokens) for frames, tokens in lengths)
+    lengths = [(ARCHITECTURE.framing.feature_length(len(speech.waveform)), len(speech.tokens)) for speech in spoken]
+    of_each = (forward_layers(SHAPE, VOCABULARY, MEL_BINS, (frames,), tokens) for frames, tokens in lengths)
     assert alone == sum(step_flop(layers, recomputes=False) for layers in of_each)
-    padded = forward_layers(SHAPE, VOCABULARY, tuple(n for n, _ in lengths), max(n for _, n in lengths))
+    padded = forward_layers(SHAPE, VOCABULARY, MEL_BINS, tuple(n for n, _ in lengths), max(n for _, n in lengths))
     assert step_flop(padded, recomputes=False) > alone  # the negative control: padding would count
 
 
 def test_a_step_as_fast_as_the_devices_products_has_a_share_of_one():
-    use = Utilisation(SHAPE, VOCABULARY, torch.device("cpu"), torch.float32)
+    use = Utilisation(ARCHITECTURE, torch.device("cpu"), torch.float32)
     spoken = window(speeches(2, seed=3), 1)
     seconds = use.window_flop(spoken) / use.rate
     assert use.model_flops_utilisation(spoken, seconds) == pytest.approx(1.0)
@@ -90,7 +93,7 @@ def test_a_step_as_fast_as_the_devices_products_has_a_share_of_one():
 
 
 def test_on_a_cpu_no_card_is_asked_and_a_silent_card_is_asked_once(monkeypatch):
-    use = Utilisation(SHAPE, VOCABULARY, torch.device("cpu"), torch.float32)
+    use = Utilisation(ARCHITECTURE, torch.device("cpu"), torch.float32)
     asked = []
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: asked.append(device) or 37)
     assert use.gpu_utilisation() is None and not asked

@@ -14,9 +14,10 @@ from konkanivani.data.batch import Window
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
 from konkanivani.memory.tracer import Load, StepTracer, TracedStep
+from konkanivani.model.architecture import architecture_of
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.model.losses import LossCounts
-from konkanivani.recipe.build_step import build_front_end, build_step_parts
+from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.plan import build_tracer
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import forward_and_backward, train_step
@@ -100,9 +101,9 @@ def test_in_chunks_too_the_traced_peak_is_the_real_steps_peak(mode):
     spoken = [dataclasses.replace(s, waveform=s.waveform.float()) for s in speeches(4, augmented=False)]
 
     def build(front_end: FeatureExtractor) -> StepParts:
-        return in_chunks(build_step_parts(config, 40, cpu, 1, front_end), 9)
+        return in_chunks(build_step_parts(config, architecture_of(config, 40), cpu, 1, front_end), 9)
 
-    front_end = build_front_end(config, cpu)
+    front_end = architecture_of(config, 40).build_front_end(config.augment)
     parts = build(front_end)
     parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, recompute=RecomputePolicy(mode)))
     measured = measured_peak(parts, window(spoken, 2))
@@ -117,7 +118,8 @@ SMALL = ModelConfig(d_model=32, encoder_layers=2, decoder_layers=2, attention_he
 @pytest.mark.parametrize("mode", ["always", "never"])
 def test_the_traced_peak_grows_linearly(mode):
     """Above the state, from one to ten minutes and from ten to twenty, at 15 tokens a second."""
-    tracer = build_tracer(TrainConfig(model=SMALL), 1000, cpu_costs())
+    config = TrainConfig(model=SMALL)
+    tracer = build_tracer(config, architecture_of(config, 1000), cpu_costs())
     one, ten, twenty = (
         tracer.trace(Load(1, seconds, 15 * seconds), RecomputePolicy(mode)).bytes - tracer.state()
         for seconds in (60, 600, 1200)

@@ -18,9 +18,9 @@ import torchaudio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from konkanivani.base.config import AugmentConfig
+from konkanivani.base.config import AugmentConfig, FeatureConfig
 from konkanivani.base.errors import DataError, ResourceError
-from konkanivani.base.lengths import ctc_frames_needed, feature_length, speed_perturbed_samples, subsampled_length
+from konkanivani.base.lengths import Framing, ctc_frames_needed, speed_perturbed_samples, subsampled_length
 from konkanivani.base.randomness import utterance_generator
 from konkanivani.data.audio.augmentation import choose_speed, perturb_speed
 from konkanivani.data.audio.files import AudioSource
@@ -39,6 +39,8 @@ from konkanivani.model.front_end import FrontEnd, SpecAugment
 from konkanivani.model.subsampling import Subsampling
 from tests.conftest import Corpus
 from tests.patience import PATIENCE
+
+FRAMING = Framing(FeatureConfig())
 
 DURATIONS = np.random.default_rng(0).uniform(0.5, 15, size=103)
 
@@ -286,7 +288,7 @@ def test_a_faster_speed_is_a_higher_pitch():
 
 @pytest.fixture(scope="module")
 def front_end() -> FrontEnd:
-    return FrontEnd(AugmentConfig())
+    return FrontEnd(FeatureConfig(), AugmentConfig())
 
 
 SUBSAMPLING = Subsampling(80, 2, 4)
@@ -296,8 +298,8 @@ SUBSAMPLING = Subsampling(80, 2, 4)
 @given(samples=st.integers(512, 40_000))
 def test_predicted_feature_and_encoder_lengths_are_the_shapes_of_the_tensors(front_end, samples):
     features, lengths = front_end(torch.randn(1, samples), (samples,), None)
-    assert features.shape == (1, feature_length(samples), 80)
-    assert lengths == (feature_length(samples),)
+    assert features.shape == (1, FRAMING.feature_length(samples), 80)
+    assert lengths == (FRAMING.feature_length(samples),)
     if features.shape[1] >= 7:
         assert SUBSAMPLING(features).shape[1] == subsampled_length(features.shape[1])
     else:
@@ -305,9 +307,9 @@ def test_predicted_feature_and_encoder_lengths_are_the_shapes_of_the_tensors(fro
 
 
 def test_lengths_are_never_negative():
-    assert min(map(feature_length, range(3000))) == min(map(subsampled_length, range(300))) == 0
-    assert (feature_length(511), feature_length(512), subsampled_length(6), subsampled_length(7)) == (0, 1, 0, 1)
-    assert feature_length(0) == subsampled_length(0) == 0
+    assert min(map(FRAMING.feature_length, range(3000))) == min(map(subsampled_length, range(300))) == 0
+    assert [*map(FRAMING.feature_length, (511, 512)), *map(subsampled_length, (6, 7))] == [0, 1, 0, 1]
+    assert FRAMING.feature_length(0) == subsampled_length(0) == 0
 
 
 def test_ctc_needs_a_frame_a_token_and_one_between_equal_ones():
@@ -348,7 +350,7 @@ def test_speeds_are_all_drawn_and_belong_to_seed_epoch_and_utterance():
 
 
 def test_masks_of_an_utterance_depend_on_its_seed_and_length_alone():
-    augment = SpecAugment(AugmentConfig(time_mask_share=0.3))
+    augment = SpecAugment(AugmentConfig(time_mask_share=0.3), 80)
     time, frequency = augment.draw_masks((11, 22), [40, 90])
     alone, alone_frequency = augment.draw_masks((11,), [40])
     assert torch.equal(time[0, :40], alone[0]) and torch.equal(frequency[0], alone_frequency[0])

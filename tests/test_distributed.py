@@ -32,6 +32,7 @@ from konkanivani.memory.devices import cuda_costs
 from konkanivani.memory.oom_history import forget_sizes, read_sizes, write_sizes
 from konkanivani.memory.plan import STATE_BYTES
 from konkanivani.memory.recovery import Attempt, Attempts, Cut, DidNotFit, Outcome, RememberedSplits
+from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.plan import Ranks, costs_among, ranks_of, traffic_bytes
 from konkanivani.training.interruption import Interruption
 from konkanivani.training.logs.logbook import Logbook
@@ -39,6 +40,7 @@ from tests.laws.parts import speeches, window
 
 TWO = Topology(rank=1, world=2, local_rank=1, local_world=2)
 SHAPE = PRESETS["original"]
+ARCHITECTURE = architecture_of(TrainConfig(model=SHAPE), 1000)
 GIB = 2**30
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -204,11 +206,12 @@ def test_a_logbook_without_a_folder_writes_nothing(tmp_path, monkeypatch):
 def test_the_plan_of_a_rank_that_shares_the_state_has_less_of_it():
     costs = cuda_costs("T4", (7, 5))
     whole, bucket, shared = (
-        costs_among(costs, SHAPE, 1000, ranks) for ranks in (Ranks(), Ranks(8), Ranks(8, sharded=True))
+        costs_among(costs, ARCHITECTURE, ranks) for ranks in (Ranks(), Ranks(8), Ranks(8, sharded=True))
     )
     assert whole == costs and bucket.among_ranks == 25 * 2**20
     assert -393 * 2**20 < shared.among_ranks < -290 * 2**20  # of 392 MiB
-    tiny = costs_among(costs, ModelConfig(d_model=16, encoder_layers=1, decoder_layers=1), 20, Ranks(2))
+    small = TrainConfig(model=ModelConfig(d_model=16, encoder_layers=1, decoder_layers=1))
+    tiny = costs_among(costs, architecture_of(small, 20), Ranks(2))
     assert 0 < tiny.among_ranks < 2**20
 
 
@@ -224,7 +227,7 @@ def test_auto_shares_the_state_only_where_it_does_not_fit():
 
 def test_traffic_is_that_of_a_ring():
     gradients = 392 * 2**20 * 4 // STATE_BYTES
-    assert traffic_bytes(SHAPE, 1000, Ranks(1)) == 0
-    assert traffic_bytes(SHAPE, 1000, Ranks(2)) == pytest.approx(gradients, rel=0.01)
-    assert traffic_bytes(SHAPE, 1000, Ranks(64)) == pytest.approx(2 * gradients, rel=0.03)
-    assert 1.4 < traffic_bytes(SHAPE, 1000, Ranks(8, sharded=True)) / traffic_bytes(SHAPE, 1000, Ranks(8)) <= 1.5
+    assert traffic_bytes(ARCHITECTURE, Ranks(1)) == 0
+    assert traffic_bytes(ARCHITECTURE, Ranks(2)) == pytest.approx(gradients, rel=0.01)
+    assert traffic_bytes(ARCHITECTURE, Ranks(64)) == pytest.approx(2 * gradients, rel=0.03)
+    assert 1.4 < traffic_bytes(ARCHITECTURE, Ranks(8, sharded=True)) / traffic_bytes(ARCHITECTURE, Ranks(8)) <= 1.5

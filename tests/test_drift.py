@@ -10,7 +10,8 @@ import torch
 from benchmarks.measuring.many_steps import Moment, RandomWindows, follow_steps, summarize
 from konkanivani.base.config import ModelConfig, TrainConfig
 from konkanivani.data.batch import Window
-from konkanivani.recipe.build_step import build_front_end, build_step_parts
+from konkanivani.model.architecture import architecture_of
+from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import StepReport
 from tests.conftest import run_script
@@ -24,7 +25,7 @@ REPORT = StepReport(1.0, 1.0, 1.0, 1.0, 1e-3, 1.0, is_skipped=False, splits=0)
 
 def small_parts() -> StepParts:
     config = TrainConfig(model=SMALL)
-    return build_step_parts(config, 1000, CPU, 100, build_front_end(config, CPU))
+    return build_step_parts(config, architecture_of(config, 1000), CPU, 100)
 
 
 class KeptWindows:

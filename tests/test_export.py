@@ -19,11 +19,11 @@ import soundfile
 import torch
 
 from benchmarks.measuring.eight_bits import WAYS, Way, measure_ways
-from konkanivani.base.config import AugmentConfig, ModelConfig, TrainConfig
+from konkanivani.base.config import AugmentConfig, FeatureConfig, ModelConfig, TrainConfig
 from konkanivani.base.errors import CheckpointError, NumericsError, ResourceError
 from konkanivani.base.files import whole_file
 from konkanivani.base.flags import config_to_text
-from konkanivani.base.lengths import feature_length, feature_lengths, subsampled_length, subsampled_lengths
+from konkanivani.base.lengths import Framing, subsampled_length
 from konkanivani.data.text import Tokenizer, train_tokenizer
 from konkanivani.inference import bundle, onnx_export
 from konkanivani.inference.bundle import Contents, bundle_bytes, is_bundle, read_bundle
@@ -32,12 +32,13 @@ from konkanivani.inference.onnx_graph import MatrixLogMel, RecognitionGraph
 from konkanivani.inference.onnx_model import OnnxModel, read_onnx
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.inference.verify import TOLERANCE, check_bundle, check_onnx, check_signal, hear_with
-from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.model.front_end import FEATURES, MEL_BINS, FrontEnd, LogMel
+from konkanivani.model.architecture import Architecture
+from konkanivani.model.front_end import LogMel, described
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, write_checkpoint
 from tests.conftest import ROOT, WORDS, Corpus, run_script, speak
 from tests.patience import PATIENCE
 
+FRAMING, FEATURES = Framing(FeatureConfig()), described(FeatureConfig())
 CPU = torch.device("cpu")
 EXPORT = "training_scripts/export_asr.py"
 SHAPE = ModelConfig(
@@ -55,10 +56,12 @@ def speech_model_of_shape(shape: ModelConfig, seed: int = 0) -> SpeechModel:
     """A model that learnt nothing, whose best path goes through many tokens all the same."""
     tokenizer = train_tokenizer(TEXTS, "char", 100)
     torch.manual_seed(seed)
-    model = KonkaniVaniASR(shape, tokenizer.size, MEL_BINS).eval()
+    architecture = Architecture(shape, FeatureConfig(), tokenizer.size)
+    model = architecture.build().eval()
     with torch.no_grad():
         model.ctc_head.weight.mul_(5.0)
-    return SpeechModel(model, FrontEnd(AugmentConfig()), tokenizer, CPU, 20.0, "keep")
+    front_end = architecture.build_front_end(AugmentConfig())
+    return SpeechModel(architecture, model, front_end, tokenizer, CPU, 20.0, "keep")
 
 
 def as_checkpoint(speech_model: SpeechModel) -> Checkpoint:
@@ -257,7 +260,9 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "no dimensions": (with_entry("model", None), "not ours"),
     "another format": (with_entry("format", 2), "is of format 2; this version reads format 1"),
     "a format that is a book": (with_entry("format", "x" * 10**5), "is of format 'xxx"),
-    "other features": (with_entry("features", FEATURES | {"mel_bins": 40}), "mel_bins 40 for 80"),
+    "other features": (with_entry("features", FEATURES | {"mel_scale": "slaney"}), "mel_scale 'slaney' for 'htk"),
+    "more features": (with_entry("features", FEATURES | {"preemphasis": 0.97}), "preemphasis 0.97 for None"),
+    "other bins": (with_entry("features", FEATURES | {"mel_bins": 40}), "not those of its dimensions"),
     "features that are none": (with_entry("features", 7), "other features than this version's: "),
     "no longest utterance": (with_entry("longest_seconds", math.nan), "longest_seconds is nan"),
     "other digits": (with_entry("digits", "roman"), "wrong kind"),
@@ -315,6 +320,7 @@ print([speech_model.tokenizer.decode(tokens) for tokens in greedy_ctc(speech_mod
 trainer = ("konkanivani.training.step", "konkanivani.training.logs", "konkanivani.data.loader.loading", "tensorboard")
 print([name for name in trainer if name in sys.modules])
 import konkanivani.training.loop
+
 print([name for name in trainer if name in sys.modules])
 """
 
@@ -349,7 +355,7 @@ class TestFeatures:
 
     def test_are_what_their_description_says(self):
         waveform = spoken(2.5)
-        found, _ = LogMel()(waveform[None], (len(waveform),))
+        found, _ = LogMel(FeatureConfig())(waveform[None], (len(waveform),))
         wanted = torch.from_numpy(self.by_definition(waveform.double().numpy()))
         assert float((found[0] - wanted).abs().max()) < 1e-3
         other = torch.from_numpy(self.by_definition(waveform.double().numpy(), symmetric_window=True))
@@ -358,7 +364,7 @@ class TestFeatures:
     @pytest.mark.parametrize("seconds", [0.3, 0.5, 2.5, 6.01])
     def test_by_matrices_they_are_the_same(self, seconds):
         """But in bins 50 dB below the loudest, where the FFT of single precision is the one that errs."""
-        log_mel, waveform = LogMel(), spoken(seconds)
+        log_mel, waveform = LogMel(FeatureConfig()), spoken(seconds)
         wanted, lengths = log_mel(waveform[None], (len(waveform),))
         found = MatrixLogMel(log_mel)(waveform[None], torch.tensor(lengths))
         power = log_mel.power(waveform[None]).transpose(1, 2)
@@ -370,14 +376,14 @@ class TestFeatures:
 
     def test_of_silence_they_are_zero(self):
         silence = torch.zeros(1, 8000)
-        frames = feature_length(8000)
-        assert MatrixLogMel(LogMel())(silence, torch.tensor([frames])).abs().max() == 0
+        frames = FRAMING.feature_length(8000)
+        assert MatrixLogMel(LogMel(FeatureConfig()))(silence, torch.tensor([frames])).abs().max() == 0
 
     def test_lengths_in_a_graph_are_those_on_the_host(self):
         samples = list(range(0, 6000))
-        frames = [feature_length(s) for s in samples]
-        assert feature_lengths(torch.tensor(samples)).tolist() == frames
-        assert subsampled_lengths(torch.tensor(frames)).tolist() == [subsampled_length(f) for f in frames]
+        frames = [FRAMING.feature_length(s) for s in samples]
+        assert FRAMING.feature_length(torch.tensor(samples)).tolist() == frames
+        assert subsampled_length(torch.tensor(frames)).tolist() == [subsampled_length(f) for f in frames]
 
 
 @pytest.mark.parametrize("kind", ["char", "unigram", "bpe"])
@@ -404,7 +410,7 @@ class TestOnnx:
         waveform = spoken(samples / 16_000, seed=samples)
         found, lengths = onnx_model.log_probabilities(waveform[None], (samples,))
         wanted = self.wanted(speech_model, waveform)
-        assert lengths == (len(wanted),) == (subsampled_length(feature_length(samples)),)
+        assert lengths == (len(wanted),) == (subsampled_length(FRAMING.feature_length(samples)),)
         assert float((found[0, : len(wanted)] - wanted).abs().max()) < 1e-3
 
     @pytest.mark.parametrize("samples", [0, 1, 399, 1471])

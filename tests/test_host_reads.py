@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measuring.fixed_step import build_speech, build_window, take_features_as_given
 from konkanivani.base.config import MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
@@ -41,7 +42,9 @@ class Reads(TorchDispatchMode):
 def step_on(device: str, memory: MemoryConfig) -> tuple[StepParts, list[int]]:
     """Step parts whose reads are counted."""
     config = TrainConfig(model=SHAPE, memory=memory)
-    parts = build_step_parts(config, VOCABULARY, torch.device(device), 10, take_features_as_given)
+    parts = build_step_parts(
+        config, architecture_of(config, VOCABULARY), torch.device(device), 10, take_features_as_given
+    )
     reads: list[int] = []
 
     def read(tensor: torch.Tensor) -> list[float]:

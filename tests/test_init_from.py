@@ -42,7 +42,7 @@ def numbered() -> dict[str, torch.Tensor]:
 def cut(weights: dict[str, torch.Tensor], **changes: object) -> tuple[dict[str, torch.Tensor], Takeover]:
     """A smaller model's tensors cut from `weights`."""
     model = build(**changes).double()
-    takeover = take_over(model, weights, LARGE.attention_heads, is_same_vocabulary=True)
+    takeover = take_over(model, weights, LARGE, is_same_vocabulary=True)
     return model.state_dict(), takeover
 
 
@@ -50,25 +50,25 @@ def test_the_same_shape_takes_everything_bit_for_bit():
     source, target = build(), build(dropout=0.5)
     for weight in source.state_dict().values():
         weight.add_(1.0)
-    takeover = take_over(target, source.state_dict(), 4, is_same_vocabulary=True)
+    takeover = take_over(target, source.state_dict(), LARGE, is_same_vocabulary=True)
     assert set(takeover.taken) == source.state_dict().keys() and not takeover.cut and not takeover.left_out
     assert all(torch.equal(w, source.state_dict()[name]) for name, w in target.state_dict().items())
 
 
 def test_another_vocabulary_leaves_out_the_tensors_over_it_even_of_the_same_size():
-    takeover = take_over(build(), build().state_dict(), 4, is_same_vocabulary=False)
+    takeover = take_over(build(), build().state_dict(), LARGE, is_same_vocabulary=False)
     assert set(takeover.left_out) == HEADS_OF_THE_VOCABULARY | {"decoder.output.bias"}
-    larger = take_over(build(vocab_size=12), build().state_dict(), 4, is_same_vocabulary=False)
+    larger = take_over(build(vocab_size=12), build().state_dict(), LARGE, is_same_vocabulary=False)
     assert larger.left_out == takeover.left_out
 
 
 def test_a_larger_model_leaves_out_what_is_not_there_and_takes_the_rest():
     model = build(encoder_layers=5, feedforward_dim=256)
-    takeover = take_over(model, build().state_dict(), 4, is_same_vocabulary=True)
+    takeover = take_over(model, build().state_dict(), LARGE, is_same_vocabulary=True)
     assert {name.split(".")[2] for name in takeover.left_out if "feedforward" not in name} == {"4"}
     assert "encoder.blocks.3.attention.output.weight" in takeover.taken
     assert any("first_feedforward.expand" in name for name in takeover.left_out)
-    wide = take_over(build(d_model=64), build().state_dict(), 4, is_same_vocabulary=True)
+    wide = take_over(build(d_model=64), build().state_dict(), LARGE, is_same_vocabulary=True)
     assert not wide.cut and not any("blocks" in name for name in wide.taken)
     assert "encoder.subsampling.first.weight" in wide.taken
 
@@ -80,7 +80,7 @@ def test_layers_are_taken_evenly_spaced_first_and_last_included():
         for layer in range(count):
             weights[f"encoder.blocks.{layer}.entry_norm.bias"].fill_(layer)
         model = build(encoder_layers=asked, **small)
-        take_over(model, weights, 2, is_same_vocabulary=True)
+        take_over(model, weights, dataclasses.replace(LARGE, attention_heads=2), is_same_vocabulary=True)
         return [int(block.entry_norm.bias[0]) for block in model.encoder.blocks]
 
     assert layers(12, 6) == [0, 2, 4, 7, 9, 11]
@@ -139,7 +139,7 @@ def test_gate_kernel_and_mel_bands_are_cut_by_their_structure():
 def test_a_cut_feedforward_computes_what_its_hidden_units_computed():
     """Cut in the inner width alone, it is the large one with the other hidden units silenced."""
     model, source = build(feedforward_dim=16), build(feedforward_dim=32)
-    take_over(model, source.state_dict(), 4, is_same_vocabulary=True)
+    take_over(model, source.state_dict(), LARGE, is_same_vocabulary=True)
     ours, theirs = model.encoder.blocks[0].first_feedforward, source.encoder.blocks[0].first_feedforward
     x = torch.randn(2, 3, 32)
     expected = theirs.eval()(x, weight=1.0)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from konkanivani.base.lengths import ctc_frames_needed
+from konkanivani.base.lengths import SAMPLE_RATE, ctc_frames_needed, speed_perturbed_samples
 from konkanivani.data import index, token_counts
 from konkanivani.data.batching import SizeLimit, cut_sizes, padded_seconds
-from konkanivani.data.checking import Limits, check_utterances, encoder_frames, encoder_frames_of, reason_to_reject
+from konkanivani.data.checking import Limits, check_utterances, reason_to_reject
 from konkanivani.data.index import MISSING, open_index
 from konkanivani.data.manifest import Manifest, read_manifest
 from konkanivani.data.text import Tokenizer, normalize_text, train_tokenizer
@@ -173,8 +173,10 @@ def test_what_is_chosen_by_the_counts_is_what_each_row_says_for_itself(tmp_path,
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 4000), min_size=1, max_size=20), st.sampled_from([0.5, 0.9, 1.0, 1.1, 1.37, 2.0]))
 def test_encoder_frames_of_many_are_those_of_each(durations, speed):
-    found = encoder_frames_of(np.array(durations), speed)
-    assert found.tolist() == [encoder_frames(duration, speed) for duration in durations]
+    limits = Limits(0.0, 5000.0, 400, speed)
+    samples = [speed_perturbed_samples(round(duration * SAMPLE_RATE), speed) for duration in durations]
+    assert limits.encoder_frames(np.array(durations)).tolist() == [*map(limits.framing.encoded_length, samples)]
+    assert [limits.encoder_frames(duration) for duration in durations] == [*map(limits.framing.encoded_length, samples)]
 
 
 @settings(deadline=None)

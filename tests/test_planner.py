@@ -17,6 +17,7 @@ from konkanivani.memory.known_gpus import KNOWN_GPUS, find_gpu
 from konkanivani.memory.planner import ALWAYS, NEVER, Planner, plan_bucket
 from konkanivani.memory.tracer import Load, StepTracer
 from konkanivani.memory.traces import Traces
+from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.plan import build_tracer, check_state
 from konkanivani.recipe.plan_report import plan_for, plan_presets
 from tests.conftest import TINY_MODEL, run_script
@@ -28,7 +29,7 @@ NOTHING_BESIDE = DeviceCosts("a device", is_cuda=False, rounding=1, workspace=0,
 
 def tracer_of(model: ModelConfig, costs: DeviceCosts = NOTHING_BESIDE, half: bool = False) -> StepTracer:
     config = TrainConfig(model=model, memory=MemoryConfig(mixed_precision=half))
-    return build_tracer(config, 40, costs)
+    return build_tracer(config, architecture_of(config, 40), costs)
 
 
 def planner_of(model: ModelConfig, budget: str) -> Planner:
@@ -36,7 +37,7 @@ def planner_of(model: ModelConfig, budget: str) -> Planner:
 
 
 def planner_on(tracer: StepTracer, budget: int) -> Planner:
-    return Planner(Traces(lambda: tracer, tracer.blocks, tracer.costs), budget, tokens_per_second=10.0)
+    return Planner(Traces(lambda: tracer, tracer.blocks, tracer.costs, encoder_hop=640), budget, tokens_per_second=10.0)
 
 
 def test_recomputing_needs_less_and_more_audio_needs_more():
@@ -93,7 +94,7 @@ def test_no_more_go_at_once_than_are_asked_for():
 def test_a_budget_below_the_models_state_is_refused_with_a_preset_that_fits():
     config = TrainConfig(model=PRESETS["optimized"])
     with pytest.raises(ResourceError, match="1.. MiB before any audio.*budget of 60 MiB.*--preset minimal"):
-        check_state(config, 40, NOTHING_BESIDE, parse_budget("60MiB"))
+        check_state(config, architecture_of(config, 40), NOTHING_BESIDE, parse_budget("60MiB"))
 
 
 def test_a_card_rounds_and_takes_workspaces_and_a_context():

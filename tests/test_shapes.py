@@ -10,6 +10,7 @@ from konkanivani.memory.devices import cpu_costs, cuda_costs
 from konkanivani.memory.planner import ALWAYS, NEVER
 from konkanivani.memory.shapes import Shape, Shapes
 from konkanivani.memory.tracer import Load, Peak
+from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.plan import build_tracer
 
 MODEL = ModelConfig(d_model=32, encoder_layers=2, decoder_layers=2, attention_heads=2, subsampling_channels=8)
@@ -20,7 +21,7 @@ def traced(mode: type, half: bool, is_card: bool, monkeypatch: pytest.MonkeyPatc
     """The peaks of every load, validation's last, on tensors of this mode."""
     monkeypatch.setattr(tracer, "Shapes", mode)
     config = TrainConfig(model=MODEL, memory=MemoryConfig(mixed_precision=half))
-    built = build_tracer(config, 40, cuda_costs("T4", (7, 5)) if is_card else cpu_costs())
+    built = build_tracer(config, architecture_of(config, 40), cuda_costs("T4", (7, 5)) if is_card else cpu_costs())
     peaks = [built.trace(load, policy) for load in LOADS for policy in (NEVER, ALWAYS)]
     return [*peaks, built.trace_validation(LOADS[1])]
 

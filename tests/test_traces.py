@@ -40,7 +40,7 @@ class CountingTracer:
 
 
 def traces_of(tracer: CountingTracer) -> Traces:
-    return Traces(lambda: tracer, BLOCKS, cpu_costs())
+    return Traces(lambda: tracer, BLOCKS, cpu_costs(), encoder_hop=640)
 
 
 def filled(tracer: CountingTracer) -> Traces:

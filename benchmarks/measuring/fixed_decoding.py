@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.base.config import PRESETS, TrainConfig
+from konkanivani.base.config import PRESETS, AugmentConfig, TrainConfig
 from konkanivani.base.device import choose_device
 from konkanivani.base.lengths import SAMPLE_RATE, Lengths
 from konkanivani.data.text import OUR_TOKENS
@@ -18,10 +18,9 @@ from konkanivani.decoding.beam import Scorers, Weighted, beam_search
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.decoding.decode import PrefixDecode
 from konkanivani.decoding.scorers import AttentionScorer, CTCScorer
+from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.blocks import run_directly
-from konkanivani.model.front_end import MEL_BINS
-from konkanivani.recipe.build_step import build_front_end
 
 JOINT_CTC_WEIGHT = 0.3
 
@@ -70,10 +69,11 @@ def measure_decoding(
     """Every decoder in turn, `rounds` times after a warm-up; medians."""
     where = choose_device(device)
     torch.manual_seed(0)
-    model = KonkaniVaniASR(PRESETS[preset], vocab_size, MEL_BINS).to(where).eval()
+    architecture = architecture_of(TrainConfig(model=PRESETS[preset]), vocab_size)
+    model = architecture.build().to(where).eval()
     with torch.no_grad():
         model.decoder.output.bias[OUR_TOKENS.end] = -1e4
-    front_end = build_front_end(TrainConfig(), where)
+    front_end = architecture.build_front_end(AugmentConfig()).to(where)
     samples = round(speech.seconds * SAMPLE_RATE)
     waveforms = torch.randn(speech.utterances, samples) * 0.1
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.base.config import TrainConfig
+from konkanivani.base.config import FeatureConfig, TrainConfig
 from konkanivani.base.device import choose_device
 from konkanivani.base.errors import NumericsError
 from konkanivani.base.lengths import Lengths
@@ -22,12 +22,13 @@ from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import MemoryMonitor, peak_resident_mib, resident_mib
+from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
-from konkanivani.model.front_end import MEL_BINS
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import StepReport, train_step
 
+MEL_BINS = FeatureConfig().mel_bins
 VOCABULARY = 1000
 FIRST_TOKEN = 5
 FRAMES_PER_SECOND, TOKENS_PER_SECOND = 100, 4
@@ -89,7 +90,7 @@ def measure(config: TrainConfig, steps: int, recomputed_blocks: int | None = Non
     speech = build_speech(config.window_size)
     window = build_window(speech, config.data.gradient_accumulation_steps)
     resident_before = resident_mib()
-    parts = build_step_parts(config, VOCABULARY, device, TOTAL_STEPS, take_features_as_given)
+    parts = build_step_parts(config, architecture_of(config, VOCABULARY), device, TOTAL_STEPS, take_features_as_given)
     if recomputed_blocks is not None:
         parts = parts.recomputing(RecomputePolicy.first(recomputed_blocks))
     warm_up(parts, window)

@@ -13,8 +13,9 @@ from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
 from konkanivani.memory.plan import STATE_BYTES
+from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
-from konkanivani.recipe.build_step import build_front_end, build_step_parts
+from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.step import train_step
 
 VOCABULARY = 1000
@@ -40,7 +41,7 @@ def measure(config: TrainConfig, seconds: float, tokens_per_second: float) -> Lo
     """Builds the model that `config` describes, trains a step on a short utterance, and then one on `seconds`."""
     keep_holes_out()  # as a run under a memory budget does
     resident_before, cpu = resident_mib(), torch.device("cpu")
-    parts = build_step_parts(config, VOCABULARY, cpu, 100, build_front_end(config, cpu))
+    parts = build_step_parts(config, architecture_of(config, VOCABULARY), cpu, 100)
     train_step(parts, build_window(WARM_UP_SECONDS, tokens_per_second), step=0)
     window = build_window(seconds, tokens_per_second)
     live = LiveBytes()

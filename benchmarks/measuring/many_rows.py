@@ -11,7 +11,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from konkanivani.base.config import DataConfig, TextConfig
+from konkanivani.base.amount import settled
+from konkanivani.base.config import TextConfig, TrainConfig
 from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit, padded_seconds
 from konkanivani.data.checking import check_utterances, training_limits
 from konkanivani.data.dataset import TrainingSpeech
@@ -123,7 +124,7 @@ def timed(action: Callable[[], Result]) -> tuple[float, Result]:
 
 def open_again(manifest: str, tokenizer: Tokenizer) -> Opening:
     """Opens the manifest as a run does, plans an epoch, and takes the keys of windows at its start and its middle."""
-    limits = training_limits(DataConfig(), speeds=(1.0,))
+    limits = training_limits(settled(TrainConfig()))
     before = resident_mib()
     open_s, found = timed(lambda: read_manifest(manifest))
     check_s, (kept, _) = timed(lambda: check_utterances(found, tokenizer, limits, "keep"))

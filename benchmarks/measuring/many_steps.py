@@ -19,8 +19,9 @@ from konkanivani.data.batching import cut_window, same_size
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
+from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
-from konkanivani.recipe.build_step import build_front_end, build_step_parts
+from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import StepReport, train_step
 
@@ -104,7 +105,7 @@ def measure(config: TrainConfig, steps: int, shortest: float, longest: float) ->
     """Builds the model that `config` describes and trains it for so many steps on noise."""
     device = choose_device(config.run.device)
     keep_holes_out()  # as a run under a memory budget does
-    parts = build_step_parts(config, VOCABULARY, device, steps, build_front_end(config, device))
+    parts = build_step_parts(config, architecture_of(config, VOCABULARY), device, steps)
     windows = RandomWindows(config.run.seed, config.window_size, config.data.batch_size, shortest, longest)
     return summarize(config.run.preset, parameter_count(parts.model), follow_steps(parts, windows, steps))
 

@@ -16,7 +16,8 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import MIB, keep_holes_out, reset_peak_resident, resident_mib
 from konkanivani.memory.tracer import Load
-from konkanivani.recipe.build_step import build_front_end, build_step_parts
+from konkanivani.model.architecture import architecture_of
+from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.plan import build_tracer, costs_of
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
@@ -28,7 +29,9 @@ def trace_plan(case: Case) -> Planned:
     """The plan of this case as `--memory_budget` would make it."""
     costs = costs_of(choose_device(case.device))
     load = Load(case.utterances, case.seconds, round(case.seconds * TOKENS_PER_SECOND))
-    peak = build_tracer(case.config(), VOCABULARY, costs).trace(load, RecomputePolicy(case.recompute))
+    config = case.config()
+    tracer = build_tracer(config, architecture_of(config, VOCABULARY), costs)
+    peak = tracer.trace(load, RecomputePolicy(case.recompute))
     return Planned(peak.bytes, costs.workspace, costs.context)
 
 
@@ -85,7 +88,7 @@ def measure_cuda(case: Case) -> tuple[int, int, int]:
 def build_parts(case: Case) -> StepParts:
     """The product's own step."""
     config, device = case.config(), choose_device(case.device)
-    return build_step_parts(config, VOCABULARY, device, TOTAL_STEPS, build_front_end(config, device))
+    return build_step_parts(config, architecture_of(config, VOCABULARY), device, TOTAL_STEPS)
 
 
 def build_window(case: Case) -> Window:

@@ -41,6 +41,22 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class FeatureConfig:
+    """What the network hears: the logarithm of mel bands, of audio at 16 kHz."""
+
+    mel_bins: int = 80
+    """Mel bands in a feature frame."""
+    fft_samples: int = 512
+    """Samples in a Fourier transform."""
+    window_samples: int = 400
+    """Samples in the Hann window in its middle (400: 25 ms)."""
+    hop_samples: int = 160
+    """Samples from one feature frame to the next (160: 10 ms)."""
+    smallest_power: float = 1e-10
+    """A band's power is taken for at least this, before the logarithm."""
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Which speech is read, and how it is laid into batches."""
 
@@ -249,6 +265,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     text: TextConfig = field(default_factory=TextConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    features: FeatureConfig = field(default_factory=FeatureConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

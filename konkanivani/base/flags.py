@@ -154,7 +154,7 @@ def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
     found = [
         f"--{old.name} is {new.value} here and {old.value} in the checkpoint"
         for old, new in pairs
-        if old.value != new.value and (old.group == "text" or (old.group == "model" and old.name != "dropout"))
+        if old.value != new.value and old.group in ("text", "features", "model") and old.name != "dropout"
     ]
     if stored.window_size != asked.window_size:
         found.append(

@@ -4,47 +4,55 @@ B batch, T feature frames, T' encoder frames, U tokens. The lengths of a batch a
 utterance: whatever is decided by them, from a mask to CTC's alignment, waits for no device.
 """
 
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
 import torch
 
+from konkanivani.base.config import FeatureConfig
+
 SAMPLE_RATE = 16_000
-HOP_SAMPLES = 160  # 10 ms
-WINDOW_SAMPLES = 400  # 25 ms
-FFT_SAMPLES = 512
 SUBSAMPLING = 4  # feature frames an encoder frame
 SUBSAMPLING_REACH = 7  # feature frames that an encoder frame sees: 4 t' to 4 t' + 6
 
 Lengths = tuple[int, ...]
+Count = TypeVar("Count", int, np.ndarray, torch.Tensor)
+"""A number, or (N,) of them at once: an array, or a tensor in a graph that knows them only when it runs."""
 
 
-def feature_length(samples: int) -> int:
-    """Feature frames of a waveform, without any padding at its edges: 1 + (samples - 512) // 160, at least 0."""
-    return max(0, 1 + (samples - FFT_SAMPLES) // HOP_SAMPLES)
+@dataclass(frozen=True)
+class Framing:
+    """How many frames so many samples are; no frame reaches beyond the waveform's ends."""
+
+    features: FeatureConfig
+
+    def feature_length(self, samples: Count) -> Count:
+        """Feature frames, at least 0: 1 + (samples - 512) // 160 by default."""
+        return _at_least_0(1 + (samples - self.features.fft_samples) // self.features.hop_samples)
+
+    def encoded_length(self, samples: Count) -> Count:
+        """Encoder frames, at least 0."""
+        return subsampled_length(self.feature_length(samples))
+
+    @property
+    def encoder_hop(self) -> int:
+        """Samples from one encoder frame to the next."""
+        return SUBSAMPLING * self.features.hop_samples
+
+    def encoder_frame_seconds(self, frame: float) -> float:
+        """Where the middle of what an encoder frame sees lies, in seconds: by default 46 ms, then every 40 ms."""
+        middle_feature = SUBSAMPLING * frame + (SUBSAMPLING_REACH - 1) / 2
+        return (self.features.hop_samples * middle_feature + self.features.fft_samples / 2) / SAMPLE_RATE
 
 
-def subsampled_length(frames: int) -> int:
+def subsampled_length(frames: Count) -> Count:
     """Encoder frames after two convolutions of kernel 3 and stride 2 without padding, at least 0."""
-    return max(0, ((frames - 1) // 2 - 1) // 2)
+    return _at_least_0(((frames - 1) // 2 - 1) // 2)
 
 
-def feature_lengths(samples: torch.Tensor) -> torch.Tensor:
-    """`feature_length` of each of (B,) int64, for a graph that is exported: there lengths are known when it runs."""
-    return (1 + (samples - FFT_SAMPLES) // HOP_SAMPLES).clamp_min(0)
-
-
-def subsampled_lengths(frames: torch.Tensor) -> torch.Tensor:
-    """`subsampled_length` of each of (B,) int64, likewise."""
-    return (((frames - 1) // 2 - 1) // 2).clamp_min(0)
-
-
-def encoder_frame_seconds(frame: float) -> float:
-    """Where the middle of what encoder frame `frame` sees lies in the waveform, in seconds: 46 ms, then every 40 ms."""
-    middle_feature = SUBSAMPLING * frame + (SUBSAMPLING_REACH - 1) / 2
-    return (HOP_SAMPLES * middle_feature + FFT_SAMPLES / 2) / SAMPLE_RATE
-
-
-def encoded_length(samples: int) -> int:
-    """Encoder frames of a waveform, at least 0."""
-    return subsampled_length(feature_length(samples))
+def _at_least_0(count: Count) -> Count:
+    return count * (count > 0)
 
 
 def resampled_samples(samples: int, old: int, new: int) -> int:

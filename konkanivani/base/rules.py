@@ -7,6 +7,7 @@ from konkanivani.base.config import (
     AugmentConfig,
     DataConfig,
     DecodingConfig,
+    FeatureConfig,
     ModelConfig,
     RunConfig,
     TrainConfig,
@@ -14,6 +15,8 @@ from konkanivani.base.config import (
 )
 from konkanivani.base.errors import Problems, UsageError
 from konkanivani.base.units import parse_budget, parse_share, parse_snr
+
+SUBSAMPLED_BINS = 7  # the fewest of which two convolutions of kernel 3 and stride 2 leave one
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ def check_config(config: TrainConfig) -> None:
     rules = [
         *_model_rules(config.model),
         *_data_rules(config.data),
-        *_augment_rules(config.augment),
+        *_feature_rules(config.features),
+        *_augment_rules(config.augment, config.features.mel_bins),
         *_learning_rules(config),
         *_run_rules(config.run),
         Rule(not finite, f"{', '.join('--' + name for name in finite)} must be a finite number"),
@@ -118,7 +122,20 @@ def _data_rules(data: DataConfig) -> list[Rule]:
     ]
 
 
-def _augment_rules(augment: AugmentConfig) -> list[Rule]:
+def _feature_rules(features: FeatureConfig) -> list[Rule]:
+    return [
+        Rule(SUBSAMPLED_BINS <= features.mel_bins <= 512, f"--mel_bins must be between {SUBSAMPLED_BINS} and 512"),
+        Rule(0 < features.fft_samples <= 2**14, "--fft_samples must be between 1 and 16384"),
+        Rule(
+            0 < features.window_samples <= features.fft_samples,
+            "--window_samples must be at least 1 and at most --fft_samples",
+        ),
+        Rule(0 < features.hop_samples <= features.fft_samples, "--hop_samples must be between 1 and --fft_samples"),
+        Rule(features.smallest_power > 0, "--smallest_power must be above 0"),
+    ]
+
+
+def _augment_rules(augment: AugmentConfig, mel_bins: int) -> list[Rule]:
     speeds = augment.speed_perturbation
     return [
         Rule(
@@ -126,8 +143,8 @@ def _augment_rules(augment: AugmentConfig) -> list[Rule]:
             "--speed_perturbation takes speeds between 0.5 and 2",
         ),
         Rule(
-            augment.frequency_masks >= 0 and 0 <= augment.frequency_mask_bins <= 80,
-            "--frequency_masks must be at least 0 and --frequency_mask_bins between 0 and 80",
+            augment.frequency_masks >= 0 and 0 <= augment.frequency_mask_bins <= mel_bins,
+            f"--frequency_masks must be at least 0 and --frequency_mask_bins between 0 and {mel_bins}",
         ),
         Rule(
             augment.time_masks >= 0 and 0 <= augment.time_mask_share <= 1,

@@ -1,21 +1,14 @@
 """Which utterances can be trained on, and why the others cannot."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 
-from konkanivani.base.config import DataConfig
+from konkanivani.base.config import FeatureConfig, TrainConfig
 from konkanivani.base.console import count
 from konkanivani.base.errors import DataError
-from konkanivani.base.lengths import (
-    FFT_SAMPLES,
-    HOP_SAMPLES,
-    SAMPLE_RATE,
-    ctc_frames_needed,
-    feature_length,
-    speed_perturbed_samples,
-    subsampled_length,
-)
+from konkanivani.base.lengths import SAMPLE_RATE, Framing, ctc_frames_needed, speed_perturbed_samples
 from konkanivani.data.manifest import Manifest
 from konkanivani.data.rejections import Rejection
 from konkanivani.data.selection import Selection
@@ -30,7 +23,7 @@ ROWS_AT_ONCE = 500_000
 class Limits:
     """What an utterance must keep to; durations in seconds, `fastest_speed` as played in training.
 
-    `duration_flag` is the one that says how long it may be.
+    `duration_flag` is the one that says how long it may be. With `is_aligned` CTC has to find its tokens in its frames.
     """
 
     min_duration: float
@@ -38,21 +31,36 @@ class Limits:
     max_tokens: int
     fastest_speed: float
     duration_flag: str = "--max_duration"
+    framing: Framing = Framing(FeatureConfig())
+    is_aligned: bool = True
+
+    def frames_missing(self, durations: np.ndarray, frames_needed: np.ndarray) -> np.ndarray:
+        """(N,) bool: whether utterances of these durations (N,) have too few encoder frames, or none, for these."""
+        needed = np.maximum(frames_needed if self.is_aligned else 0, 1)
+        return self.encoder_frames(durations) < needed
+
+    def encoder_frames(self, durations: np.ndarray) -> np.ndarray:
+        """Encoder frames of so many seconds of audio (N,) at the fastest speed."""
+        samples = np.rint(np.asarray(durations) * SAMPLE_RATE).astype(np.int64)
+        return self.framing.encoded_length(speed_perturbed_samples(samples, self.fastest_speed))
 
 
-def training_limits(config: DataConfig, speeds: tuple[float, ...]) -> Limits:
-    """The limits of training utterances."""
-    return Limits(config.min_duration, config.max_duration, config.max_tokens, max(speeds))
+def training_limits(config: TrainConfig) -> Limits:
+    """The limits of training utterances, once the amount of speech has been decided on."""
+    data, speeds = config.data, config.augment.speed_perturbation
+    limits = Limits(data.min_duration, data.max_duration, data.max_tokens, max(speeds))
+    return dataclasses.replace(limits, framing=Framing(config.features), is_aligned=config.loss.ctc_weight != 0)
 
 
-def evaluation_limits(config: DataConfig) -> Limits:
+def evaluation_limits(config: TrainConfig) -> Limits:
     """The limits of validation and test utterances, which have a length cap of their own."""
-    return Limits(config.min_duration, config.max_validation_duration, 10**9, 1.0, "--max_validation_duration")
-
-
-def encoder_frames(duration: float, speed: float) -> int:
-    """Encoder frames of `duration` seconds of audio played at `speed`."""
-    return subsampled_length(feature_length(speed_perturbed_samples(round(duration * SAMPLE_RATE), speed)))
+    return dataclasses.replace(
+        training_limits(config),
+        max_duration=config.data.max_validation_duration,
+        max_tokens=10**9,
+        fastest_speed=1.0,
+        duration_flag="--max_validation_duration",
+    )
 
 
 def reason_to_reject(utterance: Utterance, tokens: list[int], limits: Limits) -> str | None:
@@ -65,19 +73,13 @@ def reason_to_reject(utterance: Utterance, tokens: list[int], limits: Limits) ->
         return f"{utterance.duration:.2f} s is longer than {limits.duration_flag} {limits.max_duration:g} s"
     if len(tokens) > limits.max_tokens:
         return f"{len(tokens)} tokens are more than --max_tokens {limits.max_tokens}"
-    frames, needed = encoder_frames(utterance.duration, limits.fastest_speed), ctc_frames_needed(tokens)
-    if frames < max(needed, 1):
-        speed = f" at speed {limits.fastest_speed:g}" if limits.fastest_speed != 1 else ""
-        return f"CTC cannot align it: {needed} tokens and repeats need as many frames, the audio gives {frames}{speed}"
-    return None
-
-
-def encoder_frames_of(durations: np.ndarray, speed: float) -> np.ndarray:
-    """`encoder_frames` of each of many durations (N,) at once."""
-    samples = np.round(durations * SAMPLE_RATE).astype(np.int64)
-    percent = round(speed * 100)
-    features = np.maximum(0, 1 + (-(-samples * 100 // percent) - FFT_SAMPLES) // HOP_SAMPLES)
-    return np.maximum(0, ((features - 1) // 2 - 1) // 2)
+    frames, needed = limits.encoder_frames(utterance.duration), ctc_frames_needed(tokens)
+    if not limits.frames_missing(utterance.duration, needed):
+        return None
+    speed = f" at speed {limits.fastest_speed:g}" if limits.fastest_speed != 1 else ""
+    if not limits.is_aligned:
+        return f"the audio gives no frame{speed}"
+    return f"CTC cannot align it: {needed} tokens and repeats need as many frames, the audio gives {frames}{speed}"
 
 
 def check_utterances(
@@ -104,8 +106,7 @@ def _usable(manifest: Manifest, counts: TokenCounts, limits: Limits) -> np.ndarr
         durations, tokens = manifest.durations[rows], counts.tokens[rows]
         fits = (tokens > 0) & (tokens <= limits.max_tokens)
         fits &= (durations >= limits.min_duration) & (durations <= limits.max_duration)
-        frames = encoder_frames_of(durations, limits.fastest_speed)
-        usable[rows] = fits & (frames >= np.maximum(counts.frames_needed[rows], 1))
+        usable[rows] = fits & ~limits.frames_missing(durations, counts.frames_needed[rows])
     return usable
 
 

@@ -17,14 +17,14 @@ import safetensors
 import safetensors.torch
 import torch
 
-from konkanivani.base.config import AugmentConfig, ModelConfig, TrainConfig
+from konkanivani.base.config import AugmentConfig, FeatureConfig, ModelConfig, TrainConfig
 from konkanivani.base.errors import CheckpointError, DataError, ResourceError, UsageError
 from konkanivani.base.flags import config_from_text
 from konkanivani.base.rules import check_config
 from konkanivani.data.text import Tokenizer
 from konkanivani.inference.speech_model import SpeechModel, check_finite, is_within_bounds
-from konkanivani.model.asr import model_without_values
-from konkanivani.model.front_end import FEATURES, MEL_BINS, FrontEnd
+from konkanivani.model.architecture import Architecture
+from konkanivani.model.front_end import FIXED_FEATURES, described
 
 FORMAT = 1
 SUFFIX = ".safetensors"
@@ -68,8 +68,8 @@ def bundle_bytes(speech_model: SpeechModel) -> bytes:
     tensors[TOKENIZER] = torch.frombuffer(bytearray(speech_model.tokenizer.model), dtype=torch.uint8)
     description = {
         "format": FORMAT,
-        "model": dataclasses.asdict(speech_model.model.config),
-        "features": FEATURES,
+        "model": dataclasses.asdict(speech_model.architecture.model),
+        "features": described(speech_model.architecture.features),
         "digits": speech_model.digits,
         "longest_seconds": speech_model.longest_seconds,
     }
@@ -130,33 +130,30 @@ def _check_header(path: Path) -> None:
 def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
     """The model of the contents; nothing of the size that they claim exists before the weights are seen to have it."""
     description, weights = contents.description, dict(contents.tensors)
-    found = description["features"]
-    if found != FEATURES:
-        raise CheckpointError(
-            f"The bundle {path} was made for other features than this version's: {_differences(found)}. "
-            "Use the version that wrote it."
-        )
+    features = _features(description["features"], path)
     longest_seconds, digits = description["longest_seconds"], description["digits"]
     if type(longest_seconds) is not float or not 0 < longest_seconds < math.inf:
         raise ValueError(f"longest_seconds is {longest_seconds}")
-    config = _config(description["model"], digits)
+    config = _config(description["model"], features, digits)
     tokenizer = _tokenizer(weights.pop(TOKENIZER))
-    model = model_without_values(config.model, tokenizer.size, MEL_BINS)
+    architecture = Architecture(config.model, config.features, tokenizer.size, has_ctc="ctc_head.weight" in weights)
+    model = architecture.build_without_values()
     wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
     if wanted != {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}:
         raise ValueError("its weights are not those of its dimensions")
     check_finite(str(path), weights)
     model.load_state_dict(weights, assign=True)
-    front_end = FrontEnd(AugmentConfig()).to(device)
-    return SpeechModel(model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits)
+    front_end = architecture.build_front_end(AugmentConfig()).to(device)
+    return SpeechModel(architecture, model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits)
 
 
-def _config(dimensions: Mapping[str, object], digits: object) -> TrainConfig:
-    """The settings of these dimensions, of the right kinds and within bounds."""
+def _config(dimensions: Mapping[str, object], features: Mapping[str, object], digits: object) -> TrainConfig:
+    """The settings of these dimensions and features, of the right kinds and within bounds."""
     if set(dimensions) != {field.name for field in dataclasses.fields(ModelConfig)}:
         raise ValueError("its dimensions have other names than ours")
+    settings = {**dimensions, **features, "digits": digits}
     try:
-        config = config_from_text("".join(f"--{n} {v!r}\n" for n, v in [*dimensions.items(), ("digits", digits)]))
+        config = config_from_text("".join(f"--{name} {value!r}\n" for name, value in settings.items()))
         check_config(config)
     except CheckpointError:
         raise ValueError("its settings are of the wrong kind") from None
@@ -176,9 +173,14 @@ def _tokenizer(model: torch.Tensor) -> Tokenizer:
         raise ValueError(error) from None
 
 
-def _differences(features: object) -> str:
-    """Which of the features' constants are others here and there, three of them at most."""
-    found = features if isinstance(features, dict) else {}
-    names = sorted(name for name in {*found, *FEATURES} if found.get(name) != FEATURES.get(name))
-    told = [f"{name} {found.get(name)!r:.40} for {FEATURES.get(name)!r}" for name in names[:3]]
-    return ", ".join(told + ["…"] * (len(names) > 3))
+def _features(found: object, path: Path) -> Mapping[str, object]:
+    """The settings of the features; a CheckpointError where there is anything that this version does not build."""
+    found, ours = found if isinstance(found, dict) else {}, described(FeatureConfig())
+    names = sorted({*found} ^ {*ours} | {name for name in FIXED_FEATURES if found.get(name) != ours[name]})
+    if names:
+        told = [f"{name} {found.get(name)!r:.40} for {ours.get(name)!r}" for name in names[:3]]
+        raise CheckpointError(
+            f"The bundle {path} was made for other features than this version's: "
+            f"{', '.join(told + ['…'] * (len(names) > 3))}. Use the version that wrote it."
+        )
+    return {name: value for name, value in found.items() if name not in FIXED_FEATURES}

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from konkanivani.base.errors import ResourceError
-from konkanivani.base.lengths import HOP_SAMPLES, SAMPLE_RATE, SUBSAMPLING
+from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.data.text import Tokenizer
 from konkanivani.inference.onnx_graph import RecognitionGraph
 from konkanivani.inference.speech_model import SpeechModel
-from konkanivani.model.front_end import FEATURES
+from konkanivani.model.front_end import described
 from konkanivani.model.kernels.ctc import BLANK
 
 if TYPE_CHECKING:  # an extra
@@ -92,13 +92,13 @@ def _metadata(speech_model: SpeechModel) -> dict[str, str]:
     tokenizer = speech_model.tokenizer
     return {
         "sample_rate": str(SAMPLE_RATE),
-        "frame_seconds": str(SUBSAMPLING * HOP_SAMPLES / SAMPLE_RATE),
+        "frame_seconds": str(speech_model.architecture.framing.encoder_hop / SAMPLE_RATE),
         "longest_seconds": str(speech_model.longest_seconds),
         "digits": speech_model.digits,
         "blank": str(BLANK),
         "token_texts": json.dumps(token_texts(tokenizer), ensure_ascii=False),
         "sentencepiece_model": base64.b64encode(tokenizer.model).decode(),
-        "features": json.dumps(FEATURES),
+        "features": json.dumps(described(speech_model.architecture.features)),
     }
 
 

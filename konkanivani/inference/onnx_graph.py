@@ -8,49 +8,38 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from konkanivani.base.lengths import (
-    FFT_SAMPLES,
-    HOP_SAMPLES,
-    SUBSAMPLING,
-    WINDOW_SAMPLES,
-    beyond,
-    feature_lengths,
-    subsampled_length,
-    subsampled_lengths,
-)
+from konkanivani.base.lengths import SUBSAMPLING, beyond, subsampled_length
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.model.blocks import run_directly
-from konkanivani.model.front_end import SMALLEST_POWER, LogMel, normalized
-
-# Two frames of the encoder: with as many zeros after it a waveform of any length, none included, has an axis of time.
-ZEROS_AFTER = FFT_SAMPLES + (3 * SUBSAMPLING - 2) * HOP_SAMPLES
+from konkanivani.model.front_end import LogMel, normalized
 
 
 class MatrixLogMel(torch.nn.Module):
     """`LogMel` with the Fourier transform as a product with its matrix, and lengths (B,) as tensors.
 
-    Exporters know no real FFT of frames. The two matrices, windowed cosines and sines (2 K, 400) and the mel filters
+    Exporters know no real FFT of frames. The two matrices, windowed cosines and sines (2 K, W) and the mel filters
     (F, K), are the kernels of convolutions: quantisation, which takes products, leaves them in full precision.
     """
 
     def __init__(self, log_mel: LogMel) -> None:
         super().__init__()
-        spectrum = log_mel.power.spectrogram
-        before = (FFT_SAMPLES - WINDOW_SAMPLES) // 2  # the window stands in the middle of the transform
-        times = torch.arange(before, before + WINDOW_SAMPLES, dtype=torch.float64)
-        bins = torch.arange(FFT_SAMPLES // 2 + 1, dtype=torch.float64)
-        angles = 2 * torch.pi / FFT_SAMPLES * bins[:, None] * times[None, :]
+        self.config, spectrum = log_mel.config, log_mel.power.spectrogram
+        size, window = self.config.fft_samples, self.config.window_samples
+        before = (size - window) // 2  # the window stands in the middle of the transform
+        times = torch.arange(before, before + window, dtype=torch.float64)
+        bins = torch.arange(size // 2 + 1, dtype=torch.float64)
+        angles = 2 * torch.pi / size * bins[:, None] * times[None, :]
         waves = torch.cat([angles.cos(), angles.sin()]) * spectrum.window.double().cpu()
         self.register_buffer("waves", waves.float()[:, None, :])
         self.register_buffer("filters", log_mel.power.mel_scale.fb.cpu().t()[:, :, None].contiguous())
-        self.before = before
+        self.before, self.after = before, size - window - before
 
     def forward(self, waveforms: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
         """Waveforms (B, S), their feature frames (B,) -> features (B, T, F)."""
-        framed = waveforms[:, None, self.before : -self.before]
-        cosines, sines = F.conv1d(framed, self.waves, stride=HOP_SAMPLES).chunk(2, dim=1)
+        framed = waveforms[:, None, self.before : -self.after or None]
+        cosines, sines = F.conv1d(framed, self.waves, stride=self.config.hop_samples).chunk(2, dim=1)
         power = F.conv1d(cosines.square() + sines.square(), self.filters)
-        features = power.clamp_min(SMALLEST_POWER).log().transpose(1, 2)
+        features = power.clamp_min(self.config.smallest_power).log().transpose(1, 2)
         padding = beyond(frames, features.shape[1])
         return normalized(features, padding, frames.clamp_min(1).to(features.dtype))
 
@@ -63,14 +52,17 @@ class RecognitionGraph(torch.nn.Module):
 
     def __init__(self, speech_model: SpeechModel) -> None:
         super().__init__()
-        self.log_mel = MatrixLogMel(speech_model.front_end.log_mel)
+        self.log_mel, self.framing = MatrixLogMel(speech_model.front_end.log_mel), speech_model.architecture.framing
         self.encoder = speech_model.model.encoder
         self.ctc_head = speech_model.model.ctc_head
+        # Two frames of the encoder: so a waveform of any length, none included, has an axis of time.
+        config = speech_model.architecture.features
+        self.zeros_after = config.fft_samples + (3 * SUBSAMPLING - 2) * config.hop_samples
 
     def forward(self, waveforms: torch.Tensor, sample_lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        frames = feature_lengths(sample_lengths)
-        features = self.log_mel(F.pad(waveforms, (0, ZEROS_AFTER)), frames)
-        encoded_lengths = subsampled_lengths(frames)
+        frames = self.framing.feature_length(sample_lengths)
+        features = self.log_mel(F.pad(waveforms, (0, self.zeros_after)), frames)
+        encoded_lengths = subsampled_length(frames)
         # Attention over no frame at all would not be a number, so that one stays in sight.
         padding = beyond(encoded_lengths.clamp_min(1), subsampled_length(features.shape[1]))
         encoded, _ = self.encoder.encode(features, padding, run_directly, chunk_frames=sys.maxsize)

@@ -14,7 +14,7 @@ import torch
 
 from konkanivani.base.config import DecodingConfig
 from konkanivani.base.device import choose_device
-from konkanivani.base.lengths import SAMPLE_RATE, encoded_length
+from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.rules import check_decoding
 from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.waveform import stream_audio, stream_samples
@@ -59,7 +59,8 @@ class Recognizer:
 
     def _segments_of(self, blocks: Iterable[torch.Tensor]) -> Iterator[Segment]:
         pieces = cut_into_pieces(blocks, self.cutting)
-        audible = (piece for piece in pieces if encoded_length(len(piece.waveform)))
+        framing = self.speech_model.architecture.framing
+        audible = (piece for piece in pieces if framing.encoded_length(len(piece.waveform)))
         lags = Lags()
         for batch in _batches(audible):
             for words in self._recognize(batch, lags):
@@ -76,7 +77,8 @@ class Recognizer:
         found = []
         for piece, row, length, tokens in zip(pieces, encoded, encoded_lengths, hypotheses, strict=True):
             log_probabilities = self.speech_model.model.ctc_head(row[:length]).float().log_softmax(dim=-1)
-            words = words_of(align_tokens(log_probabilities, tokens), self.speech_model.tokenizer)
+            aligned = align_tokens(log_probabilities, tokens)
+            words = words_of(aligned, self.speech_model.tokenizer, self.speech_model.architecture.framing)
             lags.learn(words, piece)
             found.append(_words_of_core(timed_words(words, lags, piece.end - piece.start), piece))
         return found

@@ -16,9 +16,10 @@ from konkanivani.base.flags import config_from_text
 from konkanivani.base.lengths import Lengths
 from konkanivani.base.rules import check_config
 from konkanivani.data.text import Tokenizer
-from konkanivani.model.asr import KonkaniVaniASR, model_without_values
+from konkanivani.model.architecture import Architecture, architecture_of
+from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.blocks import run_directly
-from konkanivani.model.front_end import MEL_BINS, FrontEnd
+from konkanivani.model.front_end import FrontEnd
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states
 
 MOST_LAYERS, LARGEST_DIMENSION = 256, 2**16  # a file that claims more is none of ours, and takes no memory to refuse
@@ -31,6 +32,7 @@ class SpeechModel:
     `digits` says how its transcripts were normalised, as a reference has to be that it is scored on.
     """
 
+    architecture: Architecture
     model: KonkaniVaniASR
     front_end: FrontEnd
     tokenizer: Tokenizer
@@ -48,11 +50,11 @@ class SpeechModel:
 def speech_model_of(checkpoint: Checkpoint, device: torch.device) -> SpeechModel:
     """The checkpoint's model on `device`; a CheckpointError where its weights do not fit."""
     config, tokenizer = settings_of_weights(checkpoint), tokenizer_of(checkpoint)
-    model = KonkaniVaniASR(config.model, checkpoint.vocab_size, MEL_BINS)
+    architecture = architecture_of(config, checkpoint.vocab_size)
+    model, front_end = architecture.build(), architecture.build_front_end(config.augment).to(device)
     load_states(checkpoint, {"model": model})
-    front_end = FrontEnd(config.augment).to(device)
     longest_seconds, digits = float(config.data.max_duration), config.text.digits
-    return SpeechModel(model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits)
+    return SpeechModel(architecture, model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits)
 
 
 def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
@@ -70,7 +72,7 @@ def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
     layers = f"encoder.blocks.{config.model.encoder_layers - 1}.", f"decoder.blocks.{config.model.decoder_layers - 1}."
     if not is_within_bounds(config.model) or not all(any(n.startswith(last) for n in weights) for last in layers):
         raise CheckpointError("The checkpoint's model has not the weights of its dimensions. Use another checkpoint.")
-    model = model_without_values(config.model, checkpoint.vocab_size, MEL_BINS)
+    model = architecture_of(config, checkpoint.vocab_size).build_without_values()
     for name, tensor in model.state_dict().items():
         if not isinstance(weights.get(name), torch.Tensor) or weights[name].shape != tensor.shape:
             raise CheckpointError(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torchaudio
 
-from konkanivani.base.lengths import ctc_frames_needed, encoder_frame_seconds
+from konkanivani.base.lengths import Framing, ctc_frames_needed
 from konkanivani.data.text import Tokenizer
 from konkanivani.inference.segmentation import Piece
 from konkanivani.inference.transcript import Word
@@ -61,16 +61,17 @@ class SpokenTokens:
     text: str
     tokens: tuple[AlignedToken, ...]
     letters: tuple[AlignedToken, ...]
+    framing: Framing
 
     @property
     def first_letter(self) -> float:
         """Where its first letter is said, in seconds."""
-        return encoder_frame_seconds(self.letters[0].first)
+        return self.framing.encoder_frame_seconds(self.letters[0].first)
 
     @property
     def last_letter(self) -> float:
         """Where its last letter is said, in seconds."""
-        return encoder_frame_seconds(self.letters[-1].end - 1)
+        return self.framing.encoder_frame_seconds(self.letters[-1].end - 1)
 
     @property
     def confidence(self) -> float | None:
@@ -79,7 +80,7 @@ class SpokenTokens:
         return None if None in probabilities else sum(probabilities) / len(probabilities)
 
 
-def words_of(aligned: list[AlignedToken], tokenizer: Tokenizer) -> list[SpokenTokens]:
+def words_of(aligned: list[AlignedToken], tokenizer: Tokenizer, framing: Framing) -> list[SpokenTokens]:
     """The tokens word by word, as `Tokenizer.decode` would put spaces between them; special tokens are left out."""
     groups: list[list[AlignedToken]] = []
     for token in aligned:
@@ -93,7 +94,7 @@ def words_of(aligned: list[AlignedToken], tokenizer: Tokenizer) -> list[SpokenTo
         letters = tuple(token for token in tokens if tokenizer.decode([token.token]))
         if letters:
             text = tokenizer.decode([token.token for token in tokens])
-            words.append(SpokenTokens(text, tuple(tokens), letters))
+            words.append(SpokenTokens(text, tuple(tokens), letters, framing))
     return words
 
 

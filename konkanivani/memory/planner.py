@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from konkanivani.base.lengths import CHUNK_FRAMES, HOP_SAMPLES, SAMPLE_RATE, SUBSAMPLING
+from konkanivani.base.lengths import CHUNK_FRAMES, SAMPLE_RATE
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.plan import BucketPlan
 from konkanivani.memory.tracer import Load, Peak
@@ -18,7 +18,6 @@ from konkanivani.memory.traces import Traces
 
 LONGEST_SECONDS = 3600.0
 MOST_UTTERANCES = 512
-IN_CHUNKS_SECONDS = math.ceil(CHUNK_FRAMES * SUBSAMPLING * HOP_SAMPLES / SAMPLE_RATE) + 1.0
 NEVER, ALWAYS = RecomputePolicy("never"), RecomputePolicy("always")
 
 # Seconds of an utterance -> its tokens, at the most.
@@ -101,9 +100,10 @@ class Planner:
         """
         fits, too_long = (0.0, self._growth(recompute).base), None
         seconds = min(LONGEST_SECONDS, float(int(self._growth(recompute).seconds(self.budget))))
-        peak = self.peak(Load(1, IN_CHUNKS_SECONDS, tokens(IN_CHUNKS_SECONDS)), recompute)
+        in_chunks = math.ceil(CHUNK_FRAMES * self.traces.encoder_hop / SAMPLE_RATE) + 1.0
+        peak = self.peak(Load(1, in_chunks, tokens(in_chunks)), recompute)
         if peak <= self.budget:
-            fits, seconds = (IN_CHUNKS_SECONDS, float(peak)), 4 * IN_CHUNKS_SECONDS
+            fits, seconds = (in_chunks, float(peak)), 4 * in_chunks
         while seconds > fits[0]:
             before, reached = fits, (seconds, float(self.peak(Load(1, seconds, tokens(seconds)), recompute)))
             fits, too_long = (reached, too_long) if reached[1] <= self.budget else (fits, reached)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from konkanivani.base.lengths import HOP_SAMPLES, SAMPLE_RATE, SUBSAMPLING, Lengths, feature_length, subsampled_length
+from konkanivani.base.lengths import SAMPLE_RATE, Lengths
 from konkanivani.data.batch import Batch, Window, largest_batch
 from konkanivani.decoding.ctc import likeliest_tokens
 from konkanivani.decoding.decode import Decode
@@ -25,6 +25,7 @@ from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.plan import state_bytes_of
 from konkanivani.memory.shapes import Shapes
+from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import KonkaniVaniASR, trained_parameters
 from konkanivani.model.front_end import FeatureExtractor
 
@@ -61,6 +62,7 @@ class Peak:
 class TracedParts(Protocol):
     """What a trace asks of the parts of a step, a dataclass with `read` for what reads from the device."""
 
+    architecture: Architecture
     model: KonkaniVaniASR
     forward: Any
     optimizer: torch.optim.Optimizer
@@ -166,14 +168,15 @@ class StepTracer:
             live.count(parameter.grad for parameter in trained_parameters(self._parts.model))
 
     def _attention_workspace(self, batch: Batch) -> int:
-        frames = subsampled_length(feature_length(max(batch.sample_lengths)))
-        return self.costs.attention_workspace(batch.size, frames, self._parts.model.config.d_model, self.is_half)
+        architecture = self._parts.architecture
+        frames = architecture.framing.encoded_length(max(batch.sample_lengths))
+        return self.costs.attention_workspace(batch.size, frames, architecture.model.d_model, self.is_half)
 
     def _batch(self, load: Load) -> Batch:
         """A batch in which one utterance is a little shorter, where there are several: padding costs masks."""
         samples, tokens = round(load.seconds * SAMPLE_RATE), max(1, load.tokens)
         shorter = 1 if load.utterances > 1 else 0
-        a_frame_less = max(1, samples - SUBSAMPLING * HOP_SAMPLES)
+        a_frame_less = max(1, samples - self._parts.architecture.framing.encoder_hop)
         with self._mode:
             return Batch(
                 utterance_ids=tuple(map(str, range(load.utterances))),

@@ -21,8 +21,9 @@ from konkanivani.memory.tracer import Load, Peak, StepTracer
 class Traces:
     """What a tracer says, asked once for each load; the tracer itself, a second's work, is built when first asked."""
 
-    def __init__(self, build: Callable[[], StepTracer], blocks: int, costs: DeviceCosts) -> None:
-        self.blocks, self.costs, self._build = blocks, costs, build
+    def __init__(self, build: Callable[[], StepTracer], blocks: int, costs: DeviceCosts, encoder_hop: int) -> None:
+        """`encoder_hop` are the samples from one encoder frame to the next."""
+        self.blocks, self.costs, self.encoder_hop, self._build = blocks, costs, encoder_hop, build
         self._peaks: dict[tuple[Load, int], Peak] = {}
         self._validation_peaks: dict[Load, int] = {}
 

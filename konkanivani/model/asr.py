@@ -35,11 +35,11 @@ class ASROutput:
 class KonkaniVaniASR(torch.nn.Module):
     """Conformer or Transformer encoder, CTC head, Transformer decoder."""
 
-    def __init__(self, config: ModelConfig, vocab_size: int, mel_bins: int) -> None:
+    def __init__(self, config: ModelConfig, vocab_size: int, mel_bins: int, has_ctc: bool = True) -> None:
         super().__init__()
-        self.config, self.vocab_size = config, vocab_size
+        self.config = config
         self.encoder = Encoder(config, mel_bins)
-        self.ctc_head = Linear(config.d_model, vocab_size)
+        self.ctc_head = Linear(config.d_model, vocab_size) if has_ctc else None
         self.decoder = Decoder(config, vocab_size)
         for number, block in enumerate(self.blocks):
             block.number = number
@@ -83,13 +83,7 @@ def frozen_count(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters()) - parameter_count(model)
 
 
-def model_without_values(config: ModelConfig, vocab_size: int, mel_bins: int) -> KonkaniVaniASR:
-    """The model on the device `meta`, for its shapes, or for weights that are there already to be assigned to it."""
-    with torch.device("meta"), _Unfilled():
-        return KonkaniVaniASR(config, vocab_size, mel_bins)
-
-
-class _Unfilled(TorchFunctionMode):
+class Unfilled(TorchFunctionMode):
     """Leaves tensors without values unfilled: torch imports its compiler to fill nothing, 116 MiB, a second of it."""
 
     FILLS = (init.uniform_, init.normal_, init.kaiming_uniform_, torch.Tensor.zero_, torch.Tensor.fill_)

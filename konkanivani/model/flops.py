@@ -16,7 +16,6 @@ import torch
 
 from konkanivani.base.config import ModelConfig
 from konkanivani.base.lengths import subsampled_length
-from konkanivani.model.front_end import MEL_BINS
 
 LONGEST_TIMING = 1.0  # seconds; a format that a processor has no instructions for takes one for each product
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -33,7 +32,9 @@ class Layer:
     is_dense: bool = True
 
 
-def forward_layers(config: ModelConfig, vocab_size: int, frames: tuple[int, ...], tokens: int) -> tuple[Layer, ...]:
+def forward_layers(
+    config: ModelConfig, vocab_size: int, mel_bins: int, frames: tuple[int, ...], tokens: int
+) -> tuple[Layer, ...]:
     """Every product of the model's forward pass over utterances of so many feature frames, `tokens` tokens each.
 
     The encoder's blocks take N encoder frames, without padding, as they do on a CPU; all else takes B T'.
@@ -45,8 +46,8 @@ def forward_layers(config: ModelConfig, vocab_size: int, frames: tuple[int, ...]
         config.convolution_kernel,
     )
     batch, lengths = len(frames), tuple(map(subsampled_length, frames))
-    halved, bins_halved = (max(frames) - 3) // 2 + 1, (MEL_BINS - 3) // 2 + 1
-    encoded, bins = max(lengths), subsampled_length(MEL_BINS)
+    halved, bins_halved = (max(frames) - 3) // 2 + 1, (mel_bins - 3) // 2 + 1
+    encoded, bins = max(lengths), subsampled_length(mel_bins)
     rows, packed, spoken = batch * encoded, sum(lengths), batch * (tokens + 1)
     pairs = sum(length**2 for length in lengths)
     blocks, decoders = config.encoder_layers, config.decoder_layers

@@ -3,38 +3,29 @@
 B batch, S samples, T feature frames, F mel bins.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torchaudio
 
-from konkanivani.base.config import AugmentConfig
-from konkanivani.base.lengths import (
-    FFT_SAMPLES,
-    HOP_SAMPLES,
-    SAMPLE_RATE,
-    WINDOW_SAMPLES,
-    Lengths,
-    feature_length,
-    padding_mask,
-)
+from konkanivani.base.config import AugmentConfig, FeatureConfig
+from konkanivani.base.lengths import SAMPLE_RATE, Framing, Lengths, padding_mask
 
-MEL_BINS = 80
-SMALLEST_POWER = 1e-10
-# What features depend on; a model that was trained on features of other constants hears nothing here.
-FEATURES = {
+# What features depend on beside the settings, as exported models describe it.
+FIXED_FEATURES = {
     "sample_rate": SAMPLE_RATE,
-    "fft_samples": FFT_SAMPLES,
-    "window_samples": WINDOW_SAMPLES,
-    "hop_samples": HOP_SAMPLES,
     "window": "hann, periodic, in the middle of the transform",
-    "mel_bins": MEL_BINS,
     "mel_scale": "htk, 0 Hz to half the sample rate, not normalised",
-    "smallest_power": SMALLEST_POWER,
     "edges": "no padding",
     "normalisation": "mean 0 and variance 1 of each bin over the utterance",
 }
+
+
+def described(config: FeatureConfig) -> dict[str, object]:
+    """All that features depend on, by name, for a file that goes to other programs."""
+    return FIXED_FEATURES | dataclasses.asdict(config)
 
 
 class FeatureExtractor(Protocol):
@@ -48,24 +39,25 @@ class FeatureExtractor(Protocol):
 class LogMel(torch.nn.Module):
     """Waveforms (B, S) with their lengths -> features (B, T, F) and their lengths.
 
-    80 mel bins over 25 ms every 10 ms. No frame reaches past the waveform's ends (`center=False`), so nothing of the
-    padding enters a valid frame. Each bin is brought to mean 0 and variance 1 over the utterance's valid frames.
+    No frame reaches past the waveform's ends (`center=False`), so nothing of the padding enters a valid frame. Each bin
+    is brought to mean 0 and variance 1 over the utterance's valid frames.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: FeatureConfig) -> None:
         super().__init__()
+        self.config, self.framing = config, Framing(config)
         self.power = torchaudio.transforms.MelSpectrogram(
             SAMPLE_RATE,
-            n_fft=FFT_SAMPLES,
-            win_length=WINDOW_SAMPLES,
-            hop_length=HOP_SAMPLES,
-            n_mels=MEL_BINS,
+            n_fft=config.fft_samples,
+            win_length=config.window_samples,
+            hop_length=config.hop_samples,
+            n_mels=config.mel_bins,
             center=False,
         )
 
     def forward(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
-        features = self.power(waveforms).clamp_min_(SMALLEST_POWER).log_().transpose(1, 2)
-        feature_lengths = tuple(map(feature_length, sample_lengths))
+        features = self.power(waveforms).clamp_min_(self.config.smallest_power).log_().transpose(1, 2)
+        feature_lengths = tuple(map(self.framing.feature_length, sample_lengths))
         padding = padding_mask(feature_lengths, features.shape[1], features.device)
         frames = torch.tensor(feature_lengths, dtype=features.dtype).to(features.device)
         return normalized(features, padding, frames), feature_lengths
@@ -89,15 +81,16 @@ class SpecAugment:
     """Bands and spans of the features set to 0, which is the mean after normalisation (Park et al., 2019)."""
 
     config: AugmentConfig
+    mel_bins: int
 
     def draw_masks(self, seeds: tuple[int, ...], lengths: Lengths) -> tuple[torch.Tensor, torch.Tensor]:
         """(B, T) and (B, F) bool on the CPU, True where masked; row b depends on seeds[b] and lengths[b] alone."""
         time = torch.zeros(len(seeds), max(lengths), dtype=torch.bool)
-        frequency = torch.zeros(len(seeds), MEL_BINS, dtype=torch.bool)
+        frequency = torch.zeros(len(seeds), self.mel_bins, dtype=torch.bool)
         for row, (seed, length) in enumerate(zip(seeds, lengths, strict=True)):
             generator = torch.Generator().manual_seed(seed)
             for _ in range(self.config.frequency_masks):
-                _mask_span(frequency[row], MEL_BINS, self.config.frequency_mask_bins, generator)
+                _mask_span(frequency[row], self.mel_bins, self.config.frequency_mask_bins, generator)
             for _ in range(self.config.time_masks):
                 _mask_span(time[row], length, int(length * self.config.time_mask_share), generator)
         return time, frequency
@@ -115,10 +108,10 @@ class FrontEnd(torch.nn.Module):
     `augment_seeds` holds one seed an utterance while training and is None in evaluation.
     """
 
-    def __init__(self, augment: AugmentConfig) -> None:
+    def __init__(self, features: FeatureConfig, augment: AugmentConfig) -> None:
         super().__init__()
-        self.log_mel = LogMel()
-        self.spec_augment = SpecAugment(augment)
+        self.log_mel = LogMel(features)
+        self.spec_augment = SpecAugment(augment, features.mel_bins)
 
     @torch.no_grad()
     def forward(

@@ -9,14 +9,26 @@ a part of each block.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from konkanivani.base.lengths import subsampled_length
+from konkanivani.base.config import ModelConfig
 from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.model.front_end import MEL_BINS
 
 LAYER = re.compile(r"(encoder|decoder)\.blocks\.(\d+)\.(.*)")
+
+
+class Layers(NamedTuple):
+    """What makes blocks side by side of a tensor's axis: attention heads, and channels of the subsampling."""
+
+    heads: int
+    channels: int
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "Layers":
+        """Those of a model of these dimensions."""
+        return cls(config.attention_heads, config.subsampling_channels)
 
 
 @dataclass(frozen=True)
@@ -38,24 +50,25 @@ class Takeover:
 
 @torch.no_grad()
 def take_over(
-    model: KonkaniVaniASR, weights: Mapping[str, torch.Tensor], heads: int, is_same_vocabulary: bool
+    model: KonkaniVaniASR, weights: Mapping[str, torch.Tensor], config: ModelConfig, is_same_vocabulary: bool
 ) -> Takeover:
-    """Copies what fits of `weights`, a model's of `heads` attention heads, into `model`.
+    """Copies what fits of `weights`, a model's of these dimensions, into `model`.
 
     Tensors over the vocabulary are taken only where it is the same; a smaller tensor never fills a larger one.
     """
-    layers = {stack: _layer_count(weights, stack) for stack in ("encoder", "decoder")}
+    counts = {stack: _layer_count(weights, stack) for stack in ("encoder", "decoder")}
+    whole, part = Layers.of(config), Layers.of(model.config)
     taken, cut, left_out = [], [], []
     for name, target in model.state_dict().items():
-        source = weights.get(_source_name(name, model, layers))
+        source = weights.get(_source_name(name, model, counts))
         if source is None or (
             not is_same_vocabulary and name.startswith(("ctc_head", "decoder.embedding", "decoder.output"))
         ):
             left_out.append(name)
-        elif source.shape == target.shape and (heads == model.config.attention_heads or "attention" not in name):
+        elif source.shape == target.shape and (whole.heads == part.heads or "attention" not in name):
             target.copy_(source)
             taken.append(name)
-        elif (piece := _cut_to(name, source, target.shape, heads, model.config.attention_heads)) is not None:
+        elif (piece := _cut_to(name, source, target.shape, whole, part)) is not None:
             target.copy_(piece)
             cut.append(name)
         else:
@@ -68,44 +81,41 @@ def _layer_count(weights: Mapping[str, torch.Tensor], stack: str) -> int:
     return max(found, default=-1) + 1
 
 
-def _source_name(name: str, model: KonkaniVaniASR, layers: Mapping[str, int]) -> str:
+def _source_name(name: str, model: KonkaniVaniASR, counts: Mapping[str, int]) -> str:
     """The name of the tensor to take: layer i of n comes from layer i x (N - 1) / (n - 1) of N, where N > n."""
     match = LAYER.fullmatch(name)
     if match is None:
         return name
     stack, layer, rest = match.group(1), int(match.group(2)), match.group(3)
     asked = len(getattr(model, stack).blocks)
-    if layers[stack] > asked:
-        layer = round(layer * (layers[stack] - 1) / max(1, asked - 1))
+    if counts[stack] > asked:
+        layer = round(layer * (counts[stack] - 1) / max(1, asked - 1))
     return f"{stack}.blocks.{layer}.{rest}"
 
 
-def _factors(name: str, axis: int, length: int, heads: int) -> tuple[int, ...]:
+def _factors(name: str, axis: int, length: int, layers: Layers) -> tuple[int, ...]:
     """How an axis of a tensor is made up of blocks side by side, outermost first; their product is `length`."""
     if "attention" in name and "norm" not in name:
         if "query_key_value" in name and axis == 0:
-            return 3, heads, 2, length // (6 * heads)
+            return 3, layers.heads, 2, length // (6 * layers.heads)
         if "key_value" in name and axis == 0:
-            return 2, heads, 2, length // (4 * heads)
+            return 2, layers.heads, 2, length // (4 * layers.heads)
         if ("query" in name and axis == 0) or ("output.weight" in name and axis == 1):
-            return heads, 2, length // (2 * heads)
+            return layers.heads, 2, length // (2 * layers.heads)
     if "convolution.gate" in name and axis == 0:
         return 2, length // 2
     if name == "encoder.subsampling.output.weight" and axis == 1:
-        bands = subsampled_length(MEL_BINS)
-        return length // bands, bands
+        return layers.channels, length // layers.channels
     return (length,)
 
 
-def _cut_to(
-    name: str, source: torch.Tensor, shape: torch.Size, source_heads: int, target_heads: int
-) -> torch.Tensor | None:
+def _cut_to(name: str, source: torch.Tensor, shape: torch.Size, whole: Layers, part: Layers) -> torch.Tensor | None:
     """The part of `source` that makes a tensor of `shape`; None where it has too little."""
     if source.dim() != len(shape):
         return None
     for axis, length in enumerate(shape):
-        have = _factors(name, axis, source.shape[axis], source_heads)
-        want = _factors(name, axis, length, target_heads)
+        have = _factors(name, axis, source.shape[axis], whole)
+        want = _factors(name, axis, length, part)
         if any(h < w for h, w in zip(have, want, strict=True)):
             return None
         indices = torch.zeros(1, dtype=torch.long)

@@ -23,9 +23,10 @@ from konkanivani.memory.gpu import announce_card
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
 from konkanivani.memory.oom_history import forget_sizes, read_sizes
 from konkanivani.memory.plan import MemoryPlan, plan_sentences
+from konkanivani.model.architecture import Architecture, architecture_of
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.model.transfer import take_over
-from konkanivani.recipe.build_step import build_forward, build_front_end, build_step_parts
+from konkanivani.recipe.build_step import build_forward, build_step_parts
 from konkanivani.recipe.plan import Ranks, costs_of, needs_sharding, resolve_plan
 from konkanivani.recipe.run_folders import REJECTED, folder_of, keep_rejected, move_aside, move_newer_aside
 from konkanivani.recipe.speech import RunSpeech, build_speech, loader_config, sizes_of
@@ -87,7 +88,7 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
         logbook=logbook,
         interruption=Interruption(topology, checkpointer.discard_unfinished),
         progress=Progress(state.step, step.total_steps),
-        utilisation=Utilisation(config.model, speech.tokenizer.size, device, step.forward.amp_dtype or torch.float32),
+        utilisation=Utilisation(step.architecture, device, step.forward.amp_dtype or torch.float32),
         topology=topology,
     )
 
@@ -107,11 +108,12 @@ def build_planned_step(
     """The step, freshly initialised, and the memory plan that it keeps to, if one is asked for."""
     config, topology = start.config, start.topology
     free = free_bytes(topology, device)
-    sharded = choose_sharding(config, speech.tokenizer.size, device, free, topology)
-    plan = plan_memory(start, speech, device, free, sharded) if config.is_planned else None
+    architecture = architecture_of(config, speech.tokenizer.size)
+    sharded = choose_sharding(config, architecture, device, free, topology)
+    plan = plan_memory(start, speech, architecture, device, free, sharded) if config.is_planned else None
     tell("plan", _plan_sentence(config, plan, planner))
-    front_end, total_steps = build_front_end(config, device), _total_steps(config, planner)
-    step = build_step_parts(config, speech.tokenizer.size, device, total_steps, front_end, topology, sharded)
+    total_steps = _total_steps(config, planner)
+    step = build_step_parts(config, architecture, device, total_steps, topology=topology, sharded=sharded)
     return (keep_to_plan(step, plan, resident_before) if plan else step), plan
 
 
@@ -143,8 +145,7 @@ def load_weights(
     if start.initial:
         whole = step.model
         if is_sharded(step.model):
-            cpu = torch.device("cpu")
-            whole = build_forward(start.config, tokenizer.size, cpu, build_front_end(start.config, cpu)).model
+            whole = build_forward(start.config, step.architecture, torch.device("cpu")).model
         _take_weights(start.initial, stateful["model"], whole, tokenizer)
 
 
@@ -181,16 +182,20 @@ def free_bytes(topology: Topology, device: torch.device) -> int:
     return -agree(topology, -(available_bytes(device) // ranks_here))
 
 
-def choose_sharding(config: TrainConfig, vocab_size: int, device: torch.device, free: int, topology: Topology) -> bool:
+def choose_sharding(
+    config: TrainConfig, architecture: Architecture, device: torch.device, free: int, topology: Topology
+) -> bool:
     """Whether weights, gradients and optimizer are dealt to the ranks, as --shard says."""
     if topology.is_alone or config.memory.shard != "auto":
         return not topology.is_alone and config.memory.shard == "always"
     budget = config.memory.memory_budget
     budget = parse_budget(budget) if budget else free
-    return from_first(topology, lambda: needs_sharding(config, vocab_size, costs_of(device), budget))
+    return from_first(topology, lambda: needs_sharding(architecture, costs_of(device), budget))
 
 
-def plan_memory(start: Start, speech: RunSpeech, device: torch.device, free: int, sharded: bool) -> MemoryPlan:
+def plan_memory(
+    start: Start, speech: RunSpeech, architecture: Architecture, device: torch.device, free: int, sharded: bool
+) -> MemoryPlan:
     """The run's memory plan: the checkpoint's, or a new one.
 
     The first rank plans for all, with the memory that the one has that has least: planning takes the processor for
@@ -201,7 +206,7 @@ def plan_memory(start: Start, speech: RunSpeech, device: torch.device, free: int
         start.topology,
         lambda: resolve_plan(
             start.config,
-            speech.tokenizer.size,
+            architecture,
             device,
             free,
             Ranks(start.topology.world, sharded),
@@ -247,8 +252,8 @@ def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner
 
 def _take_weights(initial: Checkpoint, stateful: Stateful, whole: KonkaniVaniASR, tokenizer: Tokenizer) -> None:
     """Takes what fits of a checkpoint's weights into the whole model, and the part `stateful` takes that model's."""
-    heads = config_from_text(initial.config).model.attention_heads
-    takeover = take_over(whole, initial.states["model"], heads, initial.tokenizer == tokenizer.model)
+    shape = config_from_text(initial.config).model
+    takeover = take_over(whole, initial.states["model"], shape, initial.tokenizer == tokenizer.model)
     if stateful is not whole:
         stateful.load_state_dict(whole.state_dict())
     print(f"Weights from the checkpoint of step {initial.step}:\n{takeover.summary()}", flush=True)
@@ -275,7 +280,7 @@ def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainingSpeech, pla
     amp = {None: "", torch.float16: " in fp16", torch.bfloat16: " in bf16"}[step.forward.amp_dtype]
     print(
         f"{model.encoder_type} {model.d_model}, {model.encoder_layers}+{model.decoder_layers} layers, "
-        f"{parameter_count(step.model) / 1e6:.1f} M parameters, {step.model.vocab_size} tokens, "
+        f"{parameter_count(step.model) / 1e6:.1f} M parameters, {step.architecture.vocab_size} tokens, "
         f"on {step.forward.device}{amp}; "
         f"{count(len(speech.utterances), 'utterance')}, {duration_words(hours)}; "
         f"{cut} utterances a step{side_by_side}, {count(planner.windows_per_epoch(), 'step')} an epoch, "

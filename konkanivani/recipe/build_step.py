@@ -12,8 +12,8 @@ from konkanivani.base.randomness import seed_of
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.recovery import RememberedSplits
-from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.model.front_end import MEL_BINS, FeatureExtractor, FrontEnd
+from konkanivani.model.architecture import Architecture
+from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.training.forward import ForwardPass
 from konkanivani.training.gradient import alone, of_shared_weights, summed_over_ranks
 from konkanivani.training.optimizer import build_optimizer
@@ -23,29 +23,28 @@ from konkanivani.training.sharding import shard_model
 LANES = 2  # micro-batches side by side where nobody says how many: half of a step's time on two cores (docs/LOG.md)
 
 
-def build_front_end(config: TrainConfig, device: torch.device) -> FrontEnd:
-    """Waveforms to features, on the training device."""
-    return FrontEnd(config.augment).to(device)
-
-
 def build_forward(
     config: TrainConfig,
-    vocab_size: int,
+    architecture: Architecture,
     device: torch.device,
-    front_end: FeatureExtractor,
+    front_end: FeatureExtractor | None = None,
     sharded_over: Topology | None = None,
 ) -> ForwardPass:
-    """The model, freshly initialised from the seed, behind a front end; its weights dealt to ranks if given."""
+    """The model, freshly initialised from the seed, behind its front end; its weights dealt to ranks if given.
+
+    A front end that is given takes the place of the model's own, as in a trace.
+    """
     config = settled(config)  # what no amount of speech has decided
     torch.manual_seed(seed_of(config.run.seed, "weights"))
-    model = KonkaniVaniASR(config.model, vocab_size, MEL_BINS)
+    model = architecture.build()
     if sharded_over is not None:
         shard_model(model, sharded_over, device)
     elif device.type != "cpu":  # a trace's tensors cannot be moved
         model.to(device)
     return ForwardPass(
+        architecture=architecture,
         model=model,
-        front_end=front_end,
+        front_end=front_end or architecture.build_front_end(config.augment).to(device),
         recompute=RecomputePolicy(config.memory.gradient_checkpointing),
         monitor=MemoryMonitor(device, config.memory.empty_cache_interval),
         device=device,
@@ -65,15 +64,15 @@ def at_once_of(config: TrainConfig, device: torch.device, is_sharded: bool) -> i
 
 def build_step_parts(
     config: TrainConfig,
-    vocab_size: int,
+    architecture: Architecture,
     device: torch.device,
     total_steps: int,
-    front_end: FeatureExtractor,
+    front_end: FeatureExtractor | None = None,
     topology: Topology = ALONE,
     sharded: bool = False,
 ) -> StepParts:
     """Everything that a step works with, freshly initialised from the seed; `sharded`: dealt to the ranks."""
-    forward = build_forward(config, vocab_size, device, front_end, topology if sharded else None)
+    forward = build_forward(config, architecture, device, front_end, topology if sharded else None)
     return StepParts(
         forward=forward,
         optimizer=build_optimizer(forward.model, config.optimizer),
@@ -81,16 +80,16 @@ def build_step_parts(
         schedule=config.optimizer,
         total_steps=total_steps,
         seed=config.run.seed,
-        splits=RememberedSplits(memory_conditions(config, device)),
+        splits=RememberedSplits(memory_conditions(config, architecture, device)),
         gradient_of=of_shared_weights if sharded else alone if topology.is_alone else summed_over_ranks,
         topology=topology,
     )
 
 
-def memory_conditions(config: TrainConfig, device: torch.device) -> int:
+def memory_conditions(config: TrainConfig, architecture: Architecture, device: torch.device) -> int:
     """A number that changes with the device's size, the budget and everything that says what a step computes."""
     size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     memory, at_once = config.memory, at_once_of(config, device, is_sharded=False)
     precision = memory.mixed_precision, memory.amp_dtype
-    step = config.model, config.loss, precision, memory.gradient_checkpointing, at_once
+    step = architecture, config.loss, precision, memory.gradient_checkpointing, at_once
     return zlib.crc32(repr((device.type, size, memory.memory_budget, step)).encode())

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from konkanivani.base.amount import MOST_EPOCHS
-from konkanivani.base.config import AUTO, ModelConfig, RunConfig, TrainConfig
+from konkanivani.base.config import AUTO, RunConfig, TrainConfig
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.units import MIB
-from konkanivani.model.asr import model_without_values, parameter_count
-from konkanivani.model.front_end import MEL_BINS
+from konkanivani.model.architecture import Architecture
+from konkanivani.model.asr import parameter_count
 from konkanivani.recipe.paths import nearest_folder
 
 RECORD_BYTES = 400  # name, checksum and alignment of one tensor, of which a parameter has four
@@ -33,16 +33,16 @@ class DiskRoom:
         return f"needs {-(-self.needed // MIB)} MiB for {folders}, has {self.free // MIB} MiB"
 
 
-def check_disk(config: TrainConfig, vocab_size: int) -> tuple[DiskRoom, ...]:
+def check_disk(config: TrainConfig, architecture: Architecture) -> tuple[DiskRoom, ...]:
     """The room on each file system that the run writes to; a ResourceError where there is less than it will need.
 
     A quota cannot be seen: one that is reached shows as a full disk does, at a save.
     """
     run = config.run
-    checkpoints = most_checkpoints(run) * checkpoint_bytes(config.model, vocab_size)
+    checkpoints = most_checkpoints(run) * checkpoint_bytes(architecture)
     if run.resume:
         checkpoints -= _held_bytes(run)  # they make room as they are replaced
-    least = DRY_RUN_FILES * checkpoint_bytes(config.model, vocab_size) if run.dry_run else 0
+    least = DRY_RUN_FILES * checkpoint_bytes(architecture) if run.dry_run else 0
     checkpoints = max(least, checkpoints)
     needs = (Path(run.checkpoint_dir), checkpoints), (Path(run.log_dir), most_epochs(run) * LOG_BYTES_AN_EPOCH)
     rooms: dict[int, DiskRoom] = {}
@@ -72,9 +72,9 @@ def most_epochs(run: RunConfig) -> int:
     return MOST_EPOCHS if run.epochs == AUTO else run.epochs
 
 
-def checkpoint_bytes(shape: ModelConfig, vocab_size: int) -> int:
+def checkpoint_bytes(architecture: Architecture) -> int:
     """At most so many bytes does a checkpoint of this model take."""
-    model = model_without_values(shape, vocab_size, MEL_BINS)
+    model = architecture.build_without_values()
     moments = 8 * parameter_count(model)
     tensors = [*model.parameters(), *model.buffers()]
     return moments + sum(4 * tensor.numel() + 4 * RECORD_BYTES for tensor in tensors) + SETTINGS_BYTES

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from konkanivani.base.config import AUTO, PRESETS, ModelConfig, TextConfig, TrainConfig
+from konkanivani.base.config import AUTO, PRESETS, TextConfig, TrainConfig
 from konkanivani.base.console import count
 from konkanivani.base.distributed import BUCKET_BYTES
 from konkanivani.base.errors import ResourceError
@@ -23,10 +23,10 @@ from konkanivani.memory.plan import STATE_BYTES, BucketPlan, MemoryPlan, read_pl
 from konkanivani.memory.planner import Planner, plan_bucket
 from konkanivani.memory.tracer import Load, StepTracer, TracedStep
 from konkanivani.memory.traces import Traces
-from konkanivani.model.asr import model_without_values, parameter_count
-from konkanivani.model.front_end import MEL_BINS
+from konkanivani.model.architecture import Architecture, architecture_of
+from konkanivani.model.asr import parameter_count
 from konkanivani.model.kernels.matmul import is_onednn_preferred
-from konkanivani.recipe.build_step import at_once_of, build_front_end, build_step_parts, memory_conditions
+from konkanivani.recipe.build_step import at_once_of, build_step_parts, memory_conditions
 from konkanivani.recipe.paths import cache_folder
 from konkanivani.recipe.ranks import digest_of_code
 from konkanivani.training.sharding import held_bytes
@@ -62,7 +62,7 @@ class SpeechSizes:
 
 def resolve_plan(
     config: TrainConfig,
-    vocab_size: int,
+    architecture: Architecture,
     device: torch.device,
     free: int,
     ranks: Ranks,
@@ -75,7 +75,7 @@ def resolve_plan(
     `free` are the bytes to plan for without a --memory_budget. One rank's plan is that of each.
     A ResourceError where the model's state or an utterance is beyond the budget says what would help.
     """
-    conditions = plan_conditions(config, device, ranks)
+    conditions = plan_conditions(config, architecture, device, ranks)
     if stored and not config.memory.replan:
         plan = read_plan(stored)
         if plan.conditions == conditions:
@@ -84,9 +84,9 @@ def resolve_plan(
     budget = config.memory.memory_budget
     budget = parse_budget(budget) if budget else free
     rate = float(train.tokens.sum() / train.seconds.sum())
-    costs = costs_among(costs_of(device), config.model, vocab_size, ranks)
-    check_state(config, vocab_size, costs, budget)
-    traces, path = build_traces(config, vocab_size, costs), traces_path(config, vocab_size, costs)
+    costs = costs_among(costs_of(device), architecture, ranks)
+    check_state(config, architecture, costs, budget)
+    traces, path = build_traces(config, architecture, costs), traces_path(config, architecture, costs)
     if path:
         traces.read(path)
     plan = _plan_buckets(config, Planner(traces, budget, rate), conditions, train, validation)
@@ -109,20 +109,20 @@ def _has_room(side_by_side: MemoryPlan, plan: MemoryPlan, is_asked_for: bool) ->
     return is_asked_for or all(more.recomputed_blocks <= alone.recomputed_blocks for more, alone in pairs)
 
 
-def plan_conditions(config: TrainConfig, device: torch.device, ranks: Ranks) -> int:
+def plan_conditions(config: TrainConfig, architecture: Architecture, device: torch.device, ranks: Ranks) -> int:
     """A number that changes with everything that a plan depends on, but the data."""
     asked = config.data.batch_size, config.window_size, config.data.validation_batch_seconds
-    return zlib.crc32(repr((memory_conditions(config, device), asked, ranks)).encode())
+    return zlib.crc32(repr((memory_conditions(config, architecture, device), asked, ranks)).encode())
 
 
-def costs_among(costs: DeviceCosts, shape: ModelConfig, vocab_size: int, ranks: Ranks) -> DeviceCosts:
+def costs_among(costs: DeviceCosts, architecture: Architecture, ranks: Ranks) -> DeviceCosts:
     """What training takes beside the tensors of a model on one device where it is one of these ranks.
 
     The bucket in which gradients are summed over ranks more, or, where the state is dealt to them, the others' less.
     """
     if ranks.world == 1:
         return costs
-    model = model_without_values(shape, vocab_size, MEL_BINS)
+    model = architecture.build_without_values()
     whole = parameter_count(model)
     more = held_bytes(model, ranks.world) - STATE_BYTES * whole if ranks.sharded else min(4 * whole, BUCKET_BYTES)
     return dataclasses.replace(costs, among_ranks=more)
@@ -130,27 +130,27 @@ def costs_among(costs: DeviceCosts, shape: ModelConfig, vocab_size: int, ranks: 
 
 def ranks_of(config: TrainConfig, costs: DeviceCosts, budget: int, world: int) -> Ranks:
     """So many ranks of one budget each, the state dealt to them as --shard says."""
-    shard = config.memory.shard
-    sharded = shard == "always" or (shard == "auto" and needs_sharding(config, config.text.vocab_size, costs, budget))
+    shard, architecture = config.memory.shard, architecture_of(config, config.text.vocab_size)
+    sharded = shard == "always" or (shard == "auto" and needs_sharding(architecture, costs, budget))
     return Ranks(world, sharded and world > 1)
 
 
-def traffic_bytes(shape: ModelConfig, vocab_size: int, ranks: Ranks) -> int:
+def traffic_bytes(architecture: Architecture, ranks: Ranks) -> int:
     """Bytes in fp32 that one rank sends: a step, or, where the state is dealt to the ranks, a micro-batch.
 
     A sum over N ranks sends each number 2 (N - 1) / N times, half to sum it and half to hand it round (Patarasuk and
     Yuan, 2009); dealt weights go round for the forward and for the backward pass, and gradients are summed only: 3
     halves, but what lies between the blocks goes round once.
     """
-    model = model_without_values(shape, vocab_size, MEL_BINS)
+    model = architecture.build_without_values()
     whole, blocks = parameter_count(model), sum(map(parameter_count, model.blocks))
     halves = 3 * blocks + 2 * (whole - blocks) if ranks.sharded else 2 * whole
     return 4 * halves * (ranks.world - 1) // ranks.world
 
 
-def needs_sharding(config: TrainConfig, vocab_size: int, costs: DeviceCosts, budget: int) -> bool:
+def needs_sharding(architecture: Architecture, costs: DeviceCosts, budget: int) -> bool:
     """Whether a rank cannot hold the whole state of the model in its budget: what --shard auto asks."""
-    return state_bytes(config.model, vocab_size) + costs.beside > budget
+    return state_bytes(architecture) + costs.beside > budget
 
 
 def costs_of(device: torch.device) -> DeviceCosts:
@@ -162,55 +162,56 @@ def costs_of(device: torch.device) -> DeviceCosts:
     return cuda_costs(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), context)
 
 
-def build_tracer(config: TrainConfig, vocab_size: int, costs: DeviceCosts) -> StepTracer:
+def build_tracer(config: TrainConfig, architecture: Architecture, costs: DeviceCosts) -> StepTracer:
     """A tracer of this configuration's step."""
     cpu = torch.device("cpu")
     step = TracedStep(
-        build=lambda front_end: build_step_parts(config, vocab_size, cpu, 1, front_end),
+        build=lambda front_end: build_step_parts(config, architecture, cpu, 1, front_end),
         train=train_step,
         recognize=recognize,
     )
-    return StepTracer(step, build_front_end(config, cpu), costs)
+    return StepTracer(step, architecture.build_front_end(config.augment), costs)
 
 
-def build_traces(config: TrainConfig, vocab_size: int, costs: DeviceCosts) -> Traces:
+def build_traces(config: TrainConfig, architecture: Architecture, costs: DeviceCosts) -> Traces:
     """The traces of this configuration's step, none made yet."""
-    blocks = len(model_without_values(config.model, vocab_size, MEL_BINS).blocks)
-    return Traces(lambda: build_tracer(config, vocab_size, costs), blocks, costs)
+    blocks, hop = len(architecture.build_without_values().blocks), architecture.framing.encoder_hop
+    return Traces(lambda: build_tracer(config, architecture, costs), blocks, costs, hop)
 
 
-def traces_path(config: TrainConfig, vocab_size: int, costs: DeviceCosts) -> Path | None:
+def traces_path(config: TrainConfig, architecture: Architecture, costs: DeviceCosts) -> Path | None:
     """Where the traces of this configuration's step are kept, by a digest of all that they depend on; None: nowhere."""
     folder = cache_folder()
     if folder is None:
         return None
     precision = config.memory.mixed_precision, config.memory.amp_dtype
-    step = config.model, vocab_size, config.augment, config.loss, config.optimizer, precision
+    step = architecture, config.augment, config.loss, config.optimizer, precision
     device = costs.is_cuda, costs.rounding, is_onednn_preferred()
     depends = repr((step, device, digest_of_code(), torch.__version__))
     return folder / f"traces_{hashlib.sha256(depends.encode()).hexdigest()[:32]}.json"
 
 
-def check_state(config: TrainConfig, vocab_size: int, costs: DeviceCosts, budget: int) -> None:
+def check_state(config: TrainConfig, architecture: Architecture, costs: DeviceCosts, budget: int) -> None:
     """A ResourceError where the model's state alone, gradients included, is beyond the budget."""
-    state, beside = state_bytes(config.model, vocab_size) + costs.among_ranks, costs.workspace + costs.context
+    state, beside = state_bytes(architecture) + costs.among_ranks, costs.workspace + costs.context
     if state + beside > budget:
         raise ResourceError(
             f"The weights, gradients and optimizer of this model take {state / MIB:.0f} MiB before any audio, and "
             f"{costs.name} takes {beside / MIB:.0f} MiB for itself: more than the budget of {budget / MIB:.0f} MiB. "
-            f"{_largest_preset(budget - beside)}"
+            f"{_largest_preset(config, budget - beside)}"
         )
 
 
-def state_bytes(shape: ModelConfig, vocab_size: int) -> int:
+def state_bytes(architecture: Architecture) -> int:
     """Bytes of the model's weights, gradients and optimizer."""
-    return state_bytes_of(model_without_values(shape, vocab_size, MEL_BINS))
+    return state_bytes_of(architecture.build_without_values())
 
 
-def _largest_preset(room: int) -> str:
+def _largest_preset(config: TrainConfig, room: int) -> str:
     """A sentence about the largest preset whose state is within the room."""
     for name, shape in PRESETS.items():
-        state = state_bytes(shape, TextConfig().vocab_size)
+        architecture = architecture_of(dataclasses.replace(config, model=shape), TextConfig().vocab_size)
+        state = state_bytes(architecture)
         if state <= room:
             return f"Give --preset {name}, which takes {state / MIB:.0f} MiB, or a larger budget."
     return "No preset is small enough. Give a larger budget."

@@ -21,6 +21,7 @@ from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.plan import BucketPlan
 from konkanivani.memory.planner import ALWAYS, MOST_UTTERANCES, NEVER, Planner
 from konkanivani.memory.traces import Traces
+from konkanivani.model.architecture import Architecture, architecture_of
 from konkanivani.recipe.plan import (
     ONE_RANK,
     Ranks,
@@ -112,14 +113,15 @@ class Report:
 def plan_for(config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ranks = ONE_RANK) -> Report:
     """What of this configuration fits `budget` bytes, on each rank; a ResourceError where not even its state does."""
     config = settled(config)
-    costs = costs_among(costs, config.model, config.text.vocab_size, ranks)
-    check_state(config, config.text.vocab_size, costs, budget)
+    architecture = architecture_of(config, config.text.vocab_size)
+    costs = costs_among(costs, architecture, ranks)
+    check_state(config, architecture, costs, budget)
     questions = [Question(config, costs, budget, mode) for mode in ("never", "always")]
     with _two_processes() as pool:
         awaited = pool.map(_answer, questions)
         validation_peak = pool.submit(_validation_peak, questions[0]).result()  # by the process that is done first
         answers = tuple(awaited)
-    state = state_bytes(config.model, config.text.vocab_size)
+    state = state_bytes(architecture_of(config, config.text.vocab_size))
     return Report(
         device=costs.name,
         precision="half precision" if config.memory.mixed_precision else "full precision",
@@ -133,7 +135,7 @@ def plan_for(config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ranks 
         world=ranks.world,
         sharded=ranks.sharded,
         state_of_rank=state + costs.among_ranks,
-        traffic=traffic_bytes(config.model, config.text.vocab_size, ranks),
+        traffic=traffic_bytes(architecture, ranks),
     )
 
 
@@ -146,9 +148,14 @@ class Question:
     budget: int
     mode: str
 
+    @property
+    def architecture(self) -> Architecture:
+        """Which recogniser is asked about."""
+        return architecture_of(self.config, self.config.text.vocab_size)
+
     def planner(self) -> Planner:
         """A planner of this configuration, who knows what was traced before."""
-        traces = build_traces(self.config, self.config.text.vocab_size, self.costs)
+        traces = build_traces(self.config, self.architecture, self.costs)
         if path := self._traces_path():
             traces.read(path)
         asked = self.config.data.micro_batches_at_once
@@ -162,7 +169,7 @@ class Question:
             traces.write(path)
 
     def _traces_path(self) -> Path | None:
-        return traces_path(self.config, self.config.text.vocab_size, self.costs)
+        return traces_path(self.config, self.architecture, self.costs)
 
     def tell(self, found: str) -> None:
         """Says on the screen, and not where the answer goes, what has been found so far."""
@@ -237,7 +244,7 @@ def plan_presets(
 def _cells(question: Question, budgets: tuple[float, ...]) -> list[str]:
     """The question's cell for each budget in GiB."""
     planner, config, policy, cells = question.planner(), question.config, question.policy, []
-    state = state_bytes(config.model, config.text.vocab_size)
+    state = state_bytes(architecture_of(config, config.text.vocab_size))
     for gib in budgets:
         planner.budget = int(gib * GIB)
         if state + planner.beside() > planner.budget:

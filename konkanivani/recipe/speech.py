@@ -157,7 +157,7 @@ def build_training_speech(
     surroundings: Surroundings,
 ) -> TrainingSpeech:
     """The utterances to train on; those left out are added to the rejections."""
-    limits = training_limits(config.data, config.augment.speed_perturbation)
+    limits = training_limits(config)
     kept = choose_usable(manifest, tokenizer, limits, config.text.digits, rejections)
     if config.data.train_subset < 100:
         kept = kept.part(choose_subset(len(kept), config.data.train_subset, config.run.seed))
@@ -199,7 +199,7 @@ def evaluation_set_of(
     manifest: Manifest, config: TrainConfig, tokenizer: Tokenizer, device: torch.device, rejections: Rejections
 ) -> EvaluationSet:
     """The same of a manifest whose broken rows have been taken."""
-    kept = choose_usable(manifest, tokenizer, evaluation_limits(config.data), config.text.digits, rejections)
+    kept = choose_usable(manifest, tokenizer, evaluation_limits(config), config.text.digits, rejections)
     plan = plan_evaluation(kept.durations, config.data.validation_batch_seconds)
     speech = EvaluationSpeech(kept, tokenizer, manifest.path)
     return EvaluationSet(speech, plan, loader_config(config, device), rejections)

@@ -11,6 +11,7 @@ from konkanivani.base.distributed import ALONE, Topology, from_first
 from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.base.flags import Asked, check_idle_flags, config_from_text, contradictions
 from konkanivani.inference.speech_model import settings_of_weights
+from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.disk import check_disk
 from konkanivani.recipe.paths import check_paths, manifests_of
 from konkanivani.recipe.run_folders import take_log_folder
@@ -122,10 +123,11 @@ def _begin(
 
 def _check_places(config: TrainConfig, vocab_size: int, tell: Tell) -> None:
     choose_precision(config.memory, choose_device(config.run.device))  # flags too, of which torch must be asked
+    architecture = architecture_of(config, vocab_size)
     check_paths(config)
     manifests = count(len(manifests_of(config)), "manifest", "is/are")
     tell("paths", f"{manifests} there, {config.run.checkpoint_dir} and {config.run.log_dir} can be written")
-    tell("disk", "; ".join(room.sentence() for room in check_disk(config, vocab_size)))
+    tell("disk", "; ".join(room.sentence() for room in check_disk(config, architecture)))
 
 
 def _resume_named(asked: Asked, path: Path, tell: Tell) -> Start:

@@ -16,7 +16,8 @@ from konkanivani.decoding.decode import Decode, build_decode
 from konkanivani.evaluation.hypotheses import CheckpointRun, Heard
 from konkanivani.evaluation.transcripts import ScoredText
 from konkanivani.inference.speech_model import settings_of_weights, tokenizer_of
-from konkanivani.recipe.build_step import build_forward, build_front_end
+from konkanivani.model.architecture import architecture_of
+from konkanivani.recipe.build_step import build_forward
 from konkanivani.recipe.speech import build_evaluation_set
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import BEST, LAST
@@ -41,7 +42,7 @@ def load_trained_model(path: str | Path, device: torch.device, topology: Topolog
     config, tokenizer = settings_of_weights(checkpoint), tokenizer_of(checkpoint)
     # The card that it was trained on may have had formats that this device lacks.
     config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, mixed_precision=False))
-    forward = build_forward(config, checkpoint.vocab_size, device, build_front_end(config, device))
+    forward = build_forward(config, architecture_of(config, checkpoint.vocab_size), device)
     load_states(checkpoint, {"model": forward.model})
     return TrainedModel(checkpoint, config, tokenizer, forward, topology)
 

@@ -13,6 +13,7 @@ from konkanivani.data.batch import Batch, in_lanes_order, split_batch
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.recovery import Cut
+from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import ASROutput, KonkaniVaniASR
 from konkanivani.model.blocks import BlockRunner
 from konkanivani.model.front_end import FeatureExtractor
@@ -28,6 +29,7 @@ class ForwardPass:
     micro-batches are run side by side.
     """
 
+    architecture: Architecture
     model: KonkaniVaniASR
     front_end: FeatureExtractor
     recompute: Callable[[float], BlockRunner]

@@ -13,6 +13,7 @@ from konkanivani.base.distributed import ALONE, Topology
 from konkanivani.data.batch import Batch, Window
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.recovery import RememberedSplits
+from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.losses import LossCounts, LossSums
 from konkanivani.training.forward import ForwardPass
@@ -68,6 +69,11 @@ class StepParts:
     topology: Topology = ALONE
     read: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist
     """The step's only read from the device; a trace, whose tensors hold no numbers, puts zeros in its place."""
+
+    @property
+    def architecture(self) -> Architecture:
+        """Which recogniser is trained."""
+        return self.forward.architecture
 
     @property
     def model(self) -> KonkaniVaniASR:

@@ -21,11 +21,12 @@ from konkanivani.base.errors import (
     UsageError,
 )
 from konkanivani.base.flags import config_to_text
+from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe import build as recipe
 from konkanivani.recipe import disk
 from konkanivani.recipe import speech as run_speech
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.build_step import build_front_end, build_step_parts
+from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.disk import check_disk, checkpoint_bytes, most_checkpoints
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
@@ -151,7 +152,7 @@ def test_so_many_problems_are_told_and_the_others_counted():
 
 def saved_size(shape: ModelConfig, directory: Path) -> int:
     config = dataclasses.replace(TrainConfig(), model=shape)
-    parts = build_step_parts(config, 1000, CPU, 1, build_front_end(config, CPU))
+    parts = build_step_parts(config, architecture_of(config, 1000), CPU, 1)
     states = {"model": parts.model.state_dict(), "optimizer": OptimizerState(parts.model, parts.optimizer).state_dict()}
     saved = Checkpoint(config_to_text(config), bytes(30_000), 1000, 1, 7, states)
     return Checkpointer(directory, keep=2).save(saved).stat().st_size
@@ -163,12 +164,12 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("shape", [ModelConfig(32, 2, 1, 2), ModelConfig(64, 3, 2, 2, encoder_type="transformer")])
 def test_the_size_of_a_checkpoint_is_bounded_closely_before_there_is_one(shape, tmp_path):
     size = saved_size(shape, tmp_path)
-    assert size <= checkpoint_bytes(shape, 1000) < size + 1.5 * 2**20
+    assert size <= checkpoint_bytes(architecture_of(TrainConfig(model=shape), 1000)) < size + 1.5 * 2**20
 
 
 def test_the_size_of_the_minimal_preset_is_known_to_three_in_a_hundred(tmp_path):
     size = saved_size(PRESETS["minimal"], tmp_path)
-    assert size <= checkpoint_bytes(PRESETS["minimal"], 1000) < 1.03 * size
+    assert size <= checkpoint_bytes(architecture_of(TrainConfig(model=PRESETS["minimal"]), 1000)) < 1.03 * size
 
 
 def test_the_disk_must_hold_every_checkpoint_that_there_will_be_at_once(tmp_path, monkeypatch):
@@ -176,15 +177,16 @@ def test_the_disk_must_hold_every_checkpoint_that_there_will_be_at_once(tmp_path
     run = RunConfig(**folders, keep_checkpoints=5, epochs=20)
     config = TrainConfig(run=run, model=PRESETS["minimal"])
     assert most_checkpoints(run) == 5 + 4 and most_checkpoints(RunConfig(epochs=1)) == 1 + 4
-    (room,) = check_disk(config, 1000)
-    assert room.needed == 9 * checkpoint_bytes(config.model, 1000) + 20 * 2**20
+    (room,) = check_disk(config, architecture_of(config, 1000))
+    assert room.needed == 9 * checkpoint_bytes(architecture_of(config, 1000)) + 20 * 2**20
     undecided = dataclasses.replace(config, run=dataclasses.replace(run, epochs="auto"))
-    assert check_disk(undecided, 1000)[0].needed == room.needed + 40 * 2**20  # as for the most that there may be
+    (undecided_room,) = check_disk(undecided, architecture_of(config, 1000))
+    assert undecided_room.needed == room.needed + 40 * 2**20  # as for the most that there may be
     monkeypatch.setattr(disk, "free_bytes", lambda folder: room.needed)
-    check_disk(config, 1000)
+    check_disk(config, architecture_of(config, 1000))
     monkeypatch.setattr(disk, "free_bytes", lambda folder: room.needed - 1)
     with pytest.raises(ResourceError) as caught:
-        check_disk(config, 1000)
+        check_disk(config, architecture_of(config, 1000))
     said = str(caught.value)
     assert f"({room.needed} and {room.needed - 1} bytes)" in said and "--keep_checkpoints" in said
 
@@ -192,15 +194,16 @@ def test_the_disk_must_hold_every_checkpoint_that_there_will_be_at_once(tmp_path
 def test_each_file_system_must_hold_what_is_written_to_it(tmp_path, monkeypatch):
     run = RunConfig(checkpoint_dir=str(tmp_path / "checkpoints"), log_dir=str(tmp_path / "runs"), epochs=20)
     config = TrainConfig(run=run, model=PRESETS["minimal"])
-    (together,) = check_disk(config, 1000)
+    (together,) = check_disk(config, architecture_of(config, 1000))
     monkeypatch.setattr(disk, "nearest_folder", lambda path: Path("/proc" if path.name == "runs" else tmp_path))
     monkeypatch.setattr(disk, "free_bytes", lambda folder: 0 if folder.name == "runs" else 2**40)
     with pytest.raises(ResourceError, match=r"needs 20 MiB for \S+runs, has 0 MiB \(20971520 and 0 bytes\)"):
-        check_disk(config, 1000)
+        check_disk(config, architecture_of(config, 1000))
     monkeypatch.setattr(disk, "free_bytes", lambda folder: 2**40)
-    assert [room.needed for room in check_disk(config, 1000)] == [together.needed - 20 * 2**20, 20 * 2**20]
+    apart = check_disk(config, architecture_of(config, 1000))
+    assert [room.needed for room in apart] == [together.needed - 20 * 2**20, 20 * 2**20]
     same = dataclasses.replace(config, run=dataclasses.replace(run, log_dir=run.checkpoint_dir))
-    assert check_disk(same, 1000)[0].needed == together.needed
+    assert check_disk(same, architecture_of(same, 1000))[0].needed == together.needed
 
 
 def test_a_dry_resume_needs_room_for_its_own_files_however_much_the_run_holds(tmp_path):
@@ -210,25 +213,26 @@ def test_a_dry_resume_needs_room_for_its_own_files_however_much_the_run_holds(tm
     config = TrainConfig(run=run, model=PRESETS["minimal"])
     with open(folder / "checkpoint_last.pt", "wb") as file:
         file.truncate(2**40)
-    assert check_disk(config, 1000)[0].needed == 20 * 2**20
+    assert check_disk(config, architecture_of(config, 1000))[0].needed == 20 * 2**20
     dry = dataclasses.replace(config, run=dataclasses.replace(run, dry_run=True))
-    assert check_disk(dry, 1000)[0].needed == 6 * checkpoint_bytes(config.model, 1000) + 20 * 2**20
+    architecture = architecture_of(config, 1000)
+    assert check_disk(dry, architecture)[0].needed == 6 * checkpoint_bytes(architecture) + 20 * 2**20
 
 
 def test_a_resumed_run_needs_no_room_for_what_it_will_replace(tmp_path):
     folder = tmp_path / "checkpoints"
     run = RunConfig(checkpoint_dir=str(folder), log_dir=str(tmp_path / "runs"), resume="auto")
     config = TrainConfig(run=run, model=PRESETS["minimal"])
-    (before,) = check_disk(config, 1000)
+    (before,) = check_disk(config, architecture_of(config, 1000))
     folder.mkdir()
     (folder / "checkpoint_last.pt").write_bytes(bytes(5000))
     os.link(folder / "checkpoint_last.pt", folder / "checkpoint_epoch_1.pt")  # one file, two names
     (folder / "checkpoint_previous.pt").write_bytes(bytes(300))
-    (after,) = check_disk(config, 1000)
+    (after,) = check_disk(config, architecture_of(config, 1000))
     assert before.needed - after.needed == 5300
     os.utime(folder / "checkpoint_previous.pt", ns=(0, 0))
     older = dataclasses.replace(run, resume=str(folder / "checkpoint_previous.pt"))
-    (back,) = check_disk(dataclasses.replace(config, run=older), 1000)
+    (back,) = check_disk(dataclasses.replace(config, run=older), architecture_of(config, 1000))
     assert before.needed - back.needed == 300  # what is newer is kept, in a folder beside
 
 

@@ -10,7 +10,8 @@ from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, same_size
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.live_bytes import LiveBytes
-from konkanivani.recipe.build_step import build_front_end, build_step_parts
+from konkanivani.model.architecture import architecture_of
+from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
 
@@ -40,8 +41,8 @@ def double_parts(
     torch.set_default_dtype(torch.float64)
     try:
         cpu = torch.device("cpu")
-        front_end = build_front_end(config, cpu)
-        return build_step_parts(config, vocab_size, cpu, 100, front_end, topology, sharded)
+        architecture = architecture_of(config, vocab_size)
+        return build_step_parts(config, architecture, cpu, 100, topology=topology, sharded=sharded)
     finally:
         torch.set_default_dtype(torch.float32)
 

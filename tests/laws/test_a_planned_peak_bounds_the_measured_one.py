@@ -12,7 +12,8 @@ from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts, cuda_costs
 from konkanivani.memory.tracer import Load, StepTracer
-from konkanivani.recipe.build_step import build_front_end, build_step_parts
+from konkanivani.model.architecture import architecture_of
+from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.plan import build_tracer
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
@@ -31,12 +32,12 @@ def config_of(model: ModelConfig, half: bool) -> TrainConfig:
 
 
 def parts_of(config: TrainConfig, policy: RecomputePolicy, device: torch.device = CPU) -> StepParts:
-    parts = build_step_parts(config, 40, device, 100, build_front_end(config, device))
+    parts = build_step_parts(config, architecture_of(config, 40), device, 100)
     return parts.recomputing(policy)
 
 
 def tracer_of(config: TrainConfig, costs: DeviceCosts = ONLY_TENSORS) -> StepTracer:
-    return build_tracer(config, 40, costs)
+    return build_tracer(config, architecture_of(config, 40), costs)
 
 
 def window_of(lengths: tuple[float, ...], batch_size: int) -> Window:

@@ -14,8 +14,9 @@ from konkanivani.base.config import DataConfig, LossConfig, MemoryConfig, ModelC
 from konkanivani.data.batch import Batch, Speech, Window, collate, in_lanes_order
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.model.architecture import architecture_of
 from konkanivani.model.losses import LossCounts, LossSums
-from konkanivani.recipe.build_step import build_front_end, build_step_parts
+from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training import step
 from konkanivani.training.concurrent import Turns, in_lanes
 from konkanivani.training.optimizer import OptimizerState
@@ -42,7 +43,7 @@ def parts_of(
         memory=MemoryConfig(gradient_checkpointing=recompute),
         loss=loss or LossConfig(),
     )
-    return build_step_parts(config, VOCAB_SIZE, CPU, 100, build_front_end(config, CPU))
+    return build_step_parts(config, architecture_of(config, VOCAB_SIZE), CPU, 100)
 
 
 def window_of(batch_size: int = 1) -> Window:

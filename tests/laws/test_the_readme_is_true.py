@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from konkanivani.base.config import PRESETS, DecodingConfig, TrainConfig, settings_of
-from konkanivani.model.asr import model_without_values, parameter_count
-from konkanivani.model.front_end import MEL_BINS
+from konkanivani.model.architecture import architecture_of
+from konkanivani.model.asr import parameter_count
 from tests.conftest import ROOT, Corpus
 from tests.patience import PATIENCE
 from tests.test_formats import common_voice
@@ -154,7 +154,7 @@ def test_its_preset_table_is_the_models():
         preset = PRESETS[name]
         shape = preset.d_model, preset.encoder_layers, preset.decoder_layers
         assert shape == (int(width), int(encoder), int(decoder))
-        count = parameter_count(model_without_values(preset, 1000, MEL_BINS))
+        count = parameter_count(architecture_of(TrainConfig(model=preset), 1000).build_without_values())
         assert f"{count / 1e6:.1f}" == millions
 
 

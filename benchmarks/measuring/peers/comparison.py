@@ -15,6 +15,7 @@ from benchmarks.measuring.peers.environment import OURS, pythons_of
 from benchmarks.measuring.peers.machine_rate import SIDE
 from benchmarks.measuring.peers.ours import model_of
 from benchmarks.measuring.peers.race import Result, race
+from konkanivani.base.config import FeatureConfig
 from konkanivani.base.units import MIB
 from konkanivani.memory.plan import STATE_BYTES
 from konkanivani.model.flops import forward_layers, step_flop
@@ -147,7 +148,7 @@ def step_flop_of(entry: Entry, terms: Terms) -> float:
     for start in range(0, terms.utterances, size):
         frames = tuple(speech.frames[start : start + size].tolist())
         tokens = int(speech.token_lengths[start : start + size].max())
-        layers = forward_layers(model_of(terms), VOCABULARY, frames, tokens)
+        layers = forward_layers(model_of(terms), VOCABULARY, FeatureConfig().mel_bins, frames, tokens)
         total += step_flop(layers, entry.setting == "recompute")
     return total
 

@@ -20,6 +20,7 @@ from konkanivani.base.units import MIB
 from konkanivani.data.batch import Window
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import resident_mib
+from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.parts import StepParts
@@ -54,7 +55,8 @@ class KonkaniVani:
         device = choose_device(terms.device)
         self.window = build_window(build_speech(terms.utterances, terms.shortest, terms.longest), entry.micro_batches)
         self.resident_before = resident_mib()
-        self.parts = build_step_parts(config, VOCABULARY, device, TOTAL_STEPS, take_features_as_given)
+        architecture = architecture_of(config, VOCABULARY)
+        self.parts = build_step_parts(config, architecture, device, TOTAL_STEPS, take_features_as_given)
         self.parameters = parameter_count(self.parts.model)
         self.steps = 0
         warm_up(self.parts, self.window)

@@ -23,7 +23,8 @@ from konkanivani.base.process_group import joined
 from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, deal, same_size
 from konkanivani.data.text import OUR_TOKENS
-from konkanivani.recipe.build_step import build_front_end, build_step_parts
+from konkanivani.model.architecture import architecture_of
+from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training import step as training_step
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
@@ -52,7 +53,7 @@ def fixed_window(utterances: int, topology: Topology = ALONE) -> Window:
 def build_parts(topology: Topology = ALONE, sharded: bool = False) -> StepParts:
     """The minimal preset's step parts on the CPU."""
     config, cpu = dataclasses.replace(TrainConfig(), model=PRESETS["minimal"]), torch.device("cpu")
-    return build_step_parts(config, VOCABULARY, cpu, 1000, build_front_end(config, cpu), topology, sharded)
+    return build_step_parts(config, architecture_of(config, VOCABULARY), cpu, 1000, topology=topology, sharded=sharded)
 
 
 class SumClock:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measuring.faults.effort import Effort, FaultTable
-from konkanivani.base.config import PRESETS
+from konkanivani.base.config import PRESETS, TrainConfig
+from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.plan import Ranks, traffic_bytes
 from tests.laws.ranks import start_and_wait
 
@@ -49,7 +50,8 @@ def measure(effort: Effort) -> FaultTable:
     for setting in settings(cores):
         best = min(found[setting.name], key=lambda one: one["step"])
         rates[setting.name] = best["audio"] / best["step"]
-        sent = traffic_bytes(PRESETS["minimal"], VOCABULARY, Ranks(setting.world, setting.sharded)) / 2**20
+        architecture = architecture_of(TrainConfig(model=PRESETS["minimal"]), VOCABULARY)
+        sent = traffic_bytes(architecture, Ranks(setting.world, setting.sharded)) / 2**20
         unit = "micro-batch" if setting.sharded else "step"
         cells = f"{best['step']:.2f}", f"{rates[setting.name]:.1f}", f"{best['sums']:.1%}", f"{sent:.1f} MiB a {unit}"
         rows.append((setting.name, *cells))

@@ -1,7 +1,8 @@
 """What crosses the network in a step, and how long that takes by a model of the network: no other is needed here."""
 
 from benchmarks.measuring.faults.effort import Effort, FaultTable
-from konkanivani.base.config import PRESETS, TextConfig
+from konkanivani.base.config import PRESETS, TextConfig, TrainConfig
+from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.plan import Ranks, traffic_bytes
 
 WORLDS = (2, 4, 8, 64)
@@ -20,10 +21,11 @@ def measure(_: Effort) -> FaultTable:
     """A row for each preset, way and world."""
     rows = []
     for preset, shape in PRESETS.items():
+        architecture = architecture_of(TrainConfig(model=shape), TextConfig().vocab_size)
         for sharded in (False, True):
             for world in WORLDS:
                 ranks = Ranks(world, sharded)
-                sent = traffic_bytes(shape, TextConfig().vocab_size, ranks) * (MICRO_BATCHES if sharded else 1)
+                sent = traffic_bytes(architecture, ranks) * (MICRO_BATCHES if sharded else 1)
                 taken = [seconds(sent, ranks, gigabits) for gigabits in GIGABITS]
                 shares = [f"{time:.3f} s, {time / (COMPUTING + time):.0%}" for time in taken]
                 rows.append(

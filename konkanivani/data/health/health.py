@@ -198,8 +198,7 @@ def content_keys(rows: Iterable[Utterance], asked: np.ndarray) -> np.ndarray:
 def read_rows(part: Part, question: Question) -> RowNumbers:
     """The numbers of a part's rows, in one pass; `audio` is left empty."""
     rows, config = RowNumbers(), question.config
-    speeds = config.augment.speed_perturbation
-    limits = training_limits(config.data, speeds) if part.is_training else evaluation_limits(config.data)
+    limits = training_limits(config) if part.is_training else evaluation_limits(config)
     chosen = set(spread(part.count, question.audio_utterances, config.run.seed))
     for number, utterance in enumerate(part.rows):
         normal = replace(utterance, text=normalize_text(utterance.text, config.text.digits))

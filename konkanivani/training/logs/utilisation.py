@@ -4,10 +4,9 @@ from typing import NamedTuple
 
 import torch
 
-from konkanivani.base.config import ModelConfig
-from konkanivani.base.lengths import feature_length
 from konkanivani.data.batch import Window
-from konkanivani.model.flops import Multiply, forward_layers, product_rate, step_flop
+from konkanivani.model.architecture import Architecture
+from konkanivani.model.flops import Multiply, product_rate, step_flop
 from konkanivani.model.kernels.matmul import product
 
 
@@ -25,8 +24,8 @@ SIZES = {"cuda": MatrixSize(2048, 20), "cpu": MatrixSize(1024, 5)}
 class Utilisation:
     """What a step uses of a device that trains in `dtype`; the device's rate is timed here, in some milliseconds."""
 
-    def __init__(self, model: ModelConfig, vocab_size: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.model, self.vocab_size, self.device = model, vocab_size, device
+    def __init__(self, architecture: Architecture, device: torch.device, dtype: torch.dtype) -> None:
+        self.architecture, self.device = architecture, device
         size, multiply = SIZES[device.type], _multiply_of(dtype)
         self.rate = product_rate(multiply, device, dtype, size.side, size.rounds)
         self._is_card_silent = device.type != "cuda"
@@ -41,7 +40,7 @@ class Utilisation:
     def window_flop(self, window: Window) -> float:
         """The arithmetic that the window's micro-batches need, forward and backward."""
         return sum(
-            step_flop(forward_layers(self.model, self.vocab_size, (feature_length(samples),), tokens), recomputes=False)
+            step_flop(self.architecture.forward_layers((samples,), tokens), recomputes=False)
             for batch in window.micro_batches
             for samples, tokens in zip(batch.sample_lengths, batch.token_lengths, strict=True)
         )

@@ -1,0 +1,52 @@
+"""Which recogniser: everything about one that is known before it has weights, as one value."""
+
+from dataclasses import dataclass
+
+import torch
+
+from konkanivani.base.config import AugmentConfig, FeatureConfig, ModelConfig, TrainConfig
+from konkanivani.base.lengths import Framing
+from konkanivani.model.asr import KonkaniVaniASR, Unfilled
+from konkanivani.model.flops import Layer, forward_layers
+from konkanivani.model.front_end import FrontEnd
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A Conformer or Transformer of ours: its dimensions, the features that it hears, its tokens, its heads.
+
+    What is built of equal values has the same shapes, takes the same memory and the same arithmetic.
+    """
+
+    model: ModelConfig
+    features: FeatureConfig
+    vocab_size: int
+    has_ctc: bool = True
+
+    @property
+    def framing(self) -> Framing:
+        """How many frames so many samples are."""
+        return Framing(self.features)
+
+    def build(self) -> KonkaniVaniASR:
+        """The network, initialised from torch's generator."""
+        return KonkaniVaniASR(self.model, self.vocab_size, self.features.mel_bins, self.has_ctc)
+
+    def build_without_values(self) -> KonkaniVaniASR:
+        """The network on the device `meta`, for its shapes, or for weights that are there already to be assigned."""
+        with torch.device("meta"), Unfilled():
+            return self.build()
+
+    def build_front_end(self, augment: AugmentConfig) -> FrontEnd:
+        """Waveforms to the features that the network hears."""
+        return FrontEnd(self.features, augment)
+
+    def forward_layers(self, samples: tuple[int, ...], tokens: int) -> tuple[Layer, ...]:
+        """Every product of a forward pass over utterances of so many samples, `tokens` tokens each."""
+        frames = tuple(map(self.framing.feature_length, samples))
+        return forward_layers(self.model, self.vocab_size, self.features.mel_bins, frames, tokens)
+
+
+def architecture_of(config: TrainConfig, vocab_size: int) -> Architecture:
+    """The recogniser that these settings describe, for a tokenizer of so many tokens."""
+    return Architecture(config.model, config.features, vocab_size, has_ctc=config.loss.ctc_weight != 0)
