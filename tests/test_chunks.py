@@ -37,7 +37,7 @@ def losses_and_gradients(parts: StepParts, cut: Window) -> dict[str, torch.Tenso
     counts = LossCounts(cut.tokens, cut.utterances)
     sums = [forward_and_backward(parts, batch, counts) for batch in cut.micro_batches]
     found = {name: p.grad for name, p in parts.model.named_parameters()}
-    return found | {"ctc": sum(s.ctc.detach() for s in sums), "attention": sum(s.attention.detach() for s in sums)}
+    return found | {"ctc": sum(s[0].detach() for s in sums), "attention": sum(s[1].detach() for s in sums)}
 
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

@@ -29,7 +29,7 @@ def parts_of(run: str) -> StepParts:
     """The run's step parts, freshly initialised."""
     parts = double_parts(RUNS[run])
     loss = LossConfig(ctc_weight=0.3, intermediate_ctc_weight=0.3 if run == "intermediate_ctc" else 0.0)
-    forward = dataclasses.replace(parts.forward, loss=loss)
+    forward = dataclasses.replace(parts.forward, objective=parts.architecture.objective(loss))
     return dataclasses.replace(parts, forward=forward, schedule=OptimizerConfig(warmup_steps=500))
 
 

@@ -51,7 +51,7 @@ def settled(config: TrainConfig, amount: Amount = MUCH_SPEECH) -> TrainConfig:
     config = dataclasses.replace(config, data=_with_window(config.data, amount.window_size))
     chosen = {
         "tokenizer_type": "char" if amount.is_little else "unigram",
-        "ctc_weight": 0.7 if amount.is_little else 0.3,
+        "ctc_weight": 1.0 if not config.model.decoder_layers else 0.7 if amount.is_little else 0.3,
         "speed_perturbation": (1.0,) if amount.is_little else (0.9, 1.0, 1.1),
         "epochs": round(min(MOST_EPOCHS, max(FEWEST_EPOCHS, HOURS_HEARD / max(amount.hours, 1e-9)))),
     }

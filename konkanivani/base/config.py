@@ -20,7 +20,7 @@ class ModelConfig:
     encoder_layers: int = 12
     """Blocks in the encoder."""
     decoder_layers: int = 6
-    """Blocks in the attention decoder."""
+    """Blocks in the attention decoder (0: none, CTC alone)."""
     attention_heads: int = 4
     """Attention heads; d_model / attention_heads must be even."""
     feedforward_dim: int | None = None
@@ -68,8 +68,9 @@ class DataConfig:
     """JSONL manifest scored once at the end, by greedy CTC."""
     audio_roots: tuple[str, ...] = ()
     """Folders beside each manifest's own that its audio may lie in; rows that name other places are broken."""
-    test_decode: Literal["greedy", "prefix", "attention", "joint"] = "joint"
-    """How the test manifest is scored a second time, with a beam of 10; greedy: no second time."""
+    test_decode: Literal["auto", "greedy", "prefix", "attention", "joint"] = "auto"
+    """How the test manifest is scored a second time, with a beam of 10; greedy: no second time (auto: joint, or by the
+    one head that there is)."""
     batch_size: int | Literal["auto"] = 2
     """Utterances in one micro-batch; auto: by their length, as many as --memory_budget (or what is free) allows."""
     gradient_accumulation_steps: int | Literal["auto"] = "auto"
@@ -150,7 +151,8 @@ class LossConfig:
     """What is minimised."""
 
     ctc_weight: float | Literal["auto"] = "auto"
-    """Share of the CTC loss; the rest is the attention loss (auto: 0.7 for less than ten hours of speech, else 0.3)."""
+    """Share of the CTC loss; the rest is the attention loss (0: no CTC; auto: 0.7 for less than ten hours of speech,
+    else 0.3; 1 without a decoder)."""
     intermediate_ctc_weight: float = 0.0
     """Share of the CTC loss that is asked of the encoder's middle block, for the same head."""
     label_smoothing: float = 0.1

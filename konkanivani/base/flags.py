@@ -156,6 +156,11 @@ def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
         for old, new in pairs
         if old.value != new.value and old.group in ("text", "features", "model") and old.name != "dropout"
     ]
+    weights = [config.loss.ctc_weight for config in (asked, stored)]
+    if 0 in weights and weights[0] != weights[1]:
+        found.append(
+            f"--ctc_weight is {weights[0]} here and {weights[1]} in the checkpoint, and 0 is a model without CTC"
+        )
     if stored.window_size != asked.window_size:
         found.append(
             f"the effective batch (--batch_size x --gradient_accumulation_steps) is {asked.window_size} here "

@@ -37,6 +37,7 @@ def check_config(config: TrainConfig) -> None:
         *_feature_rules(config.features),
         *_augment_rules(config.augment, config.features.mel_bins),
         *_learning_rules(config),
+        *_head_rules(config),
         *_run_rules(config.run),
         Rule(not finite, f"{', '.join('--' + name for name in finite)} must be a finite number"),
     ]
@@ -83,9 +84,10 @@ def _model_rules(model: ModelConfig) -> list[Rule]:
     heads, width = model.attention_heads, model.d_model
     return [
         Rule(
-            min(width, model.encoder_layers, model.decoder_layers, heads) > 0,
-            "--d_model, --encoder_layers, --decoder_layers and --attention_heads must be at least 1",
+            min(width, model.encoder_layers, heads) > 0,
+            "--d_model, --encoder_layers and --attention_heads must be at least 1",
         ),
+        Rule(model.decoder_layers >= 0, "--decoder_layers must be at least 0"),
         Rule(
             heads > 0 and width % (2 * heads) == 0,
             f"--d_model {width} must be a multiple of twice --attention_heads {heads}",
@@ -172,6 +174,29 @@ def _learning_rules(config: TrainConfig) -> list[Rule]:
         ),
         Rule(optimizer.max_grad_norm > 0, "--max_grad_norm must be above 0"),
         Rule(config.memory.empty_cache_interval >= 0, "--empty_cache_interval must be at least 0"),
+    ]
+
+
+def _head_rules(config: TrainConfig) -> list[Rule]:
+    loss, has_decoder, asked = config.loss, config.model.decoder_layers > 0, config.data.test_decode
+    has_ctc = loss.ctc_weight != 0
+    return [
+        Rule(
+            has_decoder or loss.ctc_weight in (AUTO, 1),
+            "--decoder_layers 0 leaves CTC alone: give --ctc_weight 1, or leave it out",
+        ),
+        Rule(
+            has_ctc or not loss.intermediate_ctc_weight,
+            "--intermediate_ctc_weight is a share of the CTC loss, of which --ctc_weight 0 leaves none",
+        ),
+        Rule(
+            has_decoder or asked not in ("attention", "joint"),
+            f"--test_decode {asked} needs a decoder, and --decoder_layers is 0: give auto, greedy or prefix",
+        ),
+        Rule(
+            has_ctc or asked not in ("prefix", "joint"),
+            f"--test_decode {asked} needs CTC, and --ctc_weight is 0: give auto, greedy or attention",
+        ),
     ]
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from konkanivani.base.config import DecodingConfig
+from konkanivani.base.errors import UsageError
 from konkanivani.base.lengths import Lengths
 from konkanivani.data.text import OUR_TOKENS, SpecialTokens, Tokenizer
 from konkanivani.decoding.beam import Scorers, Weighted, beam_search
@@ -18,6 +19,7 @@ from konkanivani.decoding.hypothesis import Hypothesis
 from konkanivani.decoding.language_model import LanguageModel, read_language_model
 from konkanivani.decoding.prefix_beam import prefix_beam_search
 from konkanivani.decoding.scorers import AttentionScorer, CTCScorer, LanguageModelScorer
+from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import KonkaniVaniASR
 
 
@@ -72,10 +74,33 @@ class BeamDecode:
         return beam_search(scorers, encoded_lengths, self.beam, best, encoded.device)
 
 
-def build_decode(config: DecodingConfig, tokenizer: Tokenizer, device: torch.device) -> Decode:
-    """The decoding that the settings ask for; a DataError where their language model is none of the tokenizer's."""
+def greedy_decode(architecture: Architecture, special: SpecialTokens) -> Decode:
+    """The likeliest path of CTC, or, of a recogniser without, the likeliest token one after another."""
+    return greedy_ctc if architecture.has_ctc else BeamDecode(1, 0.0, 0.0, None, 0.0, special)
+
+
+def ways_to_decode(architecture: Architecture) -> dict[str, bool]:
+    """Every way of `DecodingConfig.decode`, and whether the recogniser has the heads for it; the best one last."""
+    has_ctc, has_decoder = architecture.has_ctc, architecture.has_decoder
+    return {"greedy": True, "prefix": has_ctc, "attention": has_decoder, "joint": has_ctc and has_decoder}
+
+
+def build_decode(
+    config: DecodingConfig, architecture: Architecture, tokenizer: Tokenizer, device: torch.device
+) -> Decode:
+    """The decoding that the settings ask for.
+
+    A UsageError where the recogniser has not the heads for it; a DataError where their language model is none of the
+    tokenizer's.
+    """
+    possible = [way for way, is_possible in ways_to_decode(architecture).items() if is_possible]
+    if config.decode not in possible:
+        missing = "CTC head" if not architecture.has_ctc else "attention decoder"
+        raise UsageError(
+            f"The model has no {missing}, which --decode {config.decode} needs: give --decode {' or '.join(possible)}."
+        )
     if config.decode == "greedy":
-        return greedy_ctc
+        return greedy_decode(architecture, tokenizer.special)
     language_model, weight = None, config.language_model_weight
     if config.language_model is not None and weight:
         language_model = read_language_model(config.language_model, tokenizer, device)

@@ -47,8 +47,8 @@ class CheckpointRun:
     manifest: str
     left_out: int
     loss: float
-    ctc_loss: float
-    attention_loss: float
+    ctc_loss: float | None
+    attention_loss: float | None
     seconds: float
     decoding: DecodingConfig
 
@@ -61,7 +61,9 @@ class CheckpointRun:
     def facts(self) -> tuple[Fact, ...]:
         """How the hypotheses came about."""
         left_out = f" ({count(self.left_out, 'row')} left out)" if self.left_out else ""
-        losses = f"{self.loss:.3f} (CTC {self.ctc_loss:.3f}, attention {self.attention_loss:.3f}) nats a token"
+        terms = [("CTC", self.ctc_loss), ("attention", self.attention_loss)]
+        told = ", ".join(f"{name} {loss:.3f}" for name, loss in terms if loss is not None)
+        losses = f"{self.loss:.3f} ({told}) nats a token"
         return (
             Fact("checkpoint", f"{self.checkpoint}, step {self.step:,}"),
             Fact("manifest", self.manifest + left_out),

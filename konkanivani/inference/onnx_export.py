@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from konkanivani.base.errors import ResourceError
+from konkanivani.base.errors import ResourceError, UsageError
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.data.text import Tokenizer
 from konkanivani.inference.onnx_graph import RecognitionGraph
@@ -51,6 +51,8 @@ def build_onnx(speech_model: SpeechModel) -> bytes:
     """
     import onnx
 
+    if not speech_model.architecture.has_ctc:
+        raise UsageError("ONNX files hold the encoder and CTC, which this model has not: export it as a bundle.")
     graph = RecognitionGraph(speech_model)
     example = torch.zeros(2, SAMPLE_RATE), torch.tensor([SAMPLE_RATE, SAMPLE_RATE // 2])
     batch, samples = torch.export.Dim("batch"), torch.export.Dim("samples", max=MOST_SAMPLES)

@@ -23,7 +23,7 @@ from konkanivani.inference.bundle import is_bundle, read_bundle
 from konkanivani.inference.segmentation import Cutting, Piece, cut_into_pieces, cutting_of
 from konkanivani.inference.speech_model import SpeechModel, speech_model_of
 from konkanivani.inference.transcript import Segment, Transcript, Word
-from konkanivani.inference.word_times import Lags, align_tokens, timed_words, words_of
+from konkanivani.inference.word_times import AlignedToken, Lags, align_tokens, spread_tokens, timed_words, words_of
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 
 LONGEST_PIECE = 30.0  # seconds; a model that was trained on longer utterances has no need of longer pieces
@@ -76,12 +76,20 @@ class Recognizer:
         hypotheses = self.decode(self.speech_model.model, encoded, encoded_lengths)
         found = []
         for piece, row, length, tokens in zip(pieces, encoded, encoded_lengths, hypotheses, strict=True):
-            log_probabilities = self.speech_model.model.ctc_head(row[:length]).float().log_softmax(dim=-1)
-            aligned = align_tokens(log_probabilities, tokens)
-            words = words_of(aligned, self.speech_model.tokenizer, self.speech_model.architecture.framing)
+            words = words_of(
+                self._align(row[:length], tokens),
+                self.speech_model.tokenizer,
+                self.speech_model.architecture.framing,
+            )
             lags.learn(words, piece)
             found.append(_words_of_core(timed_words(words, lags, piece.end - piece.start), piece))
         return found
+
+    def _align(self, encoded: torch.Tensor, tokens: list[int]) -> list[AlignedToken]:
+        """Where in encoded (T', D) the tokens were spoken, as CTC says; spread evenly where there is no CTC."""
+        if not self.speech_model.architecture.has_ctc:
+            return spread_tokens(len(encoded), tokens)
+        return align_tokens(self.speech_model.model.ctc_head(encoded).float().log_softmax(dim=-1), tokens)
 
 
 def load_recognizer(
@@ -110,7 +118,7 @@ def build_recognizer(
     """
     speech_model = load_speech_model(path, choose_device(device))
     longest = min(speech_model.longest_seconds, LONGEST_PIECE) if longest_seconds is None else longest_seconds
-    decode = build_decode(decoding, speech_model.tokenizer, speech_model.device)
+    decode = build_decode(decoding, speech_model.architecture, speech_model.tokenizer, speech_model.device)
     return Recognizer(speech_model, decode, cutting_of(longest, pause_seconds))
 
 

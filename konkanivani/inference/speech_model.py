@@ -69,7 +69,8 @@ def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
         raise CheckpointError(f"The checkpoint's settings are none of ours. {error}") from None
     tokenizer_of(checkpoint)
     weights = checkpoint.states.get("model", {})
-    layers = f"encoder.blocks.{config.model.encoder_layers - 1}.", f"decoder.blocks.{config.model.decoder_layers - 1}."
+    counts = {"encoder": config.model.encoder_layers, "decoder": config.model.decoder_layers}
+    layers = [f"{stack}.blocks.{count - 1}." for stack, count in counts.items() if count]
     if not is_within_bounds(config.model) or not all(any(n.startswith(last) for n in weights) for last in layers):
         raise CheckpointError("The checkpoint's model has not the weights of its dimensions. Use another checkpoint.")
     model = architecture_of(config, checkpoint.vocab_size).build_without_values()

@@ -14,7 +14,7 @@ import torch
 from konkanivani.base.errors import NumericsError
 from konkanivani.base.lengths import SAMPLE_RATE, Lengths
 from konkanivani.data.loader.loading import load_batches
-from konkanivani.decoding.ctc import greedy_ctc
+from konkanivani.decoding.decode import greedy_decode
 from konkanivani.evaluation.metrics import ErrorRates, error_rates
 from konkanivani.inference.onnx_model import OnnxModel
 from konkanivani.inference.speech_model import SpeechModel
@@ -48,9 +48,10 @@ class Comparison:
 
 def hear_with(speech_model: SpeechModel) -> Hear:
     """Greedy decoding with the model."""
+    decode = greedy_decode(speech_model.architecture, speech_model.tokenizer.special)
 
     def hear(waveforms: torch.Tensor, sample_lengths: Lengths) -> list[str]:
-        found = greedy_ctc(speech_model.model, *speech_model.encode(waveforms, sample_lengths))
+        found = decode(speech_model.model, *speech_model.encode(waveforms, sample_lengths))
         return [speech_model.tokenizer.decode(tokens) for tokens in found]
 
     return hear

@@ -46,12 +46,17 @@ def align_tokens(log_probabilities: torch.Tensor, tokens: list[int]) -> list[Ali
     if not tokens:
         return []
     if ctc_frames_needed(tokens) > frames:
-        share = frames / len(tokens)
-        return [AlignedToken(token, place * share, (place + 1) * share, None) for place, token in enumerate(tokens)]
+        return spread_tokens(frames, tokens)
     targets = torch.tensor([tokens], device=log_probabilities.device)
     paths, scores = torchaudio.functional.forced_align(log_probabilities[None].float(), targets, blank=BLANK)
     spans = torchaudio.functional.merge_tokens(paths[0], scores[0].exp(), blank=BLANK)
     return [AlignedToken(span.token, span.start, span.end, span.score) for span in spans]
+
+
+def spread_tokens(frames: int, tokens: list[int]) -> list[AlignedToken]:
+    """The tokens (U), evenly over so many frames, without a probability."""
+    each = frames / max(1, len(tokens))
+    return [AlignedToken(token, place * each, (place + 1) * each, None) for place, token in enumerate(tokens)]
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from konkanivani.memory.plan import state_bytes_of
 from konkanivani.memory.shapes import Shapes
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import KonkaniVaniASR, trained_parameters
+from konkanivani.model.cache import FIRST_ROOM
 from konkanivani.model.front_end import FeatureExtractor
 
 
@@ -159,7 +160,7 @@ class StepTracer:
         forward.model.eval()
         batch = self._batch(load)
         with self._mode, torch.no_grad(), live:
-            self._step.recognize(forward, batch, _best_path_on_the_device)
+            self._step.recognize(forward, batch, _greedy_on_the_device)
         return live.peak
 
     def _count_state(self, live: LiveBytes, with_gradients: bool) -> None:
@@ -203,9 +204,19 @@ class _Phases:
     def tend_cache(self) -> None: ...
 
 
-def _best_path_on_the_device(model: KonkaniVaniASR, encoded: torch.Tensor, _lengths: Lengths) -> list[list[int]]:
-    """What greedy decoding does on the device; the rest of it is the host's."""
-    likeliest_tokens(model, encoded)
+def _greedy_on_the_device(model: KonkaniVaniASR, encoded: torch.Tensor, lengths: Lengths) -> list[list[int]]:
+    """What greedy decoding does on the device; the rest of it is the host's.
+
+    Without CTC it is the decoder's, whose cache grows until a hypothesis has as many tokens as there are frames.
+    """
+    if model.ctc_head is not None:
+        likeliest_tokens(model, encoded)
+        return []
+    cache = model.decoder.begin(encoded, lengths, beam=1)
+    tokens = torch.empty(len(encoded), 1, dtype=torch.long)
+    while cache.length < encoded.shape[1]:
+        model.decoder.output(model.decoder.step(tokens, cache)).double().log_softmax(dim=-1)
+        cache.length = max(FIRST_ROOM, 2 * cache.length - 2)  # to where there is no more room
     return []
 
 

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.base.config import AugmentConfig, FeatureConfig, ModelConfig, TrainConfig
+from konkanivani.base.config import AugmentConfig, FeatureConfig, LossConfig, ModelConfig, TrainConfig
 from konkanivani.base.lengths import Framing
 from konkanivani.model.asr import KonkaniVaniASR, Unfilled
-from konkanivani.model.flops import Layer, forward_layers
+from konkanivani.model.flops import CTC_HEAD, Layer, forward_layers
 from konkanivani.model.front_end import FrontEnd
+from konkanivani.model.losses import LossTerm, Objective
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,20 @@ class Architecture:
     features: FeatureConfig
     vocab_size: int
     has_ctc: bool = True
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether there is an attention decoder."""
+        return self.model.decoder_layers > 0
+
+    def objective(self, loss: LossConfig) -> Objective:
+        """What is minimised: a term of each head."""
+        terms = []
+        if self.has_ctc:
+            terms.append(LossTerm("ctc", loss.ctc_weight, has_end=False))
+        if self.has_decoder:
+            terms.append(LossTerm("attention", 1 - loss.ctc_weight, has_end=True))
+        return Objective(tuple(terms), loss.label_smoothing, loss.intermediate_ctc_weight)
 
     @property
     def framing(self) -> Framing:
@@ -44,7 +59,8 @@ class Architecture:
     def forward_layers(self, samples: tuple[int, ...], tokens: int) -> tuple[Layer, ...]:
         """Every product of a forward pass over utterances of so many samples, `tokens` tokens each."""
         frames = tuple(map(self.framing.feature_length, samples))
-        return forward_layers(self.model, self.vocab_size, self.features.mel_bins, frames, tokens)
+        layers = forward_layers(self.model, self.vocab_size, self.features.mel_bins, frames, tokens)
+        return tuple(layer for layer in layers if self.has_ctc or layer.name != CTC_HEAD)
 
 
 def architecture_of(config: TrainConfig, vocab_size: int) -> Architecture:

@@ -16,6 +16,7 @@ from konkanivani.model.blocks import BlockRunner, run_directly
 from konkanivani.model.decoder import Decoder
 from konkanivani.model.encoder import Encoder
 from konkanivani.model.kernels.linear import Linear
+from konkanivani.model.losses import LossSums, Objective, Spoken, attention_loss_sum, ctc_loss_sum
 
 
 @dataclass(frozen=True)
@@ -23,31 +24,31 @@ class ASROutput:
     """What one forward pass gives: encoded (B, T', D), their lengths, decoded (B, U + 1, D).
 
     `middle` (B, T', D) is what the encoder's middle block made, before any norm. `ctc_head` makes CTC logits (B, T', V)
-    of `encoded`, `decoder.output` attention logits (B, U + 1, V) of `decoded`.
+    of `encoded`, `decoder.output` attention logits (B, U + 1, V) of `decoded`, which is None without a decoder.
     """
 
     encoded: torch.Tensor
     middle: torch.Tensor
     encoded_lengths: Lengths
-    decoded: torch.Tensor
+    decoded: torch.Tensor | None
 
 
 class KonkaniVaniASR(torch.nn.Module):
-    """Conformer or Transformer encoder, CTC head, Transformer decoder."""
+    """Conformer or Transformer encoder; CTC head, Transformer decoder or both."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, mel_bins: int, has_ctc: bool = True) -> None:
         super().__init__()
         self.config = config
         self.encoder = Encoder(config, mel_bins)
         self.ctc_head = Linear(config.d_model, vocab_size) if has_ctc else None
-        self.decoder = Decoder(config, vocab_size)
+        self.decoder = Decoder(config, vocab_size) if config.decoder_layers else None
         for number, block in enumerate(self.blocks):
             block.number = number
 
     @property
     def blocks(self) -> list[torch.nn.Module]:
         """What can be recomputed in the backward pass, in the order of the forward pass; the subsampling is one."""
-        return [self.encoder.subsampling, *self.encoder.blocks, *self.decoder.blocks]
+        return [self.encoder.subsampling, *self.encoder.blocks, *(self.decoder.blocks if self.decoder else ())]
 
     def forward(
         self,
@@ -60,7 +61,29 @@ class KonkaniVaniASR(torch.nn.Module):
         """Teacher forcing: features (B, T, F) with their lengths, decoder_tokens (B, U + 1)."""
         frames = self.encoder.with_middle(features, feature_lengths, run_block, chunk_frames)
         encoded, _, encoded_lengths = frames
-        return ASROutput(*frames, self.decoder(decoder_tokens, encoded, encoded_lengths, run_block))
+        decoded = self.decoder and self.decoder(decoder_tokens, encoded, encoded_lengths, run_block)
+        return ASROutput(*frames, decoded)
+
+    def loss_sums(self, output: ASROutput, spoken: Spoken, objective: Objective, chunk_frames: int) -> LossSums:
+        """Each term of the objective, summed over the utterances."""
+        sums = {
+            "ctc": lambda: self._ctc_loss_sum(output, spoken, objective.intermediate_ctc, chunk_frames),
+            "attention": lambda: attention_loss_sum(
+                output.decoded, self.decoder.output, spoken.targets, objective.label_smoothing, chunk_frames
+            ),
+        }
+        return tuple(sums[term.name]() for term in objective.terms)
+
+    def _ctc_loss_sum(self, output: ASROutput, spoken: Spoken, of_middle: float, chunk_frames: int) -> torch.Tensor:
+        """The CTC loss; in training a portion of it is the middle block's, through the same norm and head."""
+
+        def loss_sum(encoded: torch.Tensor) -> torch.Tensor:
+            frames = encoded, self.ctc_head, output.encoded_lengths
+            return ctc_loss_sum(*frames, spoken.tokens, spoken.token_lengths, chunk_frames)
+
+        if not of_middle or not self.training:
+            return loss_sum(output.encoded)
+        return (1 - of_middle) * loss_sum(output.encoded) + of_middle * loss_sum(self.encoder.norm(output.middle))
 
     def ctc_logits(self, features: torch.Tensor, feature_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
         """The encoder and the CTC head alone: logits (B, T', V) and their lengths, for greedy decoding."""

@@ -17,6 +17,7 @@ import torch
 from konkanivani.base.config import ModelConfig
 from konkanivani.base.lengths import subsampled_length
 
+CTC_HEAD = "CTC head"
 LONGEST_TIMING = 1.0  # seconds; a format that a processor has no instructions for takes one for each product
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -68,13 +69,13 @@ def forward_layers(
         Layer("attention's projections", "L 8 N D^2", blocks * 8 * packed * width**2),
         Layer("attention", "L 4 sum T'^2 D", blocks * 4 * pairs * width, is_dense=False),
         *convolution,
-        Layer("CTC head", "2 B T' D V", 2 * rows * width * vocab_size),
+        Layer(CTC_HEAD, "2 B T' D V", 2 * rows * width * vocab_size),
         Layer("decoder's self-attention", "M 8 B U D^2", decoders * 8 * spoken * width**2),
         Layer("its products", "M 4 B U^2 D", decoders * 4 * spoken * (tokens + 1) * width, is_dense=False),
         Layer("cross-attention", "M 4 B (U + T') D^2", decoders * 4 * (spoken + rows) * width**2),
         Layer("its products over frames", "M 4 B U T' D", decoders * 4 * spoken * encoded * width, is_dense=False),
         Layer("decoder's feed-forward", "M 4 B U D I", decoders * 4 * spoken * width * inner),
-        Layer("decoder's output", "2 B U D V", 2 * spoken * width * vocab_size),
+        Layer("decoder's output", "2 B U D V", bool(decoders) * 2 * spoken * width * vocab_size),
     )
 
 

@@ -6,7 +6,11 @@ at once.
 B batch, T' encoder frames, D model width, U tokens, V vocabulary.
 """
 
+import functools
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +23,14 @@ from konkanivani.model.kernels.recompute import recomputed
 TARGET_PADDING = -1
 
 
+class Spoken(Protocol):
+    """What was said: tokens (B, U) with their lengths, and the decoder's targets (B, U + 1), padded with -1."""
+
+    tokens: torch.Tensor
+    token_lengths: Lengths
+    targets: torch.Tensor
+
+
 @dataclass(frozen=True)
 class LossCounts:
     """What the losses of one window are divided by: its tokens, and its utterances (one end token each)."""
@@ -28,18 +40,53 @@ class LossCounts:
 
 
 @dataclass(frozen=True)
-class LossSums:
-    """Losses in nats, summed over a micro-batch's utterances and tokens: 0-dim tensors."""
+class LossTerm:
+    """One of the losses that are minimised together; `has_end`: it asks for an end token of each utterance too."""
 
-    ctc: torch.Tensor
-    attention: torch.Tensor
+    name: Literal["ctc", "attention"]
+    weight: float
+    has_end: bool
+
+    def divisor(self, counts: LossCounts) -> float:
+        """What makes a loss a token of its sum."""
+        return counts.tokens + counts.utterances if self.has_end else counts.tokens
 
 
-def joint_loss(sums: LossSums, counts: LossCounts, ctc_weight: float) -> torch.Tensor:
-    """ctc_weight x CTC + (1 - ctc_weight) x attention loss, each a token, with end tokens (Watanabe et al., 2017)."""
-    return ctc_weight * sums.ctc / counts.tokens + (1 - ctc_weight) * sums.attention / (
-        counts.tokens + counts.utterances
-    )
+LossSums = tuple[torch.Tensor, ...]
+"""Losses in nats, summed over a micro-batch's utterances and tokens: 0-dim tensors, one a term of the objective."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Losses in nats a token: the weighted sum, and its terms; None for one that the model is not trained by."""
+
+    all: float
+    ctc: float | None
+    attention: float | None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised: losses a token, weighted (CTC and attention: Watanabe et al., 2017).
+
+    A portion `intermediate_ctc` of the CTC loss is asked of the encoder's middle block (Lee and Watanabe, 2021).
+    """
+
+    terms: tuple[LossTerm, ...]
+    label_smoothing: float = 0.0
+    intermediate_ctc: float = 0.0
+
+    def total(self, sums: LossSums, counts: LossCounts) -> torch.Tensor:
+        """The loss of a micro-batch, its portion of the window's."""
+        weighted = (term.weight * summed / term.divisor(counts) for term, summed in zip(self.terms, sums, strict=True))
+        return functools.reduce(operator.add, weighted)
+
+    def losses(self, sums: Sequence[float], counts: LossCounts) -> Losses:
+        """The losses of a whole window, or of all that was evaluated."""
+        pairs = zip(self.terms, sums, strict=True)
+        found = {term.name: summed / term.divisor(counts) for term, summed in pairs}
+        total = sum(term.weight * found[term.name] for term in self.terms)
+        return Losses(total, found.get("ctc"), found.get("attention"))
 
 
 def ctc_loss_sum(

@@ -17,7 +17,7 @@ from konkanivani.data.batching import EpochPlanner, same_size
 from konkanivani.data.dataset import TrainingSpeech
 from konkanivani.data.loader.loading import WindowStream
 from konkanivani.data.text import Tokenizer
-from konkanivani.decoding.ctc import greedy_ctc
+from konkanivani.decoding.decode import greedy_decode
 from konkanivani.memory.budget import BudgetWatch, available_bytes, enforce_budget
 from konkanivani.memory.gpu import announce_card
 from konkanivani.memory.monitor import keep_holes_out, resident_mib
@@ -79,7 +79,7 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
         plan=plan,
         watch=BudgetWatch(plan.budget / MIB if plan and device.type == "cpu" else float("inf"), resident_before),
         validation=validation.within(plan.validation_seconds) if plan and validation else validation,
-        decode=greedy_ctc,
+        decode=greedy_decode(step.architecture, speech.tokenizer.special),
         stateful=stateful,
         plan_digest=planner.digest(),
         checkpointer=checkpointer,

@@ -49,7 +49,7 @@ def build_forward(
         monitor=MemoryMonitor(device, config.memory.empty_cache_interval),
         device=device,
         amp_dtype=choose_precision(config.memory, device),
-        loss=config.loss,
+        objective=architecture.objective(config.loss),
         at_once=at_once_of(config, device, is_sharded=sharded_over is not None),
     )
 

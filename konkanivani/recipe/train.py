@@ -7,15 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from konkanivani.base.command_line import output_may_be_lost
-from konkanivani.base.config import DataConfig, DecodingConfig
+from konkanivani.base.config import AUTO, DecodingConfig
 from konkanivani.base.console import say
 from konkanivani.base.device import choose_device
-from konkanivani.base.distributed import ALONE, Topology, check_same, from_first
+from konkanivani.base.distributed import Topology, check_same, from_first
 from konkanivani.base.flags import Asked
-from konkanivani.decoding.decode import build_decode
+from konkanivani.decoding.decode import build_decode, ways_to_decode
 from konkanivani.memory.oom_history import write_sizes
 from konkanivani.memory.phases import PhaseMemory
 from konkanivani.memory.recovery import DidNotFit
@@ -66,7 +64,7 @@ def score_and_sum_up(run: Run) -> str:
     """The run in one line of JSON, the test manifest scored with the best checkpoint."""
     config = run.settings
     best = from_first(run.topology, lambda: best_checkpoint(config.run.checkpoint_dir))
-    scores = score_test(best, config.data, run.step.forward.device, run.topology)
+    scores = score_test(run, best)
     say(f"Look at the run with: .venv/bin/tensorboard --logdir {config.run.log_dir} --host 127.0.0.1")
     return summary_line(run, scores, str(best), f"{config.run.log_dir}/{config.run.run_name}")
 
@@ -89,16 +87,16 @@ class TestScore:
     evaluation: Evaluation | None
 
 
-def score_test(
-    checkpoint: Path, config: DataConfig, device: torch.device, topology: Topology = ALONE
-) -> tuple[TestScore, ...]:
-    """The test manifest scored by greedy CTC, and by --test_decode where that is another; each rank hears its share."""
-    ways = dict.fromkeys(("greedy", config.test_decode))
-    if config.test_manifest is None:
-        return tuple(TestScore(decode, None) for decode in ways)
-    trained = load_trained_model(checkpoint, device, topology)
-    decoders = [build_decode(DecodingConfig(decode), trained.tokenizer, device) for decode in ways]
-    evaluations = [evaluate_manifest(trained, config.test_manifest, decode, config.audio_roots) for decode in decoders]
+def score_test(run: Run, checkpoint: Path) -> tuple[TestScore, ...]:
+    """The test manifest scored greedily, and by --test_decode where that is another; each rank hears its portion."""
+    data, device = run.settings.data, run.step.forward.device
+    possible = [way for way, is_possible in ways_to_decode(run.step.architecture).items() if is_possible]
+    ways = dict.fromkeys(("greedy", possible[-1] if data.test_decode == AUTO else data.test_decode))
+    if data.test_manifest is None:
+        return tuple(TestScore(way, None) for way in ways)
+    trained = load_trained_model(checkpoint, device, run.topology)
+    decoders = [build_decode(DecodingConfig(way), trained.architecture, trained.tokenizer, device) for way in ways]
+    evaluations = [evaluate_manifest(trained, data.test_manifest, decode, data.audio_roots) for decode in decoders]
     return tuple(map(TestScore, ways, evaluations))
 
 

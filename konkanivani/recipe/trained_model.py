@@ -16,7 +16,7 @@ from konkanivani.decoding.decode import Decode, build_decode
 from konkanivani.evaluation.hypotheses import CheckpointRun, Heard
 from konkanivani.evaluation.transcripts import ScoredText
 from konkanivani.inference.speech_model import settings_of_weights, tokenizer_of
-from konkanivani.model.architecture import architecture_of
+from konkanivani.model.architecture import Architecture, architecture_of
 from konkanivani.recipe.build_step import build_forward
 from konkanivani.recipe.speech import build_evaluation_set
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states, read_checkpoint
@@ -34,6 +34,11 @@ class TrainedModel:
     tokenizer: Tokenizer
     forward: ForwardPass
     topology: Topology = ALONE
+
+    @property
+    def architecture(self) -> Architecture:
+        """Which recogniser it is."""
+        return self.forward.architecture
 
 
 def load_trained_model(path: str | Path, device: torch.device, topology: Topology = ALONE) -> TrainedModel:
@@ -66,7 +71,7 @@ def hear_manifest(trained: TrainedModel, path: str, manifest: Manifest, decoding
 
     They are to be normalised as in its training.
     """
-    decode = build_decode(decoding, trained.tokenizer, trained.forward.device)
+    decode = build_decode(decoding, trained.architecture, trained.tokenizer, trained.forward.device)
     evaluation = evaluate_manifest(trained, manifest.path, decode, manifest.named_roots)
     heard = {scored.utterance.row: scored.hypothesis for scored in evaluation.scored}
     texts = tuple(
@@ -79,9 +84,9 @@ def hear_manifest(trained: TrainedModel, path: str, manifest: Manifest, decoding
         step=trained.checkpoint.step,
         manifest=manifest.path,
         left_out=len(manifest) + len(manifest.broken) - len(texts),
-        loss=evaluation.loss,
-        ctc_loss=evaluation.ctc_loss,
-        attention_loss=evaluation.attention_loss,
+        loss=evaluation.losses.all,
+        ctc_loss=evaluation.losses.ctc,
+        attention_loss=evaluation.losses.attention,
         seconds=evaluation.seconds,
         decoding=decoding,
     )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.base.config import LossConfig
 from konkanivani.base.lengths import CHUNK_FRAMES
 from konkanivani.data.batch import Batch, in_lanes_order, split_batch
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
@@ -17,7 +16,7 @@ from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import ASROutput, KonkaniVaniASR
 from konkanivani.model.blocks import BlockRunner
 from konkanivani.model.front_end import FeatureExtractor
-from konkanivani.model.losses import LossSums, attention_loss_sum, ctc_loss_sum
+from konkanivani.model.losses import LossSums, Objective
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class ForwardPass:
     monitor: MemoryMonitor
     device: torch.device
     amp_dtype: torch.dtype | None
-    loss: LossConfig
+    objective: Objective
     chunk_frames: int = CHUNK_FRAMES
     at_once: int = 1
 
@@ -47,28 +46,7 @@ class ForwardPass:
         with self.autocast():
             run_block = self.recompute(batch.longest_seconds)
             output = self.model(features, feature_lengths, batch.decoder_tokens, run_block, self.chunk_frames)
-            return output, self.loss_sums(output, batch)
-
-    def loss_sums(self, output: ASROutput, batch: Batch) -> LossSums:
-        """Both summed losses of the model's output for a batch on the device."""
-        smoothing = self.loss.label_smoothing
-        return LossSums(
-            ctc=self._ctc_loss_sum(output, batch),
-            attention=attention_loss_sum(
-                output.decoded, self.model.decoder.output, batch.targets, smoothing, self.chunk_frames
-            ),
-        )
-
-    def _ctc_loss_sum(self, output: ASROutput, batch: Batch) -> torch.Tensor:
-        """The CTC loss; in training a share of it is asked of the encoder's middle block (Lee and Watanabe, 2021)."""
-        share, spoken = self.loss.intermediate_ctc_weight, (batch.tokens, batch.token_lengths)
-
-        def loss_sum(encoded: torch.Tensor) -> torch.Tensor:
-            return ctc_loss_sum(encoded, self.model.ctc_head, output.encoded_lengths, *spoken, self.chunk_frames)
-
-        if not share or not self.model.training:
-            return loss_sum(output.encoded)
-        return (1 - share) * loss_sum(output.encoded) + share * loss_sum(self.model.encoder.norm(output.middle))
+            return output, self.model.loss_sums(output, batch, self.objective, self.chunk_frames)
 
     def cut(self, micro_batches: tuple[Batch, ...]) -> Cut:
         """These micro-batches run as this forward pass runs them; one alone is halved where two are to run."""

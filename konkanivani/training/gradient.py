@@ -44,7 +44,7 @@ def alone(
 
 @dataclass(frozen=True)
 class GradientPortion:
-    """One rank's summed losses (2,), and the bucket in which its gradient, in each `.grad`, is to be summed."""
+    """One rank's summed losses (terms,), and the bucket in which its gradient, in each `.grad`, is to be summed."""
 
     totals: torch.Tensor
     bucket: torch.Tensor
@@ -125,7 +125,7 @@ def accumulate(
     forward_and_backward: ForwardAndBackward,
     is_interrupted: Callable[[], bool],
 ) -> torch.Tensor | None:
-    """The micro-batches' summed losses (2,), CTC and attention; their gradients, scaled, in the parameters' `.grad`.
+    """The micro-batches' summed losses (terms,); their gradients, scaled, in the parameters' `.grad`.
 
     The losses are divided by the counts of the whole window, so the gradient does not depend on how it is cut and
     dealt. None, and no gradient there, if interrupted.
@@ -134,7 +134,8 @@ def accumulate(
     parts.model.train()
     parts.optimizer.zero_grad()
     parts, counts = dataclasses.replace(parts, forward=parts.forward.run_as(cut)), counts_of(window)
-    totals, seed = torch.zeros(2, dtype=torch.float64, device=parts.forward.device), torch.initial_seed()
+    terms, seed = len(parts.forward.objective.terms), torch.initial_seed()
+    totals = torch.zeros(terms, dtype=torch.float64, device=parts.forward.device)
 
     def masks(number: int) -> AbstractContextManager[None]:
         # Elsewhere than on a CPU dropout draws from the device's own generator.
@@ -147,18 +148,18 @@ def accumulate(
                 results.close()
                 parts.optimizer.zero_grad()
                 return None
-            sums = next(results)
-            totals += torch.stack([sums.ctc, sums.attention])
+            totals += torch.stack(next(results))
             parts.forward.monitor.tend_cache()
     return totals
 
 
 def finish_gradient(parts: StepParts, totals: torch.Tensor) -> WindowGradient:
-    """The gradient in the parameters' `.grad`, unscaled and clipped, of a window of these summed losses (2,)."""
+    """The gradient in the parameters' `.grad`, unscaled and clipped, of a window of these summed losses (terms,)."""
     parts.scaler.unscale_(parts.optimizer)
     norm = plain(torch.nn.utils.clip_grad_norm_(trained_parameters(parts.model), parts.schedule.max_grad_norm))
     scale = parts.scaler.scale(torch.ones_like(norm))  # get_scale() would wait for the device once more
-    return WindowGradient(*parts.read(torch.cat([totals, torch.stack([norm.detach(), scale]).double()])))
+    *sums, norm, scale = parts.read(torch.cat([totals, torch.stack([norm.detach(), scale]).double()]))
+    return WindowGradient(tuple(sums), norm, scale)
 
 
 def drop_gradient(parts: StepParts) -> None:

@@ -87,7 +87,7 @@ def finish_epoch(run: Run, breaking_off: Callable[[], AbstractContextManager[Non
     log_validation(run, evaluation, learning)
     tell_failures(run, learning)
     run.progress.lap()  # validation is not training time
-    return run.state.finish_epoch(score if score == score else evaluation.loss)
+    return run.state.finish_epoch(score if score == score else evaluation.losses.all)
 
 
 def tell_failures(run: Run, learning: EpochLearning) -> None:

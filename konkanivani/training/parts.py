@@ -22,14 +22,13 @@ from konkanivani.training.optimizer import AdamW
 
 @dataclass(frozen=True)
 class WindowGradient:
-    """The window's summed losses in nats and the norm of its gradient, which lies clipped in each `.grad`.
+    """The window's summed losses in nats, a term each, and its gradient's norm, which lies clipped in each `.grad`.
 
     `scale` is what the losses were multiplied by for the backward pass, and the gradient divided by since; `splits`
     counts how often the window ran out of memory and was begun again.
     """
 
-    ctc_sum: float
-    attention_sum: float
+    loss_sums: tuple[float, ...]
     norm: float
     scale: float
     splits: int = 0
@@ -37,7 +36,7 @@ class WindowGradient:
     @property
     def is_finite(self) -> bool:
         """Whether it can be applied."""
-        return math.isfinite(self.norm) and math.isfinite(self.ctc_sum + self.attention_sum)
+        return math.isfinite(self.norm) and math.isfinite(sum(self.loss_sums))
 
 
 class GradientOf(Protocol):

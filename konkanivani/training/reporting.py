@@ -86,9 +86,9 @@ def log_validation(run: Run, evaluation: Evaluation, learning: EpochLearning) ->
     record = ValidationRecord(
         step=run.state.step,
         epoch=run.state.epoch,
-        loss=evaluation.loss,
-        ctc_loss=evaluation.ctc_loss,
-        attention_loss=evaluation.attention_loss,
+        loss=evaluation.losses.all,
+        ctc_loss=evaluation.losses.ctc,
+        attention_loss=evaluation.losses.attention,
         wer=evaluation.rates.wer,
         cer=evaluation.rates.cer,
         blank_share=evaluation.blank_share,
@@ -105,14 +105,16 @@ def log_validation(run: Run, evaluation: Evaluation, learning: EpochLearning) ->
 
 @torch.no_grad()
 def log_spectrogram(run: Run, utterance_id: str) -> None:
-    """Logs one validation utterance's sound, features and CTC posteriors."""
+    """Logs one validation utterance's sound, features and, where there is CTC, its posteriors."""
     speech = run.validation.speech
     index = next(i for i, utterance in enumerate(speech.utterances) if utterance.id == utterance_id)
     waveform = speech[index].waveform
     forward = run.step.forward
     features, lengths = forward.front_end(waveform[None].to(forward.device), (len(waveform),), None)
-    forward.model.eval()
-    with whole_weights(forward.model), forward.autocast():
-        logits, _ = forward.model.ctc_logits(features, lengths)
-    posteriors = logits[0].float().softmax(dim=-1).cpu()
+    posteriors = None
+    if forward.architecture.has_ctc:
+        forward.model.eval()
+        with whole_weights(forward.model), forward.autocast():
+            logits, _ = forward.model.ctc_logits(features, lengths)
+        posteriors = logits[0].float().softmax(dim=-1).cpu()
     run.logbook.log(SpectrogramRecord(run.state.step, utterance_id, waveform, features[0].float().cpu(), posteriors))

@@ -71,7 +71,7 @@ class TrainState:
         self.epoch_clipped += is_clipped
         self.epoch_loss += loss
 
-    def learning(self, total_steps: int, cer: float = math.nan, blank_share: float = math.nan) -> EpochLearning:
+    def learning(self, total_steps: int, cer: float = math.nan, blank_share: float | None = None) -> EpochLearning:
         """What the epoch whose windows are all consumed has shown, with its validation's CER and share of blanks."""
         steps = max(1, self.epoch_steps)
         return EpochLearning(

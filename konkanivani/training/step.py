@@ -8,21 +8,21 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from konkanivani.data.batch import Batch, Window
-from konkanivani.model.losses import LossCounts, LossSums, joint_loss
+from konkanivani.model.losses import LossCounts, LossSums
 from konkanivani.training.optimizer import learning_rate, set_learning_rate
 from konkanivani.training.parts import StepParts, WindowGradient, counts_of
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step did; losses in nats a token over the window. A skipped step has changed no weight.
+    """What a step did; losses in nats a token over the window, None where there is none. A skipped one changed nothing.
 
     `scale` is that of its backward pass; `splits` counts how often it ran out of memory and was begun again.
     """
 
     loss: float
-    ctc_loss: float
-    attention_loss: float
+    ctc_loss: float | None
+    attention_loss: float | None
     gradient_norm: float
     learning_rate: float
     scale: float
@@ -54,9 +54,9 @@ def forward_and_backward(parts: StepParts, batch: Batch, counts: LossCounts) -> 
     """
     _, sums = parts.forward(batch)
     parts.forward.monitor.end_phase("forward")
-    parts.scaler.scale(joint_loss(sums, counts, parts.forward.loss.ctc_weight)).backward()
+    parts.scaler.scale(parts.forward.objective.total(sums, counts)).backward()
     parts.forward.monitor.end_phase("backward")
-    return LossSums(sums.ctc.detach(), sums.attention.detach())
+    return tuple(summed.detach() for summed in sums)
 
 
 def update(parts: StepParts, gradient: WindowGradient, counts: LossCounts, step: int) -> StepReport:
@@ -68,13 +68,11 @@ def update(parts: StepParts, gradient: WindowGradient, counts: LossCounts, step:
     parts.optimizer.zero_grad()
     parts.scaler.update()
     parts.forward.monitor.end_phase("update")
-    ctc_loss = gradient.ctc_sum / counts.tokens
-    attention_loss = gradient.attention_sum / (counts.tokens + counts.utterances)
-    ctc_weight = parts.forward.loss.ctc_weight
+    losses = parts.forward.objective.losses(gradient.loss_sums, counts)
     return StepReport(
-        loss=ctc_weight * ctc_loss + (1 - ctc_weight) * attention_loss,
-        ctc_loss=ctc_loss,
-        attention_loss=attention_loss,
+        loss=losses.all,
+        ctc_loss=losses.ctc,
+        attention_loss=losses.attention,
         gradient_norm=gradient.norm,
         learning_rate=rate,
         scale=gradient.scale,

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from konkanivani.base.config import LossConfig
 from konkanivani.base.distributed import ALONE, Topology, gather
 from konkanivani.base.errors import Interrupted
 from konkanivani.data.batch import Batch
@@ -25,6 +24,7 @@ from konkanivani.decoding.ctc import blank_frames, likeliest_tokens
 from konkanivani.decoding.decode import Decode
 from konkanivani.evaluation.metrics import ErrorRates, error_rates
 from konkanivani.memory.recovery import Attempts, Cut, RememberedSplits
+from konkanivani.model.losses import LossCounts, Losses, Objective
 from konkanivani.training.forward import ForwardPass
 from konkanivani.training.sharding import whole_weights
 
@@ -41,14 +41,12 @@ class ScoredUtterance:
 class Evaluation:
     """Losses in nats a token, error rates, and every utterance's hypothesis in the order of evaluation.
 
-    `blank_share` is that of CTC's best paths: 1 where nothing is heard.
+    `blank_share` is that of CTC's best paths: 1 where nothing is heard, None where there is no CTC.
     """
 
-    loss: float
-    ctc_loss: float
-    attention_loss: float
+    losses: Losses
     rates: ErrorRates
-    blank_share: float
+    blank_share: float | None
     scored: tuple[ScoredUtterance, ...]
     seconds: float
 
@@ -64,7 +62,7 @@ def rates_over(scored: list[ScoredUtterance]) -> ErrorRates:
 
 @dataclass(frozen=True)
 class RecognizedBatch:
-    """The summed CTC and attention losses (2,) of a batch and its blank frames, on its device; each utterance's ids."""
+    """The summed losses (terms,) of a batch and its blanks of so many frames, on its device; each utterance's ids."""
 
     loss_sums: torch.Tensor
     blanks: torch.Tensor
@@ -77,17 +75,18 @@ def recognize(forward: ForwardPass, batch: Batch, decode: Decode) -> RecognizedB
     output, sums = forward(batch)
     with forward.autocast():
         hypotheses = decode(forward.model, output.encoded, output.encoded_lengths)
-        blanks = blank_frames(likeliest_tokens(forward.model, output.encoded), output.encoded_lengths)
-    losses = torch.stack([sums.ctc, sums.attention]).double()
-    return RecognizedBatch(losses, blanks, sum(output.encoded_lengths), hypotheses)
+        blanks, frames = torch.zeros((), dtype=torch.int64, device=forward.device), 0
+        if forward.architecture.has_ctc:
+            frames = sum(output.encoded_lengths)
+            blanks = blank_frames(likeliest_tokens(forward.model, output.encoded), output.encoded_lengths)
+    return RecognizedBatch(torch.stack(sums).double(), blanks, frames, hypotheses)
 
 
 @dataclass(frozen=True)
 class HeardShare:
     """What was heard in some batches: summed losses, blanks of so many frames, tokens, every utterance in order."""
 
-    ctc_sum: float
-    attention_sum: float
+    loss_sums: tuple[float, ...]
     blanks: int
     frames: int
     tokens: int
@@ -107,7 +106,8 @@ def hear(
     """
     forward.model.eval()
     splits = RememberedSplits(conditions=0)  # not training's: without gradients far more fits
-    totals, tokens, scored = torch.zeros(2, dtype=torch.float64, device=forward.device), 0, []
+    terms, tokens, scored = len(forward.objective.terms), 0, []
+    totals = torch.zeros(terms, dtype=torch.float64, device=forward.device)
     blanks, frames = torch.zeros((), dtype=torch.int64, device=forward.device), 0
     for batch, utterances in batches:
         # Nothing is kept, so there is nothing to recompute.
@@ -124,21 +124,19 @@ def hear(
         hypotheses = [hypothesis for piece in pieces for hypothesis in piece.hypotheses]
         scored += [ScoredUtterance(u, tokenizer.decode(h)) for u, h in zip(utterances, hypotheses, strict=True)]
         forward.monitor.end_phase("validation")
-    return HeardShare(totals[0].item(), totals[1].item(), int(blanks), frames, tokens, tuple(scored))
+    return HeardShare(tuple(totals.tolist()), int(blanks), frames, tokens, tuple(scored))
 
 
-def join_shares(shares: Sequence[HeardShare], loss: LossConfig, seconds: float) -> Evaluation:
+def join_shares(shares: Sequence[HeardShare], objective: Objective, seconds: float) -> Evaluation:
     """What all shares come to: each utterance once, share after share."""
     scored = [utterance for share in shares for utterance in share.scored]
-    tokens = sum(share.tokens for share in shares)
-    ctc_loss = sum(share.ctc_sum for share in shares) / tokens
-    attention_loss = sum(share.attention_sum for share in shares) / (tokens + len(scored))
+    counts = LossCounts(sum(share.tokens for share in shares), len(scored))
+    sums = [sum(of_term) for of_term in zip(*(share.loss_sums for share in shares), strict=True)]
+    frames = sum(share.frames for share in shares)
     return Evaluation(
-        loss=loss.ctc_weight * ctc_loss + (1 - loss.ctc_weight) * attention_loss,
-        ctc_loss=ctc_loss,
-        attention_loss=attention_loss,
+        losses=objective.losses(sums, counts),
         rates=rates_over(scored),
-        blank_share=sum(share.blanks for share in shares) / max(1, sum(share.frames for share in shares)),
+        blank_share=sum(share.blanks for share in shares) / frames if frames else None,
         scored=tuple(scored),
         seconds=seconds,
     )
@@ -175,7 +173,7 @@ class EvaluationSet:
             raise interrupted or Interrupted("Another rank was stopped by a signal.", signal.SIGTERM)
         for found in gather(self.topology, self.rejections.news()):
             self.rejections.add(found)
-        return join_shares(shares, forward.loss, time.perf_counter() - started)
+        return join_shares(shares, forward.objective, time.perf_counter() - started)
 
     def _hear_share(self, forward: ForwardPass, decode: Decode, check: Callable[[], None]) -> HeardShare:
         durations = self.speech.utterances.durations

@@ -140,7 +140,7 @@ def not_finite(what: str, value: str, utterance: str, after: int = 0) -> None:
                 if what == "gradient":
                     next(parts.model.parameters()).grad.view(-1)[3] = float(value)
                 else:
-                    sums.ctc.fill_(float(value))
+                    sums[0].fill_(float(value))
             return sums
 
         return forward_and_backward

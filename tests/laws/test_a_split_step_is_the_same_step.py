@@ -262,7 +262,7 @@ def evaluated(parts: StepParts, spoken: Sequence[Speech] = tuple(speeches(7, aug
         batch = window(some, len(some)).micro_batches[0]
         batches.append((batch, [Utterance(name, name, 1.0, "words") for name in batch.utterance_ids]))
     share = hear(parts.forward, batches, NumberTokenizer(), greedy_ctc)
-    return join_shares([share], parts.forward.loss, seconds=0.0)
+    return join_shares([share], parts.forward.objective, seconds=0.0)
 
 
 @pytest.mark.parametrize("when", [once_at(0), once_at(1), above(2), above(1)])

@@ -35,7 +35,7 @@ def trained(parts: StepParts) -> tuple[list[torch.Tensor], int]:
     parts.model.train()
     with CountProducts() as count:
         sums = [forward_and_backward(parts, batch, counts_of(cut)) for batch in cut.micro_batches]
-    tensors = [t for s in sums for t in (s.ctc.detach(), s.attention.detach())]
+    tensors = [t for s in sums for t in (s[0].detach(), s[1].detach())]
     tensors += [p.grad for p in parts.model.parameters()] + list(parts.model.buffers())
     return tensors, count.products
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from konkanivani.base.config import DecodingConfig
+from konkanivani.base.config import DecodingConfig, TrainConfig
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.data.utterance import Utterance
 from konkanivani.decoding.beam import Scorers, Weighted, beam_search
 from konkanivani.decoding.decode import BeamDecode, Decode, build_decode
 from konkanivani.decoding.scorers import AttentionScorer
+from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.blocks import run_directly
 from konkanivani.model.cache import FIRST_ROOM, DecoderCache
@@ -25,6 +26,7 @@ from konkanivani.training.validation import hear, join_shares
 from tests.laws.parts import MODEL, VOCAB_SIZE, double_parts, relative_difference, speeches, window, with_dropout
 
 LENGTHS = (19, 31, 12)
+ARCHITECTURE = architecture_of(TrainConfig(model=MODEL), VOCAB_SIZE)
 TINY_VOCABULARY = 6  # the unknown token and two of its own can be said
 
 
@@ -57,7 +59,7 @@ def random_encoded(lengths: tuple[int, ...], seed: int = 0) -> torch.Tensor:
 
 def decode_of(decode: str, beam: int = 10) -> Decode:
     """The decoder of this name, without a language model, which alone would need a tokenizer."""
-    return build_decode(DecodingConfig(decode, beam), NumberTokenizer(), torch.device("cpu"))
+    return build_decode(DecodingConfig(decode, beam), ARCHITECTURE, NumberTokenizer(), torch.device("cpu"))
 
 
 # ---------------------------------------------------------------------------------------------------- the cache
@@ -274,7 +276,7 @@ def validate(parts: StepParts, decode: str) -> None:
     (batch,) = window(spoken, 3).micro_batches
     utterances = [Utterance(s.utterance_id, 1.0, "4 5", "", row) for row, s in enumerate(spoken)]
     share = hear(parts.forward, [(batch, utterances)], NumberTokenizer(), decode_of(decode))
-    evaluation = join_shares([share], parts.forward.loss, seconds=0.0)
+    evaluation = join_shares([share], parts.forward.objective, seconds=0.0)
     assert len(evaluation.scored) == 3
 
 

@@ -15,7 +15,7 @@ from konkanivani.data.batch import Batch, Speech, Window, collate, in_lanes_orde
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.model.architecture import architecture_of
-from konkanivani.model.losses import LossCounts, LossSums
+from konkanivani.model.losses import LossCounts, LossSums, Objective
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training import step
 from konkanivani.training.concurrent import Turns, in_lanes
@@ -241,13 +241,13 @@ def peak_of(parts: StepParts) -> int:
 
 
 def test_what_the_threads_hold_is_counted(monkeypatch):
-    one, joint_loss, both = peak_of(parts_of(1)), step.joint_loss, threading.Barrier(2)
+    one, total, both = peak_of(parts_of(1)), Objective.total, threading.Barrier(2)
 
     def met(*given: object) -> torch.Tensor:
         both.wait(PATIENCE)  # each thread's activations are there before one of them begins to free its own
-        return joint_loss(*given)
+        return total(*given)
 
-    monkeypatch.setattr(step, "joint_loss", met)
+    monkeypatch.setattr(Objective, "total", met)
     assert one < peak_of(parts_of(2)) < 2 * one
 
 

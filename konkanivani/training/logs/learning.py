@@ -17,7 +17,8 @@ class EpochLearning:
     """What an epoch has shown; `first_step` steps lay before it, `last_step` behind it.
 
     Losses are the means over the steps of this epoch and of the first one; `clipped_share` of its steps had a gradient
-    above --max_grad_norm. `cer` and `blank_share` (of the frames of the best paths) are the validation's, NaN without.
+    above --max_grad_norm. `cer` (NaN without) and `blank_share` (of the frames of CTC's best paths; None without) are
+    the validation's.
     """
 
     first_step: int
@@ -27,7 +28,7 @@ class EpochLearning:
     first_loss: float
     clipped_share: float
     cer: float = math.nan
-    blank_share: float = math.nan
+    blank_share: float | None = None
 
     @property
     def is_time_to_look(self) -> bool:
@@ -49,7 +50,7 @@ def failures(epoch: EpochLearning) -> list[str]:
         return []
     done = f"after {epoch.last_step:,} of {epoch.total_steps:,} steps"
     found = []
-    if epoch.blank_share >= ONLY_BLANKS:
+    if epoch.blank_share is not None and epoch.blank_share >= ONLY_BLANKS:
         found.append(
             f"Only blanks are heard {done} ({100 * epoch.blank_share:.1f} % of the validation's frames). "
             f"What usually helps: {epoch.help()}."

@@ -78,8 +78,8 @@ class SkipRecord:
     skipped_steps: int
     consecutive_skips: int
     loss: float
-    ctc_loss: float
-    attention_loss: float
+    ctc_loss: float | None
+    attention_loss: float | None
     gradient_norm: float
     scale: float
     reason: str
@@ -130,13 +130,16 @@ class RehearsalRecord:
 
 @dataclass(frozen=True)
 class SpectrogramRecord:
-    """One utterance to look at and to listen to: waveform (samples,) at 16 kHz, features (T, F), posteriors (T', V)."""
+    """One utterance to look at and to listen to: waveform (samples,) at 16 kHz, features (T, F).
+
+    `posteriors` (T', V) are CTC's; None where there is no CTC.
+    """
 
     step: int
     utterance_id: str
     waveform: Tensor
     features: Tensor
-    posteriors: Tensor
+    posteriors: Tensor | None
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,18 @@ ROWS = 24
 RULER_HEIGHT = 12
 
 
-def draw_utterance(features: Tensor, posteriors: Tensor, seconds: float) -> Tensor:
-    """The picture as (height, width, 3) uint8 RGB: spectrogram, ruler with a tick a second, CTC posteriors.
+def draw_utterance(features: Tensor, posteriors: Tensor | None, seconds: float) -> Tensor:
+    """The picture as (height, width, 3) uint8 RGB: spectrogram, ruler with a tick a second, CTC posteriors if any.
 
     features (T, F) log-mel, low bins at the bottom; posteriors (T', V) probabilities; seconds = duration of both.
     Both are stretched over the same width, so T' only has to be T divided by the subsampling.
     The width is 900 pixels, or T' where that is more: a posterior's peak is often one frame wide and must not vanish.
     """
-    features, posteriors = (axis.detach().float().cpu() for axis in (features, posteriors))
-    width = max(WIDTH, posteriors.shape[0])
-    spectrogram = _stretch(_contrast(features).T.flip(0), BIN_HEIGHT, width)
+    width = max(WIDTH, 0 if posteriors is None else posteriors.shape[0])
+    spectrogram = _stretch(_contrast(features.detach().float().cpu()).T.flip(0), BIN_HEIGHT, width)
+    if posteriors is None:
+        return torch.cat([colour(spectrogram), _ruler(seconds, width)])
+    posteriors = posteriors.detach().float().cpu()
     # The square root keeps the faint beliefs of early training visible; 0 and 1 stay what they are.
     rows = posteriors.T[most_active_tokens(posteriors)].clamp(0, 1).sqrt()
     believed = colour(_stretch(rows, ROW_HEIGHT, width))

@@ -1,0 +1,122 @@
+"""A model without a decoder, or without CTC, is the model with both whose other loss weighs nothing."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from konkanivani.base.config import AugmentConfig, DataConfig, LossConfig, TrainConfig
+from konkanivani.base.errors import CheckpointError, UsageError
+from konkanivani.base.flags import parse_flags
+from konkanivani.inference.recognizer import load_recognizer
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.tracer import Load
+from konkanivani.model.architecture import architecture_of
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.recipe.plan import build_tracer, cpu_costs
+from konkanivani.training.gradient import alone
+from konkanivani.training.parts import StepParts
+from konkanivani.training.step import forward_and_backward
+from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_script, run_trainer
+from tests.laws.parts import MODEL, VOCAB_SIZE, speeches, window
+from tests.starts import begin_run
+
+QUIET = dataclasses.replace(MODEL, dropout=0.0)
+CPU = torch.device("cpu")
+HEADS = {"CTC alone": (0, 1.0), "attention alone": (2, 0.0)}
+FLAGS = {"CTC alone": ("--decoder_layers", "0"), "attention alone": ("--ctc_weight", "0")}
+
+
+def configured(decoder_layers: int, ctc_weight: float) -> TrainConfig:
+    return TrainConfig(
+        model=dataclasses.replace(QUIET, decoder_layers=decoder_layers),
+        data=DataConfig(micro_batches_at_once=1),
+        loss=LossConfig(ctc_weight=ctc_weight),
+        augment=AugmentConfig(),
+    )
+
+
+def parts_of(decoder_layers: int, ctc_weight: float) -> StepParts:
+    config = configured(decoder_layers, ctc_weight)
+    return build_step_parts(config, architecture_of(config, VOCAB_SIZE), CPU, 100)
+
+
+def gradients_of(parts: StepParts) -> dict[str, torch.Tensor]:
+    single = [dataclasses.replace(speech, waveform=speech.waveform.float()) for speech in speeches(4)]
+    alone(parts, window(single, 2), 0, forward_and_backward, lambda: False)
+    return {name: parameter.grad for name, parameter in parts.model.named_parameters()}
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_its_gradient_is_that_of_both_heads_where_the_other_loss_weighs_nothing(heads):
+    decoder_layers, ctc_weight = HEADS[heads]
+    one, both = parts_of(decoder_layers, ctc_weight), parts_of(2, ctc_weight or 1e-300)
+    one.model.load_state_dict({n: w for n, w in both.model.state_dict().items() if n in one.model.state_dict()})
+    found, wanted = gradients_of(one), gradients_of(both)
+    assert set(found) < set(wanted) and len(one.forward.objective.terms) == 1
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+    # Negative control: with both losses the gradient is another one.
+    other = parts_of(2, 0.5)
+    other.model.load_state_dict(both.model.state_dict())
+    assert not torch.equal(gradients_of(other)["encoder.norm.weight"], found["encoder.norm.weight"])
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_its_trace_asks_for_less(heads):
+    def peaks(decoder_layers: int, ctc_weight: float) -> tuple[int, int]:
+        config = configured(decoder_layers, ctc_weight)
+        tracer = build_tracer(config, architecture_of(config, VOCAB_SIZE), cpu_costs())
+        load = Load(2, 3.0, 20)
+        return tracer.trace(load, RecomputePolicy("never")).bytes, tracer.trace_validation(load)
+
+    found, both = peaks(*HEADS[heads]), peaks(2, 0.3)
+    assert found[0] < both[0] and min(found) > 0
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_it_is_trained_resumed_scored_and_used_by_the_scripts(heads, corpus: Corpus, tmp_path):
+    flags = (*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), "--num_workers", "0", *FLAGS[heads])
+    flags = (*flags, "--gradient_checkpointing", "auto", "--memory_budget", "1GiB")
+    first = run_trainer(*flags, "--max_steps", "3")
+    assert first.returncode == 0, first.stderr
+    resumed = run_trainer(*flags, "--max_steps", "8", "--resume", "auto", "--test_manifest", corpus.manifest("test"))
+    assert resumed.returncode == 0, resumed.stderr
+    scored = json.loads(resumed.stdout.splitlines()[-1])
+    way = "prefix" if heads == "CTC alone" else "attention"
+    assert scored["steps"] == 8 and scored["test_cer"] is not None and scored[f"test_cer_{way}"] is not None
+    steps, (validation, *_) = read_log(tmp_path), read_log(tmp_path, "validation")
+    absent = "attention_loss" if heads == "CTC alone" else "ctc_loss"
+    assert all(step[absent] is None for step in steps) and steps[0]["loss"] > 0
+    assert (validation["blank_share"] is None) == (heads == "attention alone")
+
+    checkpoint, recording = str(tmp_path / "checkpoints" / "checkpoint_last.pt"), corpus.directory / "audio"
+    path = str(next(recording.glob("test_*.flac")))
+    read = [load_recognizer(checkpoint).transcribe(path)]
+    bundle = str(tmp_path / "model.safetensors")
+    exported = run_script("training_scripts/export_asr.py", "--checkpoint", checkpoint, "--bundle", bundle)
+    assert exported.returncode == 0, exported.stderr
+    read.append(load_recognizer(bundle).transcribe(path))
+    assert read[0] == read[1]
+    with pytest.raises(UsageError, match="give --decode greedy or " + way):
+        load_recognizer(checkpoint, decode="joint")
+    with pytest.raises(CheckpointError, match="decoder_layers" if heads == "CTC alone" else "ctc_weight"):
+        back = ("--decoder_layers", "1", "--ctc_weight", "0.5")
+        build_run(begin_run([*run_folders(tmp_path), "--resume", "auto", *back]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--decoder_layers 0 --ctc_weight 0.5", "--ctc_weight 1, or leave it out"),
+        ("--decoder_layers 0 --ctc_weight 0", "--ctc_weight 1, or leave it out"),
+        ("--decoder_layers 0 --test_decode joint", "give auto, greedy or prefix"),
+        ("--ctc_weight 0 --test_decode joint", "give auto, greedy or attention"),
+        ("--ctc_weight 0 --intermediate_ctc_weight 0.3", "of which --ctc_weight 0 leaves none"),
+        ("--decoder_layers -1", "at least 0"),
+    ],
+)
+def test_flags_that_contradict_are_refused(flags, said):
+    with pytest.raises(UsageError, match=said):
+        parse_flags(flags.split())
