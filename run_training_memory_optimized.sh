@@ -16,11 +16,6 @@ if [[ ! -e /dev/fd/1 ]]; then exec >/dev/null; fi
 if [[ ! -e /dev/fd/2 ]]; then exec 2>/dev/null; fi
 cd -P "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 
-# Memory that grows in segments leaves a small card less fragmented. A setting of your own, in either name, stays.
-if [[ -z "${PYTORCH_ALLOC_CONF+set}${PYTORCH_CUDA_ALLOC_CONF+set}" ]]; then
-    export PYTORCH_ALLOC_CONF=expandable_segments:True PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-fi
-
 # Memory in large pages spares a step on a CPU a fortieth of its time; glibc reads this as a program starts.
 if [[ "${GLIBC_TUNABLES-}" != *glibc.malloc.hugetlb* ]]; then
     export GLIBC_TUNABLES="${GLIBC_TUNABLES:+$GLIBC_TUNABLES:}glibc.malloc.hugetlb=1"
