@@ -5,6 +5,7 @@ Nothing is installed here: pip only ever runs against an address where nobody an
 
 import ast
 import configparser
+import contextlib
 import importlib.util
 import json
 import os
@@ -124,7 +125,7 @@ class TestWheels:
         monkeypatch.setenv("PATH", str(programs))
         choice = bootstrap.choose_wheels(bootstrap.read_nvidia_smi())
         assert choice.build == build
-        assert (choice.index_url or "").endswith("" if build == "default" else f"/whl/{build}")
+        assert (bootstrap.index_of(build) is None) == (build == "default")
         assert choice.notice is None if notice is None else notice in choice.notice
 
     @pytest.mark.parametrize(("build", "words"), [("cpu", "works as well"), ("cu126", "will not drive this card")])
@@ -132,12 +133,12 @@ class TestWheels:
         self, bootstrap, monkeypatch, capsys, build, words
     ):
         monkeypatch.setattr(bootstrap, "is_answering", lambda url, seconds: False)
-        assert bootstrap.fall_back_if_unreachable(bootstrap._choice(build)) == ("default", None, None)
+        assert bootstrap.fall_back_if_unreachable(bootstrap.WheelChoice(build, None)) == ("default", None)
         assert words in capsys.readouterr().err
 
     def test_are_kept_where_the_index_answers(self, bootstrap, monkeypatch):
         monkeypatch.setattr(bootstrap, "is_answering", lambda url, seconds: True)
-        choice = bootstrap._choice("cu126")
+        choice = bootstrap.WheelChoice("cu126", None)
         assert bootstrap.fall_back_if_unreachable(choice) is choice
 
     def test_an_address_where_nobody_listens_does_not_answer(self, bootstrap):
@@ -153,42 +154,49 @@ class TestWheels:
 
 class TestStamp:
     @pytest.fixture
-    def stamp(self, bootstrap) -> dict:
-        return bootstrap.stamp_for(["synthesis", "test"], "3.11", "default", "default")
-
-    def test_holds_for_the_same_and_for_less(self, bootstrap, stamp):
-        assert bootstrap.is_stamp_good(stamp, {"synthesis", "test"}, "3.11", "default")
-        assert bootstrap.is_stamp_good(stamp, {"synthesis"}, "3.11", "default")
-
-    def test_a_cuda_build_stays_when_no_card_is_seen(self, bootstrap, stamp):
-        assert bootstrap.is_stamp_good(stamp, {"test"}, "3.11", "cpu")
-
-    def test_ends_with_another_build_python_or_extra(self, bootstrap, stamp):
-        assert not bootstrap.is_stamp_good(stamp, {"test"}, "3.11", "cu126")
-        assert not bootstrap.is_stamp_good(stamp, {"test"}, "3.12", "default")
-        smaller = bootstrap.stamp_for(["test"], "3.11", "default", "default")
-        assert not bootstrap.is_stamp_good(smaller, {"synthesis"}, "3.11", "default")
-
-    def test_ends_with_other_requirements_or_another_place(self, bootstrap, stamp, checkout):
-        setup = checkout / "setup.cfg"
-        setup.write_text(setup.read_text().replace("    jiwer\n", "    jiwer>=3\n"))
-        assert not bootstrap.is_stamp_good(stamp, {"test"}, "3.11", "default")
-
-    @pytest.mark.parametrize("text", ["", "{", "[]", '{"extras": []}', "null"])
-    def test_a_damaged_one_counts_as_none(self, bootstrap, tmp_path, text):
-        path = tmp_path / "stamp.json"
-        path.write_text(text)
-        assert bootstrap.read_stamp(str(path)) is None
-
-    def test_goes_back_where_nothing_was_changed_and_stays_away_after_a_kill(self, bootstrap, checkout, stamp):
+    def stamp(self, bootstrap, checkout, monkeypatch) -> Path:
+        """That of a whole set-up, for a card that wants CUDA 12.6, of the default build: the other was out of reach."""
         (checkout / ".venv").mkdir()
+        stamp = {"root": bootstrap.ROOT, "wanted": "cu126", "installed": "default"}
         Path(bootstrap.STAMP).write_text(json.dumps(stamp))
-        bootstrap.begin_change()
-        assert not Path(bootstrap.STAMP).exists()
+        monkeypatch.setattr(bootstrap, "ask_venv", lambda extras: [])
+        monkeypatch.setattr(bootstrap, "can_run_pip", lambda: True)
+        monkeypatch.setattr(bootstrap, "check_disk", lambda free, needed: None)
+        monkeypatch.setattr(bootstrap, "is_answering", lambda url, seconds: False)
+        return Path(bootstrap.STAMP)
+
+    @pytest.mark.parametrize("build, holds", [("default", True), ("cu126", True), ("cpu", True), ("cu128", False)])
+    def test_holds_for_the_builds_wanted_and_installed_and_for_no_card(self, bootstrap, stamp, build, holds):
+        assert bootstrap.is_ready({"test"}, build) == holds
+
+    def test_does_not_make_up_for_what_lacks_and_ends_in_another_place(self, bootstrap, stamp, monkeypatch):
+        monkeypatch.setattr(bootstrap, "ask_venv", lambda extras: ["jiwer>=3 (found 2.0)"])
         assert not bootstrap.is_ready(set(), "default")
-        bootstrap.undo_change()
-        assert bootstrap.read_stamp(bootstrap.STAMP) == stamp
-        assert not Path(bootstrap.UNFINISHED).exists()
+        monkeypatch.setattr(bootstrap, "ask_venv", lambda extras: [])
+        stamp.write_text(stamp.read_text().replace(bootstrap.ROOT, "/elsewhere"))
+        assert not bootstrap.is_ready(set(), "default")
+
+    @pytest.mark.parametrize("text", ["", "{", "[]", '{"wanted": "cpu"}', "null"])
+    def test_a_damaged_one_counts_as_none(self, bootstrap, stamp, text):
+        stamp.write_text(text)
+        assert bootstrap.read_stamp() is None
+        assert not bootstrap.is_ready(set(), "default")
+        stamp.unlink()
+        assert bootstrap.is_ready(set(), "default")  # made by hand
+
+    @pytest.mark.parametrize(("error", "is_marked"), [("NothingChanged", False), ("SetupError", True), (None, False)])
+    def test_the_mark_stands_until_it_is_done_or_as_before(self, bootstrap, stamp, monkeypatch, error, is_marked):
+        def run_stages(stages, lock):
+            assert Path(bootstrap.UNFINISHED).exists() and stages[-1][1] == ["--editable", ".[test]"]
+            if error:
+                raise getattr(bootstrap, error)("as it is")
+
+        monkeypatch.setattr(bootstrap, "run_stages", run_stages)
+        with pytest.raises(bootstrap.SetupError, match="as it is") if error else contextlib.nullcontext():
+            bootstrap.install({"test"}, bootstrap.WheelChoice("cu128", None), None)
+        assert Path(bootstrap.UNFINISHED).exists() == is_marked
+        assert bootstrap.read_stamp()["wanted"] == ("cu126" if error else "cu128")
+        assert bootstrap.is_ready(set(), "default") != is_marked
 
     def test_what_a_killed_pip_left_in_pieces_is_forgotten(self, bootstrap, checkout):
         packages = checkout / ".venv" / "lib" / "python3.11" / "site-packages"
@@ -372,7 +380,7 @@ class TestRerun:
     def test_notices_a_requirement_that_was_added_since(self, bootstrap, monkeypatch):
         real = importlib.util.find_spec
         requirements = bootstrap.read_requirements([])
-        assert "nvidia-ml-py" in requirements
+        assert "nvidia-ml-py" in requirements and bootstrap.ask_venv([]) is None  # no .venv here
         assert bootstrap.missing_requirements(bootstrap.read_requirements(["test"])) == []
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pynvml" else real(name))
         assert bootstrap.missing_requirements(requirements) == ["nvidia-ml-py"]

@@ -14,7 +14,6 @@ from __future__ import print_function
 import argparse
 import collections
 import contextlib
-import hashlib
 import io
 import json
 import os
@@ -22,7 +21,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 VENV = os.path.join(ROOT, ".venv")
@@ -70,24 +68,21 @@ def say(text):
 # ---------------------------------------------------------------------------------------- what has to be installed
 
 
-def read_requirements(extras):
-    """Requirement strings of setup.cfg: the runtime's, then those of each extra in `extras`."""
+def read_setup():
+    """setup.cfg, as a ConfigParser."""
     import configparser
 
     setup = configparser.ConfigParser()
     setup.read(os.path.join(ROOT, "setup.cfg"), encoding="utf-8")
+    return setup
+
+
+def read_requirements(extras):
+    """Requirement strings of setup.cfg: the runtime's, then those of each extra in `extras`."""
+    setup = read_setup()
     texts = [setup.get("options", "install_requires")]
     texts += [setup.get("options.extras_require", extra) for extra in extras]
     return [line.strip() for text in texts for line in text.splitlines() if line.strip()]
-
-
-def known_extras():
-    """Names of the extras of setup.cfg, sorted."""
-    import configparser
-
-    setup = configparser.ConfigParser()
-    setup.read(os.path.join(ROOT, "setup.cfg"), encoding="utf-8")
-    return sorted(setup["options.extras_require"])
 
 
 def is_version_in(version, bounds):
@@ -306,7 +301,7 @@ def hand_over_to_suitable_python(arguments):
 
 # ------------------------------------------------------------------------------------------------------ PyTorch's build
 
-WheelChoice = collections.namedtuple("WheelChoice", "build index_url notice")  # index_url None: pip's own index
+WheelChoice = collections.namedtuple("WheelChoice", "build notice")  # notice: what is to be said of it, or None
 
 
 def choose_wheels(nvidia_smi):
@@ -316,33 +311,29 @@ def choose_wheels(nvidia_smi):
     build reaches from 5.0 (Maxwell) to 9.0 with driver 525 or newer, its CUDA 12.8 build has Blackwell (10.0 on).
     """
     if nvidia_smi is None:
-        return _choice("cpu")
+        return WheelChoice("cpu", None)
     cards = [(int(major), int(minor)) for major, minor in re.findall(r"(?m)^\s*(\d+)\.(\d+),", nvidia_smi)]
     drivers = [int(n) for n in re.findall(r"(?m)(?:^[^,\n]*, |Driver Version: )(\d+)\.\d", nvidia_smi)]
     if not drivers:
-        return _choice("cpu", "nvidia-smi is here but shows no card that works (%s)" % _last_line(nvidia_smi))
+        return WheelChoice("cpu", "nvidia-smi is here but shows no card that works (%s)" % _last_line(nvidia_smi))
     driver, newest, oldest = min(drivers), max(cards or [(7, 5)]), min(cards or [(7, 5)])
     if newest < (5, 0):
-        return _choice("cpu", "No PyTorch build drives a card of architecture %d.%d: it will run on the CPU" % newest)
+        words = "No PyTorch build drives a card of architecture %d.%d: it will run on the CPU"
+        return WheelChoice("cpu", words % newest)
     if driver < 525:
         words = "NVIDIA's driver %d is too old for every PyTorch build: update it to 580 or newer, or train on the CPU"
-        return _choice("cu126", words % driver)
+        return WheelChoice("cu126", words % driver)
     if newest >= (10, 0) and driver >= 580:
         notice = "The card of architecture %d.%d is too old for the build that the newer card needs" % oldest
-        return _choice("default", notice if oldest < (7, 5) else None)
+        return WheelChoice("default", notice if oldest < (7, 5) else None)
     if newest >= (10, 0):
-        return _choice("cu128")
-    return _choice("cu126" if oldest < (7, 5) or driver < 580 else "default")
-
-
-def _choice(build, notice=None):
-    """A WheelChoice; every build but the default one has an index of its own."""
-    return WheelChoice(build, None if build == "default" else index_of(build), notice)
+        return WheelChoice("cu128", None)
+    return WheelChoice("cu126" if oldest < (7, 5) or driver < 580 else "default", None)
 
 
 def index_of(build):
-    """Address of the index of a build of PyTorch that is not the default one."""
-    return "https://download.pytorch.org/whl/" + build
+    """Address of the index that has a build of PyTorch; None for the default one, which is on pip's own."""
+    return None if build == "default" else "https://download.pytorch.org/whl/" + build
 
 
 def _last_line(text):
@@ -356,95 +347,73 @@ def read_nvidia_smi():
     query = ["nvidia-smi", "--query-gpu=compute_cap,driver_version", "--format=csv,noheader"]
     said = None
     for command in (query, ["nvidia-smi"]):  # a driver from before 2021 knows no compute_cap: its table must do
-        try:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        try:  # it hangs on a card that has fallen off the bus
+            process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20)
+        except subprocess.TimeoutExpired:
+            said = "no answer within 20 seconds"
+            continue
         except OSError:
             return None
-        watch = threading.Timer(20, process.kill)  # it hangs on a card that has fallen off the bus
-        watch.start()
-        said = process.communicate()[0].decode("utf-8", "replace")
-        watch.cancel()
+        said = process.stdout.decode("utf-8", "replace")
         if process.returncode == 0:
             return None if "No devices were found" in said else said
     return said
 
 
 def is_answering(url, seconds):
-    """Whether a web address answers in time. A thread, because looking up a name has no time limit of its own."""
-    import urllib.request
-
-    answers = []
-
-    def ask():
-        with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(url, timeout=seconds):
-            answers.append(True)
-
-    thread = threading.Thread(target=ask)
-    thread.daemon = True
-    thread.start()
-    thread.join(seconds)
-    return bool(answers)
+    """Whether a web address answers in time. A process, because looking up a name has no time limit of its own."""
+    question = "import sys, urllib.request; urllib.request.urlopen(sys.argv[1])"
+    try:
+        command = [sys.executable, "-c", question, url]
+        return subprocess.run(command, stderr=subprocess.DEVNULL, timeout=seconds).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def fall_back_if_unreachable(choice):
     """The choice itself, or the default build where PyTorch's own index does not answer; says what is remarkable."""
     if choice.notice:
         say(choice.notice)
-    if choice.index_url is None or is_answering(choice.index_url + "/torch/", 3):
+    if choice.build == "default" or is_answering(index_of(choice.build) + "/torch/", 5):
         return choice
     if choice.build == "cpu":
         notice = "PyTorch's CPU index does not answer: taking the default build, which is bigger and works as well"
     else:
         notice = (
             "%s does not answer: taking the default build, which will not drive this card with this driver, so that "
-            "training runs on the CPU. Once it is in reach, delete .venv and start this again" % choice.index_url
+            "training runs on the CPU. Once it is in reach, delete .venv and start this again" % index_of(choice.build)
         )
     say(notice)
-    return _choice("default")
+    return WheelChoice("default", None)
 
 
 # -------------------------------------------------------------------------------------------------- is .venv complete?
 
 
-def stamp_for(extras, python_version, wanted, installed):
-    """What is remembered of a finished installation. `wanted` and `installed` name builds of PyTorch."""
-    digest = hashlib.sha256(json.dumps([ROOT, read_requirements(sorted(extras))]).encode()).hexdigest()
-    return {
-        "requirements": digest,
-        "extras": sorted(extras),
-        "python": python_version,
-        "wanted": wanted,
-        "installed": installed,
-    }
+def read_stamp():
+    """What is remembered of a set-up of this folder: the builds of PyTorch "wanted" and "installed"; else None."""
+    try:
+        with open(STAMP) as file:
+            stamp = json.load(file)
+        return stamp if {"wanted", "installed"} <= set(stamp) and stamp.get("root", ROOT) == ROOT else None
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
 
 
-def is_stamp_good(stamp, extras, python_version, wanted):
-    """Whether the installation that a stamp tells of is what is asked for now.
+def is_build_good(stamp, wanted):
+    """Whether the build that a stamp tells of will do where another one is wanted now, or the same.
 
     A CUDA build stays when no card is seen: it runs on the CPU as well, and the folder may be shared with a machine
     that has the card.
     """
-    if not set(extras) <= set(stamp["extras"]) <= set(known_extras()):
-        return False
-    is_build_good = wanted in (stamp["wanted"], stamp["installed"], "cpu")
-    return is_build_good and stamp == stamp_for(stamp["extras"], python_version, stamp["wanted"], stamp["installed"])
-
-
-def read_stamp(path):
-    """The stamp in a file; None if there is none that can be read."""
-    try:
-        with open(path) as file:
-            stamp = json.load(file)
-        return stamp if set(stamp) == {"requirements", "extras", "python", "wanted", "installed"} else None
-    except (OSError, ValueError, TypeError):
-        return None
+    return wanted in (stamp["wanted"], stamp["installed"], "cpu")
 
 
 def ask_venv(extras):
-    """(version "3.11", missing requirements) of .venv's Python; None if it does not even start."""
+    """The requirements that .venv's Python lacks; None if it does not even start."""
     question = (
         "import json, sys; sys.path.insert(0, %r); import bootstrap as b; "
-        "print(json.dumps(['%%d.%%d' %% sys.version_info[:2], b.missing_requirements(b.read_requirements(%r))]))"
+        "print(json.dumps(b.missing_requirements(b.read_requirements(%r))))"
     )
     command = [VENV_PYTHON, "-B", "-c", question % (os.path.dirname(os.path.abspath(__file__)), sorted(extras))]
     try:
@@ -455,13 +424,10 @@ def ask_venv(extras):
 
 def is_ready(extras, wanted):
     """Whether .venv can be used as it is. One that was made by hand has no stamp: then having the modules is enough."""
-    answer = None if os.path.exists(UNFINISHED) else ask_venv(extras)
-    if answer is None or answer[1]:
+    if os.path.exists(UNFINISHED) or ask_venv(extras) != []:
         return False
-    if not os.path.exists(STAMP):
-        return True
-    stamp = read_stamp(STAMP)
-    return stamp is not None and is_stamp_good(stamp, extras, answer[0], wanted)
+    stamp = read_stamp()
+    return is_build_good(stamp, wanted) if stamp else not os.path.exists(STAMP)
 
 
 # -------------------------------------------------------------------------------------------------- making it complete
@@ -472,7 +438,7 @@ def ensure_python(extras):
     if not is_in_venv() and not missing_requirements(read_requirements(extras)):
         return sys.executable
     # A Mac has no CUDA, and pip's own index has its right build.
-    choice = _choice("default") if sys.platform == "darwin" else choose_wheels(read_nvidia_smi())
+    choice = WheelChoice("default", None) if sys.platform == "darwin" else choose_wheels(read_nvidia_smi())
     if is_ready(extras, choice.build):
         return VENV_PYTHON
     folder = VENV if os.path.isdir(VENV) else ROOT
@@ -516,58 +482,39 @@ def locked():
 def install(extras, choice, lock):
     """Brings .venv to what setup.cfg asks for. The mark UNFINISHED stands from before the first change to the last.
 
-    The old stamp waits inside the mark: a set-up that fails before anything was changed puts it back, so that being
-    offline never costs a working environment.
+    A set-up that fails before anything was changed takes it away, so that being offline never costs a working
+    environment.
     """
-    was_interrupted = os.path.exists(UNFINISHED)
-    if not was_interrupted:
-        begin_change()
-    old = read_stamp(UNFINISHED)
-    extras = sorted(extras | set(old["extras"] if old else []).intersection(known_extras()))
+    was_interrupted, old = os.path.exists(UNFINISHED), read_stamp()
+    open(UNFINISHED, "a").close()
     try:
         if was_interrupted and can_run_pip():
             forget_half_installed()
-        answer = ask_venv(extras) if can_run_pip() else None
-        has_torch = answer is not None and not any(name.startswith("torch") for name in answer[1])
+        missing = ask_venv(extras) if can_run_pip() else None
+        has_torch = missing is not None and not any(name.startswith("torch") for name in missing)
         wanted, installed, needs_torch = decide_build(choice, old, has_torch)
         check_disk(shutil.disk_usage(VENV).free, BUILDS[installed].disk_bytes if needs_torch else GIB // 2)
-        if answer is None:
+        if missing is None:
             create_venv()
         run_stages(plan_stages(extras, installed, needs_torch, has_torch), lock)
     except NothingChanged as error:
         if not was_interrupted:
-            undo_change()
+            os.unlink(UNFINISHED)
         raise SetupError(str(error))  # noqa: B904 - "from" is no syntax of Python 2.7
-    finish_change(stamp_for(extras, ask_venv(extras)[0], wanted, installed))
+    finish({"root": ROOT, "wanted": wanted, "installed": installed})
 
 
 def decide_build(choice, old, has_torch):
     """(build that the cards want, build to have, whether PyTorch has to be installed for that); `old` is a stamp."""
     if has_torch and old is None:  # made by hand: whoever did that chose the build
         return choice.build, choice.build, False
-    if has_torch and choice.build in (old["wanted"], old["installed"], "cpu"):
+    if has_torch and is_build_good(old, choice.build):
         return old["wanted"], old["installed"], False
     reachable = fall_back_if_unreachable(choice)
     return choice.build, reachable.build, not has_torch or reachable.build != old["installed"]
 
 
-def begin_change():
-    """Marks .venv as unfinished, keeping the old stamp in the mark."""
-    if os.path.exists(STAMP):
-        os.replace(STAMP, UNFINISHED)
-    else:
-        open(UNFINISHED, "w").close()
-
-
-def undo_change():
-    """Takes back begin_change()."""
-    if os.path.getsize(UNFINISHED):
-        os.replace(UNFINISHED, STAMP)
-    else:
-        os.unlink(UNFINISHED)
-
-
-def finish_change(stamp):
+def finish(stamp):
     """Writes the stamp, whole or not at all, and takes the mark away."""
     with open(STAMP + ".new", "w") as file:
         json.dump(stamp, file)
@@ -675,14 +622,14 @@ def _is_damaged(file):
 def plan_stages(extras, build, needs_torch, has_torch):
     """[(words, pip's arguments)]: PyTorch from its own index first, then the rest and the package itself."""
     torch = [requirement for requirement in read_requirements([]) if requirement.startswith("torch")]
-    torch += [] if build == "default" else ["--index-url", index_of(build)]
+    torch += ["--index-url", index_of(build)] if index_of(build) else []
     words = "[2/3] Installing PyTorch %s; a few minutes on a fast line" % BUILDS[build].words
     stages = []
     if needs_torch and has_torch:  # the build that is there goes only when the other one is downloaded
         stages.append(("Replacing PyTorch by another build", ["--force-reinstall", "--no-deps"] + torch))
     if needs_torch:
         stages.append((words, torch))
-    package = ".[%s]" % ",".join(extras) if extras else "."
+    package = ".[%s]" % ",".join(sorted(extras)) if extras else "."
     return stages + [("[3/3] Installing the other libraries: 100 to 250 MB", ["--editable", package])]
 
 
@@ -757,8 +704,9 @@ def main(arguments):
     try:
         if not is_suitable(sys.version_info):
             hand_over_to_suitable_python(arguments)
-        if not set(extras) <= set(known_extras()):
-            parser.error("--extras knows %s, not %s" % (", ".join(known_extras()), ",".join(extras)))
+        known = sorted(read_setup()["options.extras_require"])
+        if not set(extras) <= set(known):
+            parser.error("--extras knows %s, not %s" % (", ".join(known), ",".join(extras)))
         print(ensure_python(extras))
         return 0
     except SetupError as error:
