@@ -159,10 +159,8 @@ class TestStamp:
         (checkout / ".venv").mkdir()
         stamp = {"root": bootstrap.ROOT, "wanted": "cu126", "installed": "default"}
         Path(bootstrap.STAMP).write_text(json.dumps(stamp))
-        monkeypatch.setattr(bootstrap, "ask_venv", lambda extras: [])
-        monkeypatch.setattr(bootstrap, "can_run_pip", lambda: True)
-        monkeypatch.setattr(bootstrap, "check_disk", lambda free, needed: None)
-        monkeypatch.setattr(bootstrap, "is_answering", lambda url, seconds: False)
+        for name, answer in {"ask_venv": [], "can_run_pip": True, "check_disk": None, "is_answering": False}.items():
+            monkeypatch.setattr(bootstrap, name, lambda *_, answer=answer: answer)
         return Path(bootstrap.STAMP)
 
     @pytest.mark.parametrize("build, holds", [("default", True), ("cu126", True), ("cpu", True), ("cu128", False)])
@@ -170,9 +168,9 @@ class TestStamp:
         assert bootstrap.is_ready({"test"}, build) == holds
 
     def test_does_not_make_up_for_what_lacks_and_ends_in_another_place(self, bootstrap, stamp, monkeypatch):
-        monkeypatch.setattr(bootstrap, "ask_venv", lambda extras: ["jiwer>=3 (found 2.0)"])
-        assert not bootstrap.is_ready(set(), "default")
-        monkeypatch.setattr(bootstrap, "ask_venv", lambda extras: [])
+        for lacking in (["jiwer>=3 (found 2.0)"], None, []):  # None: a Python that does not start
+            monkeypatch.setattr(bootstrap, "ask_venv", lambda extras, lacking=lacking: lacking)
+            assert bootstrap.is_ready(set(), "default") == (lacking == [])
         stamp.write_text(stamp.read_text().replace(bootstrap.ROOT, "/elsewhere"))
         assert not bootstrap.is_ready(set(), "default")
 
