@@ -160,6 +160,25 @@ class LossConfig:
 
 
 @dataclass(frozen=True)
+class TuningConfig:
+    """What is trained of a model that begins with weights (--init_from)."""
+
+    freeze: Literal["none", "encoder"] | int = "none"
+    """Keep as it is: the encoder, or so many of its blocks from the input on (with all before them)."""
+    lora_rank: int = 0
+    """LoRA: train products of this rank beside frozen layers, and nothing else (0: no LoRA)."""
+    lora_alpha: float = 0.0
+    """LoRA: the products count --lora_alpha / --lora_rank times (0: twice)."""
+    lora_targets: tuple[str, ...] = ("query_key_value", "query", "key_value")
+    """LoRA: names of the layers that get one; expand, contract, gate and output are others."""
+
+    @property
+    def scale(self) -> float:
+        """What a low-rank product is multiplied by."""
+        return (self.lora_alpha or 2 * self.lora_rank) / max(1, self.lora_rank)
+
+
+@dataclass(frozen=True)
 class DecodingConfig:
     """How what was heard becomes text."""
 
@@ -268,6 +287,7 @@ class TrainConfig:
     text: TextConfig = field(default_factory=TextConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     features: FeatureConfig = field(default_factory=FeatureConfig)
+    tuning: TuningConfig = field(default_factory=TuningConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -154,7 +154,7 @@ def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
     found = [
         f"--{old.name} is {new.value} here and {old.value} in the checkpoint"
         for old, new in pairs
-        if old.value != new.value and old.group in ("text", "features", "model") and old.name != "dropout"
+        if old.value != new.value and old.group in ("text", "features", "model", "tuning") and old.name != "dropout"
     ]
     weights = [config.loss.ctc_weight for config in (asked, stored)]
     if 0 in weights and weights[0] != weights[1]:

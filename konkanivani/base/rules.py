@@ -16,6 +16,7 @@ from konkanivani.base.config import (
 from konkanivani.base.errors import Problems, UsageError
 from konkanivani.base.units import parse_budget, parse_share, parse_snr
 
+LORA_LAYERS = {"query_key_value", "query", "key_value", "output", "expand", "contract", "gate"}
 SUBSAMPLED_BINS = 7  # the fewest of which two convolutions of kernel 3 and stride 2 leave one
 
 
@@ -38,6 +39,7 @@ def check_config(config: TrainConfig) -> None:
         *_augment_rules(config.augment, config.features.mel_bins),
         *_learning_rules(config),
         *_head_rules(config),
+        *_tuning_rules(config),
         *_run_rules(config.run),
         Rule(not finite, f"{', '.join('--' + name for name in finite)} must be a finite number"),
     ]
@@ -196,6 +198,31 @@ def _head_rules(config: TrainConfig) -> list[Rule]:
         Rule(
             has_ctc or asked not in ("prefix", "joint"),
             f"--test_decode {asked} needs CTC, and --ctc_weight is 0: give auto, greedy or attention",
+        ),
+    ]
+
+
+def _tuning_rules(config: TrainConfig) -> list[Rule]:
+    tuning, run = config.tuning, config.run
+    is_used = tuning.freeze not in ("none", 0) or tuning.lora_rank > 0
+    return [
+        Rule(
+            not is_used or run.init_from is not None or run.resume is not None,
+            "--freeze and --lora_rank keep weights that the model begins with: give --init_from",
+        ),
+        Rule(
+            isinstance(tuning.freeze, str) or 0 <= tuning.freeze <= config.model.encoder_layers,
+            f"--freeze takes none, encoder, or up to {config.model.encoder_layers} blocks",
+        ),
+        Rule(0 <= tuning.lora_rank <= 1024, "--lora_rank must be between 0 and 1024"),
+        Rule(tuning.lora_alpha >= 0, "--lora_alpha must be at least 0"),
+        Rule(
+            tuning.lora_rank == 0 or tuning.freeze == "none",
+            "--lora_rank freezes all layers by itself: leave --freeze out",
+        ),
+        Rule(
+            tuning.lora_rank == 0 or set(tuning.lora_targets) <= LORA_LAYERS and len(tuning.lora_targets) > 0,
+            f"--lora_targets takes some of {', '.join(sorted(LORA_LAYERS))}",
         ),
     ]
 

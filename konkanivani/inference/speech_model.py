@@ -50,9 +50,9 @@ class SpeechModel:
 def speech_model_of(checkpoint: Checkpoint, device: torch.device) -> SpeechModel:
     """The checkpoint's model on `device`; a CheckpointError where its weights do not fit."""
     config, tokenizer = settings_of_weights(checkpoint), tokenizer_of(checkpoint)
-    architecture = architecture_of(config, checkpoint.vocab_size)
+    architecture, weights = architecture_of(config, checkpoint.vocab_size).plain(checkpoint.states["model"])
     model, front_end = architecture.build(), architecture.build_front_end(config.augment).to(device)
-    load_states(checkpoint, {"model": model})
+    load_states(dataclasses.replace(checkpoint, states={"model": weights}), {"model": model})
     longest_seconds, digits = float(config.data.max_duration), config.text.digits
     return SpeechModel(architecture, model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits)
 

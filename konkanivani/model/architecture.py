@@ -1,11 +1,14 @@
 """Which recogniser: everything about one that is known before it has weights, as one value."""
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from konkanivani.base.config import AugmentConfig, FeatureConfig, LossConfig, ModelConfig, TrainConfig
+from konkanivani.base.config import AugmentConfig, FeatureConfig, LossConfig, ModelConfig, TrainConfig, TuningConfig
 from konkanivani.base.lengths import Framing
+from konkanivani.model.adapters import merged, tune
 from konkanivani.model.asr import KonkaniVaniASR, Unfilled
 from konkanivani.model.flops import CTC_HEAD, Layer, forward_layers
 from konkanivani.model.front_end import FrontEnd
@@ -23,6 +26,7 @@ class Architecture:
     features: FeatureConfig
     vocab_size: int
     has_ctc: bool = True
+    tuning: TuningConfig = TuningConfig()
 
     @property
     def has_decoder(self) -> bool:
@@ -44,8 +48,20 @@ class Architecture:
         return Framing(self.features)
 
     def build(self) -> KonkaniVaniASR:
-        """The network, initialised from torch's generator."""
-        return KonkaniVaniASR(self.model, self.vocab_size, self.features.mel_bins, self.has_ctc)
+        """The network, initialised from torch's generator; what is not to be trained is frozen."""
+        model, freeze = (
+            KonkaniVaniASR(self.model, self.vocab_size, self.features.mel_bins, self.has_ctc),
+            self.tuning.freeze,
+        )
+        lower = [model.encoder] if freeze == "encoder" else []
+        if isinstance(freeze, int) and freeze > 0:
+            lower = [model.encoder.subsampling, *model.encoder.blocks[:freeze]]
+        tune(model, lower, self.tuning)
+        return model
+
+    def plain(self, weights: Mapping[str, torch.Tensor]) -> tuple["Architecture", Mapping[str, torch.Tensor]]:
+        """The same recogniser with nothing frozen or added, and `weights` as its own, low-rank products merged."""
+        return dataclasses.replace(self, tuning=TuningConfig()), merged(weights, self.tuning.scale)
 
     def build_without_values(self) -> KonkaniVaniASR:
         """The network on the device `meta`, for its shapes, or for weights that are there already to be assigned."""
@@ -65,4 +81,5 @@ class Architecture:
 
 def architecture_of(config: TrainConfig, vocab_size: int) -> Architecture:
     """The recogniser that these settings describe, for a tokenizer of so many tokens."""
-    return Architecture(config.model, config.features, vocab_size, has_ctc=config.loss.ctc_weight != 0)
+    has_ctc = config.loss.ctc_weight != 0
+    return Architecture(config.model, config.features, vocab_size, has_ctc, config.tuning)

@@ -252,8 +252,9 @@ def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner
 
 def _take_weights(initial: Checkpoint, stateful: Stateful, whole: KonkaniVaniASR, tokenizer: Tokenizer) -> None:
     """Takes what fits of a checkpoint's weights into the whole model, and the part `stateful` takes that model's."""
-    shape = config_from_text(initial.config).model
-    takeover = take_over(whole, initial.states["model"], shape, initial.tokenizer == tokenizer.model)
+    config = config_from_text(initial.config)
+    _, weights = architecture_of(config, initial.vocab_size).plain(initial.states["model"])
+    takeover = take_over(whole, weights, config.model, initial.tokenizer == tokenizer.model)
     if stateful is not whole:
         stateful.load_state_dict(whole.state_dict())
     print(f"Weights from the checkpoint of step {initial.step}:\n{takeover.summary()}", flush=True)

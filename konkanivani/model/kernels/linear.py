@@ -23,18 +23,41 @@ def linear_of(
 
     In autocast the product is in half precision, the norm in at least fp32 on every device.
     """
-    if not torch.is_grad_enabled():  # a Function's own time is half of a decoder's step over a few tokens
+    low_rank = getattr(linear, "low_rank", None)
+    if low_rank is not None or not torch.is_grad_enabled():
         normed = x if norm is None else norm(_in_full(x))
-        return product(F.silu(normed) if activated else normed, linear.weight, linear.bias)
-    scale, shift, epsilon = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
-    return _Linear.apply(x, linear.weight, linear.bias, scale, shift, epsilon, activated)
+        inner = F.silu(normed) if activated else normed
+    if not torch.is_grad_enabled():  # a Function's own time is half of a decoder's step over a few tokens
+        whole = product(inner, linear.weight, linear.bias)
+    else:
+        scale, shift, epsilon = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
+        whole = _Linear.apply(x, linear.weight, linear.bias, scale, shift, epsilon, activated)
+    return whole if low_rank is None else whole + low_rank(inner)
 
 
 class Linear(torch.nn.Linear):
-    """torch's linear layer of (..., T, D), its products as `linear_of` takes them."""
+    """torch's linear layer of (..., T, D), its products as `linear_of` takes them, with a low-rank one where it has."""
+
+    low_rank: "LowRank | None" = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear_of(x, self)
+
+
+class LowRank(torch.nn.Module):
+    """scale B A x beside a frozen layer of x (..., D) (LoRA; Hu et al., 2021): A (r, D) is random, B (D', r) zero."""
+
+    def __init__(self, layer: Linear, rank: int, scale: float) -> None:
+        super().__init__()
+        like = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+        self.down = torch.nn.Parameter(torch.empty(rank, layer.in_features, **like))
+        self.up = torch.nn.Parameter(torch.empty(layer.out_features, rank, **like))
+        self.scale = scale
+        torch.nn.init.kaiming_uniform_(self.down, a=5**0.5)
+        torch.nn.init.zeros_(self.up)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * F.linear(F.linear(x, self.down), self.up)
 
 
 class _Linear(torch.autograd.Function):
