@@ -1,0 +1,75 @@
+"""SVG by hand: a page with a ground of its own, readable on a light and on a dark one, and the few shapes on it."""
+
+from html import escape
+
+# Class: fill and stroke on light, and on dark. What stands on a page of the other kind still has its own ground.
+COLOURS = {
+    "ground": ("fill:#ffffff;stroke:#d5dae1", "fill:#0f1420;stroke:#2b3446"),
+    "card": ("fill:#f5f7fa;stroke:#dfe4ea", "fill:#182032;stroke:#2b3650"),
+    "text": ("fill:#1b2430", "fill:#e8edf5"),
+    "quiet": ("fill:#5b6675", "fill:#9aa7ba"),
+    "line": ("fill:none;stroke:#8a95a5", "fill:none;stroke:#66738a"),
+    "tip": ("fill:#8a95a5", "fill:#66738a"),
+    "pale": ("fill:#d3dae4", "fill:#34415a"),
+    "blue": ("fill:#2f6fde", "fill:#6aa3ff"),
+    "blue_line": ("fill:none;stroke:#2f6fde", "fill:none;stroke:#6aa3ff"),
+    "orange": ("fill:#e07b1a", "fill:#f5a14e"),
+    "orange_line": ("fill:none;stroke:#e07b1a", "fill:none;stroke:#f5a14e"),
+    "green": ("fill:#23906b", "fill:#4cc79d"),
+    "red": ("fill:#c93434;text-decoration:underline", "fill:#ff8585;text-decoration:underline"),
+}
+FONT = "font-family:system-ui,-apple-system,'Segoe UI','Noto Sans','Noto Sans Devanagari','Nirmala UI',sans-serif"
+MONOSPACED = "font-family:ui-monospace,'SF Mono',Consolas,'Liberation Mono',monospace"
+
+
+def page(width: int, height: int, title: str, shapes: list[str]) -> str:
+    """The SVG file's text; `title` is what is read aloud for it."""
+    light, dark = (
+        "".join(f".{name}{{{colours[kind]}}}" for name, colours in COLOURS.items() if uses(shapes, name))
+        for kind in (0, 1)
+    )
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+            f'role="img" aria-label="{escape(title)}">',
+            f"<title>{escape(title)}</title>",
+            f"<style>text{{{FONT}}}.code{{{MONOSPACED}}}{light}@media(prefers-color-scheme:dark){{{dark}}}</style>",
+            rectangle("ground", 0.5, 0.5, width - 1, height - 1, corner=12),
+            *shapes,
+            "</svg>\n",
+        ]
+    )
+
+
+def uses(shapes: list[str], name: str) -> bool:
+    """Whether one of the shapes, or the page itself, is of that class."""
+    return name == "ground" or any(f'"{name}"' in shape or f'"{name} ' in shape for shape in shapes)
+
+
+def rectangle(kind: str, x: float, y: float, width: float, height: float, corner: float = 2) -> str:
+    return f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:.4g}" height="{height:.4g}" rx="{corner:g}"/>'
+
+
+def text(kind: str, x: float, y: float, said: str, size: int = 13, weight: int = 400, anchor: str = "start") -> str:
+    return (
+        f'<text class="{kind}" x="{x:g}" y="{y:g}" font-size="{size}" font-weight="{weight}" '
+        f'text-anchor="{anchor}">{escape(said)}</text>'
+    )
+
+
+def path(kind: str, drawn: str, width: float = 1.5) -> str:
+    return f'<path class="{kind}" d="{drawn}" stroke-width="{width:g}" stroke-linecap="round" stroke-linejoin="round"/>'
+
+
+def circle(kind: str, x: float, y: float, radius: float) -> str:
+    return f'<circle class="{kind}" cx="{x:g}" cy="{y:g}" r="{radius:g}"/>'
+
+
+def arrow(points: list[tuple[float, float]], kind: str = "line", tip_kind: str = "tip") -> str:
+    """A line through the points, with a tip at the last one, which is reached going right, down or up."""
+    (before_x, before_y), (x, y) = points[-2:]
+    right, down = (x > before_x) - (x < before_x), (y > before_y) - (y < before_y)
+    drawn = "M" + "L".join(f"{each_x:g} {each_y:g}" for each_x, each_y in [*points[:-1], (x - 4 * right, y - 4 * down)])
+    back_x, back_y = x - 7 * right, y - 7 * down
+    tip = f"M{x:g} {y:g}L{back_x - 4 * down:g} {back_y - 4 * right:g}L{back_x + 4 * down:g} {back_y + 4 * right:g}Z"
+    return path(kind, drawn) + path(tip_kind, tip, 0)
