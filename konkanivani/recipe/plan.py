@@ -35,7 +35,8 @@ from konkanivani.training.validation import recognize
 
 BUCKET_RATIO = 0.7  # of the longest utterances of neighbouring buckets
 MOST_BUCKETS = 8
-# Longer micro-batches only cost a CPU more padding (README: 4 x 2 beats 1 x 8); a GPU is the faster the fuller it is.
+# Longer micro-batches only cost a CPU more padding (4 x 2 beats 1 x 8: docs/performance.md); a GPU is the faster the
+# fuller it is.
 MOST_CPU_SECONDS = 24.0
 LATER_KERNELS = 64 * MIB  # the driver loads a library's kernels when they are first used
 
