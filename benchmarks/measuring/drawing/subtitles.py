@@ -52,7 +52,9 @@ def transcribe(said: Said, checkpoint: Path) -> tuple[list[dict], list[str]]:
             for how in (("word", "--format", "json"), ("segment", "--format", "srt"))
         ]
     if any(each.returncode for each in done):
-        raise DataError(f"transcribe.py failed: {done[0].stderr or done[1].stderr} Try it by itself.")
+        raise DataError(
+            f"The recording cannot be transcribed: {done[0].stderr or done[1].stderr} Give another --checkpoint."
+        )
     return json.loads(done[0].stdout)["segments"], done[1].stdout.strip().split("\n\n")
 
 
