@@ -24,7 +24,7 @@ from konkanivani.memory.monitor import keep_holes_out, resident_mib
 from konkanivani.memory.oom_history import forget_sizes, read_sizes
 from konkanivani.memory.plan import MemoryPlan, plan_sentences
 from konkanivani.model.architecture import Architecture, architecture_of
-from konkanivani.model.asr import KonkaniVaniASR, parameter_count
+from konkanivani.model.asr import KonkaniVaniASR, frozen_count, parameter_count
 from konkanivani.model.transfer import take_over
 from konkanivani.recipe.build_step import build_forward, build_step_parts
 from konkanivani.recipe.plan import Ranks, costs_of, needs_sharding, resolve_plan
@@ -279,9 +279,11 @@ def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainingSpeech, pla
     at_once = step.forward.at_once
     side_by_side = f", {at_once} micro-batches side by side" if at_once > 1 else ""
     amp = {None: "", torch.float16: " in fp16", torch.bfloat16: " in bf16"}[step.forward.amp_dtype]
+    trained, frozen = (counted(step.model) / 1e6 for counted in (parameter_count, frozen_count))
+    parameters = f"{trained:.1f} of {trained + frozen:.1f}, the others frozen," if frozen else f"{trained:.1f}"
     print(
         f"{model.encoder_type} {model.d_model}, {model.encoder_layers}+{model.decoder_layers} layers, "
-        f"{parameter_count(step.model) / 1e6:.1f} M parameters, {step.architecture.vocab_size} tokens, "
+        f"{parameters} M parameters, {step.architecture.vocab_size} tokens, "
         f"on {step.forward.device}{amp}; "
         f"{count(len(speech.utterances), 'utterance')}, {duration_words(hours)}; "
         f"{cut} utterances a step{side_by_side}, {count(planner.windows_per_epoch(), 'step')} an epoch, "

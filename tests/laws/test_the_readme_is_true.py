@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.base.config import PRESETS
-from konkanivani.model.asr import model_without_values, parameter_count
-from konkanivani.model.front_end import MEL_BINS
+from konkanivani.base.config import PRESETS, TrainConfig
+from konkanivani.model.architecture import architecture_of
+from konkanivani.model.asr import parameter_count
 from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, run_script, write_surroundings
 from tests.patience import PATIENCE
 from tests.test_formats import common_voice
@@ -169,7 +169,8 @@ def test_the_preset_table_is_the_models():
         preset = PRESETS[name]
         shape = preset.d_model, preset.encoder_layers, preset.decoder_layers
         assert shape == (int(width), int(encoder), int(decoder))
-        assert f"{parameter_count(model_without_values(preset, 1000, MEL_BINS)) / 1e6:.1f}" == millions
+        model = architecture_of(TrainConfig(model=preset), 1000).build_without_values()
+        assert f"{parameter_count(model) / 1e6:.1f}" == millions
 
 
 def test_the_tree_matches():

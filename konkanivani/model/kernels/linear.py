@@ -38,8 +38,6 @@ def linear_of(
 class Linear(torch.nn.Linear):
     """torch's linear layer of (..., T, D), its products as `linear_of` takes them, with a low-rank one where it has."""
 
-    low_rank: "LowRank | None" = None
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear_of(x, self)
 

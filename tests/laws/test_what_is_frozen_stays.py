@@ -1,0 +1,141 @@
+"""--freeze and --lora_rank: what is frozen stays bit for bit, the rest learns, and a merged model is the same."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from konkanivani.base.config import TrainConfig, TuningConfig
+from konkanivani.base.errors import CheckpointError, UsageError
+from konkanivani.base.flags import parse_flags
+from konkanivani.inference.speech_model import speech_model_of
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.devices import cpu_costs
+from konkanivani.memory.tracer import Load
+from konkanivani.model.architecture import architecture_of
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.plan import build_tracer
+from konkanivani.recipe.trained_model import load_trained_model
+from konkanivani.training.checkpoint.checkpoint import read_checkpoint
+from konkanivani.training.checkpoint.checkpointer import LAST
+from konkanivani.training.loop import train
+from tests.conftest import TINY_MODEL, Corpus, run_folders, run_script, run_trainer
+from tests.laws.parts import MODEL, VOCAB_SIZE
+from tests.starts import begin_run
+
+CPU = torch.device("cpu")
+TUNED = {
+    "encoder": (("--freeze", "encoder"), "encoder."),
+    "one block": (("--freeze", "1"), ("encoder.subsampling.", "encoder.blocks.0.")),
+    "LoRA": (("--lora_rank", "4", "--lora_targets", "query_key_value", "expand"), ""),
+}
+
+
+@pytest.fixture(scope="module")
+def base(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The last checkpoint of a run of three steps, all of it trained."""
+    folder = tmp_path_factory.mktemp("base")
+    flags = (*TINY_MODEL, *corpus.flags(), *run_folders(folder), "--num_workers", "0", "--max_steps", "3")
+    train(build_run(begin_run(list(flags))))
+    return folder / "checkpoints" / LAST
+
+
+def weights_of(path: Path) -> dict[str, torch.Tensor]:
+    return dict(read_checkpoint(path).states["model"])
+
+
+@pytest.mark.parametrize("tuned", TUNED)
+def test_it_is_trained_stopped_and_resumed_and_the_frozen_weights_are_the_base_s(tuned, base, corpus, tmp_path):
+    flags, frozen = TUNED[tuned]
+    common = (*TINY_MODEL, *corpus.flags(), "--num_workers", "0", "--warmup_steps", "1", *flags)
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    begun = ("--init_from", str(base), "--dropout", "0.2", "--epochs", "20", "--schedule", "inverse_sqrt")
+    train(build_run(begin_run([*common, *run_folders(whole), *begun, "--max_steps", "6"])))
+    train(build_run(begin_run([*common, *run_folders(halves), *begun, "--max_steps", "3"])))
+    train(build_run(begin_run([*run_folders(halves), "--resume", "auto", "--max_steps", "6"])))
+    before, after = weights_of(base), weights_of(whole / "checkpoints" / LAST)
+    again, kept = weights_of(halves / "checkpoints" / LAST), {name for name in before if name.startswith(frozen)}
+    assert all(torch.equal(after[name], again[name]) for name in after)
+    assert all(torch.equal(before[name], after[name]) for name in kept) and kept
+    learnt = {name for name in after if name not in kept}
+    assert learnt and not any(torch.equal(after[name], before[name]) for name in learnt & set(before))
+    moments = read_checkpoint(whole / "checkpoints" / LAST).states["optimizer"]
+    assert {name.rpartition("/")[0] for name in moments} == learnt  # a frozen weight has none
+
+
+def test_low_rank_products_begin_as_nothing_and_merge_into_the_weights(base, corpus, tmp_path):
+    flags = (*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), "--num_workers", "0", "--init_from", str(base))
+    run = build_run(begin_run([*flags, "--lora_rank", "4", "--warmup_steps", "0", "--learning_rate", "0.05"]))
+    model, plain = run.step.model.eval(), speech_model_of(read_checkpoint(base), CPU).model
+    features, lengths = torch.randn(1, 90, 80), (90,)
+    with torch.no_grad():
+        assert torch.equal(model.ctc_logits(features, lengths)[0], plain.ctc_logits(features, lengths)[0])
+    run = build_run(begin_run([*flags, "--fresh", "--lora_rank", "4", "--max_steps", "8", "--learning_rate", "0.05"]))
+    train(run)
+    adapted = load_trained_model(tmp_path / "checkpoints" / LAST, CPU).forward.model.eval()
+    merged = speech_model_of(read_checkpoint(tmp_path / "checkpoints" / LAST), CPU).model
+    assert set(merged.state_dict()) == set(plain.state_dict()) < set(adapted.state_dict())
+    with torch.no_grad():
+        wanted, found = adapted.ctc_logits(features, lengths)[0], merged.ctc_logits(features, lengths)[0]
+        assert (wanted - found).abs().max() < 1e-5
+        # Negative control: what was learnt is more than rounding.
+        assert (wanted - plain.ctc_logits(features, lengths)[0]).abs().max() > 1e-3
+
+
+def test_another_model_begins_with_the_merged_weights(base, corpus, tmp_path):
+    flags = (*TINY_MODEL, *corpus.flags(), "--num_workers", "0")
+    tuned = (*run_folders(tmp_path / "tuned"), "--init_from", str(base), "--lora_rank", "2", "--max_steps", "3")
+    assert run_trainer(*flags, *tuned).returncode == 0
+    checkpoint = tmp_path / "tuned" / "checkpoints" / LAST
+    run = build_run(begin_run([*flags, *run_folders(tmp_path / "next"), "--init_from", str(checkpoint)]))
+    wanted = speech_model_of(read_checkpoint(checkpoint), CPU).model.state_dict()
+    assert all(torch.equal(weight, wanted[name]) for name, weight in run.step.model.state_dict().items())
+
+
+def test_a_trace_keeps_nothing_of_what_is_frozen_below_all_that_is_trained():
+    def peak(tuning: TuningConfig) -> tuple[int, int]:
+        config = TrainConfig(model=MODEL, tuning=tuning)
+        tracer = build_tracer(config, architecture_of(config, VOCAB_SIZE), cpu_costs())
+        traced = tracer.trace(Load(4, 6.0, 20), RecomputePolicy("never"))
+        return traced.backward - traced.state, traced.state
+
+    whole, one, encoder = (peak(TuningConfig(freeze=freeze)) for freeze in ("none", 1, "encoder"))
+    assert encoder[0] < one[0] < whole[0] and encoder[0] < 0.6 * whole[0] and encoder[1] < one[1] < whole[1]
+    adapted = peak(TuningConfig(lora_rank=2))
+    assert adapted[1] < 0.4 * whole[1]
+
+
+def test_what_is_tuned_is_told_by_the_scripts(base, corpus, tmp_path):
+    flags = (*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), "--init_from", str(base), "--freeze", "encoder")
+    trained = run_trainer(*flags, "--max_steps", "2")
+    assert trained.returncode == 0 and "frozen" in trained.stdout
+    checkpoint, bundle = tmp_path / "checkpoints" / LAST, str(tmp_path / "model.safetensors")
+    exported = run_script("training_scripts/export_asr.py", "--checkpoint", str(checkpoint), "--bundle", bundle)
+    assert exported.returncode == 0, exported.stderr
+    scored = run_script(
+        "training_scripts/evaluate_konkanivani_asr.py",
+        *("--checkpoint", str(checkpoint), "--manifest", corpus.manifest("test"), "--output", str(tmp_path / "scores")),
+        "--json",
+    )
+    assert scored.returncode == 0 and json.loads(scored.stdout.splitlines()[-1])
+    with pytest.raises(CheckpointError, match="--freeze is none here and encoder in the checkpoint"):
+        begin_run([*run_folders(tmp_path), "--resume", "auto", "--freeze", "none"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--freeze encoder", "give --init_from"),
+        ("--lora_rank 4", "give --init_from"),
+        ("--init_from x --freeze 13", "up to 12 blocks"),
+        ("--init_from x --freeze -1", "up to 12 blocks"),
+        ("--init_from x --freeze 2 --lora_rank 4", "leave --freeze out"),
+        ("--init_from x --lora_rank 4 --lora_targets query keys", "takes some of"),
+        ("--init_from x --lora_rank -4", "between 0 and 1024"),
+        ("--init_from x --lora_rank 4 --lora_alpha nan", "finite"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(flags, said):
+    with pytest.raises(UsageError, match=said):
+        parse_flags(flags.split())
