@@ -229,26 +229,27 @@ def test_interrupted_nothing_is_left(looks):
     assert all(parameter.grad is None for parameter in parts.model.parameters())
 
 
-def peak_of(parts: StepParts) -> int:
-    """Live bytes at the peak of a second step, the threads' included."""
-    live, cut = LiveBytes(), dataclasses.replace(window_of(), micro_batches=window_of().micro_batches[:4])
-    train_step(parts, cut, 0)
+def held_before_backward(parts: StepParts, at_once: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The most live bytes, the threads' included, when so many micro-batches have been through the forward pass."""
+    live, total, held = LiveBytes(), Objective.total, []
+    met = threading.Barrier(at_once, action=lambda: held.append(live.live))
+
+    def wait(*given: object) -> torch.Tensor:
+        met.wait(PATIENCE)
+        return total(*given)
+
+    monkeypatch.setattr(Objective, "total", wait)
     live.count(parts.state_tensors())
     with live:
-        train_step(parts, cut, 1)
-    assert live.peak > live.live
-    return live.peak
+        train_step(parts, dataclasses.replace(window_of(), micro_batches=window_of().micro_batches[:4]), 0)
+    monkeypatch.setattr(Objective, "total", total)
+    assert len(held) == 4 // at_once and live.peak > live.live
+    return max(held)
 
 
 def test_what_the_threads_hold_is_counted(monkeypatch):
-    one, total, both = peak_of(parts_of(1)), Objective.total, threading.Barrier(2)
-
-    def met(*given: object) -> torch.Tensor:
-        both.wait(PATIENCE)  # each thread's activations are there before one of them begins to free its own
-        return total(*given)
-
-    monkeypatch.setattr(Objective, "total", met)
-    assert one < peak_of(parts_of(2)) < 2 * one
+    one = held_before_backward(parts_of(1), 1, monkeypatch)
+    assert one < held_before_backward(parts_of(2), 2, monkeypatch) < 2 * one
 
 
 def test_one_piece_or_one_thread_stays_with_the_thread_that_asks():
