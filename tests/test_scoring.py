@@ -21,14 +21,13 @@ from hypothesis import strategies as st
 from konkanivani.base.errors import DataError, KonkaniVaniError
 from konkanivani.evaluation.bootstrap import blocks_of, choose_unit, interval_of, ratios, resample
 from konkanivani.evaluation.hypotheses import Heard, OtherSystem, TextFiles, read_heard, write_hypotheses
-from konkanivani.evaluation.metrics import count_edits, error_rates
+from konkanivani.evaluation.metrics import Edit, align_words, count_edits, error_rates
 from konkanivani.evaluation.normalizers import build_normalizer
 from konkanivani.evaluation.reports.score_json import score_json
 from konkanivani.evaluation.reports.score_page import draw_score_page
 from konkanivani.evaluation.reports.score_text import display_width, score_lines
 from konkanivani.evaluation.score import BUCKETS, ScoreReport, build_report
 from konkanivani.evaluation.transcripts import MOST_CHARACTERS, ScoredText, read_transcripts
-from konkanivani.evaluation.word_alignment import Edit, align_words, count_confusions, most_frequent
 from tests.conftest import ROOT, run_script
 from tests.page_parts import PageParts
 
@@ -93,9 +92,9 @@ def test_words_stand_beside_what_was_heard_for_them():
         ("वता", "वता", "hit"),
         ("", "सांज", "insertion"),
     ]
-    alignments = align_words(["एक", "एक", "दोन", "घर"], ["दोन", "दोन", "एक", "घर"])
-    frequent = most_frequent(count_confusions(alignments), "substitution", 5)
-    assert [(c.edit, c.count) for c in frequent] == [(Edit("एक", "दोन"), 2), (Edit("दोन", "एक"), 1)]
+    counted = count_edits(["एक", "एक", "दोन", "घर"], ["दोन", "दोन", "एक", "घर"])
+    assert counted.confusions("substitution", 5) == ((Edit("एक", "दोन"), 2), (Edit("दोन", "एक"), 1))
+    assert counted.confusions("deletion", 5) == () and len(counted.of(np.arange(1)).confusions("substitution", 5)) == 1
 
 
 # How sure it is

@@ -31,14 +31,6 @@ NORMALIZATION: dict[NormalizerName, str] = {
 
 
 @dataclass(frozen=True)
-class Fact:
-    """Something about how a score came about, with its name."""
-
-    name: str
-    value: str
-
-
-@dataclass(frozen=True)
 class CheckpointRun:
     """A checkpoint's run over a manifest: losses in nats a token, seconds of work, rows that could not be used."""
 
@@ -58,17 +50,17 @@ class CheckpointRun:
         return f"{short_name(self.checkpoint)} on {short_name(self.manifest)}"
 
     @property
-    def facts(self) -> tuple[Fact, ...]:
+    def facts(self) -> tuple[tuple[str, str], ...]:
         """How the hypotheses came about."""
         left_out = f" ({count(self.left_out, 'row')} left out)" if self.left_out else ""
         terms = [("CTC", self.ctc_loss), ("attention", self.attention_loss)]
         told = ", ".join(f"{name} {loss:.3f}" for name, loss in terms if loss is not None)
         losses = f"{self.loss:.3f} ({told}) nats a token"
         return (
-            Fact("checkpoint", f"{self.checkpoint}, step {self.step:,}"),
-            Fact("manifest", self.manifest + left_out),
-            Fact("decoding", f"{decoding_words(self.decoding)}, {self.seconds:.1f} s with the loading"),
-            Fact("loss", losses),
+            ("checkpoint", f"{self.checkpoint}, step {self.step:,}"),
+            ("manifest", self.manifest + left_out),
+            ("decoding", f"{decoding_words(self.decoding)}, {self.seconds:.1f} s with the loading"),
+            ("loss", losses),
         )
 
 
@@ -87,9 +79,9 @@ class TextFiles:
         return f"{short_name(self.hypotheses)} against {short_name(self.references)}"
 
     @property
-    def facts(self) -> tuple[Fact, ...]:
+    def facts(self) -> tuple[tuple[str, str], ...]:
         """Where the texts are."""
-        return Fact("references", self.references), Fact("hypotheses", self.hypotheses)
+        return ("references", self.references), ("hypotheses", self.hypotheses)
 
 
 @dataclass(frozen=True)
@@ -110,9 +102,9 @@ class Heard:
     notes: tuple[str, ...] = ()
 
     @property
-    def facts(self) -> tuple[Fact, ...]:
+    def facts(self) -> tuple[tuple[str, str], ...]:
         """How the texts came about, and what was done to them."""
-        return *self.source.facts, Fact("normalised", NORMALIZATION[self.normalizer])
+        return *self.source.facts, ("normalised", NORMALIZATION[self.normalizer])
 
     def normalized(self) -> "Heard":
         """The same with both texts normalised."""

@@ -1,16 +1,20 @@
-"""Word and character error rates: what was changed in each utterance, and its sums over any set of them.
+"""Error rates of words and characters: what was changed in each utterance, its sums, and which words are confused.
 
 The alignments are jiwer's, of fewest edits (Levenshtein 1966). Where several have as few, how the edits divide into
 substitutions, deletions and insertions depends on the program; their sum does not. NIST's sclite counts a substitution
 as 4 and the others as 3 each, and so may find an edit more where it finds fewer substitutions.
 """
 
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import jiwer
 import numpy as np
 
+EditKind = Literal["hit", "substitution", "deletion", "insertion"]
 KINDS = {"equal": 0, "substitute": 1, "delete": 2, "insert": 3}  # jiwer's name, our column
 UTTERANCES_AT_ONCE = 1_000  # an alignment takes far more memory than its counts
 
@@ -26,7 +30,6 @@ class EditCounts:
 
     @property
     def errors(self) -> int:
-        """Substitutions, deletions and insertions."""
         return self.substitutions + self.deletions + self.insertions
 
     @property
@@ -49,24 +52,40 @@ class ErrorRates:
 
     @property
     def wer(self) -> float:
-        """Word errors per reference word; NaN over no words."""
         return self.words.rate
 
     @property
     def cer(self) -> float:
-        """Character errors per reference character, spaces counted; NaN over no characters."""
+        """As the WER, of characters; spaces are counted."""
         return self.characters.rate
 
 
 @dataclass(frozen=True)
+class Edit:
+    """A word of the reference and the one heard for it: the same, another, or none; or one heard for none ("")."""
+
+    reference: str
+    hypothesis: str
+
+    @property
+    def kind(self) -> EditKind:
+        if self.reference == self.hypothesis:
+            return "hit"
+        if not self.hypothesis:
+            return "deletion"
+        return "substitution" if self.reference else "insertion"
+
+
+@dataclass(frozen=True)
 class UtteranceEdits:
-    """(utterances, 4) int64 for words and for characters: hits, substitutions, deletions, insertions."""
+    """(utterances, 4) int64 for words and for characters: hits, substitutions, deletions, insertions.
+
+    `wrong` are each utterance's word edits without the hits.
+    """
 
     words: np.ndarray
     characters: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.words)
+    wrong: tuple[tuple[Edit, ...], ...]
 
     @cached_property
     def sums(self) -> np.ndarray:
@@ -75,36 +94,66 @@ class UtteranceEdits:
         return np.stack([part for edits in both for part in (edits[:, 1:].sum(1), edits[:, :3].sum(1))], axis=1)
 
     def of(self, rows: np.ndarray) -> "UtteranceEdits":
-        """The edits of these utterances: their numbers, or a mask."""
-        return UtteranceEdits(self.words[rows], self.characters[rows])
+        """The edits of the utterances of these numbers."""
+        return UtteranceEdits(self.words[rows], self.characters[rows], tuple(self.wrong[row] for row in rows))
 
     def rates(self) -> ErrorRates:
         """The rates over all of them."""
         return ErrorRates(*(EditCounts(*map(int, edits.sum(axis=0))) for edits in (self.words, self.characters)))
 
+    def confusions(self, kind: EditKind, most: int) -> tuple[tuple[Edit, int], ...]:
+        """The most frequent word edits of a kind with their counts; of equals those whose words come first."""
+        found = Counter(edit for edits in self.wrong for edit in edits if edit.kind == kind)
+        ordered = sorted(found.items(), key=lambda pair: (-pair[1], pair[0].reference, pair[0].hypothesis))
+        return tuple(ordered[:most])
 
-def count_edits(references: list[str], hypotheses: list[str]) -> UtteranceEdits:
-    """What was changed in each utterance; words are what white space parts, and a run of it is one character.
 
-    A reference may be empty: then all that was heard is inserted.
+def _align(
+    process: Callable[..., jiwer.WordOutput | jiwer.CharacterOutput],
+    references: Sequence[str],
+    hypotheses: Sequence[str],
+) -> Iterator[list[tuple[int, list[str], list[str]]]]:
+    """Of each pair the stretches of its alignment: the column of their kind, and what stands on either side.
+
+    Words are what white space parts, and a run of it is one character.
     """
-    words, characters = (np.zeros((len(references), len(KINDS)), np.int64) for _ in range(2))
     for first in range(0, len(references), UTTERANCES_AT_ONCE):
         rows = slice(first, first + UTTERANCES_AT_ONCE)
-        both = [[" ".join(text.split()) for text in texts[rows]] for texts in (references, hypotheses)]
-        _add_alignments(words[rows], jiwer.process_words(*both).alignments)
-        _add_alignments(characters[rows], jiwer.process_characters(*both).alignments)
-    return UtteranceEdits(words, characters)
+        output = process(*([" ".join(text.split()) for text in texts[rows]] for texts in (references, hypotheses)))
+        for said, heard, chunks in zip(output.references, output.hypotheses, output.alignments, strict=True):
+            yield [
+                (KINDS[c.type], said[c.ref_start_idx : c.ref_end_idx], heard[c.hyp_start_idx : c.hyp_end_idx])
+                for c in chunks
+            ]
 
 
-def _add_alignments(counts: np.ndarray, alignments: list[list[jiwer.AlignmentChunk]]) -> None:
-    """Adds the lengths of the alignments' chunks to counts (utterances, 4)."""
-    for row, chunks in enumerate(alignments):
-        for chunk in chunks:
-            length = max(chunk.ref_end_idx - chunk.ref_start_idx, chunk.hyp_end_idx - chunk.hyp_start_idx)
-            counts[row, KINDS[chunk.type]] += length
+def _edits(said: list[str], heard: list[str]) -> Iterator[Edit]:
+    return (Edit(*words) for words in zip(said or [""] * len(heard), heard or [""] * len(said), strict=True))
 
 
-def error_rates(references: list[str], hypotheses: list[str]) -> ErrorRates:
+def align_words(references: Sequence[str], hypotheses: Sequence[str]) -> Iterator[tuple[Edit, ...]]:
+    """The words of each reference beside its hypothesis's, in order, with as few edits as can be: those counted."""
+    for chunks in _align(jiwer.process_words, references, hypotheses):
+        yield tuple(edit for _, said, heard in chunks for edit in _edits(said, heard))
+
+
+def count_edits(references: Sequence[str], hypotheses: Sequence[str]) -> UtteranceEdits:
+    """What was changed in each utterance. A reference may be empty: then all that was heard is inserted."""
+    words, characters = (np.zeros((len(references), len(KINDS)), np.int64) for _ in range(2))
+    wrong = []
+    for counts, chunks in zip(words, _align(jiwer.process_words, references, hypotheses), strict=True):
+        _add_up(counts, chunks)
+        wrong.append(tuple(edit for column, said, heard in chunks if column for edit in _edits(said, heard)))
+    for counts, chunks in zip(characters, _align(jiwer.process_characters, references, hypotheses), strict=True):
+        _add_up(counts, chunks)
+    return UtteranceEdits(words, characters, tuple(wrong))
+
+
+def _add_up(counts: np.ndarray, chunks: list[tuple[int, list[str], list[str]]]) -> None:
+    for column, said, heard in chunks:
+        counts[column] += max(len(said), len(heard))
+
+
+def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorRates:
     """The rates of `hypotheses` against `references`, each normalised the same way."""
     return count_edits(references, hypotheses).rates()

@@ -1,6 +1,6 @@
 """All that is to be said of how well utterances were recognised, from their two texts to the report."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +17,9 @@ from konkanivani.evaluation.bootstrap import (
     ratios,
     resample,
 )
-from konkanivani.evaluation.hypotheses import Fact, Heard, OtherSystem
-from konkanivani.evaluation.metrics import ErrorRates, UtteranceEdits, count_edits
+from konkanivani.evaluation.hypotheses import Heard, OtherSystem
+from konkanivani.evaluation.metrics import Edit, ErrorRates, UtteranceEdits, align_words, count_edits
 from konkanivani.evaluation.transcripts import ScoredText
-from konkanivani.evaluation.word_alignment import Confusion, Edit, align_words, count_confusions, most_frequent
 
 # The seconds from which an utterance falls into a bucket, and its name.
 BUCKETS = {0.0: "under 2 s", 2.0: "2 to 5 s", 5.0: "5 to 10 s", 10.0: "10 to 20 s", 20.0: "20 s and more"}
@@ -72,11 +71,11 @@ class Comparison:
 class ScoreReport:
     """The rates with their intervals, by speaker (worst first), duration and pattern; what was confused, and where.
 
-    `facts` say how the score came about, `notes` what is strange about it.
+    `facts` say how the score came about, by name, `notes` what is strange about it; confusions have their counts.
     """
 
     title: str
-    facts: tuple[Fact, ...]
+    facts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     utterances: int
     seconds: float | None
@@ -87,9 +86,9 @@ class ScoreReport:
     speakers: tuple[Slice, ...]
     durations: tuple[Slice, ...]
     patterns: tuple[Slice, ...]
-    substitutions: tuple[Confusion, ...]
-    deletions: tuple[Confusion, ...]
-    insertions: tuple[Confusion, ...]
+    substitutions: tuple[tuple[Edit, int], ...]
+    deletions: tuple[tuple[Edit, int], ...]
+    insertions: tuple[tuple[Edit, int], ...]
     worst: tuple[AlignedUtterance, ...]
     comparison: Comparison | None
 
@@ -112,7 +111,6 @@ def build_report(heard: Heard, edits: UtteranceEdits, wish: Wish, worst: int, ot
     by_speaker = _slices(texts, edits, wish, speakers) if len(set(speakers)) > 1 else {}
     by_duration = _slices(texts, edits, wish, [_bucket(text.seconds) for text in texts])
     by_pattern = _slices(texts, edits, wish, [text.pattern or None for text in texts])
-    confusions = count_confusions(_alignments([texts[row] for row in np.flatnonzero(edits.sums[:, 0])]))
     return ScoreReport(
         title=heard.source.title,
         facts=heard.facts,
@@ -126,9 +124,9 @@ def build_report(heard: Heard, edits: UtteranceEdits, wish: Wish, worst: int, ot
         speakers=tuple(sorted(by_speaker.values(), key=lambda part: -np.nan_to_num(part.rates.wer, nan=-1.0))),
         durations=tuple(by_duration[name] for name in BUCKETS.values() if name in by_duration),
         patterns=tuple(by_pattern[name] for name in sorted(by_pattern)),
-        substitutions=most_frequent(confusions, "substitution", MOST_CONFUSIONS),
-        deletions=most_frequent(confusions, "deletion", MOST_CONFUSIONS),
-        insertions=most_frequent(confusions, "insertion", MOST_CONFUSIONS),
+        substitutions=edits.confusions("substitution", MOST_CONFUSIONS),
+        deletions=edits.confusions("deletion", MOST_CONFUSIONS),
+        insertions=edits.confusions("insertion", MOST_CONFUSIONS),
         worst=_worst(texts, edits, worst),
         comparison=_compare(texts, edits, other, wish) if other else None,
     )
@@ -171,15 +169,11 @@ def _worst(texts: Sequence[ScoredText], edits: UtteranceEdits, most: int) -> tup
     errors = edits.sums[:, [0, 2]]
     order = np.lexsort((-errors[:, 1], -errors[:, 0]))
     rows = [row for row in order[:most] if errors[row].any()]
-    alignments = _alignments([texts[row] for row in rows])
+    alignments = align_words([texts[row].reference for row in rows], [texts[row].hypothesis for row in rows])
     return tuple(
         AlignedUtterance(texts[row], edits.of(np.array([row])).rates(), aligned)
         for row, aligned in zip(rows, alignments, strict=True)
     )
-
-
-def _alignments(texts: Sequence[ScoredText]) -> Iterator[tuple[Edit, ...]]:
-    return align_words([text.reference for text in texts], [text.hypothesis for text in texts])
 
 
 def _compare(texts: Sequence[ScoredText], edits: UtteranceEdits, other: OtherSystem, wish: Wish) -> Comparison:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from konkanivani.base.console import count, duration_words, show_text
+from konkanivani.evaluation.metrics import Edit, EditKind
 from konkanivani.evaluation.reports.charts import draw_bar
 from konkanivani.evaluation.reports.html import draw_cells, draw_document, draw_table, draw_tile, escape
 from konkanivani.evaluation.reports.score_text import (
@@ -18,7 +19,6 @@ from konkanivani.evaluation.reports.score_text import (
     utterance_words,
 )
 from konkanivani.evaluation.score import AlignedUtterance, Comparison, ScoreReport, Slice
-from konkanivani.evaluation.word_alignment import Confusion, Edit, EditKind
 
 MOST_OPEN = 15  # rows that a table shows before it is folded
 MOST_WORDS = 1_000
@@ -90,7 +90,7 @@ def _comparison(compared: Comparison) -> str:
 
 
 def _facts(report: ScoreReport) -> str:
-    facts = [(fact.name, show_text(fact.value)) for fact in report.facts]
+    facts = [(name, show_text(value)) for name, value in report.facts]
     facts.append(("intervals", f"95 %, {report.interval_words}"))
     rows = "".join(f"<dt>{escape(name)}</dt><dd><bdi>{escape(value)}</bdi></dd>" for name, value in facts)
     return f'<dl class="facts">{rows}</dl>'
@@ -125,16 +125,16 @@ def _confusions(report: ScoreReport) -> str:
         ("Inserted", ("hypothesis", "count"), report.insertions),
     )
     tables = "".join(
-        f"<div><h3>{title}</h3>{draw_table(names, [_confusion(names, c) for c in confusions], NUMBERS)}</div>"
+        f"<div><h3>{title}</h3>{draw_table(names, [_confusion(names, *confusion) for confusion in confusions], NUMBERS)}</div>"
         for title, names, confusions in kinds
         if confusions
     )
     return f'<section><h2>Most frequent word errors</h2><div class="lists">{tables}</div></section>' if tables else ""
 
 
-def _confusion(names: tuple[str, ...], confusion: Confusion) -> str:
-    words = [show_text(word, 60) for word in (confusion.edit.reference, confusion.edit.hypothesis) if word]
-    return draw_cells(names, (*words, f"{confusion.count:,}"), NUMBERS)
+def _confusion(names: tuple[str, ...], edit: Edit, times: int) -> str:
+    words = [show_text(word, 60) for word in (edit.reference, edit.hypothesis) if word]
+    return draw_cells(names, (*words, f"{times:,}"), NUMBERS)
 
 
 def _worst(worst: Sequence[AlignedUtterance]) -> str:

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from konkanivani.base.console import count, duration_words, show_text
 from konkanivani.evaluation.bootstrap import Interval
-from konkanivani.evaluation.metrics import EditCounts
+from konkanivani.evaluation.metrics import Edit, EditCounts, EditKind
 from konkanivani.evaluation.score import AlignedUtterance, Comparison, ScoreReport, Slice
-from konkanivani.evaluation.word_alignment import Confusion, Edit, EditKind
 
 MOST_SLICES = 10
 MOST_CONFUSIONS = 8
@@ -32,7 +31,7 @@ def _lines(report: ScoreReport) -> Iterator[str]:
     yield f"  WER  {rate_words(rates.wer, report.wer_interval)}: {error_words(rates.words, 'word')}"
     yield f"  CER  {rate_words(rates.cer, report.cer_interval)}: {error_words(rates.characters, 'character')}"
     yield ""
-    yield from (f"  {fact.name:<12} {show_text(fact.value)}" for fact in report.facts)
+    yield from (f"  {name:<12} {show_text(value)}" for name, value in report.facts)
     yield f"  {'intervals':<12} 95 %, {report.interval_words}"
     yield from (f"  {'note':<12} {note}" for note in report.notes)
     if report.comparison:
@@ -128,12 +127,14 @@ def _confusion_lines(report: ScoreReport) -> Iterator[str]:
         yield from ("", "Most frequent word errors")
     for title, confusions in kinds:
         if confusions:
-            yield f"  {title:<12} " + ", ".join(map(_confusion_words, confusions[:MOST_CONFUSIONS]))
+            yield f"  {title:<12} " + ", ".join(
+                _confusion_words(*confusion) for confusion in confusions[:MOST_CONFUSIONS]
+            )
 
 
-def _confusion_words(confusion: Confusion) -> str:
-    words = (show_text(word, 40) for word in (confusion.edit.reference, confusion.edit.hypothesis) if word)
-    return f"{' → '.join(words)} ({confusion.count:,})"
+def _confusion_words(edit: Edit, times: int) -> str:
+    words = (show_text(word, 40) for word in (edit.reference, edit.hypothesis) if word)
+    return f"{' → '.join(words)} ({times:,})"
 
 
 def utterance_words(utterance: AlignedUtterance) -> str:
