@@ -109,7 +109,7 @@ class UtteranceEdits:
 
 
 def _align(
-    process: Callable[..., jiwer.WordOutput | jiwer.CharacterOutput],
+    process: Callable[..., jiwer.WordOutput],
     references: Sequence[str],
     hypotheses: Sequence[str],
 ) -> Iterator[list[tuple[int, list[str], list[str]]]]:

@@ -125,7 +125,7 @@ def _confusions(report: ScoreReport) -> str:
         ("Inserted", ("hypothesis", "count"), report.insertions),
     )
     tables = "".join(
-        f"<div><h3>{title}</h3>{draw_table(names, [_confusion(names, *confusion) for confusion in confusions], NUMBERS)}</div>"
+        f"<div><h3>{title}</h3>{draw_table(names, [_confusion(names, *c) for c in confusions], NUMBERS)}</div>"
         for title, names, confusions in kinds
         if confusions
     )
