@@ -60,6 +60,17 @@ class AlreadyTold(KonkaniVaniError):
         self.exit_code = exit_code
 
 
+@contextlib.contextmanager
+def explained(kind: type[KonkaniVaniError], what: str, advice: str, *others: type[Exception]) -> Iterator[None]:
+    """Makes of an OSError in the block, or one of the `others`, "what: its reason (its file). advice"."""
+    try:
+        yield
+    except (OSError, *others) as error:
+        reason, file = getattr(error, "strerror", None) or error, getattr(error, "filename", None)
+        where = f" ({file})" if file and str(file).removesuffix(".partial") not in what else ""
+        raise kind(f"{what}: {reason}{where}. {advice}") from None
+
+
 MOST_TOLD = 20
 COLLECTED = (UsageError, DataError, CheckpointError, ResourceError)
 

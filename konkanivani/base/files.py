@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from konkanivani.base.console import say
-from konkanivani.base.errors import ResourceError
+from konkanivani.base.errors import ResourceError, explained
 from konkanivani.base.signals import held_signals
 
 
@@ -35,13 +35,9 @@ def published(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """The same for a file of which the caller has nothing of its own to say: an OSError becomes a ResourceError."""
-    try:
-        with published(path) as partial:
-            yield partial
-    except OSError as error:
-        raise ResourceError(
-            f"{path} could not be written: {error.strerror or error}. Free space, mend the folder, or name another."
-        ) from None
+    advice = "Free space, mend the folder, or name another."
+    with explained(ResourceError, f"{path} could not be written", advice), published(path) as partial:
+        yield partial
 
 
 def append_whole(path: Path, data: bytes, header: bytes = b"") -> None:

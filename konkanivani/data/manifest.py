@@ -2,12 +2,13 @@
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 
 from konkanivani.base.amount import Amount
-from konkanivani.base.errors import DataError, Problems
+from konkanivani.base.errors import DataError, Problems, explained
 from konkanivani.base.files import write_json_lines
 from konkanivani.data.audio.roots import audio_roots
 from konkanivani.data.index import BrokenRow, ManifestIndex, open_index
@@ -85,12 +86,8 @@ def read_manifest(path: str | Path, named_roots: tuple[str, ...] = ()) -> Manife
 
     Its audio must lie in its own folder or in one of the `named_roots`: rows that name another place are broken.
     """
-    try:
+    with _explained(path):
         index = open_index(Path(path), named_roots)
-    except OSError as error:
-        raise DataError(
-            f"The manifest {path} cannot be read: {error.strerror or error}. Give the path of a JSONL manifest."
-        ) from None
     if not len(index.starts) and not index.broken:
         raise DataError(
             f"The manifest {path} is empty. Each line must be a JSON object with audio_filepath, duration and text."
@@ -98,19 +95,19 @@ def read_manifest(path: str | Path, named_roots: tuple[str, ...] = ()) -> Manife
     return Manifest(str(path), index, named_roots)
 
 
+def _explained(path: str | Path) -> AbstractContextManager[None]:
+    return explained(DataError, f"The manifest {path} cannot be read", "Give the path of a JSONL manifest.")
+
+
 def read_recordings(path: str | Path, named_roots: tuple[str, ...] = ()) -> list[Utterance]:
     """All rows of a manifest of sounds, whose text may be left out; a DataError names the bad ones.
 
     As in `read_manifest`, audio must lie in the manifest's folder or in one of the `named_roots`.
     """
-    try:
+    with _explained(path):
         if not Path(path).is_file() and Path(path).exists() and not Path(path).is_dir():
             raise OSError("it is no file")
         lines = Path(path).read_bytes().split(b"\n")
-    except OSError as error:
-        raise DataError(
-            f"The manifest {path} cannot be read: {error.strerror or error}. Give the path of a JSONL manifest."
-        ) from None
     sounds, folder, problems = [], os.path.dirname(path), Problems()
     roots = audio_roots(folder, named_roots)
     for row, line in enumerate(lines, start=1):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from konkanivani.base.config import DecodingConfig
 from konkanivani.base.console import count, short_name
-from konkanivani.base.errors import ResourceError
+from konkanivani.base.errors import ResourceError, explained
 from konkanivani.base.files import write_json_lines
 from konkanivani.evaluation.metrics import UtteranceEdits
 from konkanivani.evaluation.normalizers import NormalizerName, build_normalizer
@@ -159,12 +159,8 @@ def check_output(path: Path) -> None:
 
 def write_hypotheses(path: Path, texts: Sequence[ScoredText], edits: UtteranceEdits) -> None:
     """Writes the utterances in their order beside `path` and renames it into place."""
-    try:
+    with explained(ResourceError, f"The hypotheses could not be written to {path}", "Give another --output."):
         write_json_lines(path, _rows(texts, edits))
-    except OSError as error:
-        raise ResourceError(
-            f"The hypotheses could not be written to {path}: {error.strerror or error}. Give another --output."
-        ) from None
 
 
 def _rows(texts: Sequence[ScoredText], edits: UtteranceEdits) -> Iterator[dict[str, object]]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from konkanivani.base.errors import DataError, ResourceError, UsageError
+from konkanivani.base.errors import DataError, ResourceError, UsageError, explained
 from konkanivani.base.files import visible_files
 from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.formats.splits import split_of_path
@@ -170,14 +170,10 @@ def _utterance(
 
 
 def _write(path: Path, held: bytes) -> None:
-    try:
+    advice = "Free room there, or give --output a folder that you can write to."
+    with explained(ResourceError, f"The audio of the data set cannot be written to {path}", advice):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(held)
-    except OSError as error:
-        raise ResourceError(
-            f"The audio of the data set cannot be written to {path}: {error.strerror or error}. Free room there, or "
-            "give --output a folder that you can write to."
-        ) from None
 
 
 def _safe_name(file: str) -> str:

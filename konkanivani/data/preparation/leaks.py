@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from konkanivani.base.console import printable
-from konkanivani.base.errors import DataError
+from konkanivani.base.errors import DataError, explained
 from konkanivani.data.audio.files import AudioSource, read_bytes
 from konkanivani.data.preparation.corpus import CheckedUtterance
 
@@ -47,12 +47,8 @@ class Recording:
 
 def find_leaks(utterances: list[CheckedUtterance]) -> tuple[Leak, ...]:
     """Leaks of audio, speakers and sentences between the splits; a DataError where audio can no longer be read."""
-    try:
+    with explained(DataError, "Audio could be read at first and then no longer", "Begin again."):
         audio = _leak("audio", _same_audio(utterances))
-    except OSError as error:
-        raise DataError(
-            f"{error.filename} could be read at first and then no longer: {error.strerror}. Begin again."
-        ) from None
     speakers = _shared((u.utterance.speaker, u) for u in utterances if u.utterance.speaker)
     return audio, _leak("speaker", speakers), _leak("sentence", _shared((u.sentence, u) for u in utterances))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from konkanivani.base.console import printable
-from konkanivani.base.errors import DataError, ResourceError, UsageError
+from konkanivani.base.errors import DataError, ResourceError, UsageError, explained
 from konkanivani.base.files import held_folder, write_json_lines
 from konkanivani.data.audio.roots import is_named_inside
 from konkanivani.data.formats import (
@@ -157,13 +157,9 @@ def _told(rows: Found, task: Preparation) -> Iterator[FoundUtterance | RefusedRo
     """The rows, with a bar on stderr where they take long; errors of the disk as DataErrors."""
     from tqdm import tqdm
 
-    try:
+    what = f"{task.source.path} cannot be read as {task.format}"
+    with explained(DataError, what, "Check --format and --source."):
         yield from tqdm(rows, desc="rows", unit="", delay=2, disable=None)
-    except OSError as error:
-        raise DataError(
-            f"{task.source.path} cannot be read as {task.format}: {error.strerror or error} ({error.filename}). "
-            "Check --format and --source."
-        ) from None
 
 
 def _check_damage(task: Preparation, corpus: Corpus) -> None:
@@ -246,15 +242,9 @@ def _staging(task: Preparation) -> Iterator[Path]:
                     output.rmdir()
 
 
-@contextlib.contextmanager
-def _explained(output: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ResourceError(
-            f"The manifests cannot be written to {output}: {error.strerror or error} ({error.filename or output}). "
-            "Free room there, or give --output a folder that you can write to."
-        ) from None
+def _explained(output: Path) -> contextlib.AbstractContextManager[None]:
+    advice = "Free room there, or give --output a folder that you can write to."
+    return explained(ResourceError, f"The manifests cannot be written to {output}", advice)
 
 
 def _publish(task: Preparation, staged: Path, utterances: list[CheckedUtterance], report: Report) -> None:

@@ -7,16 +7,15 @@ No sentence is in two splits, no voice is in two splits, and half of the test se
 training has no sentence (`pattern` is `unseen`).
 """
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from konkanivani.base.errors import DataError, ResourceError, UsageError
+from konkanivani.base.errors import DataError, ResourceError, UsageError, explained
 from konkanivani.base.files import held_folder
 from konkanivani.data.synthetic.builtin_patterns import interleave_sentences, read_patterns, spread
 from konkanivani.data.synthetic.speech_synthesis import SpeechSynthesizer, UnspeakableError, reads_signs_by_name
@@ -32,6 +31,10 @@ from konkanivani.data.synthetic.spoken_sentences import (
 
 WHAT_IT_IS = "synthetic, Marathi voice"
 BUILT_IN = "built-in corpus"
+NO_ROOM = (
+    "Free about 100 MB there, or give prepare_builtin_corpus.py --output a folder that you can write to, and the "
+    "trainer the manifests in it."
+)
 PROBE = "म्हाका शाळेंत वचपाक कितें जाय"  # vowel signs, anusvara and virama in one sentence
 
 
@@ -134,7 +137,7 @@ def publish_corpus(directory: Path, recipe: CorpusRecipe, write: Callable[[Path]
     ResourceError where espeakng-loader is not installed or the disk cannot be written.
     """
     directory = Path(os.path.abspath(directory))
-    with explained_disk_errors(directory):
+    with explained(ResourceError, f"The corpus cannot be written to {directory}", NO_ROOM):
         directory.parent.mkdir(parents=True, exist_ok=True)
         with held_folder(directory.parent):
             if is_complete(directory, recipe):
@@ -223,16 +226,3 @@ def refuse_unspoken(errors: Sequence[UnspeakableError]) -> None:
     """Raises the first of the errors, if there is one."""
     if errors:
         raise errors[0]
-
-
-@contextlib.contextmanager
-def explained_disk_errors(directory: Path) -> Iterator[None]:
-    """Turns an OSError of the block into a ResourceError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise ResourceError(
-            f"The corpus cannot be written to {directory}: {error.strerror or error} ({error.filename or directory}). "
-            "Free about 100 MB there, or give prepare_builtin_corpus.py --output a folder that you can write to, and "
-            "the trainer the manifests in it."
-        ) from None

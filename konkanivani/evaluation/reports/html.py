@@ -5,7 +5,7 @@ import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from konkanivani.base.errors import ResourceError, UsageError
+from konkanivani.base.errors import ResourceError, UsageError, explained
 from konkanivani.base.files import published
 
 STYLE = """
@@ -111,8 +111,6 @@ def _is_page(path: str) -> bool:
 
 def write_page(path: str, page: str) -> None:
     """Writes the page beside `path` and renames it into place."""
-    try:
+    with explained(ResourceError, f"--html {path} cannot be written", "Give another path."):
         with published(Path(path)) as partial:
             partial.write_text(page, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise ResourceError(f"--html {path} cannot be written: {error.strerror or error}. Give another path.") from None
