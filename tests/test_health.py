@@ -654,7 +654,7 @@ def test_a_manifest_of_broken_rows_alone_is_told_row_by_row(tmp_path):
     manifest, page = hostile_corpus(tmp_path)[3], tmp_path / "page.html"
     code, out, _ = inspect(manifest, "--html", page)
     told = "broken.jsonl: 2 rows are broken (100 %, more than --max_rejected 1%): row 1: not a line of JSON"
-    assert code == 3 and f"Can be trained: no, because of this error: {told}" in out and "row 2: not UTF-8" in out
+    assert code == 3 and f"Can be trained: no, because of this error: {told}" in out and "row 2 · not UTF-8" in out
     assert told in page.read_text() and "not UTF-8" in page.read_text()
     code, out, _ = inspect(manifest, "--max_rejected", "100%")
     assert code == 3 and "None of the 2 rows of broken.jsonl can be used: not a line of JSON" in out.splitlines()[-1]

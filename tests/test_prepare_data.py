@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from konkanivani.base.errors import KonkaniVaniError
 from konkanivani.data.formats.found import SpeechFolder
-from konkanivani.data.formats.splits import Shares, Unit, draw_splits, split_named
+from konkanivani.data.formats.splits import Shares, draw_splits, split_named
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.preparation.prepare import Preparation, prepare_corpus
 from tests.conftest import run_script, script_command
@@ -516,11 +516,10 @@ UNITS = st.dictionaries(st.text("abcdef", min_size=1, max_size=4), st.integers(1
 
 @given(UNITS, st.sampled_from([0.0, 0.01, 0.05, 0.3]), st.sampled_from([0.0, 0.05, 0.2, 0.4]), st.integers(0, 3))
 def test_drawn_splits_are_a_partition_near_their_shares_and_pure(lengths, valid_share, test_share, seed):
-    units = [Unit(name, length) for name, length in lengths.items()]
     shares = Shares(valid_share, test_share)
-    valid, test = draw_splits(units, shares, seed)
-    assert (valid, test) == draw_splits(units[::-1], shares, seed)
-    assert not valid & test and len(valid | test) < len(units)
+    valid, test = draw_splits(lengths, shares, seed)
+    assert (valid, test) == draw_splits(dict(reversed(lengths.items())), shares, seed)
+    assert not valid & test and len(valid | test) < len(lengths)
     total, longest = sum(lengths.values()), max(lengths.values())
     for names, share in ((valid, valid_share), (test, test_share)):
         assert bool(names) == (share > 0)
@@ -528,10 +527,10 @@ def test_drawn_splits_are_a_partition_near_their_shares_and_pure(lengths, valid_
 
 
 def test_many_speakers_come_close_to_the_shares():
-    units = [Unit(f"s{number}", 1000 + 37 * (number % 50)) for number in range(200)]
-    total = sum(unit.milliseconds for unit in units)
-    for names in draw_splits(units, Shares(0.05, 0.05), 0):
-        assert sum(unit.milliseconds for unit in units if unit.name in names) / total == pytest.approx(0.05, abs=0.003)
+    lengths = {f"s{number}": 1000 + 37 * (number % 50) for number in range(200)}
+    for names in draw_splits(lengths, Shares(0.05, 0.05), 0):
+        drawn = sum(lengths[name] for name in names)
+        assert drawn / sum(lengths.values()) == pytest.approx(0.05, abs=0.003)
 
 
 def test_the_usual_names_of_splits():

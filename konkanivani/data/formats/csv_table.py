@@ -11,10 +11,9 @@ from pathlib import Path
 from konkanivani.base.errors import UsageError
 from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.formats.splits import split_named
-from konkanivani.data.formats.tables import columns_alike, named_separator, read_cells, read_records
+from konkanivani.data.formats.tables import choose_columns, columns_alike, named_separator, read_cells, read_records
 
 DELIMITERS = ",;\t"
-USUAL = ("audio", "text", "speaker", "split")
 
 
 def find_utterances(source: SpeechFolder) -> Found:
@@ -22,10 +21,14 @@ def find_utterances(source: SpeechFolder) -> Found:
     if not source.table:
         raise UsageError("--format csv needs the table to read: give --table FILE.csv.")
     table = source.table_path()
-    asked = (source.audio_column, source.text_column, source.speaker_column, source.split_column)
-    wanted = tuple(name or usual for name, usual in zip(asked, USUAL, strict=True))
-    delimiter = named_separator(table) or _delimiter(table, wanted)
-    audio, text, speaker, split = _columns(table, delimiter, wanted, asked)
+    wanted = (
+        (source.audio_column, ("audio",), True),
+        (source.text_column, ("text",), True),
+        (source.speaker_column, ("speaker",), False),
+        (source.split_column, ("split",), False),
+    )
+    delimiter = named_separator(table) or _delimiter(table, [asked or usual[0] for asked, usual, _ in wanted])
+    audio, text, speaker, split = choose_columns(table, _head(table, delimiter), wanted)
     file = source.name_of(table)
     for record in read_records(table, delimiter, quoted=True):
         given = record[split].strip()
@@ -53,24 +56,9 @@ def _head(table: Path, delimiter: str) -> list[str]:
     return [cell.strip() for cell in first.cells] if first else []
 
 
-def _delimiter(table: Path, wanted: tuple[str, ...]) -> str:
+def _delimiter(table: Path, wanted: list[str]) -> str:
     def matches(delimiter: str) -> int:
         head = _head(table, delimiter)
         return sum(bool(columns_alike(head, name)) for name in wanted)
 
     return max(DELIMITERS, key=matches)
-
-
-def _columns(table: Path, delimiter: str, wanted: tuple[str, ...], asked: tuple[str, ...]) -> list[str]:
-    """The wanted columns as the head writes them; a UsageError where one that is needed or asked for is not there."""
-    head, columns = _head(table, delimiter), []
-    for name, is_needed in zip(wanted, (True, True, *map(bool, asked[2:])), strict=True):
-        alike = columns_alike(head, name)
-        if len(alike) > 1 or (is_needed and not alike):
-            what = f"{len(alike)} columns {name!r}" if alike else f"no column {name!r}"
-            raise UsageError(
-                f"{table} has {what}, it has {', '.join(map(repr, sorted(head)))}. Say with --audio_column, "
-                "--text_column, --speaker_column and --split_column which are which."
-            )
-        columns.append(alike[0] if alike else name)
-    return columns

@@ -9,14 +9,16 @@ Sources: https://huggingface.co/docs/datasets/loading (local files, load_from_di
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
-from konkanivani.base.errors import DataError, ResourceError, UsageError, explained
+from konkanivani.base.errors import DataError, ResourceError, explained
 from konkanivani.base.files import visible_files
 from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.formats.splits import split_of_path
-from konkanivani.data.formats.tables import as_text, columns_alike
+from konkanivani.data.formats.tables import as_text, choose_columns
 
 AUDIO_COLUMNS = ("audio", "audio_filepath")
 TEXT_COLUMNS = ("text", "sentence", "transcription", "transcript", "normalized", "verbatim")
@@ -41,34 +43,32 @@ class Part:
     rows: Iterable[dict[str, object]]
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The names of the columns that are read; no speaker where the name is empty."""
-
-    audio: str
-    text: str
-    speaker: str
-
-
 def find_utterances(source: SpeechFolder) -> Found:
     """The rows of every split."""
     for part in _parts(source):
-        columns = _choose_columns(source, part)
-        for number, row in enumerate(_guarded(part), start=1):
+        wanted = (
+            (source.audio_column, AUDIO_COLUMNS, True),
+            (source.text_column, TEXT_COLUMNS, True),
+            (source.speaker_column, SPEAKER_COLUMNS, False),
+        )
+        columns = choose_columns(part.path, part.columns, wanted)
+        rows = iter(part.rows)
+        for number in count(1):
+            with _guarded(f"{part.path} cannot be read any further", "Download it again."):
+                row = next(rows, None)
+            if row is None:
+                break
             yield _utterance(source, part, columns, number, row)
 
 
-def _guarded(part: Part) -> Iterator[dict[str, object]]:
-    """The rows of a part; a DataError where it turns out to be damaged."""
+@contextmanager
+def _guarded(what: str, advice: str) -> Iterator[None]:
+    """Makes a DataError of whatever pyarrow, json and datasets raise on files that are not theirs."""
     try:
-        yield from part.rows
-    except Exception as error:  # whatever pyarrow, json and datasets raise on files that are not theirs
-        raise DataError(f"{part.path} cannot be read any further: {_reason(error)}. Download it again.") from None
-
-
-def _reason(error: Exception) -> str:
-    """What an error of another library says, in one line."""
-    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+        raise DataError(f"{what}: {reason}. {advice}") from None
 
 
 def _parts(source: SpeechFolder) -> Iterator[Part]:
@@ -80,12 +80,10 @@ def _parts(source: SpeechFolder) -> Iterator[Part]:
             "Install it with .venv/bin/python -m pip install datasets."
         ) from None
     is_saved = any((source.path / name).is_file() for name in ("dataset_dict.json", "state.json"))
-    found = _saved_parts(source) if is_saved else _parquet_parts(source)
-    is_empty = True
-    for part in found:
-        is_empty = False
+    part = None
+    for part in _saved_parts(source) if is_saved else _parquet_parts(source):
         yield part
-    if is_empty:
+    if part is None:
         raise DataError(
             f"{source.path} is neither a folder written by save_to_disk nor one with Parquet files. Give --source a "
             "data set that has been downloaded."
@@ -95,12 +93,8 @@ def _parts(source: SpeechFolder) -> Iterator[Part]:
 def _saved_parts(source: SpeechFolder) -> Iterator[Part]:
     import datasets
 
-    try:
+    with _guarded(f"{source.path} cannot be loaded as a saved data set", "Save it again."):
         loaded = datasets.load_from_disk(str(source.path))
-    except Exception as error:  # as above
-        raise DataError(
-            f"{source.path} cannot be loaded as a saved data set: {_reason(error)}. Save it again."
-        ) from None
     splits = loaded.items() if isinstance(loaded, datasets.DatasetDict) else [("", loaded)]
     for name, table in splits:
         for column, feature in table.features.items():
@@ -115,48 +109,19 @@ def _parquet_parts(source: SpeechFolder) -> Iterator[Part]:
 
     tables = (path for path in visible_files(source.path) if path.name.endswith(".parquet"))
     for path in sorted(path for path in tables if path.is_file()):
-        try:
+        with _guarded(f"{path} cannot be read as Parquet", "Download it again."):
             file = pyarrow.parquet.ParquetFile(path)
-        except Exception as error:  # as above
-            raise DataError(f"{path} cannot be read as Parquet: {_reason(error)}. Download it again.") from None
         split = split_of_path(reversed(path.relative_to(source.path).parts))
-        yield Part(path, split, tuple(file.schema_arrow.names), _parquet_rows(path))
-
-
-def _parquet_rows(path: Path) -> Iterator[dict[str, object]]:
-    import pyarrow.parquet
-
-    for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=16):  # a row may hold megabytes
-        yield from batch.to_pylist()
-
-
-def _choose_columns(source: SpeechFolder, part: Part) -> Columns:
-    """The columns asked for, else those with a usual name; a UsageError where they are not there."""
-    names = part.columns
-    audio = _column(names, source.audio_column, AUDIO_COLUMNS) or source.audio_column or "audio"
-    text = _column(names, source.text_column, TEXT_COLUMNS) or source.text_column or "text"
-    speaker = _column(names, source.speaker_column, SPEAKER_COLUMNS) or source.speaker_column
-    chosen = Columns(audio, text, speaker)
-    for column in (chosen.audio, chosen.text, chosen.speaker):
-        if column and column not in names:
-            raise UsageError(
-                f"{part.path} has no column {column!r}, it has {', '.join(map(repr, names))}. Say with --audio_column, "
-                "--text_column and --speaker_column which are which."
-            )
-    return chosen
-
-
-def _column(names: tuple[str, ...], asked: str, usual: tuple[str, ...]) -> str:
-    """The column asked for, else the first usual one, also where only the case is another; empty where none is."""
-    found = (columns_alike(names, name) for name in ((asked,) if asked else usual))
-    return next((alike[0] for alike in found if len(alike) == 1), "")
+        batches = file.iter_batches(batch_size=16)  # a row may hold megabytes
+        yield Part(path, split, tuple(file.schema_arrow.names), (row for batch in batches for row in batch.to_pylist()))
 
 
 def _utterance(
-    source: SpeechFolder, part: Part, columns: Columns, number: int, row: dict[str, object]
+    source: SpeechFolder, part: Part, columns: list[str], number: int, row: dict[str, object]
 ) -> FoundUtterance | RefusedRow:
     file = source.name_of(part.path)
-    audio = row[columns.audio]
+    audio_column, text_column, speaker_column = columns
+    audio = row[audio_column]
     held, named = (audio.get("bytes"), audio.get("path")) if isinstance(audio, dict) else (None, audio)
     if isinstance(held, bytes) and held:
         path = source.embedded_audio / f"{_safe_name(file)}-{number:07d}{_suffix(held, as_text(named))}"
@@ -164,9 +129,9 @@ def _utterance(
     elif isinstance(named, str) and named:
         path = source.path / named
     else:
-        return RefusedRow(file, number, "missing audio", f"its column {columns.audio} holds no audio")
-    speaker = as_text(row[columns.speaker]) if columns.speaker else ""
-    return FoundUtterance(file, number, path, as_text(row[columns.text]), speaker=speaker, split=part.split)
+        return RefusedRow(file, number, "missing audio", f"its column {audio_column} holds no audio")
+    text, speaker = as_text(row[text_column]), as_text(row.get(speaker_column))
+    return FoundUtterance(file, number, path, text, speaker=speaker, split=part.split)
 
 
 def _write(path: Path, held: bytes) -> None:

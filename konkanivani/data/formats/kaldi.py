@@ -10,7 +10,7 @@ Source: https://kaldi-asr.org/doc/data_prep.html
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from konkanivani.base.errors import DataError
@@ -85,10 +85,7 @@ def _located(
     if path is None:
         places = f"{folder}, --source, --audio_root or a folder above"
         return found.refused("missing audio", f"wav.scp's {recording.value} is not in {places}")
-    seconds = None if end == -1.0 else end - start
-    return FoundUtterance(
-        found.file, found.row, path, found.text, found.id, found.speaker, found.split, start=start, seconds=seconds
-    )
+    return replace(found, audio=path, start=start, seconds=None if end == -1.0 else end - start)
 
 
 def _audio(source: SpeechFolder, folder: Path, value: str) -> Path | None:

@@ -15,7 +15,7 @@ https://github.com/webdataset/webdataset#the-webdataset-format
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from konkanivani.base.errors import DataError
@@ -74,6 +74,7 @@ def _read_manifest(source: SpeechFolder, manifest: Path, folder: Path, split: st
     """A manifest's rows; those with a shard_id name members of the folder's tars."""
     shards: dict[str, dict[str, Member]] = {}
     file = source.name_of(manifest)
+    of_shard = re.fullmatch(r"manifest_(\d+)\.jsonl?", manifest.name) if manifest.parent.name == SHARDED else None
     for line in read_lines(manifest):
         try:
             row = parse_json(line.text)
@@ -85,21 +86,14 @@ def _read_manifest(source: SpeechFolder, manifest: Path, folder: Path, split: st
             yield RefusedRow(file, line.row, "broken row", "audio_filepath must be a path in quotes")
             continue
         found = _utterance(file, line.row, row, manifest.parent / name, split)
-        shard_id = _shard_id(row, manifest)
-        if shard_id:
+        shard_id = as_text(row.get("shard_id")) or (of_shard.group(1) if of_shard else "")
+        if shard_id.isdecimal():
             shard = folder / f"audio_{shard_id}.tar"
             if shard.name not in shards:
                 shards[shard.name] = _index(shard)
             yield _in_shard(found, shard, name, shards[shard.name])
         else:
             yield found
-
-
-def _shard_id(row: dict[str, object], manifest: Path) -> str:
-    """The number of the tar that holds a row's audio, from the row or from the manifest's name; empty for none."""
-    named = re.fullmatch(r"manifest_(\d+)\.jsonl?", manifest.name) if manifest.parent.name == SHARDED else None
-    given = as_text(row.get("shard_id")) or (named.group(1) if named else "")
-    return given if given.isdecimal() else ""
 
 
 def _utterance(file: str, row: int, fields: dict[str, object], audio: Path, split: str) -> FoundUtterance:
@@ -139,19 +133,7 @@ def _in_shard(found: FoundUtterance, shard: Path, name: str, members: dict[str, 
 def _of_member(found: FoundUtterance, shard: Path, member: Member) -> FoundUtterance | RefusedRow:
     if not member.byte_count:
         return RefusedRow(found.file, found.row, "unusable audio", "the member is empty", member.name)
-    return FoundUtterance(
-        found.file,
-        found.row,
-        shard,
-        found.text,
-        speaker=found.speaker,
-        split=found.split,
-        byte_offset=member.byte_offset,
-        byte_count=member.byte_count,
-        start=found.start,
-        seconds=found.seconds,
-        file_seconds=found.file_seconds,
-    )
+    return replace(found, audio=shard, byte_offset=member.byte_offset, byte_count=member.byte_count)
 
 
 def _read_shard(source: SpeechFolder, shard: Path, split: str) -> Found:

@@ -27,7 +27,8 @@ SPEAKER = re.compile(r"([a-z]{2,4}_\d{3,6})_\d{6,}", re.IGNORECASE)
 
 def find_utterances(source: SpeechFolder) -> Found:
     """The rows of every index below the folder, or of the --table given."""
-    indices = [source.table_path()] if source.table else _find_indices(source.path)
+    named = sorted(path for path in visible_files(source.path) if INDEX.fullmatch(path.name))
+    indices = [source.table_path()] if source.table else named
     if not indices:
         raise DataError(
             f"{source.path} holds no index of OpenSLR (line_index.tsv, utt_spk_text.tsv, transcription.txt). "
@@ -35,7 +36,10 @@ def find_utterances(source: SpeechFolder) -> Found:
         )
     audio = _audio_by_name(source.path)
     for index in indices:
-        rows = _read_spaced(index) if index.suffix == ".txt" else read_cells(index, _delimiter(index))
+        if index.suffix == ".txt":
+            rows = [Record(line.row, (), tuple(line.text.split(maxsplit=1))) for line in read_lines(index)]
+        else:
+            rows = read_cells(index, "," if index.suffix == ".csv" else "\t")
         split = split_of_path(index.relative_to(source.path).parts[:-1]) if index.is_relative_to(source.path) else ""
         for record in rows:
             yield _utterance(source, index, record, audio, split)
@@ -65,18 +69,6 @@ def _utterance(
 def _stem(name: str) -> str:
     stem, suffix = os.path.splitext(name)
     return stem if suffix.lower() in AUDIO_SUFFIXES else name
-
-
-def _delimiter(index: Path) -> str:
-    return "," if index.suffix == ".csv" else "\t"
-
-
-def _read_spaced(index: Path) -> list[Record]:
-    return [Record(line.row, (), tuple(line.text.split(maxsplit=1))) for line in read_lines(index)]
-
-
-def _find_indices(folder: Path) -> list[Path]:
-    return sorted(path for path in visible_files(folder) if INDEX.fullmatch(path.name))
 
 
 def _audio_by_name(folder: Path) -> dict[str, list[Path]]:

@@ -6,7 +6,7 @@ of it.
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 SPLITS = ("train", "valid", "test")
@@ -30,14 +30,6 @@ class Shares:
         return 1 + (self.valid > 0) + (self.test > 0)
 
 
-@dataclass(frozen=True)
-class Unit:
-    """What is never divided between splits (a speaker, or an utterance), and how long it is."""
-
-    name: str
-    milliseconds: int
-
-
 def split_named(name: str) -> str:
     """`train`, `valid` or `test` where `name` begins with a usual name of it (dev, train-00, validation); else ""."""
     found = re.match(r"[a-z]+", name.lower())
@@ -50,37 +42,33 @@ def split_of_path(parts: Iterable[str]) -> str:
     return next((split for part in parts if (split := split_named(part))), "")
 
 
-def draw_splits(units: Iterable[Unit], shares: Shares, seed: int) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that go to validation and those that go to testing; each asked split gets a unit, train the rest.
+def draw_splits(lengths: Mapping[str, int], shares: Shares, seed: int) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that go to validation and those that go to testing; each asked split gets one, train the rest.
 
-    There must be as many units as splits asked for. In the order of the hashes a unit is taken where it
-    still fits into the split's share of the time, and at the end one more where that comes nearer.
+    `lengths` are milliseconds of what is never divided (a speaker, an utterance); there must be as many as splits asked
+    for. In the order of the hashes one is taken where it still fits into the split's share of the time, and at the end
+    one more where that comes nearer.
     """
-    ordered = sorted(units, key=lambda unit: _hash(seed, unit.name))
-    total = sum(unit.milliseconds for unit in ordered)
-    test, rest = _take(ordered, shares.test * total, kept=shares.asked - 1)
-    valid, _ = _take(rest, shares.valid * total, kept=1)
-    return frozenset(valid), frozenset(test)
+    ordered = sorted(lengths, key=lambda name: hashlib.sha256(f"{seed}\n{name}".encode()).digest())
+    total = sum(lengths.values())
+    test = _take(ordered, lengths, shares.test * total, kept=shares.asked - 1)
+    rest = [name for name in ordered if name not in test]
+    return _take(rest, lengths, shares.valid * total, kept=1), test
 
 
-def _take(units: list[Unit], target: float, kept: int) -> tuple[list[str], list[Unit]]:
-    """X"""
+def _take(names: list[str], lengths: Mapping[str, int], target: float, kept: int) -> frozenset[str]:
+    """Those that make up the target; so many at least are left."""
     if target <= 0:
-        return [], units
-    taken: list[Unit] = []
-    left: list[Unit] = []
-    filled = 0
-    for unit in units:
-        fits = filled + unit.milliseconds <= target and len(units) - len(taken) > kept
-        (taken if fits else left).append(unit)
-        filled += unit.milliseconds if fits else 0
-    nearest = min(left, key=lambda unit: abs(filled + unit.milliseconds - target))  # the first of equal ones
-    is_nearer = abs(filled + nearest.milliseconds - target) < abs(filled - target)
+        return frozenset()
+    taken, filled = [], 0
+    for name in names:
+        if filled + lengths[name] <= target and len(names) - len(taken) > kept:
+            taken.append(name)
+            filled += lengths[name]
+    known = set(taken)
+    left = [name for name in names if name not in known]
+    nearest = min(left, key=lambda name: abs(filled + lengths[name] - target))  # the first of equal ones
+    is_nearer = abs(filled + lengths[nearest] - target) < abs(filled - target)
     if not taken or (is_nearer and len(left) > kept):
         taken.append(nearest)
-        left = [unit for unit in left if unit is not nearest]
-    return [unit.name for unit in taken], left
-
-
-def _hash(seed: int, name: str) -> bytes:
-    return hashlib.sha256(f"{seed}\n{name}".encode()).digest()
+    return frozenset(taken)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from konkanivani.base.errors import DataError
+from konkanivani.base.errors import DataError, UsageError
 
 MOST_BYTES = 2**28  # of a file that is read at once
 LONGEST_LINE = 2**24  # characters
@@ -169,6 +169,27 @@ def columns_alike(columns: Iterable[str], name: str) -> list[str]:
     """The column of this name alone where there is one, else all that are called so but for case and blanks around."""
     alike = [column for column in dict.fromkeys(columns) if column.strip().casefold() == name.strip().casefold()]
     return [name] if name in alike else alike
+
+
+def choose_columns(table: Path, head: Iterable[str], wanted: Iterable[tuple[str, tuple[str, ...], bool]]) -> list[str]:
+    """The head's columns for what is asked for ("": nothing), else for the first usual name that only one is alike.
+
+    The third of what is wanted says whether it must be there, as all that is asked for must. A UsageError says what is
+    not there, or which columns are too alike; what need not be there has its usual name then.
+    """
+    head, chosen = list(head), []
+    for asked, usual, is_needed in wanted:
+        found = {name: columns_alike(head, name) for name in ((asked,) if asked else usual)}
+        only = next((alike[0] for alike in found.values() if len(alike) == 1), "")
+        unclear = next((name for name, alike in found.items() if len(alike) > 1), "")
+        if not only and (unclear or asked or is_needed):
+            what = f"{len(found[unclear])} columns {unclear!r}" if unclear else f"no column {next(iter(found))!r}"
+            raise UsageError(
+                f"{table} has {what}, it has {', '.join(map(repr, sorted(head)))}. Say with --audio_column, "
+                "--text_column, --speaker_column and --split_column which are which."
+            )
+        chosen.append(only or usual[0])
+    return chosen
 
 
 def parse_json(text: str) -> object:

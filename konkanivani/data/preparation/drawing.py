@@ -1,12 +1,13 @@
 """Which split every utterance of a corpus goes to: as the corpus says, drawn, or drawn out of the part to train on."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from konkanivani.base.errors import DataError, UsageError
 from konkanivani.data.formats.found import RefusedRow
-from konkanivani.data.formats.splits import SPLITS, Shares, Unit, draw_splits
+from konkanivani.data.formats.splits import SPLITS, Shares, draw_splits
 from konkanivani.data.preparation.corpus import CheckedUtterance, Corpus
 
 SplitBy = Literal["default", "given", "speaker", "utterance"]
@@ -90,26 +91,19 @@ def _drawn(
             f"{name} has {len(milliseconds)} {unit}s, too few for {shares.asked} splits. Give "
             f"{'--split_by utterance, or ' if unit == 'speaker' else ''}--test_share 0 or --valid_share 0."
         )
-    units = [Unit(unit_name, length) for unit_name, length in milliseconds.items()]
-    valid, test = draw_splits(units, shares, seed)
-    drawn = []
-    for checked in utterances:
-        unit_name = _unit_name(checked, unit)
-        split = "valid" if unit_name in valid else "test" if unit_name in test else "train"
-        drawn.append(replace(checked, split=split))
-    return drawn
+    valid, test = draw_splits(milliseconds, shares, seed)
+    split_of = dict.fromkeys(valid, "valid") | dict.fromkeys(test, "test")
+    return [replace(checked, split=split_of.get(_unit_name(checked, unit), "train")) for checked in utterances]
 
 
 def _unit_name(checked: CheckedUtterance, unit: SplitBy) -> str:
     return checked.utterance.speaker if unit == "speaker" else checked.id
 
 
-def summaries(utterances: list[CheckedUtterance]) -> tuple[SplitSummary, ...]:
+def summaries(utterances: list[CheckedUtterance]) -> Iterator[SplitSummary]:
     """What each split holds that is not empty."""
-    return tuple(_summary(name, utterances) for name in SPLITS if any(checked.split == name for checked in utterances))
-
-
-def _summary(name: str, utterances: list[CheckedUtterance]) -> SplitSummary:
-    spoken = [checked.utterance for checked in utterances if checked.split == name]
-    hours = sum(utterance.duration for utterance in spoken) / 3600
-    return SplitSummary(name, len(spoken), round(hours, 4), len({u.speaker for u in spoken if u.speaker}))
+    for name in SPLITS:
+        spoken = [checked.utterance for checked in utterances if checked.split == name]
+        hours = round(sum(utterance.duration for utterance in spoken) / 3600, 4)
+        if spoken:
+            yield SplitSummary(name, len(spoken), hours, len({u.speaker for u in spoken if u.speaker}))

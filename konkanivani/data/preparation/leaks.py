@@ -25,26 +25,6 @@ class Leak:
     examples: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Recording:
-    """An audio file: a whole file, or a part of a tar."""
-
-    path: str
-    byte_offset: int
-    byte_count: int
-
-    def size(self) -> int:
-        """Bytes."""
-        return self.byte_count or os.path.getsize(self.path)
-
-    def digest(self) -> bytes:
-        """A hash of its bytes."""
-        found = hashlib.sha256()
-        for piece in read_bytes(AudioSource(self.path, self.byte_offset, self.byte_count)):
-            found.update(piece)
-        return found.digest()
-
-
 def find_leaks(utterances: list[CheckedUtterance]) -> tuple[Leak, ...]:
     """Leaks of audio, speakers and sentences between the splits; a DataError where audio can no longer be read."""
     with explained(DataError, "Audio could be read at first and then no longer", "Begin again."):
@@ -71,10 +51,10 @@ def _shared(named: Iterable[tuple[str, CheckedUtterance]]) -> Iterator[str]:
 
 def _same_audio(utterances: list[CheckedUtterance]) -> Iterator[str]:
     """A sentence about each utterance that shares a stretch of audio with one before it in another split."""
-    by_recording: dict[Recording, list[CheckedUtterance]] = {}
+    by_recording: dict[AudioSource, list[CheckedUtterance]] = {}
     for checked in utterances:
         utterance = checked.utterance
-        recording = Recording(utterance.audio_path, utterance.byte_offset, utterance.byte_count)
+        recording = AudioSource(utterance.audio_path, utterance.byte_offset, utterance.byte_count)
         by_recording.setdefault(recording, []).append(checked)
     for recordings in _same_bytes(by_recording):
         spoken = [checked for recording in recordings for checked in by_recording[recording]]
@@ -82,18 +62,25 @@ def _same_audio(utterances: list[CheckedUtterance]) -> Iterator[str]:
             yield from _overlaps(spoken)
 
 
-def _same_bytes(by_recording: dict[Recording, list[CheckedUtterance]]) -> Iterator[list[Recording]]:
+def _same_bytes(by_recording: dict[AudioSource, list[CheckedUtterance]]) -> Iterator[list[AudioSource]]:
     """Recordings of the same bytes together. Only those of one size are read, and only if they are in two splits."""
-    for _, sized in groupby(sorted(by_recording, key=Recording.size), key=Recording.size):
+    for _, sized in groupby(sorted(by_recording, key=_size), key=_size):
         same_size = list(sized)
         splits = {checked.split for recording in same_size for checked in by_recording[recording]}
         if len(same_size) == 1 or len(splits) == 1:
             yield from ([recording] for recording in same_size)
         else:
-            alike: dict[bytes, list[Recording]] = {}
+            alike: dict[bytes, list[AudioSource]] = {}
             for recording in same_size:
-                alike.setdefault(recording.digest(), []).append(recording)
+                digest = hashlib.sha256()
+                for piece in read_bytes(recording):
+                    digest.update(piece)
+                alike.setdefault(digest.digest(), []).append(recording)
             yield from alike.values()
+
+
+def _size(recording: AudioSource) -> int:
+    return recording.byte_count or os.path.getsize(recording.path)
 
 
 def _overlaps(spoken: list[CheckedUtterance]) -> Iterator[str]:

@@ -207,7 +207,7 @@ def _report(task: Preparation, split_by: SplitBy, drawn: Drawn, refused: list[Re
         source=source,
         split_by=split_by,
         seed=task.seed,
-        splits=summaries(utterances),
+        splits=tuple(summaries(utterances)),
         refused=_counts(refused),
         leaks=find_leaks(utterances),
         audio_root=audio_root,
