@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from konkanivani.base.errors import DataError, ResourceError
+from konkanivani.base.errors import DataError, ResourceError, explained
 from konkanivani.base.files import published
 from konkanivani.data.text import Tokenizer
 
@@ -51,15 +51,10 @@ class Ngrams:
 def read_arpa(path: str | Path, tokenizer: Tokenizer) -> tuple[Ngrams, ...]:
     """The n-grams of order 1, 2, ... of an ARPA file, also gzipped; a DataError where it is none for this tokenizer."""
     path = Path(path)
-    try:
+    advice = "Give an ARPA file as train_language_model.py writes it."
+    with explained(DataError, f"The language model {path} cannot be read", advice, EOFError, zlib.error):
         with _opened(path) as (file, most_bytes):
             return _Reader(path, file, most_bytes, tokenizer).read()
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(
-            f"The language model {path} cannot be read: {reason}. "
-            "Give an ARPA file as train_language_model.py writes it."
-        ) from None
 
 
 @contextmanager
@@ -95,7 +90,8 @@ class _Reader:
                 raise self._error(f"{_shown(line)} stands where its {order}-grams should begin")
             orders.append(self._read_section(order, count, is_last=order == len(counts)))
             if order == 1:
-                self._keep_to(orders[0])
+                kept = set(orders[0].tokens[:, 0].tolist())
+                self._known = {word: token for word, token in self._known.items() if token in kept}
             line = self._next_line()
             if not line.startswith(b"\\"):
                 raise self._error(f"it has more {order}-grams than the {count} that it states")
@@ -144,13 +140,16 @@ class _Reader:
         known, unknown = self._known, []
         for _ in range(count):
             fields = self._next_line().split()
+            if fields[0].startswith(b"\\"):
+                raise self._error(f"it has fewer {order}-grams than the {count} that it states")
             try:
                 probability, words = float(fields[0]), fields[1 : order + 1]
                 backoff = float(fields[order + 1]) if len(fields) == order + 2 else 0.0
             except ValueError:
                 probability = backoff = math.nan
             if not order + 1 <= len(fields) <= order + 2 or probability != probability or backoff != backoff:
-                raise self._no_line(fields, order, count)
+                words = f"{order} word{'s' if order > 1 else ''}"
+                raise self._error(f"{_shown(b' '.join(fields))} is not a logarithm, {words} and a weight")
             if probability > 0 or not -LARGEST_BACKOFF < backoff < LARGEST_BACKOFF:
                 raise self._error(f"{probability:g} and {backoff:g} are no logarithms of a probability and a weight")
             try:
@@ -170,17 +169,6 @@ class _Reader:
             np.zeros_like(weights) if is_last else weights,
         )
 
-    def _keep_to(self, unigrams: Ngrams) -> None:
-        """From now on no other words than these are known."""
-        kept = set(unigrams.tokens[:, 0].tolist())
-        self._known = {word: token for word, token in self._known.items() if token in kept}
-
-    def _no_line(self, fields: list[bytes], order: int, count: int) -> DataError:
-        if fields[0].startswith(b"\\"):
-            return self._error(f"it has fewer {order}-grams than the {count} that it states")
-        words = f"{order} word{'s' if order > 1 else ''}"
-        return self._error(f"{_shown(b' '.join(fields))} is not a logarithm, {words} and a weight")
-
     def _unknown_words(self, order: int, words: list[bytes]) -> DataError:
         named = ", ".join(map(_shown, words[:MOST_NAMED])) + (", ..." if len(words) > MOST_NAMED else "")
         if order > 1:
@@ -194,8 +182,7 @@ class _Reader:
 def _shown(text: bytes) -> str:
     """The beginning of a line, fit for a screen."""
     beginning = text[:60].decode("utf-8", errors="replace")
-    shown = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in beginning)
-    return f'"{shown}"'
+    return '"' + "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in beginning) + '"'
 
 
 def write_arpa(path: str | Path, orders: Sequence[Ngrams], tokenizer: Tokenizer) -> None:
@@ -205,16 +192,14 @@ def write_arpa(path: str | Path, orders: Sequence[Ngrams], tokenizer: Tokenizer)
     """
     path = Path(path)
     pieces = [tokenizer.piece(token) for token in range(tokenizer.size)]
-    try:
-        with published(path) as partial:
-            with gzip.GzipFile(partial, "wb", mtime=0) if path.suffix == ".gz" else open(partial, "wb") as file:
-                for line in _lines(orders, pieces):
-                    file.write(line.encode() + b"\n")
-    except OSError as error:
-        raise ResourceError(
-            f"The language model cannot be written to {path}: {error.strerror or error}. "
-            "Give another --output in a folder of yours."
-        ) from None
+    advice = "Give another --output in a folder of yours."
+    with (
+        explained(ResourceError, f"The language model cannot be written to {path}", advice),
+        published(path) as partial,
+    ):
+        with gzip.GzipFile(partial, "wb", mtime=0) if path.suffix == ".gz" else open(partial, "wb") as file:
+            for line in _lines(orders, pieces):
+                file.write(line.encode() + b"\n")
 
 
 def _lines(orders: Sequence[Ngrams], pieces: list[str]) -> Iterator[str]:

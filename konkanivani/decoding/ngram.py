@@ -55,7 +55,11 @@ def estimate_ngrams(
         lower = (counts - discounts) / totals[level.parents] + weights[level.parents] * lower[level.suffixes]
         tokens = np.column_stack([tokens[level.parents], level.tokens.astype(np.int32)])
         estimated.append(Ngrams(tokens, np.log(lower), np.zeros(len(tokens))))
-    return _without_blank(estimated[0], special), *estimated[1:]
+    unigrams = estimated[0]
+    kept = unigrams.tokens[:, 0] != special.blank
+    never_follows = unigrams.tokens[kept, 0] == special.start
+    log_probabilities = np.where(never_follows, IMPOSSIBLE * LN_10, unigrams.log_probabilities[kept])
+    return Ngrams(unigrams.tokens[kept], log_probabilities, unigrams.backoffs[kept]), *estimated[1:]
 
 
 def _count(text: np.ndarray, vocabulary: int, order: int, end: int) -> list[_Counted]:
@@ -100,11 +104,3 @@ def _discounts(counts: np.ndarray) -> np.ndarray:
         if all(0 < discount < count for count, discount in enumerate(estimated, start=1)):
             discounts = estimated
     return np.array([0.0, *discounts])
-
-
-def _without_blank(unigrams: Ngrams, special: SpecialTokens) -> Ngrams:
-    """The unigrams of all tokens but blank, the start's as that of what never follows."""
-    kept = unigrams.tokens[:, 0] != special.blank
-    is_start = unigrams.tokens[:, 0] == special.start
-    log_probabilities = np.where(is_start, IMPOSSIBLE * LN_10, unigrams.log_probabilities)
-    return Ngrams(unigrams.tokens[kept], log_probabilities[kept], unigrams.backoffs[kept])

@@ -88,10 +88,6 @@ def reach_verdict(health: CorpusHealth, findings: tuple[Finding, ...]) -> Verdic
     return Verdict(True, f"Can be trained: yes, because {said}.")
 
 
-def _verb(number: int) -> str:
-    return "is" if number == 1 else "are"
-
-
 def _first(listed: Listed) -> str:
     """Where to look, as an appendix to a sentence."""
     if not listed.examples:
@@ -320,13 +316,13 @@ def _of_crossing(crossing: Crossing, health: CorpusHealth) -> Iterator[Finding]:
     if audio.count:
         yield Finding(
             "error" if crossing.with_training else "warning",
-            f"{count(audio.count, 'recording')} of {second} {_verb(audio.count)} in {first} too ({_first(audio)}).",
+            f"{count(audio.count, 'recording')} of {second} {is_or_are(audio.count)} in {first} too ({_first(audio)}).",
             "A score on what was trained on says nothing: take them out of one of the two.",
         )
     if crossing.speakers:
         yield Finding(
             "warning" if crossing.with_training else "note",
-            f"{count(crossing.speakers, 'speaker')} of {second} {_verb(crossing.speakers)} in {first} too "
+            f"{count(crossing.speakers, 'speaker')} of {second} {is_or_are(crossing.speakers)} in {first} too "
             f"({', '.join(crossing.shared_speakers[:5])}).",
             "Scores will be better than for people whom the model has not heard: give each speaker to one manifest.",
         )

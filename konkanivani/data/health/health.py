@@ -168,7 +168,8 @@ class RowNumbers:
 def judge_corpus(parts: list[Part], question: Question) -> CorpusHealth:
     """The health of the parts. Their rows are read once; again only what must be compared by content, or be shown."""
     rows = [read_rows(part, question) for part in parts]
-    for part, numbers, again in zip(parts, rows, _same_extent(rows), strict=True):
+    same_extent = occur_again([np.array(numbers.extents) for numbers in rows]) if rows else []
+    for part, numbers, again in zip(parts, rows, same_extent, strict=True):
         numbers.audio = content_keys(part.rows, again)
     judged = tuple(_judge_part(part, numbers, question) for part, numbers in zip(parts, rows, strict=True))
     crossings = tuple(
@@ -178,11 +179,6 @@ def judge_corpus(parts: list[Part], question: Question) -> CorpusHealth:
     )
     text = sum((numbers.text for numbers in rows), CharacterCount())
     return CorpusHealth(judged, crossings, text.health())
-
-
-def _same_extent(rows: list[RowNumbers]) -> list[np.ndarray]:
-    """Which rows' recordings are as long as another one's, in bytes and in seconds."""
-    return occur_again([np.array(numbers.extents) for numbers in rows]) if rows else []
 
 
 def content_keys(rows: Iterable[Utterance], asked: np.ndarray) -> np.ndarray:
@@ -263,20 +259,22 @@ def _judge_part(part: Part, rows: RowNumbers, question: Question) -> PartHealth:
         rates=_judge_rates(part, rows),
         speakers=_judge_speakers(rows),
         formats=tallies(rows.formats),
-        broken=Listed(len(part.broken), tuple(_broken_example(row) for row in part.broken[:MOST_EXAMPLES])),
+        broken=Listed(
+            len(part.broken),
+            tuple(
+                Example(row.row, show_text(row.audio_filepath), "", show_text(row.reason, 300))
+                for row in part.broken[:MOST_EXAMPLES]
+            ),
+        ),
         empty=Listed(rows.characters.count(0), tuple(rows.empty)),
         rejected=Listed(int((~usable).sum()), tuple(rows.rejected)),
         reasons=tallies(rows.reasons),
-        repeated_sentences=_repeats(part, sentences),
-        repeated_audio=_repeats(part, rows.audio),
-        repeated_rows=_repeats(part, np.array(rows.places)),
+        repeated_sentences=_listed(part, part, repeats_within(sentences, MOST_EXAMPLES)),
+        repeated_audio=_listed(part, part, repeats_within(rows.audio, MOST_EXAMPLES)),
+        repeated_rows=_listed(part, part, repeats_within(np.array(rows.places), MOST_EXAMPLES)),
         sound=judge_sound(rows.chosen, rows.are_usable) if question.audio_utterances else None,
         epoch=_judge_epoch(seconds[usable], question.config) if part.is_training and usable.any() else None,
     )
-
-
-def _broken_example(row: BrokenRow) -> Example:
-    return Example(row.row, show_text(row.audio_filepath), "", show_text(row.reason, 300))
 
 
 def robust_scores(rates: np.ndarray) -> np.ndarray:
@@ -335,32 +333,27 @@ def _judge_speakers(rows: RowNumbers) -> SpeakerHealth:
     )
 
 
-def _repeats(part: Part, keys: np.ndarray) -> Listed:
-    pairing = repeats_within(keys, MOST_EXAMPLES)
-    found = fetch(part.rows, (number for pair in pairing.pairs for number in pair))
-    examples = (example(found[b], f"as row {found[a].row}, {found[a].id}") for a, b in pairing.pairs)
+def _listed(one: Part, other: Part, pairing: Pairing) -> Listed:
+    """The rows of the other part that are in the one too."""
+    left, right = fetch(one.rows, (a for a, _ in pairing.pairs)), fetch(other.rows, (b for _, b in pairing.pairs))
+    where = "" if one is other else f" of {os.path.basename(one.path)}"
+    examples = (example(right[b], f"as row {left[a].row}{where}, {left[a].id}") for a, b in pairing.pairs)
     return Listed(pairing.count, tuple(examples))
 
 
 def _judge_crossing(first: tuple[Part, RowNumbers], second: tuple[Part, RowNumbers]) -> Crossing:
     """What the second part has of the first."""
     (one, rows), (other, others) = first, second
-
-    def listed(pairing: Pairing) -> Listed:
-        left, right = fetch(one.rows, (a for a, _ in pairing.pairs)), fetch(other.rows, (b for _, b in pairing.pairs))
-        details = (f"as row {left[a].row} of {os.path.basename(one.path)}, {left[a].id}" for a, _ in pairing.pairs)
-        return Listed(
-            pairing.count, tuple(example(right[b], d) for (_, b), d in zip(pairing.pairs, details, strict=True))
-        )
-
+    sentences = repeats_across(np.array(rows.sentences), np.array(others.sentences), MOST_EXAMPLES)
+    audio = repeats_across(rows.audio, others.audio, MOST_EXAMPLES)
     shared = sorted((rows.speakers.keys() & others.speakers.keys()) - {""})
     unknown = Counter({c: n for c, n in others.text.normalized.items() if c not in rows.text.normalized})
     return Crossing(
         first=one.path,
         second=other.path,
         with_training=one.is_training or other.is_training,
-        sentences=listed(repeats_across(np.array(rows.sentences), np.array(others.sentences), MOST_EXAMPLES)),
-        audio=listed(repeats_across(rows.audio, others.audio, MOST_EXAMPLES)),
+        sentences=_listed(one, other, sentences),
+        audio=_listed(one, other, audio),
         speakers=len(shared),
         shared_speakers=tuple(show_text(name, 40) for name in shared[:MOST_EXAMPLES]),
         unknown_characters=tallies(unknown),

@@ -8,10 +8,10 @@ import hashlib
 import json
 import unicodedata
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from konkanivani.base.errors import DataError, UsageError
+from konkanivani.base.errors import DataError, UsageError, explained
 from konkanivani.base.files import write_json_lines
 from konkanivani.data.synthetic.builtin_corpus import (
     CorpusPlan,
@@ -38,21 +38,12 @@ VALID_SHARE, TEST_SHARE = 0.05, 0.1  # of the sentences, where nothing else is a
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a text file, from 1, its runs of spaces made one."""
+    """A line of a text file, from 1, its runs of spaces made one; with the reason where it is not spoken."""
 
     file: str
     row: int
     text: str
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """A line that is not spoken, the beginning of its text, and why."""
-
-    file: str
-    row: int
-    reason: str
-    text: str
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,7 +51,7 @@ class Sentences:
     """The different sentences of some files, the lines left out, and how many were blank or said again."""
 
     kept: tuple[Line, ...]
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[Line, ...]
     blank: int
     repeated: int
 
@@ -73,7 +64,7 @@ class SentenceReport:
     size: CorpusSize
     blank: int
     repeated: int
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[Line, ...]
 
 
 def build_sentence_corpus(
@@ -88,7 +79,10 @@ def build_sentence_corpus(
     directory, sentences = Path(directory), read_sentences(files)
     plan = plan_splits([line.text for line in sentences.kept], valid, test)
     files_made = (*CorpusRecipe.files, LEFT_OUT)
-    recipe = CorpusRecipe(SENTENCE_CORPUS, plan, digest_of(plan, sentences), files_made)
+    # Of everything that the corpus follows from, the rows in left_out.jsonl included.
+    rows = [(line.row, line.text) for line in sentences.kept + sentences.left_out]
+    digest = hashlib.sha256(json.dumps([plan.digest(), rows], ensure_ascii=False).encode()).hexdigest()
+    recipe = CorpusRecipe(SENTENCE_CORPUS, plan, digest, files_made)
     is_new = publish_corpus(directory, recipe, lambda partial: write_sentence_corpus(recipe, sentences, partial))
     size = CorpusSize(**read_description(directory)["utterances"])
     return SentenceReport(is_new, size, sentences.blank, sentences.repeated, read_left_out(directory))
@@ -100,11 +94,12 @@ def read_sentences(files: Sequence[str]) -> Sentences:
     left_out, blank, repeated = [], 0, 0
     for line in (line for file in files for line in read_lines(file)):
         normalised = normalize_text(line.text)
-        reason = reason_to_leave_out(line.text)
         if not line.text:
             blank += 1
-        elif reason:
-            left_out.append(leave_out(line, reason))
+        elif any(unicodedata.category(character) == "Cc" for character in line.text):
+            left_out.append(replace(line, reason="there is a control character in it"))
+        elif not normalised:
+            left_out.append(replace(line, reason="nothing is left of it after normalisation"))
         elif normalised in kept:
             repeated += 1
         else:
@@ -116,11 +111,8 @@ def read_sentences(files: Sequence[str]) -> Sentences:
 
 def read_lines(file: str) -> Iterator[Line]:
     """The lines of a text file, whichever line ends it has; a DataError names the one that is not UTF-8."""
-    try:
+    with explained(DataError, f"The sentences in {file} cannot be read", "Give the path of a text file.", ValueError):
         content = Path(file).read_bytes().removeprefix(b"\xef\xbb\xbf")  # a byte order mark
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"The sentences in {file} cannot be read: {reason}. Give the path of a text file.") from None
     for row, line in enumerate(content.splitlines(), start=1):
         try:
             yield Line(file, row, " ".join(line.decode("utf-8").split()))
@@ -129,20 +121,6 @@ def read_lines(file: str) -> Iterator[Line]:
                 f"{file}, line {row}: not UTF-8 from byte {error.start + 1} of the line on ({error.reason}). "
                 "Save the file as UTF-8."
             ) from None
-
-
-def reason_to_leave_out(text: str) -> str | None:
-    """Why a line cannot become an utterance, as far as its text says; None where it may."""
-    if any(unicodedata.category(character) == "Cc" for character in text):
-        return "there is a control character in it"
-    if not normalize_text(text):
-        return "nothing is left of it after normalisation"
-    return None
-
-
-def leave_out(line: Line, reason: str) -> LeftOut:
-    """The line as one that is left out; of a long one the beginning will do."""
-    return LeftOut(line.file, line.row, reason, line.text[:80])
 
 
 def plan_splits(sentences: Sequence[str], valid: int | None, test: int | None) -> CorpusPlan:
@@ -168,12 +146,6 @@ def plan_splits(sentences: Sequence[str], valid: int | None, test: int | None) -
     )
 
 
-def digest_of(plan: CorpusPlan, sentences: Sentences) -> str:
-    """A hash of everything that the corpus follows from, the rows in left_out.jsonl included."""
-    rows = [(line.row, line.text) for line in sentences.kept + sentences.left_out]
-    return hashlib.sha256(json.dumps([plan.digest(), rows], ensure_ascii=False).encode()).hexdigest()
-
-
 def write_sentence_corpus(recipe: CorpusRecipe, sentences: Sentences, directory: Path) -> None:
     """Writes the corpus and left_out.jsonl to `directory`; a DataError where a split has no sentence that is spoken."""
     reasons = {error.text: error.reason for error in write_corpus(recipe, directory)}
@@ -183,17 +155,15 @@ def write_sentence_corpus(recipe: CorpusRecipe, sentences: Sentences, directory:
                 f"None of the sentences for {name} can be spoken; the first: "
                 f"{reasons[getattr(recipe.plan, name)[0].text]}. Give more --sentences."
             )
-    unspoken = [leave_out(line, reasons[line.text]) for line in sentences.kept if line.text in reasons]
+    unspoken = [replace(line, reason=reasons[line.text]) for line in sentences.kept if line.text in reasons]
     left_out = sorted([*sentences.left_out, *unspoken], key=lambda line: (line.file, line.row))
-    write_json_lines(directory / LEFT_OUT, map(asdict, left_out))
+    # Of a long text the beginning will do.
+    write_json_lines(directory / LEFT_OUT, (asdict(replace(line, text=line.text[:80])) for line in left_out))
 
 
-def read_left_out(directory: Path) -> tuple[LeftOut, ...]:
+def read_left_out(directory: Path) -> tuple[Line, ...]:
     """What left_out.jsonl in `directory` lists; a DataError where it is no longer what was written."""
-    try:
-        lines = (directory / LEFT_OUT).read_text(encoding="utf-8").split("\n")
-        return tuple(LeftOut(**json.loads(line)) for line in lines if line)
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(
-            f"{directory / LEFT_OUT} cannot be read: {error}. Delete {directory} and make it anew."
-        ) from None
+    path, advice = directory / LEFT_OUT, f"Delete {directory} and make it anew."
+    with explained(DataError, f"{path} cannot be read", advice, ValueError, TypeError):
+        lines = path.read_text(encoding="utf-8").split("\n")
+        return tuple(Line(**json.loads(line)) for line in lines if line)
