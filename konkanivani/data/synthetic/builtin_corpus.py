@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -125,7 +125,12 @@ def build_builtin_corpus(directory: str | Path, size: CorpusSize = CorpusSize())
     """
     plan = plan_corpus(size)
     recipe = CorpusRecipe(BUILT_IN, plan, plan.digest())
-    return publish_corpus(Path(directory), recipe, lambda partial: refuse_unspoken(write_corpus(recipe, partial)))
+
+    def write(partial: Path) -> None:
+        for error in write_corpus(recipe, partial):
+            raise error
+
+    return publish_corpus(Path(directory), recipe, write)
 
 
 def publish_corpus(directory: Path, recipe: CorpusRecipe, write: Callable[[Path], None]) -> bool:
@@ -220,9 +225,3 @@ def put_in_place(partial: Path, directory: Path) -> None:
         os.rename(directory, outdated)
     os.rename(partial, directory)
     shutil.rmtree(outdated, ignore_errors=True)
-
-
-def refuse_unspoken(errors: Sequence[UnspeakableError]) -> None:
-    """Raises the first of the errors, if there is one."""
-    if errors:
-        raise errors[0]
