@@ -12,8 +12,6 @@ pytest.importorskip("av", reason="the extra `media` is not installed: pip instal
 
 from konkanivani.base.errors import DataError
 from konkanivani.data.audio import files as audio_file
-from konkanivani.data.formats.found import SpeechFolder
-from konkanivani.data.formats.splits import Shares
 from konkanivani.data.preparation.prepare import Preparation, Report, prepare_corpus
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_script, run_trainer, speak, write_corpus
 from tests.media_files import ENCODED, KINDS, Kind, write_media
@@ -34,11 +32,8 @@ def phones(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def prepare(source: Path, output: Path, most: float = 0.5) -> Report:
-    folder = SpeechFolder(source)
-    return prepare_corpus(
-        Preparation("folder", folder, output, source, "utterance", Shares(0.1, 0.1), 1, most, force=False)
-    )
+def prepare(source: Path, output: Path, most: str = "50%") -> Report:
+    return prepare_corpus(Preparation("folder", source, output, split_by="utterance", seed=1, max_rejected=most))
 
 
 def rejected(output: Path) -> dict[str, dict]:

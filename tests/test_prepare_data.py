@@ -21,7 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from konkanivani.base.errors import KonkaniVaniError
-from konkanivani.data.formats.found import SpeechFolder
 from konkanivani.data.formats.splits import Shares, draw_splits, split_named
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.preparation.prepare import Preparation, prepare_corpus
@@ -342,9 +341,8 @@ def test_a_corpus_damaged_anywhere_is_prepared_or_refused_in_one_line(name, tmp_
         tables = [path for path in files if path.suffix not in (".wav", ".flac", ".mp3", ".ogg")]
         _damage(generator.choice(tables if tables and attempt % 3 else files), generator)
         source = corpus / "cv-corpus-21.0-2025-03-14" if name == "common_voice" else corpus
-        folder, shares = SpeechFolder(source, **flags), Shares(0.05, 0.05)
         try:
-            prepare_corpus(Preparation(name.split()[0], folder, output, source, "default", shares, 0, 0.01, False))
+            prepare_corpus(Preparation(name.split()[0], source, output, **flags))
         except KonkaniVaniError as error:
             refused += 1
             assert "\n" not in str(error)

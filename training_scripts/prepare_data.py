@@ -13,82 +13,13 @@ import re
 import shlex
 import sys
 import unicodedata
-from dataclasses import dataclass
 from pathlib import Path
 
 from konkanivani.base.command_line import read_flags, run_script
-from konkanivani.base.errors import UsageError
-from konkanivani.base.units import parse_share
-from konkanivani.data.formats.found import SpeechFolder
-from konkanivani.data.formats.splits import Shares
-from konkanivani.data.preparation.drawing import SplitBy
-from konkanivani.data.preparation.prepare import REJECTED, FormatName, Preparation, Report, prepare_corpus
+from konkanivani.data.preparation.prepare import REJECTED, Preparation, Report, prepare_corpus
 
 COMMON_NAMES = ("corpus", "data", "manifest", "manifests", "out", "output", "prepared", "splits")  # of many a folder
 LONGEST_NAME = 30  # characters of up to four bytes: with its parent's it must be a folder's name, 255 bytes
-
-
-@dataclass(frozen=True)
-class Flags:
-    """What to read, where to write, and how to split. docs/data.md says what each format looks like."""
-
-    format: FormatName
-    """How the corpus is laid out."""
-    source: str
-    """Folder of the corpus."""
-    output: str
-    """Folder for the manifests, rejected.jsonl and report.json; it is made."""
-    table: str = ""
-    """The table to read (csv), or to read instead of the usual ones: a file in --source."""
-    audio_column: str = ""
-    """csv, huggingface: the column with the audio ("audio")."""
-    text_column: str = ""
-    """csv, huggingface: the column with the transcript; indicvoices: normalized or verbatim."""
-    speaker_column: str = ""
-    """csv, huggingface: the column with the speaker."""
-    split_column: str = ""
-    """csv: the column that says train, valid or test."""
-    audio_root: str = ""
-    """The folder outside which no audio is read; --source unless given."""
-    split_by: SplitBy = "default"
-    """The corpus's own splits (valid drawn if it lacks), whole speakers, or utterances; default: the first it has."""
-    valid_share: str = "5%"
-    """Part of the hours for valid.jsonl where it is drawn, as 5% or 0.05."""
-    test_share: str = "5%"
-    """Part of the hours for test.jsonl."""
-    seed: int = 0
-    """Another seed draws other splits; the order of rows never matters."""
-    max_rejected: str = "1%"
-    """Where more of the rows than this cannot be used, nothing is prepared."""
-    force: bool = False
-    """Replace the manifests that --output holds."""
-
-
-def read_task(flags: Flags) -> Preparation:
-    """The preparation that the flags ask for; a UsageError where they contradict each other."""
-    shares = Shares(parse_share(flags.valid_share, "--valid_share"), parse_share(flags.test_share, "--test_share"))
-    if shares.valid + shares.test >= 1:
-        raise UsageError("--valid_share and --test_share leave nothing to train on. Give smaller ones.")
-    source, output = Path(flags.source), Path(flags.output)
-    folder = SpeechFolder(
-        path=source,
-        table=flags.table,
-        audio_column=flags.audio_column,
-        text_column=flags.text_column,
-        speaker_column=flags.speaker_column,
-        split_column=flags.split_column,
-    )
-    return Preparation(
-        format=flags.format,
-        source=folder,
-        output=output,
-        audio_root=Path(flags.audio_root or source),
-        split_by=flags.split_by,
-        shares=shares,
-        seed=flags.seed,
-        max_rejected=parse_share(flags.max_rejected, "--max_rejected"),
-        force=flags.force,
-    )
 
 
 def describe(report: Report, output: Path) -> str:
@@ -145,12 +76,6 @@ def _plain(part: str) -> str:
     return re.sub("-+", "-", "".join(letters)).strip("-.")[:LONGEST_NAME].rstrip("-.")
 
 
-def prepare(flags: Flags) -> str:
-    """Prepares the corpus; returns the summary."""
-    task = read_task(flags)
-    return describe(prepare_corpus(task), task.output)
-
-
 if __name__ == "__main__":
-    flags = read_flags(Flags, sys.argv[1:])
-    sys.exit(run_script(lambda: prepare(flags)))
+    task = read_flags(Preparation, sys.argv[1:])
+    sys.exit(run_script(lambda: describe(prepare_corpus(task), task.output)))

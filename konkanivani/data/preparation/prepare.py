@@ -12,6 +12,7 @@ from typing import Literal
 from konkanivani.base.console import printable
 from konkanivani.base.errors import DataError, ResourceError, UsageError, explained
 from konkanivani.base.files import held_folder, write_json_lines
+from konkanivani.base.units import parse_share
 from konkanivani.data.audio.roots import is_named_inside
 from konkanivani.data.formats import (
     common_voice,
@@ -58,17 +59,51 @@ REJECTED, REPORT, AUDIO = "rejected.jsonl", "report.json", "audio"
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is to be prepared. `audio_root` is the folder that audio must lie in; shares and limits are parts of 1."""
+    """What to read, where to write, and how to split. docs/data.md says what each format looks like."""
 
     format: FormatName
-    source: SpeechFolder
+    """How the corpus is laid out."""
+    source: Path
+    """Folder of the corpus."""
     output: Path
-    audio_root: Path
-    split_by: SplitBy
-    shares: Shares
-    seed: int
-    max_rejected: float
-    force: bool
+    """Folder for the manifests, rejected.jsonl and report.json; it is made."""
+    table: str = ""
+    """The table to read (csv), or to read instead of the usual ones: a file in --source."""
+    audio_column: str = ""
+    """csv, huggingface: the column with the audio ("audio")."""
+    text_column: str = ""
+    """csv, huggingface: the column with the transcript; indicvoices: normalized or verbatim."""
+    speaker_column: str = ""
+    """csv, huggingface: the column with the speaker."""
+    split_column: str = ""
+    """csv: the column that says train, valid or test."""
+    audio_root: str = ""
+    """The folder outside which no audio is read; --source unless given."""
+    split_by: SplitBy = "default"
+    """The corpus's own splits (valid drawn if it lacks), whole speakers, or utterances; default: the first it has."""
+    valid_share: str = "5%"
+    """Part of the hours for valid.jsonl where it is drawn, as 5% or 0.05."""
+    test_share: str = "5%"
+    """Part of the hours for test.jsonl."""
+    seed: int = 0
+    """Another seed draws other splits; the order of rows never matters."""
+    max_rejected: str = "1%"
+    """Where more of the rows than this cannot be used, nothing is prepared."""
+    force: bool = False
+    """Replace the manifests that --output holds."""
+
+    @property
+    def root(self) -> Path:
+        """The folder outside which no audio is read."""
+        return Path(self.audio_root or self.source)
+
+    @property
+    def shares(self) -> Shares:
+        """The parts of the hours that are drawn; a UsageError where they are none, or nothing is left."""
+        shares = Shares(parse_share(self.valid_share, "--valid_share"), parse_share(self.test_share, "--test_share"))
+        if shares.valid + shares.test >= 1:
+            raise UsageError("--valid_share and --test_share leave nothing to train on. Give smaller ones.")
+        return shares
 
 
 @dataclass(frozen=True)
@@ -105,19 +140,21 @@ def prepare_corpus(task: Preparation) -> Report:
     the corpus cannot be read or too much of it is unusable (rejected.jsonl is written then), and a ResourceError where
     the disk cannot be written.
     """
+    shares, most_rejected = task.shares, parse_share(task.max_rejected, "--max_rejected")
     with _staging(task) as staged:
-        source = replace(task.source, embedded_audio=staged / AUDIO, audio_root=task.audio_root)
+        columns = (task.audio_column, task.text_column, task.speaker_column, task.split_column)
+        source = SpeechFolder(task.source, task.table, *columns, staged / AUDIO, task.root)
         output = task.output.resolve()
-        roots = AudioRoots(task.audio_root.resolve(), output, source.embedded_audio, output / AUDIO)
+        roots = AudioRoots(task.root.resolve(), output, source.embedded_audio, output / AUDIO)
         corpus = read_corpus(_told(READERS[task.format](source), task), roots)
-        split_by = resolve_split_by(task.split_by, corpus, str(task.source.path))
+        split_by = resolve_split_by(task.split_by, corpus, str(task.source))
         if split_by == "given":
             refuse_without_split(corpus)
         with _explained(task.output):
             write_json_lines(staged / REJECTED, (asdict(_printable(row)) for row in corpus.refused))
             os.replace(staged / REJECTED, task.output / REJECTED)
-        _check_damage(task, corpus)
-        drawn = draw(corpus, split_by, task.shares, task.seed, str(task.source.path))
+        _check_damage(task, corpus, most_rejected)
+        drawn = draw(corpus, split_by, shares, task.seed, str(task.source))
         report = _report(task, split_by, drawn, corpus.refused)
         with _explained(task.output):
             _publish(task, staged, drawn.utterances, report)
@@ -128,11 +165,11 @@ def prepare_corpus(task: Preparation) -> Report:
 
 
 def _check_source(task: Preparation) -> None:
-    if not task.source.path.is_dir():
-        raise UsageError(f"--source {task.source.path} is no folder. Give the folder into which it was unpacked.")
-    if not task.audio_root.is_dir():
-        raise UsageError(f"--audio_root {task.audio_root} is no folder. Give the folder that the audio lies in.")
-    source, output = task.source.path.resolve(), task.output.resolve()
+    if not task.source.is_dir():
+        raise UsageError(f"--source {task.source} is no folder. Give the folder into which it was unpacked.")
+    if not task.root.is_dir():
+        raise UsageError(f"--audio_root {task.root} is no folder. Give the folder that the audio lies in.")
+    source, output = task.source.resolve(), task.output.resolve()
     if output == source or (task.format in ("nemo", "indicvoices") and output.is_relative_to(source)):
         raise UsageError(
             f"--output {task.output} lies in --source, where the manifests would be taken for a part of the corpus. "
@@ -157,30 +194,25 @@ def _told(rows: Found, task: Preparation) -> Iterator[FoundUtterance | RefusedRo
     """The rows, with a bar on stderr where they take long; errors of the disk as DataErrors."""
     from tqdm import tqdm
 
-    what = f"{task.source.path} cannot be read as {task.format}"
+    what = f"{task.source} cannot be read as {task.format}"
     with explained(DataError, what, "Check --format and --source."):
         yield from tqdm(rows, desc="rows", unit="", delay=2, disable=None)
 
 
-def _check_damage(task: Preparation, corpus: Corpus) -> None:
+def _check_damage(task: Preparation, corpus: Corpus, most_rejected: float) -> None:
     """Raises a DataError where too few rows can be used."""
-    if corpus.utterances and corpus.damage <= task.max_rejected:
+    if corpus.utterances and corpus.damage <= most_rejected:
         return
     first = next((row for row in corpus.refused if not row.is_expected), None)
     if first is None:
-        raise DataError(
-            f"{task.source.path} holds no utterance that {task.format} can read. Check --format and --source."
-        )
+        raise DataError(f"{task.source} holds no utterance that {task.format} can read. Check --format and --source.")
+    first = _printable(first)
     listed = ", ".join(f"{count.rows} {count.kind}" for count in _counts(corpus.refused))
     raise DataError(
-        f"No manifest is written: {corpus.damage:.1%} of the rows of {task.source.path} cannot be used ({listed}), and "
-        f"--max_rejected is {task.max_rejected:.3g}. The first: {_sentence(_printable(first))}. All stand in "
-        f"{task.output / REJECTED}: mend them, or give --max_rejected a larger part."
+        f"No manifest is written: {corpus.damage:.1%} of the rows of {task.source} cannot be used ({listed}), and "
+        f"--max_rejected is {most_rejected:.3g}. The first: {first.file}, row {first.row}: {first.reason.rstrip('.')}. "
+        f"All stand in {task.output / REJECTED}: mend them, or give --max_rejected a larger part."
     )
-
-
-def _sentence(row: RefusedRow) -> str:
-    return f"{row.file}, row {row.row}: {row.reason.rstrip('.')}"
 
 
 def _printable(row: RefusedRow) -> RefusedRow:
@@ -198,10 +230,10 @@ def _counts(refused: Iterable[RefusedRow]) -> tuple[RefusalCount, ...]:
 
 def _report(task: Preparation, split_by: SplitBy, drawn: Drawn, refused: list[RefusedRow]) -> Report:
     utterances = drawn.utterances
-    source = printable(str(task.source.path))
+    source = printable(str(task.source))
     output = str(task.output.resolve())
     is_outside = any(not is_named_inside(u.utterance.audio_filepath, (output,)) for u in utterances)
-    audio_root = str(task.audio_root.resolve()) if is_outside else ""
+    audio_root = str(task.root.resolve()) if is_outside else ""
     return Report(
         format=task.format,
         source=source,
