@@ -52,7 +52,6 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """Utterances in the batch."""
         return len(self.utterance_ids)
 
     @property
@@ -69,11 +68,9 @@ class Batch:
         return self.with_each(torch.Tensor.pin_memory)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that it holds of tensors."""
         return tuple(getattr(self, name) for name in TENSORS)
 
     def with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        """The batch with each tensor changed."""
         return dataclasses.replace(self, **{name: change(getattr(self, name)) for name in TENSORS})
 
 
@@ -100,7 +97,6 @@ class Window:
         return self.with_each(torch.Tensor.pin_memory)
 
     def with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Window:
-        """The window with each tensor changed."""
         return dataclasses.replace(self, micro_batches=tuple(batch.with_each(change) for batch in self.micro_batches))
 
 

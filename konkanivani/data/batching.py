@@ -66,7 +66,6 @@ class EpochPlanner:
         return EpochPlan(order, generator.permutation(whole).astype(np.int32), self.window_size)
 
     def windows_per_epoch(self) -> int:
-        """Optimizer steps in an epoch."""
         return -(-len(self.durations) // self.window_size)
 
     def cursors_behind(self, cursor: Cursor) -> Iterator[Cursor]:

@@ -38,7 +38,6 @@ class Fingerprint:
         return (self.utterances, self.sketch) == (other.utterances, other.sketch)
 
     def state_dict(self) -> dict[str, object]:
-        """What a checkpoint carries."""
         return asdict(self)
 
 
@@ -48,7 +47,6 @@ def _reach(sketch: tuple[int, ...]) -> float:
 
 
 def fingerprint_of(manifest: Manifest) -> Fingerprint:
-    """The manifest's fingerprint."""
     hours = float(manifest.durations.sum()) / 3600
     return Fingerprint(os.path.abspath(manifest.path), len(manifest), hours, manifest.index.sketch)
 

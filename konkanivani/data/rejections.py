@@ -109,6 +109,5 @@ def kind_of(reason: str) -> str:
 
 
 def _kinds(rejections: list[Rejection]) -> str:
-    """The kinds of reasons with their counts."""
     kinds = Counter(kind_of(rejection.reason) for rejection in rejections)
     return "".join(f"\n  {times:,} x {kind}" for kind, times in kinds.items())

@@ -63,7 +63,6 @@ class Utterance:
 
     @property
     def source(self) -> AudioSource:
-        """Where its audio lies."""
         place = self.audio_path, self.byte_offset, self.byte_count
         return AudioSource(*place, self.offset, self.duration, self.roots)
 

@@ -46,12 +46,10 @@ class CheckpointRun:
 
     @property
     def title(self) -> str:
-        """What was scored on what."""
         return f"{short_name(self.checkpoint)} on {short_name(self.manifest)}"
 
     @property
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """How the hypotheses came about."""
         left_out = f" ({count(self.left_out, 'row')} left out)" if self.left_out else ""
         terms = [("CTC", self.ctc_loss), ("attention", self.attention_loss)]
         told = ", ".join(f"{name} {loss:.3f}" for name, loss in terms if loss is not None)
@@ -73,14 +71,12 @@ class TextFiles:
 
     @property
     def title(self) -> str:
-        """What was scored against what."""
         if self.references == self.hypotheses:
             return short_name(self.hypotheses)
         return f"{short_name(self.hypotheses)} against {short_name(self.references)}"
 
     @property
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """Where the texts are."""
         return ("references", self.references), ("hypotheses", self.hypotheses)
 
 
@@ -107,7 +103,6 @@ class Heard:
         return *self.source.facts, ("normalised", NORMALIZATION[self.normalizer])
 
     def normalized(self) -> "Heard":
-        """The same with both texts normalised."""
         normalize = build_normalizer(self.normalizer)
         texts = (replace(t, reference=normalize(t.reference), hypothesis=normalize(t.hypothesis)) for t in self.texts)
         return replace(self, texts=tuple(texts))

@@ -98,7 +98,6 @@ class UtteranceEdits:
         return UtteranceEdits(self.words[rows], self.characters[rows], tuple(self.wrong[row] for row in rows))
 
     def rates(self) -> ErrorRates:
-        """The rates over all of them."""
         return ErrorRates(*(EditCounts(*map(int, edits.sum(axis=0))) for edits in (self.words, self.characters)))
 
     def confusions(self, kind: EditKind, most: int) -> tuple[tuple[Edit, int], ...]:

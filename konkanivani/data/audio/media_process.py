@@ -70,7 +70,6 @@ class Reader:
         return content
 
     def close(self) -> None:
-        """Ends the process."""
         self.channel.close()
         self.process.kill()
         self.process.wait()

@@ -59,7 +59,6 @@ class Window:
         return piece
 
     def tell(self) -> int:
-        """Where the next bytes lie."""
         return self.at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -125,7 +124,6 @@ class Sound:
         return done
 
     def close(self) -> None:
-        """Frees what it holds."""
         self.pieces.close()
         self.decoded.close()
         self.container.close()

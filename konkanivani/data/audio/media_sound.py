@@ -32,7 +32,6 @@ def may_be_media(opened: OpenedAudio) -> bool:
 
 
 def is_installed() -> bool:
-    """Whether PyAV is there."""
     return importlib.util.find_spec("av") is not None
 
 

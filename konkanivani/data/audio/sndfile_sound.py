@@ -51,11 +51,9 @@ class SndfileSound:
         return count - run_up + (len(self.read(run_up)) if run_up else 0)
 
     def count(self) -> int:
-        """How many frames there are."""
         return self.header.frames
 
     def close(self) -> None:
-        """Lets go of libsndfile's memory."""
         self.file.close()
 
 

@@ -61,7 +61,6 @@ class AudioHeader:
 
     @property
     def seconds(self) -> float:
-        """Its duration."""
         return self.frames / self.rate
 
 

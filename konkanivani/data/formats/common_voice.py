@@ -20,7 +20,6 @@ GIVEN = ("train.tsv", "dev.tsv", "test.tsv")
 
 
 def find_utterances(source: SpeechFolder) -> Found:
-    """The rows of the tables."""
     folder = _language_folder(source)
     seconds = _clip_seconds(folder / "clip_durations.tsv")
     names = (source.table,) if source.table else GIVEN

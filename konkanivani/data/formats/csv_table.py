@@ -17,7 +17,6 @@ DELIMITERS = ",;\t"
 
 
 def find_utterances(source: SpeechFolder) -> Found:
-    """The rows of the table."""
     if not source.table:
         raise UsageError("--format csv needs the table to read: give --table FILE.csv.")
     table = source.table_path()

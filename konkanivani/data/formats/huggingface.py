@@ -44,7 +44,6 @@ class Part:
 
 
 def find_utterances(source: SpeechFolder) -> Found:
-    """The rows of every split."""
     for part in _parts(source):
         wanted = (
             (source.audio_column, AUDIO_COLUMNS, True),

@@ -137,7 +137,6 @@ def _of_member(found: FoundUtterance, shard: Path, member: Member) -> FoundUtter
 
 
 def _read_shard(source: SpeechFolder, shard: Path, split: str) -> Found:
-    """The utterances of a WebDataset shard."""
     file = source.name_of(shard)
     for key, keyed in _keyed(shard):
         if keyed.audio is None:

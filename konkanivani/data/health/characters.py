@@ -111,7 +111,6 @@ class CharacterCount:
                 self._add_word(word, row)
 
     def __add__(self, other: "CharacterCount") -> "CharacterCount":
-        """The counts of both."""
         return CharacterCount(
             self.raw + other.raw,
             self.normalized + other.normalized,
@@ -130,7 +129,6 @@ class CharacterCount:
             self.first_row.setdefault(word, row)
 
     def health(self) -> CharacterHealth:
-        """What the counts say."""
         scripts = Counter()
         for character, count in self.raw.items():
             scripts[script_of(character)] += count
@@ -191,7 +189,6 @@ def script_of(character: str) -> str:
 
 
 def scripts_of(word: str) -> set[str]:
-    """The scripts of a word's letters."""
     return {script_of(character) for character in word} - {""}
 
 
@@ -203,7 +200,6 @@ def name_of(code: int) -> str:
 
 
 def _judge(character: str, count: int, majority: str) -> Character:
-    """The character with everything noteworthy about it."""
     script, fate = script_of(character), _fate(character)
     marks = {
         "foreign script": script not in ("", majority),
@@ -220,7 +216,6 @@ def _judge(character: str, count: int, majority: str) -> Character:
 
 @cache
 def _fate(character: str) -> Literal["kept", "joiner", "format", "space", "lowered"]:
-    """What normalisation does to the character."""
     if character in JOINERS:
         return "joiner"
     if character == " ":

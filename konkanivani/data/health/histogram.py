@@ -24,11 +24,9 @@ class Histogram:
 
     @property
     def end(self) -> float:
-        """Where the last bin ends."""
         return self.start + self.width * len(self.amounts)
 
     def edge(self, number: int) -> float:
-        """Where bin `number` starts."""
         return round(self.start + number * self.width, 9)
 
 

@@ -27,7 +27,6 @@ class Place:
 
     @property
     def end(self) -> int:
-        """The byte behind it."""
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
     def of(self, memory: torch.Tensor) -> torch.Tensor:
@@ -47,7 +46,6 @@ class Packed:
         return self.hollow.with_each(lambda place: place.of(self.memory))
 
     def pin_memory(self) -> Packed:
-        """The same in page-locked memory."""
         return dataclasses.replace(self, memory=self.memory.pin_memory())
 
 

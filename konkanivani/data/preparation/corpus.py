@@ -40,7 +40,6 @@ class CheckedUtterance:
 
     @property
     def where(self) -> str:
-        """Its table and row."""
         return f"{self.file}, row {self.utterance.row}"
 
 
@@ -128,7 +127,6 @@ def _file_of(found: FoundUtterance) -> AudioSource:
 
 
 def _read_header(source: AudioSource) -> AudioHeader | str:
-    """The header, or why there is none."""
     try:
         return read_header(source)
     except DataError as error:

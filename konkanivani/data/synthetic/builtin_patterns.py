@@ -44,7 +44,6 @@ def read_patterns(path: Path = PATTERNS_FILE) -> PatternBook:
 
 
 def slot_names(pattern: str) -> list[str]:
-    """The slots of `pattern` in their order."""
     return re.findall(r"\{(\w+)\}", pattern)
 
 

@@ -142,7 +142,6 @@ class Espeak:
 
 
 def write_answer(status: int, payload: bytes) -> None:
-    """Writes one answer on stdout."""
     sys.stdout.buffer.write(HEADER.pack(status, len(payload)) + payload)
     sys.stdout.buffer.flush()
 

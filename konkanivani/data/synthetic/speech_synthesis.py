@@ -116,7 +116,6 @@ class SpeechSynthesizer:
         return self._ask(Request("phonemes", text, voice)).decode("utf-8")
 
     def _ask(self, request: Request) -> bytes:
-        """The payload of the answer to `request`."""
         try:
             self._process.stdin.write(json.dumps(asdict(request)).encode() + b"\n")
             self._process.stdin.flush()

@@ -80,7 +80,6 @@ def _top(histogram: Histogram) -> float:
 
 
 def _rows(histogram: Histogram) -> Iterator[str]:
-    """Lines across with their values."""
     top, step = _top(histogram), _step(histogram)
     for number in range(round(top / step) + 1):
         y = BOTTOM - number * step / top * (BOTTOM - TOP)

@@ -59,7 +59,6 @@ def draw_document(title: str, body: str, style: str = "") -> str:
 
 
 def escape(text: object) -> str:
-    """The text as HTML shows it."""
     return html.escape(str(text))
 
 

@@ -19,7 +19,6 @@ COLUMNS = ("utterances", "words", "WER %", "95 %", "CER %", "S", "D", "I")
 
 
 def score_lines(report: ScoreReport) -> str:
-    """The whole report."""
     return "\n".join(_lines(report))
 
 
