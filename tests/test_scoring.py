@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 
 from konkanivani.base.errors import DataError, KonkaniVaniError
 from konkanivani.evaluation.bootstrap import blocks_of, choose_unit, interval_of, ratios, resample
-from konkanivani.evaluation.hypotheses import Heard, OtherSystem, TextFiles, read_heard, write_hypotheses
+from konkanivani.evaluation.hypotheses import NORMALIZERS, Heard, OtherSystem, TextFiles, read_heard, write_hypotheses
 from konkanivani.evaluation.metrics import Edit, align_words, count_edits, error_rates
-from konkanivani.evaluation.normalizers import build_normalizer
 from konkanivani.evaluation.reports.score_json import score_json
 from konkanivani.evaluation.reports.score_page import draw_score_page
 from konkanivani.evaluation.reports.score_text import display_width, score_lines
@@ -364,7 +363,7 @@ def test_normalisation_is_the_same_for_both_sides_and_can_be_left_out():
     for name, pair in expected.items():
         [normal] = Heard((text,), TextFiles("a", "b"), name).normalized().texts
         assert (normal.reference, normal.hypothesis) == pair
-    assert build_normalizer("none")("  a \t b\n") == "a b"
+    assert NORMALIZERS["none"][0]("  a \t b\n") == "a b"
 
 
 def test_what_is_written_scores_the_same_again(tmp_path):

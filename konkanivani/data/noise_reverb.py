@@ -15,11 +15,12 @@ from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.randomness import utterance_generator
 from konkanivani.base.units import DecibelRange, parse_snr
 from konkanivani.data.audio.augmentation import add_noise, add_room, scale_and_clip
-from konkanivani.data.audio.files import AudioHeader, AudioSource, read_header, read_samples
+from konkanivani.data.audio.files import AudioSource, read_header, read_samples
 from konkanivani.data.audio.waveform import load_audio, resample
 from konkanivani.data.manifest import read_recordings
 from konkanivani.data.utterance import Utterance
 
+ROUNDING = 0.1  # seconds by which a span may reach beyond its file: manifests round
 LONGEST_RESPONSE_SECONDS = 20.0  # the longest halls on record ring so long; it is read whole for each utterance
 
 
@@ -155,35 +156,23 @@ def read_sounds(manifest: str, named_roots: tuple[str, ...] = (), longest: float
 
 
 def _read_sound(manifest: str, row: Utterance, longest: float) -> Sound:
+    """The row in frames; without an offset all of its file, whatever the row says of its duration."""
     try:
         header = read_header(row.source)
     except DataError as error:
         raise DataError(f"{manifest}, row {row.row}: {error}") from None
-    sound = sound_of(row, header)
-    reason = reason_to_refuse(sound, header, longest)
+    first, frames = 0, header.frames
+    if row.offset is not None:
+        first, frames = round(row.offset * header.rate), round(row.duration * header.rate)
+        if header.frames < first + frames <= header.frames + ROUNDING * header.rate:
+            frames = header.frames - first
+    reason = ""
+    if first + frames > header.frames:
+        reason = f"ends at {header.seconds:.2f} s, before the row does"
+    elif frames < 1:
+        reason = "has no samples in the row's span"
+    elif frames > longest * header.rate:
+        reason = f"lasts {frames / header.rate:.1f} s, no impulse response of at most {longest:g} s"
     if reason:
         raise DataError(f"{manifest}, row {row.row}: {row.audio_path} {reason}. Mend or delete the row.")
-    return sound
-
-
-def sound_of(row: Utterance, header: AudioHeader) -> Sound:
-    """The row in frames; without an offset all of its file, whatever the row says of its duration."""
-    file = dataclasses.replace(row.source, start=None, seconds=None)
-    if row.offset is None:
-        return Sound(file, header.rate, 0, header.frames)
-    first, frames = round(row.offset * header.rate), round(row.duration * header.rate)
-    slack = round(0.1 * header.rate)  # a manifest rounds its seconds
-    if header.frames < first + frames <= header.frames + slack:
-        frames = header.frames - first
-    return Sound(file, header.rate, first, frames)
-
-
-def reason_to_refuse(sound: Sound, header: AudioHeader, longest: float) -> str | None:
-    """Why the sound cannot be used; None where it can."""
-    if sound.first + sound.frames > header.frames:
-        return f"ends at {header.seconds:.2f} s, before the row does"
-    if sound.frames < 1:
-        return "has no samples in the row's span"
-    if sound.frames > longest * sound.rate:
-        return f"lasts {sound.frames / sound.rate:.1f} s, no impulse response of at most {longest:g} s"
-    return None
+    return Sound(dataclasses.replace(row.source, start=None, seconds=None), header.rate, first, frames)

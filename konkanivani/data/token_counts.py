@@ -32,7 +32,7 @@ class TokenCounts:
 def count_tokens(manifest: Manifest, tokenizer: Tokenizer, digits: Digits) -> TokenCounts:
     """The counts of every row, kept beside the manifest's index where it has one."""
     kept = manifest.index.folder
-    path = kept and kept / f"tokens-{_digest(tokenizer, digits)}"
+    path = kept and kept / f"tokens-{hashlib.sha256(tokenizer.model + digits.encode()).hexdigest()[:16]}"
     if path and path.exists():
         both = np.memmap(path, np.uint16, mode="r").reshape(2, -1)
         return TokenCounts(both[0], both[1])
@@ -42,10 +42,6 @@ def count_tokens(manifest: Manifest, tokenizer: Tokenizer, digits: Digits) -> To
     if path:
         _keep(path, counts)
     return TokenCounts(counts[0], counts[1])
-
-
-def _digest(tokenizer: Tokenizer, digits: Digits) -> str:
-    return hashlib.sha256(tokenizer.model + digits.encode()).hexdigest()[:16]
 
 
 def _keep(path: os.PathLike, counts: np.ndarray) -> None:

@@ -3,16 +3,18 @@
 And the file that a run writes of it, a line an utterance."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from konkanivani.base.config import DecodingConfig
 from konkanivani.base.console import count, short_name
 from konkanivani.base.errors import ResourceError, explained
 from konkanivani.base.files import write_json_lines
+from konkanivani.data.text import normalize_text
 from konkanivani.evaluation.metrics import UtteranceEdits
-from konkanivani.evaluation.normalizers import NormalizerName, build_normalizer
 from konkanivani.evaluation.transcripts import (
     ScoredText,
     TextFormat,
@@ -23,10 +25,13 @@ from konkanivani.evaluation.transcripts import (
     read_transcripts,
 )
 
-NORMALIZATION: dict[NormalizerName, str] = {
-    "konkanivani": "konkanivani: NFC, no punctuation, small letters",
-    "spell": "spell: NFC, no punctuation, small letters, digits spelt",
-    "none": "none: texts as they stand",
+NormalizerName = Literal["konkanivani", "spell", "none"]
+# How texts are made alike before they are compared, references and hypotheses in the same way, and how that is told.
+# Even with none, where and how wide the white space between words is makes no difference.
+NORMALIZERS: dict[NormalizerName, tuple[Callable[[str], str], str]] = {
+    "konkanivani": (normalize_text, "konkanivani: NFC, no punctuation, small letters"),
+    "spell": (partial(normalize_text, digits="spell"), "spell: NFC, no punctuation, small letters, digits spelt"),
+    "none": (lambda text: " ".join(text.split()), "none: texts as they stand"),
 }
 
 
@@ -100,10 +105,10 @@ class Heard:
     @property
     def facts(self) -> tuple[tuple[str, str], ...]:
         """How the texts came about, and what was done to them."""
-        return *self.source.facts, ("normalised", NORMALIZATION[self.normalizer])
+        return *self.source.facts, ("normalised", NORMALIZERS[self.normalizer][1])
 
     def normalized(self) -> "Heard":
-        normalize = build_normalizer(self.normalizer)
+        normalize, _ = NORMALIZERS[self.normalizer]
         texts = (replace(t, reference=normalize(t.reference), hypothesis=normalize(t.hypothesis)) for t in self.texts)
         return replace(self, texts=tuple(texts))
 
@@ -124,7 +129,7 @@ def read_heard(references: str | None, hypotheses: str, text_format: TextFormat)
 
 def other_system(heard: Heard, other: Transcripts) -> OtherSystem:
     """Another system's hypotheses of what was heard, normalised the same way."""
-    normalize = build_normalizer(heard.normalizer)
+    normalize, _ = NORMALIZERS[heard.normalizer]
     found = hypotheses_for(heard.texts, other)
     return OtherSystem(other.path, tuple(None if text is None else normalize(text) for text in found))
 

@@ -1,7 +1,7 @@
 """What a format finds in a corpus: utterances as the corpus gives them, unchecked, and rows that it cannot use."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 
@@ -53,6 +53,12 @@ class FoundUtterance:
     start: float = 0.0
     seconds: float | None = None
     file_seconds: float | None = None
+
+    def lasting(self, offset: float | None, duration: float | None) -> "FoundUtterance":
+        """This with what a row says of its seconds: with an offset they are a span's, else the whole file's."""
+        if offset is None:
+            return replace(self, file_seconds=duration)
+        return replace(self, start=offset, seconds=duration)
 
     def refused(self, kind: str, reason: str) -> "RefusedRow":
         """This row as one that cannot be used."""

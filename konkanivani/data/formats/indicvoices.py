@@ -118,10 +118,7 @@ def _flat(source: SpeechFolder, path: Path, number: int, row: dict[str, object],
         text=_without_marks(text),
         speaker=as_text(row.get("speaker_id")) or as_text(row.get("speaker")),
         split=split,
-        start=offset or 0.0,
-        seconds=None if offset is None else duration,
-        file_seconds=duration if offset is None else None,
-    )
+    ).lasting(offset, duration)
 
 
 def _audio(path: Path, row: dict[str, object]) -> Path:

@@ -46,16 +46,16 @@ def _read_folder(source: SpeechFolder, folder: Path, split: str) -> Found:
     if not (folder / "text").exists():
         raise DataError(f"{folder} holds no file text with the transcripts. Give --source a folder that has it.")
     seen: set[str] = set()
-    for line in read_lines(folder / "text"):
-        name, *words = line.text.split(maxsplit=1)
-        segment = segments.get(name) if has_segments else Entry(line.row, name)
+    for row, line in read_lines(folder / "text"):
+        name, *words = line.split(maxsplit=1)
+        segment = segments.get(name) if has_segments else Entry(row, name)
         if name in seen:
-            yield RefusedRow(file, line.row, "duplicate", f"the utterance {name} stands there twice", name)
+            yield RefusedRow(file, row, "duplicate", f"the utterance {name} stands there twice", name)
         elif segment is None:
-            yield RefusedRow(file, line.row, "missing audio", f"segments has no {name}", name)
+            yield RefusedRow(file, row, "missing audio", f"segments has no {name}", name)
         else:
             speaker = speakers[name].value if name in speakers else ""
-            here = FoundUtterance(file, line.row, Path(name), "".join(words), id=name, speaker=speaker, split=split)
+            here = FoundUtterance(file, row, Path(name), "".join(words), id=name, speaker=speaker, split=split)
             yield _located(source, folder, here, segment, recordings, has_segments)
         seen.add(name)
 
@@ -113,5 +113,5 @@ def _entries(path: Path) -> dict[str, Entry]:
     """The lines of a file by their first word; none where there is no such file."""
     if not path.exists():
         return {}
-    lines = ((line.row, *line.text.split(maxsplit=1)) for line in read_lines(path))
+    lines = ((row, *line.split(maxsplit=1)) for row, line in read_lines(path))
     return {key: Entry(row, "".join(rest).strip()) for row, key, *rest in lines}

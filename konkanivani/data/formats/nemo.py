@@ -14,8 +14,7 @@ https://github.com/webdataset/webdataset#the-webdataset-format
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from konkanivani.base.errors import DataError
@@ -28,16 +27,6 @@ from konkanivani.data.formats.tables import as_seconds, as_text, parse_json, rea
 
 SHARD = re.compile(r".*\.(tar|tar\.gz|tgz|tar\.xz|tar\.bz2|tar\.zst)")
 TARRED, SHARDED = "tarred_audio_manifest.json", "sharded_manifests"
-
-
-@dataclass
-class Keyed:
-    """What a WebDataset shard holds under one key; `row` is the place of its audio among the shard's files, from 1."""
-
-    row: int = 0
-    audio: Member | None = None
-    text: Member | None = None
-    json: Member | None = None
 
 
 def find_utterances(source: SpeechFolder) -> Found:
@@ -75,17 +64,17 @@ def _read_manifest(source: SpeechFolder, manifest: Path, folder: Path, split: st
     shards: dict[str, dict[str, Member]] = {}
     file = source.name_of(manifest)
     of_shard = re.fullmatch(r"manifest_(\d+)\.jsonl?", manifest.name) if manifest.parent.name == SHARDED else None
-    for line in read_lines(manifest):
+    for number, line in read_lines(manifest):
         try:
-            row = parse_json(line.text)
+            row = parse_json(line)
         except ValueError as error:
-            yield RefusedRow(file, line.row, "broken row", f"not a line of JSON ({error})")
+            yield RefusedRow(file, number, "broken row", f"not a line of JSON ({error})")
             continue
         name = row.get("audio_filepath") if isinstance(row, dict) else None
         if not isinstance(name, str) or not name:
-            yield RefusedRow(file, line.row, "broken row", "audio_filepath must be a path in quotes")
+            yield RefusedRow(file, number, "broken row", "audio_filepath must be a path in quotes")
             continue
-        found = _utterance(file, line.row, row, manifest.parent / name, split)
+        found = _utterance(file, number, row, manifest.parent / name, split)
         shard_id = as_text(row.get("shard_id")) or (of_shard.group(1) if of_shard else "")
         if shard_id.isdecimal():
             shard = folder / f"audio_{shard_id}.tar"
@@ -97,20 +86,9 @@ def _read_manifest(source: SpeechFolder, manifest: Path, folder: Path, split: st
 
 
 def _utterance(file: str, row: int, fields: dict[str, object], audio: Path, split: str) -> FoundUtterance:
-    """A row with all that NeMo says of it; with an `offset` its `duration` is a span's, else the whole file's."""
-    offset, duration = as_seconds(fields.get("offset")), as_seconds(fields.get("duration"))
-    is_span = offset is not None and duration is not None
-    return FoundUtterance(
-        file=file,
-        row=row,
-        audio=audio,
-        text=as_text(fields.get("text")),
-        speaker=as_text(fields.get("speaker")),
-        split=split,
-        start=offset or 0.0,
-        seconds=duration if is_span else None,
-        file_seconds=None if is_span else duration,
-    )
+    text, speaker = as_text(fields.get("text")), as_text(fields.get("speaker"))
+    found = FoundUtterance(file, row, audio, text, speaker=speaker, split=split)
+    return found.lasting(as_seconds(fields.get("offset")), as_seconds(fields.get("duration")))
 
 
 def _index(shard: Path) -> dict[str, Member]:
@@ -138,41 +116,37 @@ def _of_member(found: FoundUtterance, shard: Path, member: Member) -> FoundUtter
 
 def _read_shard(source: SpeechFolder, shard: Path, split: str) -> Found:
     file = source.name_of(shard)
-    for key, keyed in _keyed(shard):
-        if keyed.audio is None:
+    for key, (row, members) in _keyed(shard).items():
+        audio, text, described = members.get("audio"), members.get(".txt"), members.get(".json")
+        if audio is None:
             continue  # __meta__, class lists and the like
-        if keyed.text is None and keyed.json is None:
-            yield RefusedRow(file, keyed.row, "no transcript", f"{key} has neither .txt nor .json", keyed.audio.name)
+        if text is None and described is None:
+            yield RefusedRow(file, row, "no transcript", f"{key} has neither .txt nor .json", audio.name)
             continue
-        fields: object = {}
         try:
-            fields = parse_json(read_member_text(shard, keyed.json)) if keyed.json else {}
+            fields = parse_json(read_member_text(shard, described)) if described else {}
         except ValueError as error:
-            yield RefusedRow(file, keyed.row, "broken row", f"{keyed.json.name} is no JSON ({error})", key)
+            yield RefusedRow(file, row, "broken row", f"{described.name} is no JSON ({error})", key)
             continue
         fields = fields if isinstance(fields, dict) else {}
-        if keyed.text is not None:
-            fields = fields | {"text": " ".join(read_member_text(shard, keyed.text).split())}
+        if text is not None:
+            fields = fields | {"text": " ".join(read_member_text(shard, text).split())}
         elif "text" not in fields:
             fields = fields | {"text": fields.get("transcript") or fields.get("sentence")}
         fields = {"speaker": fields.get("speaker_id")} | fields
-        yield _of_member(_utterance(file, keyed.row, fields, shard, split), shard, keyed.audio)
+        yield _of_member(_utterance(file, row, fields, shard, split), shard, audio)
 
 
-def _keyed(shard: Path) -> Iterator[tuple[str, Keyed]]:
-    """The members of a shard gathered by key, in the order in which the keys appear."""
-    gathered: dict[str, Keyed] = {}
+def _keyed(shard: Path) -> dict[str, tuple[int, dict[str, Member]]]:
+    """The members of a shard by key and kind (audio, .txt, .json), with the place of the audio among them, from 1."""
+    gathered: dict[str, tuple[int, dict[str, Member]]] = {}
     for row, member in enumerate(read_members(shard), start=1):
         if any(is_hidden(part) for part in member.name.split("/") if part not in (".", "..")):
             continue  # a Mac's tar writes ._0.wav beside 0.wav
         folder, slash, name = member.name.rpartition("/")
         stem, _, extension = name.partition(".")
-        keyed = gathered.setdefault(folder + slash + stem, Keyed())
-        suffix = "." + extension.lower().rpartition(".")[2]
-        if suffix in AUDIO_SUFFIXES:
-            keyed.row, keyed.audio = row, member
-        elif suffix == ".txt":
-            keyed.text = member
-        elif suffix == ".json":
-            keyed.json = member
-    yield from gathered.items()
+        key, suffix = folder + slash + stem, "." + extension.lower().rpartition(".")[2]
+        place, members = gathered.get(key, (0, {}))
+        is_audio = suffix in AUDIO_SUFFIXES
+        gathered[key] = row if is_audio else place, members | {"audio" if is_audio else suffix: member}
+    return gathered

@@ -37,7 +37,7 @@ def find_utterances(source: SpeechFolder) -> Found:
     audio = _audio_by_name(source.path)
     for index in indices:
         if index.suffix == ".txt":
-            rows = [Record(line.row, (), tuple(line.text.split(maxsplit=1))) for line in read_lines(index)]
+            rows = [Record(row, (), tuple(line.split(maxsplit=1))) for row, line in read_lines(index)]
         else:
             rows = read_cells(index, "," if index.suffix == ".csv" else "\t")
         split = split_of_path(index.relative_to(source.path).parts[:-1]) if index.is_relative_to(source.path) else ""

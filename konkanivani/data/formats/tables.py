@@ -23,14 +23,6 @@ SEPARATOR_LINE = re.compile(r'"?sep=([,;\t|])"?\r?\n?', re.IGNORECASE)  # told t
 
 
 @dataclass(frozen=True)
-class Line:
-    """A line of a text file, its end taken off; `row` counts from 1."""
-
-    row: int
-    text: str
-
-
-@dataclass(frozen=True)
 class Record:
     """A row of a table under the names of its head; `row` is the line on which it begins, from 1.
 
@@ -101,12 +93,12 @@ def _broken_utf16(path: Path, error: UnicodeDecodeError) -> DataError:
     )
 
 
-def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of a text file that are not blank."""
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a text file that are not blank, each with its number from 1 and without its end."""
     with open_text(path) as file:
         for row, line in enumerate(_bounded_lines(file, path), start=1):
             if line.strip():
-                yield Line(row, line.rstrip("\r\n"))
+                yield row, line.rstrip("\r\n")
 
 
 def _bounded_lines(file: TextIO, path: Path) -> Iterator[str]:

@@ -105,28 +105,13 @@ class CharacterCount:
         self.texts += 1
         self.changed += raw != normalized
         self.not_composed += not unicodedata.is_normalized("NFC", raw)
-        self.pairs.update(_composition().pairs.findall(raw))
+        self.pairs.update(_composition()[1].findall(raw))
         if len({script_of(character) for character in set(raw)} - {""}) > 1:
             for word in raw.split():
-                self._add_word(word, row)
-
-    def __add__(self, other: "CharacterCount") -> "CharacterCount":
-        return CharacterCount(
-            self.raw + other.raw,
-            self.normalized + other.normalized,
-            self.pairs + other.pairs,
-            self.mixed + other.mixed,
-            other.first_row | self.first_row,
-            self.texts + other.texts,
-            self.changed + other.changed,
-            self.not_composed + other.not_composed,
-        )
-
-    def _add_word(self, word: str, row: int) -> None:
-        is_known = word in self.mixed
-        if len(scripts_of(word)) > 1 and (is_known or len(self.mixed) < MOST_MIXED_WORDS):
-            self.mixed[word] += 1
-            self.first_row.setdefault(word, row)
+                is_kept = word in self.mixed or len(self.mixed) < MOST_MIXED_WORDS
+                if is_kept and len(scripts_of(word)) > 1:
+                    self.mixed[word] += 1
+                    self.first_row.setdefault(word, row)
 
     def health(self) -> CharacterHealth:
         scripts = Counter()
@@ -152,7 +137,7 @@ class CharacterCount:
     def _twins(self) -> tuple[Twins, ...]:
         """Every NFC form that the raw text writes in more than one way, by how often."""
         found: dict[str, list[Spelling]] = {}
-        composable = _composition().shapes
+        composable, _ = _composition()
         for form, count in [*self.raw.items(), *self.pairs.items()]:
             shape = unicodedata.normalize("NFC", form)
             if shape in composable:
@@ -226,21 +211,16 @@ def _fate(character: str) -> Literal["kept", "joiner", "format", "space", "lower
     return "lowered" if normal != unicodedata.normalize("NFC", character) else "kept"
 
 
-@dataclass(frozen=True)
-class _Composition:
-    """The NFC forms with more than one spelling, and what finds the spellings of two characters in a text."""
-
-    shapes: frozenset[str]
-    pairs: re.Pattern
-
-
 @cache
-def _composition() -> _Composition:
-    """From this Python's Unicode; a third of a second, so not at import."""
+def _composition() -> tuple[frozenset[str], re.Pattern]:
+    """The NFC forms with more than one spelling, and what finds the spellings of two characters in a text.
+
+    From this Python's Unicode; a third of a second, so not at import.
+    """
     shapes, seconds = set(), set()
     for character in map(chr, range(sys.maxunicode + 1)):
         parts = unicodedata.decomposition(character).split(" ")
         if parts[0] and not parts[0].startswith("<"):
             shapes.add(unicodedata.normalize("NFC", character))
             seconds.update(chr(int(part, 16)) for part in parts[1:])
-    return _Composition(frozenset(shapes), re.compile(f".[{re.escape(''.join(sorted(seconds)))}]", re.DOTALL))
+    return frozenset(shapes), re.compile(f".[{re.escape(''.join(sorted(seconds)))}]", re.DOTALL)

@@ -158,16 +158,16 @@ class RowNumbers:
     speaker_seconds: Counter = field(default_factory=Counter)
     formats: Counter = field(default_factory=Counter)
     reasons: Counter = field(default_factory=Counter)
-    text: CharacterCount = field(default_factory=CharacterCount)
+    letters: Counter = field(default_factory=Counter)  # of the normalised text
     empty: list[Example] = field(default_factory=list)
     rejected: list[Example] = field(default_factory=list)
-    chosen: list[Utterance] = field(default_factory=list)
-    are_usable: list[bool] = field(default_factory=list)  # of the chosen
+    chosen: list[tuple[Utterance, bool]] = field(default_factory=list)  # and whether they are usable
 
 
 def judge_corpus(parts: list[Part], question: Question) -> CorpusHealth:
     """The health of the parts. Their rows are read once; again only what must be compared by content, or be shown."""
-    rows = [read_rows(part, question) for part in parts]
+    text = CharacterCount()
+    rows = [read_rows(part, question, text) for part in parts]
     same_extent = occur_again([np.array(numbers.extents) for numbers in rows]) if rows else []
     for part, numbers, again in zip(parts, rows, same_extent, strict=True):
         numbers.audio = content_keys(part.rows, again)
@@ -177,7 +177,6 @@ def judge_corpus(parts: list[Part], question: Question) -> CorpusHealth:
         for second in range(len(parts))
         for first in range(second)
     )
-    text = sum((numbers.text for numbers in rows), CharacterCount())
     return CorpusHealth(judged, crossings, text.health())
 
 
@@ -191,8 +190,8 @@ def content_keys(rows: Iterable[Utterance], asked: np.ndarray) -> np.ndarray:
     return keys
 
 
-def read_rows(part: Part, question: Question) -> RowNumbers:
-    """The numbers of a part's rows, in one pass; `audio` is left empty."""
+def read_rows(part: Part, question: Question, text: CharacterCount) -> RowNumbers:
+    """The numbers of a part's rows, in one pass, their text counted; `audio` is left empty."""
     rows, config = RowNumbers(), question.config
     limits = training_limits(config) if part.is_training else evaluation_limits(config)
     chosen = set(spread(part.count, question.audio_utterances, config.run.seed))
@@ -202,9 +201,9 @@ def read_rows(part: Part, question: Question) -> RowNumbers:
         reason = reason_to_reject(normal, tokens, limits)
         _take_row(rows, utterance, normal.text, reason)
         _take_file(rows, utterance)
+        text.add(utterance.text, normal.text, utterance.row)
         if number in chosen:
-            rows.chosen.append(utterance)
-            rows.are_usable.append(reason is None)
+            rows.chosen.append((utterance, reason is None))
     return rows
 
 
@@ -225,7 +224,7 @@ def _take_row(rows: RowNumbers, utterance: Utterance, normal: str, reason: str |
     rows.places.append(key_of(f"{os.path.abspath(utterance.audio_path)}\0{utterance.id}"))
     rows.speakers[utterance.speaker] += 1
     rows.speaker_seconds[utterance.speaker] += utterance.duration
-    rows.text.add(utterance.text, normal, utterance.row)
+    rows.letters.update(normal)
     if reason is None:
         return
     if normal:
@@ -272,7 +271,7 @@ def _judge_part(part: Part, rows: RowNumbers, question: Question) -> PartHealth:
         repeated_sentences=_listed(part, part, repeats_within(sentences, MOST_EXAMPLES)),
         repeated_audio=_listed(part, part, repeats_within(rows.audio, MOST_EXAMPLES)),
         repeated_rows=_listed(part, part, repeats_within(np.array(rows.places), MOST_EXAMPLES)),
-        sound=judge_sound(rows.chosen, rows.are_usable) if question.audio_utterances else None,
+        sound=judge_sound(rows.chosen) if question.audio_utterances else None,
         epoch=_judge_epoch(seconds[usable], question.config) if part.is_training and usable.any() else None,
     )
 
@@ -347,7 +346,7 @@ def _judge_crossing(first: tuple[Part, RowNumbers], second: tuple[Part, RowNumbe
     sentences = repeats_across(np.array(rows.sentences), np.array(others.sentences), MOST_EXAMPLES)
     audio = repeats_across(rows.audio, others.audio, MOST_EXAMPLES)
     shared = sorted((rows.speakers.keys() & others.speakers.keys()) - {""})
-    unknown = Counter({c: n for c, n in others.text.normalized.items() if c not in rows.text.normalized})
+    unknown = Counter({c: n for c, n in others.letters.items() if c not in rows.letters})
     return Crossing(
         first=one.path,
         second=other.path,

@@ -59,13 +59,13 @@ class SoundHealth:
     deviating: Listed
 
 
-def judge_sound(utterances: list[Utterance], are_usable: list[bool]) -> SoundHealth:
+def judge_sound(chosen: list[tuple[Utterance, bool]]) -> SoundHealth:
     """What these recordings sound like; the ones that cannot be read are listed with the reason.
 
-    `are_usable` says which of them keep to the trainer's limits, so that it opens them.
+    Beside each stands whether it keeps to the trainer's limits, so that it is opened.
     """
     unreadable: list[Example] = []
-    heard = list(_listen_to(utterances, unreadable))
+    heard = list(_listen_to((utterance for utterance, _ in chosen), unreadable))
     deviations = [_deviation(utterance, sound) for utterance, sound in heard]
     as_told = {utterance.row for (utterance, _), deviation in zip(heard, deviations, strict=True) if not deviation}
     levels = np.array([sound.level for _, sound in heard])
@@ -73,12 +73,9 @@ def judge_sound(utterances: list[Utterance], are_usable: list[bool]) -> SoundHea
     seconds = np.array([sound.seconds for _, sound in heard])
     middle = np.median if heard else lambda _: 0.0
     return SoundHealth(
-        asked=len(utterances),
+        asked=len(chosen),
         heard=len(heard),
-        left_out=sum(
-            is_usable and utterance.row not in as_told
-            for utterance, is_usable in zip(utterances, are_usable, strict=True)
-        ),
+        left_out=sum(is_usable and utterance.row not in as_told for utterance, is_usable in chosen),
         unreadable=Listed(len(unreadable), tuple(unreadable[:MOST_EXAMPLES])),
         rates=tallies(Counter(sound.rate for _, sound in heard)),
         channels=tallies(Counter(sound.channels for _, sound in heard)),
@@ -109,7 +106,7 @@ def _speaker_levels(heard: list[tuple[Utterance, Sound]]) -> tuple[SpeakerLevel,
     return tuple(sorted(found, key=lambda speaker: speaker.level)[:MOST_EXAMPLES])
 
 
-def _listen_to(utterances: list[Utterance], unreadable: list[Example]) -> Iterator[tuple[Utterance, Sound]]:
+def _listen_to(utterances: Iterable[Utterance], unreadable: list[Example]) -> Iterator[tuple[Utterance, Sound]]:
     for utterance in utterances:
         try:
             yield utterance, listen(utterance)

@@ -74,19 +74,6 @@ class CorpusRecipe:
     files: tuple[str, ...] = ("train.jsonl", "valid.jsonl", "test.jsonl")
 
 
-@dataclass(frozen=True)
-class CorpusDescription:
-    """What corpus.json says; `sentences` is the SHA-256 of what is spoken, one sentence a line."""
-
-    name: str
-    engine: str
-    utterances: CorpusSize
-    sentences: str
-    recipe: str
-    what: str = WHAT_IT_IS
-    shows: str = "that the machine works, not how well it hears Konkani"
-
-
 def plan_corpus(size: CorpusSize) -> CorpusPlan:
     """What a corpus of `size` says and in which voices; the same for the same size and pattern book.
 
@@ -178,9 +165,16 @@ def write_corpus(recipe: CorpusRecipe, directory: Path) -> list[UnspeakableError
             counts.append(len(sentences) - len(refused))
             errors += refused
         engine = synthesizer.engine
-    digest = hashlib.sha256("".join(f"{text}\n" for text in texts).encode()).hexdigest()
-    description = CorpusDescription(recipe.name, engine, CorpusSize(*counts), digest, recipe.digest)
-    (directory / "corpus.json").write_text(json.dumps(asdict(description), indent=2) + "\n", encoding="utf-8")
+    description = {
+        "name": recipe.name,
+        "engine": engine,
+        "utterances": asdict(CorpusSize(*counts)),
+        "sentences": hashlib.sha256("".join(f"{text}\n" for text in texts).encode()).hexdigest(),
+        "recipe": recipe.digest,
+        "what": WHAT_IT_IS,
+        "shows": "that the machine works, not how well it hears Konkani",
+    }
+    (directory / "corpus.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
     return errors
 
 
