@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from konkanivani.base.errors import DataError, ResourceError
+from konkanivani.base.errors import DataError, ResourceError, explained
 
 SIGN = "-"  # what a person writes for it
 MOST_BYTES = 2**32  # the most that a WAV can hold
@@ -22,32 +22,21 @@ def spooled_input() -> Iterator[Path]:
     It has no name in any folder, so nothing is left of it whatever ends the process. A DataError where there is no end
     to it, a ResourceError where there is no room.
     """
-    try:
-        with tempfile.TemporaryFile() as file:
+    what = f"Standard input cannot be kept in {tempfile.gettempdir()}"
+    with tempfile.TemporaryFile() as file:
+        with explained(ResourceError, what, "Make room there, or set TMPDIR to a folder that has some."):
             _spool(sys.stdin.buffer, file)
-            folder = Path("/proc", str(os.getpid()), "fd")
-            yield (folder if folder.is_dir() else Path("/dev/fd")) / str(file.fileno())
-    except _NoRoom as error:
-        raise ResourceError(
-            f"Standard input cannot be kept in {tempfile.gettempdir()}: {error}. Make room there, or set TMPDIR to a "
-            "folder that has some."
-        ) from None
-
-
-class _NoRoom(Exception):
-    """Why what was read cannot be kept."""
+        folder = Path("/proc", str(os.getpid()), "fd")
+        yield (folder if folder.is_dir() else Path("/dev/fd")) / str(file.fileno())
 
 
 def _spool(source: BinaryIO, file: BinaryIO) -> None:
     size = 0
-    try:
-        while piece := source.read(PIECE_BYTES):
-            size += len(piece)
-            if size > MOST_BYTES:
-                raise DataError(
-                    f"Standard input holds more than {MOST_BYTES / 2**30:.0f} GiB. Save it as a file and give its path."
-                )
-            file.write(piece)
-        file.flush()
-    except OSError as error:
-        raise _NoRoom(error.strerror) from None
+    while piece := source.read(PIECE_BYTES):
+        size += len(piece)
+        if size > MOST_BYTES:
+            raise DataError(
+                f"Standard input holds more than {MOST_BYTES / 2**30:.0f} GiB. Save it as a file and give its path."
+            )
+        file.write(piece)
+    file.flush()

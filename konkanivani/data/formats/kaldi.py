@@ -10,7 +10,7 @@ Source: https://kaldi-asr.org/doc/data_prep.html
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from konkanivani.base.errors import DataError
@@ -19,13 +19,7 @@ from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, Sp
 from konkanivani.data.formats.splits import split_named
 from konkanivani.data.formats.tables import as_seconds, read_lines
 
-
-@dataclass(frozen=True)
-class Entry:
-    """What a line says behind its key."""
-
-    row: int
-    value: str
+Entry = tuple[int, str]  # a line's number, and what it says behind its key
 
 
 def find_utterances(source: SpeechFolder) -> Found:
@@ -48,13 +42,13 @@ def _read_folder(source: SpeechFolder, folder: Path, split: str) -> Found:
     seen: set[str] = set()
     for row, line in read_lines(folder / "text"):
         name, *words = line.split(maxsplit=1)
-        segment = segments.get(name) if has_segments else Entry(row, name)
+        segment = segments.get(name) if has_segments else (row, name)
         if name in seen:
             yield RefusedRow(file, row, "duplicate", f"the utterance {name} stands there twice", name)
         elif segment is None:
             yield RefusedRow(file, row, "missing audio", f"segments has no {name}", name)
         else:
-            speaker = speakers[name].value if name in speakers else ""
+            speaker = speakers.get(name, (0, ""))[1]
             here = FoundUtterance(file, row, Path(name), "".join(words), id=name, speaker=speaker, split=split)
             yield _located(source, folder, here, segment, recordings, has_segments)
         seen.add(name)
@@ -69,22 +63,23 @@ def _located(
     has_segments: bool,
 ) -> FoundUtterance | RefusedRow:
     """The utterance with its audio and span; refused where they cannot be known without running something."""
-    words = segment.value.split() if has_segments else [segment.value, "0", "-1"]
+    segment_row, spoken = segment
+    words = spoken.split() if has_segments else [spoken, "0", "-1"]
     name, start, end = (words[0], *map(as_seconds, words[1:])) if len(words) == 3 else ("", None, None)
     if start is None or end is None:
         file = source.name_of(folder / "segments")
-        return RefusedRow(file, segment.row, "broken row", "recording, start and end are expected", found.id)
-    recording = recordings.get(name)
-    if recording is None:
+        return RefusedRow(file, segment_row, "broken row", "recording, start and end are expected", found.id)
+    if name not in recordings:
         return found.refused("missing audio", f"wav.scp has no {name}")
-    reason = _reason_to_refuse(recording.value)
+    recording_row, recording = recordings[name]
+    reason = _reason_to_refuse(recording)
     if reason:
         file = source.name_of(folder / "wav.scp")
-        return RefusedRow(file, recording.row, "command or archive", reason, recording.value)
-    path = _audio(source, folder, recording.value)
+        return RefusedRow(file, recording_row, "command or archive", reason, recording)
+    path = _audio(source, folder, recording)
     if path is None:
         places = f"{folder}, --source, --audio_root or a folder above"
-        return found.refused("missing audio", f"wav.scp's {recording.value} is not in {places}")
+        return found.refused("missing audio", f"wav.scp's {recording} is not in {places}")
     return replace(found, audio=path, start=start, seconds=None if end == -1.0 else end - start)
 
 
@@ -114,4 +109,4 @@ def _entries(path: Path) -> dict[str, Entry]:
     if not path.exists():
         return {}
     lines = ((row, *line.split(maxsplit=1)) for row, line in read_lines(path))
-    return {key: Entry(row, "".join(rest).strip()) for row, key, *rest in lines}
+    return {key: (row, "".join(rest).strip()) for row, key, *rest in lines}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from konkanivani.base.errors import DataError, UsageError
+from konkanivani.base.errors import DataError, UsageError, explained
 
 MOST_BYTES = 2**28  # of a file that is read at once
 LONGEST_LINE = 2**24  # characters
@@ -51,14 +51,11 @@ class Record:
 
 def open_text(path: Path) -> TextIO:
     """The file at `path`, open for reading; a DataError where it is not a regular file of text that can be read."""
-    try:
+    with explained(DataError, f"{path} cannot be read", "Check --format and --source.", ValueError):
         if not stat.S_ISREG(path.stat().st_mode):
             raise DataError(f"{path} cannot be read: it is no file. Give a corpus whose tables are files.")
         file = open(path, "rb")
         head = file.peek(HEAD_BYTES)[:HEAD_BYTES]
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{path} cannot be read: {reason}. Check --format and --source.") from None
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return io.TextIOWrapper(file, encoding="utf-16", newline="")
     if _is_bare_utf16(head):
