@@ -8,8 +8,8 @@ from konkanivani.data.health.histogram import Histogram
 from konkanivani.evaluation.reports.health_view import Section, Table, sections_of
 
 BLOCKS = "·▁▂▃▄▅▆▇█"
-WIDTH = 24
-MOST_ROWS = 5
+WIDTH = 26
+MOST_ROWS = 8
 
 
 def health_lines(diagnosis: Diagnosis) -> str:
@@ -25,7 +25,7 @@ def health_lines(diagnosis: Diagnosis) -> str:
 def _section_lines(section: Section) -> Iterator[str]:
     yield section.title
     for fact in section.facts:
-        yield f"  {fact.title:<{WIDTH}}{fact.value}" + (f"; {fact.more}" if fact.more else "")
+        yield f"  {fact.title:<{WIDTH}}{fact.value}" + (f", {fact.more}" if fact.more else "")
     for chart in section.charts:
         median = "" if chart.median is None else f", median {chart.median:.1f}"
         yield f"  {chart.title:<{WIDTH}}{sparkline(chart.histogram, chart.across)}{median}"

@@ -160,7 +160,7 @@ def _text(text: CharacterHealth, diagnosis: Diagnosis) -> Section:
         Fact("script", text.script.capitalize() or "none", "of most letters"),
         Fact("characters", f"{text.different:,}", f"{text.letters:,} after normalisation"),
         Fact("vocabulary", f"{diagnosis.vocabulary:,}", _vocabulary_words(diagnosis)),
-        Fact("texts that normalisation changes", f"{text.changes.texts:,}", _changed_words(text.changes)),
+        Fact("changed by normalisation", count(text.changes.texts, "text"), _changed_words(text.changes)),
     )
     twins = tuple(
         (twin.shape, " or ".join(f"{_code_points(s.codes)} ({s.count:,})" for s in twin.spellings))
