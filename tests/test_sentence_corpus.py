@@ -17,6 +17,7 @@ from konkanivani.data.synthetic.speech_synthesis import SpeakingStyle, SpeechSyn
 from konkanivani.data.synthetic.spoken_sentences import TEST_VOICES, TRAIN_VOICES, VALID_VOICES
 from konkanivani.data.text import normalize_text
 from tests.conftest import ROOT, TINY_MODEL, run_folders, run_script, run_trainer
+from tests.test_builtin_corpus import file_digests
 
 SCRIPT = "training_scripts/prepare_builtin_corpus.py"
 SPLITS = (("train", TRAIN_VOICES), ("valid", VALID_VOICES), ("test", TEST_VOICES))
@@ -62,11 +63,6 @@ def write_sentences(path: Path, count: int = 12) -> str:
 
 def utterances(directory: Path, split: str) -> tuple[Utterance, ...]:
     return list(read_manifest(directory / f"{split}.jsonl"))
-
-
-def file_digests(directory: Path) -> dict[str, str]:
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 # Reading and splitting

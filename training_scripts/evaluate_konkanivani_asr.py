@@ -83,7 +83,9 @@ def score(flags: Flags) -> str:
     with told_once_a_machine():
         check_flags(flags)
     if flags.checkpoint is None:
-        return report_on(flags, read(flags))
+        if flags.output_path:
+            check_output(flags.output_path)
+        return report_on(flags, read_heard(flags.references, flags.hypotheses, flags.format))
     from konkanivani.recipe.ranks import in_ranks
 
     with in_ranks() as topology:
@@ -117,13 +119,6 @@ def hear(flags: Flags, topology: "Topology") -> Heard:
     trained = load_trained_model(flags.checkpoint, choose_device(flags.device), topology)
     check_output(flags.output_path)
     return hear_manifest(trained, flags.checkpoint, manifest, flags.decoding)
-
-
-def read(flags: Flags) -> Heard:
-    """What the files of references and hypotheses say."""
-    if flags.output_path:
-        check_output(flags.output_path)
-    return read_heard(flags.references, flags.hypotheses, flags.format)
 
 
 def check_flags(flags: Flags) -> None:

@@ -14,6 +14,7 @@ Source: TGZ/create_indicvoices.py of https://github.com/AI4Bharat/IndicVoices
 import os
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from konkanivani.base.errors import DataError
@@ -79,22 +80,17 @@ def _segments(source: SpeechFolder, path: Path, recording: dict[str, object], sp
     name = source.text_column or ("normalized" if isinstance(recording.get("normalized"), list) else "verbatim")
     segments = recording.get(name)
     for number, segment in enumerate(segments if isinstance(segments, list) else [], start=1):
+        refused = partial(RefusedRow, file, number, audio_filepath=str(audio))
         fields = segment if isinstance(segment, dict) else {}
         start, end = as_seconds(fields.get("start")), as_seconds(fields.get("end"))
         text = _without_marks(as_text(fields.get("text")))
         if start is None or end is None:
-            yield RefusedRow(file, number, "broken row", "a segment with start, end and text is expected", str(audio))
+            yield refused("broken row", "a segment with start, end and text is expected")
         elif as_text(fields.get("speaker_id")) == "1":
-            yield RefusedRow(
-                file,
-                number,
-                "speaker 1",
-                "it is of speaker 1, whom the makers of the corpus leave out",
-                str(audio),
-                True,
-            )
+            reason = "it is of speaker 1, whom the makers of the corpus leave out"
+            yield refused("speaker 1", reason, is_expected=True)
         elif not normalize_text(text):
-            yield RefusedRow(file, number, "no word", "the segment has no word", str(audio), True)
+            yield refused("no word", "the segment has no word", is_expected=True)
         else:
             begin = max(start, 0.0)  # some begin a little before their file does
             speaker = as_text(recording.get("speaker_id"))
