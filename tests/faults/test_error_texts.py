@@ -11,6 +11,8 @@ import pytest
 from tests.conftest import ROOT, script_command
 
 OURS = {"UsageError", "DataError", "CheckpointError", "NumericsError", "ResourceError", "OtherVersionError"}
+# What makes an error of one of the system's: the places of what cannot be done and of the advice.
+EXPLAINED = {"explained": (1, 2), "_guarded": (0, 1)}
 # An imperative begins a sentence or a clause; usage errors may say what must be.
 IMPERATIVES = (
     "ask average begin check copy decompress define delete download end export free give go install keep leave lower "
@@ -46,10 +48,28 @@ def spoken(node: ast.expr) -> str:
     return f"{{{ast.unparse(node)}}}"
 
 
+def assigned(node: ast.expr, tree: ast.Module) -> ast.expr:
+    """What a name stands for by the last assignment before it; anything else itself."""
+    found = node
+    for line in sorted((line for line in ast.walk(tree) if isinstance(line, ast.Assign)), key=lambda a: a.lineno):
+        targets = line.targets[0].elts if isinstance(line.targets[0], ast.Tuple) else line.targets
+        values = line.value.elts if isinstance(line.value, ast.Tuple) else [line.value]
+        pairs = zip(targets, values, strict=False) if line.lineno < node.lineno else ()
+        found = next((value for name, value in pairs if ast.unparse(name) == ast.unparse(node)), found)
+    return found
+
+
 def messages(source: str) -> list[str]:
-    """The message of every error of ours that is made in the source."""
-    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
-    return [spoken(call.args[0]) for call in calls if isinstance(call.func, ast.Name) and call.func.id in OURS]
+    """The message of every error of ours that is made in the source, by itself or of what the system says."""
+    tree, found = ast.parse(source), []
+    for call in ast.walk(tree):
+        name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
+        if name in OURS:
+            found.append(spoken(call.args[0]))
+        elif name in EXPLAINED:
+            what, advice = (spoken(assigned(call.args[place], tree)) for place in EXPLAINED[name])
+            found.append(f"{what}: {{reason}}. {advice}")
+    return found
 
 
 def complaint(message: str) -> str | None:
@@ -86,6 +106,8 @@ def test_every_error_is_a_sentence_that_says_what_to_do():
         'raise DataError(f"{path} is broken. Mend it")',
         'raise UsageError("mend the flags.")',
         'raise CheckpointError(f"The checkpoint {path} has no use.")',
+        'with explained(DataError, f"{path} cannot be read", "It is broken."):\n    pass',
+        'advice = "It is broken."\nwith explained(DataError, f"{path} cannot be read", advice):\n    pass',
     ],
 )
 def test_negative_control_a_message_that_falls_short_is_found(raised):

@@ -24,7 +24,7 @@ def spooled_input() -> Iterator[Path]:
     """
     what = f"Standard input cannot be kept in {tempfile.gettempdir()}"
     with tempfile.TemporaryFile() as file:
-        with explained(ResourceError, what, "Make room there, or set TMPDIR to a folder that has some."):
+        with explained(ResourceError, what, "Free room there, or set TMPDIR to a folder that has some."):
             _spool(sys.stdin.buffer, file)
         folder = Path("/proc", str(os.getpid()), "fd")
         yield (folder if folder.is_dir() else Path("/dev/fd")) / str(file.fileno())
