@@ -6,7 +6,7 @@ as 4 and the others as 3 each, and so may find an edit more where it finds fewer
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -60,7 +60,7 @@ class ErrorRates:
         return self.characters.rate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Edit:
     """A word of the reference and the one heard for it: the same, another, or none; or one heard for none ("")."""
 
@@ -108,49 +108,42 @@ class UtteranceEdits:
 
 
 def _align(
-    process: Callable[..., jiwer.WordOutput],
-    references: Sequence[str],
-    hypotheses: Sequence[str],
-) -> Iterator[list[tuple[int, list[str], list[str]]]]:
-    """Of each pair the stretches of its alignment: the column of their kind, and what stands on either side.
-
-    Words are what white space parts, and a run of it is one character.
-    """
+    process: Callable[..., jiwer.WordOutput], references: Sequence[str], hypotheses: Sequence[str]
+) -> Iterator[tuple[list[str], list[str], list[jiwer.AlignmentChunk]]]:
+    """Both sides of each pair and their alignment; words are what white space parts, a run of it is one character."""
     for first in range(0, len(references), UTTERANCES_AT_ONCE):
         rows = slice(first, first + UTTERANCES_AT_ONCE)
         output = process(*([" ".join(text.split()) for text in texts[rows]] for texts in (references, hypotheses)))
-        for said, heard, chunks in zip(output.references, output.hypotheses, output.alignments, strict=True):
-            yield [
-                (KINDS[c.type], said[c.ref_start_idx : c.ref_end_idx], heard[c.hyp_start_idx : c.hyp_end_idx])
-                for c in chunks
-            ]
+        yield from zip(output.references, output.hypotheses, output.alignments, strict=True)
 
 
-def _edits(said: list[str], heard: list[str]) -> Iterator[Edit]:
-    return (Edit(*words) for words in zip(said or [""] * len(heard), heard or [""] * len(said), strict=True))
+def _edits(said: list[str], heard: list[str], chunks: Iterable[jiwer.AlignmentChunk]) -> Iterator[Edit]:
+    for chunk in chunks:
+        one, other = said[chunk.ref_start_idx : chunk.ref_end_idx], heard[chunk.hyp_start_idx : chunk.hyp_end_idx]
+        yield from (Edit(*words) for words in zip(one or [""] * len(other), other or [""] * len(one), strict=True))
 
 
 def align_words(references: Sequence[str], hypotheses: Sequence[str]) -> Iterator[tuple[Edit, ...]]:
     """The words of each reference beside its hypothesis's, in order, with as few edits as can be: those counted."""
-    for chunks in _align(jiwer.process_words, references, hypotheses):
-        yield tuple(edit for _, said, heard in chunks for edit in _edits(said, heard))
+    return (tuple(_edits(*aligned)) for aligned in _align(jiwer.process_words, references, hypotheses))
 
 
 def count_edits(references: Sequence[str], hypotheses: Sequence[str]) -> UtteranceEdits:
     """What was changed in each utterance. A reference may be empty: then all that was heard is inserted."""
     words, characters = (np.zeros((len(references), len(KINDS)), np.int64) for _ in range(2))
     wrong = []
-    for counts, chunks in zip(words, _align(jiwer.process_words, references, hypotheses), strict=True):
-        _add_up(counts, chunks)
-        wrong.append(tuple(edit for column, said, heard in chunks if column for edit in _edits(said, heard)))
-    for counts, chunks in zip(characters, _align(jiwer.process_characters, references, hypotheses), strict=True):
-        _add_up(counts, chunks)
+    for row, (said, heard, chunks) in enumerate(_align(jiwer.process_words, references, hypotheses)):
+        _add_up(words[row], chunks)
+        wrong.append(tuple(_edits(said, heard, (chunk for chunk in chunks if chunk.type != "equal"))))
+    for row, (_, _, chunks) in enumerate(_align(jiwer.process_characters, references, hypotheses)):
+        _add_up(characters[row], chunks)
     return UtteranceEdits(words, characters, tuple(wrong))
 
 
-def _add_up(counts: np.ndarray, chunks: list[tuple[int, list[str], list[str]]]) -> None:
-    for column, said, heard in chunks:
-        counts[column] += max(len(said), len(heard))
+def _add_up(counts: np.ndarray, chunks: list[jiwer.AlignmentChunk]) -> None:
+    for chunk in chunks:
+        length = max(chunk.ref_end_idx - chunk.ref_start_idx, chunk.hyp_end_idx - chunk.hyp_start_idx)
+        counts[KINDS[chunk.type]] += length
 
 
 def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorRates:

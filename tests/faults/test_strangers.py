@@ -153,12 +153,10 @@ def test_audio_outside_of_the_manifests_folder_is_never_opened(name, downloaded)
     def read() -> None:
         from konkanivani.data.audio.waveform import load_audio
         from konkanivani.data.health.repeats import content_key
-        from konkanivani.data.preparation.leaks import Recording
 
         found = read_manifest(manifest)
         for utterance in [*found, *read_recordings(manifest)]:
             content_key(utterance.source)
-            Recording(utterance.audio_path, utterance.byte_offset, utterance.byte_count)
             load_audio(utterance.source)
         raise DataError(found.broken[0].reason)
 
