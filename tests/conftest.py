@@ -15,12 +15,12 @@ import soundfile
 
 from tests.leftovers import descendants, end_leftovers, heed_what_nohup_ignores
 from tests.patience import PATIENCE
+from tests.warm import ROOT, THREADS, Fork, Job, warm_parent
 
 heed_what_nohup_ignores()
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: tests may share their cores
 
-ROOT = Path(__file__).resolve().parent.parent
 TRAINER = "training_scripts/train_konkanivani_asr.py"
 WORDS = ("एक", "दोन", "तीन", "चार", "पांच", "उदक", "घर", "शाळा", "बाजार", "आवय")
 TINY_MODEL = (
@@ -112,6 +112,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def warm_parent_ends() -> Iterator[None]:
+    """The process that scripts are forked from ends with the session."""
+    yield
+    if warm_parent.cache_info().currsize:
+        warm_parent().close()
+
+
 @pytest.fixture(autouse=True)
 def nobody_outlives_a_test() -> Iterator[None]:
     """A test that fails leaves no trainer behind."""
@@ -131,22 +139,47 @@ def script_command(script: str, *arguments: str) -> list[str]:
     return [sys.executable, str(ROOT / script), *arguments]
 
 
-def run_script(script: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs a script to its end, two threads, its output captured."""
-    return subprocess.run(
-        script_command(script, *arguments),
-        cwd=cwd or ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        stdin=subprocess.DEVNULL,
-    )
+def start_script(script: str, *arguments: str, output: Path, threads: int = THREADS) -> Fork:
+    """Begins a script; what it says goes to the file `output`."""
+    return warm_parent().start(Job(ROOT / script, arguments, output, threads=threads))
 
 
-def run_trainer(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def start_cold(script: str, *arguments: str, output: Path, threads: int = THREADS) -> subprocess.Popen:
+    """The same in an interpreter of its own."""
+    with open(output, "ab") as said:
+        return subprocess.Popen(
+            script_command(script, *arguments),
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+        )
+
+
+def run_script(
+    script: str, *arguments: str, cwd: Path = ROOT, is_cold: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script to its end, two threads, its output captured.
+
+    In a fork of what has imported everything, unless it `is_cold` or the environment cannot be given to a fork.
+    """
+    if is_cold or not warm_parent().can_run(os.environ):
+        return subprocess.run(
+            script_command(script, *arguments),
+            cwd=cwd,
+            env={**os.environ, "OMP_NUM_THREADS": str(THREADS)},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            stdin=subprocess.DEVNULL,
+        )
+    return warm_parent().run(ROOT / script, *arguments, cwd=cwd)
+
+
+def run_trainer(*arguments: str, cwd: Path = ROOT, is_cold: bool = False) -> subprocess.CompletedProcess[str]:
     """Runs the training script to its end."""
-    return run_script(TRAINER, *arguments, cwd=cwd)
+    return run_script(TRAINER, *arguments, cwd=cwd, is_cold=is_cold)
 
 
 def run_folders(directory: Path) -> tuple[str, ...]:

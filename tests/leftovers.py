@@ -5,7 +5,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-HELPERS = (b"multiprocessing.forkserver", b"multiprocessing.resource_tracker")  # each serves many tests
+HELPERS = (b"tests.warm", b"multiprocessing.resource_tracker")  # each serves many tests
 
 
 def heed_what_nohup_ignores() -> None:

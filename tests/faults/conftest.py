@@ -1,26 +1,17 @@
-"""One warmed-up parent, one set of undisturbed runs and one run to damage, for all tests of this folder."""
+"""One set of undisturbed runs and one run to damage, for all tests of this folder."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.faults.resuming import ResumeBench
 from tests.faults.small_run import train_small_run
-from tests.faults.warm_trainer import WarmTrainer
 
 
 @pytest.fixture(scope="session")
-def trainer() -> Iterator[WarmTrainer]:
-    """The parent of the runs."""
-    with WarmTrainer() as warm:
-        yield warm
-
-
-@pytest.fixture(scope="session")
-def bench(trainer: WarmTrainer, tmp_path_factory: pytest.TempPathFactory) -> ResumeBench:
+def bench(tmp_path_factory: pytest.TempPathFactory) -> ResumeBench:
     """Corpora and undisturbed runs, each made once."""
-    return ResumeBench(trainer, tmp_path_factory.mktemp("bench"))
+    return ResumeBench(tmp_path_factory.mktemp("bench"))
 
 
 @pytest.fixture(scope="session")

@@ -1,32 +1,29 @@
 """A training run in as many lives as it is ended: each a process that runs the real script and goes on with the run.
 
-Most lives are forked from one process that has imported torch already, which saves each of them four seconds.
+Most lives are forks (tests/warm.py), which saves each of them four seconds.
 """
 
-import ctypes
-import multiprocessing
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from konkanivani.base.errors import CheckpointError
-from konkanivani.data.loader.workers import PR_SET_PDEATHSIG
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST, Checkpointer
 from tests.conftest import ROOT, run_folders
 from tests.patience import PATIENCE
+from tests.warm import Fork, Job, warm_parent
 
 SCRIPT = ROOT / "training_scripts" / "train_konkanivani_asr.py"
-THREADS = "1"
+THREADS = 1
 LOG_TAIL = 1 << 16  # bytes of a log in which its last step is looked for
 
 
@@ -56,7 +53,7 @@ class Aftermath:
 class Life:
     """A process that trains, and leads a process group of its own."""
 
-    process: BaseProcess | subprocess.Popen
+    process: Fork | subprocess.Popen
 
     @property
     def pid(self) -> int:
@@ -64,7 +61,7 @@ class Life:
 
     def is_alive(self) -> bool:
         """Whether it has not ended yet."""
-        return self.process.is_alive() if isinstance(self.process, BaseProcess) else self.process.poll() is None
+        return self.process.poll() is None
 
     def kill(self) -> None:
         """Sends SIGKILL."""
@@ -73,16 +70,10 @@ class Life:
     def end(self, seconds: float = PATIENCE) -> int | None:
         """The exit code, negative for a signal; None where it still lives after so many seconds (it is killed then)."""
         try:
-            if isinstance(self.process, BaseProcess):
-                self.process.join(seconds)
-                code = self.process.exitcode
-            else:
-                code = self.process.wait(seconds)
+            return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            code = None
-        if code is None:
             self.kill()
-        return code
+            return None
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
         """Waits; an AssertionError where it ends before, or it does not come in time."""
@@ -111,9 +102,9 @@ class LongRun:
     def begin(self, *more: str, trap: Trap | None = None) -> Life:
         """A life forked from the process that has imported torch, into the trap if one is given."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        process = _warm().Process(target=_live, args=(self.arguments(*more), self.checkpoints, self.output, trap))
-        process.start()
-        return Life(process)
+        before = partial(trap.lay, self.checkpoints) if trap else None
+        job = Job(SCRIPT, self.arguments(*more), self.output, threads=THREADS, before=before)
+        return Life(warm_parent().start(job))
 
     def begin_script(self, script: Path, *more: str) -> Life:
         """A life that begins as a person's does, in an interpreter of its own.
@@ -131,7 +122,7 @@ class LongRun:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | {"OMP_NUM_THREADS": THREADS, "PATH": f"{python.parent}:{os.environ['PATH']}"},
+                env=os.environ | {"OMP_NUM_THREADS": str(THREADS), "PATH": f"{python.parent}:{os.environ['PATH']}"},
                 start_new_session=True,
             )
         return Life(process)
@@ -185,24 +176,3 @@ def is_dying(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return True
     return any(int(signals, 16) & (1 << (signal.SIGKILL - 1)) for signals in pending)
-
-
-def _warm() -> multiprocessing.context.ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.faults.warm"])
-    return context
-
-
-def _live(arguments: list[str], checkpoints: Path, output: Path, trap: Trap | None) -> None:
-    os.setpgid(0, 0)
-    with open(output, "ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a test that is broken off leaves no run behind
-    os.chdir(ROOT)
-    if trap:
-        trap.lay(checkpoints)
-    sys.argv = [str(SCRIPT), *arguments]
-    sys.path.insert(0, str(SCRIPT.parent))
-    runpy.run_path(str(SCRIPT), run_name="__main__")

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.conftest import Corpus, read_log, write_corpus
+from tests.faults.faulty_runs import Fault, run_faulty
 from tests.faults.resuming import POISONED as LOST  # any utterance of the middle of an epoch
 from tests.faults.resuming import ResumeBench, Settings, last_checkpoint, run_differences
-from tests.faults.warm_trainer import Fault
 
 TIMEOUT = 30.0  # seconds, of --loader_timeout: a slow machine needs some for the windows before the lost one
 VALIDATED = "audio/valid_003.flac"
@@ -47,7 +47,7 @@ def lost_worker_findings(bench: ResumeBench, case: LostWorker, directory: Path) 
     fault = ("worker", int(case.signal_number), case.utterance, mark)
     if case.comes_back:
         flags = bench.flags(Settings(), directory, case.workers)
-        ended = bench.trainer.run(flags, directory / "output.txt", [fault])
+        ended = run_faulty(flags, directory / "output.txt", [fault])
         if ended.code or ended.output.count("They are started once more") != 1 or case.utterance not in ended.output:
             return [f"it ended with {ended.code}: {ended.output[-600:]}"]
         return run_differences(bench.undisturbed(Settings()), directory)
@@ -66,7 +66,7 @@ def lost_for_good_findings(
     """What is not as it should be: an end with `code`, in time and named; the steps before saved, exact."""
     own = corpus.flags() if corpus else ()
     flags = (*bench.flags(Settings(), directory, workers), *own, "--loader_timeout", str(TIMEOUT))
-    ended = bench.trainer.run(flags, directory / "output.txt", faults)
+    ended = run_faulty(flags, directory / "output.txt", faults)
     has_log = (directory / "runs" / "default" / "log.jsonl").exists()
     steps = [record["step"] for record in read_log(directory)] if has_log else []
     checks = {
@@ -76,7 +76,7 @@ def lost_for_good_findings(
     }
     found = [finding for finding, is_right in checks.items() if not is_right]
     resumed_flags = (*bench.flags(Settings(), directory, 0), "--resume", "auto")
-    resumed = bench.trainer.run(resumed_flags, directory / "resumed.txt")
+    resumed = run_faulty(resumed_flags, directory / "resumed.txt")
     if resumed.code:
         return [*found, f"it could not be gone on from: {resumed.output[-600:]}"]
     return found + run_differences(bench.undisturbed(Settings()), directory)
@@ -100,14 +100,14 @@ def shared_memory_findings(bench: ResumeBench, directory: Path, kilobytes: int) 
     """What is not as it should be where /dev/shm holds so little that a window does not fit."""
     directory.mkdir()
     flags = (*bench.flags(Settings(), directory, 2), "--loader_timeout", str(TIMEOUT))
-    ended = bench.trainer.run(flags, directory / "output.txt", [("small_shared_memory", kilobytes)])
+    ended = run_faulty(flags, directory / "output.txt", [("small_shared_memory", kilobytes)])
     checks = {
         f"it ended with {ended.code}: {ended.output[-800:]}": ended.code == 6 and "Traceback" not in ended.output,
         "no utterance is named": "audio/train_" in ended.output.splitlines()[-1],
     }
     found = [finding for finding, is_right in checks.items() if not is_right]
     resumed_flags = (*bench.flags(Settings(), directory, 0), "--resume", "auto")
-    resumed = bench.trainer.run(resumed_flags, directory / "resumed.txt")
+    resumed = run_faulty(resumed_flags, directory / "resumed.txt")
     if resumed.code:
         return [*found, f"it could not be gone on from: {resumed.output[-600:]}"]
     return found + run_differences(bench.undisturbed(Settings()), directory)

@@ -17,19 +17,19 @@ import torch
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from tests.conftest import (
-    ROOT,
     TINY_MODEL,
     TRAINER,
     Corpus,
     read_log,
     run_folders,
-    script_command,
+    start_cold,
     write_corpus,
     write_shards,
     write_surroundings,
 )
-from tests.faults.warm_trainer import Ended, Fault, WarmTrainer
+from tests.faults.faulty_runs import Ended, Fault, end_of, run_faulty
 from tests.patience import PATIENCE
+from tests.warm import Fork
 
 STEPS = 17  # 7 windows an epoch: two epochs and three windows of a third
 SCHEDULE = ("--epochs", "3", "--max_steps", str(STEPS), "--save_steps", "2")
@@ -170,7 +170,6 @@ def control_cases() -> list[ResumeCase]:
 class ResumeBench:
     """Corpora, and the undisturbed runs, each done once."""
 
-    trainer: WarmTrainer
     folder: Path
     _undisturbed: dict[Settings, Path] = field(default_factory=dict)
 
@@ -212,7 +211,7 @@ class ResumeBench:
         if settings not in self._undisturbed:
             directory = self.folder / f"undisturbed_{len(self._undisturbed)}"
             flags = self.flags(settings, directory, workers=0)
-            ended = self.trainer.run(flags, directory / "output.txt", settings.faults())
+            ended = run_faulty(flags, directory / "output.txt", settings.faults())
             assert ended.code == 0, ended.output
             assert _has_happened(settings, directory), f"nothing was skipped or split: {settings}"
             self._undisturbed[settings] = directory
@@ -226,7 +225,7 @@ class ResumeBench:
             flags = self.flags(case.settings, directory, workers) + (("--resume", "auto") if number else ())
             flags += case.resumed_flags if is_last else ()
             faults = [*case.settings.faults(), *stops, *(case.resumed_faults if is_last else ())]
-            ended = self.trainer.run(flags, directory / f"output_{number}.txt", faults)
+            ended = run_faulty(flags, directory / f"output_{number}.txt", faults)
             wrong += _wrong_end(ended, stops)
             if number and "Going on from" not in ended.output and case.stops != STOPS["before the first save"]:
                 wrong.append(f"process {number + 1} began anew")
@@ -240,19 +239,14 @@ class ResumeBench:
     def whole_process_differences(self, killed_at: int, workers: tuple[int, int], directory: Path) -> list[str]:
         """The same with two interpreters of their own, the first killed from outside once its log holds a step."""
         undisturbed = self.undisturbed(Settings())
-        kill_after(directory, killed_at, script_command(TRAINER, *self.flags(Settings(), directory, workers[0])))
+        output = directory / "output.txt"
+        directory.mkdir()
+        killed = start_cold(TRAINER, *self.flags(Settings(), directory, workers[0]), output=output, threads=1)
+        assert signal_after(directory, killed_at, killed, signal.SIGKILL) == -signal.SIGKILL
         flags = (*self.flags(Settings(), directory, workers[1]), "--resume", "auto")
-        ended = subprocess.run(
-            script_command(TRAINER, *flags),
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=PATIENCE,
-        )
-        wrong = _wrong_end(Ended(ended.returncode, ended.stdout), ())
-        if "Going on from" not in ended.stdout:
+        ended = end_of(start_cold(TRAINER, *flags, output=output, threads=1), output)
+        wrong = _wrong_end(ended, ())
+        if "Going on from" not in ended.output:
             wrong.append("it began anew")
         return wrong + run_differences(undisturbed, directory)
 
@@ -289,22 +283,15 @@ def _has_happened(settings: Settings, directory: Path) -> bool:
     return bool(skips) == is_skipped and bool(splits) == settings.splits
 
 
-def kill_after(directory: Path, step: int, command: list[str], threads: int = 1) -> None:
-    """Starts a run and sends SIGKILL to it once its log holds `step`."""
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+def signal_after(directory: Path, step: int, process: Fork | subprocess.Popen, number: signal.Signals) -> int:
+    """Sends a signal to a run of this directory once its log holds `step`; its exit code."""
     log = directory / "runs" / "default" / "log.jsonl"
     deadline = time.monotonic() + PATIENCE
     while not (log.exists() and f'"step": {step},' in log.read_text(encoding="utf-8")):
-        assert process.poll() is None and time.monotonic() < deadline, "the run ended before it was killed"
+        assert process.poll() is None and time.monotonic() < deadline, "the run ended before it was sent a signal"
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    os.kill(process.pid, number)
+    return process.wait(PATIENCE)
 
 
 def _wrong_end(ended: Ended, stops: Sequence[Fault]) -> list[str]:

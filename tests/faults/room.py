@@ -2,8 +2,8 @@
 
 import contextlib
 import errno
-import os
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,8 @@ from pathlib import Path
 from konkanivani.base.errors import CheckpointError
 from konkanivani.training.checkpoint.checkpointer import LAST
 from tests.conftest import read_log
+from tests.faults.faulty_runs import Ended, Fault, end_of, run_faulty, start_faulty
 from tests.faults.resuming import ResumeBench, Settings, last_checkpoint, run_differences
-from tests.faults.warm_trainer import Ended, Fault
 
 SETTINGS = Settings()
 # Windows 4 to 6: the save at step 4 fails, that at step 6 comes when there is room again.
@@ -72,9 +72,7 @@ def run_on(bench: ResumeBench, directory: Path, case: FullDisk, more: Sequence[F
     """A run whose checkpoint folder is the case's."""
     size = (bench.undisturbed(SETTINGS) / "checkpoints" / LAST).stat().st_size
     faults = [*case.faults(directory / "checkpoints", size), *more]
-    return bench.trainer.run(
-        (*bench.flags(SETTINGS, directory, 0), *flags), directory / f"output{len(more)}.txt", faults
-    )
+    return run_faulty((*bench.flags(SETTINGS, directory, 0), *flags), directory / f"output{len(more)}.txt", faults)
 
 
 def full_disk_findings(bench: ResumeBench, case: FullDisk, directory: Path) -> list[str]:
@@ -103,7 +101,7 @@ def _while_full(bench: ResumeBench, case: FullDisk, run: Path) -> list[str]:
     (run / "checkpoints").chmod(0o755)
     (run / "checkpoints" / "ballast").unlink(missing_ok=True)
     flags = (*bench.flags(SETTINGS, run, 0), "--resume", "auto")
-    resumed = bench.trainer.run(flags, run / "resumed.txt")
+    resumed = run_faulty(flags, run / "resumed.txt")
     if resumed.code:
         return [*found, f"it could not be gone on from: {resumed.output[-600:]}"]
     return found + _without_lost_records(case, run_differences(bench.undisturbed(SETTINGS), run))
@@ -130,12 +128,12 @@ def three_failures_findings(bench: ResumeBench, share: float, directory: Path) -
     """What is not as it should be where three saves in a row fail: an end with 6, and the old checkpoint as it was."""
     size = int(share * (bench.undisturbed(SETTINGS) / "checkpoints" / LAST).stat().st_size)
     flags = bench.flags(SETTINGS, directory, 0)
-    ended = bench.trainer.run(flags, directory / "output.txt", [("file_limit", size, FIRST, 99)])
+    ended = run_faulty(flags, directory / "output.txt", [("file_limit", size, FIRST, 99)])
     warnings = ended.output.count("Training goes on; the checkpoint before stays")
     if ended.code != 6 or warnings != 2 or "Traceback" in ended.output:
         return [f"it ended with {ended.code} after {warnings} warnings: {ended.output[-600:]}"]
     step = last_checkpoint(directory).step
-    resumed = bench.trainer.run((*flags, "--resume", "auto"), directory / "resumed.txt")
+    resumed = run_faulty((*flags, "--resume", "auto"), directory / "resumed.txt")
     found = [] if step == FIRST - 2 else [f"the last checkpoint is of step {step}"]
     if resumed.code:
         return [*found, f"it could not be gone on from: {resumed.output[-600:]}"]
@@ -146,7 +144,7 @@ def full_log_findings(bench: ResumeBench, directory: Path) -> list[str]:
     """What is not as it should be where the disk of the logs is full for a while: only records may be missing."""
     with small_disk(directory / "runs", DISK_BYTES):
         faults = [("ballast", str(directory / "runs"), 0, FIRST, 9)]
-        ended = bench.trainer.run(bench.flags(SETTINGS, directory, 0), directory / "output.txt", faults)
+        ended = run_faulty(bench.flags(SETTINGS, directory, 0), directory / "output.txt", faults)
         if ended.code or "records are missing" not in ended.output or "Traceback" in ended.output:
             return [f"it ended with {ended.code}: {ended.output[-600:]}"]
         steps = [record["step"] for record in read_log(directory)]
@@ -159,12 +157,14 @@ def two_trainers_findings(bench: ResumeBench, directory: Path) -> list[str]:
     """What is not as it should be where a second trainer is started in a folder: refused by the first one's number."""
     flags, first_output = bench.flags(SETTINGS, directory, 0), directory / "first.txt"
     lock = directory / "checkpoints" / ".lock"
-    first = bench.trainer.start(flags, first_output)
-    while not (lock.exists() and lock.read_text() == str(first)):
-        os.kill(first, 0)
+    run = start_faulty(flags, first_output)
+    first = str(run.pid)
+    while not (lock.exists() and lock.read_text() == first):
+        assert run.poll() is None
+        time.sleep(0.01)
     second_output = directory / "second.txt"
-    second = bench.trainer.run((*flags, "--resume", "auto"), second_output)
-    ended = bench.trainer.wait(first, first_output)
+    second = run_faulty((*flags, "--resume", "auto"), second_output)
+    ended = end_of(run, first_output)
     found = [] if second.code == 6 else [f"the second ended with {second.code}: {second.output[-600:]}"]
     if f"Process {first} is training in" not in second.output:
         found.append(f"the second does not name the first: {second.output[-600:]}")

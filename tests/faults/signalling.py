@@ -200,7 +200,7 @@ def end_by_closing_its_terminal(run: LongRun, workers: int) -> Ending:
         subprocess.Popen(
             [sys.executable, str(SCRIPT), *run.arguments("--num_workers", str(workers))],
             **dict.fromkeys(("stdin", "stdout", "stderr"), its_end),
-            env=os.environ | {"OMP_NUM_THREADS": THREADS},
+            env=os.environ | {"OMP_NUM_THREADS": str(THREADS)},
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )

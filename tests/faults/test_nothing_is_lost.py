@@ -20,8 +20,10 @@ import pytest
 from konkanivani.base.flags import config_from_text
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from tests.conftest import WORDS, Corpus, write_corpus
+from tests.faults.faulty_runs import Ended, Fault, end_of, run_faulty, start_faulty
 from tests.faults.small_run import SMALL_MODEL
-from tests.faults.warm_trainer import PATIENCE, Ended, Fault, WarmTrainer
+from tests.patience import PATIENCE
+from tests.warm import Fork
 
 STEPS_AN_EPOCH = 3
 OTHER_WORDS = ("one", "two", "three", "four", "five", "six")
@@ -58,7 +60,6 @@ def steps_logged(log: Path) -> list[int]:
 class Desk:
     """Where a person types commands: checkpoints in `ck`, logs in `runs`."""
 
-    trainer: WarmTrainer
     folder: Path
 
     def flags(self, corpus: Corpus, checkpoints: str, name: str, *more: str) -> list[str]:
@@ -69,7 +70,7 @@ class Desk:
         return self.type(*self.flags(corpus, checkpoints, name, *more), faults=faults)
 
     def type(self, *flags: str, faults: tuple[Fault, ...] = ()) -> Ended:
-        return self.trainer.run(flags, self.folder / "said.txt", faults)
+        return run_faulty(flags, self.folder / "said.txt", faults)
 
     def checkpoint(self, run: str, name: str) -> Path:
         return self.folder / "ck" / run / f"checkpoint_{name}.pt"
@@ -89,18 +90,18 @@ def konkani(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 @pytest.fixture(scope="module")
-def trained(trainer: WarmTrainer, konkani: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(konkani: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A desk with a run of four epochs in ck/mine and runs/mine."""
-    desk = Desk(trainer, tmp_path_factory.mktemp("trained"))
+    desk = Desk(tmp_path_factory.mktemp("trained"))
     assert desk.train(konkani, "mine", "mine", "--epochs", "4").code == 0
     return desk.folder
 
 
 @pytest.fixture
-def desk(trainer: WarmTrainer, trained: Path, tmp_path: Path) -> Desk:
+def desk(trained: Path, tmp_path: Path) -> Desk:
     """A copy of it, links between checkpoints kept."""
     subprocess.run(["cp", "-a", str(trained), str(tmp_path / "desk")], check=True)
-    return Desk(trainer, tmp_path / "desk")
+    return Desk(tmp_path / "desk")
 
 
 # --------------------------------------------------------------------------------------------------- another corpus
@@ -265,9 +266,9 @@ def test_a_run_that_begins_anew_says_where_the_old_one_is_and_loses_nothing_of_i
     assert steps_logged(desk.folder / "runs" / "mine") == [1, 2]
 
 
-def begin_long_run(desk: Desk, corpus: Corpus) -> int:
+def begin_long_run(desk: Desk, corpus: Corpus) -> Fork:
     """A run that goes on until it is stopped; it has logged a step."""
-    process = desk.trainer.start(desk.flags(corpus, "long", "long", "--epochs", "5000"), desk.folder / "long.txt")
+    process = start_faulty(desk.flags(corpus, "long", "long", "--epochs", "5000"), desk.folder / "long.txt")
     deadline, log = time.monotonic() + PATIENCE, desk.folder / "runs" / "long" / "log.jsonl"
     while not (log.exists() and log.stat().st_size):
         assert time.monotonic() < deadline, (desk.folder / "long.txt").read_text()
@@ -277,13 +278,13 @@ def begin_long_run(desk: Desk, corpus: Corpus) -> int:
 
 def log_of_two_at_once(desk: Desk, corpus: Corpus, *faults: Fault) -> tuple[int, Ended, list[int]]:
     """A second run of a running one's name, in another folder: the first one, how the second ended, the first's log."""
-    process = begin_long_run(desk, corpus)
+    run = begin_long_run(desk, corpus)
     try:
         second = desk.train(corpus, "elsewhere", "long", "--max_steps", "2", faults=faults)
     finally:
-        os.kill(process, signal.SIGTERM)
-        desk.trainer.wait(process, desk.folder / "long.txt")
-    return process, second, steps_logged(desk.folder / "runs" / "long")
+        os.kill(run.pid, signal.SIGTERM)
+        end_of(run, desk.folder / "long.txt")
+    return run.pid, second, steps_logged(desk.folder / "runs" / "long")
 
 
 def test_a_log_folder_is_locked_as_a_checkpoint_folder_is(desk, konkani):

@@ -1,4 +1,4 @@
-"""The real script under torchrun: what it prints, and ranks of it that are killed while it trains."""
+"""Ranks of the real script: forks with a rank's environment, or under torchrun, where they are killed and come back."""
 
 import os
 import random
@@ -11,7 +11,9 @@ from pathlib import Path
 
 from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders
 from tests.faults.resuming import run_differences
+from tests.laws.ranks import environments_of
 from tests.patience import PATIENCE
+from tests.warm import Job, warm_parent
 
 STEPS = 60
 SAVE_STEPS = 2
@@ -37,14 +39,17 @@ def start_ranks(output: Path, world: int, restarts: int, *arguments: str, script
         )
 
 
-def run_ranks(output: Path, world: int, *arguments: str, script: str = TRAINER) -> tuple[int, str]:
-    """The exit code of torchrun and all that was printed."""
-    process = start_ranks(output, world, 0, *arguments, script=script)
-    try:
-        code = process.wait(PATIENCE)
-    finally:
-        end_all(process)
-    return code, output.read_text(encoding="utf-8")
+def run_ranks(output: Path, world: int, *arguments: str) -> str:
+    """What so many forks say that train together, one thread each, without torchrun; all end well."""
+    jobs = [
+        Job(ROOT / TRAINER, arguments, output, environment=environment, threads=1)
+        for environment in environments_of(world)
+    ]
+    ranks = [warm_parent().start(job) for job in jobs]
+    codes = [rank.wait(PATIENCE) for rank in ranks]
+    said = output.read_text(encoding="utf-8")
+    assert codes == [0] * world, said
+    return said
 
 
 def end_all(agent: subprocess.Popen) -> None:
@@ -101,11 +106,8 @@ class RankRun:
 
 def train_undisturbed(run: RankRun) -> RankRun:
     """The run, trained to its end."""
-    process = run.start(restarts=0)
-    try:
-        assert process.wait(PATIENCE) == 0, (run.directory / "output.txt").read_text()
-    finally:
-        end_all(process)
+    run.directory.mkdir(parents=True)
+    run_ranks(run.directory / "output.txt", 2, *run.flags())
     return run
 
 

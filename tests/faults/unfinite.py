@@ -8,8 +8,8 @@ import torch
 
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from tests.conftest import read_log
+from tests.faults.faulty_runs import Ended, Fault, run_faulty
 from tests.faults.resuming import POISONED, STEPS, Precision, ResumeBench, Settings, last_checkpoint
-from tests.faults.warm_trainer import Ended, Fault
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def odd_batch_findings(bench: ResumeBench, case: OddBatch, directory: Path) -> l
     hashes = directory / "hashes.jsonl"
     flags = bench.flags(case.settings, directory, workers=0)
     faults = [*case.faults(), ("hashed_steps", str(hashes))]
-    ended = bench.trainer.run(flags, directory / "output.txt", faults)
+    ended = run_faulty(flags, directory / "output.txt", faults)
     if ended.code != 0:
         return [f"it ended with {ended.code}: {ended.output[-600:]}"]
     rows = [json.loads(line) for line in hashes.read_text(encoding="utf-8").splitlines()]
@@ -123,14 +123,14 @@ def broken_run_findings(bench: ResumeBench, case: BrokenRun, directory: Path) ->
         again = ("--resume", "auto") if start else ()
         # By its micro-batches the first one has begun well; the restarted one is broken from its first window on.
         fault = (*case.fault[:-1], 0) if start and case.fault[0] == "not_finite" else case.fault
-        ended = bench.trainer.run((*flags, *again), directory / f"output_{start}.txt", [*faults, fault])
+        ended = run_faulty((*flags, *again), directory / f"output_{start}.txt", [*faults, fault])
         if ended.code != 5:
             return [*found, f"start {start + 1} ended with {ended.code}: {ended.output[-600:]}"]
         found += [] if are_finite(directory) else ["something that is not finite was published"]
     good = named_checkpoint(ended)
     if good is None:
         return [*found, f"no checkpoint is named: {ended.output[-600:]}"]
-    done = bench.trainer.run((*flags, "--resume", good), directory / "output_good.txt", faults)
+    done = run_faulty((*flags, "--resume", good), directory / "output_good.txt", faults)
     if done.code != 0 or not are_finite(directory):
         found.append(f"{good} cannot be gone on from: {done.output[-600:]}")
     return found
@@ -148,7 +148,7 @@ BAD_LABELS = (0, -1, 30, 2**40)  # the blank, the padding of targets, the size o
 def bad_label_findings(bench: ResumeBench, token: int, workers: int, directory: Path) -> list[str]:
     """What is not as it should be where an utterance has such a token: refused by name, the steps before saved."""
     flags = bench.flags(Settings(), directory, workers)
-    ended = bench.trainer.run(flags, directory / "output.txt", [("label", POISONED, token)])
+    ended = run_faulty(flags, directory / "output.txt", [("label", POISONED, token)])
     said = f"The transcript of {POISONED} has the token {token}"
     checks = {
         f"it ended with {ended.code}: {ended.output[-600:]}": ended.code == 3,

@@ -91,21 +91,21 @@ def train_case(case: Case, topology: Topology = ALONE) -> Trained:
     return Trained(dict(weights), [report.loss for report in reports], sum(report.splits for report in reports))
 
 
-def start_and_wait(command: Sequence[str], world: int, **environment: str) -> None:
-    """Runs the command as so many ranks on this machine to their end; an AssertionError where one fails."""
+def environments_of(world: int) -> list[dict[str, str]]:
+    """The environment of each of so many ranks on this machine, as torchrun would set it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    places = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_PORT": str(port)} | environment
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    shared = {**os.environ, **shared, "LOCAL_WORLD_SIZE": str(world)}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+
+
+def start_and_wait(command: Sequence[str], world: int, **environment: str) -> None:
+    """Runs the command as so many ranks on this machine to their end; an AssertionError where one fails."""
     ranks = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **places, "MASTER_ADDR": "127.0.0.1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
+        subprocess.Popen(command, cwd=ROOT, env=place | environment, stderr=subprocess.PIPE, text=True)
+        for place in environments_of(world)
     ]
     errors = [rank.communicate(timeout=2 * PATIENCE)[1] for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)

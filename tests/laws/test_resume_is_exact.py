@@ -1,27 +1,24 @@
 """Law 1: N steps == k steps, kill -9, resume from k, exactly N - k steps more; bit for bit, for any worker count."""
 
-import os
 import re
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import (
-    ROOT,
     TINY_MODEL,
+    TRAINER,
     Corpus,
     read_log,
     run_folders,
     run_trainer,
-    script_command,
+    start_cold,
+    start_script,
     write_shards,
     write_surroundings,
 )
-from tests.faults.resuming import checkpoint_differences, kill_after, last_checkpoint
-from tests.patience import PATIENCE
+from tests.faults.resuming import checkpoint_differences, last_checkpoint, signal_after
 
 STEPS = 17  # 7 windows an epoch: two epochs and three windows of a third
 LOGGED = ("step", "epoch", "loss", "ctc_loss", "attention_loss", "learning_rate", "gradient_norm", "padding_share")
@@ -52,8 +49,10 @@ def undisturbed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def test_a_killed_run_resumes_bit_for_bit_with_another_worker_count(corpus, undisturbed, tmp_path):
     # The middle of the second epoch, once with workers and once without, so that both orders are seen.
-    kill_after(tmp_path, 9, script_command("training_scripts/train_konkanivani_asr.py", *flags(corpus, tmp_path, 2)), 2)
-    resumed = run_trainer(*flags(corpus, tmp_path, 0, "--resume", "auto"))
+    # Both are interpreters of their own, with other hashes of strings; the runs of the other tests are forks of one.
+    killed = start_cold(TRAINER, *flags(corpus, tmp_path, 2), output=tmp_path / "output.txt")
+    assert signal_after(tmp_path, 9, killed, signal.SIGKILL) == -signal.SIGKILL
+    resumed = run_trainer(*flags(corpus, tmp_path, 0, "--resume", "auto"), is_cold=True)
     assert resumed.returncode == 0, resumed.stderr
     said = int(re.search(r"Going on from .*: step (\d+)\.", resumed.stdout).group(1))
     assert 0 < said < STEPS
@@ -78,8 +77,8 @@ def surrounded(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tupl
 @pytest.mark.parametrize("killed, resumed", [(1, 4), (4, 2)])
 def test_from_shards_in_noise_it_is_as_exact_for_any_worker_count(surrounded, killed, resumed, tmp_path):
     shards, more, undisturbed = surrounded
-    command = script_command("training_scripts/train_konkanivani_asr.py", *flags(shards, tmp_path, killed, *more))
-    kill_after(tmp_path, 9, command, threads=2)
+    run = start_script(TRAINER, *flags(shards, tmp_path, killed, *more), output=tmp_path / "output.txt")
+    assert signal_after(tmp_path, 9, run, signal.SIGKILL) == -signal.SIGKILL
     done = run_trainer(*flags(shards, tmp_path, resumed, "--resume", "auto"))
     assert done.returncode == 0, done.stderr
     assert [record["step"] for record in read_log(tmp_path)] == list(range(1, STEPS + 1))
@@ -106,18 +105,10 @@ def test_resume_cut_as_one_by_four_changes_neither_cursor_nor_step_count(corpus,
 
 
 def test_sigterm_saves_exits_143_and_resumes_exactly(corpus, undisturbed, tmp_path):
-    command = script_command("training_scripts/train_konkanivani_asr.py", *flags(corpus, tmp_path, 1))
-    process = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "2"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    log = tmp_path / "runs" / "default" / "log.jsonl"
-    while not (log.exists() and '"step": 3,' in log.read_text(encoding="utf-8")):
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=PATIENCE)[0].decode()
-    assert process.returncode == 143, output
-    assert "Traceback" not in output
+    output = tmp_path / "output.txt"
+    code = signal_after(tmp_path, 3, start_script(TRAINER, *flags(corpus, tmp_path, 1), output=output), signal.SIGTERM)
+    assert code == 143, output.read_text(encoding="utf-8")
+    assert "Traceback" not in output.read_text(encoding="utf-8")
     assert run_trainer(*flags(corpus, tmp_path, 0, "--resume", "auto")).returncode == 0
     assert losses(tmp_path) == losses(undisturbed)
     assert checkpoint_differences(last_checkpoint(tmp_path), last_checkpoint(undisturbed)) == []

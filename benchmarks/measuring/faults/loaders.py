@@ -7,13 +7,11 @@ from benchmarks.measuring.faults.effort import Effort, FaultTable
 from benchmarks.measuring.faults.trials import Trial, try_all
 from tests.faults.losing_workers import LOST_WORKERS, lost_worker_findings, pipe_findings, shared_memory_findings
 from tests.faults.resuming import ResumeBench
-from tests.faults.warm_trainer import WarmTrainer
 
 
 def measure(effort: Effort) -> FaultTable:
     """Every case, or each fifth."""
-    with WarmTrainer() as trainer:
-        return try_all("Loader faults", list(_trials(ResumeBench(trainer, effort.folder))), effort, each=5)
+    return try_all("Loader faults", list(_trials(ResumeBench(effort.folder))), effort, each=5)
 
 
 def _trials(bench: ResumeBench) -> Iterator[Trial]:

@@ -14,14 +14,12 @@ from tests.faults.unfinite import (
     broken_run_findings,
     odd_batch_findings,
 )
-from tests.faults.warm_trainer import WarmTrainer
 
 
 def measure(effort: Effort) -> FaultTable:
     """Every case, or each sixth."""
-    with WarmTrainer() as trainer:
-        trials = list(_trials(ResumeBench(trainer, effort.folder)))
-        return try_all("Numbers that go wrong", trials, effort, each=6)
+    trials = list(_trials(ResumeBench(effort.folder)))
+    return try_all("Numbers that go wrong", trials, effort, each=6)
 
 
 def _trials(bench: ResumeBench) -> Iterator[Trial]:

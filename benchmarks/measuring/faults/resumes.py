@@ -7,16 +7,14 @@ from pathlib import Path
 from benchmarks.measuring.faults.effort import Effort, FaultTable
 from benchmarks.measuring.faults.trials import Findings, Trial, try_all
 from tests.faults.resuming import ResumeBench, ResumeCase, control_cases, recut_cases, resume_cases
-from tests.faults.warm_trainer import WarmTrainer
 
 COMPARED = "Compared are all weights, moments, counters, the loss scale and every logged number that no clock decides."
 
 
 def measure(effort: Effort) -> FaultTable:
     """Every case, or each ninth."""
-    with WarmTrainer() as trainer:
-        trials = list(_trials(ResumeBench(trainer, effort.folder)))
-        return try_all("Exact resume", trials, effort, each=9, notes=(COMPARED,))
+    trials = list(_trials(ResumeBench(effort.folder)))
+    return try_all("Exact resume", trials, effort, each=9, notes=(COMPARED,))
 
 
 def _trials(bench: ResumeBench) -> Iterator[Trial]:

@@ -14,13 +14,11 @@ from tests.faults.room import (
     three_failures_findings,
     two_trainers_findings,
 )
-from tests.faults.warm_trainer import WarmTrainer
 
 
 def measure(effort: Effort) -> FaultTable:
     """Every position, or each eighth."""
-    with WarmTrainer() as trainer:
-        return try_all("No room", list(_trials(ResumeBench(trainer, effort.folder))), effort, each=8)
+    return try_all("No room", list(_trials(ResumeBench(effort.folder))), effort, each=8)
 
 
 def _trials(bench: ResumeBench) -> Iterator[Trial]:

@@ -1,0 +1,54 @@
+"""Training runs that something goes wrong in: the real script in forks (tests/warm.py), faults put in place in each.
+
+A fault is put in place after the fork, so that no other run has it.
+"""
+
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tests.conftest import TRAINER
+from tests.faults.inject import inject
+from tests.patience import PATIENCE
+from tests.warm import ROOT, Fork, Job, warm_parent
+
+Fault = tuple  # the name of a function of inject.py and its arguments: strings and numbers
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that has ended: its exit code (a signal's number below 0) and what it has said, both streams in one."""
+
+    code: int
+    output: str
+
+
+def start_faulty(flags: Sequence[str], output: Path, faults: Sequence[Fault] = ()) -> Fork:
+    """A run that has begun, of one thread; what it says goes to the file `output`."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.unlink(missing_ok=True)
+    before = partial(_inject_all, list(faults)) if faults else None
+    return warm_parent().start(Job(ROOT / TRAINER, flags, output, threads=1, before=before))
+
+
+def end_of(run: Fork | subprocess.Popen, output: Path, seconds: float = PATIENCE) -> Ended:
+    """How the run has ended; a TimeoutError, and the run killed, where it has not within so many seconds."""
+    try:
+        code = run.wait(seconds)
+    except subprocess.TimeoutExpired:
+        run.kill()
+        run.wait()
+        raise TimeoutError(f"The run still goes on:\n{output.read_text(encoding='utf-8')}") from None
+    return Ended(code, output.read_text(encoding="utf-8", errors="replace"))
+
+
+def run_faulty(flags: Sequence[str], output: Path, faults: Sequence[Fault] = (), seconds: float = PATIENCE) -> Ended:
+    """A run to its end."""
+    return end_of(start_faulty(flags, output, faults), output, seconds)
+
+
+def _inject_all(faults: Sequence[Fault]) -> None:
+    for name, *values in faults:
+        inject(name, values)

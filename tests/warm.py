@@ -1,0 +1,224 @@
+"""Scripts run in forks of a process that has imported what they import, and has done nothing.
+
+Importing takes three to six seconds of a script's run, and what most tests run it on takes one. The parent has one
+thread, and has made no tensor and no generator: what a fork begins with is what a new interpreter has when its imports
+are done. The fork runs the script as `__main__`, with its own command line, environment, folder and streams, and ends
+as an interpreter ends, but for the second that freeing every object takes. What is read before that, as an allocator
+reads the environment, needs an interpreter of its own, and gets one (tests/conftest.py: run_script).
+"""
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import multiprocessing
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NoReturn
+
+from konkanivani.data.loader.workers import PR_SET_PDEATHSIG
+from tests.patience import PATIENCE
+
+ROOT = Path(__file__).resolve().parent.parent
+THREADS = 2
+IMPORTED = (
+    *("tyro", "numpy.random", "PIL.Image", "safetensors.torch"),
+    *("torch.utils.tensorboard.summary", "tensorboard.summary.writer.record_writer"),
+    *("torch.utils.serialization", "torch._dynamo"),  # the second one is what a trace imports
+    *("konkanivani.recipe.train", "konkanivani.recipe.dry_run", "konkanivani.recipe.trained_model"),
+)
+# What is read as an interpreter or a library starts: another value than the parent's cannot be given to a fork.
+EARLY = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "ONEDNN_", "PYTORCH_", "LC_", "LANG")
+SERVE = "import sys; from tests.warm import serve; serve(int(sys.argv[1]))"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A script to be run, whose streams are files: nothing is read, and `errors` None means `output` too.
+
+    `before` is called in the fork, and may change what the script finds.
+    """
+
+    script: Path
+    arguments: Sequence[str]
+    output: Path
+    errors: Path | None = None
+    cwd: Path = ROOT
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    threads: int = THREADS
+    before: Callable[[], None] | None = None
+
+    def run(self) -> None:
+        """Runs it in this process, a fork."""
+        import numpy
+        import torch
+
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a test that is broken off leaves no run behind
+        self._open_streams()
+        os.environ.clear()
+        os.environ.update(self.environment, OMP_NUM_THREADS=str(self.threads))
+        os.chdir(self.cwd)
+        numpy.random.seed()
+        if self.threads != THREADS:
+            torch.set_num_threads(self.threads)
+        if self.before:
+            self.before()
+        sys.argv = [str(self.script), *self.arguments]
+        ours = ("", str(ROOT), str(ROOT / "training_scripts"))
+        sys.path[:] = [str(self.script.parent), *(path for path in sys.path if path not in ours)]
+        runpy.run_path(str(self.script), run_name="__main__")
+
+    def _open_streams(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        output = os.open(self.output, flags, 0o644)
+        errors = os.open(self.errors, flags, 0o644) if self.errors else os.dup(output)
+        for number, opened in enumerate((os.open(os.devnull, os.O_RDONLY), output, errors)):
+            os.dup2(opened, number)
+            os.close(opened)
+        sys.stdin = sys.__stdin__ = open(0, closefd=False)
+        sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)
+        sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+
+
+class Fork:
+    """A script that runs or has run, and leads a process group; as subprocess.Popen where it has the same names."""
+
+    def __init__(self, pid: int, parent: "WarmParent") -> None:
+        self.pid, self.returncode, self._parent = pid, None, parent
+        self._ended = os.pidfd_open(pid)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, a signal's number below 0; a TimeoutExpired where it has not ended within so many seconds."""
+        if self.returncode is None:
+            if not select.select([self._ended], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a fork", timeout)
+            self.returncode = self._parent.ask(self.pid)
+            os.close(self._ended)
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """The same, or None where it still goes on."""
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self) -> None:
+        """Sends SIGKILL to it, not to what it has started."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class WarmParent:
+    """The process that forks, started here; it ends when this process does."""
+
+    def __init__(self) -> None:
+        self._requests, theirs = multiprocessing.Pipe()
+        self._early = _early(os.environ)
+        # A second thread of NumPy's would not survive a fork.
+        environment = os.environ | {"OMP_NUM_THREADS": str(THREADS), "OPENBLAS_NUM_THREADS": "1"}
+        command, passed = [sys.executable, "-c", SERVE, str(theirs.fileno())], [theirs.fileno()]
+        self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=passed)
+        theirs.close()
+
+    def can_run(self, environment: Mapping[str, str]) -> bool:
+        """Whether a fork can be given this environment."""
+        return _early(environment) == self._early
+
+    def start(self, job: Job) -> Fork:
+        """Begins it."""
+        assert self.can_run(job.environment)
+        return Fork(self.ask(job), self)
+
+    def run(self, script: Path, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+        """Runs it to its end."""
+        with tempfile.TemporaryDirectory() as folder:
+            said = Path(folder, "output"), Path(folder, "errors")
+            fork = self.start(Job(script, arguments, *said, cwd))
+            try:
+                code = fork.wait(PATIENCE)
+            finally:
+                fork.kill()
+            return subprocess.CompletedProcess((script, *arguments), code, *(each.read_text("utf-8") for each in said))
+
+    def close(self) -> None:
+        """Ends it, and with it what still goes on."""
+        self._requests.close()
+        self._process.wait(PATIENCE)
+
+    def ask(self, request: Job | int) -> int:
+        """The process id of a job, or the exit code of the process of this id, which has ended."""
+        self._requests.send(request)
+        return self._requests.recv()
+
+
+@functools.cache
+def warm_parent() -> WarmParent:
+    """This process's one."""
+    return WarmParent()
+
+
+def _early(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(EARLY) and name != "OMP_NUM_THREADS"}
+
+
+def serve(descriptor: int) -> None:
+    """Answers requests until there are none."""
+    sys.path.insert(1, str(ROOT / "training_scripts"))
+    import bootstrap
+
+    bootstrap.rerun_under_venv()  # as at the head of each script: PyTorch and glibc are told something there
+    del sys.modules["bootstrap"]
+    for name in IMPORTED:
+        importlib.import_module(name)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()  # else the first collection in each fork copies all that is shared
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack a thread"
+    requests = Connection(descriptor)
+    while True:
+        try:
+            request = requests.recv()
+        except EOFError:
+            return
+        if isinstance(request, int):
+            requests.send(os.waitstatus_to_exitcode(os.waitpid(request, 0)[1]))
+        elif pid := os.fork():
+            with contextlib.suppress(OSError):  # the fork may have done so, and ended
+                os.setpgid(pid, pid)
+            requests.send(pid)
+        else:
+            requests.close()
+            _live(request)
+
+
+def _live(job: Job) -> NoReturn:
+    """What an interpreter does with a script and after it."""
+    code = 0
+    try:
+        job.run()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if code and code is not end.code:
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code & 0xFF)
