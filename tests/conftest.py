@@ -15,11 +15,9 @@ import soundfile
 
 from tests.leftovers import descendants, end_leftovers, heed_what_nohup_ignores
 from tests.patience import PATIENCE
-from tests.warm import ROOT, THREADS, Fork, Job, warm_parent
+from tests.warm import ROOT, THREADS, Fork, Job, can_fork, warm_parent
 
 heed_what_nohup_ignores()
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: tests may share their cores
 
 TRAINER = "training_scripts/train_konkanivani_asr.py"
 WORDS = ("एक", "दोन", "तीन", "चार", "पांच", "उदक", "घर", "शाळा", "बाजार", "आवय")
@@ -106,6 +104,22 @@ def write_surroundings(directory: Path) -> tuple[str, ...]:
     return (*noise, "--rir_manifest", str(directory / "rir.jsonl"), "--rir_share", "0.5", "--gain", "3")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--quick`."""
+    parser.addoption("--quick", action="store_true", help="leave out every test that starts a process")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has a test that is about to start a process be left out where that is asked for."""
+    if config.getoption("--quick"):
+        sys.addaudithook(_leave_out)
+
+
+def _leave_out(event: str, _arguments: tuple) -> None:
+    if event in ("subprocess.Popen", "os.fork") and "PYTEST_CURRENT_TEST" in os.environ:
+        pytest.skip("it starts a process, and --quick was given")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A cache folder of the tests' own: nothing of the person's is read or written."""
@@ -164,7 +178,7 @@ def run_script(
 
     In a fork of what has imported everything, unless it `is_cold` or the environment cannot be given to a fork.
     """
-    if is_cold or not warm_parent().can_run(os.environ):
+    if is_cold or not can_fork(os.environ):
         return subprocess.run(
             script_command(script, *arguments),
             cwd=cwd,

@@ -15,46 +15,40 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
 from konkanivani.memory.known_gpus import KNOWN_GPUS, find_gpu
 from konkanivani.memory.planner import ALWAYS, NEVER, Planner, plan_bucket
-from konkanivani.memory.tracer import Load, StepTracer
+from konkanivani.memory.tracer import Load
 from konkanivani.memory.traces import Traces
-from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.plan import build_tracer, check_state
+from konkanivani.recipe.plan import check_state
 from konkanivani.recipe.plan_report import plan_for, plan_presets
 from tests.conftest import TINY_MODEL, run_script
 from tests.patience import PATIENCE
+from tests.tracers import ONLY_TENSORS, traces_of
 
 SMALL = ModelConfig(d_model=32, encoder_layers=3, decoder_layers=1, attention_heads=2, subsampling_channels=8)
-NOTHING_BESIDE = DeviceCosts("a device", is_cuda=False, rounding=1, workspace=0, context=0)
 
 
-def tracer_of(model: ModelConfig, costs: DeviceCosts = NOTHING_BESIDE, half: bool = False) -> StepTracer:
-    config = TrainConfig(model=model, memory=MemoryConfig(mixed_precision=half))
-    return build_tracer(config, architecture_of(config, 40), costs)
+def traces(model: ModelConfig, costs: DeviceCosts = ONLY_TENSORS, half: bool = False) -> Traces:
+    return traces_of(TrainConfig(model=model, memory=MemoryConfig(mixed_precision=half)), costs)
 
 
 def planner_of(model: ModelConfig, budget: str) -> Planner:
-    return planner_on(tracer_of(model), parse_budget(budget))
+    return planner_on(traces(model), parse_budget(budget))
 
 
-def planner_on(tracer: StepTracer, budget: int) -> Planner:
-    return Planner(Traces(lambda: tracer, tracer.blocks, tracer.costs, encoder_hop=640), budget, tokens_per_second=10.0)
+def planner_on(traced: Traces, budget: int) -> Planner:
+    return Planner(traced, budget, tokens_per_second=10.0)
 
 
 def test_recomputing_needs_less_and_more_audio_needs_more():
-    tracer = tracer_of(PRESETS["minimal"])
-    kept = tracer.trace(Load(2, 5.0, 50), NEVER).bytes
-    assert (
-        tracer.trace(Load(2, 5.0, 50), ALWAYS).bytes < 0.85 * kept < kept < tracer.trace(Load(4, 5.0, 50), NEVER).bytes
-    )
+    traced, load = traces(PRESETS["minimal"]), Load(2, 5.0, 50)
+    kept = traced.peak(load, NEVER).bytes
+    assert traced.peak(load, ALWAYS).bytes < 0.85 * kept < kept < traced.peak(Load(4, 5.0, 50), NEVER).bytes
 
 
 def test_each_block_more_that_is_recomputed_takes_less():
-    tracer = tracer_of(PRESETS["minimal"])
-    peaks = [tracer.trace(Load(2, 8.0, 80), RecomputePolicy.first(count)).bytes for count in range(4)]
+    tracer, load = traces(PRESETS["minimal"]).tracer, Load(2, 8.0, 80)
+    peaks = [tracer.trace(load, RecomputePolicy.first(count)).bytes for count in range(4)]
     assert peaks == sorted(set(peaks), reverse=True)
-    assert tracer.trace(Load(2, 8.0, 80), RecomputePolicy.first(tracer.blocks)) == tracer.trace(
-        Load(2, 8.0, 80), ALWAYS
-    )
+    assert tracer.trace(load, RecomputePolicy.first(tracer.blocks)) == tracer.trace(load, ALWAYS)
 
 
 @pytest.mark.parametrize("policy", [NEVER, ALWAYS], ids=["never", "always"])
@@ -77,14 +71,14 @@ def test_the_longest_utterance_fits_and_a_twentieth_more_does_not():
 
 
 def test_auto_recomputes_as_few_blocks_as_the_budget_asks_for():
-    tracer, load = tracer_of(PRESETS["minimal"]), Load(1, 20.0, 200)
-    peaks = [tracer.trace(load, RecomputePolicy.first(count)).bytes for count in range(tracer.blocks + 1)]
+    traced, load = traces(PRESETS["minimal"]), Load(1, 20.0, 200)
+    peaks = [traced.peak(load, RecomputePolicy.first(count)).bytes for count in range(traced.blocks + 1)]
     for count in (0, 1, 3):
-        planner = planner_on(tracer, peaks[count])
+        planner = planner_on(traced, peaks[count])
         plan = plan_bucket(planner, 20.0, 200, "auto", most=1)
         assert (plan.utterances, plan.recomputed_blocks, plan.peak) == (1, count, peaks[count])
-    assert plan_bucket(planner_on(tracer, peaks[1]), 20.0, 200, "never", most=1).utterances == 0
-    assert plan_bucket(planner_on(tracer, peaks[-1] - 1), 20.0, 200, "auto", most=1).utterances == 0
+    assert plan_bucket(planner_on(traced, peaks[1]), 20.0, 200, "never", most=1).utterances == 0
+    assert plan_bucket(planner_on(traced, peaks[-1] - 1), 20.0, 200, "auto", most=1).utterances == 0
 
 
 def test_no_more_go_at_once_than_are_asked_for():
@@ -94,16 +88,15 @@ def test_no_more_go_at_once_than_are_asked_for():
 def test_a_budget_below_the_models_state_is_refused_with_a_preset_that_fits():
     config = TrainConfig(model=PRESETS["optimized"])
     with pytest.raises(ResourceError, match="1.. MiB before any audio.*budget of 60 MiB.*--preset minimal"):
-        check_state(config, architecture_of(config, 40), NOTHING_BESIDE, parse_budget("60MiB"))
+        check_state(config, 40, ONLY_TENSORS, parse_budget("60MiB"))
 
 
 def test_a_card_rounds_and_takes_workspaces_and_a_context():
     costs = cuda_costs("T4", (7, 5), context=300 * MIB)
-    here, there = tracer_of(SMALL), tracer_of(SMALL, costs)
     load = Load(2, 5.0, 50)
-    assert here.trace(load, NEVER).bytes < there.trace(load, NEVER).bytes < 1.1 * here.trace(load, NEVER).bytes
-    planner = planner_on(there, 2**32)
-    assert planner.peak(load, NEVER) - there.trace(load, NEVER).bytes == costs.workspace + costs.context
+    here, there = traces(SMALL).peak(load, NEVER).bytes, traces(SMALL, costs).peak(load, NEVER).bytes
+    assert here < there < 1.1 * here
+    assert planner_on(traces(SMALL, costs), 2**32).peak(load, NEVER) - there == costs.workspace + costs.context
     assert cuda_costs("H100", (9, 0)).workspace > costs.workspace > 8 * MIB
 
 
@@ -111,9 +104,8 @@ def test_half_precision_on_a_card_takes_less_than_full_and_more_than_on_a_cpu():
     """Layer norms are in fp32 there; attention's backward pass adds up in fp32."""
     costs, load = cuda_costs("T4", (7, 5)), Load(2, 10.0, 100)
     model = PRESETS["minimal"]
-    full, half = tracer_of(model, costs).trace(load, NEVER), tracer_of(model, costs, half=True).trace(load, NEVER)
-    here = tracer_of(model, half=True)
-    on_cpu = here.trace(load, NEVER)
+    full, half = traces(model, costs).peak(load, NEVER), traces(model, costs, half=True).peak(load, NEVER)
+    on_cpu = traces(model, half=True).peak(load, NEVER)
     assert on_cpu.bytes < half.bytes < full.bytes
     assert costs.attention_workspace(2, 100, 64, is_half=True) == 3 * 4 * 2 * 100 * 64
     assert costs.attention_workspace(2, 100, 64, is_half=False) == cpu_costs().attention_workspace(2, 9, 9, True) == 0

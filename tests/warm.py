@@ -28,7 +28,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
-from konkanivani.data.loader.workers import PR_SET_PDEATHSIG
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,6 +40,8 @@ IMPORTED = (
 )
 # What is read as an interpreter or a library starts: another value than the parent's cannot be given to a fork.
 EARLY = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "ONEDNN_", "PYTORCH_", "LC_", "LANG")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: tests may share their cores
+BEGINNING = dict(os.environ)
 SERVE = "import sys; from tests.warm import serve; serve(int(sys.argv[1]))"
 
 
@@ -64,6 +65,8 @@ class Job:
         """Runs it in this process, a fork."""
         import numpy
         import torch
+
+        from konkanivani.data.loader.workers import PR_SET_PDEATHSIG
 
         os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -128,20 +131,15 @@ class WarmParent:
 
     def __init__(self) -> None:
         self._requests, theirs = multiprocessing.Pipe()
-        self._early = _early(os.environ)
         # A second thread of NumPy's would not survive a fork.
-        environment = os.environ | {"OMP_NUM_THREADS": str(THREADS), "OPENBLAS_NUM_THREADS": "1"}
+        environment = BEGINNING | {"OMP_NUM_THREADS": str(THREADS), "OPENBLAS_NUM_THREADS": "1"}
         command, passed = [sys.executable, "-c", SERVE, str(theirs.fileno())], [theirs.fileno()]
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=passed)
         theirs.close()
 
-    def can_run(self, environment: Mapping[str, str]) -> bool:
-        """Whether a fork can be given this environment."""
-        return _early(environment) == self._early
-
     def start(self, job: Job) -> Fork:
         """Begins it."""
-        assert self.can_run(job.environment)
+        assert can_fork(job.environment)
         return Fork(self.ask(job), self)
 
     def run(self, script: Path, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -170,6 +168,11 @@ class WarmParent:
 def warm_parent() -> WarmParent:
     """This process's one."""
     return WarmParent()
+
+
+def can_fork(environment: Mapping[str, str]) -> bool:
+    """Whether a fork can be given this environment."""
+    return _early(environment) == _early(BEGINNING)
 
 
 def _early(environment: Mapping[str, str]) -> dict[str, str]:

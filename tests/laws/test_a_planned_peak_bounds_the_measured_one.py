@@ -10,17 +10,15 @@ from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, same_size
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.devices import DeviceCosts, cuda_costs
-from konkanivani.memory.tracer import Load, StepTracer
-from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.recipe.plan import build_tracer
+from konkanivani.memory.devices import cuda_costs
+from konkanivani.memory.tracer import Load
+from konkanivani.recipe.build_step import build_front_end, build_step_parts
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
 from tests.laws.parts import measured_peak
+from tests.tracers import tracer_of
 
 CPU = torch.device("cpu")
-ONLY_TENSORS = DeviceCosts("a CPU", is_cuda=False, rounding=1, workspace=0, context=0)
 SMALL = ModelConfig(d_model=32, encoder_layers=2, decoder_layers=1, attention_heads=2, subsampling_channels=8)
 POLICIES = {"never": RecomputePolicy("never"), "some": RecomputePolicy.first(2), "always": RecomputePolicy("always")}
 MODELS = {"small": SMALL, "minimal": PRESETS["minimal"]}
@@ -34,10 +32,6 @@ def config_of(model: ModelConfig, half: bool) -> TrainConfig:
 def parts_of(config: TrainConfig, policy: RecomputePolicy, device: torch.device = CPU) -> StepParts:
     parts = build_step_parts(config, architecture_of(config, 40), device, 100)
     return parts.recomputing(policy)
-
-
-def tracer_of(config: TrainConfig, costs: DeviceCosts = ONLY_TENSORS) -> StepTracer:
-    return build_tracer(config, architecture_of(config, 40), costs)
 
 
 def window_of(lengths: tuple[float, ...], batch_size: int) -> Window:

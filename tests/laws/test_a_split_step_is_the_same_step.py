@@ -1,6 +1,7 @@
 """Law 5: a step that runs out of memory, split and retried, is the same step; to 1e-9 in float64 without dropout."""
 
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -44,11 +45,19 @@ def largest_difference(one: StepParts, other: StepParts) -> float:
     return max(relative_difference(mine[name], theirs[name]) for name in mine)
 
 
-def assert_same_step(parts: StepParts, report: StepReport, batch_size: int, spoken: list[Speech] = SPOKEN) -> None:
+@functools.cache
+def undisturbed_step(batch_size: int, is_long: bool) -> tuple[StepParts, StepReport]:
+    """The step without any failure."""
+    parts = double_parts()
+    report = train_step(parts, window(LONG if is_long else SPOKEN, batch_size), step=3)
+    assert report.splits == 0
+    return parts, report
+
+
+def assert_same_step(parts: StepParts, report: StepReport, batch_size: int, is_long: bool = False) -> None:
     """That these weights and this report are those of the step without any failure."""
-    undisturbed = double_parts()
-    expected = train_step(undisturbed, window(spoken, batch_size), step=3)
-    assert expected.splits == 0 and not report.is_skipped
+    undisturbed, expected = undisturbed_step(batch_size, is_long)
+    assert not report.is_skipped
     for name in ("loss", "ctc_loss", "attention_loss", "gradient_norm", "learning_rate", "scale"):
         assert getattr(report, name) == pytest.approx(getattr(expected, name), rel=BOUND, abs=0), name
     assert largest_difference(undisturbed, parts) < BOUND
@@ -144,7 +153,7 @@ def test_one_utterance_that_does_not_fit_recomputed_is_run_in_small_chunks_from_
     parts = failing_pieces(double_parts(), where, SMALL_CHUNK_FRAMES, ERRORS["cpu"])
     report = train_step(parts, window(LONG, 2), step=3)
     assert report.splits == 3
-    assert_same_step(parts, report, 2, LONG)
+    assert_same_step(parts, report, 2, is_long=True)
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 3 and "every block recomputed" in said[1]
     assert "subsampling, logits and CTC in chunks of 100 frames" in said[2]
@@ -163,14 +172,13 @@ def test_small_chunks_are_the_same_step_with_dropout_too():
 
 
 def test_negative_control_chunks_that_hand_nothing_on_are_another_gradient(monkeypatch):
-    parts, undisturbed = double_parts(), double_parts()
+    parts = double_parts()
     through_chunk = long_ctc._through_chunk
     monkeypatch.setattr(
         long_ctc, "_through_chunk", lambda *inputs: through_chunk(*inputs[:4], inputs[4].detach(), *inputs[5:])
     )
     train_step(failing_pieces(parts, "ctc forward", SMALL_CHUNK_FRAMES, ERRORS["cpu"]), window(LONG, 2), step=3)
-    train_step(undisturbed, window(LONG, 2), step=3)
-    assert largest_difference(undisturbed, parts) > 1e-3
+    assert largest_difference(undisturbed_step(2, is_long=True)[0], parts) > 1e-3
 
 
 @pytest.mark.parametrize("where", FAILING)
@@ -232,20 +240,17 @@ def test_with_dropout_the_same_counts_and_another_draw():
 
 
 def test_negative_control_what_the_failed_attempt_added_up_is_another_gradient(monkeypatch):
-    parts, undisturbed = double_parts(), double_parts()
+    parts = double_parts()
     monkeypatch.setattr(parts.optimizer, "zero_grad", lambda: None)
     failing = failing_forward(parts, once_at(2), ERRORS["cuda"])
     assert train_step(failing, window(SPOKEN, 2), step=3).splits == 1
-    train_step(undisturbed, window(SPOKEN, 2), step=3)
-    assert largest_difference(undisturbed, parts) > 1e-3
+    assert largest_difference(undisturbed_step(2, is_long=False)[0], parts) > 1e-3
 
 
 def test_negative_control_the_pieces_own_counts_are_another_gradient():
-    parts, undisturbed = double_parts(), double_parts()
-    cut = window(SPOKEN, 2)
-    train_step(undisturbed, cut, step=3)
+    parts, cut = double_parts(), window(SPOKEN, 2)
     train_step(parts, dataclasses.replace(cut, tokens=cut.tokens // 2, utterances=cut.utterances // 2), step=3)
-    assert largest_difference(undisturbed, parts) > 1e-3
+    assert largest_difference(undisturbed_step(2, is_long=False)[0], parts) > 1e-3
 
 
 class NumberTokenizer:
@@ -265,10 +270,15 @@ def evaluated(parts: StepParts, spoken: Sequence[Speech] = tuple(speeches(7, aug
     return join_shares([share], parts.forward.objective, seconds=0.0)
 
 
+@functools.cache
+def undisturbed_validation() -> Evaluation:
+    return evaluated(double_parts())
+
+
 @pytest.mark.parametrize("when", [once_at(0), once_at(1), above(2), above(1)])
 @pytest.mark.parametrize("error", ERRORS)
 def test_validation_in_pieces_is_the_same_validation(error, when):
-    expected = evaluated(double_parts())
+    expected = undisturbed_validation()
     failing = failing_forward(double_parts(), when, ERRORS[error])
     found = evaluated(failing)
     assert len(failing.forward.front_end.sizes) > 2
