@@ -13,6 +13,7 @@ import ctypes
 import functools
 import gc
 import importlib
+import io
 import multiprocessing
 import os
 import runpy
@@ -92,8 +93,10 @@ class Job:
         for number, opened in enumerate((os.open(os.devnull, os.O_RDONLY), output, errors)):
             os.dup2(opened, number)
             os.close(opened)
+        is_direct = sys.stdout.write_through  # by PYTHONUNBUFFERED
+        written = open(1, "wb", buffering=0 if is_direct else -1, closefd=False)
         sys.stdin = sys.__stdin__ = open(0, closefd=False)
-        sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)
+        sys.stdout = sys.__stdout__ = io.TextIOWrapper(written, write_through=is_direct)
         sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
 
 
@@ -179,7 +182,7 @@ def _early(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(EARLY) and name != "OMP_NUM_THREADS"}
 
 
-def serve(descriptor: int) -> None:
+def serve(descriptor: int) -> NoReturn:
     """Answers requests until there are none."""
     sys.path.insert(1, str(ROOT / "training_scripts"))
     import bootstrap
@@ -196,7 +199,7 @@ def serve(descriptor: int) -> None:
         try:
             request = requests.recv()
         except EOFError:
-            return
+            os._exit(0)  # what still runs ends with this process
         if isinstance(request, int):
             requests.send(os.waitstatus_to_exitcode(os.waitpid(request, 0)[1]))
         elif pid := os.fork():

@@ -1,0 +1,70 @@
+"""A script in a fork of the warm parent says and does what it does in an interpreter of its own."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import run_script, start_script
+from tests.faults.lives import members
+from tests.patience import PATIENCE
+from tests.warm import Job, warm_parent
+
+SCRIPT = """
+import atexit, os, sys, threading, time
+atexit.register(print, "the end")
+threading.Thread(target=lambda: time.sleep(0.1) or print("a thread")).start()
+print(__name__, sys.argv, os.getcwd(), os.environ["OMP_NUM_THREADS"], os.environ.get("TOLD"), sys.stdin.read())
+print(sys.path[0], [path for path in sys.path if "konkani" in path], "heeded" in vars(sys), file=sys.stderr)
+sys.heeded = True
+os.environ["TOLD"] = "by another"
+{end}
+"""
+ENDS = {"well": "", "a code": "sys.exit(7)", "a word": "sys.exit('why')", "a mistake": "1 / 0", "killed": "os.abort()"}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_fork_is_like_an_interpreter_of_its_own_and_leaves_nothing_to_the_next(name, tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text(SCRIPT.format(end=ENDS[name]))
+    monkeypatch.setenv("TOLD", "by the test")
+    warm, again, cold = (
+        run_script(str(tmp_path / "script.py"), "a", "b c", cwd=tmp_path, is_cold=is_cold)
+        for is_cold in (False, False, True)
+    )
+    assert warm.returncode == again.returncode == cold.returncode
+    assert warm.stdout == again.stdout == cold.stdout
+    ends = [[done.stderr.splitlines()[0], done.stderr.splitlines()[-1]] for done in (warm, again, cold)]
+    assert ends[0] == ends[1] == ends[2] or name == "killed"  # the interpreter tells where it was
+
+
+def test_what_is_read_too_early_for_a_fork_is_given_to_an_interpreter(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("")
+    (tmp_path / "script.py").write_text("import torch; print(torch.__file__)")
+    assert "site-packages" in run_script(str(tmp_path / "script.py"), cwd=Path("/")).stdout
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run_script(str(tmp_path / "script.py"), cwd=Path("/")).stdout == f"{tmp_path}/torch.py\n"
+    with pytest.raises(AssertionError):
+        warm_parent().start(Job(tmp_path / "script.py", (), tmp_path / "output"))
+
+
+def test_what_still_runs_ends_with_the_parent(tmp_path):
+    (tmp_path / "script.py").write_text("import time; print('began', flush=True); time.sleep(3600)")
+    output = tmp_path / "output"
+    program = (
+        "import sys, time; from pathlib import Path; from tests.conftest import start_script; "
+        "fork = start_script(sys.argv[1], output=Path(sys.argv[2])); print(fork.pid, flush=True); "
+        "[time.sleep(0.01) for _ in iter(Path(sys.argv[2]).read_text, 'began\\n')]"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "script.py"), str(output)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    deadline = time.monotonic() + PATIENCE
+    while members(int(ended.stdout)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    fork = start_script(str(tmp_path / "script.py"), output=output)
+    with pytest.raises(subprocess.TimeoutExpired):
+        fork.wait(0.1)
+    fork.kill()
+    assert fork.wait() == -9
