@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,31 +158,33 @@ def start_script(script: str, *arguments: str, output: Path, threads: int = THRE
     return warm_parent().start(Job(ROOT / script, arguments, output, threads=threads))
 
 
-def start_cold(script: str, *arguments: str, output: Path, threads: int = THREADS) -> subprocess.Popen:
-    """The same in an interpreter of its own."""
+def start_cold(command: Sequence[str], output: Path, threads: int = THREADS, **variables: str) -> subprocess.Popen:
+    """Begins a command as a person does, in an interpreter and a session of its own."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)} | variables
     with open(output, "ab") as said:
         return subprocess.Popen(
-            script_command(script, *arguments),
+            command,
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=said,
+            start_new_session=True,
         )
 
 
 def run_script(
-    script: str, *arguments: str, cwd: Path = ROOT, is_cold: bool = False
+    script: str, *arguments: str, cwd: Path = ROOT, threads: int = THREADS, is_cold: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a script to its end, two threads, its output captured.
+    """Runs a script to its end, its output captured.
 
     In a fork of what has imported everything, unless it `is_cold` or the environment cannot be given to a fork.
     """
-    if is_cold or not can_fork(os.environ):
+    if is_cold or threads != THREADS or not can_fork(os.environ):
         return subprocess.run(
             script_command(script, *arguments),
             cwd=cwd,
-            env={**os.environ, "OMP_NUM_THREADS": str(THREADS)},
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
             capture_output=True,
             text=True,
             timeout=PATIENCE,

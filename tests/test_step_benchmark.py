@@ -2,7 +2,6 @@
 
 import ast
 import json
-import os
 import random
 import subprocess
 from pathlib import Path
@@ -13,8 +12,7 @@ import torch
 
 from benchmarks.measuring.fixed_step import build_speech, build_window
 from konkanivani.memory.live_bytes import LiveBytes
-from tests.conftest import ROOT, script_command
-from tests.patience import PATIENCE
+from tests.conftest import ROOT, run_script
 
 PEERS = ROOT.parent / "shared" / "peers" / "step_bench.py"
 SMALL = ("--preset", "minimal", "--batch", "2", "--accum", "2", "--steps", "1")
@@ -22,15 +20,7 @@ SMALL = ("--preset", "minimal", "--batch", "2", "--accum", "2", "--steps", "1")
 
 def run_benchmark(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs the benchmark on one thread: two that share a core with anything else wait for each other all the time."""
-    return subprocess.run(
-        script_command("benchmarks/step.py", *arguments),
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        stdin=subprocess.DEVNULL,
-    )
+    return run_script("benchmarks/step.py", *arguments, cwd=cwd, threads=1)
 
 
 @pytest.fixture(scope="module")

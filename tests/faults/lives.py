@@ -18,7 +18,7 @@ from typing import Protocol
 from konkanivani.base.errors import CheckpointError
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST, Checkpointer
-from tests.conftest import ROOT, run_folders
+from tests.conftest import ROOT, run_folders, start_cold
 from tests.patience import PATIENCE
 from tests.warm import Fork, Job, warm_parent
 
@@ -116,16 +116,8 @@ class LongRun:
         python.write_text(f'#!/bin/sh\n[ "$1" = -c ] || echo "{sys.executable}"\n', encoding="utf-8")
         python.chmod(0o755)
         interpreter = [sys.executable] if script.suffix == ".py" else []
-        with open(self.output, "ab") as output:
-            process = subprocess.Popen(
-                [*interpreter, str(script), *self.arguments(*more)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=os.environ | {"OMP_NUM_THREADS": str(THREADS), "PATH": f"{python.parent}:{os.environ['PATH']}"},
-                start_new_session=True,
-            )
-        return Life(process)
+        command = [*interpreter, str(script), *self.arguments(*more)]
+        return Life(start_cold(command, self.output, THREADS, PATH=f"{python.parent}:{os.environ['PATH']}"))
 
     @property
     def output(self) -> Path:

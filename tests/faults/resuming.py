@@ -22,6 +22,7 @@ from tests.conftest import (
     Corpus,
     read_log,
     run_folders,
+    script_command,
     start_cold,
     write_corpus,
     write_shards,
@@ -198,13 +199,7 @@ class ResumeBench:
         corpora = {"files": "corpus", "surrounded": "shards"}
         corpus = getattr(self, corpora.get(settings.source, settings.source))
         sounds = self.surroundings if settings.source == "surrounded" else ()
-        return (
-            *settings.flags(),
-            *corpus.flags(),
-            *sounds,
-            *run_folders(directory),
-            *("--num_workers", str(workers)),
-        )
+        return (*settings.flags(), *corpus.flags(), *sounds, *run_folders(directory), *("--num_workers", str(workers)))
 
     def undisturbed(self, settings: Settings) -> Path:
         """Where the run that nothing stops lies."""
@@ -241,10 +236,10 @@ class ResumeBench:
         undisturbed = self.undisturbed(Settings())
         output = directory / "output.txt"
         directory.mkdir()
-        killed = start_cold(TRAINER, *self.flags(Settings(), directory, workers[0]), output=output, threads=1)
+        killed = start_cold(script_command(TRAINER, *self.flags(Settings(), directory, workers[0])), output, threads=1)
         assert signal_after(directory, killed_at, killed, signal.SIGKILL) == -signal.SIGKILL
         flags = (*self.flags(Settings(), directory, workers[1]), "--resume", "auto")
-        ended = end_of(start_cold(TRAINER, *flags, output=output, threads=1), output)
+        ended = end_of(start_cold(script_command(TRAINER, *flags), output, threads=1), output)
         wrong = _wrong_end(ended, ())
         if "Going on from" not in ended.output:
             wrong.append("it began anew")

@@ -21,10 +21,9 @@ from konkanivani.recipe.start import check_ranks
 from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders, run_trainer
 from tests.faults.under_torchrun import (
     RankRun,
-    end_all,
+    hold_one_utterance,
     kill_ranks,
     run_ranks,
-    start_ranks,
     train_undisturbed,
     what_differs,
 )
@@ -75,13 +74,8 @@ def corpus_with_a_broken_recording(corpus: Corpus, directory: Path) -> Corpus:
 
 def test_dealt_weights_begin_again_in_smaller_pieces_after_an_out_of_memory(corpus, tmp_path):
     run = RankRun(corpus, tmp_path, dealt=True, steps=2)
-    script = "tests/faults/unfitting_trainer.py"
-    process = start_ranks(tmp_path / "output.txt", 2, 4, *run.flags(), "--batch_size", "4", script=script)
-    try:
-        assert process.wait(PATIENCE) == 0, (tmp_path / "output.txt").read_text(encoding="utf-8")
-    finally:
-        end_all(process)
-    said = (tmp_path / "output.txt").read_text(encoding="utf-8")
+    flags = (*run.flags(), "--batch_size", "4")
+    said = run_ranks(tmp_path / "output.txt", 2, *flags, restarts=4, before=hold_one_utterance)
     assert "the test's memory is full" in said
     assert 1 <= said.count("where the ranks share the weights") <= 3  # for each size anew, each time once
     assert [record["step"] for record in read_log(tmp_path)] == [1, 2]

@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders
+from konkanivani.model.front_end import FrontEnd
+from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders, start_cold
 from tests.faults.resuming import run_differences
 from tests.laws.ranks import environments_of
 from tests.patience import PATIENCE
@@ -19,37 +21,44 @@ STEPS = 60
 SAVE_STEPS = 2
 
 
-def torchrun_command(world: int, restarts: int, *arguments: str, script: str = TRAINER) -> list[str]:
-    """The command line of so many ranks on this machine."""
+def start_ranks(output: Path, world: int, restarts: int, *arguments: str) -> subprocess.Popen:
+    """Starts the ranks under torchrun, one thread each; what they and torchrun print goes to `output`."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
-    return [*launcher, "--max-restarts", str(restarts), str(ROOT / script), *arguments]
-
-
-def start_ranks(output: Path, world: int, restarts: int, *arguments: str, script: str = TRAINER) -> subprocess.Popen:
-    """Starts the ranks, one thread each; what they and torchrun print goes to `output`."""
+    command = [*launcher, "--max-restarts", str(restarts), str(ROOT / TRAINER), *arguments]
     output.parent.mkdir(parents=True, exist_ok=True)
-    with open(output, "w", encoding="utf-8") as file:
-        return subprocess.Popen(
-            torchrun_command(world, restarts, *arguments, script=script),
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-        )
+    return start_cold(command, output, threads=1)
 
 
-def run_ranks(output: Path, world: int, *arguments: str) -> str:
-    """What so many forks say that train together, one thread each, without torchrun; all end well."""
-    jobs = [
-        Job(ROOT / TRAINER, arguments, output, environment=environment, threads=1)
-        for environment in environments_of(world)
-    ]
-    ranks = [warm_parent().start(job) for job in jobs]
-    codes = [rank.wait(PATIENCE) for rank in ranks]
+def run_ranks(
+    output: Path, world: int, *arguments: str, restarts: int = 0, before: Callable[[], None] | None = None
+) -> str:
+    """What so many forks say that train together, one thread each, begun again as torchrun would; in the end, well."""
+    for restart in range(restarts + 1):
+        told = {"TORCHELASTIC_RESTART_COUNT": str(restart), "TORCHELASTIC_MAX_RESTARTS": str(restarts)}
+        jobs = [
+            Job(ROOT / TRAINER, arguments, output, environment=environment | told, threads=1, before=before)
+            for environment in environments_of(world)
+        ]
+        ranks = [warm_parent().start(job) for job in jobs]
+        codes = [rank.wait(PATIENCE) for rank in ranks]
+        if not any(codes):
+            break
     said = output.read_text(encoding="utf-8")
     assert codes == [0] * world, said
     return said
+
+
+def hold_one_utterance() -> None:
+    """Gives rank 1 a memory that holds one utterance at a time; other ranks hold as many as they get."""
+    computed = FrontEnd.forward
+
+    def forward(front_end, waveforms, sample_lengths, augment_seeds):
+        if len(waveforms) > 1 and augment_seeds is not None:
+            raise MemoryError("the test's memory is full")
+        return computed(front_end, waveforms, sample_lengths, augment_seeds)
+
+    if os.environ["RANK"] == "1":
+        FrontEnd.forward = forward
 
 
 def end_all(agent: subprocess.Popen) -> None:

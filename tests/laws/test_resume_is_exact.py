@@ -13,6 +13,7 @@ from tests.conftest import (
     read_log,
     run_folders,
     run_trainer,
+    script_command,
     start_cold,
     start_script,
     write_shards,
@@ -50,7 +51,7 @@ def undisturbed(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_a_killed_run_resumes_bit_for_bit_with_another_worker_count(corpus, undisturbed, tmp_path):
     # The middle of the second epoch, once with workers and once without, so that both orders are seen.
     # Both are interpreters of their own, with other hashes of strings; the runs of the other tests are forks of one.
-    killed = start_cold(TRAINER, *flags(corpus, tmp_path, 2), output=tmp_path / "output.txt")
+    killed = start_cold(script_command(TRAINER, *flags(corpus, tmp_path, 2)), tmp_path / "output.txt")
     assert signal_after(tmp_path, 9, killed, signal.SIGKILL) == -signal.SIGKILL
     resumed = run_trainer(*flags(corpus, tmp_path, 0, "--resume", "auto"), is_cold=True)
     assert resumed.returncode == 0, resumed.stderr
