@@ -143,6 +143,16 @@ def nobody_outlives_a_test() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def synthesizer() -> Iterator[object]:
+    """A voice, where there is one."""
+    pytest.importorskip("espeakng_loader", reason="espeakng-loader is not installed")
+    from konkanivani.data.synthetic.speech_synthesis import SpeechSynthesizer
+
+    with SpeechSynthesizer() as synthesizer:
+        yield synthesizer
+
+
+@pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     """26 training utterances (so that windows of 4 leave a ragged one), 5 for validation, 5 for testing."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "tones", {"train": 26, "valid": 5, "test": 5})
@@ -181,14 +191,9 @@ def run_script(
     In a fork of what has imported everything, unless it `is_cold` or the environment cannot be given to a fork.
     """
     if is_cold or threads != THREADS or not can_fork(os.environ):
+        command, own = script_command(script, *arguments), os.environ | {"OMP_NUM_THREADS": str(threads)}
         return subprocess.run(
-            script_command(script, *arguments),
-            cwd=cwd,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            stdin=subprocess.DEVNULL,
+            command, cwd=cwd, env=own, capture_output=True, text=True, timeout=PATIENCE, stdin=subprocess.DEVNULL
         )
     return warm_parent().run(ROOT / script, *arguments, cwd=cwd)
 

@@ -228,19 +228,8 @@ def test_unusable_utterances_are_left_out_counted_and_listed_while_training_goes
     rows[9]["text"] = "एक " * 200  # 60 are enough for CTC, 200 for --max_tokens
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")  # a blank line counts as a row
-    flags = (
-        "--train_manifest",
-        str(path),
-        *SHORT_RUN,
-        "--max_tokens",
-        "150",
-        "--max_steps",
-        "1",
-        "--max_rejected",
-        "10%",
-        "--tokenizer_type",
-        "unigram",
-    )
+    flags = ("--train_manifest", str(path), *SHORT_RUN, "--max_tokens", "150", "--max_steps", "1")
+    flags += ("--max_rejected", "10%", "--tokenizer_type", "unigram")
     done = run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path))
     assert done.returncode == 0, done.stderr
     assert f"5 utterances of {path} are left out" in done.stdout

@@ -27,13 +27,6 @@ def plan() -> CorpusPlan:
 
 
 @pytest.fixture(scope="module")
-def synthesizer():
-    pytest.importorskip("espeakng_loader", reason="espeakng-loader is not installed")
-    with SpeechSynthesizer() as synthesizer:
-        yield synthesizer
-
-
-@pytest.fixture(scope="module")
 def miniature(tmp_path_factory) -> Path:
     pytest.importorskip("espeakng_loader", reason="espeakng-loader is not installed")
     directory = tmp_path_factory.mktemp("data") / "builtin"

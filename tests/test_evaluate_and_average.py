@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,14 +33,6 @@ class Trained:
 
     def named(self, name: str) -> NamedCheckpoint:
         return NamedCheckpoint(name, read_checkpoint(self.path(name)))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads_sleep_while_they_wait() -> Iterator[None]:
-    """Two threads that spin while they wait for each other are tens of times slower on cores that others use too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "passive")
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -224,17 +224,10 @@ def test_no_command_of_kaldi_is_run(tmp_path):
     assert prepare(tmp_path, "kaldi", "--force").returncode == 3
 
 
-SEGMENTS = {
-    "beyond": ("0 9999", "span"),
-    "backwards": ("1.0 0.5", "span"),
-    "before": ("-0.5 1.0", "span"),
-    "nothing": ("1.0 1.0", "span"),
-    "NaN": ("nan 1.0", "span"),
-    "infinite": ("0.0 inf", "span"),
-    "words": ("one two", "broken row"),
-    "short": ("1.0", "broken row"),
-    "name alone": ("", "broken row"),
-}
+SPANS = {"beyond": "0 9999", "backwards": "1.0 0.5", "before": "-0.5 1.0", "nothing": "1.0 1.0"}
+SPANS |= {"NaN": "nan 1.0", "infinite": "0.0 inf"}
+SEGMENTS = {name: (written, "span") for name, written in SPANS.items()}
+SEGMENTS |= {"words": ("one two", "broken row"), "short": ("1.0", "broken row"), "name alone": ("", "broken row")}
 
 
 @pytest.mark.parametrize("name", SEGMENTS)
@@ -262,15 +255,8 @@ def test_a_file_shorter_than_its_table_says_is_left_out(tmp_path):
     assert "its table says 99.00 s" in rejected(tmp_path)[0]["reason"]
 
 
-NEMO_LINES = (
-    "{",
-    "[1]",
-    '{"audio_filepath": 3}',
-    '{"text": "एक"}',
-    "[" * 100_000,
-    '"' * 50_000,
-    '{"audio_filepath": ""}',
-)
+NEMO_LINES = ("{", "[1]", '{"audio_filepath": 3}', '{"text": "एक"}', "[" * 100_000, '"' * 50_000)
+NEMO_LINES += ('{"audio_filepath": ""}',)
 
 
 def test_lines_of_nemo_that_are_none_are_left_out(tmp_path):

@@ -380,14 +380,8 @@ def test_what_is_written_scores_the_same_again(tmp_path):
 # The page
 
 
-HOSTILE = (
-    "<script>alert(1)</script>",
-    "\u202eउलट",
-    '"><img src=x onerror=1>',
-    "\x00\x1b[31m",
-    "&lt;b&gt;",
-    "a\x85b\u2028",
-)
+HOSTILE = ("<script>alert(1)</script>", "\u202eउलट", '"><img src=x onerror=1>', "\x00\x1b[31m", "&lt;b&gt;")
+HOSTILE += ("a\x85b\u2028",)
 
 
 def test_a_page_needs_nothing_else_and_nothing_in_it_is_code():

@@ -39,13 +39,6 @@ STUDENTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def synthesizer():
-    pytest.importorskip("espeakng_loader", reason="espeakng-loader is not installed")
-    with SpeechSynthesizer() as synthesizer:
-        yield synthesizer
-
-
 @pytest.fixture
 def students(tmp_path: Path, synthesizer: SpeechSynthesizer) -> str:
     """A file as a student may write it: byte order mark, Windows line ends, all sorts of lines."""

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,14 +45,6 @@ class Trained:
     checkpoint: Path
     recognizer: Recognizer
     recordings: Path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads_sleep_while_they_wait() -> Iterator[None]:
-    """Two threads that spin while they wait for each other are tens of times slower on cores that others use too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "passive")
-        yield
 
 
 @pytest.fixture(scope="module")

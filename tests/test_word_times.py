@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,18 +10,11 @@ import soundfile
 from benchmarks.measuring.spoken_words import check_speech, matches, summary
 from konkanivani.base.errors import DataError
 from konkanivani.data.synthetic.builtin_corpus import CorpusSize, plan_corpus
-from konkanivani.data.synthetic.speech_synthesis import SpeakingStyle, SpeechSynthesizer, SpokenWord, SpokenWords
+from konkanivani.data.synthetic.speech_synthesis import SpeakingStyle, SpokenWord, SpokenWords
 from konkanivani.data.synthetic.spoken_sentences import SpokenSentence, spoken_waveform
 from konkanivani.data.utterance import Utterance
 from konkanivani.inference.transcript import Word
 from tests.conftest import run_script
-
-
-@pytest.fixture(scope="module")
-def synthesizer() -> Iterator[SpeechSynthesizer]:
-    pytest.importorskip("espeakng_loader", reason="espeakng-loader is not installed")
-    with SpeechSynthesizer() as synthesizer:
-        yield synthesizer
 
 
 @pytest.fixture(scope="module")

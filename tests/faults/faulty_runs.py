@@ -10,11 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from tests.conftest import TRAINER
-from tests.faults.inject import inject
+from tests.faults.inject import Fault, inject
 from tests.patience import PATIENCE
 from tests.warm import ROOT, Fork, Job, warm_parent
-
-Fault = tuple  # the name of a function of inject.py and its arguments: strings and numbers
 
 
 @dataclass(frozen=True)
@@ -29,8 +27,7 @@ def start_faulty(flags: Sequence[str], output: Path, faults: Sequence[Fault] = (
     """A run that has begun, of one thread; what it says goes to the file `output`."""
     output.parent.mkdir(parents=True, exist_ok=True)
     output.unlink(missing_ok=True)
-    before = partial(_inject_all, list(faults)) if faults else None
-    return warm_parent().start(Job(ROOT / TRAINER, flags, output, threads=1, before=before))
+    return warm_parent().start(Job(ROOT / TRAINER, flags, output, threads=1, before=partial(inject, faults)))
 
 
 def end_of(run: Fork | subprocess.Popen, output: Path, seconds: float = PATIENCE) -> Ended:
@@ -47,8 +44,3 @@ def end_of(run: Fork | subprocess.Popen, output: Path, seconds: float = PATIENCE
 def run_faulty(flags: Sequence[str], output: Path, faults: Sequence[Fault] = (), seconds: float = PATIENCE) -> Ended:
     """A run to its end."""
     return end_of(start_faulty(flags, output, faults), output, seconds)
-
-
-def _inject_all(faults: Sequence[Fault]) -> None:
-    for name, *values in faults:
-        inject(name, values)

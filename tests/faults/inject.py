@@ -15,7 +15,7 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,9 +34,13 @@ from tests.laws.failing import ERRORS
 Around = Callable[[Callable], Callable]
 
 
-def inject(name: str, values: list) -> None:
-    """Puts the fault of this name in place."""
-    FAULTS[name](*values)
+Fault = tuple  # the name of a function of this file and its arguments: strings and numbers
+
+
+def inject(faults: Sequence[Fault]) -> None:
+    """Puts the faults in place."""
+    for name, *values in faults:
+        globals()[name](*values)
 
 
 def wrap(place: object, name: str, around: Around) -> None:
@@ -333,29 +337,3 @@ def forget(module: str, name: str) -> None:
 def unowned_logs() -> None:
     """A log folder belongs to whoever has its name, and is not locked."""
     start.take_log_folder = lambda run, _: LogFolder(run, None)
-
-
-FAULTS: dict[str, Callable] = {
-    function.__name__: function
-    for function in (
-        kill,
-        terminate,
-        out_of_memory,
-        not_finite,
-        half_precision,
-        other_draws,
-        double_precision,
-        hashed_steps,
-        spoilt_state,
-        label,
-        file_limit,
-        ballast,
-        disk_error_at_save,
-        read_only,
-        small_shared_memory,
-        pipes_pass_for_files,
-        worker,
-        forget,
-        unowned_logs,
-    )
-}

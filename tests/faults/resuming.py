@@ -40,14 +40,8 @@ HALF_SCALE = 2.0**24  # seven windows are skipped until it fits, and one a littl
 POISONED = "audio/train_011.flac"  # the name it has in the manifest; its samples square to infinity
 # What wall-clock time and memory decide; all else in the log is a number of the training.
 MEASURED = (
-    "audio_seconds_per_second",
-    "seconds",
-    "waiting_seconds",
-    "model_flops_utilisation",
-    "gpu_utilisation",
-    "memory",
-    "cache_clearing_seconds",
-    "rank_peaks_mib",
+    *("audio_seconds_per_second", "seconds", "waiting_seconds", "model_flops_utilisation", "gpu_utilisation"),
+    *("memory", "cache_clearing_seconds", "rank_peaks_mib"),
 )
 
 Source = Literal["files", "shards", "surrounded", "poisoned"]

@@ -9,7 +9,7 @@ from tests.faults import fuzz
 from tests.faults.fuzz import Fuzzer
 from tests.faults.watching import CONTAINER_SECONDS, MOST_GROWTH_MIB, MOST_SECONDS
 
-COUNTS = {"audio": 60, "media": 20, "manifests": 50, "checkpoints": 50, "flags": 30}  # --parts fuzz --full: 19,000
+COUNTS = {"audio": 60, "media": 20, "manifests": 50, "checkpoints": 150, "flags": 30}  # --parts fuzz --full: 19,000
 OURS = {
     "audio": {"taken", "UnusableAudio", "DataError"},
     "media": {"taken", "UnusableAudio", "DataError"},

@@ -163,16 +163,8 @@ def test_going_back_says_by_how_many_steps_and_keeps_all_that_is_newer_however_o
     older = desk.checkpoint("mine", "epoch_2")
     for time_typed in (1, 2):
         before = holdings(desk.folder)
-        ended = desk.type(
-            "--resume",
-            str(older),
-            "--max_steps",
-            "10",
-            "--learning_rate",
-            "0.0003",
-            "--log_dir",
-            str(desk.folder / "runs"),
-        )
+        flags = ("--max_steps", "10", "--learning_rate", "0.0003", "--log_dir", str(desk.folder / "runs"))
+        ended = desk.type("--resume", str(older), *flags)
         assert ended.code == 0, ended.output
         steps = (4 if time_typed == 1 else 3) * STEPS_AN_EPOCH + (time_typed == 2) - 2 * STEPS_AN_EPOCH
         assert f"{steps} steps behind the newest" in ended.output, ended.output

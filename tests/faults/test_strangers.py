@@ -194,15 +194,8 @@ def test_roots_hold_what_is_in_them_and_nothing_else(tmp_path):
     (tmp_path / "corpus").mkdir()
     (tmp_path / "other").symlink_to(tmp_path / "corpus")
     roots = audio_roots(str(tmp_path / "other"), [str(tmp_path / "more")])
-    inside = (
-        "a.wav",
-        "b/../a.wav",
-        "..a.wav",
-        "a..wav",
-        f"{tmp_path}/corpus/a.wav",
-        f"{tmp_path}/more/a.wav",
-        "../more/a",
-    )
+    inside = ("a.wav", "b/../a.wav", "..a.wav", "a..wav", f"{tmp_path}/corpus/a.wav", f"{tmp_path}/more/a.wav")
+    inside += ("../more/a",)
     outside = ("../a.wav", "b/../../a.wav", f"{tmp_path}/corpus2/a.wav", f"{tmp_path}/a.wav", "/", "..", "../..")
     assert all(is_named_inside(path, roots) for path in inside)
     assert not any(is_named_inside(path, roots) for path in outside)

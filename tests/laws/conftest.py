@@ -1,9 +1,11 @@
-"""What laws of several threads stand on."""
+"""What several laws stand on."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+from konkanivani.model.encoder import Encoder
 
 
 @pytest.fixture
@@ -15,3 +17,10 @@ def two_threads() -> Iterator[None]:
     left = torch.get_num_threads()
     torch.set_num_threads(threads)
     assert left == 2, "a step leaves the number of threads as it was"
+
+
+@pytest.fixture(params=[True, False], ids=["packed", "padded"])
+def is_packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """As a CPU runs a batch, and as a card does."""
+    monkeypatch.setattr(Encoder, "packs", request.param)
+    return request.param

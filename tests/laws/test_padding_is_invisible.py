@@ -19,7 +19,6 @@ from konkanivani.data.manifest import read_manifest
 from konkanivani.data.noise_reverb import read_surroundings
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import train_tokenizer
-from konkanivani.model.encoder import Encoder
 from konkanivani.training.parts import StepParts
 from tests.conftest import Corpus, write_shards, write_surroundings
 from tests.laws.parts import MODEL, double_parts, relative_difference, speeches, window
@@ -27,11 +26,7 @@ from tests.laws.parts import MODEL, double_parts, relative_difference, speeches,
 BOUND = 1e-9
 
 
-@pytest.fixture(autouse=True, params=[True, False], ids=["packed", "padded"])
-def is_packed(request, monkeypatch) -> bool:
-    """As a CPU runs a batch, and as a card does."""
-    monkeypatch.setattr(Encoder, "packs", request.param)
-    return request.param
+pytestmark = pytest.mark.usefixtures("is_packed")
 
 
 def outputs(parts: StepParts, spoken: list, batch_size: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

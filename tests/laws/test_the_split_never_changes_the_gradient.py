@@ -7,7 +7,6 @@ import torch
 
 from konkanivani.base.config import ModelConfig
 from konkanivani.data.batch import Window
-from konkanivani.model.encoder import Encoder
 from konkanivani.model.losses import LossCounts
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import StepReport, forward_and_backward, train_step
@@ -16,11 +15,7 @@ from tests.laws.parts import MODEL, double_parts, relative_difference, speeches,
 BOUND = 1e-9
 
 
-@pytest.fixture(autouse=True, params=[True, False], ids=["packed", "padded"])
-def is_packed(request, monkeypatch) -> bool:
-    """As a CPU runs a batch, and as a card does."""
-    monkeypatch.setattr(Encoder, "packs", request.param)
-    return request.param
+pytestmark = pytest.mark.usefixtures("is_packed")
 
 
 def gradients(parts: StepParts, cut: Window) -> dict[str, torch.Tensor]:
