@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import run_script
 from tests.faults.lives import members
 from tests.patience import PATIENCE
-from tests.warm import Job, warm_parent
+from tests.warm import ROOT, Job, warm_parent
 
 SCRIPT = """
 import atexit, os, sys, threading, time
@@ -58,8 +58,18 @@ def test_what_still_runs_ends_with_the_parent(tmp_path):
         "[time.sleep(0.01) for _ in iter(Path(sys.argv[2]).read_text, 'began\\n')]"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "script.py"), str(output)]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     deadline = time.monotonic() + PATIENCE
     while members(int(ended.stdout)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+TWO = "import subprocess\ndef test_starts(): subprocess.run(['true'])\ndef test_does_not(): pass\n"
+
+
+@pytest.mark.parametrize("flags, said", [((), "2 passed"), (("--quick",), "1 passed, 1 skipped")])
+def test_quick_leaves_out_what_starts_a_process(flags, said, tmp_path):
+    (tmp_path / "test_two.py").write_text(TWO)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", *flags, tmp_path]
+    assert said in subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout

@@ -344,10 +344,5 @@ def _media(folder: Path, run: Path) -> Fuzzer:
     return build_fuzzer(folder)
 
 
-FUZZERS: dict[Kind, Callable[[Path, Path], Fuzzer]] = {
-    "audio": _audio,
-    "media": _media,
-    "manifests": _manifests,
-    "checkpoints": _checkpoints,
-    "flags": _flags,
-}
+FUZZERS: dict[Kind, Callable[[Path, Path], Fuzzer]] = {"audio": _audio, "media": _media, "manifests": _manifests}
+FUZZERS |= {"checkpoints": _checkpoints, "flags": _flags}

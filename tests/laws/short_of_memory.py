@@ -24,7 +24,7 @@ from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
 from tests.laws.parts import MODEL, double_parts, relative_difference, speeches, window
 
-ROOMY, NARROWEST_STEP = 512 * MIB, MIB
+ROOMY, NARROWEST_STEP = 512 * MIB, 4 * MIB
 SAMPLES = 8 * 16_000
 # How much of what is enough each may have. With nothing recomputed activations pile up to the forward pass's end, where
 # the backward pass is about to need as much: well below that, it is the forward pass that fails. With every block
