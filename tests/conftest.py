@@ -15,7 +15,7 @@ import soundfile
 
 from tests.leftovers import descendants, end_leftovers, heed_what_nohup_ignores
 from tests.patience import PATIENCE
-from tests.warm import ROOT, THREADS, Fork, Job, can_fork, warm_parent
+from tests.warm import NOTHING, ROOT, THREADS, Fork, Job, can_fork, warm_parent
 
 heed_what_nohup_ignores()
 
@@ -184,18 +184,17 @@ def start_cold(command: Sequence[str], output: Path, threads: int = THREADS, **v
 
 
 def run_script(
-    script: str, *arguments: str, cwd: Path = ROOT, threads: int = THREADS, is_cold: bool = False
+    script: str, *arguments: str, cwd: Path = ROOT, threads: int = THREADS, stdin: Path = NOTHING, is_cold: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script to its end, its output captured.
 
     In a fork of what has imported everything, unless it `is_cold` or the environment cannot be given to a fork.
     """
-    if is_cold or threads != THREADS or not can_fork(os.environ):
-        command, own = script_command(script, *arguments), os.environ | {"OMP_NUM_THREADS": str(threads)}
-        return subprocess.run(
-            command, cwd=cwd, env=own, capture_output=True, text=True, timeout=PATIENCE, stdin=subprocess.DEVNULL
-        )
-    return warm_parent().run(ROOT / script, *arguments, cwd=cwd)
+    if not is_cold and threads == THREADS and can_fork(os.environ):
+        return warm_parent().run(ROOT / script, *arguments, cwd=cwd, stdin=stdin)
+    command, own = script_command(script, *arguments), os.environ | {"OMP_NUM_THREADS": str(threads)}
+    with open(stdin, "rb") as read:
+        return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=PATIENCE, stdin=read)
 
 
 def run_trainer(*arguments: str, cwd: Path = ROOT, is_cold: bool = False) -> subprocess.CompletedProcess[str]:

@@ -366,17 +366,18 @@ def test_what_cannot_be_transcribed_is_said_in_a_sentence(trained, folder, argum
 
 
 def test_standard_input_is_heard_as_its_file_is(trained, folder, tmp_path):
-    command = [*script_command(TRANSCRIBE), "-", "--checkpoint", str(trained.checkpoint), "--device", "cpu"]
+    flags = ("-", "--checkpoint", str(trained.checkpoint), "--device", "cpu")
     expected = trained.recognizer.transcribe(folder / "good.wav").text
-    with open(folder / "good.wav", "rb") as file:
-        done = subprocess.run([*command, "--format", "json"], stdin=file, capture_output=True, timeout=300, cwd=ROOT)
+    done = run_script(TRANSCRIBE, *flags, "--format", "json", stdin=folder / "good.wav")
     record = json.loads(done.stdout)
     assert (done.returncode, record["audio_filepath"], record["text"]) == (0, "-", expected)
     piped, written = (folder / "good.wav").read_bytes(), ("--format", "srt", "--output_dir", str(tmp_path))
-    assert subprocess.run([*command, *written], input=piped, capture_output=True, cwd=ROOT).returncode == 0
+    command = script_command(TRANSCRIBE, *flags, *written)
+    assert subprocess.run(command, input=piped, capture_output=True, cwd=ROOT).returncode == 0
     assert (tmp_path / "stdin.srt").read_text(encoding="utf-8").startswith("1\n00:00:00,")
-    refused = subprocess.run(command, input=b"no audio", capture_output=True, text=False, cwd=ROOT)
-    assert refused.returncode == 3 and refused.stderr.startswith(b"The audio file - cannot be read: ")
+    (tmp_path / "none").write_bytes(b"no audio")
+    refused = run_script(TRANSCRIBE, *flags, stdin=tmp_path / "none")
+    assert refused.returncode == 3 and refused.stderr.startswith("The audio file - cannot be read: ")
     assert run_script(TRANSCRIBE, "-", "-").returncode == 2
 
 

@@ -33,6 +33,7 @@ from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
 THREADS = 2
+NOTHING = Path(os.devnull)
 IMPORTED = (
     *("tyro", "numpy.random", "PIL.Image", "safetensors.torch"),
     *("torch.utils.tensorboard.summary", "tensorboard.summary.writer.record_writer"),
@@ -48,7 +49,7 @@ SERVE = "import sys; from tests.warm import serve; serve(int(sys.argv[1]))"
 
 @dataclass(frozen=True)
 class Job:
-    """A script to be run, whose streams are files: nothing is read, and `errors` None means `output` too.
+    """A script to be run, whose streams are files; `errors` None means `output` too.
 
     `before` is called in the fork, and may change what the script finds.
     """
@@ -60,6 +61,7 @@ class Job:
     cwd: Path = ROOT
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     threads: int = THREADS
+    stdin: Path = NOTHING
     before: Callable[[], None] | None = None
 
     def run(self) -> None:
@@ -90,7 +92,7 @@ class Job:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         output = os.open(self.output, flags, 0o644)
         errors = os.open(self.errors, flags, 0o644) if self.errors else os.dup(output)
-        for number, opened in enumerate((os.open(os.devnull, os.O_RDONLY), output, errors)):
+        for number, opened in enumerate((os.open(self.stdin, os.O_RDONLY), output, errors)):
             os.dup2(opened, number)
             os.close(opened)
         is_direct = sys.stdout.write_through  # by PYTHONUNBUFFERED
@@ -145,11 +147,13 @@ class WarmParent:
         assert can_fork(job.environment)
         return Fork(self.ask(job), self)
 
-    def run(self, script: Path, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, script: Path, *arguments: str, cwd: Path = ROOT, stdin: Path = NOTHING
+    ) -> subprocess.CompletedProcess[str]:
         """Runs it to its end."""
         with tempfile.TemporaryDirectory() as folder:
             said = Path(folder, "output"), Path(folder, "errors")
-            fork = self.start(Job(script, arguments, *said, cwd))
+            fork = self.start(Job(script, arguments, *said, cwd, stdin=stdin))
             try:
                 code = fork.wait(PATIENCE)
             finally:
