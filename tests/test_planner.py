@@ -17,6 +17,7 @@ from konkanivani.memory.known_gpus import KNOWN_GPUS, find_gpu
 from konkanivani.memory.planner import ALWAYS, NEVER, Planner, plan_bucket
 from konkanivani.memory.tracer import Load
 from konkanivani.memory.traces import Traces
+from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.plan import check_state
 from konkanivani.recipe.plan_report import plan_for, plan_presets
 from tests.conftest import TINY_MODEL, run_script
@@ -88,7 +89,7 @@ def test_no_more_go_at_once_than_are_asked_for():
 def test_a_budget_below_the_models_state_is_refused_with_a_preset_that_fits():
     config = TrainConfig(model=PRESETS["optimized"])
     with pytest.raises(ResourceError, match="1.. MiB before any audio.*budget of 60 MiB.*--preset minimal"):
-        check_state(config, 40, ONLY_TENSORS, parse_budget("60MiB"))
+        check_state(config, architecture_of(config, 40), ONLY_TENSORS, parse_budget("60MiB"))
 
 
 def test_a_card_rounds_and_takes_workspaces_and_a_context():

@@ -6,6 +6,7 @@ from konkanivani.base.config import TrainConfig
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.tracer import StepTracer
 from konkanivani.memory.traces import Traces
+from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.plan import build_tracer
 
 VOCAB_SIZE = 40
@@ -15,11 +16,11 @@ ONLY_TENSORS = DeviceCosts("a device", is_cuda=False, rounding=1, workspace=0, c
 @functools.cache
 def tracer_of(config: TrainConfig, costs: DeviceCosts = ONLY_TENSORS) -> StepTracer:
     """The tracer, built when it is first asked for."""
-    return build_tracer(config, VOCAB_SIZE, costs)
+    return build_tracer(config, architecture_of(config, VOCAB_SIZE), costs)
 
 
 @functools.cache
 def traces_of(config: TrainConfig, costs: DeviceCosts = ONLY_TENSORS) -> Traces:
     """What it says: each load is traced once."""
     tracer = tracer_of(config, costs)
-    return Traces(lambda: tracer, tracer.blocks, costs)
+    return Traces(lambda: tracer, tracer.blocks, costs, architecture_of(config, VOCAB_SIZE).framing.encoder_hop)

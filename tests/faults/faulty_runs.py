@@ -1,7 +1,4 @@
-"""Training runs that something goes wrong in: the real script in forks (tests/warm.py), faults put in place in each.
-
-A fault is put in place after the fork, so that no other run has it.
-"""
+"""Runs of the real script that something goes wrong in: forks, with faults that are put in place in each alone."""
 
 import subprocess
 from collections.abc import Sequence

@@ -12,7 +12,8 @@ from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cuda_costs
 from konkanivani.memory.tracer import Load
-from konkanivani.recipe.build_step import build_front_end, build_step_parts
+from konkanivani.model.architecture import architecture_of
+from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
 from tests.laws.parts import measured_peak
