@@ -19,6 +19,7 @@ import torch
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.units import MIB
 from konkanivani.data.batch import Window
+from konkanivani.memory import recovery
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
@@ -66,12 +67,14 @@ def data_bytes() -> int:
     return int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
 
 
-def step_within(growth: int, parts: StepParts, cut: Window, path: Path) -> Outcome | None:
-    """The step in a fork whose data may grow by `growth` bytes; None where it did not end."""
+def step_within(growth: int, parts: StepParts, cut: Window, path: Path, may_split: bool = True) -> Outcome | None:
+    """The step in a fork whose data may grow by `growth` bytes; None where it did not end, or may not split and did."""
     path.unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
         code = 1
+        if not may_split:
+            recovery.release_memory = lambda: os._exit(1)  # what is done before a step is begun again
         try:
             resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + growth, resource.RLIM_INFINITY))
             report = train_step(parts, cut, step=3)
@@ -98,11 +101,8 @@ def main(recompute: str) -> None:
         enough, too_little = ROOMY, 0
         while enough - too_little > NARROWEST_STEP:
             growth = (enough + too_little) // 2
-            outcome = step_within(growth, parts, cut, path)
-            if outcome is not None and outcome.splits == 0:
-                enough = growth
-            else:
-                too_little = growth
+            fits = step_within(growth, parts, cut, path, may_split=False) is not None
+            enough, too_little = (growth, too_little) if fits else (enough, growth)
         split = step_within(int(SHARES[recompute] * enough), parts, cut, path)
     found = {
         "undisturbed_splits": undisturbed.splits,
