@@ -96,7 +96,7 @@ def _try_steps(start: Start, clock: StageClock) -> tuple[Estimate, int]:
         clock.done("two steps", estimate.sentence())
         if run.validation is not None:
             evaluation = _few(run).evaluate(run.step.forward, run.decode)
-            clock.done("validation", f"{count(len(evaluation.scored), 'utterance')}, loss {evaluation.loss:.2f}")
+            clock.done("validation", f"{count(len(evaluation.scored), 'utterance')}, loss {evaluation.losses.all:.2f}")
         saved = read_checkpoint(_kept(run, SECOND))
         check_equal(run.checkpoint(), saved, "What was saved is not what is read back")
         compared = sum(isinstance(value, torch.Tensor) for state in saved.states.values() for value in state.values())
