@@ -6,7 +6,6 @@ gradient before they sum it: one that ran out of memory inside of a sum would le
 
 import dataclasses
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,28 +15,22 @@ import torch
 from konkanivani.base.distributed import agree, bucket_for, gather, losing_ranks, sum_tensors
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.randomness import masks_of, seed_of, seed_step
-from konkanivani.data.batch import Batch, Speech, Window, collate
+from konkanivani.data.batch import Batch, Speech, collate
 from konkanivani.data.text import SpecialTokens
 from konkanivani.memory.recovery import Attempt, Attempts, Cut, Outcome
 from konkanivani.model.asr import KonkaniVaniASR, trained_parameters
 from konkanivani.model.losses import LossCounts
 from konkanivani.training.concurrent import in_lanes
-from konkanivani.training.parts import ForwardAndBackward, StepParts, WindowGradient, counts_of
+from konkanivani.training.parts import GradientTask, StepParts, WindowGradient, counts_of
 from konkanivani.training.sharding import plain
 
 
-def alone(
-    parts: StepParts,
-    window: Window,
-    step: int,
-    forward_and_backward: ForwardAndBackward,
-    is_interrupted: Callable[[], bool],
-) -> WindowGradient | None:
+def alone(task: GradientTask) -> WindowGradient | None:
     """The gradient of a process that trains alone; see GradientOf."""
-    cut = parts.forward.cut(window.micro_batches)
-    for attempt in (attempts := Attempts(cut, parts.splits, partial(drop_gradient, parts))):
+    parts = task.parts
+    for attempt in (attempts := Attempts(task.cut, parts.splits, partial(drop_gradient, parts))):
         with attempt:
-            totals = accumulate(parts, attempt.cut, window, step, forward_and_backward, is_interrupted)
+            totals = accumulate(task, attempt.cut)
             attempt.result = None if totals is None else finish_gradient(parts, totals)
     return attempts.result and dataclasses.replace(attempts.result, splits=attempts.retries)
 
@@ -50,21 +43,15 @@ class GradientPortion:
     bucket: torch.Tensor
 
 
-def summed_over_ranks(
-    parts: StepParts,
-    window: Window,
-    step: int,
-    forward_and_backward: ForwardAndBackward,
-    is_interrupted: Callable[[], bool],
-) -> WindowGradient | None:
+def summed_over_ranks(task: GradientTask) -> WindowGradient | None:
     """The sum of the gradients of all ranks, each of which has all weights and some micro-batches; see GradientOf."""
-    cut, topology = parts.forward.cut(window.micro_batches), parts.topology
+    parts, topology = task.parts, task.parts.topology
     attempts: Attempts[GradientPortion] = Attempts(
-        cut, parts.splits, partial(drop_gradient, parts), lambda outcome: Outcome(agree(topology, outcome))
+        task.cut, parts.splits, partial(drop_gradient, parts), lambda outcome: Outcome(agree(topology, outcome))
     )
     for attempt in attempts:
         with attempt:
-            totals = accumulate(parts, attempt.cut, window, step, forward_and_backward, is_interrupted)
+            totals = accumulate(task, attempt.cut)
             attempt.result = None if totals is None else _portion(parts, attempt.cut, totals)
     if attempts.retries:
         for sizes in gather(topology, parts.splits.sizes()):
@@ -86,26 +73,21 @@ def _portion(parts: StepParts, cut: Cut, totals: torch.Tensor) -> GradientPortio
     return GradientPortion(totals, bucket_for([parameter.grad for parameter in trained_parameters(parts.model)]))
 
 
-def of_shared_weights(
-    parts: StepParts,
-    window: Window,
-    step: int,
-    forward_and_backward: ForwardAndBackward,
-    is_interrupted: Callable[[], bool],
-) -> WindowGradient | None:
+def of_shared_weights(task: GradientTask) -> WindowGradient | None:
     """The gradient of weights that are dealt to the ranks, which take each step to its end together; see GradientOf.
 
     A rank that runs out of memory leaves the others inside of a sum, so it ends, and they with it: DidNotFit, with what
     did not fit remembered. A ResourceError names an utterance that does not fit even alone.
     """
-    cut = parts.splits.cut_to_fit(parts.forward.cut(window.micro_batches))
+    parts = task.parts
+    cut = parts.splits.cut_to_fit(task.cut)
     passes = agree(parts.topology, max(1, len(cut.micro_batches)))
     with losing_ranks():
         with (attempt := Attempt(cut)):
-            attempt.result = accumulate(parts, cut, window, step, forward_and_backward, lambda: False)
+            attempt.result = accumulate(dataclasses.replace(task, is_interrupted=lambda: False), cut)
             # A pass too few would leave the others waiting for this rank's part of the weights.
             for _ in range(passes - len(cut.micro_batches)):  # infinite counts make of any loss a zero
-                forward_and_backward(parts, silence(parts.model), LossCounts(math.inf, math.inf))
+                task.forward_and_backward(parts, silence(parts.model), LossCounts(math.inf, math.inf))
         totals = attempt.result_or_end(parts.splits)
         sum_tensors(parts.topology, [totals], totals)
         return finish_gradient(parts, totals)
@@ -117,23 +99,16 @@ def silence(model: KonkaniVaniASR) -> Batch:
     return collate([Speech("silence", waveform, [1], None)], SpecialTokens(start=1, end=1))
 
 
-def accumulate(
-    parts: StepParts,
-    cut: Cut,
-    window: Window,
-    step: int,
-    forward_and_backward: ForwardAndBackward,
-    is_interrupted: Callable[[], bool],
-) -> torch.Tensor | None:
+def accumulate(task: GradientTask, cut: Cut) -> torch.Tensor | None:
     """The micro-batches' summed losses (terms,); their gradients, scaled, in the parameters' `.grad`.
 
     The losses are divided by the counts of the whole window, so the gradient does not depend on how it is cut and
     dealt. None, and no gradient there, if interrupted.
     """
-    seed_step(parts.seed, step, parts.topology.rank)
+    parts = dataclasses.replace(task.parts, forward=task.parts.forward.run_as(cut))
+    seed_step(parts.seed, task.step, parts.topology.rank)
     parts.model.train()
     parts.optimizer.zero_grad()
-    parts, counts = dataclasses.replace(parts, forward=parts.forward.run_as(cut)), counts_of(window)
     terms, seed = len(parts.forward.objective.terms), torch.initial_seed()
     totals = torch.zeros(terms, dtype=torch.float64, device=parts.forward.device)
 
@@ -141,10 +116,10 @@ def accumulate(
         # Elsewhere than on a CPU dropout draws from the device's own generator.
         return masks_of(seed_of(seed, number)) if parts.forward.device.type == "cpu" else nullcontext()
 
-    work = partial(forward_and_backward, parts, counts=counts)
+    work = partial(task.forward_and_backward, parts, counts=counts_of(task.window))
     with closing(in_lanes(cut.at_once, work, cut.micro_batches, trained_parameters(parts.model), masks)) as results:
         for _ in cut.micro_batches:
-            if is_interrupted():
+            if task.is_interrupted():
                 results.close()
                 parts.optimizer.zero_grad()
                 return None

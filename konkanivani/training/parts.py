@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -12,7 +11,7 @@ from konkanivani.base.config import OptimizerConfig
 from konkanivani.base.distributed import ALONE, Topology
 from konkanivani.data.batch import Batch, Window
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.recovery import RememberedSplits
+from konkanivani.memory.recovery import Cut, RememberedSplits
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.losses import LossCounts, LossSums
@@ -39,18 +38,11 @@ class WindowGradient:
         return math.isfinite(self.norm) and math.isfinite(sum(self.loss_sums))
 
 
-class GradientOf(Protocol):
-    """A way to the gradient of a window: of one process alone, summed over ranks, or of weights that ranks share."""
+GradientOf = Callable[["GradientTask"], WindowGradient | None]
+"""A way to the gradient of a window: of one process alone, summed over ranks, or of weights that ranks share.
 
-    def __call__(
-        self,
-        parts: "StepParts",
-        window: Window,
-        step: int,
-        forward_and_backward: "ForwardAndBackward",
-        is_interrupted: Callable[[], bool],
-    ) -> WindowGradient | None:
-        """The gradient in the parameters' `.grad`, unscaled and clipped; None, and none there, if interrupted."""
+It is in the parameters' `.grad`, unscaled and clipped; None, and none there, if interrupted.
+"""
 
 
 @dataclass(frozen=True)
@@ -93,6 +85,22 @@ class StepParts:
 
 ForwardAndBackward = Callable[[StepParts, Batch, LossCounts], LossSums]
 """Adds one micro-batch's gradient, scaled, to the parameters' `.grad`; its summed losses."""
+
+
+@dataclass(frozen=True)
+class GradientTask:
+    """What a gradient is asked of: a window, for the optimizer step of this number."""
+
+    parts: StepParts
+    window: Window
+    step: int
+    forward_and_backward: ForwardAndBackward
+    is_interrupted: Callable[[], bool] = lambda: False
+
+    @property
+    def cut(self) -> Cut:
+        """The window's micro-batches as the forward pass runs them."""
+        return self.parts.forward.cut(self.window.micro_batches)
 
 
 def counts_of(window: Window) -> LossCounts:

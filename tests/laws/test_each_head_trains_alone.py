@@ -17,7 +17,7 @@ from konkanivani.recipe.build import build_run
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.plan import build_tracer, cpu_costs
 from konkanivani.training.gradient import alone
-from konkanivani.training.parts import StepParts
+from konkanivani.training.parts import GradientTask, StepParts
 from konkanivani.training.step import forward_and_backward
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_script, run_trainer
 from tests.laws.parts import MODEL, VOCAB_SIZE, speeches, window
@@ -45,7 +45,7 @@ def parts_of(decoder_layers: int, ctc_weight: float) -> StepParts:
 
 def gradients_of(parts: StepParts) -> dict[str, torch.Tensor]:
     single = [dataclasses.replace(speech, waveform=speech.waveform.float()) for speech in speeches(4)]
-    alone(parts, window(single, 2), 0, forward_and_backward, lambda: False)
+    alone(GradientTask(parts, window(single, 2), 0, forward_and_backward))
     return {name: parameter.grad for name, parameter in parts.model.named_parameters()}
 
 

@@ -10,7 +10,7 @@ from benchmarks.measuring.faults.effort import Effort, FaultTable
 from benchmarks.measuring.scaling.fixed_run import build_parts, fixed_window
 from konkanivani.data.batch import Window
 from konkanivani.training.gradient import accumulate, finish_gradient
-from konkanivani.training.parts import StepParts, counts_of
+from konkanivani.training.parts import GradientTask, StepParts, counts_of
 from konkanivani.training.step import forward_and_backward, train_step, update
 
 MOST = 0.02
@@ -19,8 +19,8 @@ STEPS, FEW_STEPS = 60, 4
 
 def bare_step(parts: StepParts, window: Window, step: int) -> None:
     """The step without agreement, retries and topology."""
-    cut = parts.forward.cut(window.micro_batches)
-    totals = accumulate(parts, cut, window, step, forward_and_backward, lambda: False)
+    task = GradientTask(parts, window, step, forward_and_backward)
+    totals = accumulate(task, task.cut)
     update(parts, finish_gradient(parts, totals), counts_of(window), step)
 
 
