@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.base.config import PRESETS, TrainConfig, settings_of, with_setting
+from konkanivani.base.config import PRESETS, TrainConfig
 from konkanivani.base.errors import CheckpointError, DataError
 from konkanivani.base.flags import config_from_text, config_to_text, contradictions, parse_flags
+from konkanivani.base.rules import settings_of, with_setting
 from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states, read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST

@@ -8,9 +8,8 @@ from konkanivani.base.config import (
     DEFAULT_EFFECTIVE_BATCH_SIZE,
     DataConfig,
     TrainConfig,
-    settings_of,
-    with_setting,
 )
+from konkanivani.base.rules import settings_of, with_setting
 
 DECIDED = ("tokenizer_type", "ctc_weight", "epochs", "speed_perturbation", "gradient_accumulation_steps")
 LITTLE_HOURS = 10.0  # with less, subwords are too rare to be learnt, and attention alone aligns too late
@@ -66,7 +65,7 @@ def _with_window(data: DataConfig, utterances: int) -> DataConfig:
     if data.batch_size == AUTO:
         return dataclasses.replace(data, effective_batch_size=data.effective_batch_size or utterances)
     if data.gradient_accumulation_steps == AUTO:
-        return dataclasses.replace(data, gradient_accumulation_steps=data.micro_batches_for(utterances))
+        return dataclasses.replace(data, gradient_accumulation_steps=-(-utterances // max(1, data.batch_size)))
     return data
 
 

@@ -3,7 +3,6 @@
 The command line is this file: `flags.py` makes one flag of each field, under the field's own name.
 """
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -69,16 +68,14 @@ class DataConfig:
     audio_roots: tuple[str, ...] = ()
     """Folders beside each manifest's own that its audio may lie in; rows that name other places are broken."""
     test_decode: Literal["auto", "greedy", "prefix", "attention", "joint"] = "auto"
-    """How the test manifest is scored a second time, with a beam of 10; greedy: no second time (auto: joint, or by the
-    one head that there is)."""
+    """How the test manifest is scored once more, with a beam of 10; greedy: not (auto: joint, or by the only head)."""
     batch_size: int | Literal["auto"] = 2
     """Utterances in one micro-batch; auto: by their length, as many as --memory_budget (or what is free) allows."""
     gradient_accumulation_steps: int | Literal["auto"] = "auto"
     """Micro-batches in one optimizer step; the effective batch is the product (auto: as many as make 8 utterances, with
     less than ten hours of speech 20 seconds where that is less)."""
     effective_batch_size: int | None = None
-    """Utterances in one optimizer step, with --batch_size auto (None: as many as with --gradient_accumulation_steps
-    auto)."""
+    """Utterances in one optimizer step, with --batch_size auto (None: as with --gradient_accumulation_steps auto)."""
     micro_batches_at_once: int | Literal["auto"] = "auto"
     """On a CPU, run so many micro-batches side by side, each on its share of the cores: less time, more memory (auto: 2
     where there are two threads and, with a memory plan, room)."""
@@ -100,10 +97,6 @@ class DataConfig:
     """Processes that read and resample audio (0: the training process does)."""
     loader_timeout: float = 300.0
     """Seconds to wait for the workers before giving up."""
-
-    def micro_batches_for(self, utterances: int) -> int:
-        """How many micro-batches of `batch_size`, where that is a number, hold at least so many utterances."""
-        return -(-utterances // max(1, self.batch_size))
 
 
 @dataclass(frozen=True)
@@ -183,8 +176,7 @@ class DecodingConfig:
     """How what was heard becomes text."""
 
     decode: Literal["greedy", "prefix", "attention", "joint"] = "greedy"
-    """greedy: the best CTC path; prefix: CTC prefix beam search; attention: beam search with the decoder; joint: with
-    both."""
+    """greedy: the best CTC path; prefix: beam search by CTC; attention: by the decoder; joint: by both."""
     beam: int = 10
     """Hypotheses kept in a beam search."""
     joint_ctc_weight: float = 0.5
@@ -300,7 +292,7 @@ class TrainConfig:
         if data.batch_size == AUTO:
             return data.effective_batch_size or DEFAULT_EFFECTIVE_BATCH_SIZE
         if micro_batches == AUTO:
-            micro_batches = data.micro_batches_for(DEFAULT_EFFECTIVE_BATCH_SIZE)
+            micro_batches = -(-DEFAULT_EFFECTIVE_BATCH_SIZE // max(1, data.batch_size))
         return data.batch_size * micro_batches
 
     @property
@@ -309,38 +301,9 @@ class TrainConfig:
         asks = self.data.batch_size, self.memory.gradient_checkpointing
         return "auto" in asks or self.memory.memory_budget is not None
 
-    @property
-    def is_rehearsed(self) -> bool:
-        """Whether the costliest batches are tried before the first epoch."""
-        return self.memory.rehearsal == "always" or (self.memory.rehearsal == "auto" and self.is_planned)
-
 
 PRESETS = {
     "original": ModelConfig(d_model=256, encoder_layers=12, decoder_layers=6),
     "optimized": ModelConfig(d_model=192, encoder_layers=8, decoder_layers=4),
     "minimal": ModelConfig(d_model=128, encoder_layers=6, decoder_layers=3),
 }
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One flag with its value, found by walking a configuration."""
-
-    group: str
-    name: str
-    value: object
-
-
-def settings_of(config: TrainConfig) -> list[Setting]:
-    """Every flag of `config`, in the order of the command line's help."""
-    return [
-        Setting(group.name, leaf.name, getattr(getattr(config, group.name), leaf.name))
-        for group in dataclasses.fields(config)
-        for leaf in dataclasses.fields(getattr(config, group.name))
-    ]
-
-
-def with_setting(config: TrainConfig, setting: Setting) -> TrainConfig:
-    """`config` with one flag changed."""
-    group = dataclasses.replace(getattr(config, setting.group), **{setting.name: setting.value})
-    return dataclasses.replace(config, **{setting.group: group})

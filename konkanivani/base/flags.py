@@ -8,9 +8,9 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from konkanivani.base.amount import as_stored
 from konkanivani.base.command_line import read_flags
-from konkanivani.base.config import AUTO, PRESETS, AugmentConfig, Setting, TrainConfig, settings_of, with_setting
+from konkanivani.base.config import AUTO, PRESETS, AugmentConfig, TrainConfig
 from konkanivani.base.errors import CheckpointError, Problems, UsageError
-from konkanivani.base.rules import check_config
+from konkanivani.base.rules import Setting, check_config, settings_of, with_setting
 
 # These say how this one process starts; a checkpoint's values for them are never taken over.
 SESSION_FLAGS = ("resume", "fresh", "new_corpus", "init_from", "replan", "dry_run")

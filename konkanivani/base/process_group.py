@@ -41,7 +41,9 @@ def joined(topology: Topology, timeout: float) -> Iterator[None]:
         if topology.is_first:
             _keep_for_the_others(store, topology.world)
         if isinstance(cause, AlreadyTold):
-            wait_for_the_end()
+            # torchrun ends all ranks at once when it sees the first one end: that should be the one that tells.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(GRACE_SECONDS)
         if cause is error:
             raise
         raise cause from None
@@ -74,15 +76,11 @@ def _attempt(store: dist.Store, topology: Topology, timeout: float) -> int:
     )
 
 
-def _is_first_cause(store: dist.Store, rank: int, code: int) -> bool:
-    """Books this rank's error as what ends all ranks, unless another was first; whether it is."""
+def _told_by_another(store: dist.Store, rank: int, code: int) -> AlreadyTold | None:
+    """Books this rank's error as what ends all ranks; where another was first, what to raise in its place."""
     mine = f"{rank} {code}"
-    return store.compare_set(FIRST_CAUSE, "", mine).decode() == mine
-
-
-def _first_cause(store: dist.Store) -> int:
-    """The exit code of the error that was first."""
-    return int(store.get(FIRST_CAUSE).decode().split()[1])
+    first = store.compare_set(FIRST_CAUSE, "", mine).decode()
+    return None if first == mine else AlreadyTold(int(first.split()[1]))
 
 
 def _cause_of(error: BaseException, topology: Topology, store: dist.Store, timeout: float) -> BaseException:
@@ -92,8 +90,8 @@ def _cause_of(error: BaseException, topology: Topology, store: dist.Store, timeo
         code = error.exit_code if isinstance(error, KonkaniVaniError) else 1
         if isinstance(error, RankLost):
             cause = _cause_of_loss(error, topology, store, timeout)
-        elif not _is_first_cause(store, topology.rank, code):
-            cause = AlreadyTold(_first_cause(store))
+        else:
+            cause = _told_by_another(store, topology.rank, code) or error
         store.add(ASKED, 1)
     return cause
 
@@ -112,8 +110,8 @@ def _cause_of_loss(error: RankLost, topology: Topology, store: dist.Store, timeo
     until = time.monotonic() + ROLL_CALL_SECONDS
     while time.monotonic() < until and not store.check([FIRST_CAUSE]):
         time.sleep(0.05)
-    if not _is_first_cause(store, topology.rank, ResourceError.exit_code):
-        return AlreadyTold(_first_cause(store))
+    if told := _told_by_another(store, topology.rank, ResourceError.exit_code):
+        return told
     missing = [str(rank) for rank in range(topology.world) if not store.check([f"{HERE}{rank}"])]
     if not missing:
         return error
@@ -122,12 +120,3 @@ def _cause_of_loss(error: RankLost, topology: Topology, store: dist.Store, timeo
         f"{named} gone or not answering: killed, perhaps by the system where memory was short, cut off, or hanging "
         f"for --rank_timeout {timeout:g} s. Go on from the newest checkpoint with --resume auto."
     )
-
-
-def wait_for_the_end() -> None:
-    """Waits a moment for torchrun to end this process: it ends all ranks at once when it sees the first one end.
-
-    That should be the one with something to tell, which else might not get to say it.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(GRACE_SECONDS)

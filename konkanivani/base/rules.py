@@ -1,5 +1,6 @@
-"""The rules that settings must keep, whether they come from a command line, a checkpoint or a bundle. No torch here."""
+"""Settings by name, and the rules that they keep, of a command line, a checkpoint or a bundle alike. No torch here."""
 
+import dataclasses
 from dataclasses import dataclass
 
 from konkanivani.base.config import (
@@ -11,7 +12,6 @@ from konkanivani.base.config import (
     ModelConfig,
     RunConfig,
     TrainConfig,
-    settings_of,
 )
 from konkanivani.base.errors import Problems, UsageError
 from konkanivani.base.units import parse_budget, parse_share, parse_snr
@@ -20,12 +20,32 @@ LORA_LAYERS = {"query_key_value", "query", "key_value", "output", "expand", "con
 SUBSAMPLED_BINS = 7  # the fewest of which two convolutions of kernel 3 and stride 2 leave one
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Whether a rule holds, and what to tell where it does not."""
+Rule = tuple[bool, str]
+"""Whether a rule holds, and what to tell where it does not."""
 
-    holds: bool
-    message: str
+
+@dataclass(frozen=True)
+class Setting:
+    """One flag with its value, found by walking a configuration."""
+
+    group: str
+    name: str
+    value: object
+
+
+def settings_of(config: TrainConfig) -> list[Setting]:
+    """Every flag of `config`, in the order of the command line's help."""
+    return [
+        Setting(group.name, leaf.name, getattr(getattr(config, group.name), leaf.name))
+        for group in dataclasses.fields(config)
+        for leaf in dataclasses.fields(getattr(config, group.name))
+    ]
+
+
+def with_setting(config: TrainConfig, setting: Setting) -> TrainConfig:
+    """`config` with one flag changed."""
+    group = dataclasses.replace(getattr(config, setting.group), **{setting.name: setting.value})
+    return dataclasses.replace(config, **{setting.group: group})
 
 
 def check_config(config: TrainConfig) -> None:
@@ -41,7 +61,7 @@ def check_config(config: TrainConfig) -> None:
         *_head_rules(config),
         *_tuning_rules(config),
         *_run_rules(config.run),
-        Rule(not finite, f"{', '.join('--' + name for name in finite)} must be a finite number"),
+        (not finite, f"{', '.join('--' + name for name in finite)} must be a finite number"),
     ]
     with problems.noted():
         raise_broken(rules)
@@ -59,15 +79,15 @@ def check_decoding(config: DecodingConfig) -> None:
     """Raises a UsageError that lists every setting of a search that cannot work."""
     numbers = config.joint_ctc_weight, config.length_bonus, config.language_model_weight
     rules = [
-        Rule(config.beam >= 1, "--beam must be at least 1"),
-        Rule(0 < config.joint_ctc_weight < 1, "--joint_ctc_weight must be between 0 and 1"),
-        Rule(config.language_model_weight >= 0, "--language_model_weight must be at least 0"),
-        Rule(
+        (config.beam >= 1, "--beam must be at least 1"),
+        (0 < config.joint_ctc_weight < 1, "--joint_ctc_weight must be between 0 and 1"),
+        (config.language_model_weight >= 0, "--language_model_weight must be at least 0"),
+        (
             config.length_bonus == 0 or config.decode in ("attention", "joint") or config.language_model is not None,
             "--length_bonus works with --decode attention or joint, or with a --language_model",
         ),
-        Rule(all(abs(number) < float("inf") for number in numbers), "every weight must be a finite number"),
-        Rule(
+        (all(abs(number) < float("inf") for number in numbers), "every weight must be a finite number"),
+        (
             config.language_model is None or config.decode != "greedy",
             "--language_model works with --decode prefix, attention or joint",
         ),
@@ -77,7 +97,7 @@ def check_decoding(config: DecodingConfig) -> None:
 
 def raise_broken(rules: list[Rule]) -> None:
     """Raises a UsageError that lists the rules that do not hold."""
-    broken = [rule.message for rule in rules if not rule.holds]
+    broken = [message for holds, message in rules if not holds]
     if broken:
         raise UsageError("These flags cannot work: " + "; ".join(broken) + ".")
 
@@ -85,97 +105,97 @@ def raise_broken(rules: list[Rule]) -> None:
 def _model_rules(model: ModelConfig) -> list[Rule]:
     heads, width = model.attention_heads, model.d_model
     return [
-        Rule(
+        (
             min(width, model.encoder_layers, heads) > 0,
             "--d_model, --encoder_layers and --attention_heads must be at least 1",
         ),
-        Rule(model.decoder_layers >= 0, "--decoder_layers must be at least 0"),
-        Rule(
+        (model.decoder_layers >= 0, "--decoder_layers must be at least 0"),
+        (
             heads > 0 and width % (2 * heads) == 0,
             f"--d_model {width} must be a multiple of twice --attention_heads {heads}",
         ),
-        Rule(model.resolved_feedforward_dim > 0, "--feedforward_dim must be at least 1"),
-        Rule(model.convolution_kernel > 0 and model.convolution_kernel % 2 == 1, "--convolution_kernel must be odd"),
-        Rule(model.subsampling_channels > 0, "--subsampling_channels must be at least 1"),
-        Rule(0 <= model.dropout < 1, "--dropout must be at least 0 and below 1"),
+        (model.resolved_feedforward_dim > 0, "--feedforward_dim must be at least 1"),
+        (model.convolution_kernel > 0 and model.convolution_kernel % 2 == 1, "--convolution_kernel must be odd"),
+        (model.subsampling_channels > 0, "--subsampling_channels must be at least 1"),
+        (0 <= model.dropout < 1, "--dropout must be at least 0 and below 1"),
     ]
 
 
 def _data_rules(data: DataConfig) -> list[Rule]:
     return [
-        Rule(
+        (
             all(number == AUTO or number > 0 for number in (data.batch_size, data.gradient_accumulation_steps)),
             "--batch_size and --gradient_accumulation_steps must be at least 1",
         ),
-        Rule(
+        (
             data.effective_batch_size is None or data.effective_batch_size > 0,
             "--effective_batch_size must be at least 1",
         ),
-        Rule(
+        (
             data.micro_batches_at_once == AUTO or 1 <= data.micro_batches_at_once <= 64,
             "--micro_batches_at_once must be between 1 and 64",
         ),
-        Rule(0 < data.train_subset <= 100, "--train_subset is a percentage: above 0, at most 100"),
-        Rule(0 <= data.min_duration < data.max_duration, "--min_duration must be below --max_duration"),
-        Rule(
+        (0 < data.train_subset <= 100, "--train_subset is a percentage: above 0, at most 100"),
+        (0 <= data.min_duration < data.max_duration, "--min_duration must be below --max_duration"),
+        (
             min(data.max_validation_duration, data.validation_batch_seconds, data.loader_timeout) > 0,
             "--max_validation_duration, --validation_batch_seconds and --loader_timeout must be above 0",
         ),
-        Rule(data.max_tokens > 0, "--max_tokens must be at least 1"),
-        Rule(0 <= data.num_workers <= 64, "--num_workers must be between 0 and 64"),
+        (data.max_tokens > 0, "--max_tokens must be at least 1"),
+        (0 <= data.num_workers <= 64, "--num_workers must be between 0 and 64"),
     ]
 
 
 def _feature_rules(features: FeatureConfig) -> list[Rule]:
     return [
-        Rule(SUBSAMPLED_BINS <= features.mel_bins <= 512, f"--mel_bins must be between {SUBSAMPLED_BINS} and 512"),
-        Rule(0 < features.fft_samples <= 2**14, "--fft_samples must be between 1 and 16384"),
-        Rule(
+        (SUBSAMPLED_BINS <= features.mel_bins <= 512, f"--mel_bins must be between {SUBSAMPLED_BINS} and 512"),
+        (0 < features.fft_samples <= 2**14, "--fft_samples must be between 1 and 16384"),
+        (
             0 < features.window_samples <= features.fft_samples,
             "--window_samples must be at least 1 and at most --fft_samples",
         ),
-        Rule(0 < features.hop_samples <= features.fft_samples, "--hop_samples must be between 1 and --fft_samples"),
-        Rule(features.smallest_power > 0, "--smallest_power must be above 0"),
+        (0 < features.hop_samples <= features.fft_samples, "--hop_samples must be between 1 and --fft_samples"),
+        (features.smallest_power > 0, "--smallest_power must be above 0"),
     ]
 
 
 def _augment_rules(augment: AugmentConfig, mel_bins: int) -> list[Rule]:
     speeds = augment.speed_perturbation
     return [
-        Rule(
+        (
             speeds == AUTO or (len(speeds) > 0 and all(0.5 <= speed <= 2 for speed in speeds)),
             "--speed_perturbation takes speeds between 0.5 and 2",
         ),
-        Rule(
+        (
             augment.frequency_masks >= 0 and 0 <= augment.frequency_mask_bins <= mel_bins,
             f"--frequency_masks must be at least 0 and --frequency_mask_bins between 0 and {mel_bins}",
         ),
-        Rule(
+        (
             augment.time_masks >= 0 and 0 <= augment.time_mask_share <= 1,
             "--time_masks must be at least 0 and --time_mask_share between 0 and 1",
         ),
-        Rule(
+        (
             0 <= augment.rir_share <= 1 and 0 <= augment.noise_share <= 1,
             "--rir_share and --noise_share must be between 0 and 1",
         ),
-        Rule(0 <= augment.gain <= 40, "--gain must be between 0 and 40 dB"),
+        (0 <= augment.gain <= 40, "--gain must be between 0 and 40 dB"),
     ]
 
 
 def _learning_rules(config: TrainConfig) -> list[Rule]:
     loss, optimizer = config.loss, config.optimizer
     return [
-        Rule(config.text.vocab_size > 4, "--vocab_size must be above 4"),
-        Rule(loss.ctc_weight == AUTO or 0 <= loss.ctc_weight <= 1, "--ctc_weight must be between 0 and 1"),
-        Rule(0 <= loss.intermediate_ctc_weight < 1, "--intermediate_ctc_weight must be at least 0 and below 1"),
-        Rule(0 <= loss.label_smoothing < 1, "--label_smoothing must be at least 0 and below 1"),
-        Rule(optimizer.learning_rate > 0, "--learning_rate must be above 0"),
-        Rule(
+        (config.text.vocab_size > 4, "--vocab_size must be above 4"),
+        (loss.ctc_weight == AUTO or 0 <= loss.ctc_weight <= 1, "--ctc_weight must be between 0 and 1"),
+        (0 <= loss.intermediate_ctc_weight < 1, "--intermediate_ctc_weight must be at least 0 and below 1"),
+        (0 <= loss.label_smoothing < 1, "--label_smoothing must be at least 0 and below 1"),
+        (optimizer.learning_rate > 0, "--learning_rate must be above 0"),
+        (
             (optimizer.warmup_steps == AUTO or optimizer.warmup_steps >= 0) and optimizer.weight_decay >= 0,
             "--warmup_steps and --weight_decay must be at least 0",
         ),
-        Rule(optimizer.max_grad_norm > 0, "--max_grad_norm must be above 0"),
-        Rule(config.memory.empty_cache_interval >= 0, "--empty_cache_interval must be at least 0"),
+        (optimizer.max_grad_norm > 0, "--max_grad_norm must be above 0"),
+        (config.memory.empty_cache_interval >= 0, "--empty_cache_interval must be at least 0"),
     ]
 
 
@@ -183,19 +203,19 @@ def _head_rules(config: TrainConfig) -> list[Rule]:
     loss, has_decoder, asked = config.loss, config.model.decoder_layers > 0, config.data.test_decode
     has_ctc = loss.ctc_weight != 0
     return [
-        Rule(
+        (
             has_decoder or loss.ctc_weight in (AUTO, 1),
             "--decoder_layers 0 leaves CTC alone: give --ctc_weight 1, or leave it out",
         ),
-        Rule(
+        (
             has_ctc or not loss.intermediate_ctc_weight,
             "--intermediate_ctc_weight is a share of the CTC loss, of which --ctc_weight 0 leaves none",
         ),
-        Rule(
+        (
             has_decoder or asked not in ("attention", "joint"),
             f"--test_decode {asked} needs a decoder, and --decoder_layers is 0: give auto, greedy or prefix",
         ),
-        Rule(
+        (
             has_ctc or asked not in ("prefix", "joint"),
             f"--test_decode {asked} needs CTC, and --ctc_weight is 0: give auto, greedy or attention",
         ),
@@ -206,21 +226,21 @@ def _tuning_rules(config: TrainConfig) -> list[Rule]:
     tuning, run = config.tuning, config.run
     is_used = tuning.freeze not in ("none", 0) or tuning.lora_rank > 0
     return [
-        Rule(
+        (
             not is_used or run.init_from is not None or run.resume is not None,
             "--freeze and --lora_rank keep weights that the model begins with: give --init_from",
         ),
-        Rule(
+        (
             isinstance(tuning.freeze, str) or 0 <= tuning.freeze <= config.model.encoder_layers,
             f"--freeze takes none, encoder, or up to {config.model.encoder_layers} blocks",
         ),
-        Rule(0 <= tuning.lora_rank <= 1024, "--lora_rank must be between 0 and 1024"),
-        Rule(tuning.lora_alpha >= 0, "--lora_alpha must be at least 0"),
-        Rule(
+        (0 <= tuning.lora_rank <= 1024, "--lora_rank must be between 0 and 1024"),
+        (tuning.lora_alpha >= 0, "--lora_alpha must be at least 0"),
+        (
             tuning.lora_rank == 0 or tuning.freeze == "none",
             "--lora_rank freezes all layers by itself: leave --freeze out",
         ),
-        Rule(
+        (
             tuning.lora_rank == 0 or set(tuning.lora_targets) <= LORA_LAYERS and len(tuning.lora_targets) > 0,
             f"--lora_targets takes some of {', '.join(sorted(LORA_LAYERS))}",
         ),
@@ -230,17 +250,17 @@ def _tuning_rules(config: TrainConfig) -> list[Rule]:
 def _run_rules(run: RunConfig) -> list[Rule]:
     starts = [run.resume is not None, run.fresh or run.init_from is not None]
     return [
-        Rule(run.epochs == AUTO or run.epochs > 0, "--epochs must be at least 1"),
-        Rule(run.max_steps is None or run.max_steps > 0, "--max_steps must be at least 1"),
-        Rule(run.early_stop_epochs is None or run.early_stop_epochs > 0, "--early_stop_epochs must be at least 1"),
-        Rule(0 <= run.seed < 2**63, "--seed must be between 0 and 2^63 - 1"),
-        Rule(min(run.save_minutes, run.save_steps) >= 0, "--save_minutes and --save_steps must be at least 0"),
-        Rule(run.rank_timeout > 0, "--rank_timeout must be above 0"),
-        Rule(run.keep_checkpoints >= 2, "--keep_checkpoints must be at least 2"),
-        Rule(
+        (run.epochs == AUTO or run.epochs > 0, "--epochs must be at least 1"),
+        (run.max_steps is None or run.max_steps > 0, "--max_steps must be at least 1"),
+        (run.early_stop_epochs is None or run.early_stop_epochs > 0, "--early_stop_epochs must be at least 1"),
+        (0 <= run.seed < 2**63, "--seed must be between 0 and 2^63 - 1"),
+        (min(run.save_minutes, run.save_steps) >= 0, "--save_minutes and --save_steps must be at least 0"),
+        (run.rank_timeout > 0, "--rank_timeout must be above 0"),
+        (run.keep_checkpoints >= 2, "--keep_checkpoints must be at least 2"),
+        (
             run.run_name not in ("", ".", "..") and "/" not in run.run_name and "\0" not in run.run_name,
             "--run_name must be a plain folder name",
         ),
-        Rule(run.resume is not None or not run.new_corpus, "--new_corpus goes on with a run: give --resume too"),
-        Rule(not all(starts), "--resume goes on with a run, --fresh and --init_from begin one: give one of them"),
+        (run.resume is not None or not run.new_corpus, "--new_corpus goes on with a run: give --resume too"),
+        (not all(starts), "--resume goes on with a run, --fresh and --init_from begin one: give one of them"),
     ]

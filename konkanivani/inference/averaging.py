@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.base.config import settings_of
 from konkanivani.base.errors import CheckpointError
 from konkanivani.base.flags import config_from_text
+from konkanivani.base.rules import settings_of
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
 from konkanivani.training.checkpoint.checkpointer import BEST, EPOCH_NAME, LAST, PREVIOUS
 

@@ -4,12 +4,13 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from konkanivani.base.config import RunConfig, TrainConfig, settings_of
+from konkanivani.base.config import RunConfig, TrainConfig
 from konkanivani.base.console import Tell, count, say, say_nothing
 from konkanivani.base.device import choose_device, choose_precision
 from konkanivani.base.distributed import ALONE, Topology, from_first
 from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.base.flags import Asked, check_idle_flags, config_from_text, contradictions
+from konkanivani.base.rules import settings_of
 from konkanivani.inference.speech_model import settings_of_weights
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.disk import check_disk

@@ -4,11 +4,10 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from konkanivani.base.command_line import output_may_be_lost
-from konkanivani.base.config import AUTO, DecodingConfig
+from konkanivani.base.config import AUTO, DecodingConfig, TrainConfig
 from konkanivani.base.console import say
 from konkanivani.base.device import choose_device
 from konkanivani.base.distributed import Topology, check_same, from_first
@@ -36,7 +35,7 @@ def train_and_report(asked: Asked) -> str:
     with output_may_be_lost(), in_ranks(asked.config.run.rank_timeout) as topology:
         run = build_in_ranks(asked, topology)
         with run.logbook, sizes_kept(run):
-            if run.settings.is_rehearsed and (run.state.step == 0 or run.settings.memory.replan):
+            if is_rehearsed(run.settings) and (run.state.step == 0 or run.settings.memory.replan):
                 tell_rehearsal(run)
             train(run)
         run.interruption.end_training()
@@ -60,6 +59,11 @@ def build_in_ranks(asked: Asked, topology: Topology) -> Run:
     return run
 
 
+def is_rehearsed(config: TrainConfig) -> bool:
+    """Whether the costliest batches are tried before the first epoch."""
+    return config.memory.rehearsal == "always" or (config.memory.rehearsal == "auto" and config.is_planned)
+
+
 def score_and_sum_up(run: Run) -> str:
     """The run in one line of JSON, the test manifest scored with the best checkpoint."""
     config = run.settings
@@ -79,25 +83,20 @@ def sizes_kept(run: Run) -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True)
-class TestScore:
-    """The test manifest as decoded in one way; `evaluation` is None where there is no test manifest."""
+def score_test(run: Run, checkpoint: Path) -> dict[str, Evaluation | None]:
+    """The test manifest decoded greedily, and by --test_decode where that is another; each rank hears its portion.
 
-    decode: str
-    evaluation: Evaluation | None
-
-
-def score_test(run: Run, checkpoint: Path) -> tuple[TestScore, ...]:
-    """The test manifest scored greedily, and by --test_decode where that is another; each rank hears its portion."""
+    None where there is no test manifest.
+    """
     data, device = run.settings.data, run.step.forward.device
     possible = [way for way, is_possible in ways_to_decode(run.step.architecture).items() if is_possible]
     ways = dict.fromkeys(("greedy", possible[-1] if data.test_decode == AUTO else data.test_decode))
     if data.test_manifest is None:
-        return tuple(TestScore(way, None) for way in ways)
+        return dict.fromkeys(ways)
     trained = load_trained_model(checkpoint, device, run.topology)
     decoders = [build_decode(DecodingConfig(way), trained.architecture, trained.tokenizer, device) for way in ways]
     evaluations = [evaluate_manifest(trained, data.test_manifest, decode, data.audio_roots) for decode in decoders]
-    return tuple(map(TestScore, ways, evaluations))
+    return dict(zip(ways, evaluations, strict=True))
 
 
 def tell_rehearsal(run: Run) -> None:
@@ -148,11 +147,11 @@ def _columns(phases: tuple[PhaseMemory, ...], seconds: list[float]) -> Iterator[
     yield ["share", *(f"{value / sum(seconds):.1%}" for value in seconds)]
 
 
-def summary_line(run: Run, scores: tuple[TestScore, ...], checkpoint: str, tensorboard: str) -> str:
+def summary_line(run: Run, scores: dict[str, Evaluation | None], checkpoint: str, tensorboard: str) -> str:
     """One line of JSON; error rates are shares, null where nothing was tested or validated."""
     rates = {}
-    for score in scores:
-        test, by = score.evaluation, "" if score.decode == "greedy" else f"_{score.decode}"
+    for decode, test in scores.items():
+        by = "" if decode == "greedy" else f"_{decode}"
         patterns = {s.utterance.pattern for s in test.scored} - {""} if test else set()
         rates[f"test_wer{by}"] = test.rates.wer if test else None
         rates[f"test_cer{by}"] = test.rates.cer if test else None

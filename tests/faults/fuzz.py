@@ -24,9 +24,10 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 
-from konkanivani.base.config import TrainConfig, settings_of
+from konkanivani.base.config import TrainConfig
 from konkanivani.base.errors import DataError
 from konkanivani.base.flags import parse_flags
+from konkanivani.base.rules import settings_of
 from konkanivani.data import index
 from konkanivani.data.audio.files import AudioSource, read_header
 from konkanivani.data.audio.waveform import load_audio, stream_audio
