@@ -14,7 +14,7 @@ from konkanivani.base.distributed import ALONE
 from konkanivani.base.errors import CheckpointError
 from konkanivani.base.units import MIB
 from konkanivani.memory import monitor as monitor_module
-from konkanivani.memory.monitor import CacheClearing, MemoryMonitor, PlannedPeak, reset_peak_resident
+from konkanivani.memory.monitor import CacheClearing, MemoryMonitor, reset_peak_resident
 from konkanivani.memory.monitor import peak_resident_mib as system_peak_mib
 from konkanivani.recipe.train import allocator_retries, memory_table, summary_line
 from konkanivani.training.state import TrainState
@@ -139,11 +139,11 @@ def test_on_a_card_a_phase_has_its_retries_and_its_fragmentation(allocator):
 
 def test_what_is_planned_stands_beside_what_is_measured(allocator):
     monitor = MemoryMonitor(torch.device("cuda"), 0)
-    monitor.expect((PlannedPeak("forward", 95.5), PlannedPeak("backward", 70.0)))
+    monitor.expect({"forward": 95.5, "backward": 70.0})
     monitor.end_phase("forward")
     monitor.end_phase("update")
     assert [phase.planned_mib for phase in monitor.report()] == [95.5, None]
-    monitor.expect(())
+    monitor.expect({})
     monitor.end_phase("forward")
     assert [phase.planned_mib for phase in monitor.report()] == [None]
 
@@ -184,7 +184,7 @@ def run_with(monitor: MemoryMonitor, splits: int = 0) -> SimpleNamespace:
 
 def test_the_table_at_the_end_on_a_card(allocator):
     monitor = MemoryMonitor(torch.device("cuda"), empty_cache_interval=1)
-    monitor.expect((PlannedPeak("forward", 1200.0),))
+    monitor.expect({"forward": 1200.0})
     forward_with(monitor, allocator, allocated=1000, peak=1100, reserved=1500, retries=3)
     monitor.end_phase("update")
     monitor.report()

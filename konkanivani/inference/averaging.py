@@ -14,7 +14,7 @@ from konkanivani.base.errors import CheckpointError
 from konkanivani.base.flags import config_from_text
 from konkanivani.base.rules import settings_of
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
-from konkanivani.training.checkpoint.checkpointer import BEST, EPOCH_NAME, LAST, PREVIOUS
+from konkanivani.training.checkpoint.checkpointer import BEST, EPOCH_NAME, LAST, PREVIOUS, epochs_in
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ def average_checkpoints(checkpoints: Iterable[NamedCheckpoint]) -> Checkpoint:
 
 def newest_epochs(directory: str | Path, count: int) -> list[Path]:
     """The newest `count` epoch checkpoints of a folder, oldest first; a CheckpointError where there are fewer."""
-    found = [(int(m.group(1)), p) for p in Path(directory).glob("*.pt") if (m := EPOCH_NAME.fullmatch(p.name))]
+    found = epochs_in(Path(directory))
     if len(found) < count:
         raise CheckpointError(
             f"{directory} holds {len(found)} epoch checkpoints, not {count}. Give a smaller --last, or train with a "
             "larger --keep_checkpoints."
         )
-    return [path for _, path in sorted(found)[-count:]]
+    return found[:count][::-1]
 
 
 def is_name_of_a_run(path: str | Path) -> bool:

@@ -7,6 +7,7 @@ import re
 import resource
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,14 +64,6 @@ def trim_heap() -> None:
 
 
 @dataclass(frozen=True)
-class PlannedPeak:
-    """What a phase was planned to take at most, in MiB, counted as PhaseMemory.peak_mib is."""
-
-    phase: str
-    mib: float
-
-
-@dataclass(frozen=True)
 class CacheClearing:
     """How often cached GPU memory was returned, and the seconds that took."""
 
@@ -90,7 +83,7 @@ class MemoryMonitor:
     def __init__(self, device: torch.device, empty_cache_interval: int) -> None:
         self.device, self.empty_cache_interval = device, empty_cache_interval
         self.peak_mib = 0.0
-        self._planned: dict[str, float] = {}
+        self._planned: Mapping[str, float] = {}
         self._phases: dict[str, PhaseMemory] = {}  # since the last report
         self._phases_of_run: dict[str, PhaseMemory] = {}
         self._seconds: dict[str, float] = {}
@@ -99,9 +92,9 @@ class MemoryMonitor:
         self._booking = threading.Lock()
         self._clearing = self._clearing_of_run = CacheClearing()
 
-    def expect(self, planned: tuple[PlannedPeak, ...]) -> None:
-        """Shows these beside the measured peaks from now on, in place of what was expected before."""
-        self._planned = {peak.phase: peak.mib for peak in planned}
+    def expect(self, planned: Mapping[str, float]) -> None:
+        """Shows the MiB planned for each phase beside its measured peak from now on, in place of what was expected."""
+        self._planned = planned
 
     def end_phase(self, phase: str) -> None:
         """Books what has happened since the last call under `phase`; side by side, that of whoever is first to end."""

@@ -9,7 +9,6 @@ from konkanivani.base.errors import CheckpointError
 from konkanivani.base.units import MIB, budget_text, peak_text
 from konkanivani.data.batching import SizeLimit
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.monitor import PlannedPeak
 from konkanivani.model.asr import frozen_count, parameter_count
 
 STATE_BYTES = 16  # a trained parameter's weight, gradient and two moments in fp32
@@ -59,11 +58,12 @@ class MemoryPlan:
         """How many blocks are recomputed at what length."""
         return RecomputePolicy("auto", tuple((bucket.seconds, bucket.recomputed_blocks) for bucket in self.buckets))
 
-    def planned_peaks(self, before: float) -> tuple[PlannedPeak, ...]:
+    def planned_peaks(self, before: float) -> dict[str, float]:
         """The planned peak of each phase in MiB as the monitor measures it, on a process that took `before` MiB."""
-        phases = ("forward", self.forward), ("backward", self.backward), ("update", self.update)
-        validation = (("validation", self.validation),) if self.validation else ()
-        return tuple(PlannedPeak(name, before + size / MIB) for name, size in (*phases, *validation))
+        phases = {"forward": self.forward, "backward": self.backward, "update": self.update}
+        if self.validation:
+            phases["validation"] = self.validation
+        return {phase: before + size / MIB for phase, size in phases.items()}
 
     @property
     def peak(self) -> int:

@@ -32,11 +32,6 @@ class Outcome(enum.IntEnum):
     STOPPED = 2
 
 
-def alone(outcome: Outcome) -> Outcome:
-    """What one process agrees on with itself."""
-    return outcome
-
-
 @dataclass(frozen=True)
 class Cut:
     """How the work on some utterances is run: in which micro-batches, and whether every block is recomputed.
@@ -211,7 +206,7 @@ class Attempts(Generic[Result]):
         cut: Cut,
         splits: RememberedSplits,
         undo: Callable[[], None] = lambda: None,
-        agree: Callable[[Outcome], Outcome] = alone,
+        agree: Callable[[Outcome], Outcome] = lambda mine: mine,
     ) -> None:
         """`undo` takes back what a failed attempt has left, and must not allocate to speak of.
 

@@ -136,13 +136,13 @@ def move_newer_aside(checkpointer: Checkpointer, run_directory: Path, resumed: P
     newer = checkpointer.newer_than(resumed, step)
     if not newer:
         return
-    steps = [found.step for found in newer if found.step is not None]
+    steps = [found for found in newer.values() if found is not None]
     back = f"{count(max(steps) - step, 'step')} behind the newest" if steps else "behind a newer one that is damaged"
     say(f"This goes back: {resumed.name} is {back} in {checkpointer.directory}.")
     copied = _copy_aside(run_directory)
-    aside = checkpointer.move_aside([found.path for found in newer])
+    aside = checkpointer.move_aside(newer)
     checkpointer.restore_best(progress["epochs_finished"] - progress["epochs_without_improvement"])
-    names = ", ".join(sorted(found.path.name for found in newer))
+    names = ", ".join(sorted(path.name for path in newer))
     logs = f", the log up to there in {copied}" if copied else ""
     say(f"What is newer ({names}) is now in {aside}{logs}.")
 

@@ -7,7 +7,7 @@ checks every record's CRC first, because torch.load does not, and refuses what t
 import errno
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol
 
@@ -46,15 +46,9 @@ class Checkpoint:
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     """Writes and fsyncs `path`; where that fails the file is removed and a ResourceError says why."""
-    record = {
-        "format": FORMAT,
-        "config": checkpoint.config,
-        "tokenizer": torch.frombuffer(bytearray(checkpoint.tokenizer), dtype=torch.uint8),
-        "vocab_size": checkpoint.vocab_size,
-        "step": checkpoint.step,
-        "plan_digest": checkpoint.plan_digest,
-        "states": {name: dict(state) for name, state in checkpoint.states.items()},
-    }
+    record = {"format": FORMAT} | vars(checkpoint)
+    record["tokenizer"] = torch.frombuffer(bytearray(checkpoint.tokenizer), dtype=torch.uint8)
+    record["states"] = {name: dict(state) for name, state in checkpoint.states.items()}
     try:
         with open(path, "wb") as file:
             torch.save(record, file)
@@ -134,14 +128,8 @@ def _parse_record(record: object, path: Path) -> Checkpoint:
     )
     if not sound:
         raise CheckpointError(f"The checkpoint {path} does not hold what one of ours holds. Use another one.")
-    return Checkpoint(
-        config=record["config"],
-        tokenizer=tokenizer.numpy().tobytes(),
-        vocab_size=record["vocab_size"],
-        step=record["step"],
-        plan_digest=record["plan_digest"],
-        states=states,
-    )
+    kept = {field.name: record[field.name] for field in fields(Checkpoint)}
+    return Checkpoint(**kept | {"tokenizer": tokenizer.numpy().tobytes()})
 
 
 def check_states(checkpoint: Checkpoint, known: Collection[str]) -> None:

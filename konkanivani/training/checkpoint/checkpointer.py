@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,14 +15,6 @@ from konkanivani.training.checkpoint.checkpoint import Checkpoint, OtherVersionE
 
 LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
 EPOCH_NAME = re.compile(r"checkpoint_epoch_(\d+)\.pt")
-
-
-@dataclass(frozen=True)
-class FoundStep:
-    """A checkpoint's path and step; None where it is damaged."""
-
-    path: Path
-    step: int | None
 
 
 class Checkpointer:
@@ -56,7 +47,12 @@ class Checkpointer:
             # What a kill left may share its bytes with an epoch or the best one, which writing over it would change.
             partial.unlink(missing_ok=True)
             write_checkpoint(partial, checkpoint)
-            self._check_written(partial)
+            if not is_whole(partial):
+                partial.unlink(missing_ok=True)
+                raise ResourceError(
+                    f"The checkpoint {partial} was not kept: read again, it is not what was written. Check the disk of "
+                    f"{self.directory}, or give another --checkpoint_dir."
+                )
             if epoch is not None:
                 _link(partial, self.directory / f"checkpoint_epoch_{epoch}.pt")
             if is_best:
@@ -67,7 +63,8 @@ class Checkpointer:
             os.replace(partial, last)
             self._step_of_last = checkpoint.step
             _sync_directory(self.directory)
-            self._prune()
+            for path in epochs_in(self.directory)[self.keep :]:
+                path.unlink(missing_ok=True)
         except OSError as error:
             self.discard_unfinished()
             raise ResourceError(
@@ -81,14 +78,6 @@ class Checkpointer:
         with contextlib.suppress(OSError):
             for left in self.directory.glob("*.partial"):
                 left.unlink()
-
-    def _check_written(self, partial: Path) -> None:
-        if not is_whole(partial):
-            partial.unlink(missing_ok=True)
-            raise ResourceError(
-                f"The checkpoint {partial} was not kept: read again, it is not what was written. Check the disk of "
-                f"{self.directory}, or give another --checkpoint_dir."
-            )
 
     def read_newest_sound(self, sets_aside: bool = True) -> tuple[Path, Checkpoint] | None:
         """The newest checkpoint that verifies, or None in a folder without any.
@@ -147,12 +136,12 @@ class Checkpointer:
             "--learning_rate."
         )
 
-    def newer_than(self, resumed: Path, step: int) -> list["FoundStep"]:
-        """The other checkpoints of the folder that are of more steps, or damaged, so that nobody can say.
+    def newer_than(self, resumed: Path, step: int) -> dict[Path, int | None]:
+        """The steps of the folder's other checkpoints that are of more; None of a damaged one, so that nobody can say.
 
         Beside `last`, which is the newest of a run, only what has been changed after it is read.
         """
-        own, steps, newer = resumed.stat(), {}, []
+        own, steps, newer = resumed.stat(), {}, {}
         for path in self._candidates():
             entry = path.stat()
             is_older = resumed.name == LAST and entry.st_mtime_ns <= own.st_mtime_ns
@@ -162,7 +151,7 @@ class Checkpointer:
                 steps[entry.st_ino] = _step_of(path)
             found = steps[entry.st_ino]
             if found is None or found > step:
-                newer.append(FoundStep(path, found))
+                newer[path] = found
         return newer
 
     def restore_best(self, epoch: int) -> None:
@@ -183,23 +172,20 @@ class Checkpointer:
             os.replace(path, aside / path.name)
         return aside
 
-    def _epochs(self) -> list[Path]:
-        """Epoch checkpoints, newest first."""
-        found = [(int(m.group(1)), p) for p in self.directory.glob("*.pt") if (m := EPOCH_NAME.fullmatch(p.name))]
-        return [path for _, path in sorted(found, reverse=True)]
-
     def _candidates(self) -> list[Path]:
         """Checkpoints to resume from, newest first."""
-        named = [self.directory / LAST, self.directory / PREVIOUS, *self._epochs(), self.directory / BEST]
+        named = [self.directory / LAST, self.directory / PREVIOUS, *epochs_in(self.directory), self.directory / BEST]
         return [path for path in named if path.is_file()]
 
     def _damaged(self) -> list[Path]:
         """Checkpoints that were set aside; a folder of nothing else is no empty folder."""
         return sorted(self.directory.glob("checkpoint_*.damaged"))
 
-    def _prune(self) -> None:
-        for path in self._epochs()[self.keep :]:
-            path.unlink(missing_ok=True)
+
+def epochs_in(directory: Path) -> list[Path]:
+    """The epoch checkpoints of a folder, newest first."""
+    found = [(int(m.group(1)), p) for p in directory.glob("*.pt") if (m := EPOCH_NAME.fullmatch(p.name))]
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def _step_of(path: Path) -> int | None:

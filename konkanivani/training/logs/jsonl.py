@@ -19,6 +19,7 @@ from konkanivani.training.logs.records import (
 )
 
 LOG_NAME = "log.jsonl"
+KINDS = {StepRecord: "step", SkipRecord: "skip", ValidationRecord: "validation", RehearsalRecord: "rehearsal"}
 
 
 class JsonLinesSink:
@@ -38,17 +39,9 @@ class JsonLinesSink:
             self._is_cut = True
 
     def write(self, record: Record) -> None:
-        match record:
-            case StepRecord():
-                kind = "step"
-            case SkipRecord():
-                kind = "skip"
-            case ValidationRecord():
-                kind = "validation"
-            case RehearsalRecord():
-                kind = "rehearsal"
-            case _:
-                return
+        kind = KINDS.get(type(record))
+        if kind is None:
+            return
         self.open()
         line = json.dumps({"kind": kind} | _finite(asdict(record)), ensure_ascii=False, allow_nan=False)
         append_whole(self._path, line.encode() + b"\n")

@@ -1,24 +1,15 @@
 """How much of the device a training step makes use of: its share of the arithmetic that the device can do."""
 
-from typing import NamedTuple
-
 import torch
 
 from konkanivani.data.batch import Window
 from konkanivani.model.architecture import Architecture
-from konkanivani.model.flops import Multiply, product_rate, step_flop
+from konkanivani.model.flops import product_rate, step_flop
 from konkanivani.model.kernels.matmul import product
 
-
-class MatrixSize(NamedTuple):
-    """The side of the square matrices whose product is the device's best, and how often it is timed."""
-
-    side: int
-    rounds: int
-
-
-# Large enough to fill the device; fp16's three matrices are 24 MiB on a card, fp32's 12 MiB on a CPU.
-SIZES = {"cuda": MatrixSize(2048, 20), "cpu": MatrixSize(1024, 5)}
+# The side of the square matrices whose product is the device's best, and how often it is timed: large enough to fill
+# the device; fp16's three matrices are 24 MiB on a card, fp32's 12 MiB on a CPU.
+SIZES = {"cuda": (2048, 20), "cpu": (1024, 5)}
 
 
 class Utilisation:
@@ -26,8 +17,10 @@ class Utilisation:
 
     def __init__(self, architecture: Architecture, device: torch.device, dtype: torch.dtype) -> None:
         self.architecture, self.device = architecture, device
-        size, multiply = SIZES[device.type], _multiply_of(dtype)
-        self.rate = product_rate(multiply, device, dtype, size.side, size.rounds)
+        side, rounds = SIZES[device.type]
+        # The product that the model's layers take, so that a library which is faster elsewhere does not flatter it.
+        multiply = product if dtype == torch.float32 else torch.mm
+        self.rate = product_rate(multiply, device, dtype, side, rounds)
         self._is_card_silent = device.type != "cuda"
 
     def model_flops_utilisation(self, window: Window, seconds: float) -> float:
@@ -54,8 +47,3 @@ class Utilisation:
         except Exception:  # no NVML, no permission, a slice of a card: training does not depend on knowing
             self._is_card_silent = True
             return None
-
-
-def _multiply_of(dtype: torch.dtype) -> Multiply:
-    """The product that the model's layers take, so that a library which is faster elsewhere does not flatter it."""
-    return product if dtype == torch.float32 else torch.mm
