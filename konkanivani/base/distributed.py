@@ -107,11 +107,6 @@ def agree(topology: Topology, number: int) -> int:
     return max(theirs for (theirs,) in gather_numbers(topology, [number]))
 
 
-def sum_across(topology: Topology, numbers: Sequence[int]) -> list[int]:
-    """The sums of all ranks' numbers, each exact."""
-    return [sum(column) for column in zip(*gather_numbers(topology, numbers), strict=True)]
-
-
 def gather(topology: Topology, item: Item) -> list[Item]:
     """Every rank's item, by rank, on each of them; what pickle takes."""
     if topology.is_alone:

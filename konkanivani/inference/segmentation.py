@@ -19,10 +19,8 @@ SMOOTHED = 5  # steps, an odd number: a level is the mean power over 50 ms
 NOTHING = -90.0  # dB under full scale: less than one step of 16 bit
 QUIETEST_SHARE = 0.02  # of the steps: their level is that of the noise, or of the closures of stops
 DEEPEST = 60.0  # dB: the noise is taken to be at most so far under the loudest, as where a gate has made zeros of it
-MOST_ABOVE_NOISE, SHARE_ABOVE_NOISE = (
-    10.0,
-    0.25,
-)  # a pause's level: so many dB, and this share of the way to the loudest
+# A pause's level above the noise's: so many dB, and this share of the way to the loudest.
+MOST_ABOVE_NOISE, SHARE_ABOVE_NOISE = 10.0, 0.25
 # dB: what stays nearer to the noise is noise. Speech does not, not even where there is as much noise as speech: its
 # loudest syllables are about 8 dB above its mean.
 LEAST_REACH = 6.0

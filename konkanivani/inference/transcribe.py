@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from konkanivani.base.command_line import is_out_of_memory
 from konkanivani.base.console import count, printable
-from konkanivani.base.distributed import ALONE, Topology, gather, sum_across
+from konkanivani.base.distributed import ALONE, Topology, gather
 from konkanivani.base.errors import DataError, ResourceError, UsageError
 from konkanivani.base.files import visible_files, whole_file
 from konkanivani.data.audio.files import AudioSource, ShortAudio, UnusableAudio, claimed_header
@@ -125,7 +125,7 @@ class Transcription:
                     failed += 1
                     progress.write(f"{printable(error)}\n", sys.stderr)
                 progress.end(int(number))
-        failed = sum_across(self.topology, [failed])[0]
+        failed = sum(gather(self.topology, failed))
         if failed:
             raise DataError(
                 f"{failed} of {len(recordings)} files could not be transcribed, for the reasons above. Mend or leave "

@@ -1,5 +1,6 @@
 """Composition root: every part of a run, built from its settings and the checkpoint that it begins with."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +54,11 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
     topology, resident_before, device = start.topology, resident_mib(), choose_device(start.config.run.device)
     announce_card(device)
     run_directory = make_run_directory(start.config) if topology.is_first else None
-    speech = build_speech(start, device, rejected_file(start, run_directory))
+    # A dry run lists nowhere what it leaves out; a run keeps an earlier one's list.
+    rejected = None if run_directory is None or start.config.run.dry_run else run_directory / REJECTED
+    if rejected and not start.resumed:
+        keep_rejected(run_directory)
+    speech = build_speech(start, device, rejected)
     start, config = replace(start, config=speech.config), speech.config
     tell("data", speech.sentence())
     planner = EpochPlanner(speech.train.utterances.durations, config.window_size, config.run.seed)
@@ -93,15 +98,6 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
     )
 
 
-def rejected_file(start: Start, run_directory: Path | None) -> Path | None:
-    """Where the run lists the utterances that it leaves out, an earlier run's list kept; None where it lists none."""
-    if run_directory is None or start.config.run.dry_run:
-        return None
-    if not start.resumed:
-        keep_rejected(run_directory)
-    return run_directory / REJECTED
-
-
 def build_planned_step(
     start: Start, device: torch.device, speech: RunSpeech, planner: EpochPlanner, resident_before: float, tell: Tell
 ) -> tuple[StepParts, MemoryPlan | None]:
@@ -112,7 +108,7 @@ def build_planned_step(
     sharded = choose_sharding(config, architecture, device, free, topology)
     plan = plan_memory(start, speech, architecture, device, free, sharded) if config.is_planned else None
     tell("plan", _plan_sentence(config, plan, planner))
-    total_steps = _total_steps(config, planner)
+    total_steps = min(config.run.epochs * planner.windows_per_epoch(), config.run.max_steps or sys.maxsize)
     step = build_step_parts(config, architecture, device, total_steps, topology=topology, sharded=sharded)
     return (keep_to_plan(step, plan, resident_before) if plan else step), plan
 
@@ -140,7 +136,9 @@ def load_weights(
 ) -> None:
     """Loads what the run goes on from, or the weights that it begins with, where it names a checkpoint."""
     if start.resumed:
-        _load_resumed(start, stateful)
+        check_states(start.resumed, {*stateful, "plan", "corpus"})
+        forgotten = {"splits"} if start.config.memory.replan else set()
+        load_states(start.resumed, {name: part for name, part in stateful.items() if name not in forgotten})
         _fit_cursor(state, start.resumed, planner)
     if start.initial:
         whole = step.model
@@ -158,13 +156,6 @@ def take_checkpoint_folder(start: Start, run_directory: Path | None) -> Checkpoi
     elif run_directory is not None:
         move_aside(checkpointer, run_directory)
     return checkpointer
-
-
-def _load_resumed(start: Start, stateful: Mapping[str, Stateful]) -> None:
-    """Loads the checkpoint's state into the parts; with --replan what did not fit is forgotten."""
-    check_states(start.resumed, {*stateful, "plan", "corpus"})
-    forgotten = {"splits"} if start.config.memory.replan else set()
-    load_states(start.resumed, {name: part for name, part in stateful.items() if name not in forgotten})
 
 
 def _learn_sizes(config: TrainConfig, step: StepParts) -> None:
@@ -258,11 +249,6 @@ def _take_weights(initial: Checkpoint, stateful: Stateful, whole: KonkaniVaniASR
     if stateful is not whole:
         stateful.load_state_dict(whole.state_dict())
     print(f"Weights from the checkpoint of step {initial.step}:\n{takeover.summary()}", flush=True)
-
-
-def _total_steps(config: TrainConfig, planner: EpochPlanner) -> int:
-    steps = config.run.epochs * planner.windows_per_epoch()
-    return steps if config.run.max_steps is None else min(steps, config.run.max_steps)
 
 
 def _plan_sentence(config: TrainConfig, plan: MemoryPlan | None, planner: EpochPlanner) -> str:

@@ -3,7 +3,8 @@
 import dataclasses
 import hashlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,17 +88,13 @@ def resolve_plan(
     rate = float(train.tokens.sum() / train.seconds.sum())
     costs = costs_among(costs_of(device), architecture, ranks)
     check_state(config, architecture, costs, budget)
-    traces, path = build_traces(config, architecture, costs), traces_path(config, architecture, costs)
-    if path:
-        traces.read(path)
-    plan = _plan_buckets(config, Planner(traces, budget, rate), conditions, train, validation)
-    at_once = at_once_of(config, device, ranks.sharded)
-    if at_once > 1:
-        side_by_side = _plan_buckets(config, Planner(traces, budget, rate, at_once), conditions, train, validation)
-        if _has_room(side_by_side, plan, is_asked_for=config.data.micro_batches_at_once != AUTO):
-            plan = side_by_side
-    if path:
-        traces.write(path)
+    with kept_traces(config, architecture, costs) as traces:
+        plan = _plan_buckets(config, Planner(traces, budget, rate), conditions, train, validation)
+        at_once = at_once_of(config, device, ranks.sharded)
+        if at_once > 1:
+            side_by_side = _plan_buckets(config, Planner(traces, budget, rate, at_once), conditions, train, validation)
+            if _has_room(side_by_side, plan, is_asked_for=config.data.micro_batches_at_once != AUTO):
+                plan = side_by_side
     _check_every_utterance_fits(plan.buckets, train, config, budget)
     return plan
 
@@ -174,10 +171,19 @@ def build_tracer(config: TrainConfig, architecture: Architecture, costs: DeviceC
     return StepTracer(step, architecture.build_front_end(config.augment), costs)
 
 
-def build_traces(config: TrainConfig, architecture: Architecture, costs: DeviceCosts) -> Traces:
-    """The traces of this configuration's step, none made yet."""
+@contextmanager
+def kept_traces(config: TrainConfig, architecture: Architecture, costs: DeviceCosts) -> Iterator[Traces]:
+    """The traces of this configuration's step: those made before, and all at the end kept for the next one who asks."""
     blocks, hop = len(architecture.build_without_values().blocks), architecture.framing.encoder_hop
-    return Traces(lambda: build_tracer(config, architecture, costs), blocks, costs, hop)
+    traces = Traces(lambda: build_tracer(config, architecture, costs), blocks, costs, hop)
+    path = traces_path(config, architecture, costs)
+    if path is None:
+        yield traces
+        return
+    traces.read(path)
+    yield traces
+    traces.read(path)  # what others have kept meanwhile
+    traces.write(path)
 
 
 def traces_path(config: TrainConfig, architecture: Architecture, costs: DeviceCosts) -> Path | None:

@@ -4,12 +4,12 @@ import dataclasses
 import gc
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 
@@ -20,16 +20,14 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.plan import BucketPlan
 from konkanivani.memory.planner import ALWAYS, MOST_UTTERANCES, NEVER, Planner
-from konkanivani.memory.traces import Traces
-from konkanivani.model.architecture import Architecture, architecture_of
+from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.plan import (
     ONE_RANK,
     Ranks,
-    build_traces,
     check_state,
     costs_among,
+    kept_traces,
     state_bytes,
-    traces_path,
     traffic_bytes,
 )
 
@@ -121,7 +119,7 @@ def plan_for(config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ranks 
         awaited = pool.map(_answer, questions)
         validation_peak = pool.submit(_validation_peak, questions[0]).result()  # by the process that is done first
         answers = tuple(awaited)
-    state = state_bytes(architecture_of(config, config.text.vocab_size))
+    state = state_bytes(architecture)
     return Report(
         device=costs.name,
         precision="half precision" if config.memory.mixed_precision else "full precision",
@@ -148,28 +146,14 @@ class Question:
     budget: int
     mode: str
 
-    @property
-    def architecture(self) -> Architecture:
-        """Which recogniser is asked about."""
-        return architecture_of(self.config, self.config.text.vocab_size)
-
-    def planner(self) -> Planner:
+    @contextmanager
+    def planner(self) -> Iterator[Planner]:
         """A planner of this configuration, who knows what was traced before."""
-        traces = build_traces(self.config, self.architecture, self.costs)
-        if path := self._traces_path():
-            traces.read(path)
         asked = self.config.data.micro_batches_at_once
         at_once = 1 if self.costs.is_cuda or asked == AUTO else asked  # auto: side by side only where there is room
-        return Planner(traces, self.budget, TOKENS_PER_SECOND[self.config.text.tokenizer_type], at_once)
-
-    def keep(self, traces: Traces) -> None:
-        """Keeps what has been traced for the next one who asks, beside what others have kept meanwhile."""
-        if path := self._traces_path():
-            traces.read(path)
-            traces.write(path)
-
-    def _traces_path(self) -> Path | None:
-        return traces_path(self.config, self.architecture, self.costs)
+        architecture = architecture_of(self.config, self.config.text.vocab_size)
+        with kept_traces(self.config, architecture, self.costs) as traces:
+            yield Planner(traces, self.budget, TOKENS_PER_SECOND[self.config.text.tokenizer_type], at_once)
 
     def tell(self, found: str) -> None:
         """Says on the screen, and not where the answer goes, what has been found so far."""
@@ -184,10 +168,10 @@ class Question:
 
 def _validation_peak(question: Question) -> int:
     """Bytes at the peak of validation, which recomputes nothing."""
-    planner, config = question.planner(), question.config
+    config = question.config
     longest, at_once = config.data.max_validation_duration, config.data.validation_batch_seconds
-    _, peak = planner.validation_seconds(longest, _tokens(config, longest), at_once)
-    question.keep(planner.traces)
+    with question.planner() as planner:
+        _, peak = planner.validation_seconds(longest, _tokens(config, longest), at_once)
     return peak
 
 
@@ -206,13 +190,13 @@ def _settle() -> None:
 
 
 def _answer(question: Question) -> Answer:
-    planner, config, policy, buckets = question.planner(), question.config, question.policy, []
-    for seconds in BUCKETS:
-        buckets.append(planner.largest_batch(seconds, _tokens(config, seconds), policy, MOST_UTTERANCES))
-        question.tell(f"utterances of {seconds:g} s, {buckets[-1].utterances} at once")
-    longest = planner.longest_utterance(lambda seconds: _tokens(config, seconds), policy)
+    config, policy, buckets = question.config, question.policy, []
+    with question.planner() as planner:
+        for seconds in BUCKETS:
+            buckets.append(planner.largest_batch(seconds, _tokens(config, seconds), policy, MOST_UTTERANCES))
+            question.tell(f"utterances of {seconds:g} s, {buckets[-1].utterances} at once")
+        longest = planner.longest_utterance(lambda seconds: _tokens(config, seconds), policy)
     question.tell(f"the longest utterance, {longest:g} s")
-    question.keep(planner.traces)
     return Answer(question.mode, tuple(buckets), longest)
 
 
@@ -243,18 +227,18 @@ def plan_presets(
 
 def _cells(question: Question, budgets: tuple[float, ...]) -> list[str]:
     """The question's cell for each budget in GiB."""
-    planner, config, policy, cells = question.planner(), question.config, question.policy, []
+    config, policy, cells = question.config, question.policy, []
     state = state_bytes(architecture_of(config, config.text.vocab_size))
-    for gib in budgets:
-        planner.budget = int(gib * GIB)
-        if state + planner.beside() > planner.budget:
-            cells.append("- / -")
-            continue
-        at_once = planner.largest_batch(10.0, _tokens(config, 10.0), policy, MOST_UTTERANCES).utterances
-        longest = planner.longest_utterance(lambda seconds: _tokens(config, seconds), policy)
-        cells.append(f"{at_once}{'+' if at_once == MOST_UTTERANCES else ''} / {longest:g}")
-        question.tell(f"{gib:g} GiB, {cells[-1]}")
-    question.keep(planner.traces)
+    with question.planner() as planner:
+        for gib in budgets:
+            planner.budget = int(gib * GIB)
+            if state + planner.beside() > planner.budget:
+                cells.append("- / -")
+                continue
+            at_once = planner.largest_batch(10.0, _tokens(config, 10.0), policy, MOST_UTTERANCES).utterances
+            longest = planner.longest_utterance(lambda seconds: _tokens(config, seconds), policy)
+            cells.append(f"{at_once}{'+' if at_once == MOST_UTTERANCES else ''} / {longest:g}")
+            question.tell(f"{gib:g} GiB, {cells[-1]}")
     return cells
 
 

@@ -105,7 +105,12 @@ def _resolve(asked: Asked, tell: Tell) -> Start:
     if initial:
         settings_of_weights(initial)
     lock = _take_folder(config.run)
-    _claim_folder(Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints), config)
+    folder = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints)
+    if folder.has_checkpoints() and not config.run.fresh:
+        raise UsageError(
+            f"{folder.directory} holds checkpoints of a run. Go on with --resume auto, begin anew with --fresh "
+            "(they are moved into a folder beside), or give another --checkpoint_dir."
+        )
     return _begin(config, lock, initial=initial)
 
 
@@ -205,14 +210,6 @@ def _check_log_folder(config: TrainConfig, asked: Asked, path: Path) -> None:
         raise CheckpointError(
             f"The checkpoint {path} would log to {config.run.log_dir!r}, where no run named {config.run.run_name!r} "
             "has logged. Say where with --log_dir."
-        )
-
-
-def _claim_folder(checkpointer: Checkpointer, config: TrainConfig) -> None:
-    if checkpointer.has_checkpoints() and not config.run.fresh:
-        raise UsageError(
-            f"{checkpointer.directory} holds checkpoints of a run. Go on with --resume auto, begin anew with --fresh "
-            "(they are moved into a folder beside), or give another --checkpoint_dir."
         )
 
 

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from tqdm import tqdm
 
@@ -25,16 +24,6 @@ from konkanivani.training.logs.tensorboard import TensorBoardSink
 
 PAIRS_ON_CONSOLE = 5
 UTTERANCES_ON_CONSOLE = 8
-
-
-class Sink(Protocol):
-    """Somewhere a record goes. Any method may raise; the logbook sees to it."""
-
-    name: str
-
-    def open(self) -> None: ...
-    def write(self, record: Record) -> None: ...
-    def sync(self) -> None: ...
 
 
 class Logbook:
@@ -56,7 +45,7 @@ class Logbook:
         warn: Callable[[str], None] | None = None,
     ):
         self._resumed = resumed
-        self._warn = warn or _warn_on_stderr
+        self._warn = warn or (lambda message: tqdm.write(f"warning: {message}", file=sys.stderr))
         self._sinks: tuple[Sink, ...] = ()
         if directory is not None:
             directory = Path(directory)
@@ -100,7 +89,7 @@ class Logbook:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _attempt(self, sink: Sink, action: Callable[[], None]) -> bool:
+    def _attempt(self, sink: "Sink", action: Callable[[], None]) -> bool:
         """Whether the action succeeded; if not, warns once per sink and cause."""
         try:
             action()
@@ -137,6 +126,10 @@ class ConsoleSink:
             tqdm.write(describe_skip(record))
 
 
+Sink = JsonLinesSink | TensorBoardSink | ConsoleSink
+"""Somewhere a record goes. Any method may raise; the logbook sees to it."""
+
+
 def describe_validation(record: ValidationRecord) -> str:
     """One line of numbers, then at most five references with their hypotheses."""
     parts = [f"epoch {record.epoch}", f"step {record.step}"]
@@ -158,7 +151,3 @@ def describe_skip(record: SkipRecord) -> str:
         f"Step {record.step + 1} is skipped: {record.reason}. No weight has changed. Its utterances: {utterances} "
         "(log.jsonl names those of every skipped step)."
     )
-
-
-def _warn_on_stderr(message: str) -> None:
-    tqdm.write(f"warning: {message}", file=sys.stderr)

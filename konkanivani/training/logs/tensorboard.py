@@ -84,7 +84,11 @@ class EventFile:
 
     def append(self, step: int, values: "list[Summary.Value]") -> None:
         """Appends the values of one step; without any the file has its beginning, which purges, and no more."""
-        append_whole(self.path, _framed([_event(step, values)]) if values else b"", self._header)
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
+        append_whole(self.path, _framed([event]) if values else b"", self._header)
 
     @cached_property
     def path(self) -> Path:
@@ -138,13 +142,6 @@ def tagged_numbers(record: StepRecord | ValidationRecord | RehearsalRecord, curv
             value = getattr(part, entry.name)
             if entry.metadata.get("curve") == curve and value is not None:
                 yield entry.metadata["tag"].format(phase=getattr(part, "phase", "")), value
-
-
-def _event(step: int, values: "list[Summary.Value]") -> "Event":
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    return Event(wall_time=time.time(), step=step, summary=Summary(value=values))
 
 
 def _framed(events: "list[Event]") -> bytes:
