@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEventAccumulator
 
 from konkanivani.base import files as appended_file
-from konkanivani.memory.phases import PLANNED, RESERVED, VALIDATION, PhaseMemory
+from konkanivani.memory.monitor import PLANNED, RESERVED, VALIDATION, PhaseMemory
 from konkanivani.training.logs import logbook as logbook_module
 from konkanivani.training.logs.logbook import Logbook
 from konkanivani.training.logs.records import (

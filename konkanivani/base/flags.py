@@ -78,7 +78,8 @@ def ask(arguments: list[str]) -> Asked:
     A flag that is not given has the preset's value, else the default.
     """
     parsed = read_flags(TrainConfig, arguments, TrainConfig())
-    given = frozenset(_name(word) for word in arguments if word.startswith("--"))
+    words = (word.removeprefix("--").split("=")[0] for word in arguments if word.startswith("--"))
+    given = frozenset(word.replace("-", "_") for word in words)  # of --batch-size=4, batch_size
     base = dataclasses.replace(TrainConfig(), model=PRESETS[parsed.run.preset])
     return Asked(_checked(_with_given(base, parsed, given), given, stored=None), parsed, given)
 
@@ -87,11 +88,6 @@ def parse_flags(arguments: list[str], stored: TrainConfig | None = None) -> Trai
     """The configuration that a command line asks for, over a checkpoint's if there is one."""
     asked = ask(arguments)
     return asked.over(stored) if stored else asked.config
-
-
-def _name(word: str) -> str:
-    """The flag's name as a field has it: of `--batch-size=4`, `batch_size`."""
-    return word.removeprefix("--").split("=")[0].replace("-", "_")
 
 
 def _with_given(base: TrainConfig, parsed: TrainConfig, given: frozenset[str]) -> TrainConfig:

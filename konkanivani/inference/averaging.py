@@ -41,7 +41,11 @@ def average_checkpoints(checkpoints: Iterable[NamedCheckpoint]) -> Checkpoint:
             first = newest = named
             sums = {name: tensor.double() for name, tensor in model.items() if tensor.is_floating_point()}
         else:
-            _check_alike(first, named)
+            if found := _differences(first.checkpoint, named.checkpoint):
+                raise CheckpointError(
+                    f"{first.name} and {named.name} cannot be averaged: {'; '.join(found)}. Average checkpoints of one "
+                    "run."
+                )
             for name, total in sums.items():
                 total += model[name]
         if named.checkpoint.step > newest.checkpoint.step:
@@ -82,14 +86,6 @@ def _model_alone(named: NamedCheckpoint) -> NamedCheckpoint:
     if not all(torch.isfinite(tensor).all() for tensor in weights):
         raise CheckpointError(f"The checkpoint {named.name} holds weights that are not finite. Leave it out.")
     return dataclasses.replace(named, checkpoint=dataclasses.replace(named.checkpoint, states={"model": model}))
-
-
-def _check_alike(first: NamedCheckpoint, other: NamedCheckpoint) -> None:
-    found = _differences(first.checkpoint, other.checkpoint)
-    if found:
-        raise CheckpointError(
-            f"{first.name} and {other.name} cannot be averaged: {'; '.join(found)}. Average checkpoints of one run."
-        )
 
 
 def _differences(one: Checkpoint, other: Checkpoint) -> list[str]:

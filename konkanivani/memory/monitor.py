@@ -1,4 +1,4 @@
-"""How much memory and time each phase of training takes, and the periodic return of cached GPU memory."""
+"""How much memory and time each phase of training takes, as it is logged, and the periodic return of cached memory."""
 
 import ctypes
 import dataclasses
@@ -9,15 +9,47 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from konkanivani.base.units import MIB
-from konkanivani.memory.phases import PhaseMemory
 
 HOLE_BYTES = 256 * 1024  # below an utterance's activations, which at 20 s and a width of 256 take 500 KiB each
+
+
+def tagged(tag: str, curve: str = "", default: Any = MISSING) -> Any:
+    """A dataclass field drawn by TensorBoard in the chart `tag`.
+
+    Each of the curves that share a chart has a name, a colour and an event file of its own; training's has no name.
+    """
+    return field(default=default, metadata={"tag": tag, "curve": curve})
+
+
+VALIDATION, PLANNED, RESERVED = "validation", "planned", "reserved"
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Memory in MiB at the end of a phase ("start", "data", "forward", "backward", "update", "log", "validation",
+    "save").
+
+    None = does not apply here. allocated, reserved and peak are the accelerator's; resident is the process's. On a CPU,
+    peak is the peak resident. Of a phase's moments the one of highest peak counts; of fragmentation = reserved -
+    allocated, what the allocator holds and no tensor is in, the largest.
+    `allocator_retries` counts how often CUDA refused memory until the allocator had emptied its cache.
+    """
+
+    phase: str
+    allocated_mib: float | None = None
+    reserved_mib: float | None = tagged("4 memory/{phase}_mib", RESERVED, default=None)
+    peak_mib: float | None = tagged("4 memory/{phase}_mib", default=None)
+    resident_mib: float | None = None
+    planned_mib: float | None = tagged("4 memory/{phase}_mib", PLANNED, default=None)
+    fragmentation_mib: float | None = tagged("8 allocator/fragmentation_{phase}_mib", default=None)
+    allocator_retries: int | None = tagged("8 allocator/retries_{phase}", default=None)
 
 
 def resident_mib() -> float:
@@ -165,7 +197,6 @@ class MemoryMonitor:
             allocated_mib=allocated / MIB,
             reserved_mib=reserved / MIB,
             peak_mib=stats.get("allocated_bytes.all.peak", 0) / MIB,
-            resident_mib=None,
             planned_mib=self._planned.get(phase),
             fragmentation_mib=(reserved - allocated) / MIB,
             allocator_retries=new_retries,
@@ -176,8 +207,6 @@ class MemoryMonitor:
         reset_peak_resident()
         return PhaseMemory(
             phase=phase,
-            allocated_mib=None,
-            reserved_mib=None,
             peak_mib=peak,
             resident_mib=resident,
             planned_mib=self._planned.get(phase),

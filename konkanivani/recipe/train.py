@@ -13,8 +13,8 @@ from konkanivani.base.device import choose_device
 from konkanivani.base.distributed import Topology, check_same, from_first
 from konkanivani.base.flags import Asked
 from konkanivani.decoding.decode import build_decode, ways_to_decode
+from konkanivani.memory.monitor import PhaseMemory
 from konkanivani.memory.oom_history import write_sizes
-from konkanivani.memory.phases import PhaseMemory
 from konkanivani.memory.recovery import DidNotFit
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.ranks import digest_of_code, digest_of_data, digest_of_flags, in_ranks

@@ -148,7 +148,9 @@ class Checkpointer:
             if os.path.samestat(entry, own) or is_older:
                 continue
             if entry.st_ino not in steps:  # several names are one file, which is read once
-                steps[entry.st_ino] = _step_of(path)
+                steps[entry.st_ino] = None
+                with contextlib.suppress(CheckpointError):
+                    steps[entry.st_ino] = read_checkpoint(path).step
             found = steps[entry.st_ino]
             if found is None or found > step:
                 newer[path] = found
@@ -186,13 +188,6 @@ def epochs_in(directory: Path) -> list[Path]:
     """The epoch checkpoints of a folder, newest first."""
     found = [(int(m.group(1)), p) for p in directory.glob("*.pt") if (m := EPOCH_NAME.fullmatch(p.name))]
     return [path for _, path in sorted(found, reverse=True)]
-
-
-def _step_of(path: Path) -> int | None:
-    try:
-        return read_checkpoint(path).step
-    except CheckpointError:
-        return None
 
 
 def first_free_name(directory: Path, name: str) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from konkanivani.memory.phases import PLANNED, RESERVED, VALIDATION, PhaseMemory, tagged
+from konkanivani.memory.monitor import PLANNED, RESERVED, VALIDATION, PhaseMemory, tagged
 
 
 @dataclass(frozen=True)

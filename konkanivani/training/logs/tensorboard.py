@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from konkanivani.base.files import append_whole, sync_file
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.evaluation.metrics import Edit, align_words
-from konkanivani.memory.phases import VALIDATION
+from konkanivani.memory.monitor import VALIDATION
 from konkanivani.training.logs.records import (
     CURVES,
     DRAWN_PHASES,
