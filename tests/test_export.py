@@ -27,9 +27,8 @@ from konkanivani.base.lengths import Framing, subsampled_length
 from konkanivani.data.text import Tokenizer, train_tokenizer
 from konkanivani.inference import bundle, onnx_export
 from konkanivani.inference.bundle import Contents, bundle_bytes, is_bundle, read_bundle
-from konkanivani.inference.onnx_export import quantized, require_onnx, token_texts
+from konkanivani.inference.onnx_export import OnnxModel, quantized, read_onnx, require_onnx, token_texts
 from konkanivani.inference.onnx_graph import MatrixLogMel, RecognitionGraph
-from konkanivani.inference.onnx_model import OnnxModel, read_onnx
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.inference.verify import TOLERANCE, check_bundle, check_onnx, check_signal, hear_with
 from konkanivani.model.architecture import Architecture

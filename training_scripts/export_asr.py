@@ -107,8 +107,7 @@ def export_bundle(path: Path, speech_model: "SpeechModel") -> "Exported":
 def export_onnx(flags: Flags, speech_model: "SpeechModel") -> list["Exported"]:
     """The ONNX files asked for, written, read again and checked."""
     from konkanivani.base.files import whole_file
-    from konkanivani.inference.onnx_export import build_onnx, quantized
-    from konkanivani.inference.onnx_model import read_onnx
+    from konkanivani.inference.onnx_export import build_onnx, quantized, read_onnx
     from konkanivani.inference.verify import TOLERANCE, Exported, check_onnx
 
     print("Tracing the model for ONNX, which takes up to a minute.", flush=True)

@@ -12,8 +12,7 @@ import onnx
 import torch
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
-from konkanivani.inference.onnx_export import quantized, quietly
-from konkanivani.inference.onnx_model import OnnxModel, read_onnx
+from konkanivani.inference.onnx_export import OnnxModel, quantized, quietly, read_onnx
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A speech model as an ONNX file that needs nothing of this project, and the same in eight bits.
+"""A speech model as an ONNX file that needs nothing of this project, the same in eight bits, and either one run again.
 
 B batch, S samples, T' encoder frames, V vocabulary.
 """
@@ -12,14 +12,16 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from konkanivani.base.errors import ResourceError, UsageError
-from konkanivani.base.lengths import SAMPLE_RATE
+from konkanivani.base.lengths import SAMPLE_RATE, Lengths
 from konkanivani.data.text import Tokenizer
+from konkanivani.decoding.ctc import merged_paths
 from konkanivani.inference.onnx_graph import RecognitionGraph
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.model.front_end import described
@@ -27,6 +29,7 @@ from konkanivani.model.kernels.ctc import BLANK
 
 if TYPE_CHECKING:  # an extra
     import onnx
+    import onnxruntime
 
 PACKAGES = "onnx", "onnxruntime", "onnxscript"  # the extra `export` of setup.cfg
 OPSET = 18  # the oldest that PyTorch's exporter writes; onnxruntime reads it since 1.14
@@ -136,3 +139,35 @@ def quietly() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+@dataclass(frozen=True)
+class OnnxModel:
+    """A session on the CPU (docs/export.md has the same without this project), and what each token adds to a text."""
+
+    session: "onnxruntime.InferenceSession"
+    token_texts: tuple[str, ...]
+
+    def log_probabilities(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
+        """Waveforms (B, S) of 16 kHz with their lengths -> CTC's log probabilities (B, T', V) with theirs."""
+        lengths = torch.tensor(sample_lengths, dtype=torch.int64)
+        inputs = {"waveforms": waveforms.numpy(), "sample_lengths": lengths.numpy()}
+        log_probabilities, encoded_lengths = self.session.run(list(OUTPUTS), inputs)
+        return torch.from_numpy(log_probabilities), tuple(encoded_lengths.tolist())
+
+    def hear(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> list[str]:
+        """The text of the best path through each of waveforms (B, S)."""
+        log_probabilities, encoded_lengths = self.log_probabilities(waveforms, sample_lengths)
+        paths = merged_paths(log_probabilities.argmax(dim=-1), encoded_lengths)
+        return ["".join(self.token_texts[token] for token in path).strip() for path in paths]
+
+
+def read_onnx(path: Path) -> OnnxModel:
+    """The model of a file that `build_onnx` or `quantized` made, on as many threads as torch has."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    texts = json.loads(session.get_modelmeta().custom_metadata_map["token_texts"])
+    return OnnxModel(session, tuple(texts))

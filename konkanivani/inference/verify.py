@@ -16,7 +16,7 @@ from konkanivani.base.lengths import SAMPLE_RATE, Lengths
 from konkanivani.data.loader.loading import load_batches
 from konkanivani.decoding.decode import greedy_decode
 from konkanivani.evaluation.metrics import ErrorRates, error_rates
-from konkanivani.inference.onnx_model import OnnxModel
+from konkanivani.inference.onnx_export import OnnxModel
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.training.validation import EvaluationSet
 

@@ -229,7 +229,11 @@ class Attempts(Generic[Result]):
         mine, smaller = Outcome.STOPPED if attempt.result is None else Outcome.DONE, None
         if attempt.reason is not None:
             # Before the others are told: one for whom nothing smaller is left ends with its cause, and they with it.
-            mine, smaller = Outcome.SPLIT, self._take_back(attempt)
+            self._undo()
+            release_memory()
+            mine, smaller = Outcome.SPLIT, attempt.cut.smaller()
+            if smaller is None:
+                raise _does_not_fit(attempt.cut.largest, attempt.reason)
         while (of_all := self._agree(mine)) is Outcome.SPLIT:
             self.retries += 1
             if smaller is not None:
@@ -241,14 +245,6 @@ class Attempts(Generic[Result]):
         elif mine is Outcome.DONE:
             self._undo()
         return None
-
-    def _take_back(self, attempt: Attempt[Result]) -> Cut:
-        self._undo()
-        release_memory()
-        smaller = attempt.cut.smaller()
-        if smaller is None:
-            raise _does_not_fit(attempt.cut.largest, attempt.reason)
-        return smaller
 
 
 def release_memory() -> None:

@@ -7,7 +7,6 @@ gradient before they sum it: one that ran out of memory inside of a sum would le
 import dataclasses
 import math
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -35,42 +34,34 @@ def alone(task: GradientTask) -> WindowGradient | None:
     return attempts.result and dataclasses.replace(attempts.result, splits=attempts.retries)
 
 
-@dataclass(frozen=True)
-class GradientPortion:
-    """One rank's summed losses (terms,), and the bucket in which its gradient, in each `.grad`, is to be summed."""
-
-    totals: torch.Tensor
-    bucket: torch.Tensor
-
-
 def summed_over_ranks(task: GradientTask) -> WindowGradient | None:
     """The sum of the gradients of all ranks, each of which has all weights and some micro-batches; see GradientOf."""
     parts, topology = task.parts, task.parts.topology
-    attempts: Attempts[GradientPortion] = Attempts(
+    attempts: Attempts[tuple[torch.Tensor, torch.Tensor]] = Attempts(
         task.cut, parts.splits, partial(drop_gradient, parts), lambda outcome: Outcome(agree(topology, outcome))
     )
     for attempt in attempts:
         with attempt:
             totals = accumulate(task, attempt.cut)
-            attempt.result = None if totals is None else _portion(parts, attempt.cut, totals)
+            attempt.result = None if totals is None else (totals, _bucket(parts, attempt.cut, totals))
     if attempts.retries:
         for sizes in gather(topology, parts.splits.sizes()):
             parts.splits.learn(sizes)
     if attempts.result is None:
         return None
-    totals, bucket = attempts.result.totals, attempts.result.bucket
+    totals, bucket = attempts.result
     sum_tensors(topology, [parameter.grad for parameter in trained_parameters(parts.model)], bucket)
     sum_tensors(topology, [totals], totals)
     return dataclasses.replace(finish_gradient(parts, totals), splits=attempts.retries)
 
 
-def _portion(parts: StepParts, cut: Cut, totals: torch.Tensor) -> GradientPortion:
-    """What this rank adds, with the room in which it will be summed: then it has all the memory that the step needs."""
+def _bucket(parts: StepParts, cut: Cut, totals: torch.Tensor) -> torch.Tensor:
+    """The room in which this rank's gradient will be summed: then it has all the memory that the step needs."""
     if not cut.micro_batches:  # a rank that was dealt nothing
         parts.scaler.scale(totals)  # only this makes the scale exist
         for parameter in trained_parameters(parts.model):
             parameter.grad = torch.zeros_like(parameter)
-    return GradientPortion(totals, bucket_for([parameter.grad for parameter in trained_parameters(parts.model)]))
+    return bucket_for([parameter.grad for parameter in trained_parameters(parts.model)])
 
 
 def of_shared_weights(task: GradientTask) -> WindowGradient | None:
