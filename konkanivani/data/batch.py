@@ -100,15 +100,16 @@ class Window:
         return dataclasses.replace(self, micro_batches=tuple(batch.with_each(change) for batch in self.micro_batches))
 
 
-def check_tokens(speech: Speech, vocab_size: int) -> None:
-    """Raises a DataError where a token is the CTC blank 0 or none of the vocabulary.
+def check_tokens(speech: Speech, vocab_size: int, special: SpecialTokens) -> None:
+    """Raises a DataError where a token is CTC's blank, if there is one, or none of the vocabulary.
 
     Here, on the host: CUDA's kernels would end the process, or give a loss that means nothing.
     """
-    wrong = [token for token in speech.tokens if not 0 < token < vocab_size]
+    lowest = 0 if special.blank is None else special.blank + 1
+    wrong = [token for token in speech.tokens if not lowest <= token < vocab_size]
     if wrong:
         raise DataError(
-            f"The transcript of {speech.utterance_id} has the token {wrong[0]}, and tokens are between 1 and "
+            f"The transcript of {speech.utterance_id} has the token {wrong[0]}, and tokens are between {lowest} and "
             f"{vocab_size - 1}. Leave the utterance out, or make the tokenizer anew."
         )
 

@@ -12,9 +12,9 @@ from konkanivani.base.lengths import SAMPLE_RATE, Framing, ctc_frames_needed, sp
 from konkanivani.data.manifest import Manifest
 from konkanivani.data.rejections import Rejection
 from konkanivani.data.selection import Selection
-from konkanivani.data.text import Tokenizer
 from konkanivani.data.token_counts import Digits, TokenCounts, count_tokens
 from konkanivani.data.utterance import Utterance
+from konkanivani.data.vocabulary import Vocabulary
 
 ROWS_AT_ONCE = 500_000
 
@@ -83,7 +83,7 @@ def reason_to_reject(utterance: Utterance, tokens: list[int], limits: Limits) ->
 
 
 def check_utterances(
-    manifest: Manifest, tokenizer: Tokenizer, limits: Limits, digits: Digits
+    manifest: Manifest, tokenizer: Vocabulary, limits: Limits, digits: Digits
 ) -> tuple[Selection, list[Rejection]]:
     """The utterances that can be used, and the others with their reasons; an empty transcript counts as broken."""
     counts = count_tokens(manifest, tokenizer, digits)

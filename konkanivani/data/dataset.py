@@ -13,8 +13,8 @@ from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.batch import Speech
 from konkanivani.data.noise_reverb import Surroundings
 from konkanivani.data.rejections import Rejection
-from konkanivani.data.text import Tokenizer
 from konkanivani.data.utterance import Utterance
+from konkanivani.data.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class TrainingSpeech(Dataset):
     """
 
     utterances: Sequence[Utterance]
-    tokenizer: Tokenizer
+    tokenizer: Vocabulary
     speeds: tuple[float, ...]
     seed: int
     manifest: str = ""
@@ -48,7 +48,7 @@ class EvaluationSpeech(Dataset):
     """Map-style: index -> Speech as it is in the file, or a Rejection."""
 
     utterances: Sequence[Utterance]
-    tokenizer: Tokenizer
+    tokenizer: Vocabulary
     manifest: str = ""
 
     def __getitem__(self, index: int) -> Speech | Rejection:

@@ -52,15 +52,23 @@ def forbidden_character(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The ids that stand for no text: CTC's blank, what is unknown, the start and the end of a transcript."""
+    """The ids that stand for no text: CTC's blank, what is unknown, the start and the end of a transcript.
 
-    blank: int = 0
-    unknown: int = 1
+    A vocabulary without a blank has its own rules for what can never be said; one that spells any text has no unknown.
+    """
+
+    blank: int | None = 0
+    unknown: int | None = 1
     start: int = 2
     end: int = 3
 
     def __contains__(self, token: int) -> bool:
         return token in (self.blank, self.unknown, self.start, self.end)
+
+    @property
+    def never_said(self) -> tuple[int, ...]:
+        """What no search may find, though in training it has a share of the probability."""
+        return () if self.blank is None else (self.blank, self.start)
 
 
 OUR_TOKENS = SpecialTokens()

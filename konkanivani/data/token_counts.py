@@ -13,7 +13,8 @@ import numpy as np
 from konkanivani.base.console import say
 from konkanivani.base.lengths import ctc_frames_needed
 from konkanivani.data.manifest import Manifest
-from konkanivani.data.text import Tokenizer, normalize_text
+from konkanivani.data.text import normalize_text
+from konkanivani.data.vocabulary import Vocabulary
 
 Digits = Literal["keep", "spell"]
 FEW_ROWS = 20_000  # counted here, without processes to help
@@ -29,7 +30,7 @@ class TokenCounts:
     frames_needed: np.ndarray
 
 
-def count_tokens(manifest: Manifest, tokenizer: Tokenizer, digits: Digits) -> TokenCounts:
+def count_tokens(manifest: Manifest, tokenizer: Vocabulary, digits: Digits) -> TokenCounts:
     """The counts of every row, kept beside the manifest's index where it has one."""
     kept = manifest.index.folder
     path = kept and kept / f"tokens-{hashlib.sha256(tokenizer.model + digits.encode()).hexdigest()[:16]}"
@@ -53,7 +54,7 @@ def _keep(path: os.PathLike, counts: np.ndarray) -> None:
         say(f"They cannot be kept in {path} ({error.strerror or error}) and are counted at each start.")
 
 
-def _counted(manifest: Manifest, tokenizer: Tokenizer, digits: Digits) -> list[np.ndarray]:
+def _counted(manifest: Manifest, tokenizer: Vocabulary, digits: Digits) -> list[np.ndarray]:
     if len(manifest) <= FEW_ROWS:
         return [_count(manifest, 0, len(manifest), tokenizer, digits)]
     firsts = range(0, len(manifest), BLOCK_ROWS)
@@ -62,7 +63,7 @@ def _counted(manifest: Manifest, tokenizer: Tokenizer, digits: Digits) -> list[n
         return list(pool.map(_count, repeat(manifest), firsts, ends, repeat(tokenizer), repeat(digits)))
 
 
-def _count(manifest: Manifest, first: int, end: int, tokenizer: Tokenizer, digits: Digits) -> np.ndarray:
+def _count(manifest: Manifest, first: int, end: int, tokenizer: Vocabulary, digits: Digits) -> np.ndarray:
     """(2, end - first) uint16: tokens and frames needed of these rows."""
     counts = np.empty((2, end - first), np.uint16)
     for place, utterance in enumerate(manifest.between(first, end)):

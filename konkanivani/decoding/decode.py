@@ -11,7 +11,8 @@ import torch
 from konkanivani.base.config import DecodingConfig
 from konkanivani.base.errors import UsageError
 from konkanivani.base.lengths import Lengths
-from konkanivani.data.text import OUR_TOKENS, SpecialTokens, Tokenizer
+from konkanivani.data.text import OUR_TOKENS, SpecialTokens
+from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.decoding.beam import Scorers, Weighted, beam_search
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.decoding.fusion import Fusion
@@ -86,7 +87,7 @@ def ways_to_decode(architecture: Architecture) -> dict[str, bool]:
 
 
 def build_decode(
-    config: DecodingConfig, architecture: Architecture, tokenizer: Tokenizer, device: torch.device
+    config: DecodingConfig, architecture: Architecture, tokenizer: Vocabulary, device: torch.device
 ) -> Decode:
     """The decoding that the settings ask for.
 

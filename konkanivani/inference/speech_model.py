@@ -16,6 +16,7 @@ from konkanivani.base.flags import config_from_text
 from konkanivani.base.lengths import Lengths
 from konkanivani.base.rules import check_config
 from konkanivani.data.text import Tokenizer
+from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.model.architecture import Architecture, architecture_of
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.blocks import run_directly
@@ -35,7 +36,7 @@ class SpeechModel:
     architecture: Architecture
     model: KonkaniVaniASR
     front_end: FrontEnd
-    tokenizer: Tokenizer
+    tokenizer: Vocabulary
     device: torch.device
     longest_seconds: float
     digits: Literal["keep", "spell"]
@@ -89,7 +90,7 @@ def is_within_bounds(model: ModelConfig) -> bool:
     return max(numbers) <= LARGEST_DIMENSION and model.encoder_layers + model.decoder_layers <= MOST_LAYERS
 
 
-def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
+def tokenizer_of(checkpoint: Checkpoint) -> Vocabulary:
     """The checkpoint's tokenizer; a CheckpointError where it is none, or not the one of its weights."""
     try:
         tokenizer = Tokenizer(checkpoint.tokenizer)

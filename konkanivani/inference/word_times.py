@@ -14,7 +14,7 @@ import torch
 import torchaudio
 
 from konkanivani.base.lengths import Framing, ctc_frames_needed
-from konkanivani.data.text import Tokenizer
+from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.inference.segmentation import Piece
 from konkanivani.inference.transcript import Word
 from konkanivani.model.kernels.ctc import BLANK
@@ -85,8 +85,8 @@ class SpokenTokens:
         return None if None in probabilities else sum(probabilities) / len(probabilities)
 
 
-def words_of(aligned: list[AlignedToken], tokenizer: Tokenizer, framing: Framing) -> list[SpokenTokens]:
-    """The tokens word by word, as `Tokenizer.decode` would put spaces between them; special tokens are left out."""
+def words_of(aligned: list[AlignedToken], tokenizer: Vocabulary, framing: Framing) -> list[SpokenTokens]:
+    """The tokens word by word, as `Vocabulary.decode` would put spaces between them; special tokens are left out."""
     groups: list[list[AlignedToken]] = []
     for token in aligned:
         if token.token in tokenizer.special:

@@ -17,7 +17,7 @@ from konkanivani.base.units import MIB, budget_text, parse_budget, peak_text
 from konkanivani.data.batching import EpochPlanner, same_size
 from konkanivani.data.dataset import TrainingSpeech
 from konkanivani.data.loader.loading import WindowStream
-from konkanivani.data.text import Tokenizer
+from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.decoding.decode import greedy_decode
 from konkanivani.memory.budget import BudgetWatch, available_bytes, enforce_budget
 from konkanivani.memory.gpu import announce_card
@@ -128,7 +128,7 @@ def stateful_parts(step: StepParts, state: TrainState) -> Mapping[str, Stateful]
 
 def load_weights(
     start: Start,
-    tokenizer: Tokenizer,
+    tokenizer: Vocabulary,
     planner: EpochPlanner,
     step: StepParts,
     state: TrainState,
@@ -241,7 +241,7 @@ def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner
         state.begin_epoch()
 
 
-def _take_weights(initial: Checkpoint, stateful: Stateful, whole: KonkaniVaniASR, tokenizer: Tokenizer) -> None:
+def _take_weights(initial: Checkpoint, stateful: Stateful, whole: KonkaniVaniASR, tokenizer: Vocabulary) -> None:
     """Takes what fits of a checkpoint's weights into the whole model, and the part `stateful` takes that model's."""
     config = config_from_text(initial.config)
     _, weights = architecture_of(config, initial.vocab_size).plain(initial.states["model"])

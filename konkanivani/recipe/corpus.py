@@ -7,7 +7,7 @@ from konkanivani.base.console import say
 from konkanivani.base.errors import CheckpointError, DataError
 from konkanivani.data.fingerprint import Fingerprint, fingerprint_of, read_fingerprint
 from konkanivani.data.manifest import Manifest
-from konkanivani.data.text import Tokenizer
+from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.recipe.start import Start
 
 LEAST_SHARED = 0.5  # of the smaller one's utterances: recordings may have been added and taken out
@@ -49,7 +49,7 @@ def warn_of_shared(corpus: Fingerprint, *others: Manifest | None) -> None:
             )
 
 
-def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
+def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Vocabulary, texts: Iterable[str]) -> None:
     """Raises a DataError where a checkpoint's tokenizer lacks too many characters of a corpus that has changed.
 
     `texts` are the corpus's, normalised.

@@ -30,8 +30,9 @@ from konkanivani.data.manifest import Manifest, amount_of, no_text, read_manifes
 from konkanivani.data.noise_reverb import Surroundings, read_surroundings
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.selection import Selection
-from konkanivani.data.text import Tokenizer, normalize_text, train_tokenizer
+from konkanivani.data.text import normalize_text, train_tokenizer
 from konkanivani.data.token_counts import Digits
+from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.inference.speech_model import tokenizer_of
 from konkanivani.recipe.corpus import check_corpus, check_spelling, warn_of_shared
 from konkanivani.recipe.plan import SpeechSizes
@@ -50,7 +51,7 @@ class RunSpeech:
 
     config: TrainConfig
     corpus: Fingerprint
-    tokenizer: Tokenizer
+    tokenizer: Vocabulary
     train: TrainingSpeech
     validation: EvaluationSet | None
     rejections: Rejections
@@ -129,7 +130,7 @@ def _read(path: str | None, named_roots: tuple[str, ...], problems: Problems) ->
     return None
 
 
-def choose_tokenizer(start: Start, manifest: Manifest) -> Tokenizer:
+def choose_tokenizer(start: Start, manifest: Manifest) -> Vocabulary:
     """The checkpoint's tokenizer where there is one that serves, else one trained on the manifest's texts."""
     if start.resumed:
         return tokenizer_of(start.resumed)
@@ -152,7 +153,7 @@ def normalized_texts(manifest: Manifest, digits: Digits) -> Iterator[str]:
 def build_training_speech(
     config: TrainConfig,
     manifest: Manifest,
-    tokenizer: Tokenizer,
+    tokenizer: Vocabulary,
     rejections: Rejections,
     surroundings: Surroundings,
 ) -> TrainingSpeech:
@@ -172,7 +173,7 @@ def build_training_speech(
 
 
 def choose_usable(
-    manifest: Manifest, tokenizer: Tokenizer, limits: Limits, digits: Digits, rejections: Rejections
+    manifest: Manifest, tokenizer: Vocabulary, limits: Limits, digits: Digits, rejections: Rejections
 ) -> Selection:
     """The manifest's utterances that keep to the limits; the others are added to the rejections."""
     kept, left_out = check_utterances(manifest, tokenizer, limits, digits)
@@ -187,7 +188,7 @@ def sizes_of(utterances: Selection, slowest: float) -> SpeechSizes:
 
 
 def build_evaluation_set(
-    path: str, config: TrainConfig, tokenizer: Tokenizer, device: torch.device, rejections: Rejections
+    path: str, config: TrainConfig, tokenizer: Vocabulary, device: torch.device, rejections: Rejections
 ) -> EvaluationSet:
     """The manifest's utterances laid into batches for evaluation; those left out are added to the rejections."""
     manifest = read_manifest(path, config.data.audio_roots)
@@ -196,7 +197,7 @@ def build_evaluation_set(
 
 
 def evaluation_set_of(
-    manifest: Manifest, config: TrainConfig, tokenizer: Tokenizer, device: torch.device, rejections: Rejections
+    manifest: Manifest, config: TrainConfig, tokenizer: Vocabulary, device: torch.device, rejections: Rejections
 ) -> EvaluationSet:
     """The same of a manifest whose broken rows have been taken."""
     kept = choose_usable(manifest, tokenizer, evaluation_limits(config), config.text.digits, rejections)

@@ -11,7 +11,7 @@ from konkanivani.base.distributed import ALONE, Topology, from_first
 from konkanivani.base.units import parse_share
 from konkanivani.data.manifest import Manifest
 from konkanivani.data.rejections import Rejections
-from konkanivani.data.text import Tokenizer
+from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.decoding.decode import Decode, build_decode
 from konkanivani.evaluation.hypotheses import CheckpointRun, Heard
 from konkanivani.evaluation.transcripts import ScoredText
@@ -31,7 +31,7 @@ class TrainedModel:
 
     checkpoint: Checkpoint
     config: TrainConfig
-    tokenizer: Tokenizer
+    tokenizer: Vocabulary
     forward: ForwardPass
     topology: Topology = ALONE
 

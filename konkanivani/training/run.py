@@ -8,7 +8,7 @@ from konkanivani.base.distributed import ALONE, Topology, gather
 from konkanivani.base.flags import config_to_text
 from konkanivani.data.fingerprint import Fingerprint
 from konkanivani.data.loader.loading import WindowStream
-from konkanivani.data.text import Tokenizer
+from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.decoding.decode import Decode
 from konkanivani.memory.budget import BudgetWatch
 from konkanivani.memory.plan import MemoryPlan
@@ -34,7 +34,7 @@ class Run:
 
     config: RunConfig
     settings: TrainConfig
-    tokenizer: Tokenizer
+    tokenizer: Vocabulary
     state: TrainState
     step: StepParts
     windows: WindowStream

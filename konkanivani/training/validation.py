@@ -18,8 +18,8 @@ from konkanivani.data.dataset import EvaluationSpeech
 from konkanivani.data.loader.loading import load_batches
 from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.rejections import Rejections
-from konkanivani.data.text import Tokenizer
 from konkanivani.data.utterance import Utterance
+from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.decoding.ctc import blank_frames, likeliest_tokens
 from konkanivani.decoding.decode import Decode
 from konkanivani.evaluation.metrics import ErrorRates, error_rates
@@ -97,7 +97,7 @@ class HeardShare:
 def hear(
     forward: ForwardPass,
     batches: Iterable[tuple[Batch, list[Utterance]]],
-    tokenizer: Tokenizer,
+    tokenizer: Vocabulary,
     decode: Decode,
 ) -> HeardShare:
     """What the model hears in `batches`, each with its utterances in order; the weights stay as they are.

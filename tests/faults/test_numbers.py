@@ -8,6 +8,7 @@ import torch
 from konkanivani.base.errors import DataError, NumericsError, UsageError
 from konkanivani.base.flags import parse_flags
 from konkanivani.data.batch import Speech, check_tokens
+from konkanivani.data.text import OUR_TOKENS, SpecialTokens
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST, PREVIOUS, Checkpointer
 from konkanivani.training.logs.logbook import Logbook, describe_skip
@@ -38,9 +39,17 @@ def test_a_label_out_of_range_is_refused_by_name(bench, tmp_path):
 
 @pytest.mark.parametrize("token", [0, -1, 30, 2**40])
 def test_tokens_are_between_the_blank_and_the_vocabularys_end(token):
-    check_tokens(Speech("u", torch.zeros(5), [1, 29], None), 30)
+    check_tokens(Speech("u", torch.zeros(5), [1, 29], None), 30, OUR_TOKENS)
     with pytest.raises(DataError, match=f"of u has the token {token}, and tokens are between 1 and 29"):
-        check_tokens(Speech("u", torch.zeros(5), [4, token], None), 30)
+        check_tokens(Speech("u", torch.zeros(5), [4, token], None), 30, OUR_TOKENS)
+
+
+def test_without_a_blank_the_token_0_is_one_like_any_other():
+    special = SpecialTokens(blank=None, unknown=None, start=7, end=8)
+    check_tokens(Speech("u", torch.zeros(5), [0, 29], None), 30, special)
+    for token in (-1, 30):
+        with pytest.raises(DataError, match=f"of u has the token {token}, and tokens are between 0 and 29"):
+            check_tokens(Speech("u", torch.zeros(5), [0, token], None), 30, special)
 
 
 @pytest.mark.parametrize("flag", ["learning_rate", "max_grad_norm"])

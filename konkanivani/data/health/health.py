@@ -34,8 +34,9 @@ from konkanivani.data.health.repeats import (
 )
 from konkanivani.data.index import BrokenRow
 from konkanivani.data.rejections import kind_of
-from konkanivani.data.text import Tokenizer, normalize_text
+from konkanivani.data.text import normalize_text
 from konkanivani.data.utterance import Utterance
+from konkanivani.data.vocabulary import Vocabulary
 
 OUTLIER = 3.5  # robust z-score; Iglewicz and Hoaglin, "How to Detect and Handle Outliers" (1993)
 FINEST = 0.1  # seconds and rates that a histogram tells apart
@@ -138,7 +139,7 @@ class Question:
     """What is asked of a corpus: the trainer's settings, its tokenizer (None: it has none), recordings to decode."""
 
     config: TrainConfig
-    tokenizer: Tokenizer | None
+    tokenizer: Vocabulary | None
     audio_utterances: int
 
 

@@ -109,7 +109,7 @@ class Fetcher(Dataset):
 
     def _combined(self, speeches: list[Speech]) -> Window | Batch:
         for speech in speeches:
-            check_tokens(speech, self.speech.tokenizer.size)
+            check_tokens(speech, self.speech.tokenizer.size, self.speech.tokenizer.special)
         if self.limits is None:
             return collate(speeches, self.speech.tokenizer.special)
         return cut_window(speeches, self.limits, self.speech.tokenizer.special)

@@ -1,0 +1,37 @@
+"""What turns transcripts into token ids and token ids into text, whichever way it is done."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from konkanivani.data.text import SpecialTokens
+
+
+class Vocabulary(Protocol):
+    """The tokens of a recogniser: ids from 0 to `size` - 1, some of them special.
+
+    `model` is all of it as bytes, as a checkpoint keeps it: of equal bytes are equal vocabularies.
+    """
+
+    @property
+    def special(self) -> SpecialTokens:
+        """The ids that stand for no text."""
+
+    @property
+    def model(self) -> bytes:
+        """All of it, to make an equal one of."""
+
+    @property
+    def size(self) -> int:
+        """Tokens, the special ones included."""
+
+    def encode(self, text: str) -> list[int]:
+        """What a model learns to say for a text, without the start and the end."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids; special ones leave nothing."""
+
+    def begins_word(self, token: int) -> bool:
+        """Whether a word ends before token id `token`."""
+
+    def piece(self, token: int) -> str:
+        """What token id `token` stands for."""

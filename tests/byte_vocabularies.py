@@ -1,0 +1,112 @@
+"""Byte-pair vocabularies to test with: small ones made here, and a real one made of a file of ranked byte strings."""
+
+import base64
+import itertools
+import json
+import os
+from pathlib import Path
+
+from konkanivani.data.byte_pairs import byte_characters
+from tests.conftest import ROOT
+
+DATA = Path(os.environ.get("KONKANIVANI_DATA", ROOT.parent / "shared" / "data"))
+RANKS, SENTENCES = DATA / "whisper_tokenizer" / "multilingual.tiktoken", DATA / "konkani_text"
+END, START, NO_TIMES, NO_SPEECH = "<|endoftext|>", "<|startoftranscript|>", "<|notimestamps|>", "<|nospeech|>"
+TASKS = ("<|translate|>", "<|transcribe|>", "<|startoflm|>", "<|startofprev|>", NO_SPEECH, NO_TIMES)
+TIMES = tuple(f"<|{step * 0.02:.2f}|>" for step in range(1501))
+HOSTILE = (
+    "",
+    " ",
+    "   ",
+    "\n",
+    "a\n\n b\r\n\tc  ",
+    "  two  three   four    ",
+    "I'm we'll they've he'd 'S 'T don''t ' 's",
+    "०१२ 123 ١٢٣ ½ Ⅷ a1b2",
+    "🙂👩‍👩‍👧‍👦🏳️‍🌈 🙂",
+    "e\u0301 é कि\u200dष क़ क़ ं ् \u0301",
+    "\x00\x01\x1b\x1c\x1d\x1e\x1f\x7f\x85\xa0",
+    "\u2028\u2029\u3000\u200b\ufeff\u202e",
+    "कोंकणीकोंकणीabcकोंकणी漢字かなカナ한글русский",
+    "<|endoftext|><|mr|> <|0.00|>",
+    "\U0010ffff\U000e0001\uffff\ue000",
+    "a" * 3000,
+    "ab" * 700 + " " * 900,
+    "—“”‘’…!?!!??",
+)
+
+
+def write_files(folder: Path, vocabulary: dict[str, int], merges: list[tuple[str, str]], added: dict[str, int]) -> Path:
+    """The three files of a vocabulary, in a new folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vocab.json").write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
+    lines = ["#version: 0.2", *(" ".join(merge) for merge in merges)]
+    (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / "added_tokens.json").write_text(json.dumps(added), encoding="utf-8")
+    return folder
+
+
+def named_after(vocabulary: dict[str, int], languages: tuple[str, ...]) -> dict[str, int]:
+    """The start, languages, tasks and times, behind a vocabulary of which the end is the last one."""
+    names = (START, *(f"<|{language}|>" for language in languages), *TASKS, *TIMES)
+    return {name: len(vocabulary) + place for place, name in enumerate(names)}
+
+
+def merges_of(strings: list[bytes]) -> list[tuple[bytes, bytes]]:
+    """What each string of more than one byte is merged of: two strings before it, as merging by rank leaves them."""
+    ranks = {string: rank for rank, string in enumerate(strings)}
+    found = []
+    for string in strings:
+        if len(string) < 2:
+            continue
+        parts = [string[place : place + 1] for place in range(len(string))]
+        while len(parts) > 2:
+            lowest = min(range(len(parts) - 1), key=lambda at: ranks.get(parts[at] + parts[at + 1], len(ranks)))
+            parts[lowest : lowest + 2] = [parts[lowest] + parts[lowest + 1]]
+        found.append((parts[0], parts[1]))
+    return found
+
+
+def written(string: bytes) -> str:
+    """A byte string as vocabulary files write it."""
+    return "".join(byte_characters()[byte] for byte in string)
+
+
+def real_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Ids and merges that follow from the ranked byte strings of `RANKS`, and the end of a text behind them."""
+    strings = [base64.b64decode(line.split()[0]) for line in RANKS.read_bytes().splitlines()]
+    vocabulary = {written(string): token for token, string in enumerate(strings)}
+    merges = [(written(left), written(right)) for left, right in merges_of(strings)]
+    return vocabulary | {END: len(vocabulary)}, merges
+
+
+def small_vocabulary(pairs: list[tuple[int, int]]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """The 256 bytes, and of each pair of places among what is there so far one token more; the end last."""
+    tokens, merges = list(byte_characters()), []
+    for left, right in pairs:
+        merge = tokens[left % len(tokens)], tokens[right % len(tokens)]
+        if "".join(merge) not in tokens:
+            merges.append(merge)
+            tokens.append("".join(merge))
+    return {token: place for place, token in enumerate([*tokens, END])}, merges
+
+
+def vocabulary_of_text(text: str, size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """The 256 bytes, then the pair of neighbours that the text has most often, again and again; the end last."""
+    words = [[written(bytes([byte])) for byte in (" " + word).encode()] for word in text.split()]
+    tokens, merges = list(byte_characters()), []
+    while len(tokens) < size:
+        counts: dict[tuple[str, str], int] = {}
+        for word in words:
+            for pair in itertools.pairwise(word):
+                counts[pair] = counts.get(pair, 0) + 1
+        if not counts:
+            break
+        best = max(sorted(counts), key=counts.__getitem__)
+        merges.append(best)
+        tokens.append("".join(best))
+        for word in words:
+            for at in range(len(word) - 2, -1, -1):
+                if tuple(word[at : at + 2]) == best:
+                    word[at : at + 2] = ["".join(best)]
+    return {token: place for place, token in enumerate([*dict.fromkeys(tokens), END])}, merges

@@ -1,0 +1,246 @@
+"""Byte-level byte pairs give the tokens that transformers and tokenizers give, and damaged files one sentence."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from konkanivani.base.errors import DataError
+from konkanivani.data import byte_pairs
+from konkanivani.data.byte_pairs import BytePairs, byte_characters, byte_pairs_of, read_byte_pairs, split_pieces
+from tests.byte_vocabularies import (
+    HOSTILE,
+    NO_TIMES,
+    RANKS,
+    SENTENCES,
+    named_after,
+    real_vocabulary,
+    small_vocabulary,
+    vocabulary_of_text,
+    write_files,
+)
+from tests.conftest import WORDS
+
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
+
+# What Unicode has not assigned yet may be a letter to the one library and not to the other.
+CHARACTERS = st.characters(exclude_categories=("Cs", "Cn"))
+TEXTS = st.text(st.one_of(st.sampled_from(" \n\t'sab1२.कि\u0301\u00a0\u1680🙂"), CHARACTERS), max_size=40)
+# Pairs that texts have: of the bytes of a few characters, and of what is made of them.
+PLACES = st.sampled_from(
+    sorted({byte_characters().index(c) for c in "Ġ'sab1"} | set("किण".encode()) | {*range(256, 290)})
+)
+LIKELY_PAIRS = st.lists(st.tuples(PLACES, PLACES), max_size=40)
+PAIRS = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)), max_size=60)
+
+
+def peer_of(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> "tokenizers.Tokenizer":
+    peer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
+    peer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    peer.decoder = tokenizers.decoders.ByteLevel()
+    return peer
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.one_of(PAIRS, LIKELY_PAIRS), st.lists(TEXTS, max_size=4))
+def test_small_vocabularies_give_the_peers_tokens_and_texts(pairs, texts):
+    vocabulary, merges = small_vocabulary(pairs)
+    ours, peer = BytePairs(vocabulary, merges, {}, "small"), peer_of(vocabulary, merges)
+    for text in [*texts, "abab cabac ab", "किकिकण"]:
+        tokens = ours.encode(text)
+        assert tokens == peer.encode(text, add_special_tokens=False).ids
+        assert ours.decode(tokens) == text
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(0, 255), max_size=30))
+def test_any_bytes_are_read_as_the_peer_reads_them(tokens):
+    vocabulary, merges = small_vocabulary([])
+    peer = peer_of(vocabulary, merges)
+    assert BytePairs(vocabulary, merges, {}, "small").decode(tokens) == peer.decode(tokens)
+
+
+@settings(deadline=None, max_examples=200)
+@given(TEXTS)
+def test_pieces_are_the_peers(text):
+    peer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert ["".join(byte_characters()[byte] for byte in piece.encode()) for piece in split_pieces(text)] == [
+        piece for piece, _ in peer.pre_tokenize_str(text)
+    ]
+
+
+def test_every_character_is_of_the_peers_class():
+    """Each assigned one behind a letter and behind a number: alone it is in its own piece, or in theirs."""
+    peer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assigned = [chr(code) for code in range(0x30000) if is_assigned(chr(code))]
+    text = "".join(f"a{character}1{character} " for character in assigned)
+    theirs = [end - start for _, (start, end) in peer.pre_tokenize_str(text)]
+    assert list(map(len, split_pieces(text))) == theirs and len(assigned) > 100_000
+
+
+def is_assigned(character: str) -> bool:
+    return byte_pairs.unicodedata.category(character) not in ("Cn", "Cs", "Co")
+
+
+def test_halves_of_characters_are_told_apart_from_whole_ones():
+    vocabulary, merges = small_vocabulary([])
+    ours = BytePairs(vocabulary, merges, {}, "small")
+    assert ours.decode(ours.encode("a\ud83d\ude42b")) == "a🙂b"
+    assert ours.decode(ours.encode("a\ud83db\udc00")) == "a\ufffdb\ufffd"
+    whole = ours.encode("क")
+    assert [ours.decode(whole[:2]), ours.decode(whole[2:]), ours.decode(whole)] == ["\ufffd", "\ufffd", "क"]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory) -> Path:
+    if not RANKS.exists():
+        pytest.skip(f"{RANKS} is not there: small vocabularies alone are tested.")
+    vocabulary, merges = real_vocabulary()
+    return write_files(
+        tmp_path_factory.mktemp("real") / "files", vocabulary, merges, named_after(vocabulary, ("hi", "mr"))
+    )
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    vocabulary, merges = vocabulary_of_text(" ".join(WORDS) + " I'm we're 12 २०", 330)
+    return write_files(
+        tmp_path_factory.mktemp("small") / "files", vocabulary, merges, named_after(vocabulary, ("hi", "mr"))
+    )
+
+
+@pytest.mark.parametrize("kind", ["real", "small"])
+def test_every_line_and_the_hostile_ones_give_the_tokens_of_transformers(kind, request):
+    folder = request.getfixturevalue(kind)
+    ours, peer = read_byte_pairs(folder), transformers.WhisperTokenizer.from_pretrained(str(folder))
+    lines = [line for path in sorted(SENTENCES.glob("*.txt")) for line in path.read_text("utf-8").splitlines()]
+    assert ours.size == len(peer)
+    for text in [*WORDS, *HOSTILE, *lines]:
+        tokens = ours.encode(text)
+        assert ours.decode(tokens) == text
+        if "<|" not in text:  # there a name is its token, here it is text
+            assert tokens == peer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_a_name_in_a_text_is_text(small):
+    ours = read_byte_pairs(small)
+    tokens = ours.encode(f"{NO_TIMES}<|mr|>")
+    assert max(tokens) < min(ours.names.values()) and ours.decode(tokens) == f"{NO_TIMES}<|mr|>"
+    assert ours.decode([*tokens, *ours.names.values(), ours.size + 5]) == f"{NO_TIMES}<|mr|>"
+
+
+def test_the_three_files_the_one_file_and_the_kept_bytes_are_equal(small, tmp_path):
+    apart = read_byte_pairs(small)
+    transformers.WhisperTokenizer.from_pretrained(str(small)).save_pretrained(tmp_path)
+    assert (tmp_path / "tokenizer.json").exists() and not (tmp_path / "merges.txt").exists()
+    for other in (read_byte_pairs(tmp_path), byte_pairs_of(apart.model, "kept"), copy.copy(apart)):
+        assert (other.size, other.names, other.model) == (apart.size, apart.names, apart.model)
+        assert all(other.encode(text) == apart.encode(text) for text in (*WORDS, *HOSTILE))
+
+
+def test_words_begin_with_a_space(small):
+    ours = read_byte_pairs(small)
+    tokens = ours.encode(" उदक घर")
+    assert ours.begins_word(tokens[0]) and sum(map(ours.begins_word, tokens)) == 2
+    assert "".join(map(ours.piece, tokens)).count("Ġ") == 2
+
+
+def test_a_long_piece_takes_no_squared_time(small):
+    ours = read_byte_pairs(small)
+    text = "क" * 200_000
+    assert ours.decode(ours.encode(text)) == text
+
+
+VALID, VALID_MERGES = small_vocabulary([(97, 98)])
+LAST = len(VALID)
+DAMAGED = {
+    "is not JSON": {"vocab.json": b"{"},
+    "is not JSON: it is nested too deeply": {"vocab.json": b'{"a":' + b"[" * 200_000},
+    "is not JSON: 'utf-8' codec": {"vocab.json": b'{"\xff": 1}'},
+    "is not a JSON object": {"vocab.json": b"[1, 2]"},
+    "has more than 64 MiB": {"vocab.json": b" " * (byte_pairs.LARGEST_FILE + 1)},
+    "no whole number as its id": {"vocab.json": VALID | {"xx": "5"}},
+    "the token 'yes' no whole number": {"vocab.json": VALID | {"yes": True}},
+    "the id -1, which is out of range": {"vocab.json": VALID | {"xx": -1}},
+    f"the id {2**40}, which is out of range": {"vocab.json": VALID | {"xx": 2**40}},
+    "has the id 5 twice": {"vocab.json": VALID | {"xx": 5}},
+    f"and none of the id {LAST}": {"vocab.json": VALID | {"xx": LAST + 1}},
+    "no token for the byte 98": {
+        "vocab.json": {piece.replace("b", "bb"): token for piece, token in VALID.items()},
+        "merges.txt": b"",
+    },
+    "merge 2, 'x' and 'zz', is of the token 'zz'": {"merges.txt": b"#version: 0.2\na b\nx zz\n"},
+    "merge 1, 'a' and 'c', is of the token 'ac'": {"merges.txt": b"a c\n"},
+    "the merge of 'a' and 'b' twice": {"merges.txt": b"a b\na b\n"},
+    "merge 1 is not of two tokens": {"merges.txt": b"a b c\n"},
+    "is not UTF-8": {"merges.txt": b"\xff\xfe\n"},
+    "gives <|mr|> two ids": {"vocab.json": VALID | {"<|mr|>": LAST}, "added_tokens.json": {"<|mr|>": LAST + 1}},
+    "could not be read: No such file": {"vocab.json": None},
+    "merges.txt could not be read": {"merges.txt": None},
+}
+MODEL = {"type": "BPE", "vocab": VALID, "merges": ["a b"]}
+DAMAGED_WHOLE = {
+    "is not of byte-pair encoding": [{}, {"model": {"type": "Unigram"}}, {"model": 5}],
+    "is not of byte-pair encoding: added tokens": [{"model": MODEL, "added_tokens": {"a": 1}}],
+    "no vocabulary of tokens and ids": [{"model": MODEL | {"vocab": ["a"]}}],
+    "has no list of merges": [{"model": MODEL | {"merges": None}}],
+    "merge 1 is not of two tokens": [
+        {"model": MODEL | {"merges": [merge]}} for merge in (5, None, {}, "ab", ["a"], ["a", 5])
+    ],
+    "an added token without a name": [
+        {"model": MODEL, "added_tokens": [token]} for token in (5, {}, {"content": 5, "id": 1})
+    ],
+    "no whole number as its id": [{"model": MODEL, "added_tokens": [{"content": "x", "id": None}]}],
+    "its byte_fallback is another": [{"model": MODEL | {"byte_fallback": True}}],
+    "its normalizer is another": [{"model": MODEL, "normalizer": {"type": "NFC"}}],
+    "its pre_tokenizer is another": [
+        {"model": MODEL, "pre_tokenizer": cut}
+        for cut in (5, {"type": "Whitespace"}, {"type": "ByteLevel", "add_prefix_space": True})
+    ],
+}
+KEYS = ("model", "vocab", "merges", "type", "added_tokens", "content", "id", "a")
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner),
+    max_leaves=12,
+)
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(DataError) as refused:
+        read_byte_pairs(folder)
+    text = str(refused.value)
+    assert "\n" not in text and len(text) < 400 and text.endswith(".")
+    return text
+
+
+@pytest.mark.parametrize("said", DAMAGED)
+def test_damaged_files_get_one_sentence(said, tmp_path):
+    folder = write_files(tmp_path / "files", VALID, VALID_MERGES, {})
+    read_byte_pairs(folder)  # it is the damage alone that is refused
+    for name, content in DAMAGED[said].items():
+        if content is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    assert said in refusal(folder)
+
+
+@pytest.mark.parametrize("said", DAMAGED_WHOLE)
+def test_damaged_whole_files_get_one_sentence(said, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": MODEL}))
+    assert read_byte_pairs(tmp_path).encode("ab")[0] == VALID["ab"]
+    for content in DAMAGED_WHOLE[said]:
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        assert said.partition(":")[0] in refusal(tmp_path)
+
+
+@settings(deadline=None, max_examples=200)
+@given(ANY_JSON)
+def test_no_json_gives_a_traceback(content):
+    with pytest.raises(DataError):
+        byte_pairs_of(json.dumps(content).encode(), "made up")
