@@ -19,7 +19,8 @@ from konkanivani.decoding.fusion import Fusion
 from konkanivani.decoding.hypothesis import Hypothesis
 from konkanivani.decoding.language_model import LanguageModel, read_language_model
 from konkanivani.decoding.prefix_beam import prefix_beam_search
-from konkanivani.decoding.scorers import AttentionScorer, CTCScorer, LanguageModelScorer
+from konkanivani.decoding.rules import FREE, GenerationRules, RuledScorer
+from konkanivani.decoding.scorers import AttentionScorer, CTCScorer, FullScorer, LanguageModelScorer
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import KonkaniVaniASR
 
@@ -56,6 +57,7 @@ class BeamDecode:
     language_model: LanguageModel | None
     language_model_weight: float
     special: SpecialTokens = OUR_TOKENS
+    rules: GenerationRules = FREE
 
     def __call__(self, model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
         return _best_tokens(self.search(model, encoded, encoded_lengths, best=1))
@@ -64,20 +66,28 @@ class BeamDecode:
     def search(
         self, model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths, best: int
     ) -> list[tuple[Hypothesis, ...]]:
-        """Each utterance's `best` hypotheses, likeliest first; none has more tokens than its utterance has frames."""
-        frames = encoded, encoded_lengths, self.beam
-        full = [Weighted(AttentionScorer(model, *frames, self.special), 1 - self.ctc_weight)]
+        """Each utterance's `best` hypotheses, likeliest first, without the prompt of the rules.
+
+        None has more tokens than the rules say, or where they do not, than its utterance has frames.
+        """
+        frames, most = (encoded, encoded_lengths, self.beam), self.rules.most_tokens
+        full = [Weighted(self._attention(model, *frames), 1 - self.ctc_weight)]
         if self.language_model is not None:
             scorer = LanguageModelScorer(self.language_model, len(encoded), self.beam, encoded.device, self.special)
             full.append(Weighted(scorer, self.language_model_weight))
         ctc = CTCScorer(model, *frames, self.special) if self.ctc_weight else None
         scorers = Scorers(tuple(full), ctc, self.ctc_weight, self.length_bonus, self.special.end)
-        return beam_search(scorers, encoded_lengths, self.beam, best, encoded.device)
+        limits = encoded_lengths if most is None else (most,) * len(encoded)
+        return beam_search(scorers, limits, self.beam, best, encoded.device)
+
+    def _attention(self, model: KonkaniVaniASR, encoded: torch.Tensor, lengths: Lengths, beam: int) -> FullScorer:
+        scorer = AttentionScorer(model, encoded, lengths, beam, self.special, self.rules.prompt)
+        return RuledScorer(scorer, self.rules, self.special.end) if self.rules.forbids else scorer
 
 
-def greedy_decode(architecture: Architecture, special: SpecialTokens) -> Decode:
+def greedy_decode(architecture: Architecture, special: SpecialTokens, rules: GenerationRules = FREE) -> Decode:
     """The likeliest path of CTC, or, of a recogniser without, the likeliest token one after another."""
-    return greedy_ctc if architecture.has_ctc else BeamDecode(1, 0.0, 0.0, None, 0.0, special)
+    return greedy_ctc if architecture.has_ctc else BeamDecode(1, 0.0, 0.0, None, 0.0, special, rules)
 
 
 def ways_to_decode(architecture: Architecture) -> dict[str, bool]:
@@ -87,7 +97,11 @@ def ways_to_decode(architecture: Architecture) -> dict[str, bool]:
 
 
 def build_decode(
-    config: DecodingConfig, architecture: Architecture, tokenizer: Vocabulary, device: torch.device
+    config: DecodingConfig,
+    architecture: Architecture,
+    tokenizer: Vocabulary,
+    device: torch.device,
+    rules: GenerationRules = FREE,
 ) -> Decode:
     """The decoding that the settings ask for.
 
@@ -101,9 +115,11 @@ def build_decode(
             f"The model has no {missing}, which --decode {config.decode} needs: give --decode {' or '.join(possible)}."
         )
     if config.decode == "greedy":
-        return greedy_decode(architecture, tokenizer.special)
+        return greedy_decode(architecture, tokenizer.special, rules)
     language_model, weight = None, config.language_model_weight
     if config.language_model is not None and weight:
+        if tokenizer.special.blank is None:
+            raise UsageError("--language_model is for a model with a tokenizer of this trainer's: leave it out.")
         language_model = read_language_model(config.language_model, tokenizer, device)
     if config.decode == "prefix":
         return PrefixDecode(
@@ -111,7 +127,7 @@ def build_decode(
             Fusion(language_model, weight, config.length_bonus, tokenizer.special) if language_model else None,
         )
     ctc_weight = config.joint_ctc_weight if config.decode == "joint" else 0.0
-    return BeamDecode(config.beam, ctc_weight, config.length_bonus, language_model, weight, tokenizer.special)
+    return BeamDecode(config.beam, ctc_weight, config.length_bonus, language_model, weight, tokenizer.special, rules)
 
 
 def _best_tokens(found: list[tuple[Hypothesis, ...]]) -> list[list[int]]:

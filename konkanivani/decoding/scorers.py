@@ -23,7 +23,7 @@ class FullScorer(Protocol):
     """Scores every token; its end token stands for the end of a hypothesis."""
 
     def score(self) -> torch.Tensor:
-        """(B, K, V): each hypothesis with each token more; blank and the start token get -inf."""
+        """(B, K, V): each hypothesis with each token more; what is `never_said` gets -inf."""
 
     def follow(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
         """Hypothesis k is from now on what was sources[k], with tokens[k] more; both (B, K)."""
@@ -33,7 +33,10 @@ class FullScorer(Protocol):
 
 
 class AttentionScorer:
-    """The attention decoder, one token at a time, on what its cache keeps of those before."""
+    """The attention decoder, one token at a time, on what its cache keeps of those before.
+
+    Behind the start token it is given the `prompt`, of which no score is asked.
+    """
 
     def __init__(
         self,
@@ -42,10 +45,14 @@ class AttentionScorer:
         encoded_lengths: Lengths,
         beam: int,
         special: SpecialTokens = OUR_TOKENS,
+        prompt: tuple[int, ...] = (),
     ) -> None:
         self._decoder, self._special = model.decoder, special
         self._cache = model.decoder.begin(encoded, encoded_lengths, beam)
         self._last = torch.full((len(encoded), beam), special.start, device=encoded.device)
+        for token in prompt:
+            self._decoder.step(self._last, self._cache)
+            self._last = torch.full_like(self._last, token)
         self._totals = torch.zeros(self._last.shape, dtype=torch.float64, device=encoded.device)
         self._scores = self._totals
 
@@ -53,7 +60,7 @@ class AttentionScorer:
         logits = self._decoder.output(self._decoder.step(self._last, self._cache)).double()
         # As in training, blank and the start token have a share of the probability, though neither can follow.
         self._scores = self._totals[:, :, None] + logits.log_softmax(dim=-1)
-        return without(self._scores, self._special.blank, self._special.start)
+        return without(self._scores, *self._special.never_said)
 
     def follow(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
         self._totals, self._last = chosen_of(self._scores, sources, tokens), tokens
@@ -83,7 +90,7 @@ class LanguageModelScorer:
     def score(self) -> torch.Tensor:
         following = self._model.score(self._contexts.flatten()).to(self._totals.device)
         self._scores = self._totals[:, :, None] + following.view(*self._totals.shape, -1)
-        return without(self._scores, self._special.blank, self._special.start)
+        return without(self._scores, *self._special.never_said)
 
     def follow(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
         self._totals = chosen_of(self._scores, sources, tokens)
@@ -124,7 +131,7 @@ class CTCScorer:
 
 def without(scores: torch.Tensor, *tokens: int) -> torch.Tensor:
     """A copy of scores (B, K, V) in which these tokens have no probability."""
-    return scores.index_fill(2, torch.tensor(tokens, device=scores.device), -math.inf)
+    return scores.index_fill(2, torch.tensor(tokens, dtype=torch.int64, device=scores.device), -math.inf)
 
 
 def chosen_of(scores: torch.Tensor, sources: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,144 @@
+"""The rules of a search forbid what transformers' logits processors forbid, and a prompt is what stands before."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from konkanivani.base.config import DecodingConfig, FeatureConfig
+from konkanivani.base.errors import UsageError
+from konkanivani.data.text import SpecialTokens
+from konkanivani.decoding.decode import BeamDecode, build_decode
+from konkanivani.decoding.rules import GenerationRules, RuledScorer, TimeRules
+from konkanivani.decoding.scorers import AttentionScorer, chosen_of
+from konkanivani.model.architecture import Architecture
+from konkanivani.model.blocks import run_directly
+from tests.laws.parts import MODEL
+
+processors = pytest.importorskip("transformers.generation.logits_process")
+transformers = pytest.importorskip("transformers")
+
+V, END, NO_TIMES = 40, 20, 24
+FIRST_TIME, PROMPT = NO_TIMES + 1, (21, 22)
+SPECIAL = SpecialTokens(blank=None, unknown=None, start=21, end=END)
+
+
+class Given:
+    """A FullScorer of given scores (steps, B, K, V), a step after the other."""
+
+    def __init__(self, scores: torch.Tensor) -> None:
+        self._scores, self._step = scores, 0
+        self._totals = torch.zeros(scores.shape[1:3], dtype=torch.float64)
+
+    def score(self) -> torch.Tensor:
+        return self._totals[:, :, None] + self._scores[self._step].double().log_softmax(dim=-1)
+
+    def follow(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
+        self._totals = chosen_of(self.score(), sources, tokens)
+        self._step += 1
+
+    def keep(self, utterances: torch.Tensor) -> None:
+        self._totals, self._scores = self._totals[utterances], self._scores[:, utterances]
+
+
+def theirs(tokens: torch.Tensor, scores: torch.Tensor, rules: GenerationRules) -> torch.Tensor:
+    """Scores (N, V) after tokens (N, U) as transformers leaves them, its processors in the order of generate."""
+    begin = len(PROMPT)
+    said = torch.cat([torch.tensor(PROMPT).expand(len(tokens), -1), tokens], dim=1)
+    scores = processors.SuppressTokensAtBeginLogitsProcessor(rules.suppressed_first, begin)(said, scores)
+    scores = processors.SuppressTokensLogitsProcessor(rules.suppressed)(said, scores)
+    if rules.times:
+        config = transformers.GenerationConfig(eos_token_id=END, bos_token_id=END, no_timestamps_token_id=NO_TIMES)
+        config.max_initial_timestamp_index = rules.times.latest_first
+        scores = processors.WhisperTimeStampLogitsProcessor(config, begin_index=begin)(said, scores)
+    return scores
+
+
+IDS = st.lists(st.integers(0, V - 1), max_size=6, unique=True).map(tuple)
+TIME_RULES = st.none() | st.builds(TimeRules, st.just(NO_TIMES), st.just(FIRST_TIME), st.none() | st.integers(0, 5))
+RULES = st.builds(GenerationRules, st.just(()), IDS, IDS, TIME_RULES)
+
+
+@settings(deadline=None, max_examples=150)
+@given(RULES, st.integers(0, 10**6), st.sampled_from([0.1, 1.0, 4.0]))
+def test_what_is_forbidden_is_what_transformers_forbids(rules, seed, spread):
+    """Ten steps of three utterances with two hypotheses each, any token chosen that is allowed and is not the end."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = spread * torch.randn(10, 3, 2, V, generator=generator)
+    scorer, said = RuledScorer(Given(scores), rules, END), torch.empty(3, 2, 0, dtype=torch.int64)
+    for step in range(10):
+        if step == 6:  # an utterance is done
+            kept = torch.tensor([0, 2])
+            scorer.keep(kept)
+            said, scores = said[kept], scores[:, kept]
+        found = scorer.score()
+        expected = theirs(said.flatten(0, 1), scores[step].flatten(0, 1), rules).view_as(found)
+        assert torch.equal(found.isinf(), expected.isinf())
+        allowed = found.exp().gt(0).double().index_fill(2, torch.tensor(END), 0.0) + 1e-9
+        tokens = torch.multinomial(allowed.flatten(0, 1), 1, generator=generator).view(said.shape[:2])
+        sources = torch.randint(2, said.shape[:2], generator=generator)
+        tokens = tokens.gather(1, sources)
+        scorer.follow(sources, tokens)
+        said = torch.cat([said.gather(1, sources[:, :, None].expand_as(said)), tokens[:, :, None]], dim=2)
+
+
+def test_scores_that_are_allowed_stay_as_they_are():
+    scores = torch.randn(2, 1, 1, V, generator=torch.Generator().manual_seed(0))
+    rules = GenerationRules(suppressed=(3,), suppressed_first=(4,))
+    found, plain = RuledScorer(Given(scores), rules, END).score(), Given(scores).score()
+    assert found.isinf().nonzero()[:, 2].tolist() == [3, 4]
+    assert torch.equal(found[~found.isinf()], plain[~found.isinf()])
+
+
+def build():
+    torch.manual_seed(1)
+    architecture = Architecture(MODEL, FeatureConfig(), V, has_ctc=False)
+    return architecture, architecture.build().eval()
+
+
+def test_a_prompt_is_what_stands_before_the_first_score():
+    _, model = build()
+    encoded, lengths = torch.randn(2, 12, MODEL.d_model), (12, 9)
+    with torch.no_grad():
+        scorer = AttentionScorer(model, encoded, lengths, 2, SPECIAL, prompt=(5, 6, 7))
+        found = scorer.score()
+        tokens = torch.tensor([[SPECIAL.start, 5, 6, 7]] * 2)
+        whole = model.decoder.output(model.decoder(tokens, encoded, lengths, run_directly))[:, -1].double()
+        assert torch.allclose(found, whole.log_softmax(-1)[:, None].expand_as(found), atol=1e-5)
+        assert not found.isinf().any()  # a vocabulary without a blank says by its rules what cannot follow
+        unlike = AttentionScorer(model, encoded, lengths, 2, SPECIAL, prompt=(5, 7, 6)).score()
+        assert not torch.allclose(found, unlike, atol=1e-5)
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_a_search_keeps_to_its_rules_and_ends_at_its_limit(beam):
+    _, model = build()
+    encoded, lengths = torch.randn(3, 5, MODEL.d_model), (5, 5, 5)
+    with torch.no_grad():
+        model.decoder.output.bias[END] = -30.0  # it never ends by itself
+        model.decoder.output.bias[FIRST_TIME:] += 2.0
+    times = TimeRules(NO_TIMES, FIRST_TIME, latest_first=2)
+    suppressed = (1, 2, 3, 21, 22, 23)
+    for rules in (
+        GenerationRules(PROMPT[1:], suppressed, (4, END), times, most_tokens=11),
+        GenerationRules(PROMPT[1:], suppressed, (4, END), None, most_tokens=11),
+    ):
+        search = BeamDecode(beam, 0.0, 0.0, None, 0.0, SPECIAL, rules)
+        for tokens in search(model, encoded, lengths):
+            assert len(tokens) == 11 and not set(tokens) & set(suppressed) and tokens[0] != 4
+            said = [token for token in tokens if token >= FIRST_TIME]
+            assert said == sorted(said) or rules.times is None
+            assert FIRST_TIME <= tokens[0] <= FIRST_TIME + 2 or rules.times is None
+    free = BeamDecode(beam, 0.0, 0.0, None, 0.0, SPECIAL)(model, encoded, lengths)
+    assert [len(tokens) for tokens in free] == [5, 5, 5]  # the negative control: as many tokens as frames
+
+
+def test_a_language_model_of_other_tokens_is_refused():
+    architecture, _ = build()
+
+    class Other:
+        special = SPECIAL
+
+    config = DecodingConfig(decode="attention", beam=2, language_model="lm.arpa", language_model_weight=0.5)
+    with pytest.raises(UsageError, match="--language_model"):
+        build_decode(config, architecture, Other(), torch.device("cpu"))
