@@ -23,7 +23,8 @@ ROWS_AT_ONCE = 500_000
 class Limits:
     """What an utterance must keep to; durations in seconds, `fastest_speed` as played in training.
 
-    `duration_flag` is the one that says how long it may be. With `is_aligned` CTC has to find its tokens in its frames.
+    `duration_flag` is the one that says how long it may be, `tokens_limit` what says of how many tokens. With
+    `is_aligned` CTC has to find its tokens in its frames.
     """
 
     min_duration: float
@@ -31,8 +32,15 @@ class Limits:
     max_tokens: int
     fastest_speed: float
     duration_flag: str = "--max_duration"
+    tokens_limit: str = "--max_tokens"
     framing: Framing = Framing(FeatureConfig())
     is_aligned: bool = True
+
+    def for_positions(self, positions: int) -> "Limits":
+        """The same for a decoder of so many positions, the first of them the start token's."""
+        if self.max_tokens < positions:
+            return self
+        return dataclasses.replace(self, max_tokens=positions - 1, tokens_limit="the decoder's")
 
     def frames_missing(self, durations: np.ndarray, frames_needed: np.ndarray) -> np.ndarray:
         """(N,) bool: whether utterances of these durations (N,) have too few encoder frames, or none, for these."""
@@ -72,7 +80,7 @@ def reason_to_reject(utterance: Utterance, tokens: list[int], limits: Limits) ->
     if utterance.duration > limits.max_duration:
         return f"{utterance.duration:.2f} s is longer than {limits.duration_flag} {limits.max_duration:g} s"
     if len(tokens) > limits.max_tokens:
-        return f"{len(tokens)} tokens are more than --max_tokens {limits.max_tokens}"
+        return f"{len(tokens)} tokens are more than {limits.tokens_limit} {limits.max_tokens}"
     frames, needed = limits.encoder_frames(utterance.duration), ctc_frames_needed(tokens)
     if not limits.frames_missing(utterance.duration, needed):
         return None

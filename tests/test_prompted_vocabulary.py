@@ -1,0 +1,183 @@
+"""Labels, prompts and what is never said are those of transformers' tokenizer, whichever ids a model's files give."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from konkanivani.base.errors import DataError, UsageError
+from konkanivani.data.batch import Speech, check_tokens, collate
+from konkanivani.data.byte_pairs import read_byte_pairs
+from konkanivani.data.checking import Limits, reason_to_reject
+from konkanivani.data.utterance import Utterance
+from konkanivani.decoding.rules import TimeRules
+from konkanivani.recipe.whisper.vocabulary import Prompt, PromptedVocabulary, is_english_only, vocabulary_of
+from tests.byte_vocabularies import RANKS, named_after, real_vocabulary, vocabulary_of_text, write_files
+from tests.conftest import WORDS
+
+transformers = pytest.importorskip("transformers")
+whisper = pytest.importorskip("transformers.models.whisper.tokenization_whisper")
+configuration = pytest.importorskip("transformers.models.whisper.configuration_whisper")
+
+LANGUAGES = tuple(whisper.LANGUAGES)
+KINDS = {"99": LANGUAGES[:-1], "100": LANGUAGES}  # the second as of large-v3: what is behind has ids one higher
+TEXT = f"{WORDS[0]} {WORDS[4]}, {WORDS[5]}!"
+
+
+def small(folder: Path, languages: tuple[str, ...]) -> Path:
+    return write_files(folder, *(found := vocabulary_of_text(" ".join(WORDS), 300)), named_after(found[0], languages))
+
+
+@pytest.fixture(scope="module", params=["99", "100", "real", "saved"])
+def folder(request, tmp_path_factory) -> Path:
+    """Small vocabularies of either number of languages, the real one, and one as transformers writes it."""
+    place = tmp_path_factory.mktemp(request.param) / "files"
+    if request.param == "real":
+        if not RANKS.exists():
+            pytest.skip(f"{RANKS} is not there: small vocabularies alone are tested.")
+        found = real_vocabulary()
+        return write_files(place, *found, named_after(found[0], KINDS["99"]))
+    if request.param == "saved":
+        peer = transformers.WhisperTokenizer.from_pretrained(str(small(place.with_name("apart"), KINDS["99"])))
+        peer.save_pretrained(place)
+        assert not (place / "vocab.json").exists()
+        return place
+    return small(place, KINDS[request.param])
+
+
+def read(folder: Path, language: str | None = "mr", task: str | None = "transcribe", **changes) -> PromptedVocabulary:
+    pairs = read_byte_pairs(folder)
+    return PromptedVocabulary(pairs, Prompt(language, task), changes.get("size", pairs.size), changes.get("en", False))
+
+
+@pytest.mark.parametrize("language, task", [("mr", "transcribe"), ("hi", "translate"), ("en", "transcribe")])
+def test_labels_and_prompts_are_those_of_transformers(folder, language, task):
+    peer = transformers.WhisperTokenizer.from_pretrained(str(folder), language=language, task=task)
+    ours = read(folder, language, task)
+    assert [ours.special.start, *ours.prefix] == peer.prefix_tokens
+    assert [ours.special.start, *ours.encode(TEXT), ours.special.end] == peer(TEXT)["input_ids"]
+    assert (ours.special.end, ours.size) == (peer.eos_token_id, len(peer))
+    # `bos_token_id` is the end's: what begins is the start of a transcript.
+    assert peer.bos_token_id == ours.special.end != ours.special.start
+    peer.set_prefix_tokens(predict_timestamps=True)
+    assert [ours.special.start, *ours.prefix_with_times] == peer.prefix_tokens
+    text = peer(TEXT, add_special_tokens=False)["input_ids"]
+    begin, end = peer.convert_tokens_to_ids(["<|0.00|>", "<|3.42|>"])
+    assert ours.encode_with_times(TEXT, 0.0, 3.42) == [*peer.prefix_tokens[1:], begin, *text, end]
+
+
+def test_a_batch_feeds_the_prompt_and_asks_for_it(folder):
+    ours = read(folder)
+    pairs = read_byte_pairs(folder)
+    said = pairs.decode([0]) + TEXT
+    speech = Speech("u", torch.zeros(10), ours.encode(said), None)
+    check_tokens(speech, ours.size, ours.special)
+    batch = collate([speech], ours.special)
+    text = pairs.encode(said)
+    assert text[0] == 0  # where another vocabulary has its blank
+    assert batch.decoder_tokens[0].tolist() == [ours.special.start, *ours.prefix, *text]
+    assert batch.targets[0].tolist() == [*ours.prefix, *text, ours.special.end]
+    assert batch.decoder_tokens[0].tolist().count(ours.special.start) == 1
+
+
+def test_decoding_leaves_prompt_and_times_out(folder):
+    ours = read(folder)
+    peer = transformers.WhisperTokenizer.from_pretrained(str(folder))
+    said = [ours.special.start, *ours.encode_with_times(f" {TEXT}", 1.0, None), ours.time_token(30.0), ours.special.end]
+    text = said[len(ours.prefix_with_times) + 2 : -2]
+    assert ours.decode(said) == TEXT == peer.decode(text).strip() and text == read_byte_pairs(folder).encode(f" {TEXT}")
+    assert [ours.seconds_of(token) for token in said[3:4] + said[-2:]] == [1.0, 30.0, None]
+    assert ours.time_token(99.0) == ours.time_token(30.0) == ours.size - 1
+
+
+def test_what_is_kept_makes_an_equal_one(folder):
+    ours = read(folder, "hi", "translate")
+    for other in (vocabulary_of(ours.model), copy.copy(ours)):
+        assert (other.model, other.prefix, other.special) == (ours.model, ours.prefix, ours.special)
+        assert other.encode(TEXT) == ours.encode(TEXT)
+    assert read(folder, "mr").model != ours.model  # counts of labels are kept by it
+
+
+def test_a_language_that_is_not_there_is_told_with_those_that_are(tmp_path):
+    folder = small(tmp_path / "files", ("en", "hi", "mr"))
+    refused = {
+        "kok": "no token for Konkani.* Give the nearest, mr or hi. It knows en, hi, mr.",
+        "xx": "the model has no token for it. It knows en, hi, mr.",
+        "Marathi": "the model has no token for it. It knows en, hi, mr.",
+        None: "--language en, hi, mr",
+    }
+    for language, said in refused.items():
+        with pytest.raises(UsageError, match=said):
+            read(folder, language)
+    with pytest.raises(UsageError, match="--task sing is unknown: give transcribe or translate"):
+        read(folder, "mr", "sing")
+
+
+def test_a_model_of_english_alone_takes_no_language(tmp_path):
+    folder = small(tmp_path / "files", LANGUAGES[:-1])
+    ours = read(folder, None, None, en=True)
+    peer = transformers.WhisperTokenizer.from_pretrained(str(folder))
+    assert [ours.special.start, *ours.prefix] == peer.prefix_tokens and ours.languages == ()
+    assert ours.encode(TEXT) == peer(TEXT)["input_ids"][1:-1]
+    for language, task, flag in (("en", None, "--language"), (None, "translate", "--task translate")):
+        with pytest.raises(UsageError, match=f"{flag} is not for a model that knows English alone"):
+            read(folder, language, task, en=True)
+    pairs = read_byte_pairs(folder)
+    assert is_english_only(pairs, 51_864, {}) and not is_english_only(pairs, 51_865, {})
+    assert is_english_only(pairs, 51_865, {"is_multilingual": False})
+
+
+def test_a_model_of_more_or_fewer_tokens_than_its_files(tmp_path):
+    folder = write_files(tmp_path / "files", *(found := vocabulary_of_text(TEXT, 280)), {})
+    with pytest.raises(DataError, match=r"has no <\|startoftranscript\|>"):
+        read(folder)
+    named = {name: token for name, token in named_after(found[0], ("mr",)).items() if "." not in name}
+    write_files(folder, *found, named)
+    older, plain = read(folder, size=len(found[0]) + len(named) + 1501), read(folder)  # times are not named in it
+    assert older.seconds_of(older.size - 1) == 30.0 and older.piece(older.size - 1) == f"<|{older.size - 1}|>"
+    assert older.decode([*older.encode(TEXT), older.size - 1]) == TEXT
+    with pytest.raises(UsageError, match="no tokens for times"):
+        plain.encode_with_times(TEXT, 0.0, 1.0)
+    with pytest.raises(DataError, match="has 100 tokens and its tokenizer"):
+        read(folder, size=100)
+
+
+@pytest.mark.parametrize("kept", [b"", b"{}", b"[1]\n{}", b'{"language": 5, "task": null, "size": 9}\n{}', b"\xff\n"])
+def test_what_was_never_kept_gets_one_sentence(kept):
+    with pytest.raises(DataError, match="tokenizer") as refused:
+        vocabulary_of(kept)
+    assert "\n" not in str(refused.value)
+
+
+def test_rules_come_from_the_files_or_from_the_tokens(folder):
+    ours = read(folder)
+    settings = {"suppress_tokens": [1, 2], "begin_suppress_tokens": [7], "max_initial_timestamp_index": 3}
+    rules = ours.rules(settings, with_times=True, most_tokens=44)
+    assert (rules.suppressed, rules.suppressed_first, rules.most_tokens) == ((1, 2), (7,), 44)
+    assert rules.times == TimeRules(ours.no_times, ours.first_time, 3) and rules.prompt == ours.prefix_with_times
+    made = ours.rules({}, with_times=False, most_tokens=44)
+    assert made.times is None and made.prompt == ours.prefix
+    assert made.suppressed_first == (*read_byte_pairs(folder).encode(" "), ours.special.end)
+    assert {ours.special.start, ours.no_speech} <= set(made.suppressed)
+    assert not {ours.special.end, ours.no_times} & set(made.suppressed)
+    if folder.parent.name.startswith("real"):
+        tasks = {read_byte_pairs(folder).names[f"<|{task}|>"] for task in ("transcribe", "translate")}
+        assert set(made.suppressed) == tasks | set(configuration.NON_SPEECH_TOKENS_MULTI)
+        assert made.suppressed_first == (220, 50257)
+    for wrong in ([ours.size], [-2], ["a"], 5, [True]):
+        with pytest.raises(DataError, match="suppress_tokens is not a list of the model's tokens"):
+            ours.rules({"suppress_tokens": wrong}, with_times=False, most_tokens=44)
+    with pytest.raises(DataError, match="max_initial_timestamp_index"):
+        ours.rules({"max_initial_timestamp_index": "50"}, with_times=True, most_tokens=44)
+
+
+def test_labels_beyond_the_decoders_positions_are_left_out_with_the_reason(folder):
+    ours, limits = read(folder), Limits(0.1, 30.0, 10**9, 1.0, is_aligned=False).for_positions(448)
+    utterance = Utterance("u.wav", "u.wav", 5.0, "!")
+    longest = ours.encode("") + [0] * ours.most_text_tokens(448)
+    assert len(collate([Speech("u", torch.zeros(5), longest, None)], ours.special).decoder_tokens[0]) == 448
+    assert reason_to_reject(utterance, longest, limits) is None
+    assert reason_to_reject(utterance, [*longest, 0], limits) == "448 tokens are more than the decoder's 447"
+    assert ours.most_text_tokens(448) == 444 and ours.most_text_tokens(448, with_times=True) == 443
+    assert Limits(0.1, 30.0, 400, 1.0).for_positions(448).max_tokens == 400
