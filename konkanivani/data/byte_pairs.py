@@ -26,6 +26,7 @@ NAMED = re.compile(r"<\|[^|\s]+\|>")  # in a file of ids alone, a token that sta
 VOCABULARY, MERGES, ADDED, WHOLE = "vocab.json", "merges.txt", "added_tokens.json", "tokenizer.json"
 # What a whole tokenizer file may ask for beside, which makes another encoding of it.
 BESIDE = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
+OTHER = "Use another model's files, or download them again."
 
 
 @functools.cache
@@ -174,9 +175,6 @@ class BytePairs:
 
     def _tokens_of(self, piece: str) -> list[int]:
         return self._merges([self._of_bytes[byte] for byte in piece.encode()])
-
-
-OTHER = "Use another model's files, or download them again."
 
 
 def _spelt(ids: Mapping[str, int], source: str) -> list[str]:
