@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from konkanivani.model.attention import FrameLayout, RotaryPositions, SelfAttention
 from konkanivani.model.kernels.linear import linear_of
 
-WAYS = [(with_norm, activated) for with_norm in (False, True) for activated in (False, True)]
+WAYS = [(with_norm, activation) for with_norm in (False, True) for activation in (None, F.silu, F.gelu)]
 
 
 def build(with_norm: bool, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.nn.Linear, object]:
@@ -22,42 +22,42 @@ def build(with_norm: bool, dtype: torch.dtype = torch.float64) -> tuple[torch.Te
     return torch.randn(2, 5, 6, dtype=dtype, requires_grad=True), torch.nn.Linear(6, 4, dtype=dtype), norm
 
 
-def plainly(x, linear, norm, activated):
+def plainly(x, linear, norm, activation):
     x = norm(x) if norm else x
-    return linear(F.silu(x) if activated else x)
+    return linear(activation(x) if activation else x)
 
 
-def result_and_gradients(function, x, linear, norm, activated) -> list[torch.Tensor]:
+def result_and_gradients(function, x, linear, norm, activation) -> list[torch.Tensor]:
     tensors = [x, *linear.parameters(), *(norm.parameters() if norm else ())]
-    output = function(x, linear, norm, activated)
+    output = function(x, linear, norm, activation)
     weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
     return [output.detach(), *torch.autograd.grad((output * weights).sum(), tensors)]
 
 
-@pytest.mark.parametrize("with_norm, activated", WAYS)
-def test_the_same_product_and_gradients_as_autograds(with_norm, activated):
+@pytest.mark.parametrize("with_norm, activation", WAYS)
+def test_the_same_product_and_gradients_as_autograds(with_norm, activation):
     parts = build(with_norm)
-    expected = result_and_gradients(plainly, *parts, activated)
-    found = result_and_gradients(linear_of, *parts, activated)
+    expected = result_and_gradients(plainly, *parts, activation)
+    found = result_and_gradients(linear_of, *parts, activation)
     assert len(found) == len(expected) == (6 if with_norm else 4)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    another = result_and_gradients(linear_of, *parts, not activated)
+    another = result_and_gradients(linear_of, *parts, {None: F.silu, F.silu: F.gelu, F.gelu: F.silu}[activation])
     assert not any(torch.allclose(one, other) for one, other in zip(another[:3], expected[:3], strict=True))
 
 
-@pytest.mark.parametrize("with_norm, activated", WAYS)
-def test_in_autocast_the_product_is_in_half_precision_and_the_gradients_in_the_parameters(with_norm, activated):
+@pytest.mark.parametrize("with_norm, activation", WAYS)
+def test_in_autocast_the_product_is_in_half_precision_and_the_gradients_in_the_parameters(with_norm, activation):
     parts = build(with_norm, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = linear_of(*parts, activated)
-        found = result_and_gradients(linear_of, *parts, activated)
+        output = linear_of(*parts, activation)
+        found = result_and_gradients(linear_of, *parts, activation)
     assert output.dtype == torch.bfloat16 and all(gradient.dtype == torch.float32 for gradient in found[1:])
-    for one, other in zip(found, result_and_gradients(plainly, *parts, activated), strict=True):
+    for one, other in zip(found, result_and_gradients(plainly, *parts, activation), strict=True):
         assert float((one - other).norm()) < 0.02 * float(other.norm())
 
 
-def kept_bytes(function, x, linear, norm, activated) -> int:
+def kept_bytes(function, x, linear, norm, activation) -> int:
     """Bytes kept for the backward pass beside x and the parameters."""
     known = {tensor.untyped_storage()._cdata for tensor in [x, *linear.parameters(), *norm.parameters()]}
     kept = {}
@@ -67,15 +67,15 @@ def kept_bytes(function, x, linear, norm, activated) -> int:
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = function(x, linear, norm, activated)
+        output = function(x, linear, norm, activation)
     assert output.requires_grad
     return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in known)
 
 
 def test_nothing_but_the_input_is_kept_where_autograd_keeps_three_as_large():
     parts = build(with_norm=True)
-    assert kept_bytes(linear_of, *parts, activated=True) == 0
-    assert kept_bytes(plainly, *parts, activated=True) >= 2 * parts[0].nbytes
+    assert kept_bytes(linear_of, *parts, activation=F.gelu) == 0
+    assert kept_bytes(plainly, *parts, activation=F.gelu) >= 2 * parts[0].nbytes
 
 
 def test_what_was_kept_is_gone_when_its_own_backward_is_done():
@@ -84,7 +84,7 @@ def test_what_was_kept_is_gone_when_its_own_backward_is_done():
     middle.register_hook(lambda gradient: events.append("the backward pass reaches what comes before"))
     inner = middle * 3
     weakref.finalize(inner.untyped_storage(), events.append, "freed")
-    output = linear_of(inner, linear, norm, activated=True).sum()
+    output = linear_of(inner, linear, norm, activation=F.gelu).sum()
     del inner
     assert events == []
     output.backward()
@@ -117,3 +117,14 @@ def test_attention_is_that_of_queries_and_keys_turned_by_their_positions(causal)
         strict=True,
     ):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+def test_a_layer_without_a_bias_and_with_frozen_parts_has_the_gradients_of_the_others():
+    x, _, norm = build(with_norm=True)
+    linear = torch.nn.Linear(6, 4, bias=False, dtype=torch.float64)
+    norm.weight.requires_grad_(False)
+    tensors = [x, linear.weight, norm.bias]
+    found = torch.autograd.grad(linear_of(x, linear, norm, F.gelu).square().sum(), tensors)
+    expected = torch.autograd.grad(plainly(x, linear, norm, F.gelu).square().sum(), tensors)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

@@ -41,7 +41,7 @@ class FeedForward(torch.nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: torch.Tensor, weight: float) -> torch.Tensor:
-        branch = linear_of(linear_of(x, self.expand, self.norm), self.contract, activated=True)
+        branch = linear_of(linear_of(x, self.expand, self.norm), self.contract, activation=F.silu)
         return self.dropout.onto(x, branch, weight)
 
 
@@ -66,7 +66,7 @@ class ConvolutionModule(torch.nn.Module):
         if layout.padding is not None:
             gated = gated.masked_fill(layout.padding[:, :, None], 0.0)
         whole = convolved(gated, self.depthwise, layout.lengths or (x.shape[1],))
-        return self.dropout.onto(x, linear_of(whole, self.output, self.depthwise_norm, activated=True))
+        return self.dropout.onto(x, linear_of(whole, self.output, self.depthwise_norm, activation=F.silu))
 
 
 class ConformerBlock(torch.nn.Module):

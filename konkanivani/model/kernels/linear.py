@@ -1,11 +1,14 @@
 """A linear layer that keeps what comes before its norm and its activation, and makes them again in the backward pass.
 
-Left to itself, autograd keeps the input and the output of a LayerNorm and of a SiLU, though either takes a moment to
-compute from the other: two fifths of a Conformer block's activations. Here the input alone is kept, which a
+Left to itself, autograd keeps the input and the output of a LayerNorm and of an activation, though either takes a
+moment to compute from the other: two fifths of a Conformer block's activations. Here the input alone is kept, which a
 residual connection mostly keeps anyway (the idea: Chen et al., 2016; for norms: Bulò et al., 2018).
 
 B batch, T frames or tokens, D input width.
 """
+
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,24 +17,37 @@ from konkanivani.model.kernels.matmul import product, product_over_rows
 from konkanivani.model.kernels.precision import in_own_precision
 
 Backward = tuple[torch.Tensor | None, ...]
+Activation = Callable[[torch.Tensor], torch.Tensor]
+ACTIVATIONS = {F.silu: torch.ops.aten.silu_backward, F.gelu: torch.ops.aten.gelu_backward}
+"""Those that `linear_of` knows, with what makes of a gradient by their output the one by their input. GELU is exact."""
+
+
+class Weighted(Protocol):
+    """What `linear_of` multiplies by: weight (N, D), bias (N,) or none."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
 
 
 def linear_of(
-    x: torch.Tensor, linear: torch.nn.Linear, norm: torch.nn.LayerNorm | None = None, activated: bool = False
+    x: torch.Tensor,
+    linear: Weighted,
+    norm: torch.nn.LayerNorm | None = None,
+    activation: Activation | None = None,
 ) -> torch.Tensor:
-    """linear(silu(norm(x))) of x (B, T, D), without the norm where there is none, without SiLU unless `activated`.
+    """linear(activation(norm(x))) of x (B, T, D), without the norm or the activation where there is none.
 
     In autocast the product is in half precision, the norm in at least fp32 on every device.
     """
     low_rank = getattr(linear, "low_rank", None)
     if low_rank is not None or not torch.is_grad_enabled():
         normed = x if norm is None else norm(_in_full(x))
-        inner = F.silu(normed) if activated else normed
+        inner = activation(normed) if activation else normed
     if not torch.is_grad_enabled():  # a Function's own time is half of a decoder's step over a few tokens
         whole = product(inner, linear.weight, linear.bias)
     else:
         scale, shift, epsilon = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
-        whole = _Linear.apply(x, linear.weight, linear.bias, scale, shift, epsilon, activated)
+        whole = _Linear.apply(x, linear.weight, linear.bias, scale, shift, epsilon, activation)
     return whole if low_rank is None else whole + low_rank(inner)
 
 
@@ -64,17 +80,17 @@ class _Linear(torch.autograd.Function):
         ctx,
         x: torch.Tensor,
         weight: torch.Tensor,
-        bias: torch.Tensor,
+        bias: torch.Tensor | None,
         scale: torch.Tensor | None,
         shift: torch.Tensor | None,
         epsilon: float,
-        activated: bool,
+        activation: Activation | None,
     ) -> torch.Tensor:
-        ctx.epsilon, ctx.activated = epsilon, activated
+        ctx.epsilon, ctx.activation = epsilon, activation
         ctx.save_for_backward(x, weight, scale, shift)
         if scale is not None:
             x, _, _ = _normalize(x, scale, shift, epsilon)
-        rows = product((F.silu(x) if activated else x).flatten(0, -2), weight, bias)
+        rows = product((activation(x) if activation else x).flatten(0, -2), weight, bias)
         # Not a view to autograd, so that the rotation of queries and keys may change it in place.
         return torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], -1])
 
@@ -85,7 +101,7 @@ class _Linear(torch.autograd.Function):
         normed = x
         if scale is not None:
             normed, mean, inverse_deviation = _normalize(x, scale, shift, ctx.epsilon)
-        inner = (F.silu(normed) if ctx.activated else normed).to(gradient.dtype)
+        inner = (ctx.activation(normed) if ctx.activation else normed).to(gradient.dtype)
         rows = gradient.flatten(0, -2)
         by_weight = product_over_rows(rows, inner.flatten(0, -2)) if ctx.needs_input_grad[1] else None
         by_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
@@ -93,8 +109,8 @@ class _Linear(torch.autograd.Function):
         if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[3]):
             return None, by_weight, by_bias, None, None, None, None
         by_inner = product(rows, weight.to(gradient.dtype).t()).view_as(x).to(normed.dtype)
-        if ctx.activated:
-            by_inner = torch.ops.aten.silu_backward(by_inner, normed)
+        if ctx.activation:
+            by_inner = ACTIVATIONS[ctx.activation](by_inner, normed)
         if scale is None:
             return by_inner, by_weight, by_bias, None, None, None, None
         del normed
