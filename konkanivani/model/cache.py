@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.model.attention import RotaryPositions
-
 # Room is made for so many tokens at first, and doubled whenever it is used up.
 FIRST_ROOM = 32
 
@@ -26,17 +24,18 @@ class DecoderCache:
     of_tokens: list[torch.Tensor]  # a block: keys and values (2, B, K, H, U, E)
     of_encoded: list[KeysAndValues]  # a block: (B, H, S, E)
     encoded_mask: torch.Tensor | None  # (B, 1, 1, S), True where a frame is valid
-    positions: RotaryPositions
-    tables: tuple[torch.Tensor, torch.Tensor]  # cosines and sines (U, E / 2)
+    tables: tuple[torch.Tensor, ...] = ()  # what the decoder tells the U positions by, such as cosines and sines
     length: int = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens that there is room for."""
+        return self.of_tokens[0].shape[4]
 
     def make_room(self) -> None:
         """Room for one token more."""
-        room = self.of_tokens[0].shape[4]
-        if self.length < room:
-            return
-        self.of_tokens = [torch.cat([kept, torch.empty_like(kept)], dim=4) for kept in self.of_tokens]
-        self.tables = self.positions(2 * room, self.of_tokens[0])
+        if self.length >= self.room:
+            self.of_tokens = [torch.cat([kept, torch.empty_like(kept)], dim=4) for kept in self.of_tokens]
 
     def follow(self, sources: torch.Tensor) -> None:
         """Hypothesis k of an utterance goes on from what was hypothesis sources[k] (B, K)."""

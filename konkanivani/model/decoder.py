@@ -49,7 +49,6 @@ class Decoder(torch.nn.Module):
             of_tokens=[keys.new_empty(room) for _ in self.blocks],
             of_encoded=of_encoded,
             encoded_mask=_mask_of(encoded, encoded_lengths),
-            positions=self.positions,
             tables=self.positions(FIRST_ROOM, keys),
         )
 
@@ -59,6 +58,8 @@ class Decoder(torch.nn.Module):
         Equal to the last of `forward` over all tokens so far, in evaluation mode.
         """
         cache.make_room()
+        if len(cache.tables[0]) < cache.room:
+            cache.tables = self.positions(cache.room, cache.of_tokens[0])
         position = tuple(table[cache.length, None] for table in cache.tables)
         x = self.embedding(tokens)
         for block, kept, of_encoded in zip(self.blocks, cache.of_tokens, cache.of_encoded, strict=True):
