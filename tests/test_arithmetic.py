@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measuring.fixed_step import build_speech, build_window, take_features_as_given
 from konkanivani.base.config import DataConfig, FeatureConfig, MemoryConfig, ModelConfig, TrainConfig
-from konkanivani.model.architecture import Architecture, architecture_of
+from konkanivani.model.architecture import HybridArchitecture, architecture_of
 from konkanivani.model.flops import forward_layers, step_flop
 from konkanivani.model.subsampling import Subsampling
 from konkanivani.recipe.build_step import build_step_parts
@@ -20,7 +20,7 @@ MEL_BINS = FeatureConfig().mel_bins
 
 VOCABULARY = 1000
 SHAPE = ModelConfig(d_model=48, encoder_layers=2, decoder_layers=1, attention_heads=2, subsampling_channels=16)
-ARCHITECTURE = Architecture(SHAPE, FeatureConfig(), VOCABULARY)
+ARCHITECTURE = HybridArchitecture(SHAPE, FeatureConfig(), VOCABULARY)
 CONVOLUTIONS = ("first convolution", "depthwise convolution", "pointwise convolution")
 MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
 

@@ -31,7 +31,7 @@ from konkanivani.inference.onnx_export import OnnxModel, quantized, read_onnx, r
 from konkanivani.inference.onnx_graph import MatrixLogMel, RecognitionGraph
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.inference.verify import TOLERANCE, check_bundle, check_onnx, check_signal, hear_with
-from konkanivani.model.architecture import Architecture
+from konkanivani.model.architecture import HybridArchitecture
 from konkanivani.model.front_end import LogMel, described
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, write_checkpoint
 from tests.conftest import ROOT, WORDS, Corpus, run_script, speak
@@ -55,7 +55,7 @@ def speech_model_of_shape(shape: ModelConfig, seed: int = 0) -> SpeechModel:
     """A model that learnt nothing, whose best path goes through many tokens all the same."""
     tokenizer = train_tokenizer(TEXTS, "char", 100)
     torch.manual_seed(seed)
-    architecture = Architecture(shape, FeatureConfig(), tokenizer.size)
+    architecture = HybridArchitecture(shape, FeatureConfig(), tokenizer.size)
     model = architecture.build().eval()
     with torch.no_grad():
         model.ctc_head.weight.mul_(5.0)

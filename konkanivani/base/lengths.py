@@ -5,7 +5,7 @@ utterance: whatever is decided by them, from a mask to CTC's alignment, waits fo
 """
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,9 +21,24 @@ Count = TypeVar("Count", int, np.ndarray, torch.Tensor)
 """A number, or (N,) of them at once: an array, or a tensor in a graph that knows them only when it runs."""
 
 
+class FrameLengths(Protocol):
+    """How many frames a recogniser makes of so many samples, and where they lie."""
+
+    encoder_hop: int
+
+    def feature_length(self, samples: Count) -> Count:
+        """Feature frames."""
+
+    def encoded_length(self, samples: Count) -> Count:
+        """Encoder frames."""
+
+    def encoder_frame_seconds(self, frame: float) -> float:
+        """Where the middle of what an encoder frame sees lies, in seconds."""
+
+
 @dataclass(frozen=True)
 class Framing:
-    """How many frames so many samples are; no frame reaches beyond the waveform's ends."""
+    """How many frames so many samples are in a recogniser of ours; no frame reaches beyond the waveform's ends."""
 
     features: FeatureConfig
 

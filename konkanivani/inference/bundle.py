@@ -23,7 +23,7 @@ from konkanivani.base.flags import config_from_text
 from konkanivani.base.rules import check_config
 from konkanivani.data.text import Tokenizer
 from konkanivani.inference.speech_model import SpeechModel, check_finite, is_within_bounds
-from konkanivani.model.architecture import Architecture
+from konkanivani.model.architecture import HybridArchitecture
 from konkanivani.model.front_end import FIXED_FEATURES, described
 
 FORMAT = 1
@@ -136,7 +136,8 @@ def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
         raise ValueError(f"longest_seconds is {longest_seconds}")
     config = _config(description["model"], features, digits)
     tokenizer = _tokenizer(weights.pop(TOKENIZER))
-    architecture = Architecture(config.model, config.features, tokenizer.size, has_ctc="ctc_head.weight" in weights)
+    has_ctc = "ctc_head.weight" in weights
+    architecture = HybridArchitecture(config.model, config.features, tokenizer.size, has_ctc)
     model = architecture.build_without_values()
     wanted = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
     if wanted != {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}:

@@ -1,22 +1,60 @@
 """Which recogniser: everything about one that is known before it has weights, as one value."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from konkanivani.base.config import AugmentConfig, FeatureConfig, LossConfig, ModelConfig, TrainConfig, TuningConfig
-from konkanivani.base.lengths import Framing
+from konkanivani.base.lengths import FrameLengths, Framing
 from konkanivani.model.adapters import merged, tune
 from konkanivani.model.asr import KonkaniVaniASR, Unfilled
 from konkanivani.model.flops import CTC_HEAD, Layer, forward_layers
-from konkanivani.model.front_end import FrontEnd
+from konkanivani.model.front_end import FeatureExtractor, FrontEnd
 from konkanivani.model.losses import LossTerm, Objective
 
 
+class Dimensions(Protocol):
+    """The shape of a network; `d_model` is its width."""
+
+    d_model: int
+
+
+class Architecture(Protocol):
+    """A recogniser before it has weights; a frozen value, so that equal ones build the same.
+
+    No utterance may be longer than `longest_seconds`, no transcript have more than `most_tokens`.
+    """
+
+    vocab_size: int
+    model: Dimensions
+    has_ctc: bool
+    has_decoder: bool
+    longest_seconds: float
+    most_tokens: float
+    framing: FrameLengths
+
+    def objective(self, loss: LossConfig) -> Objective:
+        """What is minimised."""
+
+    def build(self) -> torch.nn.Module:
+        """The network, initialised from torch's generator."""
+
+    def build_without_values(self) -> torch.nn.Module:
+        """The network on the device `meta`, for its shapes, or for weights that are there already to be assigned."""
+
+    def build_front_end(self, augment: AugmentConfig) -> FeatureExtractor:
+        """Waveforms to the features that the network hears."""
+
+    def forward_layers(self, samples: tuple[int, ...], tokens: int) -> tuple[Layer, ...]:
+        """Every product of a forward pass over utterances of so many samples, `tokens` tokens each."""
+
+
 @dataclass(frozen=True)
-class Architecture:
+class HybridArchitecture:
     """A Conformer or Transformer of ours: its dimensions, the features that it hears, its tokens, its heads.
 
     What is built of equal values has the same shapes, takes the same memory and the same arithmetic.
@@ -27,6 +65,7 @@ class Architecture:
     vocab_size: int
     has_ctc: bool = True
     tuning: TuningConfig = TuningConfig()
+    longest_seconds = most_tokens = math.inf  # its positions are computed
 
     @property
     def has_decoder(self) -> bool:
@@ -59,7 +98,7 @@ class Architecture:
         tune(model, lower, self.tuning)
         return model
 
-    def plain(self, weights: Mapping[str, torch.Tensor]) -> tuple["Architecture", Mapping[str, torch.Tensor]]:
+    def plain(self, weights: Mapping[str, torch.Tensor]) -> tuple["HybridArchitecture", Mapping[str, torch.Tensor]]:
         """The same recogniser with nothing frozen or added, and `weights` as its own, low-rank products merged."""
         return dataclasses.replace(self, tuning=TuningConfig()), merged(weights, self.tuning.scale)
 
@@ -79,7 +118,7 @@ class Architecture:
         return tuple(layer for layer in layers if self.has_ctc or layer.name != CTC_HEAD)
 
 
-def architecture_of(config: TrainConfig, vocab_size: int) -> Architecture:
+def architecture_of(config: TrainConfig, vocab_size: int) -> HybridArchitecture:
     """The recogniser that these settings describe, for a tokenizer of so many tokens."""
     has_ctc = config.loss.ctc_weight != 0
-    return Architecture(config.model, config.features, vocab_size, has_ctc, config.tuning)
+    return HybridArchitecture(config.model, config.features, vocab_size, has_ctc, config.tuning)

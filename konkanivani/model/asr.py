@@ -23,12 +23,13 @@ from konkanivani.model.losses import LossSums, Objective, Spoken, attention_loss
 class ASROutput:
     """What one forward pass gives: encoded (B, T', D), their lengths, decoded (B, U + 1, D).
 
-    `middle` (B, T', D) is what the encoder's middle block made, before any norm. `ctc_head` makes CTC logits (B, T', V)
-    of `encoded`, `decoder.output` attention logits (B, U + 1, V) of `decoded`, which is None without a decoder.
+    `middle` (B, T', D) is what the encoder's middle block made, before any norm, None where no loss asks for it.
+    `ctc_head` makes CTC logits (B, T', V) of `encoded`, `decoder.output` attention logits (B, U + 1, V) of `decoded`,
+    which is None without a decoder.
     """
 
     encoded: torch.Tensor
-    middle: torch.Tensor
+    middle: torch.Tensor | None
     encoded_lengths: Lengths
     decoded: torch.Tensor | None
 
