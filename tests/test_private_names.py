@@ -29,7 +29,7 @@ OPERATORS = {
     "aten.native_layer_norm_backward": "(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean, "
     "Tensor rstd, Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
     "aten.silu_backward": "(Tensor grad_output, Tensor self) -> Tensor",
-    "aten.gelu_backward": "(Tensor grad_output, Tensor self, *, str approximate=\"none\") -> Tensor",
+    "aten.gelu_backward": '(Tensor grad_output, Tensor self, *, str approximate="none") -> Tensor',
     "aten._unsafe_view": "(Tensor self, SymInt[] size) -> Tensor",
     "aten._ctc_loss": "(Tensor log_probs, Tensor targets, int[] input_lengths, int[] target_lengths, int blank=0, "
     "bool zero_infinity=False) -> (Tensor, Tensor)",

@@ -68,7 +68,8 @@ class BeamDecode:
     ) -> list[tuple[Hypothesis, ...]]:
         """Each utterance's `best` hypotheses, likeliest first, without the prompt of the rules.
 
-        None has more tokens than the rules say, or where they do not, than its utterance has frames.
+        None has more tokens than the rules say, or where they do not, than its utterance has frames; nor than the
+        decoder takes.
         """
         frames, most = (encoded, encoded_lengths, self.beam), self.rules.most_tokens
         full = [Weighted(self._attention(model, *frames), 1 - self.ctc_weight)]
@@ -77,7 +78,8 @@ class BeamDecode:
             full.append(Weighted(scorer, self.language_model_weight))
         ctc = CTCScorer(model, *frames, self.special) if self.ctc_weight else None
         scorers = Scorers(tuple(full), ctc, self.ctc_weight, self.length_bonus, self.special.end)
-        limits = encoded_lengths if most is None else (most,) * len(encoded)
+        room = model.decoder.most_tokens - len(self.rules.prompt)
+        limits = tuple(min(length if most is None else most, room) for length in encoded_lengths)
         return beam_search(scorers, limits, self.beam, best, encoded.device)
 
     def _attention(self, model: KonkaniVaniASR, encoded: torch.Tensor, lengths: Lengths, beam: int) -> FullScorer:

@@ -3,6 +3,8 @@
 B batch, U tokens, T' encoder frames, D model width, V vocabulary.
 """
 
+import math
+
 import torch
 
 from konkanivani.base.config import ModelConfig
@@ -19,6 +21,9 @@ class Decoder(torch.nn.Module):
 
     Apart, since the logits of a long transcript are never there all at once.
     """
+
+    most_tokens = math.inf
+    """After the start token: positions are computed, however many."""
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
