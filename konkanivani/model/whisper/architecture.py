@@ -1,0 +1,83 @@
+"""Whisper as a recogniser before it has weights, beside the trainer's own (`model/architecture.py`)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from konkanivani.base.config import AugmentConfig, LossConfig
+from konkanivani.model.asr import Unfilled
+from konkanivani.model.flops import Layer
+from konkanivani.model.losses import LossTerm, Objective
+from konkanivani.model.whisper.front_end import WhisperFrontEnd
+from konkanivani.model.whisper.network import Whisper
+from konkanivani.model.whisper.shape import WhisperShape, WindowFraming
+
+
+@dataclass(frozen=True)
+class WhisperArchitecture:
+    """An encoder over windows of fixed length and a decoder, without CTC; its features and tokens are given."""
+
+    model: WhisperShape
+    has_ctc = False
+    has_decoder = True
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that there are."""
+        return self.model.vocab_size
+
+    @property
+    def longest_seconds(self) -> float:
+        """Seconds of a window."""
+        return self.model.window_seconds
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a transcript, its prefix included, beside which the start token has a position too."""
+        return self.model.target_positions - 1
+
+    @property
+    def framing(self) -> WindowFraming:
+        """How many frames so many samples are."""
+        return WindowFraming(self.model)
+
+    def objective(self, loss: LossConfig) -> Objective:
+        """The mean cross entropy of all labels."""
+        return Objective((LossTerm("attention", 1.0, has_end=True),), loss.label_smoothing)
+
+    def build(self) -> Whisper:
+        """The network, initialised from torch's generator."""
+        return Whisper(self.model)
+
+    def build_without_values(self) -> Whisper:
+        """The network on the device `meta`, for its shapes, or for weights that are there already to be assigned."""
+        with torch.device("meta"), Unfilled():
+            return self.build()
+
+    def build_front_end(self, augment: AugmentConfig) -> WhisperFrontEnd:
+        """Waveforms to the features that the network hears."""
+        return WhisperFrontEnd(self.model, augment)
+
+    def forward_layers(self, samples: tuple[int, ...], tokens: int) -> tuple[Layer, ...]:
+        """Every product of a forward pass over so many windows, `tokens` tokens each.
+
+        B windows of T feature and T' encoder frames, U tokens, F mel bins, D width, I inner width, V vocabulary, L and
+        M layers.
+        """
+        shape, frames = self.model, self.model.source_positions
+        width, inner = shape.d_model, shape.feedforward_dim
+        blocks, decoders = shape.encoder_layers, shape.decoder_layers
+        rows, spoken = len(samples) * frames, len(samples) * (tokens + 1)
+        return (
+            Layer("first convolution", "2 B T 3 F D", 2 * 2 * rows * 3 * shape.mel_bins * width, 1),
+            Layer("second convolution", "2 B T' 3 D^2", 2 * rows * 3 * width**2),
+            Layer("feed-forward", "L 4 B T' D I", blocks * 4 * rows * width * inner),
+            Layer("attention's projections", "L 8 B T' D^2", blocks * 8 * rows * width**2),
+            Layer("attention", "L 4 B T'^2 D", blocks * 4 * rows * frames * width, is_dense=False),
+            Layer("decoder's self-attention", "M 8 B U D^2", decoders * 8 * spoken * width**2),
+            Layer("its products", "M 4 B U^2 D", decoders * 4 * spoken * (tokens + 1) * width, is_dense=False),
+            Layer("cross-attention", "M 4 B (U + T') D^2", decoders * 4 * (spoken + rows) * width**2),
+            Layer("its products over frames", "M 4 B U T' D", decoders * 4 * spoken * frames * width, is_dense=False),
+            Layer("decoder's feed-forward", "M 4 B U D I", decoders * 4 * spoken * width * inner),
+            Layer("decoder's output", "2 B U D V", 2 * spoken * width * shape.vocab_size),
+        )

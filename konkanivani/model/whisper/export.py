@@ -1,0 +1,156 @@
+"""A trained Whisper model written as its folder was: only the weights that changed are other bytes."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+
+from konkanivani.base.errors import CheckpointError, ResourceError, UsageError
+from konkanivani.base.files import sync_file
+from konkanivani.model.whisper.files import INDEX, read_json, read_tensors
+from konkanivani.model.whisper.folder import CONFIG, HEAD, WhisperFolder
+
+# What else holds weights: those of the base, which the written folder must not have beside its own.
+STALE = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|msgpack|h5|onnx|onnx_data|gguf|ggml|bin\.index\.json)")
+DTYPE_SETTINGS = ("dtype", "torch_dtype")
+
+
+@dataclass(frozen=True)
+class WrittenFolder:
+    """What was written: files of weights anew, and files of the base that are left out since they hold its weights.
+
+    `in_full`: in fp32, though the base is in half precision, in which a weight would not be a finite number.
+    """
+
+    rewritten: tuple[str, ...]
+    left_out: tuple[str, ...]
+    in_full: bool
+
+
+def write_whisper_folder(base: WhisperFolder, weights: Mapping[str, torch.Tensor], out: Path) -> WrittenFolder:
+    """Writes the folder `out` with these weights, by our names; it is whole or not there.
+
+    A UsageError where `out` is there and not empty, a CheckpointError where the weights are not those of the base's
+    network or not finite, a ResourceError where they cannot be written.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} is there already. Name a folder that is not, or is empty.")
+    named = _named_as_in_files(base, weights)
+    in_full = any(not _in_range(named[name], tensor) for name, tensor in _tensors_of(base))
+    with _whole_folder(out) as partial:
+        kept, left_out = _other_files(base)
+        _check_room(base, kept, out)
+        for name in kept:
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(base.path / name, partial / name)
+        rewritten = [name for name in base.files if _write_weights(base.path / name, named, partial / name, in_full)]
+        if in_full:
+            _tell_of_full_precision(partial)
+    return WrittenFolder(tuple(rewritten), left_out, in_full)
+
+
+def _named_as_in_files(base: WhisperFolder, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    names = {ours: theirs for theirs, ours in base.our_names().items()}
+    shapes = {name: tensor.shape for name, tensor in base.architecture.build_without_values().state_dict().items()}
+    if shapes != {name: tensor.shape for name, tensor in weights.items()}:
+        raise CheckpointError(f"The weights are not those of a model of the shape of {base.path}. Give its own base.")
+    for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            raise CheckpointError(f"The weights {name} of the model are not finite numbers. Use another checkpoint.")
+    named = {names[name]: tensor.detach().cpu() for name, tensor in weights.items()}
+    has_head = any(HEAD in tensors for tensors in base.files.values())
+    return named | ({HEAD: named["model.decoder.embed_tokens.weight"].clone()} if has_head else {})
+
+
+def _tensors_of(base: WhisperFolder) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in base.files:
+        yield from read_tensors(base.path / name).items()
+
+
+def _in_range(weight: torch.Tensor, like: torch.Tensor) -> bool:
+    return bool(weight.to(like.dtype).isfinite().all())
+
+
+def _write_weights(source: Path, weights: Mapping[str, torch.Tensor], target: Path, in_full: bool) -> bool:
+    """Writes a file of weights in its own number formats, or in fp32; copied where nothing changed. Whether it did."""
+    before = read_tensors(source)
+    after = {
+        name: weights[name].to(torch.float32 if in_full else tensor.dtype).contiguous()
+        for name, tensor in before.items()
+    }
+    if all(after[name].dtype == tensor.dtype and torch.equal(after[name], tensor) for name, tensor in before.items()):
+        shutil.copyfile(source, target)
+        return False
+    with safetensors.safe_open(source, framework="pt") as file:
+        metadata = file.metadata()
+    safetensors.torch.save_file(after, target, metadata)
+    return True
+
+
+def _other_files(base: WhisperFolder) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The base's files that hold no weights, by their paths in it, and those that do and are not written anew."""
+    found = []
+    for directory, folders, names in os.walk(base.path):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += [Path(directory, name).relative_to(base.path).as_posix() for name in sorted(names)]
+    stale = tuple(name for name in found if STALE.fullmatch(name) and name not in base.files)
+    return tuple(name for name in found if name not in {*stale, *base.files}), stale
+
+
+def _check_room(base: WhisperFolder, kept: tuple[str, ...], out: Path) -> None:
+    needed = sum((base.path / name).stat().st_size for name in (*kept, *base.files))
+    free = shutil.disk_usage(out.parent).free
+    if free < needed:
+        raise ResourceError(
+            f"{out} needs {needed / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB are free. Free space, or name another."
+        )
+
+
+def _tell_of_full_precision(folder: Path) -> None:
+    """Brings to fp32 what the settings say of the weights' number format and size."""
+    config = read_json(folder / CONFIG)
+    config |= {name: "float32" for name in DTYPE_SETTINGS if name in config}
+    _write_json(folder / CONFIG, config)
+    if (folder / INDEX).exists():
+        index = read_json(folder / INDEX)
+        sizes = [
+            tensor.nbytes for name in {*index["weight_map"].values()} for tensor in read_tensors(folder / name).values()
+        ]
+        index["metadata"] = {**(index.get("metadata") or {}), "total_size": sum(sizes)}
+        _write_json(folder / INDEX, index)
+
+
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _whole_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out`, in its place at the end, and gone where anything fails."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial", dir=out.parent))
+        try:
+            yield partial
+            for path in partial.rglob("*"):
+                if path.is_file():
+                    sync_file(path)
+            partial.chmod(0o755)
+            os.replace(partial, out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise ResourceError(
+            f"{out} could not be written: {error.strerror or error}. Free space, mend the folder, or name another."
+        ) from None
+    except safetensors.SafetensorError as error:
+        raise ResourceError(f"{out} could not be written: {error}. Free space, or name another.") from None

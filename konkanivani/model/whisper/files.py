@@ -1,0 +1,97 @@
+"""The files of a Whisper model's folder: JSON and safetensors, of which nothing is run; pickle is refused."""
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import safetensors
+import torch
+
+from konkanivani.base.errors import CheckpointError, KonkaniVaniError, ResourceError
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt|bin\.index\.json)")
+MOST_JSON_BYTES = MOST_HEADER_BYTES = 2**22  # the longest of both, large-v3's list of tensors, has some 200 thousand
+
+
+def refused(path: Path, reason: str, advice: str = "Download it again, or give another") -> CheckpointError:
+    """The error of a folder that cannot be used."""
+    return CheckpointError(f"The Whisper folder {path} cannot be used: {reason}. {advice}.")
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """The object that a file of the folder holds."""
+    folder, name = path.parent, path.name
+    if not path.is_file():
+        raise refused(folder, f"it has no {name}", "Give a folder with all files of the model")
+    with _read_or_refused(path):
+        if path.stat().st_size > MOST_JSON_BYTES:
+            raise refused(folder, f"its {name} has more than {MOST_JSON_BYTES} bytes")
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):
+            raise refused(folder, f"its {name} is not JSON") from None
+    if not isinstance(found, dict):
+        raise refused(folder, f"its {name} is no JSON object")
+    return found
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, which lie in the file as long as they are not copied."""
+    with _read_or_refused(path), safetensors.safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}
+
+
+def files_of(path: Path) -> dict[str, tuple[str, ...]]:
+    """The names of the tensors that each file of weights should have; of a single file, those that it has."""
+    if (path / WEIGHTS).exists():
+        return {WEIGHTS: tuple(header_of(path / WEIGHTS))}
+    if not (path / INDEX).exists():
+        pickled = sorted(entry.name for entry in path.iterdir() if PICKLED.fullmatch(entry.name))
+        if pickled:
+            raise refused(
+                path,
+                f"its {pickled[0]} is pickle, which can run code when it is read",
+                'Convert it where you trust it, WhisperForConditionalGeneration.from_pretrained("OLD").save_pretrained'
+                '("NEW") by transformers, and copy the other files beside the new weights',
+            )
+        raise refused(path, f"it has no {WEIGHTS}", "Give a folder with all files of the model")
+    listed = read_json(path / INDEX).get("weight_map")
+    files: dict[str, tuple[str, ...]] = {}
+    for tensor, file in (listed if isinstance(listed, dict) else {}).items():
+        if not isinstance(file, str) or not re.fullmatch(r"\w[\w.-]*\.safetensors", file):
+            raise refused(path, f"its {INDEX} names {file!r:.60}, which is no file of weights beside it")
+        files[file] = (*files.get(file, ()), tensor)
+    if not files:
+        raise refused(path, f"its {INDEX} has no weight_map")
+    return files
+
+
+def header_of(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and number format of each tensor of a file, without its values."""
+    if not path.is_file():
+        raise refused(path.parent, f"it has no {path.name}", "Give a folder with all files of the model")
+    with _read_or_refused(path):
+        with open(path, "rb") as file:
+            claimed = int.from_bytes(file.read(8), "little")
+        if claimed > MOST_HEADER_BYTES:
+            raise refused(path.parent, f"its {path.name} is damaged (its header claims {claimed} bytes)")
+        with safetensors.safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+
+
+@contextlib.contextmanager
+def _read_or_refused(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except KonkaniVaniError:
+        raise
+    except (PermissionError, MemoryError) as error:
+        reason = "permission denied" if isinstance(error, PermissionError) else "not enough memory"
+        raise ResourceError(f"{path} cannot be read: {reason}. Mend that and start again.") from None
+    except Exception as error:  # a damaged or hostile file can raise nearly anything
+        reason = (str(error) or type(error).__name__).splitlines()[0][:200].rstrip(".")
+        raise refused(path.parent, f"its {path.name} is damaged ({reason})") from None

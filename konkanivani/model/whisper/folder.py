@@ -1,0 +1,222 @@
+"""A Whisper model's folder as Hugging Face lays it out, checked before anything of the size that it claims exists.
+
+Nothing in it is run: JSON and safetensors are read, pickle is refused.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from konkanivani.base.errors import UsageError
+from konkanivani.base.lengths import SAMPLE_RATE
+from konkanivani.model.whisper.architecture import WhisperArchitecture
+from konkanivani.model.whisper.files import INDEX, files_of, header_of, read_json, read_tensors, refused
+from konkanivani.model.whisper.front_end import FFT_SAMPLES
+from konkanivani.model.whisper.network import Whisper
+from konkanivani.model.whisper.shape import HOP_SAMPLES, WhisperShape
+
+CONFIG, GENERATION, PREPROCESSOR = "config.json", "generation_config.json", "preprocessor_config.json"
+PROCESSOR = "processor_config.json"  # in which newer programs keep the preprocessor's settings too
+HEAD = "proj_out.weight"  # the decoder's embedding once more, where a file has it
+NUMBER_FORMATS = frozenset({"F16", "BF16", "F32"})
+# Each dimension by its name in config.json: our name, and more than any model has.
+DIMENSIONS = {
+    "d_model": ("d_model", 2**14),
+    "encoder_attention_heads": ("attention_heads", 2**10),
+    "encoder_layers": ("encoder_layers", 2**8),
+    "decoder_layers": ("decoder_layers", 2**8),
+    "encoder_ffn_dim": ("feedforward_dim", 2**16),
+    "num_mel_bins": ("mel_bins", 2**10),
+    "vocab_size": ("vocab_size", 2**20),
+    "max_source_positions": ("source_positions", 2**14),
+    "max_target_positions": ("target_positions", 2**14),
+}
+TWINS = {"decoder_attention_heads": "encoder_attention_heads", "decoder_ffn_dim": "encoder_ffn_dim"}
+# A part of a tensor's name in our network, and in the files.
+NAMES = {
+    "subsampling.first": "conv1",
+    "subsampling.second": "conv2",
+    "positions": "embed_positions.weight",
+    "embedding": "embed_tokens",
+    "blocks": "layers",
+    "self_attention_norm": "self_attn_layer_norm",
+    "self_attention": "self_attn",
+    "cross_attention_norm": "encoder_attn_layer_norm",
+    "cross_attention": "encoder_attn",
+    "query": "q_proj",
+    "key": "k_proj",
+    "value": "v_proj",
+    "output": "out_proj",
+    "feedforward.norm": "final_layer_norm",
+    "feedforward.expand": "fc1",
+    "feedforward.contract": "fc2",
+    "norm": "layer_norm",
+}
+PART = re.compile(r"(?<=\.)(" + "|".join(map(re.escape, NAMES)) + r")(?=\.|$)")
+
+
+def name_in_file(name: str) -> str:
+    """What the files call our tensor of this name."""
+    return "model." + PART.sub(lambda part: NAMES[part.group()], name)
+
+
+@dataclass(frozen=True)
+class WhisperFolder:
+    """A folder whose settings and list of tensors have been checked; its weights are read when they are asked for.
+
+    `files` holds the names of each file's tensors, `generation` is empty where the folder says nothing of it.
+    """
+
+    path: Path
+    shape: WhisperShape
+    config: Mapping[str, object]
+    generation: Mapping[str, object]
+    files: Mapping[str, tuple[str, ...]]
+
+    @property
+    def architecture(self) -> WhisperArchitecture:
+        """The recogniser that the folder describes."""
+        return WhisperArchitecture(self.shape)
+
+    def our_names(self) -> dict[str, str]:
+        """The tensors of the network by their names in the files."""
+        return {name_in_file(name): name for name in self.architecture.build_without_values().state_dict()}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The tensors of the network in fp32 by our names; a CheckpointError where one is not finite."""
+        found = {}
+        for name in self.files:
+            for tensor_name, tensor in read_tensors(self.path / name).items():
+                found[tensor_name] = tensor.to(torch.float32, copy=True)  # another program may change the file
+                if not found[tensor_name].isfinite().all():
+                    raise refused(self.path, f"its {tensor_name} holds what is no finite number")
+        head = found.pop(HEAD, None)
+        names = self.our_names()
+        weights = {names[name]: tensor for name, tensor in found.items()}
+        if head is not None and not torch.equal(head, weights["decoder.embedding.weight"]):
+            raise refused(self.path, f"its {HEAD} is not the embedding of its tokens, as in Whisper it is")
+        return weights
+
+    def build(self) -> Whisper:
+        """The network with the folder's weights, on the CPU."""
+        model = self.architecture.build_without_values()
+        model.load_state_dict(self.weights(), assign=True)
+        return model
+
+
+def read_whisper_folder(path: Path) -> WhisperFolder:
+    """The folder's settings and list of tensors; nothing larger is read.
+
+    A UsageError where there is no folder, a CheckpointError that says what is wrong with it, a ResourceError where it
+    may not be read.
+    """
+    if not path.is_dir():
+        raise UsageError(_no_folder(path))
+    config = read_json(path / CONFIG)
+    shape = _shape_of(path, config)
+    _check_preprocessor(path, shape)
+    generation = read_json(path / GENERATION) if (path / GENERATION).exists() else {}
+    _check_ids(path, generation, shape)
+    folder = WhisperFolder(path, shape, config, generation, files_of(path))
+    _check_tensors(folder)
+    return folder
+
+
+def _no_folder(path: Path) -> str:
+    if path.exists():
+        return f"{path} is a file. Give the folder of a Whisper model, as Hugging Face lays it out."
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        return (
+            f"There is no folder {path}, and nothing is fetched here if that is a model's name on a hub. Download its "
+            "files and give their folder."
+        )
+    return f"There is no folder {path}. Give the folder of a Whisper model, as Hugging Face lays it out."
+
+
+def _shape_of(path: Path, config: Mapping[str, object]) -> WhisperShape:
+    kind = config.get("model_type")
+    if kind != "whisper":
+        raise refused(path, f"its {CONFIG} is of a model of type {kind!r:.40}", "Give the folder of a Whisper model")
+    dimensions = {}
+    for name, (ours, most) in DIMENSIONS.items():
+        value = config.get(name)
+        if type(value) is not int or not 1 <= value <= most:
+            raise refused(path, f"{name} in its {CONFIG} is {value!r:.40} and must be a number from 1 to {most}")
+        dimensions[ours] = value
+    shape = WhisperShape(**dimensions)
+    for name, twin in TWINS.items():
+        if config.get(name) != config[twin]:
+            raise refused(path, f"{name} in its {CONFIG} is {config.get(name)!r:.40}, and {twin} is {config[twin]}")
+    if shape.d_model % 2 or shape.d_model % shape.attention_heads:
+        raise refused(path, f"its {CONFIG} divides a width of {shape.d_model} into {shape.attention_heads} heads")
+    for name, only in {"activation_function": "gelu", "scale_embedding": False, "tie_word_embeddings": True}.items():
+        if config.get(name, only) != only:
+            raise refused(path, f"{name} in its {CONFIG} is {config[name]!r:.40}, and Whisper's is {only!r}")
+    return shape
+
+
+def _check_preprocessor(path: Path, shape: WhisperShape) -> None:
+    """Refuses features that the front end does not make, or the weights do not hear."""
+    name = PREPROCESSOR if (path / PREPROCESSOR).exists() or not (path / PROCESSOR).exists() else PROCESSOR
+    found = read_json(path / name)
+    if name == PROCESSOR:
+        found = found.get("feature_extractor")
+        found = found if isinstance(found, dict) else {}
+    wanted = {
+        "feature_size": (shape.mel_bins, 80),
+        "chunk_length": (shape.window_seconds, 30),
+        "sampling_rate": (SAMPLE_RATE, SAMPLE_RATE),
+        "hop_length": (HOP_SAMPLES, HOP_SAMPLES),
+        "n_fft": (FFT_SAMPLES, FFT_SAMPLES),
+        "padding_value": (0, 0),
+        "dither": (0, 0),
+        "do_normalize": (False, False),
+    }
+    for setting, (value, default) in wanted.items():
+        given = default if found.get(setting) is None else found[setting]
+        if given != value:
+            raise refused(path, f"{setting} in its {name} is {given!r:.40}, and its network needs {value:g}")
+
+
+def _check_ids(path: Path, generation: Mapping[str, object], shape: WhisperShape) -> None:
+    """Refuses token ids beyond the vocabulary, and heads that the decoder has not."""
+    for name, value in generation.items():
+        if name.endswith(("token_id", "_to_id", "suppress_tokens")):
+            values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+            wrong = [v for v in values if v is not None and not (type(v) is int and 0 <= v < shape.vocab_size)]
+            if wrong:
+                raise refused(path, f"{name} in its {GENERATION} names the token {wrong[0]!r:.40}, which there is not")
+    heads, most = generation.get("alignment_heads") or [], (shape.decoder_layers, shape.attention_heads)
+    if not isinstance(heads, list) or not all(_is_head(head, most) for head in heads):
+        raise refused(path, f"alignment_heads in its {GENERATION} are not heads of its decoder")
+
+
+def _is_head(head: object, most: tuple[int, int]) -> bool:
+    if not isinstance(head, list) or len(head) != 2:
+        return False
+    return all(type(number) is int and 0 <= number < bound for number, bound in zip(head, most, strict=True))
+
+
+def _check_tensors(folder: WhisperFolder) -> None:
+    """Refuses a folder whose files have not exactly the tensors of its network's shape."""
+    model = folder.architecture.build_without_values()
+    wanted = {name_in_file(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {}
+    headers = {file: header_of(folder.path / file) for file in folder.files}
+    for file, header in headers.items():
+        if header.keys() != set(folder.files[file]):
+            raise refused(folder.path, f"its {file} has other tensors than its {INDEX} says")
+        found |= header
+    wanted |= {HEAD: wanted["model.decoder.embed_tokens.weight"]} if HEAD in found else {}
+    for name in sorted(found.keys() ^ wanted.keys()):
+        raise refused(
+            folder.path, f"it has no tensor {name}" if name in wanted else f"its tensor {name:.80} is none of Whisper's"
+        )
+    for name, (shape, kind) in found.items():
+        if kind not in NUMBER_FORMATS:
+            raise refused(folder.path, f"its {name} is of {kind} and must be of {', '.join(sorted(NUMBER_FORMATS))}")
+        if shape != wanted[name]:
+            raise refused(folder.path, f"its {name} has the shape {shape}, and its {CONFIG} says {wanted[name]}")

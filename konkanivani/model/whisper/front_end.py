@@ -1,0 +1,107 @@
+"""From waveforms to what Whisper hears: the logarithm of mel bands over a window that is padded with silence.
+
+Nothing is computed for the padding: all its frames are one constant.
+
+B batch, S samples, T feature frames, F mel bins.
+"""
+
+import math
+
+import torch
+
+from konkanivani.base.config import AugmentConfig
+from konkanivani.base.errors import DataError
+from konkanivani.base.lengths import SAMPLE_RATE, Lengths, padding_mask
+from konkanivani.model.front_end import SpecAugment
+from konkanivani.model.whisper.shape import HOP_SAMPLES, WhisperShape
+
+FFT_SAMPLES = 400
+SMALLEST_POWER = 1e-10
+RANGE = 8.0  # powers of ten below an utterance's loudest band that are told apart
+
+
+class WhisperLogMel(torch.nn.Module):
+    """Waveforms (B, S) with their lengths -> log-mel (B, F, T) of the frames that hold speech, and a floor (B, 1, 1).
+
+    The floor is what every frame of silence is: 8 powers of ten below the utterance's loudest band, or 1e-10. T is that
+    of the longest utterance and at most a window's; frames behind a shorter one are its floor.
+    """
+
+    def __init__(self, shape: WhisperShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.register_buffer("window", torch.hann_window(FFT_SAMPLES), persistent=False)
+        self.register_buffer("bands", mel_bands(shape.mel_bins).to(self.window.dtype), persistent=False)
+
+    def forward(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> tuple[torch.Tensor, torch.Tensor]:
+        padded = self._padded(waveforms, sample_lengths)
+        spectrum = torch.stft(padded, FFT_SAMPLES, HOP_SAMPLES, window=self.window, return_complex=True)
+        powers = self.bands @ spectrum[..., :-1].abs().square().contiguous()
+        features = powers.clamp_min_(SMALLEST_POWER).log10_()
+        floor = features.amax(dim=(1, 2), keepdim=True) - RANGE
+        floor = floor.clamp_min_(features.new_tensor(SMALLEST_POWER).log10())
+        return (torch.maximum(features, floor) + 4.0) / 4.0, (floor + 4.0) / 4.0
+
+    def _padded(self, waveforms: torch.Tensor, lengths: Lengths) -> torch.Tensor:
+        """Followed by silence up to the first frame without speech, and at most to the window's end."""
+        longest, window = max(lengths), self.shape.window_samples
+        if longest > window:
+            raise DataError(
+                f"An utterance of {longest / SAMPLE_RATE:.2f} s is longer than the model's window of "
+                f"{self.shape.window_seconds:g} s. Leave it out (--max_duration), or cut it."
+            )
+        if min(lengths) < longest:
+            waveforms = waveforms.masked_fill(padding_mask(lengths, waveforms.shape[1], waveforms.device), 0.0)
+        hops = -(-(longest + FFT_SAMPLES) // HOP_SAMPLES)
+        room = min(window, hops * HOP_SAMPLES)
+        return torch.nn.functional.pad(waveforms[:, :longest], (0, room - longest))
+
+
+def mel_bands(count: int) -> torch.Tensor:
+    """Triangles over the frequencies of a transform (count, 201), float64, each of area 1 over hertz (Slaney, 1998).
+
+    In fp32, as torchaudio makes them, 128 bands differ from OpenAI's table by 1.6e-7 and features by 2e-5.
+    """
+    octave = 27 / math.log(6.4)  # bands a factor of e above 1000 Hz; below, 15 are even
+    highest = 15 + octave * math.log(SAMPLE_RATE / 2 / 1000)
+    mels = torch.linspace(0, highest, count + 2, dtype=torch.float64)
+    edges = torch.where(mels < 15, mels * 200 / 3, 1000 * torch.exp((mels - 15) / octave))
+    frequencies = torch.linspace(0, SAMPLE_RATE / 2, FFT_SAMPLES // 2 + 1, dtype=torch.float64)
+    low, middle, high = (edges[start : start + count, None] for start in range(3))
+    rising, falling = (frequencies - low) / (middle - low), (high - frequencies) / (high - middle)
+    return torch.minimum(rising, falling).clamp_min(0) * 2 / (high - low)
+
+
+class WhisperFrontEnd(torch.nn.Module):
+    """Waveforms (B, S) -> features (B, T, F) of whole windows and their lengths, in full precision.
+
+    `augment_seeds` holds one seed an utterance while training and is None in evaluation; what SpecAugment masks, of the
+    frames that hold speech, is as silent as the padding.
+    """
+
+    def __init__(self, shape: WhisperShape, augment: AugmentConfig) -> None:
+        super().__init__()
+        self.shape = shape
+        self.log_mel = WhisperLogMel(shape)
+        self.spec_augment = SpecAugment(augment, shape.mel_bins)
+
+    @torch.no_grad()
+    def forward(
+        self, waveforms: torch.Tensor, sample_lengths: Lengths, augment_seeds: tuple[int, ...] | None
+    ) -> tuple[torch.Tensor, Lengths]:
+        with torch.autocast(waveforms.device.type, enabled=False):
+            heard, floor = self.log_mel(waveforms, sample_lengths)
+        if augment_seeds is not None:
+            heard = self._masked(heard, floor, augment_seeds, sample_lengths)
+        features = floor.expand(-1, self.shape.mel_bins, self.shape.window_frames).contiguous()
+        features[:, :, : heard.shape[2]] = heard
+        return features.transpose(1, 2), (self.shape.window_frames,) * len(sample_lengths)
+
+    def _masked(
+        self, heard: torch.Tensor, floor: torch.Tensor, seeds: tuple[int, ...], sample_lengths: Lengths
+    ) -> torch.Tensor:
+        spoken = tuple(-(-samples // HOP_SAMPLES) for samples in sample_lengths)
+        time, frequency = self.spec_augment.draw_masks(seeds, spoken)
+        time = torch.nn.functional.pad(time, (0, heard.shape[2] - time.shape[1])).to(heard.device, non_blocking=True)
+        frequency = frequency.to(heard.device, non_blocking=True)
+        return torch.where(time[:, None, :] | frequency[:, :, None], floor, heard)

@@ -1,0 +1,149 @@
+"""Whisper (Radford et al., 2022): features of a padded window to encoded frames, and those to tokens.
+
+B batch, T feature frames, T' encoder frames, U tokens, K hypotheses, F mel bins, D model width, V vocabulary.
+"""
+
+import math
+
+import torch
+
+from konkanivani.base.lengths import CHUNK_FRAMES, Lengths
+from konkanivani.model.asr import ASROutput
+from konkanivani.model.blocks import BlockRunner, run_directly
+from konkanivani.model.cache import FIRST_ROOM, DecoderCache
+from konkanivani.model.kernels.linear import linear_of
+from konkanivani.model.losses import LossSums, Objective, Spoken, attention_loss_sum
+from konkanivani.model.whisper.blocks import DecoderBlock, EncoderBlock, Subsampling
+from konkanivani.model.whisper.shape import STRIDE, WhisperShape
+
+LONGEST_WAVE = 10_000.0  # of the encoder's fixed positions, over 2 pi
+INITIAL_DEVIATION = 0.02  # of weights that are not read from a file
+
+
+class Encoder(torch.nn.Module):
+    """Features (B, T, F) of whole windows with their lengths -> encoded (B, T / 2, D) with theirs."""
+
+    def __init__(self, shape: WhisperShape) -> None:
+        super().__init__()
+        self.subsampling = Subsampling(shape)
+        positions = torch.empty(shape.source_positions, shape.d_model)
+        self.positions = torch.nn.Parameter(positions, requires_grad=False)
+        self.blocks = torch.nn.ModuleList(EncoderBlock(shape) for _ in range(shape.encoder_layers))
+        self.norm = torch.nn.LayerNorm(shape.d_model)
+
+    def forward(
+        self, features: torch.Tensor, feature_lengths: Lengths, run_block: BlockRunner, chunk_frames: int = CHUNK_FRAMES
+    ) -> tuple[torch.Tensor, Lengths]:
+        """A ValueError where the features are no whole windows: what is shorter has no meaning to these weights."""
+        if {features.shape[1], *feature_lengths} != {STRIDE * len(self.positions)}:
+            raise ValueError(f"features of {features.shape[1]} frames are no window of {STRIDE * len(self.positions)}")
+        x = run_block(self.subsampling, features, self.positions)
+        for block in self.blocks:
+            x = run_block(block, x)
+        return self.norm(x), (len(self.positions),) * len(feature_lengths)
+
+
+class TiedEmbedding(torch.nn.Embedding):
+    """Tokens to vectors, and as a layer's weight the head: logits are products with the same vectors."""
+
+    bias = None
+
+
+class Decoder(torch.nn.Module):
+    """Tokens (B, U), encoded (B, T', D) -> decoded (B, U, D); `output` makes logits (B, U, V) of it."""
+
+    def __init__(self, shape: WhisperShape) -> None:
+        super().__init__()
+        self.embedding = TiedEmbedding(shape.vocab_size, shape.d_model)
+        self.positions = torch.nn.Parameter(torch.empty(shape.target_positions, shape.d_model))
+        self.blocks = torch.nn.ModuleList(DecoderBlock(shape) for _ in range(shape.decoder_layers))
+        self.norm = torch.nn.LayerNorm(shape.d_model)
+
+    def forward(self, tokens: torch.Tensor, encoded: torch.Tensor, run_block: BlockRunner) -> torch.Tensor:
+        x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
+        for block in self.blocks:
+            x = run_block(block, x, encoded)
+        return self.norm(x)
+
+    def output(self, decoded: torch.Tensor) -> torch.Tensor:
+        """Logits (…, V) of decoded (…, D)."""
+        return linear_of(decoded, self.embedding)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens after the start token that there are positions for."""
+        return len(self.positions) - 1
+
+    def begin(self, encoded: torch.Tensor, encoded_lengths: Lengths, beam: int) -> DecoderCache:
+        """A cache for `beam` hypotheses of each utterance of encoded (B, T', D), which have no token yet."""
+        of_encoded = [block.cross_attention.keys_and_values(encoded) for block in self.blocks]
+        keys, _ = of_encoded[0]
+        batch, heads, _, head_width = keys.shape
+        room = (2, batch, beam, heads, FIRST_ROOM, head_width)
+        return DecoderCache([keys.new_empty(room) for _ in self.blocks], of_encoded, encoded_mask=None)
+
+    def step(self, tokens: torch.Tensor, cache: DecoderCache) -> torch.Tensor:
+        """The next tokens (B, K) of the hypotheses in `cache` -> decoded (B, K, D); they are in the cache then.
+
+        Equal to the last of `forward` over all tokens so far.
+        """
+        cache.make_room()
+        x = self.embedding(tokens) + self.positions[cache.length]
+        for block, kept, of_encoded in zip(self.blocks, cache.of_tokens, cache.of_encoded, strict=True):
+            x = block.step(x, kept, cache.length, of_encoded)
+        cache.length += 1
+        return self.norm(x)
+
+
+class Whisper(torch.nn.Module):
+    """Encoder and decoder, without any dropout; its one loss is the cross entropy of every label."""
+
+    ctc_head = None
+
+    def __init__(self, shape: WhisperShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.encoder = Encoder(shape)
+        self.decoder = Decoder(shape)
+        self._initialise()
+        for number, block in enumerate(self.blocks):
+            block.number = number
+
+    @property
+    def blocks(self) -> list[torch.nn.Module]:
+        """What can be recomputed in the backward pass, in the order of the forward pass; the convolutions are one."""
+        return [self.encoder.subsampling, *self.encoder.blocks, *self.decoder.blocks]
+
+    def forward(
+        self,
+        features: torch.Tensor,
+        feature_lengths: Lengths,
+        decoder_tokens: torch.Tensor,
+        run_block: BlockRunner = run_directly,
+        chunk_frames: int = CHUNK_FRAMES,
+    ) -> ASROutput:
+        """Teacher forcing: features (B, T, F) of whole windows, decoder_tokens (B, U + 1) from the start token on."""
+        encoded, encoded_lengths = self.encoder(features, feature_lengths, run_block, chunk_frames)
+        return ASROutput(encoded, None, encoded_lengths, self.decoder(decoder_tokens, encoded, run_block))
+
+    def loss_sums(self, output: ASROutput, spoken: Spoken, objective: Objective, chunk_frames: int) -> LossSums:
+        """The one term of the objective, summed over all labels of the utterances."""
+        smoothing = objective.label_smoothing
+        return (attention_loss_sum(output.decoded, self.decoder.output, spoken.targets, smoothing, chunk_frames),)
+
+    def _initialise(self) -> None:
+        for module in self.modules():
+            if isinstance(module, torch.nn.Linear | torch.nn.Conv1d | torch.nn.Embedding):
+                torch.nn.init.normal_(module.weight, std=INITIAL_DEVIATION)
+                if module.bias is not None:
+                    torch.nn.init.zeros_(module.bias)
+        torch.nn.init.normal_(self.decoder.positions, std=INITIAL_DEVIATION)
+        with torch.no_grad():
+            self.encoder.positions.copy_(sinusoids(*self.encoder.positions.shape))
+
+
+def sinusoids(length: int, width: int) -> torch.Tensor:
+    """Fixed positions (length, width), sines beside cosines, of wave lengths from 2 pi to 20,000 pi frames."""
+    step = math.log(LONGEST_WAVE) / max(1, width // 2 - 1)
+    angles = torch.arange(length)[:, None] * torch.exp(-step * torch.arange(width // 2))[None, :]
+    return torch.cat([angles.sin(), angles.cos()], dim=1)

@@ -1,0 +1,14 @@
+"""Folders of random Whisper models, written once a session."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def whisper_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder of each kind of model, by its name; nobody writes into them."""
+    from tests.whisper.folders import KINDS, write_folder
+
+    root = tmp_path_factory.mktemp("whisper")
+    return {name: write_folder(kind, root / name) for name, kind in KINDS.items()}

@@ -1,0 +1,116 @@
+"""Random Whisper models in folders as transformers writes them, with windows of a second: no weights are downloaded."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from konkanivani.data.batch import Batch, Speech, collate
+from konkanivani.data.text import SpecialTokens
+
+WHY = "transformers, which Whisper is held against, is not installed: pip install -e .[test]"
+transformers = pytest.importorskip("transformers", reason=WHY)
+
+SECONDS = 1
+FRAMES = 50 * SECONDS
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What tells the published models apart, in small."""
+
+    mel_bins: int = 80
+    layers: tuple[int, int] = (2, 2)
+    vocab_size: int = 51_865
+    end: int = 50_257
+    largest_file: str = "5GB"
+
+    @property
+    def special(self) -> SpecialTokens:
+        """Without a blank; the start token, which cannot follow either, stands for it."""
+        start = self.end + 1
+        return SpecialTokens(blank=start, unknown=start, start=start, end=self.end)
+
+
+KINDS = {
+    "tiny": Kind(),
+    "v3": Kind(128, vocab_size=51_866),
+    "turbo": Kind(128, (4, 1), 51_866, largest_file="3MB"),
+    "en": Kind(layers=(1, 3), vocab_size=51_864, end=50_256),
+}
+
+
+def reference(kind: Kind, seed: int = 0, width: int = 32, positions: int = 64) -> torch.nn.Module:
+    """A random model of transformers whose every weight matters, in evaluation mode."""
+    config = transformers.WhisperConfig(
+        vocab_size=kind.vocab_size,
+        num_mel_bins=kind.mel_bins,
+        d_model=width,
+        encoder_layers=kind.layers[0],
+        decoder_layers=kind.layers[1],
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=3 * width,
+        decoder_ffn_dim=3 * width,
+        max_source_positions=FRAMES,
+        max_target_positions=positions,
+        pad_token_id=kind.end,
+        bos_token_id=kind.end,
+        eos_token_id=kind.end,
+        decoder_start_token_id=kind.end + 1,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    model = transformers.WhisperForConditionalGeneration(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                drawn = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(1 + 0.2 * drawn if "norm.weight" in name else 0.3 * drawn)
+    return model
+
+
+def write_folder(kind: Kind, path: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """A folder of such a model with the files that programs read, of which some are words only here."""
+    reference(kind, seed).to(dtype).save_pretrained(path, max_shard_size=kind.largest_file)
+    transformers.WhisperFeatureExtractor(feature_size=kind.mel_bins, chunk_length=SECONDS).save_pretrained(path)
+    generation = json.loads((path / "generation_config.json").read_text())
+    generation |= {"suppress_tokens": [1, 2, 7], "lang_to_id": {"<|mr|>": 50_320}, "alignment_heads": [[0, 1]]}
+    (path / "generation_config.json").write_text(json.dumps(generation))
+    for name in ("vocab.json", "merges.txt", "added_tokens.json", "tokenizer_config.json", "README.md"):
+        (path / name).write_text(f"what a folder of Whisper has in {name}\n")
+    return path
+
+
+def read_reference(path: Path) -> torch.nn.Module:
+    """The folder's model by transformers, in evaluation mode and fp32; a failed assertion where a key does not fit."""
+    model, told = transformers.WhisperForConditionalGeneration.from_pretrained(
+        path, output_loading_info=True, dtype=torch.float32
+    )
+    assert {name: list(found) for name, found in told.items() if found} == {}
+    return model.eval()
+
+
+def random_features(kind: Kind, count: int = 2, seed: int = 0) -> torch.Tensor:
+    """Features (B, T, F) of whole windows."""
+    return torch.randn(count, 2 * FRAMES, kind.mel_bins, generator=torch.Generator().manual_seed(seed))
+
+
+def spoken(kind: Kind, *lengths: int, seed: int = 0) -> Batch:
+    """A batch of utterances with so many tokens each, waveforms of a second at most."""
+    generator = torch.Generator().manual_seed(seed)
+    return collate(
+        [
+            Speech(
+                utterance_id=str(number),
+                waveform=torch.randn(16_000 - 900 * number, generator=generator),
+                tokens=torch.randint(kind.end, (length,), generator=generator).tolist(),
+                augment_seed=None,
+            )
+            for number, length in enumerate(lengths)
+        ],
+        kind.special,
+    )

@@ -1,0 +1,332 @@
+"""Folders of Whisper models are read whole or refused in a sentence, and written as they were but for what changed."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from konkanivani.base.errors import CheckpointError, KonkaniVaniError, ResourceError, UsageError
+from konkanivani.model.whisper import export
+from konkanivani.model.whisper.export import write_whisper_folder
+from konkanivani.model.whisper.folder import name_in_file, read_whisper_folder
+from tests.whisper.folders import KINDS, read_reference, write_folder
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBEDDING = "model.decoder.embed_tokens.weight"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_dimensions_are_the_files(name, whisper_folders):
+    folder, kind = read_whisper_folder(whisper_folders[name]), KINDS[name]
+    shape = folder.shape
+    assert (shape.mel_bins, shape.vocab_size, shape.window_seconds) == (kind.mel_bins, kind.vocab_size, 1.0)
+    assert (shape.encoder_layers, shape.decoder_layers) == kind.layers and shape.target_positions == 64
+    assert (len(folder.files) > 1) == (name == "turbo") and folder.generation["suppress_tokens"] == [1, 2, 7]
+    assert folder.architecture.most_tokens == 63 and folder.architecture.longest_seconds == 1.0
+
+
+def test_names_are_mapped_both_ways(whisper_folders):
+    folder = read_whisper_folder(whisper_folders["tiny"])
+    names = folder.our_names()
+    assert names.keys() == safetensors.torch.load_file(folder.path / WEIGHTS).keys() and len(set(names.values())) == 89
+    assert all(name_in_file(ours) == theirs for theirs, ours in names.items())
+
+
+# ------------------------------------------------------------------------------------------------------- out again
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_unchanged_model_is_written_byte_for_byte(name, whisper_folders, tmp_path):
+    base = read_whisper_folder(whisper_folders[name])
+    written = write_whisper_folder(base, base.weights(), tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(base.path) and not written.rewritten and not written.in_full
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("changed", ["decoder.norm.bias", "everything"])
+def test_a_trained_model_loads_strictly_and_is_the_one_that_was_written(name, changed, whisper_folders, tmp_path):
+    base = read_whisper_folder(whisper_folders[name])
+    weights = base.weights()
+    for key in weights if changed == "everything" else [changed]:
+        weights[key] = weights[key] + 0.25
+    written = write_whisper_folder(base, weights, tmp_path / "deep" / "out")
+    loaded = read_reference(tmp_path / "deep" / "out").state_dict()
+    assert all(torch.equal(loaded[name_in_file(key)], tensor) for key, tensor in weights.items())
+    before, after = contents(base.path), contents(tmp_path / "deep" / "out")
+    assert before.keys() == after.keys()
+    assert {file for file in before if before[file] != after[file]} == set(written.rewritten) <= set(base.files)
+    assert changed == "everything" or len(written.rewritten) == 1
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_stays_where_weights_fit_in_it(dtype, tmp_path):
+    base = read_whisper_folder(write_folder(KINDS["turbo"], tmp_path / "base", dtype=dtype))
+    weights = base.weights()
+    weights["decoder.norm.bias"] = weights["decoder.norm.bias"] + 1 / 3
+    assert not write_whisper_folder(base, weights, tmp_path / "half").in_full
+    kept = {k: t for file in base.files for k, t in safetensors.torch.load_file(tmp_path / "half" / file).items()}
+    assert {tensor.dtype for tensor in kept.values()} == {dtype}
+    weights["decoder.norm.bias"] = weights["decoder.norm.bias"] + 1e5
+    assert write_whisper_folder(base, weights, tmp_path / "full").in_full == (dtype == torch.float16)
+    loaded = read_reference(tmp_path / "full").model.decoder.layer_norm.bias
+    assert float(loaded.detach().max()) > 9e4
+    if dtype == torch.float16:
+        assert json.loads((tmp_path / "full" / "config.json").read_text())["dtype"] == "float32"
+        assert torch.equal(loaded, weights["decoder.norm.bias"])
+        total = json.loads((tmp_path / "full" / INDEX).read_text())["metadata"]["total_size"]
+        assert total == sum(tensor.nbytes for tensor in weights.values())
+
+
+def test_other_files_of_the_old_weights_are_left_out(whisper_folders, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(whisper_folders["tiny"], base)
+    (base / "pytorch_model.bin").write_bytes(b"old")
+    (base / "onnx").mkdir()
+    (base / "onnx" / "model.onnx").write_bytes(b"old")
+    (base / "onnx" / "notes.txt").write_bytes(b"words")
+    folder = read_whisper_folder(base)
+    written = write_whisper_folder(folder, folder.weights(), tmp_path / "out")
+    assert set(written.left_out) == {"pytorch_model.bin", "onnx/model.onnx"}
+    assert (tmp_path / "out" / "onnx" / "notes.txt").read_bytes() == b"words"
+    assert not (tmp_path / "out" / "pytorch_model.bin").exists()
+
+
+def test_what_cannot_be_written_leaves_nothing(whisper_folders, tmp_path, monkeypatch):
+    base = read_whisper_folder(whisper_folders["tiny"])
+    weights = base.weights()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    write_whisper_folder(base, weights, tmp_path / "empty")
+    with pytest.raises(UsageError, match="is there already"):
+        write_whisper_folder(base, weights, tmp_path / "full")
+    with pytest.raises(CheckpointError, match=r"decoder\.norm\.bias of the model are not finite"):
+        write_whisper_folder(base, weights | {"decoder.norm.bias": torch.full((32,), torch.nan)}, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="not those of a model of the shape"):
+        write_whisper_folder(base, weights | {"decoder.norm.bias": torch.zeros(31)}, tmp_path / "out")
+    with monkeypatch.context() as patch, pytest.raises(ResourceError, match="Free space"):
+        patch.setattr(export.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1000))
+        write_whisper_folder(base, weights, tmp_path / "out")
+    with monkeypatch.context() as patch, pytest.raises(ResourceError, match="could not be written: No space"):
+        patch.setattr(export.shutil, "copyfile", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        write_whisper_folder(base, weights, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full"]
+
+
+# -------------------------------------------------------------------------------------------------------- bad input
+
+
+def settings(name: str, **changes: object) -> Callable[[Path], None]:
+    """Changes a JSON file; a value of ... takes the setting away."""
+
+    def change(folder: Path) -> None:
+        found = json.loads((folder / name).read_text()) | changes
+        (folder / name).write_text(json.dumps({key: value for key, value in found.items() if value is not ...}))
+
+    return change
+
+
+def written(name: str, data: str | bytes | None) -> Callable[[Path], None]:
+    """Gives a file these contents, or takes it away."""
+
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        if data is not None:
+            (folder / name).write_bytes(data.encode() if isinstance(data, str) else data)
+
+    return change
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    """Changes the dictionary of tensors."""
+
+    def on_disk(folder: Path) -> None:
+        found = safetensors.torch.load_file(folder / WEIGHTS)
+        change(found)
+        safetensors.torch.save_file(found, folder / WEIGHTS, {"format": "pt"})
+
+    return on_disk
+
+
+def bytes_of_weights(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    return lambda folder: (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
+
+
+def indexed(file: object) -> Callable[[Path], None]:
+    """An index of which a tensor lies in `file`."""
+
+    def change(folder: Path) -> None:
+        names = safetensors.torch.load_file(folder / WEIGHTS).keys()
+        (folder / WEIGHTS).rename(folder / "shard.safetensors")
+        (folder / INDEX).write_text(
+            json.dumps({"weight_map": dict.fromkeys(names, "shard.safetensors") | {EMBEDDING: file}})
+        )
+
+    return change
+
+
+def pickled(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+
+
+def halved(folder: Path) -> None:
+    """One tensor of the index lies in a file that does not hold it."""
+    indexed("other.safetensors")(folder)
+    safetensors.torch.save_file({"something": torch.zeros(1)}, folder / "other.safetensors")
+
+
+CONFIG, GENERATION, PREPROCESSOR = "config.json", "generation_config.json", "preprocessor_config.json"
+BAD = {
+    "no config": (written(CONFIG, None), r"it has no config\.json"),
+    "no JSON": (written(CONFIG, "{"), r"config\.json is not JSON"),
+    "no UTF-8": (written(CONFIG, b"\xff\xfe{}"), r"config\.json is not JSON"),
+    "nested JSON": (written(CONFIG, "[" * 100_000), r"config\.json is not JSON"),
+    "a list": (written(CONFIG, "[]"), r"config\.json is no JSON object"),
+    "huge JSON": (written(CONFIG, " " * (2**22 + 1)), "more than 4194304 bytes"),
+    "another model": (settings(CONFIG, model_type="wav2vec2"), "of type 'wav2vec2'"),
+    "no model type": (settings(CONFIG, model_type=...), "of type None"),
+    "negative": (settings(CONFIG, d_model=-64), "d_model in its config.json is -64"),
+    "2^40": (settings(CONFIG, d_model=2**40), "d_model in its config.json is 1099511627776"),
+    "2^40 layers": (settings(CONFIG, encoder_layers=2**40), "encoder_layers in its config.json is 1099511627776"),
+    "2^40 tokens": (settings(CONFIG, vocab_size=2**40), "vocab_size in its config.json is 1099511627776"),
+    "true": (settings(CONFIG, decoder_layers=True), "decoder_layers in its config.json is True"),
+    "half a width": (settings(CONFIG, d_model=32.5), "d_model in its config.json is 32.5"),
+    "no width": (settings(CONFIG, d_model=...), "d_model in its config.json is None"),
+    "heads": (settings(CONFIG, encoder_attention_heads=5, decoder_attention_heads=5), "a width of 32 into 5 heads"),
+    "other heads": (settings(CONFIG, decoder_attention_heads=8), "decoder_attention_heads in its config.json is 8"),
+    "other layers": (settings(CONFIG, encoder_layers=3), r"it has no tensor model\.encoder\.layers\.2\."),
+    "fewer layers": (settings(CONFIG, encoder_layers=1), r"its tensor model\.encoder\.layers\.1\.\S+ is none of"),
+    "another width": (settings(CONFIG, encoder_ffn_dim=64, decoder_ffn_dim=64), r"has the shape \(96,?.* says \(64"),
+    "untied": (settings(CONFIG, tie_word_embeddings=False), "tie_word_embeddings in its config.json is False"),
+    "another activation": (
+        settings(CONFIG, activation_function="relu"),
+        "activation_function in its config.json is 'relu'",
+    ),
+    "no preprocessor": (written(PREPROCESSOR, None), r"it has no preprocessor_config\.json"),
+    "128 bands": (
+        settings(PREPROCESSOR, feature_size=128),
+        "feature_size in its preprocessor_config.json is 128, .* 80",
+    ),
+    "another window": (settings(PREPROCESSOR, chunk_length=30), "chunk_length in its preprocessor_config.json is 30"),
+    "another rate": (
+        settings(PREPROCESSOR, sampling_rate=8000),
+        "sampling_rate in its preprocessor_config.json is 8000",
+    ),
+    "no generation": (written(GENERATION, "nothing"), r"generation_config\.json is not JSON"),
+    "a token too many": (settings(GENERATION, suppress_tokens=[51_865]), "suppress_tokens in .* names the token 51865"),
+    "a language too many": (settings(GENERATION, lang_to_id={"<|xx|>": -1}), "lang_to_id in .* names the token -1"),
+    "no head": (settings(GENERATION, alignment_heads=[[0, 4]]), "alignment_heads in its generation_config.json"),
+    "no pairs": (settings(GENERATION, alignment_heads=[3]), "alignment_heads in its generation_config.json"),
+    "no weights": (written(WEIGHTS, None), r"it has no model\.safetensors"),
+    "pickle": (pickled, r"its pytorch_model\.bin is pickle, .* Convert it .*save_pretrained"),
+    "cut": (bytes_of_weights(lambda data: data[:-100]), r"its model\.safetensors is damaged"),
+    "cut in the header": (bytes_of_weights(lambda data: data[:5_000]), r"its model\.safetensors is damaged"),
+    "empty": (bytes_of_weights(lambda data: b""), r"its model\.safetensors is damaged"),
+    "header of 2^60": (
+        bytes_of_weights(lambda data: (2**60).to_bytes(8, "little") + data[8:]),
+        r"its header claims 1152921504606846976 bytes",
+    ),
+    "lying offsets": (
+        bytes_of_weights(lambda data: data.replace(b'"data_offsets":[0,', b'"data_offsets":[4,', 1)),
+        r"its model\.safetensors is damaged",
+    ),
+    "a tensor less": (tensors(lambda found: found.pop(EMBEDDING)), f"it has no tensor {EMBEDDING}"),
+    "a tensor more": (tensors(lambda found: found.update(more=torch.zeros(1))), "its tensor more is none of Whisper's"),
+    "another shape": (
+        tensors(lambda found: found.update({"model.decoder.layer_norm.bias": torch.zeros(1, 32)})),
+        r"model\.decoder\.layer_norm\.bias has the shape \(1, 32\)",
+    ),
+    "integers": (
+        tensors(lambda found: found.update({"model.decoder.layer_norm.bias": torch.zeros(32, dtype=torch.int32)})),
+        r"model\.decoder\.layer_norm\.bias is of I32",
+    ),
+    "NaN": (tensors(lambda found: found[EMBEDDING][7].fill_(torch.nan)), f"its {EMBEDDING} holds what is no finite"),
+    "another head": (
+        tensors(lambda found: found.update({"proj_out.weight": found[EMBEDDING] + 1})),
+        r"its proj_out\.weight is not the embedding",
+    ),
+    "above the folder": (indexed("../x.safetensors"), r"names '\.\./x\.safetensors', which is no file of weights"),
+    "an absolute path": (indexed("/etc/passwd"), "names '/etc/passwd', which is no file of weights"),
+    "a number": (indexed(7), "names 7, which is no file of weights"),
+    "a file too many": (indexed("absent.safetensors"), r"it has no absent\.safetensors"),
+    "a tensor elsewhere": (halved, "has other tensors than its model.safetensors.index.json says"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_folder_is_refused_in_a_sentence(case, whisper_folders, tmp_path):
+    change, words = BAD[case]
+    folder = tmp_path / "folder"
+    shutil.copytree(whisper_folders["tiny"], folder)
+    change(folder)
+    with pytest.raises(CheckpointError, match=words) as found:
+        read_whisper_folder(folder).build()
+    assert str(folder) in str(found.value) and "\n" not in str(found.value) and found.value.exit_code == 4
+    assert str(found.value).endswith(".") and len(str(found.value)) < 420 + len(str(folder))
+
+
+def test_a_good_folder_is_not_refused(whisper_folders, tmp_path):
+    """The negative control: what the table changes is all that is wrong; what is not needed may be absent."""
+    folder = tmp_path / "folder"
+    shutil.copytree(whisper_folders["tiny"], folder)
+    tensors(lambda found: found.update({"proj_out.weight": found[EMBEDDING].clone()}))(folder)
+    written(GENERATION, None)(folder)
+    (folder / "processor_config.json").write_text(
+        json.dumps({"feature_extractor": json.loads((folder / PREPROCESSOR).read_text())})
+    )
+    written(PREPROCESSOR, None)(folder)
+    base = read_whisper_folder(folder)
+    assert base.build().decoder.embedding.weight.isfinite().all() and base.generation == {}
+    weights = base.weights()
+    weights["decoder.embedding.weight"] = weights["decoder.embedding.weight"] + 1
+    write_whisper_folder(base, weights, tmp_path / "out")
+    rewritten = safetensors.torch.load_file(tmp_path / "out" / WEIGHTS)
+    assert torch.equal(rewritten["proj_out.weight"], weights["decoder.embedding.weight"])
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("openai/whisper-small", "nothing is fetched here if that is a model's name on a hub"),
+        ("/nowhere/at/all", "There is no folder /nowhere/at/all"),
+        (__file__, "is a file"),
+    ],
+)
+def test_what_is_no_folder_is_a_wrong_flag(name, words, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=words):
+        read_whisper_folder(Path(name))
+
+
+def test_a_file_that_may_not_be_read_is_a_matter_of_permissions(whisper_folders, tmp_path, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ResourceError, match="permission denied"):
+        read_whisper_folder(whisper_folders["tiny"])
+
+
+def test_random_bytes_in_the_header_never_end_in_a_traceback(whisper_folders, tmp_path):
+    folder, generator = tmp_path / "folder", torch.Generator().manual_seed(0)
+    shutil.copytree(whisper_folders["tiny"], folder)
+    data, refused = bytearray((folder / WEIGHTS).read_bytes()), 0
+    for _ in range(60):
+        hurt = data.copy()
+        for place in torch.randint(9_000, (3,), generator=generator).tolist():
+            hurt[place] = int(torch.randint(256, (), generator=generator))
+        (folder / WEIGHTS).write_bytes(hurt)
+        try:
+            read_whisper_folder(folder).build()
+        except KonkaniVaniError as error:
+            refused += "\n" not in str(error)
+    assert refused > 50

@@ -1,0 +1,241 @@
+"""Features, logits, losses, gradients and greedy ids of random Whisper models are those of transformers."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from konkanivani.base.config import AugmentConfig, LossConfig
+from konkanivani.base.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
+from konkanivani.decoding.decode import BeamDecode
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.model.blocks import BlockRunner, run_directly
+from konkanivani.model.losses import LossCounts
+from konkanivani.model.whisper import blocks
+from konkanivani.model.whisper.architecture import WhisperArchitecture
+from konkanivani.model.whisper.folder import name_in_file, read_whisper_folder
+from konkanivani.model.whisper.front_end import WhisperFrontEnd
+from konkanivani.model.whisper.network import Whisper, sinusoids
+from konkanivani.model.whisper.shape import WhisperShape
+from tests.whisper.folders import KINDS, Kind, random_features, read_reference, reference, spoken, transformers
+
+LENGTHS = (9, 3, 1)
+
+
+def ours_of(model: torch.nn.Module, kind: Kind) -> Whisper:
+    """The same network in ours, with the same weights, in evaluation mode."""
+    config = model.config
+    shape = WhisperShape(
+        config.d_model,
+        config.encoder_attention_heads,
+        *kind.layers,
+        config.encoder_ffn_dim,
+        kind.mel_bins,
+        kind.vocab_size,
+        config.max_source_positions,
+        config.max_target_positions,
+    )
+    ours, theirs = Whisper(shape).to(next(model.parameters()).dtype), model.state_dict()
+    ours.load_state_dict({name: theirs[name_in_file(name)].clone() for name in ours.state_dict()})
+    return ours.eval()
+
+
+def labels_of(targets: torch.Tensor) -> torch.Tensor:
+    return targets.masked_fill(targets < 0, -100)
+
+
+def gradients_of(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """By the names of the parameters that are trained."""
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+
+
+def our_loss(model: Whisper, features: torch.Tensor, kind: Kind, runner: BlockRunner, chunk: int) -> torch.Tensor:
+    batch = spoken(kind, *LENGTHS)
+    objective = WhisperArchitecture(model.shape).objective(LossConfig(label_smoothing=0.0))
+    output = model(features, (features.shape[1],) * len(LENGTHS), batch.decoder_tokens, runner, chunk)
+    sums = model.loss_sums(output, batch, objective, chunk)
+    return objective.total(sums, LossCounts(sum(LENGTHS), len(LENGTHS)))
+
+
+def far_apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest relative difference of two tensors of the same name."""
+    assert one.keys() == other.keys() and one
+    return max(float((one[name] - other[name]).norm() / one[name].norm()) for name in one)
+
+
+# -------------------------------------------------------------------------------------------------------- features
+
+
+def theirs(waveform: torch.Tensor, mel_bins: int, seconds: int) -> torch.Tensor:
+    """Features (T, F) by transformers."""
+    extract = transformers.WhisperFeatureExtractor(feature_size=mel_bins, chunk_length=seconds)
+    found = extract(waveform.numpy(), sampling_rate=16_000)["input_features"]
+    return torch.from_numpy(np.array(found))[0].T
+
+
+@pytest.mark.parametrize("mel_bins", [80, 128])
+@pytest.mark.parametrize("seconds", [1, 30])
+@pytest.mark.parametrize("loudness", [1.0, 1e-3, 1e-7, 0.0])
+def test_features_are_transformers(mel_bins, seconds, loudness):
+    shape = WhisperShape(8, 1, 1, 1, 8, mel_bins, 10, 50 * seconds)
+    front_end, generator = WhisperFrontEnd(shape, AugmentConfig()), torch.Generator().manual_seed(0)
+    window = 16_000 * seconds
+    lengths = (1, 399, 5_001, window - 161, window - 1, window)
+    waves = [loudness * torch.randn(n, generator=generator) * torch.linspace(0, 9, n).sin() for n in lengths]
+    expected = torch.stack([theirs(wave, mel_bins, seconds) for wave in waves])
+    padded = torch.nn.utils.rnn.pad_sequence(waves, batch_first=True, padding_value=0.3)  # no row sees another's end
+    together, frames = front_end(padded, lengths, None)
+    assert frames == (100 * seconds,) * 6 and float((together - expected).abs().max()) <= 2e-5
+    for wave, row in zip(waves[:3], together, strict=False):
+        alone, _ = front_end(wave[None], (len(wave),), None)
+        assert float((alone[0] - row).abs().max()) <= 1e-6
+        silence = row[-(-(len(wave) + 200) // 160) :]
+        assert len(silence) == 0 or (silence == silence[0, 0]).all()
+        heard, floor = front_end.log_mel(wave[None], (len(wave),))
+        assert heard.shape[2] <= 3 + len(wave) / 160 and len(silence) == 0 or silence[0, 0] == floor.item()
+
+
+def test_negative_control_the_batchs_maximum_and_another_scale_are_seen():
+    loud, quiet = torch.randn(16_000), 1e-4 * torch.randn(8_000)
+    front_end = WhisperFrontEnd(WhisperShape(8, 1, 1, 1, 8, 80, 10, 50), AugmentConfig())
+    expected = theirs(quiet, 80, 1)
+    clamped, _ = front_end((loud + F.pad(quiet, (0, 8_000)))[None], (16_000,), None)
+    assert float((clamped[0] - expected).abs().max()) > 0.1
+    front_end.log_mel.bands.mul_(1.001)
+    assert float((front_end(quiet[None], (8_000,), None)[0][0] - expected).abs().max()) > 2e-5
+
+
+# -------------------------------------------------------------------------------------------------- logits, gradients
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_logits_of_a_folder_are_transformers(name, whisper_folders):
+    kind, tokens = KINDS[name], spoken(KINDS[name], *LENGTHS).decoder_tokens
+    model, features = read_whisper_folder(whisper_folders[name]).build().eval(), random_features(kind, 3)
+    with torch.no_grad():
+        expected = read_reference(whisper_folders[name])(features.transpose(1, 2), decoder_input_ids=tokens).logits
+        output = model(features, (features.shape[1],) * 3, tokens)
+        found = model.decoder.output(output.decoded)
+    assert float((found - expected).abs().max()) <= 1e-6 * float(expected.abs().max()) and expected.abs().max() > 1
+
+
+@pytest.mark.parametrize("dtype, most", [(torch.float64, 1e-13), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("name", KINDS)
+def test_loss_and_every_gradient_are_transformers(name, dtype, most):
+    kind, features = KINDS[name], random_features(KINDS[name], 3).to(dtype)
+    model, batch = reference(kind).to(dtype), spoken(kind, *LENGTHS)
+    ours = ours_of(model, kind)
+    loss = model(features.transpose(1, 2), decoder_input_ids=batch.decoder_tokens, labels=labels_of(batch.targets)).loss
+    expected = gradients_of(model, loss)
+    found_loss = our_loss(ours, features, kind, run_directly, CHUNK_FRAMES)
+    found = {name_in_file(key): gradient for key, gradient in gradients_of(ours, found_loss).items()}
+    assert abs(found_loss.item() - loss.item()) <= most * loss.item()
+    assert far_apart(expected, found) <= most
+    assert ours.encoder.positions.requires_grad is False and "model.encoder.embed_positions.weight" not in expected
+
+
+def test_recomputed_blocks_and_chunked_logits_have_the_same_gradients():
+    kind = KINDS["tiny"]
+    ours, features = ours_of(reference(kind), kind).double(), random_features(kind, 3).double()
+    plain = gradients_of(ours, our_loss(ours, features, kind, run_directly, CHUNK_FRAMES))
+    recomputed = gradients_of(ours, our_loss(ours, features, kind, RecomputePolicy("always")(1.0), CHUNK_FRAMES))
+    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+    assert [block.number for block in ours.blocks] == list(range(5))
+    assert far_apart(plain, gradients_of(ours, our_loss(ours, features, kind, run_directly, 4))) < 1e-13
+    assert SMALL_CHUNK_FRAMES > 4
+
+
+@pytest.mark.parametrize("change", ["epsilon", "tanh", "bias of keys", "positions"])
+def test_negative_control_another_network_is_seen(change, monkeypatch):
+    kind, features = KINDS["tiny"], random_features(KINDS["tiny"], 3).double()
+    model, batch = reference(kind).double(), spoken(kind, *LENGTHS)
+    ours = ours_of(model, kind)
+    with torch.no_grad():
+        expected = model(features.transpose(1, 2), decoder_input_ids=batch.decoder_tokens).logits
+        if change == "epsilon":
+            for module in ours.modules():
+                if isinstance(module, torch.nn.LayerNorm):
+                    module.eps = 1e-6
+        elif change == "tanh":
+            monkeypatch.setattr(blocks.F, "gelu", functools.partial(F.gelu, approximate="tanh"))
+        elif change == "bias of keys":  # softmax does not see one, but values are no keys
+            ours.encoder.blocks[0].self_attention.value.bias.zero_()
+        else:
+            ours.encoder.positions.copy_(ours.encoder.positions.flip(0))
+        output = ours(features, (100,) * 3, batch.decoder_tokens)
+        assert float((ours.decoder.output(output.decoded) - expected).abs().max()) > 1e-6
+
+
+def test_fixed_positions_are_transformers():
+    kept = reference(KINDS["tiny"]).model.encoder.embed_positions.weight
+    torch.testing.assert_close(sinusoids(*kept.shape), kept.detach(), rtol=0, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------- decoding
+
+
+def greedy_by_transformers(model: torch.nn.Module, features: torch.Tensor, kind: Kind, most: int) -> list[list[int]]:
+    """The likeliest token again and again, without Whisper's rules for what may follow."""
+    start = torch.full((len(features), 1), kind.special.start)
+    settings = transformers.GenerationConfig(
+        max_new_tokens=most, do_sample=False, eos_token_id=kind.end, pad_token_id=kind.end, use_cache=True
+    )
+    found = transformers.GenerationMixin.generate(
+        model, features.transpose(1, 2), generation_config=settings, decoder_input_ids=start
+    )
+    rows = [row[1:].tolist() for row in found]
+    return [row[: row.index(kind.end)] if kind.end in row else row for row in rows]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_greedy_ids_are_transformers(name):
+    kind, said = KINDS[name], []
+    for seed in range(5):
+        model = reference(kind, seed)
+        with torch.no_grad():
+            model.model.decoder.embed_tokens.weight[kind.end] *= 3.5  # so that some end
+        features = random_features(kind, 3, seed)
+        ours = ours_of(model, kind)
+        with torch.no_grad():
+            encoded, lengths = ours.encoder(features, (100,) * 3, run_directly)
+        expected = greedy_by_transformers(model, features, kind, min(ours.decoder.most_tokens, lengths[0]))
+        assert BeamDecode(1, 0.0, 0.0, None, 0.0, kind.special)(ours, encoded, lengths) == expected
+        said += map(tuple, expected)
+    assert kind.special.start not in {token for row in said for token in row}
+    assert len(set(said)) > 8 and len(set(map(len, said))) > 2
+
+
+def test_no_hypothesis_is_longer_than_the_decoder_has_positions():
+    kind = KINDS["tiny"]
+    ours = ours_of(reference(kind, positions=16), kind)
+    with torch.no_grad():
+        ours.decoder.norm.bias.sub_(100 * ours.decoder.embedding.weight[kind.end])
+        encoded, lengths = ours.encoder(random_features(kind), (100,) * 2, run_directly)
+    for beam in (1, 3):
+        found = BeamDecode(beam, 0.0, 0.0, None, 0.0, kind.special)(ours, encoded, lengths)
+        assert all(len(tokens) <= 15 for tokens in found) and (beam > 1 or [*map(len, found)] == [15, 15])
+
+
+def test_cached_is_uncached_though_hypotheses_change_places_and_utterances_end():
+    kind, generator = KINDS["tiny"], torch.Generator().manual_seed(3)
+    ours, places = ours_of(reference(kind).double(), kind), torch.arange(3)
+    tokens = torch.full((3, 4, 1), kind.special.start)
+    with torch.no_grad():
+        encoded, lengths = ours.encoder(random_features(kind, 3).double(), (100,) * 3, run_directly)
+        cache = ours.decoder.begin(encoded, lengths, 4)
+        for length in range(1, 40):
+            cached = ours.decoder.step(tokens[:, :, -1], cache)
+            rows = encoded[places].repeat_interleave(4, dim=0)
+            uncached = ours.decoder(tokens.flatten(0, 1), rows, run_directly)[:, -1].view_as(cached)
+            torch.testing.assert_close(cached, uncached, rtol=1e-11, atol=1e-11)
+            sources = torch.randint(4, tokens.shape[:2], generator=generator)
+            new = torch.randint(kind.end, tokens.shape[:2], generator=generator)
+            before = tokens.gather(1, sources[:, :, None].expand_as(tokens))
+            tokens = torch.cat([before, new[:, :, None]], dim=2)
+            cache.follow(sources)
+            if length == 20:
+                cache.keep(torch.tensor([1, 2]))
+                places, tokens = places[1:], tokens[1:]
