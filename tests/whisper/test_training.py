@@ -1,0 +1,210 @@
+"""Whisper in the step that trains every recogniser: nothing of it is Whisper's own. No transformers is needed here."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from konkanivani.base.config import AugmentConfig, DataConfig, LossConfig, MemoryConfig, OptimizerConfig, TrainConfig
+from konkanivani.base.errors import DataError
+from konkanivani.data.batch import Speech, Window
+from konkanivani.data.batching import cut_window, same_size
+from konkanivani.data.text import SpecialTokens
+from konkanivani.decoding.decode import greedy_decode
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.devices import DeviceCosts
+from konkanivani.model.asr import frozen_count, trained_parameters
+from konkanivani.model.blocks import run_directly
+from konkanivani.model.flops import step_flop
+from konkanivani.model.whisper.architecture import WhisperArchitecture
+from konkanivani.model.whisper.front_end import WhisperFrontEnd
+from konkanivani.model.whisper.shape import WhisperShape
+from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.recipe.plan import build_tracer
+from konkanivani.training.optimizer import build_optimizer
+from konkanivani.training.parts import StepParts, counts_of
+from konkanivani.training.step import forward_and_backward, train_step
+from tests.laws.parts import measured_peak, relative_difference
+
+CPU = torch.device("cpu")
+ONLY_TENSORS = DeviceCosts("a CPU", is_cuda=False, rounding=1, workspace=0, context=0)
+SHAPE = WhisperShape(32, 4, 2, 2, 64, 80, 60, source_positions=50, target_positions=40)
+ARCHITECTURE = WhisperArchitecture(SHAPE)
+SPECIAL = SpecialTokens(blank=51, unknown=51, start=51, end=50)
+MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+
+
+def configured(recompute: str = "never", rate: float = 1e-3) -> TrainConfig:
+    return TrainConfig(
+        data=DataConfig(micro_batches_at_once=1),
+        loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0),
+        optimizer=OptimizerConfig(learning_rate=rate, warmup_steps=1),
+        memory=MemoryConfig(gradient_checkpointing=recompute),
+    )
+
+
+def parts_of(dtype: torch.dtype = torch.float64, recompute: str = "never", rate: float = 1e-3) -> StepParts:
+    torch.set_default_dtype(dtype)
+    try:
+        return build_step_parts(configured(recompute, rate), ARCHITECTURE, CPU, 100)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def speeches(count: int = 4, dtype: torch.dtype = torch.float64, augmented: bool = True) -> list[Speech]:
+    """Utterances of 0.4 to 1 s with 1 to 20 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(6_400, 16_001, (count,), generator=generator).tolist()
+    return [
+        Speech(
+            utterance_id=f"u{number}",
+            waveform=torch.randn(length, generator=generator, dtype=dtype),
+            tokens=torch.randint(50, (1 + 19 * (number % 2),), generator=generator).tolist(),
+            augment_seed=number if augmented else None,
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+def window(batch_size: int, spoken: list[Speech] | None = None) -> Window:
+    return cut_window(spoken or speeches(), same_size(batch_size), SPECIAL)
+
+
+def gradients(parts: StepParts, cut: Window) -> dict[str, torch.Tensor]:
+    parts.model.train()
+    parts.model.zero_grad()
+    for batch in cut.micro_batches:
+        forward_and_backward(parts, batch, counts_of(cut))
+    return {name: p.grad.clone() for name, p in parts.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_how_a_window_is_cut_never_changes_the_gradient(recompute):
+    parts = parts_of(recompute=recompute)
+    whole = gradients(parts, window(4))
+    assert len(whole) == len(trained_parameters(parts.model)) and "encoder.positions" not in whole
+    for size in (1, 2):
+        cut = gradients(parts, window(size))
+        assert max(relative_difference(whole[name], cut[name]) for name in whole) < 1e-9
+    first, *_ = window(1).micro_batches
+    alone = dataclasses.replace(window(1), micro_batches=(first,), tokens=first.token_lengths[0], utterances=1)
+    assert relative_difference(whole["decoder.norm.bias"], gradients(parts, alone)["decoder.norm.bias"]) > 1e-3
+
+
+def test_losses_fall_and_decoding_between_steps_changes_nothing():
+    found = []
+    for decodes in (False, True):
+        parts, decode = parts_of(rate=3e-3), greedy_decode(ARCHITECTURE, SPECIAL)
+        spoken = speeches(augmented=False)
+        torch.manual_seed(0)
+        losses = []
+        for number in range(30):
+            losses.append(train_step(parts, window(2, spoken), number).attention_loss)
+            if decodes and number % 10 == 5:
+                features, lengths = parts.forward.front_end(spoken[0].waveform[None], (len(spoken[0].waveform),), None)
+                with torch.no_grad():
+                    encoded = parts.model.encoder(features, lengths, run_directly)
+                assert len(decode(parts.model, *encoded)) == 1
+        found.append((losses, torch.cat([p.detach().flatten() for p in parts.model.parameters()])))
+    (alone, weights), (between, weights_between) = found
+    assert alone == between and torch.equal(weights, weights_between) and alone[-1] < 0.5 * alone[0]
+
+
+@pytest.mark.parametrize("trained", ["decoder", "encoder.blocks.1", "decoder.blocks.1.cross_attention"])
+def test_what_is_frozen_has_no_gradient_and_the_rest_has_the_same(trained):
+    parts = parts_of()
+    whole = gradients(parts, window(2))
+    for name, parameter in parts.model.named_parameters():
+        parameter.requires_grad_(name.startswith(trained))
+    parts = dataclasses.replace(parts, optimizer=build_optimizer(parts.model, parts.schedule))
+    parts.model.zero_grad()
+    alone = gradients(parts, window(2))
+    assert alone and alone.keys() == {name for name in whole if name.startswith(trained)}
+    assert all(torch.equal(gradient, whole[name]) for name, gradient in alone.items())
+    assert frozen_count(parts.model) > SHAPE.source_positions * SHAPE.d_model
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_a_traced_peak_is_the_measured_one(recompute):
+    config = configured(recompute)
+    parts = build_step_parts(config, ARCHITECTURE, CPU, 100)
+    cut = window(2, speeches(4, torch.float32, augmented=False))
+    policy = RecomputePolicy(recompute)
+    measured = measured_peak(parts, cut)
+    planned = build_tracer(config, ARCHITECTURE, ONLY_TENSORS).trace_window(cut, policy).bytes
+    assert 0.999 * measured <= planned <= 1.02 * measured
+
+
+# -------------------------------------------------------------------------------------------------------- arithmetic
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_products_of_a_step_are_what_the_formulas_say(recompute):
+    parts, spoken = parts_of(torch.float32, recompute), speeches(3, torch.float32)
+    with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
+        train_step(parts, window(3, spoken), 0)
+    counts = counter.get_flop_counts()["Global"]
+    counted = sum(flop for kind, flop in counts.items() if kind in MATRIX_PRODUCTS)
+    layers = ARCHITECTURE.forward_layers(tuple(len(one.waveform) for one in spoken), 20)
+    dense = tuple(layer for layer in layers if layer.is_dense and "convolution" not in layer.name)
+    bands = 3 * 2 * SHAPE.window_frames * SHAPE.mel_bins * 201  # the front end's
+    expected = step_flop(dense, recompute == "always")
+    if recompute == "never":
+        assert counted == expected + bands
+    else:  # the head is in no block
+        assert step_flop(dense, False) < counted - bands < expected
+    wider = WhisperArchitecture(dataclasses.replace(SHAPE, d_model=40)).forward_layers((16_000,) * 3, 20)
+    assert step_flop(wider, False) > 1.2 * step_flop(layers, False)  # the negative control
+
+
+def test_convolutions_are_what_pytorch_counts():
+    layers = {layer.name: layer for layer in ARCHITECTURE.forward_layers((16_000,) * 2, 5)}
+    subsampling = ARCHITECTURE.build().encoder.subsampling
+    features = torch.randn(2, 80, 100)
+    for name, convolution in (("first", subsampling.first), ("second", subsampling.second)):
+        with FlopCounterMode(display=False) as counter:
+            features = convolution(features)
+        assert counter.get_total_flops() == layers[f"{name} convolution"].flop
+
+
+# ----------------------------------------------------------------------------------------------- architecture, features
+
+
+def test_a_window_is_as_many_frames_whatever_is_said_in_it():
+    framing = WhisperArchitecture(dataclasses.replace(SHAPE, source_positions=1500)).framing
+    assert (framing.feature_length(1), framing.encoded_length(480_000)) == (3000, 1500)
+    assert framing.encoded_length(torch.tensor([1, 2])).tolist() == [1500, 1500]
+    assert framing.encoder_hop == 320 and framing.encoder_frame_seconds(50) == 1.0
+
+
+def test_an_encoder_refuses_what_is_no_window_and_a_front_end_what_is_longer():
+    model, front_end = ARCHITECTURE.build(), ARCHITECTURE.build_front_end(AugmentConfig())
+    with pytest.raises(ValueError, match="98 frames are no window of 100"):
+        model.encoder(torch.randn(1, 98, 80), (98,), run_directly)
+    with pytest.raises(DataError, match=r"1\.00 s is longer than the model's window of 1 s"):
+        front_end(torch.zeros(1, 16_001), (16_001,), None)
+
+
+def test_a_network_without_values_has_the_same_shapes_and_takes_no_memory():
+    large = WhisperArchitecture(WhisperShape(1280, 20, 32, 32, 5120, 128, 51_866)).build_without_values()
+    assert all(parameter.is_meta for parameter in large.parameters())
+    assert sum(parameter.numel() for parameter in trained_parameters(large)) == 1_541_570_560
+    assert {n: p.shape for n, p in ARCHITECTURE.build().named_parameters()} == {
+        n: p.shape for n, p in ARCHITECTURE.build_without_values().named_parameters()
+    }
+
+
+def test_what_is_masked_is_as_silent_as_the_padding():
+    front_end = WhisperFrontEnd(SHAPE, AugmentConfig(time_mask_share=0.3))
+    waves = torch.nn.utils.rnn.pad_sequence([torch.randn(15_000), 0.01 * torch.randn(8_000)], batch_first=True)
+    plain, _ = front_end(waves, (15_000, 8_000), None)
+    masked, lengths = front_end(waves, (15_000, 8_000), (4, 9))
+    alone, _ = front_end(waves[1:, :8_000], (8_000,), (9,))
+    assert lengths == (100, 100) and torch.equal(masked[1] == plain[1], alone[0] == plain[1])
+    for before, after, speech in zip(plain, masked, (94, 50), strict=True):
+        changed = before != after
+        assert 0.02 < changed[:speech].float().mean() < 0.9 and not changed[speech + 3 :].any()
+        assert (after[changed] == before.min()).all()
+    unmasked, _ = front_end(waves, (15_000, 8_000), (4, 10))
+    assert torch.equal(unmasked[0], masked[0]) and not torch.equal(unmasked[1], masked[1])
