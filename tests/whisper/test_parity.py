@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from konkanivani.base.config import AugmentConfig, LossConfig
+from konkanivani.base.config import AugmentConfig, LossConfig, OptimizerConfig, TrainConfig
 from konkanivani.base.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
+from konkanivani.data.batch import Window, split_batch
 from konkanivani.decoding.decode import BeamDecode
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.model.blocks import BlockRunner, run_directly
@@ -19,6 +20,9 @@ from konkanivani.model.whisper.folder import name_in_file, read_whisper_folder
 from konkanivani.model.whisper.front_end import WhisperFrontEnd
 from konkanivani.model.whisper.network import Whisper, sinusoids
 from konkanivani.model.whisper.shape import WhisperShape
+from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.training.optimizer import learning_rate
+from konkanivani.training.step import train_step
 from tests.whisper.folders import KINDS, Kind, random_features, read_reference, reference, spoken, transformers
 
 LENGTHS = (9, 3, 1)
@@ -239,3 +243,54 @@ def test_cached_is_uncached_though_hypotheses_change_places_and_utterances_end()
             if length == 20:
                 cache.keep(torch.tensor([1, 2]))
                 places, tokens = places[1:], tokens[1:]
+
+
+# ------------------------------------------------------------------------------------------------------------ steps
+
+
+def test_twenty_steps_are_those_of_the_same_adamw_on_transformers_model():
+    """Every second window in two micro-batches on our side, whole ones on the other."""
+    kind, steps = KINDS["tiny"], 20
+    model, schedule = reference(kind), OptimizerConfig(learning_rate=3e-4, weight_decay=0.0, max_grad_norm=1.0)
+    config = TrainConfig(loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0), optimizer=schedule)
+    ours = ours_of(model, kind)
+    parts = build_step_parts(config, WhisperArchitecture(ours.shape), torch.device("cpu"), steps)
+    parts.model.load_state_dict(ours.state_dict())
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.0)
+    losses = []
+    for number in range(steps):
+        batch = spoken(kind, *LENGTHS, seed=number % 4)
+        micro_batches = split_batch(batch) if number % 2 else (batch,)
+        window = Window(micro_batches, sum(LENGTHS), len(LENGTHS), 0.0, 0.0)
+        report = train_step(parts, window, number)
+        features, _ = parts.forward.front_end(batch.waveforms, batch.sample_lengths, None)
+        given = {"decoder_input_ids": batch.decoder_tokens, "labels": labels_of(batch.targets)}
+        loss = model(features.transpose(1, 2), **given).loss
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, schedule.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(schedule, number, steps)
+        optimizer.step()
+        assert report.loss == pytest.approx(loss.item(), rel=1e-5)
+        assert report.gradient_norm == pytest.approx(norm.item(), rel=1e-4)
+        losses.append(report.loss)
+    assert sum(losses[-4:]) < 0.95 * sum(losses[:4])
+
+
+def test_in_half_precision_the_loss_is_transformers_and_gradients_are_full():
+    kind, features = KINDS["tiny"], random_features(KINDS["tiny"], 3)
+    model, batch = reference(kind), spoken(kind, *LENGTHS)
+    ours = ours_of(model, kind)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        given = {"decoder_input_ids": batch.decoder_tokens, "labels": labels_of(batch.targets)}
+        expected = model(features.transpose(1, 2), **given).loss
+        found = our_loss(ours, features, kind, RecomputePolicy("always")(1.0), CHUNK_FRAMES)
+    assert found.dtype == torch.float32 and found.item() == pytest.approx(expected.item(), rel=0.01)
+    half, full = (
+        gradients_of(ours, found),
+        gradients_of(ours, our_loss(ours, features, kind, run_directly, CHUNK_FRAMES)),
+    )
+    assert all(gradient.dtype == torch.float32 for gradient in half.values())
+    assert 1e-4 < far_apart(full, half) < 0.2

@@ -39,7 +39,7 @@ class WhisperLogMel(torch.nn.Module):
         powers = self.bands @ spectrum[..., :-1].abs().square().contiguous()
         features = powers.clamp_min_(SMALLEST_POWER).log10_()
         floor = features.amax(dim=(1, 2), keepdim=True) - RANGE
-        floor = floor.clamp_min_(features.new_tensor(SMALLEST_POWER).log10())
+        floor = floor.clamp_min_(features.new_full((), SMALLEST_POWER).log10())
         return (torch.maximum(features, floor) + 4.0) / 4.0, (floor + 4.0) / 4.0
 
     def _padded(self, waveforms: torch.Tensor, lengths: Lengths) -> torch.Tensor:
