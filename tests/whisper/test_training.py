@@ -1,6 +1,8 @@
 """Whisper in the step that trains every recogniser: nothing of it is Whisper's own. No transformers is needed here."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from konkanivani.recipe.plan import build_tracer
 from konkanivani.training.optimizer import build_optimizer
 from konkanivani.training.parts import StepParts, counts_of
 from konkanivani.training.step import forward_and_backward, train_step
+from tests.conftest import ROOT
 from tests.laws.parts import measured_peak, relative_difference
 
 CPU = torch.device("cpu")
@@ -178,12 +181,16 @@ def test_a_window_is_as_many_frames_whatever_is_said_in_it():
     assert framing.encoder_hop == 320 and framing.encoder_frame_seconds(50) == 1.0
 
 
-def test_an_encoder_refuses_what_is_no_window_and_a_front_end_what_is_longer():
+def test_what_is_no_window_longer_than_one_or_of_too_many_tokens_is_refused():
     model, front_end = ARCHITECTURE.build(), ARCHITECTURE.build_front_end(AugmentConfig())
     with pytest.raises(ValueError, match="98 frames are no window of 100"):
         model.encoder(torch.randn(1, 98, 80), (98,), run_directly)
     with pytest.raises(DataError, match=r"1\.00 s is longer than the model's window of 1 s"):
         front_end(torch.zeros(1, 16_001), (16_001,), None)
+    tokens = torch.zeros(1, 41, dtype=torch.long)
+    model(torch.zeros(1, 100, 80), (100,), tokens[:, :40])
+    with pytest.raises(DataError, match="40 tokens is longer than the 39 that the model takes"):
+        model(torch.zeros(1, 100, 80), (100,), tokens)
 
 
 def test_a_network_without_values_has_the_same_shapes_and_takes_no_memory():
@@ -193,6 +200,17 @@ def test_a_network_without_values_has_the_same_shapes_and_takes_no_memory():
     assert {n: p.shape for n, p in ARCHITECTURE.build().named_parameters()} == {
         n: p.shape for n, p in ARCHITECTURE.build_without_values().named_parameters()
     }
+
+
+def test_shapes_alone_do_not_wait_for_torchs_compiler():
+    program = """
+import sys
+from konkanivani.model.whisper.architecture import WhisperArchitecture
+from konkanivani.model.whisper.shape import WhisperShape
+WhisperArchitecture(WhisperShape(64, 4, 2, 2, 64, 80, 60)).build_without_values()
+print("torch._dynamo" in sys.modules)
+"""
+    assert subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True) == "False\n"
 
 
 def test_what_is_masked_is_as_silent_as_the_padding():

@@ -7,6 +7,7 @@ import math
 
 import torch
 
+from konkanivani.base.errors import DataError
 from konkanivani.base.lengths import CHUNK_FRAMES, Lengths
 from konkanivani.model.asr import ASROutput
 from konkanivani.model.blocks import BlockRunner, run_directly
@@ -60,6 +61,11 @@ class Decoder(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(shape.d_model)
 
     def forward(self, tokens: torch.Tensor, encoded: torch.Tensor, run_block: BlockRunner) -> torch.Tensor:
+        if tokens.shape[1] > len(self.positions):
+            raise DataError(
+                f"A transcript of {tokens.shape[1] - 1} tokens is longer than the {self.most_tokens} that the model "
+                "takes. Leave it out (--max_tokens), or cut it."
+            )
         x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
         for block in self.blocks:
             x = run_block(block, x, encoded)
@@ -138,8 +144,9 @@ class Whisper(torch.nn.Module):
                 if module.bias is not None:
                     torch.nn.init.zeros_(module.bias)
         torch.nn.init.normal_(self.decoder.positions, std=INITIAL_DEVIATION)
-        with torch.no_grad():
-            self.encoder.positions.copy_(sinusoids(*self.encoder.positions.shape))
+        if not self.encoder.positions.is_meta:  # torch would import its compiler to compute nothing
+            with torch.no_grad():
+                self.encoder.positions.copy_(sinusoids(*self.encoder.positions.shape))
 
 
 def sinusoids(length: int, width: int) -> torch.Tensor:
