@@ -117,13 +117,18 @@ def test_negative_control_the_batchs_maximum_and_another_scale_are_seen():
 
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_of_a_folder_are_transformers(name, whisper_folders):
+    """Bit for bit where both have their products from the same library."""
     kind, tokens = KINDS[name], spoken(KINDS[name], *LENGTHS).decoder_tokens
     model, features = read_whisper_folder(whisper_folders[name]).build().eval(), random_features(kind, 3)
-    with torch.no_grad():
-        expected = read_reference(whisper_folders[name])(features.transpose(1, 2), decoder_input_ids=tokens).logits
-        output = model(features, (features.shape[1],) * 3, tokens)
-        found = model.decoder.output(output.decoded)
-    assert float((found - expected).abs().max()) <= 1e-6 * float(expected.abs().max()) and expected.abs().max() > 1
+    other = read_reference(whisper_folders[name])
+    for is_same_library in (False, True):
+        enabled = torch.backends.mkldnn.enabled and not is_same_library
+        with torch.no_grad(), torch.backends.mkldnn.flags(enabled=enabled):
+            expected = other(features.transpose(1, 2), decoder_input_ids=tokens).logits
+            output = model(features, (features.shape[1],) * 3, tokens)
+            found = model.decoder.output(output.decoded)
+        assert float((found - expected).abs().max()) <= 1e-6 * float(expected.abs().max()) and expected.abs().max() > 1
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype, most", [(torch.float64, 1e-13), (torch.float32, 1e-5)])
