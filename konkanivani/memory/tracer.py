@@ -214,7 +214,7 @@ def _greedy_on_the_device(model: KonkaniVaniASR, encoded: torch.Tensor, lengths:
         return []
     cache = model.decoder.begin(encoded, lengths, beam=1)
     tokens = torch.empty(len(encoded), 1, dtype=torch.long)
-    while cache.length < encoded.shape[1]:
+    while cache.length < min(encoded.shape[1], model.decoder.most_tokens):
         model.decoder.output(model.decoder.step(tokens, cache)).double().log_softmax(dim=-1)
         cache.length = max(FIRST_ROOM, 2 * cache.length - 2)  # to where there is no more room
     return []

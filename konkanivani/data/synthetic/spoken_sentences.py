@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 RECIPE_VERSION = 1  # counts changes of how sentences become files; changes of sentences and styles are seen without it
 
-# Variants of the voice `mr` that differ in pitch and formants and stay intelligible: no whisper, croak or robot.
+# Variants of the voice `mr` that differ in pitch and formants and stay intelligible: none that breathes or croaks.
 TRAIN_VOICES = tuple(
     f"mr+{variant}" for variant in ("m1", "f1", "m2", "f2", "m4", "f4", "m6", "Annie", "m7", "Alex", "Mario", "Mike")
 )
