@@ -26,7 +26,7 @@ from konkanivani.base.config import PRESETS, DataConfig, MemoryConfig, ModelConf
 from konkanivani.base.errors import UsageError
 from konkanivani.base.rules import check_config
 
-SHORTEST, LONGEST = 0.5, 60.0
+MIN_SECONDS, MAX_SECONDS = 0.5, 60.0
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def config_of(flags: Flags) -> TrainConfig:
     """The trainer's settings for these flags; a UsageError where they cannot work."""
     if flags.steps < 2:
         raise UsageError("--steps must be at least 2.")
-    if not SHORTEST <= flags.shortest <= flags.longest <= LONGEST:
-        raise UsageError(f"--shortest and --longest must be from {SHORTEST:g} to {LONGEST:g}, in that order.")
+    if not MIN_SECONDS <= flags.shortest <= flags.longest <= MAX_SECONDS:
+        raise UsageError(f"--shortest and --longest must be from {MIN_SECONDS:g} to {MAX_SECONDS:g}, in that order.")
     memory = MemoryConfig(mixed_precision=flags.mixed_precision, gradient_checkpointing=flags.gradient_checkpointing)
     config = dataclasses.replace(
         TrainConfig(),

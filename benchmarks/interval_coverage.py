@@ -22,7 +22,7 @@ import numpy as np
 
 from konkanivani.base.command_line import read_flags, run_script
 from konkanivani.base.errors import UsageError
-from konkanivani.evaluation.bootstrap import interval_of, ratios, resample
+from konkanivani.evaluation.bootstrap import percentiles, ratios, resample_sums
 
 TRUE_RATE = 0.2
 WITHIN_SPEAKER = 4.0  # an utterance's rate has the beta distribution of these many words in all
@@ -64,8 +64,8 @@ def coverage(generator: np.random.Generator, flags: Flags, speakers: int, spread
     for _ in range(flags.trials):
         sums = simulate(generator, of_speaker, speakers, spread)
         for column, blocks in enumerate((np.arange(flags.utterances), of_speaker)):
-            resampled = resample(sums, blocks, resamples=500, seed=int(generator.integers(2**32)))
-            interval = interval_of(ratios(resampled[:, 0], resampled[:, 1]))
+            resampled = resample_sums(sums, blocks, resamples=500, seed=int(generator.integers(2**32)))
+            interval = percentiles(ratios(resampled[:, 0], resampled[:, 1]))
             held[column] += interval.low <= TRUE_RATE <= interval.high
     return held / flags.trials
 

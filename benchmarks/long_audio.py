@@ -27,7 +27,7 @@ from konkanivani.base.command_line import read_flags, run_script
 from konkanivani.base.config import PRESETS, MemoryConfig, RunConfig, TrainConfig
 from konkanivani.base.errors import ResourceError, UsageError
 
-SHORTEST, LONGEST = 1.0, 7200.0
+MIN_SECONDS, MAX_SECONDS = 1.0, 7200.0
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Flags:
 
 def measure_lengths(flags: Flags) -> str:
     """Measures; returns what is to be printed."""
-    if not flags.seconds or not all(SHORTEST <= seconds <= LONGEST for seconds in flags.seconds):
-        raise UsageError(f"--seconds must be one or more lengths from {SHORTEST:g} to {LONGEST:g}.")
+    if not flags.seconds or not all(MIN_SECONDS <= seconds <= MAX_SECONDS for seconds in flags.seconds):
+        raise UsageError(f"--seconds must be one or more lengths from {MIN_SECONDS:g} to {MAX_SECONDS:g}.")
     if not 0 < flags.tokens_per_second <= 15:
         raise UsageError("--tokens_per_second must be above 0 and at most 15.")
     steps = [measure_in_child(flags, seconds) for seconds in flags.seconds] if len(flags.seconds) > 1 else [own(flags)]

@@ -43,7 +43,7 @@ from benchmarks.measuring.cells import (
 from konkanivani.base.command_line import read_flags, run_script
 from konkanivani.base.errors import ResourceError, UsageError
 
-SHORTEST, LONGEST = 1.0, 600.0
+MIN_SECONDS, MAX_SECONDS = 1.0, 600.0
 Result = TypeVar("Result")
 
 
@@ -69,8 +69,8 @@ class Flags:
 
 def compare(flags: Flags) -> str:
     """Plans and measures every cell; returns what is to be printed."""
-    if not flags.seconds or not all(SHORTEST <= seconds <= LONGEST for seconds in flags.seconds):
-        raise UsageError(f"--seconds must be one or more lengths from {SHORTEST:g} to {LONGEST:g}.")
+    if not flags.seconds or not all(MIN_SECONDS <= seconds <= MAX_SECONDS for seconds in flags.seconds):
+        raise UsageError(f"--seconds must be one or more lengths from {MIN_SECONDS:g} to {MAX_SECONDS:g}.")
     if not (flags.presets and flags.recompute and flags.precisions):
         raise UsageError("--presets, --recompute and --precisions must each name one or more.")
     asked = grid(flags.presets, flags.seconds, flags.recompute, flags.precisions, flags.device)

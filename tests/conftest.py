@@ -100,8 +100,8 @@ def write_surroundings(directory: Path) -> tuple[str, ...]:
             soundfile.write(directory / f"{kind}{number}.wav", 0.1 * sound, rate)
             rows.append(json.dumps({"audio_filepath": f"{kind}{number}.wav", "duration": seconds}))
         (directory / f"{kind}.jsonl").write_text("\n".join(rows) + "\n")
-    noise = ("--noise_manifest", str(directory / "noise.jsonl"), "--noise_share", "0.7")
-    return (*noise, "--rir_manifest", str(directory / "rir.jsonl"), "--rir_share", "0.5", "--gain", "3")
+    noise = ("--noise_manifest", str(directory / "noise.jsonl"), "--noise_prob", "0.7")
+    return (*noise, "--rir_manifest", str(directory / "rir.jsonl"), "--rir_prob", "0.5", "--gain", "3")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,13 +14,13 @@ from konkanivani.inference.segmentation import Piece
 from konkanivani.inference.transcript import Word
 from konkanivani.inference.word_times import (
     AFTER_LAST_LETTER,
-    FIRST_LETTER_LAG,
-    LONGEST_LAG,
+    FIRST_LETTER_DELAY,
+    MAX_DELAY,
     AlignedToken,
-    Lags,
+    EmissionDelay,
     align_tokens,
+    group_words,
     timed_words,
-    words_of,
 )
 from konkanivani.model.subsampling import Subsampling
 
@@ -97,7 +97,7 @@ def spikes(tokens: list[int], every: int = 5) -> list[AlignedToken]:
 
 def timed(aligned: list[AlignedToken], tokenizer: Tokenizer, seconds: float) -> list[Word]:
     """The words' times by a model of which nothing is known."""
-    return timed_words(words_of(aligned, tokenizer, FRAMING), Lags(), seconds)
+    return timed_words(group_words(aligned, tokenizer, FRAMING), EmissionDelay(), seconds)
 
 
 def test_words_are_those_of_the_text(tokenizer):
@@ -116,15 +116,15 @@ def test_a_word_begins_before_its_first_letter_is_said_and_ends_with_the_next_or
     assert [tokenizer.piece(token) for token in tokens] == ["▁", "ए", "क", "▁", "घ", "र"]
     aligned = [AlignedToken(t, f, f + 1, 0.5) for t, f in zip(tokens, (1, 8, 12, 13, 15, 20), strict=True)]
     first, second = timed(aligned, tokenizer, 5.0)
-    assert first.start == pytest.approx(FRAMING.encoder_frame_seconds(8) - FIRST_LETTER_LAG)
-    assert second.start == first.end == pytest.approx(FRAMING.encoder_frame_seconds(15) - FIRST_LETTER_LAG)
+    assert first.start == pytest.approx(FRAMING.encoder_frame_seconds(8) - FIRST_LETTER_DELAY)
+    assert second.start == first.end == pytest.approx(FRAMING.encoder_frame_seconds(15) - FIRST_LETTER_DELAY)
     assert second.end == pytest.approx(FRAMING.encoder_frame_seconds(20) + AFTER_LAST_LETTER)
     assert (first.confidence, second.confidence) == (0.5, 0.5)
     # A pause between them belongs to neither, though the mark of the boundary is said before it.
     late = [*aligned[:4], *(AlignedToken(a.token, a.first + 50, a.end + 50, None) for a in aligned[4:])]
     first, second = timed(late, tokenizer, 5.0)
     assert first.end == pytest.approx(FRAMING.encoder_frame_seconds(12) + AFTER_LAST_LETTER)
-    assert second.start == pytest.approx(FRAMING.encoder_frame_seconds(65) - FIRST_LETTER_LAG)
+    assert second.start == pytest.approx(FRAMING.encoder_frame_seconds(65) - FIRST_LETTER_DELAY)
     assert second.confidence is None
 
 
@@ -146,13 +146,13 @@ def piece_from(start: float, speech_start: float | None, speech_end: float | Non
 
 def test_lags_are_learnt_where_speech_begins_and_ends_at_pauses():
     tokenizer = train_tokenizer(TEXTS, "char", 40)
-    words = words_of(spikes(tokenizer.encode("एक घर")), tokenizer, FRAMING)  # letters in frames 5, 10 and 20, 25
+    words = group_words(spikes(tokenizer.encode("एक घर")), tokenizer, FRAMING)  # letters in frames 5, 10 and 20, 25
     first, last = FRAMING.encoder_frame_seconds(5), FRAMING.encoder_frame_seconds(25)
-    lags = Lags()
+    delay = EmissionDelay()
     for first_lag, last_lag in ((0.1, 0.3), (0.2, 0.2), (0.3, 0.25)):
-        lags.learn(words, piece_from(40.0, 40 + first - first_lag, 40 + last + last_lag))
-    assert (lags.first_letter, lags.after_last_letter) == (pytest.approx(0.2), pytest.approx(0.25))
-    one, other = timed_words(words, lags, 5.0)
+        delay.learn(words, piece_from(40.0, 40 + first - first_lag, 40 + last + last_lag))
+    assert (delay.first_letter, delay.after_last_letter) == (pytest.approx(0.2), pytest.approx(0.25))
+    one, other = timed_words(words, delay, 5.0)
     assert (one.start, one.end, other.end) == pytest.approx((first - 0.2, other.start, last + 0.25))
     # Nothing is learnt where speech was cut, of a piece without words, where sound that is no speech goes before, nor
     # of words that CTC cannot have said.
@@ -160,9 +160,9 @@ def test_lags_are_learnt_where_speech_begins_and_ends_at_pauses():
     for known, piece in (
         (words, piece_from(0.0, None, None)),
         ([], piece_from(0.0, 0.0, 1.0)),
-        (words_of(spread, tokenizer, FRAMING), piece_from(0.0, first, last)),
-        (words, piece_from(0.0, first - LONGEST_LAG - 0.01, last + LONGEST_LAG + 0.01)),
+        (group_words(spread, tokenizer, FRAMING), piece_from(0.0, first, last)),
+        (words, piece_from(0.0, first - MAX_DELAY - 0.01, last + MAX_DELAY + 0.01)),
         (words, piece_from(0.0, first + 0.01, last - 0.01)),
     ):
-        lags.learn(known, piece)
-    assert (lags.first_letter, lags.after_last_letter) == (pytest.approx(0.2), pytest.approx(0.25))
+        delay.learn(known, piece)
+    assert (delay.first_letter, delay.after_last_letter) == (pytest.approx(0.2), pytest.approx(0.25))

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from konkanivani.base.amount import Amount, as_stored, decisions, settled
+from konkanivani.base.amount import Amount, as_stored, decisions, resolve
 from konkanivani.base.config import (
     AUTO,
     PRESETS,
@@ -17,7 +17,7 @@ from konkanivani.base.config import (
     TrainConfig,
 )
 from konkanivani.base.flags import config_from_text, config_to_text, contradictions, parse_flags
-from konkanivani.training.optimizer import learning_rate, warmup_of
+from konkanivani.training.optimizer import learning_rate, resolve_warmup
 
 LITTLE = Amount(hours=0.5, utterances=600)
 
@@ -32,7 +32,7 @@ LITTLE = Amount(hours=0.5, utterances=600)
     ],
 )
 def test_the_amount_of_speech_decides_what_nobody_has_said(hours, tokens, ctc_weight, epochs, speeds, accumulation):
-    config = settled(TrainConfig(), Amount(hours, utterances=1000))
+    config = resolve(TrainConfig(), Amount(hours, utterances=1000))
     assert (config.text.tokenizer_type, config.loss.ctc_weight, config.run.epochs) == (tokens, ctc_weight, epochs)
     said = decisions(TrainConfig(), config)
     words = f"--epochs {epochs} --gradient_accumulation_steps {accumulation} --tokenizer_type {tokens} "
@@ -49,27 +49,27 @@ def test_what_is_said_stays_and_is_not_told():
         loss=LossConfig(ctc_weight=0.5),
         run=RunConfig(epochs=3),
     )
-    assert settled(asked, LITTLE) == asked and decisions(asked, asked) == ""
+    assert resolve(asked, LITTLE) == asked and decisions(asked, asked) == ""
     one = dataclasses.replace(asked, run=RunConfig())
-    assert decisions(one, settled(one, LITTLE)) == "--epochs 60"
+    assert decisions(one, resolve(one, LITTLE)) == "--epochs 60"
 
 
 def test_a_run_that_goes_on_keeps_what_was_decided_though_auto_is_asked_for_again():
-    stored = config_from_text(config_to_text(settled(TrainConfig(), LITTLE)))
+    stored = config_from_text(config_to_text(resolve(TrainConfig(), LITTLE)))
     again = parse_flags(["--train_manifest", "a.jsonl", "--tokenizer_type", AUTO, "--epochs", AUTO], stored)
     assert again.text == stored.text and again.run.epochs == 60
     assert parse_flags(["--train_manifest", "a.jsonl", "--epochs", "7"], stored).run.epochs == 7
 
 
 def test_weights_that_are_taken_over_keep_their_tokens_and_nothing_else():
-    config = as_stored(TrainConfig(), settled(TrainConfig()), names=("tokenizer_type",))
+    config = as_stored(TrainConfig(), resolve(TrainConfig()), names=("tokenizer_type",))
     assert config == TrainConfig(text=TextConfig("unigram"))
 
 
 @pytest.mark.parametrize(("asked", "total", "steps"), [(AUTO, 1000, 100), (AUTO, 90000, 500), (AUTO, 5, 1), (7, 9, 3)])
 def test_the_warm_up_follows_from_the_steps(asked, total, steps):
     config = OptimizerConfig(warmup_steps=asked)
-    assert warmup_of(config, total) == steps
+    assert resolve_warmup(config, total) == steps
     peak = max(range(total), key=lambda step: learning_rate(config, step, total))
     assert peak in (steps - 1, steps)
 
@@ -82,14 +82,14 @@ def test_the_warm_up_follows_from_the_steps(asked, total, steps):
 def test_of_little_speech_a_step_hears_about_twenty_seconds(seconds, batch_size, ranks, window):
     config = TrainConfig(data=DataConfig(batch_size=batch_size))
     amount = Amount(hours=1000 * seconds / 3600, utterances=1000, ranks=ranks)
-    assert settled(config, amount).window_size == window
+    assert resolve(config, amount).window_size == window
     much = Amount(hours=100.0, utterances=round(360_000 / seconds))
-    assert settled(config, much).window_size == settled(config).window_size == config.window_size == max(8, window)
+    assert resolve(config, much).window_size == resolve(config).window_size == config.window_size == max(8, window)
 
 
 def test_a_run_that_goes_on_in_other_micro_batches_keeps_its_window():
     asked = TrainConfig(data=DataConfig(batch_size=2))
-    stored = settled(asked, Amount(hours=7.0, utterances=4000))
+    stored = resolve(asked, Amount(hours=7.0, utterances=4000))
     assert stored.window_size == 4
     for given, window in ((["--batch_size", "1"], 4), (["--batch_size", "4"], 4), (["--batch_size", "3"], 3)):
         again = parse_flags(given, stored)

@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from konkanivani.model.blocks import ConvolutionModule
-from konkanivani.model.kernels.depthwise import convolved
+from konkanivani.model.kernels.depthwise import depthwise_conv
 from tests.conftest import ROOT
 from tests.patience import PATIENCE
 
 CONVOLVE = """
 import torch
-from konkanivani.model.attention import FrameLayout
+from konkanivani.model.attention import SequenceLayout
 from konkanivani.model.blocks import ConvolutionModule
 torch.set_num_threads({threads})
 module, x = ConvolutionModule({width}, 31, 0.1), torch.randn(1, {frames}, {width}, requires_grad=True)
 with torch.autocast("cpu", dtype=torch.bfloat16):
-    module(x, FrameLayout(positions=None)).float().sum().backward()
+    module(x, SequenceLayout(positions=None)).float().sum().backward()
 print(x.grad.isfinite().all().item())
 """
 
@@ -29,7 +29,7 @@ def test_under_autocast_the_convolution_is_that_of_full_precision_rounded():
     x = torch.randn(2, 40, 48).bfloat16()
     expected = module.depthwise(x.float().transpose(1, 2)).transpose(1, 2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = convolved(x, module.depthwise, (40,))
+        found = depthwise_conv(x, module.depthwise, (40,))
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected.bfloat16())
     other = module.depthwise(x.float().flip(1).transpose(1, 2)).transpose(1, 2)

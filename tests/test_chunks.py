@@ -13,7 +13,7 @@ from konkanivani.base.randomness import seed_step
 from konkanivani.data.batch import Window
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
-from konkanivani.memory.tracer import Load, StepTracer, TracedStep
+from konkanivani.memory.tracer import BatchShape, StepTracer, TracedStep
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.model.losses import LossCounts
@@ -121,7 +121,7 @@ def test_the_traced_peak_grows_linearly(mode):
     config = TrainConfig(model=SMALL)
     tracer = build_tracer(config, architecture_of(config, 1000), cpu_costs())
     one, ten, twenty = (
-        tracer.trace(Load(1, seconds, 15 * seconds), RecomputePolicy(mode)).bytes - tracer.state()
+        tracer.trace(BatchShape(1, seconds, 15 * seconds), RecomputePolicy(mode)).bytes - tracer.state()
         for seconds in (60, 600, 1200)
     )
     assert ten < 10.5 * one and twenty < 2.2 * ten

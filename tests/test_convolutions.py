@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from konkanivani.model.kernels.depthwise import convolved
+from konkanivani.model.kernels.depthwise import depthwise_conv
 from konkanivani.model.subsampling import Subsampling
 from tests.laws.parts import relative_difference
 
@@ -29,19 +29,19 @@ def test_along_frames_it_is_conv1d_of_each_span(batch, lengths, kernel):
     module = torch.nn.Conv1d(6, 6, kernel, padding=kernel // 2, groups=6).double()
     x = torch.randn(batch, sum(lengths), 6, dtype=torch.float64, requires_grad=True)
     parameters = [x, module.weight, module.bias]
-    ours = convolved(x, module, lengths)
+    ours = depthwise_conv(x, module, lengths)
     spans = [module(span.transpose(1, 2)).transpose(1, 2) for span in x.split(lengths, dim=1)]
     theirs = torch.cat(spans, dim=1)
     assert differences([ours, *gradients(ours, parameters)], [theirs, *gradients(theirs, parameters)]) < BOUND
     with torch.no_grad():
-        assert torch.equal(convolved(x, module, lengths), ours)
+        assert torch.equal(depthwise_conv(x, module, lengths), ours)
 
 
 def test_negative_control_spans_that_see_each_other_are_another_convolution():
     torch.manual_seed(0)
     module = torch.nn.Conv1d(6, 6, 31, padding=15, groups=6).double()
     x = torch.randn(1, 40, 6, dtype=torch.float64)
-    assert relative_difference(convolved(x, module, (20, 20)), convolved(x, module, (40,))) > 1e-2
+    assert relative_difference(depthwise_conv(x, module, (20, 20)), depthwise_conv(x, module, (40,))) > 1e-2
 
 
 def test_subsampling_in_half_precision_is_rounded_once():

@@ -14,7 +14,7 @@ from konkanivani.base.errors import UsageError
 from konkanivani.base.lengths import Lengths, ctc_frames_needed
 from konkanivani.base.rules import check_decoding
 from konkanivani.decoding import prefix_beam, prefix_scorer
-from konkanivani.decoding.ctc import blank_beyond, merged_paths
+from konkanivani.decoding.ctc import collapse_repeats, mask_padding_as_blank
 from konkanivani.decoding.hypothesis import Hypothesis
 from konkanivani.decoding.prefix_beam import prefix_beam_search
 from konkanivani.decoding.prefix_scorer import CTCPrefixScorer, PrefixState
@@ -142,7 +142,7 @@ def test_over_many_frames_a_wider_beam_comes_nearer_the_truth_from_below():
 def test_the_beam_is_right_where_the_best_path_is_wrong():
     """Two frames of 0.6 blank and 0.4 token: the best path is empty (0.36), but three paths spell the token (0.64)."""
     log_probabilities = torch.tensor([[[0.6, 0.4], [0.6, 0.4]]], dtype=torch.float64).log()
-    assert merged_paths(log_probabilities.argmax(-1), (2,)) == [[]]
+    assert collapse_repeats(log_probabilities.argmax(-1), (2,)) == [[]]
     ((first, second),) = prefix_beam_search(log_probabilities, (2,), beam=2, best=2)
     assert first.tokens == (1,) and is_close(first.log_probability, math.log(0.64))
     assert second.tokens == () and is_close(second.log_probability, math.log(0.36))
@@ -219,7 +219,7 @@ def test_where_nothing_is_possible_there_is_no_hypothesis():
 def test_half_precision_is_decoded_in_at_least_single():
     log_probabilities = problem(4, (30,), 5)
     halves = log_probabilities.bfloat16()
-    assert blank_beyond(halves, (30,)).dtype == torch.float32
+    assert mask_padding_as_blank(halves, (30,)).dtype == torch.float32
     assert prefix_beam_search(halves, (30,), 5) == prefix_beam_search(halves.double(), (30,), 5)
 
 

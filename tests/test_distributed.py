@@ -16,23 +16,23 @@ from konkanivani.base.distributed import (
     ALONE,
     RankLost,
     Topology,
-    bucket_for,
     check_same,
     from_first,
     gather,
-    losing_ranks,
+    new_bucket,
+    raise_rank_lost,
 )
 from konkanivani.base.errors import AlreadyTold, ResourceError, UsageError
-from konkanivani.data.batching import Cursor, EpochPlanner, deal, same_size
+from konkanivani.data.batching import Cursor, EpochPlanner, partition, same_size
 from konkanivani.data.loader.loading import WindowStream
 from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.rejections import Rejections
 from konkanivani.memory.devices import cuda_costs
 from konkanivani.memory.oom_history import forget_sizes, read_sizes, write_sizes
 from konkanivani.memory.plan import STATE_BYTES
-from konkanivani.memory.recovery import Attempt, Attempts, Cut, DidNotFit, Outcome, RememberedSplits
+from konkanivani.memory.recovery import Attempt, Attempts, Cut, DidNotFit, OomHistory, Outcome
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.plan import Ranks, costs_among, ranks_of, traffic_bytes
+from konkanivani.recipe.plan import Ranks, choose_ranks, costs_per_rank, traffic_bytes
 from konkanivani.training.interruption import Interruption
 from konkanivani.training.logs.logbook import Logbook
 from tests.laws.parts import speeches, window
@@ -65,7 +65,7 @@ def test_ranks_are_dealt_every_window_whole_and_the_cursor_is_that_of_one():
 
 def test_the_largest_share_is_near_the_mean():
     costs = np.random.default_rng(1).uniform(1, 20, 32)
-    loads = [costs[hand].sum() for hand in deal(costs, 4)]
+    loads = [costs[hand].sum() for hand in partition(costs, 4)]
     assert max(loads) < 1.05 * costs.sum() / 4
 
 
@@ -88,7 +88,7 @@ class Work:
 
     def among(self, others: list[Outcome]) -> tuple[str | None, int, list[int], int]:
         """The result and the retries of this rank beside another one, the sizes tried, and what was taken back."""
-        attempts = Attempts(cut_of(4), RememberedSplits(0), self.undo, agreeing(others))
+        attempts = Attempts(cut_of(4), OomHistory(0), self.undo, agreeing(others))
         for attempt in attempts:
             self.try_it(attempt)
         return attempts.result, attempts.retries, self.sizes, self.undone
@@ -118,7 +118,7 @@ def test_where_one_rank_is_stopped_all_take_back_what_they_have(fits):
 
 
 def test_what_did_not_fit_on_one_rank_is_cut_on_all():
-    splits = RememberedSplits(5)
+    splits = OomHistory(5)
     splits.learn({1: 3})
     splits.learn({1: 2, 7: 4})
     assert splits.sizes() == {1: 2, 7: 4}
@@ -126,7 +126,7 @@ def test_what_did_not_fit_on_one_rank_is_cut_on_all():
 
 
 def test_sizes_that_did_not_fit_outlive_the_ranks(tmp_path):
-    splits = RememberedSplits(5)
+    splits = OomHistory(5)
     with pytest.raises(DidNotFit, match="share the weights"):
         Work(fits=1).try_it(Attempt(cut_of(4))).result_or_end(splits)
     write_sizes(tmp_path / "checkpoints", 1, splits)
@@ -141,16 +141,16 @@ def test_sizes_that_did_not_fit_outlive_the_ranks(tmp_path):
 
 
 def test_only_what_is_about_contact_is_a_lost_rank():
-    with pytest.raises(RankLost, match="Connection closed by peer"), losing_ranks():
+    with pytest.raises(RankLost, match="Connection closed by peer"), raise_rank_lost():
         raise RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
-    with pytest.raises(RuntimeError, match="a mistake") as caught, losing_ranks():
+    with pytest.raises(RuntimeError, match="a mistake") as caught, raise_rank_lost():
         raise RuntimeError("a mistake")
     assert not isinstance(caught.value, RankLost)
 
 
 def test_a_bucket_is_no_larger_than_it_need_be():
-    assert bucket_for([torch.zeros(3), torch.zeros(2, 2)]).numel() == 7
-    assert bucket_for([torch.empty(2**24, device="meta")]).nbytes == 25 * 2**20
+    assert new_bucket([torch.zeros(3), torch.zeros(2, 2)]).numel() == 7
+    assert new_bucket([torch.empty(2**24, device="meta")]).nbytes == 25 * 2**20
 
 
 def test_a_second_signal_does_not_end_a_rank_that_saves(monkeypatch):
@@ -179,7 +179,7 @@ def test_a_rank_ends_before_what_python_frees_at_an_exit_can_abort(rank, code):
 
 def test_only_a_machines_first_rank_tells_what_is_wrong_with_the_command_line(monkeypatch, capsys):
     def fail() -> None:
-        with command_line.told_once_a_machine():
+        with command_line.print_on_local_rank0():
             print("told")
             raise UsageError("wrong")
 
@@ -205,23 +205,23 @@ def test_a_logbook_without_a_folder_writes_nothing(tmp_path, monkeypatch):
 def test_the_plan_of_a_rank_that_shares_the_state_has_less_of_it():
     costs = cuda_costs("T4", (7, 5))
     whole, bucket, shared = (
-        costs_among(costs, ARCHITECTURE, ranks) for ranks in (Ranks(), Ranks(8), Ranks(8, sharded=True))
+        costs_per_rank(costs, ARCHITECTURE, ranks) for ranks in (Ranks(), Ranks(8), Ranks(8, sharded=True))
     )
     assert whole == costs and bucket.among_ranks == 25 * 2**20
     assert -393 * 2**20 < shared.among_ranks < -290 * 2**20  # of 392 MiB
     small = TrainConfig(model=ModelConfig(d_model=16, encoder_layers=1, decoder_layers=1))
-    tiny = costs_among(costs, architecture_of(small, 20), Ranks(2))
+    tiny = costs_per_rank(costs, architecture_of(small, 20), Ranks(2))
     assert 0 < tiny.among_ranks < 2**20
 
 
 def test_auto_shares_the_state_only_where_it_does_not_fit():
     costs = cuda_costs("T4", (7, 5))
     config = TrainConfig(model=SHAPE)
-    assert not ranks_of(config, costs, 4 * GIB, world=8).sharded
-    assert ranks_of(config, costs, GIB // 2, world=8).sharded
-    assert not ranks_of(config, costs, GIB // 2, world=1).sharded
+    assert not choose_ranks(config, costs, 4 * GIB, world=8).sharded
+    assert choose_ranks(config, costs, GIB // 2, world=8).sharded
+    assert not choose_ranks(config, costs, GIB // 2, world=1).sharded
     always = TrainConfig(model=SHAPE, memory=MemoryConfig(shard="always"))
-    assert ranks_of(always, costs, 4 * GIB, world=2).sharded
+    assert choose_ranks(always, costs, 4 * GIB, world=2).sharded
 
 
 def test_traffic_is_that_of_a_ring():

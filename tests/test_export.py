@@ -21,16 +21,16 @@ import torch
 from benchmarks.measuring.eight_bits import WAYS, Way, measure_ways
 from konkanivani.base.config import AugmentConfig, FeatureConfig, ModelConfig, TrainConfig
 from konkanivani.base.errors import CheckpointError, NumericsError, ResourceError
-from konkanivani.base.files import whole_file
+from konkanivani.base.files import atomic_write
 from konkanivani.base.flags import config_to_text
 from konkanivani.base.lengths import Framing, subsampled_length
 from konkanivani.data.text import Tokenizer, train_tokenizer
 from konkanivani.inference import bundle, onnx_export
 from konkanivani.inference.bundle import Contents, bundle_bytes, is_bundle, read_bundle
-from konkanivani.inference.onnx_export import OnnxModel, quantized, read_onnx, require_onnx, token_texts
+from konkanivani.inference.onnx_export import OnnxModel, quantize, read_onnx, require_onnx, token_texts
 from konkanivani.inference.onnx_graph import MatrixLogMel, RecognitionGraph
 from konkanivani.inference.speech_model import SpeechModel
-from konkanivani.inference.verify import TOLERANCE, check_bundle, check_onnx, check_signal, hear_with
+from konkanivani.inference.verify import TOLERANCE, check_bundle, check_onnx, check_signal, recognize_with
 from konkanivani.model.architecture import HybridArchitecture
 from konkanivani.model.front_end import LogMel, described
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, write_checkpoint
@@ -417,9 +417,9 @@ class TestOnnx:
         waveforms = torch.stack([spoken(1.0), spoken(1.0, seed=1)])
         found, lengths = onnx_model.log_probabilities(waveforms[:1, :samples], (samples,))
         assert lengths == (0,) and found.isfinite().all()
-        assert onnx_model.hear(waveforms[:1, :samples], (samples,)) == [""]
-        alone = onnx_model.hear(waveforms[1:], (16_000,))
-        assert alone != [""] and onnx_model.hear(waveforms, (samples, 16_000)) == ["", *alone]
+        assert onnx_model.recognize(waveforms[:1, :samples], (samples,)) == [""]
+        alone = onnx_model.recognize(waveforms[1:], (16_000,))
+        assert alone != [""] and onnx_model.recognize(waveforms, (samples, 16_000)) == ["", *alone]
 
     def test_texts_are_the_models_alone_and_in_a_batch_padded_with_noise(self, speech_model, onnx_model):
         spoken_ones = [spoken(seconds, seed) for seed, seconds in enumerate((0.4, 3.0, 1.3, 2.2, 0.9, 4.7, 1.8, 2.9))]
@@ -427,11 +427,11 @@ class TestOnnx:
         waveforms = 0.3 * torch.randn(len(lengths), max(lengths) + 5000, generator=torch.Generator().manual_seed(4))
         for row, waveform in zip(waveforms, spoken_ones, strict=True):
             row[: len(waveform)] = waveform
-        hear = hear_with(speech_model)
-        wanted = [hear(waveform[None], (len(waveform),))[0] for waveform in spoken_ones]
+        recognize = recognize_with(speech_model)
+        wanted = [recognize(waveform[None], (len(waveform),))[0] for waveform in spoken_ones]
         assert len(set(wanted)) == len(wanted) and min(map(len, wanted)) > 1
-        assert [onnx_model.hear(waveform[None], (len(waveform),))[0] for waveform in spoken_ones] == wanted
-        assert onnx_model.hear(waveforms, lengths) == wanted
+        assert [onnx_model.recognize(waveform[None], (len(waveform),))[0] for waveform in spoken_ones] == wanted
+        assert onnx_model.recognize(waveforms, lengths) == wanted
 
     def test_a_transformers_graph_is_the_model(self):
         other = speech_model_of_shape(dataclasses.replace(SHAPE, encoder_type="transformer"))
@@ -462,7 +462,7 @@ class TestOnnx:
 
     def test_eight_bits_are_near_and_smaller(self, onnx_bytes, onnx_model, speech_model, tmp_path):
         path = tmp_path / "int8.onnx"
-        path.write_bytes(quantized(onnx_bytes))
+        path.write_bytes(quantize(onnx_bytes))
         found = read_onnx(path)
         assert found.token_texts == onnx_model.token_texts
         check_onnx(found, speech_model, path, math.inf)
@@ -500,7 +500,7 @@ def test_the_benchmark_of_eight_bits_compares_with_single_precision(onnx_bytes):
     for distance in (ours, *others):
         assert 0 < distance.divergence < 0.1 and 0 <= distance.other_best < 0.5 and distance.size < len(onnx_bytes)
     again = Way(("MatMul",), is_signed=False, is_by_output=True).apply(onnx_bytes)
-    assert again == quantized(onnx_bytes)
+    assert again == quantize(onnx_bytes)
 
 
 def _nodes(path: Path) -> list:
@@ -520,18 +520,18 @@ def test_the_example_of_the_documentation_hears_what_the_model_hears(speech_mode
         [sys.executable, "-I", "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == hear_with(speech_model)(waveform[None], (len(waveform),))[0] != ""
+    assert done.stdout.strip() == recognize_with(speech_model)(waveform[None], (len(waveform),))[0] != ""
 
 
 def test_a_file_that_fails_leaves_the_old_one_and_nothing_beside_it(tmp_path):
     path = tmp_path / "file"
-    with whole_file(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_text("first")
-    with pytest.raises(ZeroDivisionError), whole_file(path) as partial:
+    with pytest.raises(ZeroDivisionError), atomic_write(path) as partial:
         partial.write_text("half")
         raise ZeroDivisionError
     assert path.read_text() == "first"
-    with pytest.raises(ResourceError, match="could not be written: No such file"), whole_file(path):
+    with pytest.raises(ResourceError, match="could not be written: No such file"), atomic_write(path):
         pass
     assert [p.name for p in tmp_path.iterdir()] == ["file"] and path.read_text() == "first"
 

@@ -8,7 +8,7 @@ import pytest
 
 from konkanivani.base.errors import CheckpointError
 from konkanivani.data import index
-from konkanivani.data.fingerprint import Fingerprint, fingerprint_of, read_fingerprint
+from konkanivani.data.fingerprint import Fingerprint, make_fingerprint, read_fingerprint
 from konkanivani.data.index import SKETCHED
 from konkanivani.data.manifest import read_manifest
 
@@ -24,7 +24,7 @@ def fingerprint(path: Path, numbers: range, seed: int = 0) -> Fingerprint:
     ]
     (path / "a.wav").touch()
     (path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return fingerprint_of(read_manifest(path / "train.jsonl"))
+    return make_fingerprint(read_manifest(path / "train.jsonl"))
 
 
 def test_a_corpus_shares_all_with_itself_with_a_longer_one_and_with_a_part_of_it(tmp_path):
@@ -56,7 +56,7 @@ def test_blocks_and_an_index_that_is_kept_give_the_same_sketch(tmp_path, monkeyp
     monkeypatch.setattr(index, "SMALL_BYTES", 0)
     monkeypatch.setattr(index, "BLOCK_BYTES", 20_000)
     for _ in range(2):  # the first time it is written, the second time read
-        assert fingerprint_of(read_manifest(tmp_path / "train.jsonl")) == at_once
+        assert make_fingerprint(read_manifest(tmp_path / "train.jsonl")) == at_once
     assert len(at_once.sketch) == SKETCHED
 
 

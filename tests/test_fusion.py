@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.decoding import fusion as fusion_module
-from konkanivani.decoding.fusion import Fusion, Opinions
+from konkanivani.decoding.fusion import Fusion, FusionScores
 from konkanivani.decoding.hypothesis import Hypothesis
-from konkanivani.decoding.language_model import LanguageModel, build_language_model, log_probabilities_of
+from konkanivani.decoding.language_model import LanguageModel, build_language_model, score_sentences
 from konkanivani.decoding.ngram import estimate_ngrams
 from konkanivani.decoding.prefix_beam import prefix_beam_search
 from tests.test_decoding import all_sequences, is_close, problem
@@ -34,7 +34,7 @@ def expected(log_probabilities: torch.Tensor, fusion: Fusion) -> list[Hypothesis
     found = []
     for tokens, probability in all_sequences(log_probabilities).items():
         if probability > 0 and not {OUR_TOKENS.start, OUR_TOKENS.end} & set(tokens):
-            said = fusion.weight * log_probabilities_of(fusion.language_model, [tokens])[0]
+            said = fusion.weight * score_sentences(fusion.language_model, [tokens])[0]
             score = math.log(probability) + said + fusion.length_bonus * len(tokens)
             found.append(Hypothesis(tokens, score))
     return sorted(found, key=lambda hypothesis: -hypothesis.log_probability)
@@ -62,7 +62,7 @@ def test_a_beam_of_every_prefix_is_exact(model, seed, impossible, weight, bonus)
     assert is_exact(log_probabilities, Fusion(model, weight, bonus))
 
 
-def without_the_end(self: Opinions) -> torch.Tensor:
+def without_the_end(self: FusionScores) -> torch.Tensor:
     return self.scores
 
 
@@ -74,7 +74,7 @@ def of_the_beginning(self: Fusion, states: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("kind, part, mistake", [
-    ("Opinions", "ended", property(without_the_end)),
+    ("FusionScores", "ended", property(without_the_end)),
     ("Fusion", "following", of_the_beginning),
 ])  # fmt: skip
 def test_a_wrong_fusion_would_be_seen(model, kind, part, mistake, monkeypatch):

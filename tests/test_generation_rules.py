@@ -10,7 +10,7 @@ from konkanivani.base.errors import UsageError
 from konkanivani.data.text import SpecialTokens
 from konkanivani.decoding.decode import BeamDecode, build_decode
 from konkanivani.decoding.rules import GenerationRules, RuledScorer, TimeRules
-from konkanivani.decoding.scorers import AttentionScorer, chosen_of
+from konkanivani.decoding.scorers import AttentionScorer, gather_scores
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.blocks import run_directly
 from tests.laws.parts import MODEL
@@ -34,7 +34,7 @@ class Given:
         return self._totals[:, :, None] + self._scores[self._step].double().log_softmax(dim=-1)
 
     def follow(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
-        self._totals = chosen_of(self.score(), sources, tokens)
+        self._totals = gather_scores(self.score(), sources, tokens)
         self._step += 1
 
     def keep(self, utterances: torch.Tensor) -> None:

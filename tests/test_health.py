@@ -15,7 +15,7 @@ import pytest
 import soundfile
 import torch
 
-from konkanivani.base.amount import settled
+from konkanivani.base.amount import resolve
 from konkanivani.base.config import DataConfig, TextConfig, TrainConfig
 from konkanivani.base.console import show_text
 from konkanivani.base.errors import DataError
@@ -24,21 +24,21 @@ from konkanivani.data.batch import Speech
 from konkanivani.data.batching import EpochPlanner, cut_window, padded_seconds, same_size
 from konkanivani.data.health.characters import CharacterCount
 from konkanivani.data.health.findings import Diagnosis
-from konkanivani.data.health.health import Part, Question, fetch, judge_corpus, robust_scores, spread
+from konkanivani.data.health.health import CorpusPart, HealthRequest, fetch, measure_corpus, pick_evenly, robust_scores
 from konkanivani.data.health.histogram import Histogram, build_histogram, round_step
-from konkanivani.data.health.levels import clipped_runs, listen
-from konkanivani.data.health.padding import judge_epoch
+from konkanivani.data.health.levels import clipped_runs, measure_levels
+from konkanivani.data.health.padding import measure_epoch
 from konkanivani.data.health.repeats import (
     content_key,
     extent_key,
     file_size,
-    key_of,
     occur_again,
     repeats_across,
     repeats_within,
+    text_key,
 )
 from konkanivani.data.manifest import Utterance, read_manifest
-from konkanivani.data.noise_reverb import Surroundings
+from konkanivani.data.noise_reverb import NoiseReverb
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.evaluation.reports.charts import draw_histogram
@@ -54,7 +54,7 @@ SCRIPT = "training_scripts/inspect_data.py"
 RATE = 16_000
 SENTENCES = ("एक दोन", "तीन चार", "पांच उदक", "घर शाळा", "बाजार आवय", "दोन घर", "उदक आवय", "शाळा एक")
 WORDS = ("नदी", "रान", "गाव", "पान", "मीन", "दार", "तार", "वाट", "काम", "मान", "लोक", "वीज", "पाय", "हात")
-CONFIG = settled(TrainConfig(text=TextConfig(tokenizer_type="char")))
+CONFIG = resolve(TrainConfig(text=TextConfig(tokenizer_type="char")))
 
 # Histograms
 
@@ -113,28 +113,28 @@ def test_level_silence_and_offset_are_what_was_written(tmp_path):
     sine = 0.5 * np.sin(2 * np.pi * 500 * time)
     mono = 0.02 + np.concatenate([np.zeros(RATE // 4), sine, np.zeros(RATE // 2), sine, np.zeros(3 * RATE // 4)])
     soundfile.write(tmp_path / "a.wav", np.stack([mono, mono], axis=1), RATE, subtype="FLOAT")
-    sound = listen(utterance(tmp_path / "a.wav"))
+    sound = measure_levels(utterance(tmp_path / "a.wav"))
     assert (sound.rate, sound.channels, sound.seconds, sound.file_seconds) == (RATE, 2, 3.5, 3.5)
     assert sound.level == pytest.approx(20 * math.log10(0.5 * math.sqrt(2 / 3.5 / 2)), abs=0.01)
     assert (sound.leading_silence, sound.trailing_silence) == pytest.approx((0.25, 0.75))
     assert sound.silence_share == pytest.approx(1.5 / 3.5)
     assert sound.offset == pytest.approx(0.02, abs=1e-4)
     assert (sound.full_scale_share, sound.clipped_runs) == (0, 0)
-    part = listen(utterance(tmp_path / "a.wav", duration=1.0, offset=0.25))
+    part = measure_levels(utterance(tmp_path / "a.wav", duration=1.0, offset=0.25))
     assert (part.seconds, part.file_seconds, part.silence_share) == (1.0, None, 0.0)
 
 
 def test_of_a_long_recording_the_beginning_is_heard_and_the_rest_must_be_there(tmp_path, monkeypatch):
-    monkeypatch.setattr("konkanivani.data.health.levels.MOST_SECONDS", 1.0)
+    monkeypatch.setattr("konkanivani.data.health.levels.MAX_SECONDS", 1.0)
     samples = np.where(np.arange(3 * RATE) < RATE, 0.1, 0.9) * np.sin(np.arange(3 * RATE))
     soundfile.write(tmp_path / "a.wav", samples, RATE, subtype="FLOAT")
     for said in (3.0, 0.2, 9e8):
-        whole = listen(utterance(tmp_path / "a.wav", duration=said))
+        whole = measure_levels(utterance(tmp_path / "a.wav", duration=said))
         assert (whole.seconds, whole.file_seconds) == (1.0, 3.0) and whole.level == pytest.approx(-23, abs=0.1)
-    span = listen(utterance(tmp_path / "a.wav", duration=2.0, offset=1.0))
+    span = measure_levels(utterance(tmp_path / "a.wav", duration=2.0, offset=1.0))
     assert (span.seconds, span.file_seconds) == (1.0, None) and span.level == pytest.approx(-3.9, abs=0.1)
     with pytest.raises(DataError, match="it ends at 3.00 s"):
-        listen(utterance(tmp_path / "a.wav", duration=2.5, offset=1.0))
+        measure_levels(utterance(tmp_path / "a.wav", duration=2.5, offset=1.0))
 
 
 def test_clipping_is_runs_of_three_equal_samples_at_full_scale(tmp_path):
@@ -143,17 +143,17 @@ def test_clipping_is_runs_of_three_equal_samples_at_full_scale(tmp_path):
     assert clipped_runs(np.array([1.0])) == clipped_runs(np.zeros(9)) == clipped_runs(np.array([1, -1, 1, -1.0])) == 0
     samples = 2 * np.sin(2 * np.pi * 100 * np.arange(RATE) / RATE)
     soundfile.write(tmp_path / "a.wav", samples, RATE, subtype="PCM_16")
-    sound = listen(utterance(tmp_path / "a.wav"))
+    sound = measure_levels(utterance(tmp_path / "a.wav"))
     # |2 sin| > 1 for two thirds of each of 100 periods, in two runs.
     assert sound.clipped_runs == 200 and sound.full_scale_share == pytest.approx(2 / 3, abs=0.01)
     soundfile.write(tmp_path / "b.wav", samples / 2.1, RATE, subtype="PCM_16")
-    assert listen(utterance(tmp_path / "b.wav")).clipped_runs == 0
+    assert measure_levels(utterance(tmp_path / "b.wav")).clipped_runs == 0
 
 
 def test_digital_silence_is_silence_and_quiet_speech_is_not(tmp_path):
     soundfile.write(tmp_path / "zero.wav", np.zeros(RATE), RATE)
     soundfile.write(tmp_path / "quiet.wav", 0.001 * np.sin(np.arange(RATE)), RATE, subtype="FLOAT")
-    zero, quiet = (listen(utterance(tmp_path / name)) for name in ("zero.wav", "quiet.wav"))
+    zero, quiet = (measure_levels(utterance(tmp_path / name)) for name in ("zero.wav", "quiet.wav"))
     assert (zero.silence_share, zero.leading_silence, zero.trailing_silence, zero.level) == (1.0, 1.0, 0.0, -120)
     assert quiet.silence_share == 0 and quiet.level == pytest.approx(-63, abs=0.1)
 
@@ -226,7 +226,7 @@ def test_repeats_are_rows_with_an_earlier_key():
     assert repeats_within(keys, 1).pairs == ((0, 3),)
     across = repeats_across(keys, np.array([0, 7, 8, 7], dtype=np.uint64), 9)
     assert across.count == 2 and across.pairs == ((2, 1), (2, 3))
-    assert key_of("") == 0 and key_of("a") == key_of("a") != key_of("b") and key_of("\ud800")
+    assert text_key("") == 0 and text_key("a") == text_key("a") != text_key("b") and text_key("\ud800")
 
 
 def test_audio_is_the_same_by_its_bytes_and_its_span(tmp_path):
@@ -259,7 +259,7 @@ def test_padding_is_that_of_the_real_micro_batches():
     assert padded_seconds(np.array([3.0, 1.0, 2.0, 5.0, 4.0]), same_size(2)) == 2 * 2 + 2 * 4 + 5
     durations = np.random.default_rng(0).integers(1, 90, size=43) / 10
     planner = EpochPlanner(durations, 8, 3)
-    health = judge_epoch(planner, 3)
+    health = measure_epoch(planner, 3)
     padded = 0
     for window in planner.plan_epoch(0):
         speeches = [Speech(str(i), torch.zeros(round(durations[i] * RATE)), [1], 0) for i in window]
@@ -270,9 +270,9 @@ def test_padding_is_that_of_the_real_micro_batches():
 
 
 def test_decoded_recordings_are_evenly_spaced_and_chosen_by_the_seed():
-    assert spread(3, 5, 1) == [0, 1, 2] and spread(100, 0, 1) == []
-    chosen = spread(1003, 10, 1)
-    assert chosen == spread(1003, 10, 1) != spread(1003, 10, 2)
+    assert pick_evenly(3, 5, 1) == [0, 1, 2] and pick_evenly(100, 0, 1) == []
+    chosen = pick_evenly(1003, 10, 1)
+    assert chosen == pick_evenly(1003, 10, 1) != pick_evenly(1003, 10, 2)
     assert all(100 <= b - a <= 101 for a, b in zip(chosen, chosen[1:], strict=False)) and 0 <= chosen[0] <= 100
 
 
@@ -293,10 +293,10 @@ class LazyRows:
 
 def test_a_long_manifest_stays_on_the_disk():
     assert [fetch(LazyRows(9), [7, 2])[n].row for n in (2, 7)] == [3, 8]
-    question = Question(CONFIG, None, 0)
-    judge_corpus([Part("warm", True, LazyRows(10), 10)], question)
+    request = HealthRequest(CONFIG, None, 0)
+    measure_corpus([CorpusPart("warm", True, LazyRows(10), 10)], request)
     tracemalloc.start()
-    health = judge_corpus([Part("long", True, LazyRows(20_000), 20_000)], question)
+    health = measure_corpus([CorpusPart("long", True, LazyRows(20_000), 20_000)], request)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert health.parts[0].utterances == health.parts[0].sentences == 20_000 and health.parts[0].speakers.count == 9
@@ -545,13 +545,13 @@ def test_what_is_left_out_is_what_the_trainer_leaves_out(small, tmp_path):
     manifest, rejections = read_manifest(path), Rejections(tmp_path / "rejected.jsonl", most=0.5)
     rejections.begin(manifest)
     tokenizer = build_tokenizer(manifest, config)
-    speech = build_training_speech(config, manifest, tokenizer, rejections, Surroundings())
+    speech = build_training_speech(config, manifest, tokenizer, rejections, NoiseReverb())
     listed = [json.loads(line) for line in (tmp_path / "rejected.jsonl").read_text().splitlines()]
     train = diagnose((path,), config, 0).health.parts[0]
     assert train.usable == len(speech.utterances) == 37
     assert [(e.row, e.detail) for e in train.rejected.examples] == [(r["row"], r["reason"]) for r in listed]
     planner = EpochPlanner(np.array([u.duration for u in speech.utterances]), config.window_size, config.run.seed)
-    assert train.epoch == judge_epoch(planner, config.data.batch_size)
+    assert train.epoch == measure_epoch(planner, config.data.batch_size)
 
 
 def test_limits_are_the_trainers_flags(small):

@@ -12,9 +12,9 @@ from konkanivani.base.errors import CheckpointError
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.attention import RotaryPositions
-from konkanivani.model.transfer import Takeover, take_over
+from konkanivani.model.transfer import WeightTransfer, transfer_weights
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.trained_model import evaluate_manifest, load_trained_model
+from konkanivani.recipe.evaluation_model import evaluate_manifest, load_evaluation_model
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import finish_epoch, train
@@ -39,36 +39,36 @@ def numbered() -> dict[str, torch.Tensor]:
     return {name: torch.arange(w.numel(), dtype=torch.float64).view(w.shape) for name, w in state.items()}
 
 
-def cut(weights: dict[str, torch.Tensor], **changes: object) -> tuple[dict[str, torch.Tensor], Takeover]:
+def cut(weights: dict[str, torch.Tensor], **changes: object) -> tuple[dict[str, torch.Tensor], WeightTransfer]:
     """A smaller model's tensors cut from `weights`."""
     model = build(**changes).double()
-    takeover = take_over(model, weights, LARGE, is_same_vocabulary=True)
-    return model.state_dict(), takeover
+    transfer = transfer_weights(model, weights, LARGE, is_same_vocabulary=True)
+    return model.state_dict(), transfer
 
 
 def test_the_same_shape_takes_everything_bit_for_bit():
     source, target = build(), build(dropout=0.5)
     for weight in source.state_dict().values():
         weight.add_(1.0)
-    takeover = take_over(target, source.state_dict(), LARGE, is_same_vocabulary=True)
-    assert set(takeover.taken) == source.state_dict().keys() and not takeover.cut and not takeover.left_out
+    transfer = transfer_weights(target, source.state_dict(), LARGE, is_same_vocabulary=True)
+    assert set(transfer.taken) == source.state_dict().keys() and not transfer.cut and not transfer.left_out
     assert all(torch.equal(w, source.state_dict()[name]) for name, w in target.state_dict().items())
 
 
 def test_another_vocabulary_leaves_out_the_tensors_over_it_even_of_the_same_size():
-    takeover = take_over(build(), build().state_dict(), LARGE, is_same_vocabulary=False)
-    assert set(takeover.left_out) == HEADS_OF_THE_VOCABULARY | {"decoder.output.bias"}
-    larger = take_over(build(vocab_size=12), build().state_dict(), LARGE, is_same_vocabulary=False)
-    assert larger.left_out == takeover.left_out
+    transfer = transfer_weights(build(), build().state_dict(), LARGE, is_same_vocabulary=False)
+    assert set(transfer.left_out) == HEADS_OF_THE_VOCABULARY | {"decoder.output.bias"}
+    larger = transfer_weights(build(vocab_size=12), build().state_dict(), LARGE, is_same_vocabulary=False)
+    assert larger.left_out == transfer.left_out
 
 
 def test_a_larger_model_leaves_out_what_is_not_there_and_takes_the_rest():
     model = build(encoder_layers=5, feedforward_dim=256)
-    takeover = take_over(model, build().state_dict(), LARGE, is_same_vocabulary=True)
-    assert {name.split(".")[2] for name in takeover.left_out if "feedforward" not in name} == {"4"}
-    assert "encoder.blocks.3.attention.output.weight" in takeover.taken
-    assert any("first_feedforward.expand" in name for name in takeover.left_out)
-    wide = take_over(build(d_model=64), build().state_dict(), LARGE, is_same_vocabulary=True)
+    transfer = transfer_weights(model, build().state_dict(), LARGE, is_same_vocabulary=True)
+    assert {name.split(".")[2] for name in transfer.left_out if "feedforward" not in name} == {"4"}
+    assert "encoder.blocks.3.attention.output.weight" in transfer.taken
+    assert any("first_feedforward.expand" in name for name in transfer.left_out)
+    wide = transfer_weights(build(d_model=64), build().state_dict(), LARGE, is_same_vocabulary=True)
     assert not wide.cut and not any("blocks" in name for name in wide.taken)
     assert "encoder.subsampling.first.weight" in wide.taken
 
@@ -80,7 +80,7 @@ def test_layers_are_taken_evenly_spaced_first_and_last_included():
         for layer in range(count):
             weights[f"encoder.blocks.{layer}.entry_norm.bias"].fill_(layer)
         model = build(encoder_layers=asked, **small)
-        take_over(model, weights, dataclasses.replace(LARGE, attention_heads=2), is_same_vocabulary=True)
+        transfer_weights(model, weights, dataclasses.replace(LARGE, attention_heads=2), is_same_vocabulary=True)
         return [int(block.entry_norm.bias[0]) for block in model.encoder.blocks]
 
     assert layers(12, 6) == [0, 2, 4, 7, 9, 11]
@@ -126,20 +126,20 @@ def test_kept_components_keep_their_rotary_frequencies():
 
 
 def test_gate_kernel_and_mel_bands_are_cut_by_their_structure():
-    state, takeover = cut(numbered(), d_model=16, convolution_kernel=3, subsampling_channels=4)
+    state, transfer = cut(numbered(), d_model=16, convolution_kernel=3, subsampling_channels=4)
     gate = state["encoder.blocks.0.convolution.gate.bias"]
     assert gate.tolist() == [*range(16), *range(32, 48)]  # the leading part of either half
     kernel = state["encoder.blocks.0.convolution.depthwise.weight"]
     assert kernel[1, 0].tolist() == [7 + 2, 7 + 3, 7 + 4]  # the taps around the frame itself, of 7
     bands = state["encoder.subsampling.output.weight"][0]
     assert bands.tolist() == list(range(4 * 19))  # 19 bands of each of the first 4 channels
-    assert takeover.left_out == ()
+    assert transfer.left_out == ()
 
 
 def test_a_cut_feedforward_computes_what_its_hidden_units_computed():
     """Cut in the inner width alone, it is the large one with the other hidden units silenced."""
     model, source = build(feedforward_dim=16), build(feedforward_dim=32)
-    take_over(model, source.state_dict(), LARGE, is_same_vocabulary=True)
+    transfer_weights(model, source.state_dict(), LARGE, is_same_vocabulary=True)
     ours, theirs = model.encoder.blocks[0].first_feedforward, source.encoder.blocks[0].first_feedforward
     x = torch.randn(2, 3, 32)
     expected = theirs.eval()(x, weight=1.0)
@@ -168,7 +168,7 @@ def test_the_same_shape_begins_with_the_checkpoints_validation_loss(corpus, trai
     run = build_run(begin_run([*flags(corpus, tmp_path), "--init_from", str(path)]))
     finish_epoch(run)
     (validation,) = read_log(tmp_path, "validation")
-    original = load_trained_model(path, torch.device("cpu"))
+    original = load_evaluation_model(path, torch.device("cpu"))
     expected = evaluate_manifest(original, corpus.manifest("valid"), greedy_ctc)
     assert validation["loss"] == expected.loss == read_log(trained, "validation")[-1]["loss"]
     assert run.state.step == 0 and run.tokenizer.model == original.checkpoint.tokenizer

@@ -22,13 +22,13 @@ from konkanivani.base.errors import DataError, KonkaniVaniError, ResourceError
 from konkanivani.base.flags import config_to_text
 from konkanivani.data.text import OUR_TOKENS, Tokenizer, train_tokenizer
 from konkanivani.decoding import ngram
-from konkanivani.decoding.arpa import IMPOSSIBLE, LN_10, MOST_NGRAMS, Ngrams, read_arpa, write_arpa
+from konkanivani.decoding.arpa import IMPOSSIBLE, LN_10, MAX_NGRAMS, Ngrams, read_arpa, write_arpa
 from konkanivani.decoding.language_model import (
     LanguageModel,
     RepeatedNgram,
     build_language_model,
-    log_probabilities_of,
     read_language_model,
+    score_sentences,
 )
 from konkanivani.decoding.ngram import USUAL_DISCOUNTS, estimate_ngrams
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, write_checkpoint
@@ -292,12 +292,12 @@ def test_probabilities_add_up_to_one_however_small_the_text(sentences, order):
 def test_a_text_is_more_probable_than_noise():
     sentences = [[4, 5, 6, 7]] * 20
     model = build_language_model(estimate_ngrams(sentences, VOCABULARY, 3), VOCABULARY, CPU)
-    seen, noise, nothing = log_probabilities_of(model, [sentences[0], [7, 6, 5, 4], []])
+    seen, noise, nothing = score_sentences(model, [sentences[0], [7, 6, 5, 4], []])
     assert seen > -1 and noise < -6 and nothing < -2
     step = model.score(model.initial(1))[0, END].item()
     assert nothing == pytest.approx(step)
     many = [*zipf(300), []]
-    assert log_probabilities_of(model, many) == pytest.approx([log_probabilities_of(model, [t])[0] for t in many])
+    assert score_sentences(model, many) == pytest.approx([score_sentences(model, [t])[0] for t in many])
 
 
 # Files
@@ -370,9 +370,9 @@ BROKEN = {
     "no 1-grams": ("\\data\\\n\\end\\\n", "no 1-grams"),
     "more than stated": (ARPA.replace("ngram 2=2", "ngram 2=1"), "more 2-grams than the 1 that it states"),
     "fewer than stated": (ARPA.replace("ngram 1=4", "ngram 1=5"), "fewer 1-grams than the 5 that it states"),
-    "a quintillion": (ARPA.replace("ngram 2=2", f"ngram 2={2**60}"), f"{MOST_NGRAMS} are the most"),
-    "as many as may be": (ARPA.replace("ngram 2=2", f"ngram 2={MOST_NGRAMS - 4}"), "fewer 2-grams than"),
-    "more words than pieces": (ARPA.replace("ngram 1=4", f"ngram 1={2**60}"), f"{MOST_NGRAMS} are the most"),
+    "a quintillion": (ARPA.replace("ngram 2=2", f"ngram 2={2**60}"), f"{MAX_NGRAMS} are the most"),
+    "as many as may be": (ARPA.replace("ngram 2=2", f"ngram 2={MAX_NGRAMS - 4}"), "fewer 2-grams than"),
+    "more words than pieces": (ARPA.replace("ngram 1=4", f"ngram 1={2**60}"), f"{MAX_NGRAMS} are the most"),
     "another order first": (ARPA.replace("ngram 1=4", "ngram 2=4"), "its head must state orders 1, 2"),
     "a section is missing": (ARPA.replace("\\2-grams:", "\\3-grams:"), '"\\3-grams:" stands where its 2-grams'),
     "a number is none": (ARPA.replace("-0.125", "x0.125"), 'line 12: "x0.125 ▁ </s>" is not a logarithm, 2 words'),
@@ -508,7 +508,7 @@ def test_the_script_writes_a_model_and_measures_it(folder, tokenizer):
     assert written.keys() == again.keys()
     assert not {gram: (written[gram], again[gram]) for gram in again if not is_close(written[gram], again[gram], 1e-10)}
     held_out = [tokenizer.encode(text) for text in ("घर", "qwerty घर")]
-    total = sum(log_probabilities_of(model, held_out))
+    total = sum(score_sentences(model, held_out))
     tokens = sum(map(len, held_out))
     read, sizes, measured = done.stdout.splitlines()
     assert read.startswith("read: 102 sentences, 204 words, ") and read.endswith(" tokens; 1 broken row left out")

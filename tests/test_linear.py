@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
-from konkanivani.model.attention import FrameLayout, RotaryPositions, SelfAttention
-from konkanivani.model.kernels.linear import linear_of
+from konkanivani.model.attention import RotaryPositions, SelfAttention, SequenceLayout
+from konkanivani.model.kernels.linear import fused_linear
 
 WAYS = [(with_norm, activation) for with_norm in (False, True) for activation in (None, F.silu, F.gelu)]
 
@@ -38,11 +38,11 @@ def result_and_gradients(function, x, linear, norm, activation) -> list[torch.Te
 def test_the_same_product_and_gradients_as_autograds(with_norm, activation):
     parts = build(with_norm)
     expected = result_and_gradients(plainly, *parts, activation)
-    found = result_and_gradients(linear_of, *parts, activation)
+    found = result_and_gradients(fused_linear, *parts, activation)
     assert len(found) == len(expected) == (6 if with_norm else 4)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    another = result_and_gradients(linear_of, *parts, {None: F.silu, F.silu: F.gelu, F.gelu: F.silu}[activation])
+    another = result_and_gradients(fused_linear, *parts, {None: F.silu, F.silu: F.gelu, F.gelu: F.silu}[activation])
     assert not any(torch.allclose(one, other) for one, other in zip(another[:3], expected[:3], strict=True))
 
 
@@ -50,8 +50,8 @@ def test_the_same_product_and_gradients_as_autograds(with_norm, activation):
 def test_in_autocast_the_product_is_in_half_precision_and_the_gradients_in_the_parameters(with_norm, activation):
     parts = build(with_norm, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = linear_of(*parts, activation)
-        found = result_and_gradients(linear_of, *parts, activation)
+        output = fused_linear(*parts, activation)
+        found = result_and_gradients(fused_linear, *parts, activation)
     assert output.dtype == torch.bfloat16 and all(gradient.dtype == torch.float32 for gradient in found[1:])
     for one, other in zip(found, result_and_gradients(plainly, *parts, activation), strict=True):
         assert float((one - other).norm()) < 0.02 * float(other.norm())
@@ -74,7 +74,7 @@ def kept_bytes(function, x, linear, norm, activation) -> int:
 
 def test_nothing_but_the_input_is_kept_where_autograd_keeps_three_as_large():
     parts = build(with_norm=True)
-    assert kept_bytes(linear_of, *parts, activation=F.gelu) == 0
+    assert kept_bytes(fused_linear, *parts, activation=F.gelu) == 0
     assert kept_bytes(plainly, *parts, activation=F.gelu) >= 2 * parts[0].nbytes
 
 
@@ -84,7 +84,7 @@ def test_what_was_kept_is_gone_when_its_own_backward_is_done():
     middle.register_hook(lambda gradient: events.append("the backward pass reaches what comes before"))
     inner = middle * 3
     weakref.finalize(inner.untyped_storage(), events.append, "freed")
-    output = linear_of(inner, linear, norm, activation=F.gelu).sum()
+    output = fused_linear(inner, linear, norm, activation=F.gelu).sum()
     del inner
     assert events == []
     output.backward()
@@ -108,7 +108,7 @@ def test_attention_is_that_of_queries_and_keys_turned_by_their_positions(causal)
     if causal:
         scores = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), float("-inf"))
     expected = attention.output(torch.einsum("bhts,bshe->bthe", scores.softmax(-1), value).flatten(2))
-    found = attention(x, norm, FrameLayout(RotaryPositions(4)(7, x)))
+    found = attention(x, norm, SequenceLayout(RotaryPositions(4)(7, x)))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     parameters = [x, *attention.parameters(), *norm.parameters()]
     for one, other in zip(
@@ -124,7 +124,7 @@ def test_a_layer_without_a_bias_and_with_frozen_parts_has_the_gradients_of_the_o
     linear = torch.nn.Linear(6, 4, bias=False, dtype=torch.float64)
     norm.weight.requires_grad_(False)
     tensors = [x, linear.weight, norm.bias]
-    found = torch.autograd.grad(linear_of(x, linear, norm, F.gelu).square().sum(), tensors)
+    found = torch.autograd.grad(fused_linear(x, linear, norm, F.gelu).square().sum(), tensors)
     expected = torch.autograd.grad(plainly(x, linear, norm, F.gelu).square().sum(), tensors)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

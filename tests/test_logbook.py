@@ -437,10 +437,10 @@ def test_an_interruption_in_the_middle_of_a_write_takes_the_half_back(tmp_path, 
             raise KeyboardInterrupt
 
     path = tmp_path / "log"
-    appended_file.append_whole(path, b"whole\n")
+    appended_file.atomic_append(path, b"whole\n")
     monkeypatch.setattr(appended_file, "open", lambda path, mode, buffering: Interrupting(path, mode), raising=False)
     with pytest.raises(KeyboardInterrupt):
-        appended_file.append_whole(path, b"a record that is cut short\n")
+        appended_file.atomic_append(path, b"a record that is cut short\n")
     assert path.read_bytes() == b"whole\n"
 
 

@@ -184,7 +184,7 @@ SPOILT = {
 @contextlib.contextmanager
 def spoilt_program(monkeypatch: pytest.MonkeyPatch, folder: Path, line: str) -> Iterator[None]:
     """The process does this where it should open a file, and has a second of a processor for each answer."""
-    program = media_process.PROGRAM.read_text(encoding="utf-8").replace("MOST_SECONDS = 60", "MOST_SECONDS = 1")
+    program = media_process.PROGRAM.read_text(encoding="utf-8").replace("MAX_SECONDS = 60", "MAX_SECONDS = 1")
     begin = "    def __init__(self, window: Window) -> None:\n"
     assert begin in program
     spoilt = folder / "media_reader.py"

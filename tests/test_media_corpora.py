@@ -12,7 +12,7 @@ pytest.importorskip("av", reason="the extra `media` is not installed: pip instal
 
 from konkanivani.base.errors import DataError
 from konkanivani.data.audio import files as audio_file
-from konkanivani.data.preparation.prepare import Preparation, Report, prepare_corpus
+from konkanivani.data.preparation.prepare import Preparation, PreparationReport, prepare_corpus
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_script, run_trainer, speak, write_corpus
 from tests.media_files import ENCODED, KINDS, Kind, write_media
 from tests.test_cut_audio import write_cut
@@ -32,7 +32,7 @@ def phones(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def prepare(source: Path, output: Path, most: str = "50%") -> Report:
+def prepare(source: Path, output: Path, most: str = "50%") -> PreparationReport:
     return prepare_corpus(Preparation("folder", source, output, split_by="utterance", seed=1, max_rejected=most))
 
 

@@ -151,10 +151,10 @@ def test_what_is_planned_stands_beside_what_is_measured(allocator):
 def test_clearing_the_cache_is_counted_and_timed_without_what_was_waited_for_anyway(allocator):
     monitor = MemoryMonitor(torch.device("cuda"), empty_cache_interval=3)
     for _ in range(2):
-        monitor.tend_cache()
+        monitor.maybe_empty_cache()
     assert allocator.calls == [] and monitor.report_clearing() == CacheClearing(0, 0.0)
     for _ in range(5):
-        monitor.tend_cache()
+        monitor.maybe_empty_cache()
     assert allocator.calls == ["synchronize", "empty_cache"] * 2
     cost = monitor.report_clearing()
     assert cost.count == 2 and 0.04 <= cost.seconds < 0.2, "the wait before it was counted"
@@ -166,7 +166,7 @@ def test_clearing_the_cache_is_counted_and_timed_without_what_was_waited_for_any
 def test_nothing_is_cleared_or_waited_for_on_a_cpu_or_without_an_interval(allocator, device, interval):
     monitor = MemoryMonitor(torch.device(device), interval)
     for _ in range(3):
-        monitor.tend_cache()
+        monitor.maybe_empty_cache()
     assert allocator.calls == []
     assert monitor.report_clearing() == (None if device == "cpu" else CacheClearing())
 
@@ -188,7 +188,7 @@ def test_the_table_at_the_end_on_a_card(allocator):
     forward_with(monitor, allocator, allocated=1000, peak=1100, reserved=1500, retries=3)
     monitor.end_phase("update")
     monitor.report()
-    monitor.tend_cache()
+    monitor.maybe_empty_cache()
     lines = memory_table(run_with(monitor, splits=4)).splitlines()
     assert lines[1].split() == ["phase", "planned", "peak", "fragmentation", "allocator", "retries", "seconds", "share"]
     assert lines[2].split()[:5] == ["forward", "1200", "1100", "500", "3"]
@@ -253,7 +253,7 @@ def test_on_a_cpu_the_heaps_free_pages_go_back_every_so_many_micro_batches(monke
         trims.clear()
         watched = MemoryMonitor(torch.device("cpu"), interval)
         for _ in range(8):
-            watched.tend_cache()
+            watched.maybe_empty_cache()
         assert len(trims) == count
 
 
@@ -271,7 +271,7 @@ def test_a_trimmed_heap_is_smaller():
     assert float(done.stdout) > 100
 
 
-@pytest.mark.parametrize("call", ["monitor.keep_holes_out()", "pass"])
+@pytest.mark.parametrize("call", ["monitor.set_mmap_threshold()", "pass"])
 def test_a_run_that_keeps_to_its_plan_leaves_no_holes(call):
     script = (
         "from konkanivani.memory import monitor\n"

@@ -15,8 +15,8 @@ from konkanivani.base.config import AugmentConfig
 from konkanivani.base.errors import DataError, UsageError
 from konkanivani.base.flags import config_from_text, config_to_text, parse_flags
 from konkanivani.base.units import DecibelRange, parse_snr
-from konkanivani.data import noise_reverb as surroundings_module
-from konkanivani.data.audio.augmentation import add_noise, add_room, scale_and_clip
+from konkanivani.data import noise_reverb as noise_module
+from konkanivani.data.audio.augmentation import add_noise, reverberate, scale_and_clip
 from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.batch import Window
 from konkanivani.data.batching import Cursor, EpochPlanner, same_size
@@ -24,7 +24,7 @@ from konkanivani.data.dataset import TrainingSpeech
 from konkanivani.data.loader.loading import WindowStream
 from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.manifest import read_manifest
-from konkanivani.data.noise_reverb import Sound, Surroundings, load_excerpt, read_sounds, read_surroundings
+from konkanivani.data.noise_reverb import NoiseReverb, Sound, load_excerpt, read_noise_reverb, read_sounds
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import train_tokenizer
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer
@@ -73,16 +73,16 @@ def noises(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def everything(noises: Path) -> Surroundings:
+def everything(noises: Path) -> NoiseReverb:
     """Noise, room and gain for most utterances."""
     config = AugmentConfig(
         rir_manifest=str(noises / "rooms.jsonl"),
-        rir_share=0.7,
+        rir_prob=0.7,
         noise_manifest=str(noises / "noise.jsonl"),
-        noise_share=0.8,
+        noise_prob=0.8,
         gain=6.0,
     )
-    return read_surroundings(config, seed=3)
+    return read_noise_reverb(config, seed=3)
 
 
 # Noise
@@ -101,8 +101,8 @@ def test_silence_is_left_as_it_is():
     speech, silence = speech_of(0.5), torch.zeros(RATE // 2)
     assert torch.equal(add_noise(speech, silence, 5.0), speech)
     assert torch.equal(add_noise(silence, speech, 5.0), silence)
-    assert torch.equal(add_room(speech, torch.zeros(100)), speech)
-    assert torch.equal(add_room(silence, speech[:100]), silence)
+    assert torch.equal(reverberate(speech, torch.zeros(100)), speech)
+    assert torch.equal(reverberate(silence, speech[:100]), silence)
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.31, 1.0, 2.5, 5.9999, 7.3])
@@ -173,7 +173,7 @@ def test_a_unit_impulse_at_any_delay_changes_nothing(delay, height):
     response = torch.zeros(5_000)
     response[delay] = height
     speech = speech_of(2.1)
-    heard = add_room(speech, response)
+    heard = reverberate(speech, response)
     assert heard.shape == speech.shape and (heard - speech).abs().max() < 1e-6
 
 
@@ -182,7 +182,7 @@ def test_a_room_keeps_length_timing_and_energy_and_brings_echoes():
     click[5_000] = 1.0
     response = torch.zeros(3_000)
     response[200], response[100], response[1_200] = 0.8, 0.1, 0.4  # the direct path, what came before it, an echo
-    heard = add_room(click, response)
+    heard = reverberate(click, response)
     assert len(heard) == RATE and int(heard.abs().argmax()) == 5_000
     assert float(heard.square().sum()) == pytest.approx(1.0, rel=1e-5)
     assert float(heard[6_000] / heard[5_000]) == pytest.approx(0.5, rel=1e-4)
@@ -191,7 +191,7 @@ def test_a_room_keeps_length_timing_and_energy_and_brings_echoes():
 
 def test_one_channel_of_a_room_is_chosen(noises):
     response = read_sounds(str(noises / "rooms.jsonl"))[0]
-    found = {surroundings_module.load_response(response, generator(seed)).numpy().tobytes() for seed in range(20)}
+    found = {noise_module.load_response(response, generator(seed)).numpy().tobytes() for seed in range(20)}
     assert len(found) == 3
 
 
@@ -222,11 +222,11 @@ def test_the_same_seed_epoch_and_utterance_are_the_same_bits_and_any_other_is_an
 
 @pytest.mark.parametrize("kind", ["rooms", "noise", "gain"])
 def test_each_kind_by_itself_is_another_for_another_seed_epoch_or_utterance(kind, everything):
-    rooms, noise = (dataclasses.replace(corpus, share=1.0) for corpus in (everything.rooms, everything.noise))
+    rooms, noise = (dataclasses.replace(corpus, prob=1.0) for corpus in (everything.reverb, everything.noise))
     alone = {
-        "rooms": Surroundings(3, rooms=rooms),
-        "noise": Surroundings(3, noise=noise),
-        "gain": Surroundings(3, gain=6.0),
+        "rooms": NoiseReverb(3, reverb=rooms),
+        "noise": NoiseReverb(3, noise=noise),
+        "gain": NoiseReverb(3, gain=6.0),
     }
     speech = speech_of(0.3)
 
@@ -246,7 +246,7 @@ def test_each_kind_by_itself_is_another_for_another_seed_epoch_or_utterance(kind
 
 def test_shares_are_kept_and_one_kind_does_not_move_another(everything):
     speech = speech_of(0.2)
-    only_noise = dataclasses.replace(everything, rooms=None, gain=0.0)
+    only_noise = dataclasses.replace(everything, reverb=None, gain=0.0)
     changed = [not torch.equal(only_noise(speech, 0, f"u{number}"), speech) for number in range(300)]
     assert 210 < sum(changed) < 270  # 0.8
     louder = dataclasses.replace(only_noise, gain=6.0)
@@ -254,14 +254,14 @@ def test_shares_are_kept_and_one_kind_does_not_move_another(everything):
         not torch.allclose(waveform / waveform.norm(), speech / speech.norm(), atol=1e-5)
         for waveform in (louder(speech, 0, f"u{number}") for number in range(300))
     ]
-    never = dataclasses.replace(only_noise, noise=dataclasses.replace(everything.noise, share=0.0))
+    never = dataclasses.replace(only_noise, noise=dataclasses.replace(everything.noise, prob=0.0))
     assert all(torch.equal(never(speech, 0, f"u{number}"), speech) for number in range(20))
-    assert torch.equal(Surroundings()(speech, 0, "u"), speech)
+    assert torch.equal(NoiseReverb()(speech, 0, "u"), speech)
 
 
 def test_ratios_are_drawn_from_the_whole_range(everything, monkeypatch):
     drawn = []
-    monkeypatch.setattr(surroundings_module, "add_noise", lambda waveform, noise, snr: drawn.append(snr) or waveform)
+    monkeypatch.setattr(noise_module, "add_noise", lambda waveform, noise, snr: drawn.append(snr) or waveform)
     for number in range(200):
         everything(torch.ones(100), 0, f"u{number}")
     assert all(5 <= snr <= 25 for snr in drawn) and min(drawn) < 7 and max(drawn) > 23
@@ -271,10 +271,10 @@ def test_ratios_are_drawn_from_the_whole_range(everything, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def speech(corpus: Corpus, everything: Surroundings) -> TrainingSpeech:
+def speech(corpus: Corpus, everything: NoiseReverb) -> TrainingSpeech:
     utterances = list(read_manifest(corpus.manifest("train")))
     tokenizer = train_tokenizer([u.text for u in utterances], "char", 100)
-    return TrainingSpeech(utterances, tokenizer, (0.9, 1.0, 1.1), 3, surroundings=everything)
+    return TrainingSpeech(utterances, tokenizer, (0.9, 1.0, 1.1), 3, noise_reverb=everything)
 
 
 def windows(speech: TrainingSpeech, workers: int, cursor: Cursor, count: int) -> list[list[bytes]]:
@@ -298,15 +298,13 @@ def test_windows_are_the_same_bits_for_any_worker_count_from_any_cursor(speech, 
 
 def test_negative_control_drawn_from_the_default_generator_the_windows_differ(speech, monkeypatch):
     whole = windows(speech, 0, Cursor(0, 0), 5)
-    monkeypatch.setattr(
-        surroundings_module, "utterance_generator", lambda seed, epoch, name, purpose: torch.default_generator
-    )
+    monkeypatch.setattr(noise_module, "utterance_generator", lambda seed, epoch, name, purpose: torch.default_generator)
     assert windows(speech, 2, Cursor(0, 0), 5)[2:] != windows(speech, 2, Cursor(0, 2), 3)
     assert windows(speech, 0, Cursor(0, 0), 5) != whole
 
 
 def flags(noises: Path) -> tuple[str, ...]:
-    rooms = ("--rir_manifest", str(noises / "rooms.jsonl"), "--rir_share", "0.5", "--gain", "6")
+    rooms = ("--rir_manifest", str(noises / "rooms.jsonl"), "--rir_prob", "0.5", "--gain", "6")
     return "--noise_manifest", str(noises / "noise.jsonl"), "--noise_snr", "0:20", *rooms
 
 
@@ -318,7 +316,7 @@ def test_a_run_with_noise_rooms_and_gain_resumes_exactly_with_other_workers(corp
         )
         assert begun.returncode == 0, begun.stderr
     folders = run_folders(tmp_path / "parted")
-    more = run_trainer("--resume", "auto", *folders, "--max_steps", "5", "--num_workers", "1", "--noise_share", "0.5")
+    more = run_trainer("--resume", "auto", *folders, "--max_steps", "5", "--num_workers", "1", "--noise_prob", "0.5")
     assert more.returncode == 0, more.stderr  # a flag whose manifest the checkpoint brings is not idle
     whole, parted = ([record["loss"] for record in read_log(tmp_path / name)] for name in ("whole", "parted"))
     assert len(whole) == 5 and whole == parted
@@ -333,11 +331,11 @@ def test_a_checkpoint_from_before_noise_resumes_without_it():
 
 
 def test_a_resumed_run_can_leave_its_noise_behind():
-    stored = parse_flags(["--noise_manifest", "n", "--noise_share", "0.7"])
-    assert parse_flags(["--resume", "auto", "--noise_share", "0.2"], stored).augment.noise_share == 0.2
+    stored = parse_flags(["--noise_manifest", "n", "--noise_prob", "0.7"])
+    assert parse_flags(["--resume", "auto", "--noise_prob", "0.2"], stored).augment.noise_prob == 0.2
     assert parse_flags(["--resume", "auto", "--noise_manifest", "None"], stored).augment.noise_manifest is None
-    with pytest.raises(UsageError, match="--rir_share does nothing"):
-        parse_flags(["--resume", "auto", "--rir_share", "0.2"], stored)
+    with pytest.raises(UsageError, match="--rir_prob does nothing"):
+        parse_flags(["--resume", "auto", "--rir_prob", "0.2"], stored)
 
 
 # What is refused
@@ -347,15 +345,15 @@ def test_a_resumed_run_can_leave_its_noise_behind():
     "given, said",
     [
         (("--noise_snr", "5:25"), "--noise_snr does nothing without --noise_manifest"),
-        (("--noise_share", "0.5"), "--noise_share does nothing without --noise_manifest"),
-        (("--rir_share=0.5",), "--rir_share does nothing without --rir_manifest"),
+        (("--noise_prob", "0.5"), "--noise_prob does nothing without --noise_manifest"),
+        (("--rir_prob=0.5",), "--rir_prob does nothing without --rir_manifest"),
         (("--noise_manifest", "n", "--noise_snr", "loud"), "--noise_snr loud: give the lowest and the highest"),
         (("--noise_manifest", "n", "--noise_snr", "5"), "--noise_snr 5: give the lowest and the highest"),
         (("--noise_manifest", "n", "--noise_snr", "25:5"), "--noise_snr 25:5: give the lower ratio first"),
         (("--noise_manifest", "n", "--noise_snr", "5:1000"), "both between -50 and 100 dB"),
         (("--noise_manifest", "n", "--noise_snr", "nan:5"), "--noise_snr nan:5: give"),
-        (("--noise_manifest", "n", "--noise_share", "1.5"), "--noise_share must be between 0 and 1"),
-        (("--rir_manifest", "n", "--rir_share", "-0.5"), "--rir_share and"),
+        (("--noise_manifest", "n", "--noise_prob", "1.5"), "--noise_prob must be between 0 and 1"),
+        (("--rir_manifest", "n", "--rir_prob", "-0.5"), "--rir_prob and"),
         (("--gain", "-1"), "--gain must be between 0 and 40 dB"),
         (("--gain", "inf"), "--gain"),
     ],
@@ -373,9 +371,7 @@ def test_ranges_of_decibels():
 
 
 def test_the_script_ends_with_2_for_flags_and_3_for_noise_that_cannot_be_used(corpus, tmp_path):
-    idle = run_trainer(
-        *corpus.flags(), "--resume", "auto", "--noise_share", "0.5", *run_folders(tmp_path), cwd=tmp_path
-    )
+    idle = run_trainer(*corpus.flags(), "--resume", "auto", "--noise_prob", "0.5", *run_folders(tmp_path), cwd=tmp_path)
     assert idle.returncode == 2 and "does nothing without --noise_manifest" in idle.stderr
     empty = write_rows(tmp_path / "empty.jsonl", [])
     done = run_trainer(*TINY_MODEL, *corpus.flags(), "--noise_manifest", empty, *run_folders(tmp_path), cwd=tmp_path)
@@ -404,7 +400,7 @@ def test_noise_that_cannot_be_used_is_refused_at_the_start_by_row_and_reason(row
     manifest = write_rows(tmp_path / "rooms.jsonl", [good, row])
     frames = decoded_frames(monkeypatch)
     with pytest.raises(DataError) as caught:
-        read_surroundings(AugmentConfig(rir_manifest=manifest), seed=1)
+        read_noise_reverb(AugmentConfig(rir_manifest=manifest), seed=1)
     assert f"{manifest}, row 2: " in str(caught.value) and said in str(caught.value)
     assert "\n" not in str(caught.value) and frames == []
 
@@ -419,7 +415,7 @@ def test_a_row_whose_seconds_are_rounded_up_ends_where_its_file_ends(tmp_path):
 def test_noise_that_goes_missing_during_training_is_named(corpus, speech, tmp_path):
     row = write_row(tmp_path, "a.wav", np.full(RATE, 0.5))
     manifest = write_rows(tmp_path / "n.jsonl", [row])
-    noisy = read_surroundings(AugmentConfig(noise_manifest=manifest, noise_share=1.0), seed=1)
+    noisy = read_noise_reverb(AugmentConfig(noise_manifest=manifest, noise_prob=1.0), seed=1)
     (tmp_path / "a.wav").unlink()
     with pytest.raises(DataError, match="a.wav from .* cannot be read: it does not exist"):
-        windows(dataclasses.replace(speech, surroundings=noisy), 1, Cursor(0, 0), 1)
+        windows(dataclasses.replace(speech, noise_reverb=noisy), 1, Cursor(0, 0), 1)

@@ -13,7 +13,7 @@ from konkanivani.base.errors import DataError
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.data.audio.files import AudioSource, UnusableAudio
 from konkanivani.data.audio.waveform import load_audio, resample_blocks, stream_audio, stream_samples
-from konkanivani.inference.segmentation import Piece, cut_into_pieces, cutting_of
+from konkanivani.inference.segmentation import Piece, build_segmentation, segment_audio
 
 
 def noise(seconds: float, level: float = 0.1, seed: int = 0, rate: int = SAMPLE_RATE) -> torch.Tensor:
@@ -31,7 +31,7 @@ def syllables(seconds: float, seed: int = 0, rate: float = 5.0) -> torch.Tensor:
 
 
 def cut(waveform: torch.Tensor, longest: float = 20.0, pause: float = 0.4, block: int = 16_000) -> list[Piece]:
-    return list(cut_into_pieces(waveform.split(block), cutting_of(longest, pause)))
+    return list(segment_audio(waveform.split(block), build_segmentation(longest, pause)))
 
 
 @pytest.mark.parametrize("rate", [4_000, 8_000, 11_025, 22_050, 44_100, 48_000, 96_000])
@@ -162,7 +162,7 @@ def test_no_more_than_a_minute_is_read_ahead():
             read += 1
             yield torch.cat([syllables(0.7, number), zeros(0.3)])
 
-    for count, piece in enumerate(cut_into_pieces(blocks(), cutting_of(20.0, 0.2))):
+    for count, piece in enumerate(segment_audio(blocks(), build_segmentation(20.0, 0.2))):
         assert read <= piece.end + 62
         if count == 50:
             break

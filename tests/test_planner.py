@@ -15,11 +15,11 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
 from konkanivani.memory.known_gpus import KNOWN_GPUS, find_gpu
 from konkanivani.memory.planner import ALWAYS, NEVER, Planner, plan_bucket
-from konkanivani.memory.tracer import Load
+from konkanivani.memory.tracer import BatchShape
 from konkanivani.memory.traces import Traces
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.plan import check_state
-from konkanivani.recipe.plan_report import plan_for, plan_presets
+from konkanivani.recipe.plan_report import plan_budget, plan_presets
 from tests.conftest import TINY_MODEL, run_script
 from tests.patience import PATIENCE
 from tests.tracers import ONLY_TENSORS, traces_of
@@ -40,13 +40,13 @@ def planner_on(traced: Traces, budget: int) -> Planner:
 
 
 def test_recomputing_needs_less_and_more_audio_needs_more():
-    traced, load = traces(PRESETS["minimal"]), Load(2, 5.0, 50)
+    traced, load = traces(PRESETS["minimal"]), BatchShape(2, 5.0, 50)
     kept = traced.peak(load, NEVER).bytes
-    assert traced.peak(load, ALWAYS).bytes < 0.85 * kept < kept < traced.peak(Load(4, 5.0, 50), NEVER).bytes
+    assert traced.peak(load, ALWAYS).bytes < 0.85 * kept < kept < traced.peak(BatchShape(4, 5.0, 50), NEVER).bytes
 
 
 def test_each_block_more_that_is_recomputed_takes_less():
-    tracer, load = traces(PRESETS["minimal"]).tracer, Load(2, 8.0, 80)
+    tracer, load = traces(PRESETS["minimal"]).tracer, BatchShape(2, 8.0, 80)
     peaks = [tracer.trace(load, RecomputePolicy.first(count)).bytes for count in range(4)]
     assert peaks == sorted(set(peaks), reverse=True)
     assert tracer.trace(load, RecomputePolicy.first(tracer.blocks)) == tracer.trace(load, ALWAYS)
@@ -58,8 +58,8 @@ def test_the_largest_batch_fits_and_one_utterance_more_does_not(seconds, policy)
     planner = planner_of(SMALL, "48MiB")
     plan = planner.largest_batch(seconds, round(10 * seconds), policy, most=512)
     assert plan.utterances > 1
-    fits = planner.traces.tracer.trace(Load(plan.utterances, seconds, plan.tokens), policy).bytes
-    more = planner.traces.tracer.trace(Load(plan.utterances + 1, seconds, plan.tokens), policy).bytes
+    fits = planner.traces.tracer.trace(BatchShape(plan.utterances, seconds, plan.tokens), policy).bytes
+    more = planner.traces.tracer.trace(BatchShape(plan.utterances + 1, seconds, plan.tokens), policy).bytes
     assert fits == plan.peak <= planner.budget < more
 
 
@@ -67,12 +67,12 @@ def test_the_longest_utterance_fits_and_a_twentieth_more_does_not():
     planner = planner_of(SMALL, "24MiB")
     longest = planner.longest_utterance(lambda seconds: round(10 * seconds), NEVER)
     assert longest > 5
-    assert planner.peak(Load(1, longest, round(10 * longest)), NEVER) <= planner.budget
-    assert planner.peak(Load(1, 1.06 * longest, round(10.6 * longest)), NEVER) > planner.budget
+    assert planner.peak(BatchShape(1, longest, round(10 * longest)), NEVER) <= planner.budget
+    assert planner.peak(BatchShape(1, 1.06 * longest, round(10.6 * longest)), NEVER) > planner.budget
 
 
 def test_auto_recomputes_as_few_blocks_as_the_budget_asks_for():
-    traced, load = traces(PRESETS["minimal"]), Load(1, 20.0, 200)
+    traced, load = traces(PRESETS["minimal"]), BatchShape(1, 20.0, 200)
     peaks = [traced.peak(load, RecomputePolicy.first(count)).bytes for count in range(traced.blocks + 1)]
     for count in (0, 1, 3):
         planner = planner_on(traced, peaks[count])
@@ -94,7 +94,7 @@ def test_a_budget_below_the_models_state_is_refused_with_a_preset_that_fits():
 
 def test_a_card_rounds_and_takes_workspaces_and_a_context():
     costs = cuda_costs("T4", (7, 5), context=300 * MIB)
-    load = Load(2, 5.0, 50)
+    load = BatchShape(2, 5.0, 50)
     here, there = traces(SMALL).peak(load, NEVER).bytes, traces(SMALL, costs).peak(load, NEVER).bytes
     assert here < there < 1.1 * here
     assert planner_on(traces(SMALL, costs), 2**32).peak(load, NEVER) - there == costs.workspace + costs.context
@@ -103,7 +103,7 @@ def test_a_card_rounds_and_takes_workspaces_and_a_context():
 
 def test_half_precision_on_a_card_takes_less_than_full_and_more_than_on_a_cpu():
     """Layer norms are in fp32 there; attention's backward pass adds up in fp32."""
-    costs, load = cuda_costs("T4", (7, 5)), Load(2, 10.0, 100)
+    costs, load = cuda_costs("T4", (7, 5)), BatchShape(2, 10.0, 100)
     model = PRESETS["minimal"]
     full, half = traces(model, costs).peak(load, NEVER), traces(model, costs, half=True).peak(load, NEVER)
     on_cpu = traces(model, half=True).peak(load, NEVER)
@@ -115,7 +115,7 @@ def test_half_precision_on_a_card_takes_less_than_full_and_more_than_on_a_cpu():
 def test_validation_takes_less_than_training_and_shrinks_to_fit():
     planner = planner_of(PRESETS["minimal"], "1GiB")
     seconds, peak = planner.validation_seconds(10.0, 100, asked=60.0)
-    assert seconds == 60.0 and peak < planner.peak(Load(6, 10.0, 100), ALWAYS)
+    assert seconds == 60.0 and peak < planner.peak(BatchShape(6, 10.0, 100), ALWAYS)
     planner.budget = peak - 1
     smaller, less = planner.validation_seconds(10.0, 100, asked=60.0)
     assert smaller == 30.0 and less <= planner.budget
@@ -252,7 +252,7 @@ def in_a_fresh_process(function):
 def modes_from_busy_threads():
     torch.randn(600, 600) @ torch.randn(600, 600)  # from here on OpenMP has threads that a fork does not take along
     tiny = dataclasses.replace(SMALL, encoder_layers=1)
-    report = plan_for(TrainConfig(model=tiny, text=TextConfig(vocab_size=40)), cpu_costs(), parse_budget("312MiB"))
+    report = plan_budget(TrainConfig(model=tiny, text=TextConfig(vocab_size=40)), cpu_costs(), parse_budget("312MiB"))
     return [answer.gradient_checkpointing for answer in report.answers]
 
 

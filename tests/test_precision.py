@@ -7,13 +7,13 @@ from konkanivani.base.config import ModelConfig
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.blocks import run_directly
 from konkanivani.model.kernels import linear
-from konkanivani.model.kernels.recompute import recomputed
+from konkanivani.model.kernels.recompute import run_recomputed
 from konkanivani.model.losses import attention_loss_sum, ctc_loss_sum
 
 MODEL = ModelConfig(
     d_model=64, encoder_layers=1, decoder_layers=1, attention_heads=2, subsampling_channels=8, dropout=0.0
 )
-WAYS = {"whole": (run_directly, 1000), "recomputed in chunks": (recomputed, 10)}
+WAYS = {"whole": (run_directly, 1000), "recomputed in chunks": (run_recomputed, 10)}
 
 
 def gradients(half_forward: bool, half_backward: bool, way: str, utterances: int) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ import re
 import pytest
 import torch
 
-from konkanivani.model.attention import FrameLayout, RotaryPositions, SelfAttention
+from konkanivani.model.attention import RotaryPositions, SelfAttention, SequenceLayout
 from konkanivani.model.encoder import Encoder
 from konkanivani.model.kernels import matmul, rotary
 from tests.conftest import ROOT
@@ -103,17 +103,17 @@ def test_without_onednns_products_they_are_pytorchs(monkeypatch):
     assert matmul.is_by_onednn(rows)
     monkeypatch.setattr(matmul, "HAS_OPERATOR", False)
     assert not matmul.is_by_onednn(rows)
-    assert torch.equal(matmul.product(rows, matrix), torch.nn.functional.linear(rows, matrix))
+    assert torch.equal(matmul.fast_linear(rows, matrix), torch.nn.functional.linear(rows, matrix))
 
 
 class Watched:
     """Runs blocks, and remembers how their frames lay."""
 
     def __init__(self) -> None:
-        self.layouts: list[FrameLayout] = []
+        self.layouts: list[SequenceLayout] = []
 
     def __call__(self, block: torch.nn.Module, *inputs: object) -> torch.Tensor:
-        self.layouts += [each for each in inputs if isinstance(each, FrameLayout)]
+        self.layouts += [each for each in inputs if isinstance(each, SequenceLayout)]
         return block(*inputs)
 
 
@@ -137,8 +137,9 @@ def test_attention_of_spans_is_attention_of_each_alone():
     attention, norm = SelfAttention(12, heads=3, causal=False).double(), torch.nn.LayerNorm(12).double()
     x, tables = torch.randn(1, 12, 12, dtype=torch.float64, requires_grad=True), RotaryPositions(4)
     positions = tuple(torch.cat([table[:5], table[:7]]) for table in tables(7, x))
-    together = attention(x, norm, FrameLayout(positions, lengths=(5, 7)))
-    alone = torch.cat([attention(part, norm, FrameLayout(tables(part.shape[1], x))) for part in x.split((5, 7), 1)], 1)
+    together = attention(x, norm, SequenceLayout(positions, lengths=(5, 7)))
+    parts = x.split((5, 7), 1)
+    alone = torch.cat([attention(part, norm, SequenceLayout(tables(part.shape[1], x))) for part in parts], 1)
     torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
     wanted = [x, *attention.parameters(), *norm.parameters()]
     for one, other in zip(
@@ -147,5 +148,5 @@ def test_attention_of_spans_is_attention_of_each_alone():
         strict=True,
     ):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
-    whole = attention(x, norm, FrameLayout(tables(12, x)))
+    whole = attention(x, norm, SequenceLayout(tables(12, x)))
     assert (whole - together).abs().max() > 1e-3  # the negative control

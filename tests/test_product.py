@@ -5,9 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from konkanivani.model.kernels import matmul as products
-from konkanivani.model.kernels.matmul import FEWEST_ROWS, product, product_over_rows
+from konkanivani.model.kernels.matmul import MIN_ROWS, fast_linear, weight_gradient
 
-SHAPES = [(391, 256, 1024), (391, 1024, 256), (FEWEST_ROWS, 144, 576), (97, 64, 1000)]
+SHAPES = [(391, 256, 1024), (391, 1024, 256), (MIN_ROWS, 144, 576), (97, 64, 1000)]
 
 
 class SeenKinds(TorchDispatchMode):
@@ -46,10 +46,10 @@ def test_all_three_products_of_a_layer(rows, inputs, outputs):
     gradient = torch.randn(rows, outputs)
     of_doubles = [tensor.double() for tensor in (x, weight, bias, gradient)]
     cases = [
-        (product, (x, weight, bias), of_doubles[0] @ of_doubles[1].t() + of_doubles[2]),
-        (product, (x, weight), of_doubles[0] @ of_doubles[1].t()),
-        (product, (gradient, weight.t()), of_doubles[3] @ of_doubles[1]),
-        (product_over_rows, (gradient, x), of_doubles[3].t() @ of_doubles[0]),
+        (fast_linear, (x, weight, bias), of_doubles[0] @ of_doubles[1].t() + of_doubles[2]),
+        (fast_linear, (x, weight), of_doubles[0] @ of_doubles[1].t()),
+        (fast_linear, (gradient, weight.t()), of_doubles[3] @ of_doubles[1]),
+        (weight_gradient, (gradient, x), of_doubles[3].t() @ of_doubles[0]),
     ]
     for function, tensors, expected in cases:
         assert ways_through_onednn(function, *tensors) == 1
@@ -65,24 +65,24 @@ def test_all_three_products_of_a_layer(rows, inputs, outputs):
 
 def test_rows_of_several_utterances_are_rows():
     x, weight, bias = torch.randn(2, 70, 32), torch.randn(48, 32), torch.randn(48)
-    assert ways_through_onednn(product, x, weight, bias) == 1
-    assert torch.equal(product(x, weight, bias).flatten(0, 1), product(x.flatten(0, 1), weight, bias))
+    assert ways_through_onednn(fast_linear, x, weight, bias) == 1
+    assert torch.equal(fast_linear(x, weight, bias).flatten(0, 1), fast_linear(x.flatten(0, 1), weight, bias))
 
 
 def test_the_same_numbers_wherever_they_lie_in_memory():
     torch.manual_seed(0)
     x, weight, bias = torch.randn(391, 256), torch.randn(1024, 256), torch.randn(1024)
-    expected = product(x, weight, bias)
+    expected = fast_linear(x, weight, bias)
     for offset in range(1, 17):
         moved = torch.empty(x.numel() + offset)[offset:].view_as(x).copy_(x)
-        assert torch.equal(product(moved, weight, bias), expected)
+        assert torch.equal(fast_linear(moved, weight, bias), expected)
 
 
 def test_few_rows_double_precision_and_autocast_go_the_usual_way():
-    x, weight = torch.randn(FEWEST_ROWS, 64), torch.randn(96, 64)
-    assert ways_through_onednn(product, x, weight) == 1
-    assert ways_through_onednn(product, x[1:], weight) == 0
-    assert ways_through_onednn(product, x.double(), weight.double()) == 0
+    x, weight = torch.randn(MIN_ROWS, 64), torch.randn(96, 64)
+    assert ways_through_onednn(fast_linear, x, weight) == 1
+    assert ways_through_onednn(fast_linear, x[1:], weight) == 0
+    assert ways_through_onednn(fast_linear, x.double(), weight.double()) == 0
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert ways_through_onednn(product, x, weight) == 0
-        assert product(x, weight).dtype == torch.bfloat16
+        assert ways_through_onednn(fast_linear, x, weight) == 0
+        assert fast_linear(x, weight).dtype == torch.bfloat16

@@ -10,7 +10,7 @@ from konkanivani.base.command_line import is_out_of_memory
 from konkanivani.base.errors import CheckpointError, ResourceError
 from konkanivani.base.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
 from konkanivani.data.batch import Batch, split_batch
-from konkanivani.memory.recovery import Cut, RememberedSplits
+from konkanivani.memory.recovery import Cut, OomHistory
 from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
@@ -71,7 +71,7 @@ def test_chunks_that_are_smaller_already_stay_as_they_are():
 
 
 def test_what_is_as_long_and_as_many_as_what_did_not_fit_does_not_fit():
-    splits = RememberedSplits(conditions=0)
+    splits = OomHistory(conditions=0)
     assert splits.remember(cut_of([5.2, 5.9, 6.7, 6.9]))
     assert splits.is_too_large(batch_of([6.1] * 4)) and splits.is_too_large(batch_of([9.0] * 5))
     assert not splits.is_too_large(batch_of([5.9] * 4)) and not splits.is_too_large(batch_of([9.0] * 3))
@@ -83,7 +83,7 @@ def test_what_is_as_long_and_as_many_as_what_did_not_fit_does_not_fit():
 
 
 def test_what_did_not_fit_recomputed_is_run_in_small_chunks_from_then_on():
-    splits = RememberedSplits(conditions=0)
+    splits = OomHistory(conditions=0)
     assert splits.remember(cut_of([20.0])) and not splits.remember(cut_of([20.0]))
     assert splits.cut_to_fit(cut_of([20.0])).chunk_frames == CHUNK_FRAMES
     # Several at once that do not fit say nothing of one alone.
@@ -95,21 +95,21 @@ def test_what_did_not_fit_recomputed_is_run_in_small_chunks_from_then_on():
     fitting = splits.cut_to_fit(cut_of([3.0, 20.5]))
     assert fitting.recomputes_all and fitting.chunk_frames == SMALL_CHUNK_FRAMES
     assert splits.cut_to_fit(cut_of([19.5])).chunk_frames == CHUNK_FRAMES
-    loaded = RememberedSplits(conditions=0)
+    loaded = OomHistory(conditions=0)
     loaded.load_state_dict(splits.state_dict())
     assert loaded.state_dict() == splits.state_dict() and all(type(n) is int for n in splits.state_dict().values())
     assert loaded.needs_small_chunks(batch_of([20.0])) and not loaded.needs_small_chunks(batch_of([19.5]))
 
 
 def test_sizes_of_a_checkpoint_from_before_there_were_chunks_mean_what_they_meant():
-    splits = RememberedSplits(conditions=7)
+    splits = OomHistory(conditions=7)
     splits.load_state_dict({"conditions": 7, "6": 4, "20": 1})
     assert splits.is_too_large(batch_of([6.5] * 4)) and splits.is_too_large(batch_of([20.0]))
     assert not splits.needs_small_chunks(batch_of([30.0]))
 
 
 def test_remembered_sizes_survive_a_checkpoint_and_not_another_device():
-    splits, same, other = (RememberedSplits(conditions) for conditions in (7, 7, 8))
+    splits, same, other = (OomHistory(conditions) for conditions in (7, 7, 8))
     splits.remember(cut_of([6.5] * 4))
     for loaded in (same, other):
         loaded.load_state_dict(splits.state_dict())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.base.config import PRESETS, TrainConfig
+from konkanivani.base.config import OLD_NAMES, PRESETS, TrainConfig
 from konkanivani.base.errors import CheckpointError, DataError
 from konkanivani.base.flags import config_from_text, config_to_text, contradictions, parse_flags
 from konkanivani.base.rules import settings_of, with_setting
@@ -59,6 +59,18 @@ def test_every_setting_survives_the_text_that_a_checkpoint_carries():
 def test_a_checkpoints_settings_that_this_version_does_not_know_are_named(line, said):
     with pytest.raises(CheckpointError, match=re.escape(said)):
         config_from_text(line + "\n")
+
+
+def test_a_flag_that_was_renamed_is_understood_on_command_lines_and_in_checkpoints():
+    noise = ["--noise_manifest", "n", "--rir_manifest", "r"]
+    for old, new in OLD_NAMES.items():
+        config = parse_flags([*noise, f"--{new}", "0.25"])
+        for words in ([f"--{old}", "0.25"], [f"--{old}=0.25"], [f"--{old.replace('_', '-')}", "0.25"]):
+            assert parse_flags([*noise, *words]) == config
+            assert parse_flags(["--resume", "auto", *words], parse_flags(noise)).augment == config.augment
+        told = config_to_text(config)
+        assert getattr(config.augment, new) == 0.25 and old not in told
+        assert config_from_text(told.replace(f"--{new} ", f"--{old} ")) == config
 
 
 def test_flags_that_are_not_given_take_the_checkpoints_value_before_preset_and_default():

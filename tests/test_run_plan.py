@@ -103,7 +103,7 @@ def test_a_window_is_cut_by_the_length_of_its_utterances():
 def test_buckets_end_at_the_longest_utterance_and_hold_all():
     seconds = np.random.default_rng(0).uniform(0.5, 17.0, size=500)
     edges = bucket_edges(seconds)
-    assert edges == sorted(set(edges)) and 4 <= len(edges) <= run_plan.MOST_BUCKETS
+    assert edges == sorted(set(edges)) and 4 <= len(edges) <= run_plan.MAX_BUCKETS
     assert seconds.max() <= edges[-1] < seconds.max() + 0.011
     assert bucket_edges(np.array([3.0])) == [3.0]
 
@@ -125,7 +125,7 @@ def test_a_smaller_budget_cuts_smaller_and_then_recomputes(corpus, tmp_path):
     config = parse_flags([*TINY_MODEL, *deep])
     one = run_plan.build_tracer(config, architecture_of(config, 30), run_plan.cpu_costs())
     longest = roomy.plan.buckets[-1]
-    needed = one.trace(run_plan.Load(1, longest.seconds, longest.tokens), run_plan.RecomputePolicy.first(1))
+    needed = one.trace(run_plan.BatchShape(1, longest.seconds, longest.tokens), run_plan.RecomputePolicy.first(1))
     tight_budget = f"{(needed.bytes + one.costs.workspace) // 1024 + 1}KiB"
     tight = built(corpus, tmp_path / "tight", *auto, "--memory_budget", tight_budget)
     assert limits_of(roomy)[-1][0] > 1 and limits_of(tight)[-1] == (1, 1)

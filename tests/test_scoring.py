@@ -19,14 +19,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from konkanivani.base.errors import DataError, KonkaniVaniError
-from konkanivani.evaluation.bootstrap import blocks_of, choose_unit, interval_of, ratios, resample
-from konkanivani.evaluation.hypotheses import NORMALIZERS, Heard, OtherSystem, TextFiles, read_heard, write_hypotheses
+from konkanivani.evaluation.bootstrap import block_numbers, choose_unit, percentiles, ratios, resample_sums
+from konkanivani.evaluation.hypotheses import (
+    NORMALIZERS,
+    OtherSystem,
+    TextFiles,
+    TextPairs,
+    read_pairs,
+    write_hypotheses,
+)
 from konkanivani.evaluation.metrics import Edit, align_words, count_edits, error_rates
 from konkanivani.evaluation.reports.score_json import score_json
 from konkanivani.evaluation.reports.score_page import draw_score_page
 from konkanivani.evaluation.reports.score_text import display_width, score_lines
 from konkanivani.evaluation.score import BUCKETS, ScoreReport, build_report
-from konkanivani.evaluation.transcripts import MOST_CHARACTERS, ScoredText, read_transcripts
+from konkanivani.evaluation.transcripts import MAX_CHARACTERS, ScoredText, read_transcripts
 from tests.conftest import ROOT, run_script
 from tests.page_parts import PageParts
 
@@ -110,8 +117,8 @@ def binomial_quantile(count: int, share: float, quantile: float) -> int:
 
 
 def rate_interval(sums: np.ndarray, blocks: np.ndarray) -> tuple[float, float]:
-    resampled = resample(sums, blocks, resamples=40_000)
-    interval = interval_of(ratios(resampled[:, 0], resampled[:, 1]))
+    resampled = resample_sums(sums, blocks, resamples=40_000)
+    interval = percentiles(ratios(resampled[:, 0], resampled[:, 1]))
     return interval.low, interval.high
 
 
@@ -153,14 +160,14 @@ def test_two_systems_are_compared_as_the_enumeration_of_all_resamples_says():
 
 def test_a_resample_is_the_same_each_time_and_holds_as_many_blocks_as_there_are():
     amounts, blocks = np.array([[1, 2], [3, 4], [5, 6], [7, 8]]), np.array([0, 0, 1, 2])
-    first = resample(amounts, blocks, resamples=500)
-    assert np.array_equal(first, resample(amounts, blocks, resamples=500))
-    assert not np.array_equal(first, resample(amounts, blocks, resamples=500, seed=1))
+    first = resample_sums(amounts, blocks, resamples=500)
+    assert np.array_equal(first, resample_sums(amounts, blocks, resamples=500))
+    assert not np.array_equal(first, resample_sums(amounts, blocks, resamples=500, seed=1))
     possible = {
         tuple(map(sum, zip(*draw, strict=True))) for draw in itertools.product([(4, 6), (5, 6), (7, 8)], repeat=3)
     }
     assert {tuple(map(int, row)) for row in first} == possible
-    assert resample(np.zeros((0, 2)), np.zeros(0, np.int64)).shape == (2000, 2)
+    assert resample_sums(np.zeros((0, 2)), np.zeros(0, np.int64)).shape == (2000, 2)
 
 
 def test_speakers_are_drawn_where_there_are_enough_of_them():
@@ -168,8 +175,8 @@ def test_speakers_are_drawn_where_there_are_enough_of_them():
     assert (choose_unit(many, "auto"), choose_unit(few, "auto")) == ("speakers", "utterances")
     assert (choose_unit(many, "utterances"), choose_unit(few, "speakers")) == ("utterances", "speakers")
     assert choose_unit(["a", "", "a"], "speakers") == "utterances"
-    assert blocks_of(["a", "b", "a", "", ""], "speakers").tolist() == [0, 1, 0, 2, 3]
-    assert blocks_of(few, "utterances").tolist() == [0, 1, 2, 3]
+    assert block_numbers(["a", "b", "a", "", ""], "speakers").tolist() == [0, 1, 0, 2, 3]
+    assert block_numbers(few, "utterances").tolist() == [0, 1, 2, 3]
 
 
 def test_what_never_varies_has_no_interval():
@@ -182,8 +189,8 @@ def test_what_never_varies_has_no_interval():
 # Reports
 
 
-def heard_of(texts: list[ScoredText]) -> Heard:
-    return Heard(tuple(texts), TextFiles("said.txt", "heard.txt"), "none")
+def heard_of(texts: list[ScoredText]) -> TextPairs:
+    return TextPairs(tuple(texts), TextFiles("said.txt", "heard.txt"), "none")
 
 
 def report_on(texts: list[ScoredText], worst: int = 10, other: tuple[str | None, ...] | None = None) -> ScoreReport:
@@ -287,15 +294,15 @@ def files(folder: Path, references: str | bytes, hypotheses: str | bytes, suffix
     return paths[0], paths[1]
 
 
-def pairs_of(heard: Heard) -> list[tuple[str, str, str]]:
+def pairs_of(heard: TextPairs) -> list[tuple[str, str, str]]:
     return [(text.id, text.reference, text.hypothesis) for text in heard.texts]
 
 
 def test_lines_are_paired_in_order_and_ids_by_name(tmp_path):
     lines = files(tmp_path, b"\xef\xbb\xbfa b\r\n\r\nc\n", "a\n\nc")
-    assert pairs_of(read_heard(*lines, "lines")) == [("line 1", "a b", "a"), ("line 2", "", ""), ("line 3", "c", "c")]
+    assert pairs_of(read_pairs(*lines, "lines")) == [("line 1", "a b", "a"), ("line 2", "", ""), ("line 3", "c", "c")]
     ids = files(tmp_path, "u1\ta b\nu2 c d\n\n", "u2   c\nu1\n")
-    assert pairs_of(read_heard(*ids, "ids")) == [("u1", "a b", ""), ("u2", "c d", "  c")]
+    assert pairs_of(read_pairs(*ids, "ids")) == [("u1", "a b", ""), ("u2", "c d", "  c")]
 
 
 def test_json_lines_say_which_text_is_which(tmp_path):
@@ -305,12 +312,12 @@ def test_json_lines_say_which_text_is_which(tmp_path):
     ]
     path = tmp_path / "nemo.json"
     path.write_text("\n".join(map(json.dumps, rows)))
-    heard = read_heard(None, str(path), "lines")
+    heard = read_pairs(None, str(path), "lines")
     assert pairs_of(heard) == [("a.wav@2", "x", "y"), ("a.wav", "x", "z")]
     assert [(text.speaker, text.seconds) for text in heard.texts] == [("7", 1.5), ("", None)]
     plain = tmp_path / "heard.txt"
     plain.write_text("p\nq\n")
-    assert pairs_of(read_heard(str(path), str(plain), "lines")) == [("a.wav@2", "x", "p"), ("a.wav", "x", "q")]
+    assert pairs_of(read_pairs(str(path), str(plain), "lines")) == [("a.wav@2", "x", "p"), ("a.wav", "x", "q")]
 
 
 BAD_FILES = {
@@ -318,8 +325,8 @@ BAD_FILES = {
     "empty": ("", "a\n", "said.txt is empty"),
     "not UTF-8": ("a\nb\n", b"a\n\xff\n", "heard.txt, line 2 is not UTF-8"),
     "UTF-16": ("a\n", "a\n".encode("utf-16"), "heard.txt, line 1 is not UTF-8"),
-    "too long": ("a\n", "a" * (MOST_CHARACTERS + 1), "heard.txt, line 1 has more than 200,000 characters"),
-    "far too long": ("a\n", "a" * 9 * MOST_CHARACTERS, "heard.txt, line 1 has more than 200,000 characters"),
+    "too long": ("a\n", "a" * (MAX_CHARACTERS + 1), "heard.txt, line 1 has more than 200,000 characters"),
+    "far too long": ("a\n", "a" * 9 * MAX_CHARACTERS, "heard.txt, line 1 has more than 200,000 characters"),
 }
 BAD_IDS = {
     "missing": ("a 1\nb 2\nc 3\n", "b 2\n", "heard.txt has no transcript of 2 of the 3 utterances of .*: a, c"),
@@ -348,12 +355,12 @@ BAD_JSON = {
 )
 def test_files_that_cannot_be_scored_are_said_in_a_sentence(tmp_path, text_format, suffix, case):
     with pytest.raises(DataError, match=case[2]):
-        read_heard(*files(tmp_path, *case[:2], suffix), text_format)
+        read_pairs(*files(tmp_path, *case[:2], suffix), text_format)
 
 
 def test_lines_that_begin_with_ids_are_noticed(tmp_path):
-    assert read_heard(*files(tmp_path, "u1 a\nu2 b\nu3 c\n", "u1 a\nu2 x\nu3\n"), "lines").notes
-    assert not read_heard(*files(tmp_path, "a b\nb b\nc c\n", "a b\nb b\nc c\n"), "lines").notes
+    assert read_pairs(*files(tmp_path, "u1 a\nu2 b\nu3 c\n", "u1 a\nu2 x\nu3\n"), "lines").notes
+    assert not read_pairs(*files(tmp_path, "a b\nb b\nc c\n", "a b\nb b\nc c\n"), "lines").notes
 
 
 def test_normalisation_is_the_same_for_both_sides_and_can_be_left_out():
@@ -361,7 +368,7 @@ def test_normalisation_is_the_same_for_both_sides_and_can_be_left_out():
     expected = {"konkanivani": ("एक ५ abc", "एक 5 abc"), "spell": ("एक पांच abc", "एक पांच abc")}
     expected["none"] = ("एक, ५ ABC", "एक 5 abc।")
     for name, pair in expected.items():
-        [normal] = Heard((text,), TextFiles("a", "b"), name).normalized().texts
+        [normal] = TextPairs((text,), TextFiles("a", "b"), name).normalized().texts
         assert (normal.reference, normal.hypothesis) == pair
     assert NORMALIZERS["none"][0]("  a \t b\n") == "a b"
 
@@ -370,7 +377,7 @@ def test_what_is_written_scores_the_same_again(tmp_path):
     texts = [ScoredText(f"u{n}", "एक दोन तीन", " ".join(WORDS[:n]), "s", n + 0.5, "seen") for n in range(4)]
     edits = count_edits([text.reference for text in texts], [text.hypothesis for text in texts])
     write_hypotheses(tmp_path / "out.jsonl", texts, edits)
-    again = read_heard(None, str(tmp_path / "out.jsonl"), "lines")
+    again = read_pairs(None, str(tmp_path / "out.jsonl"), "lines")
     assert list(again.texts) == texts
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert sum(row["word_errors"] for row in rows) == edits.rates().words.errors
@@ -414,10 +421,10 @@ def test_any_two_files_give_a_report_or_a_sentence(tmp_path_factory, one, other,
         one, other = (json.dumps({"text": str(text), "speaker": str(text)}) for text in (one, other))
     one, other = (text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text for text in (one, other))
     try:
-        raw = read_heard(*files(folder, one, other, suffix), text_format)
+        raw = read_pairs(*files(folder, one, other, suffix), text_format)
     except KonkaniVaniError:
         return
-    heard = Heard(raw.texts, raw.source, normalizer, raw.notes).normalized()
+    heard = TextPairs(raw.texts, raw.source, normalizer, raw.notes).normalized()
     report = report_on(list(heard.texts))
     assert score_lines(report).encode("utf-8") and json.loads(score_json(heard, report, None))
     assert PageParts(draw_score_page(report)).opened == []

@@ -15,7 +15,7 @@ from konkanivani.base.config import OptimizerConfig
 from konkanivani.base.errors import NumericsError
 from konkanivani.data.batching import Cursor
 from konkanivani.model.asr import KonkaniVaniASR
-from konkanivani.training.loop import MOST_SKIPS_IN_A_ROW, check_numerics, no_collection_of_what_stays
+from konkanivani.training.loop import MAX_SKIPS_IN_A_ROW, check_numerics, freeze_gc
 from konkanivani.training.optimizer import AdamW, OptimizerState, build_optimizer, learning_rate
 from konkanivani.training.parts import StepParts
 from konkanivani.training.state import TrainState
@@ -143,7 +143,7 @@ def test_the_garbage_collector_leaves_out_what_was_there_before_training_and_onl
     def is_walked(thing: list) -> bool:
         return any(thing is each for each in gc.get_objects())
 
-    with pytest.raises(NumericsError), no_collection_of_what_stays():
+    with pytest.raises(NumericsError), freeze_gc():
         since = []
         assert is_walked(since) and not is_walked(before)
         raise NumericsError("The gradients are not finite.")
@@ -155,11 +155,11 @@ def test_25_skips_in_a_row_or_no_scale_end_the_run():
     run.checkpointer = type("Keeper", (), {"newest_before": lambda _self, _step: "somewhere"})()
     run.step = dataclasses.replace(double_parts(), scaler=torch.amp.GradScaler("cpu", enabled=True))
     report = train_step(double_parts(), window(speeches(2), 1), 0)
-    run.state = TrainState(consecutive_skips=MOST_SKIPS_IN_A_ROW - 1)
+    run.state = TrainState(consecutive_skips=MAX_SKIPS_IN_A_ROW - 1)
     check_numerics(run, report)
     with pytest.raises(NumericsError, match="loss scale"):
         check_numerics(run, dataclasses.replace(report, scale=9e-6))
-    run.state = TrainState(consecutive_skips=MOST_SKIPS_IN_A_ROW)
+    run.state = TrainState(consecutive_skips=MAX_SKIPS_IN_A_ROW)
     with pytest.raises(NumericsError, match="somewhere"):
         check_numerics(run, report)
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from konkanivani.data.formats.tables import Record
-from konkanivani.data.formats.torn_rows import mended
+from konkanivani.data.formats.torn_rows import mend_rows
 from konkanivani.data.manifest import read_manifest
 from tests.test_formats import CV_HEAD, SPLITS, sentence, sound_bytes, split_of, write_sentence, write_table
 from tests.test_prepare_data import ALL, COLUMNS, Table, prepare, rejected, table, twelve  # noqa: F401 - fixtures
@@ -201,20 +201,20 @@ def words(cells: tuple[str, ...]) -> list[list[str]]:
 def test_what_a_writer_of_csv_has_torn_is_whole_again(rows):
     file = io.StringIO()
     csv.writer(file, delimiter="\t", lineterminator="\n").writerows(rows)
-    found = list(mended(as_records(file.getvalue().split("\n"))))
+    found = list(mend_rows(as_records(file.getvalue().split("\n"))))
     assert [words(record.cells) for record in found] == [words(row) for row in rows]
 
 
 @given(ROWS)
 def test_rows_that_are_whole_stay_as_they_are_whatever_marks_are_in_them(rows):
     records = as_records(["\t".join(row).replace("\n", " ") for row in rows])
-    assert list(mended(records)) == records
+    assert list(mend_rows(records)) == records
 
 
 def test_marks_without_an_end_take_no_time():
     record = Record(1, tuple("abcd"), ("x", '"""' + "a" * 100_000))
     started = time.process_time()
-    assert len(list(mended([record] * 300))) == 300
+    assert len(list(mend_rows([record] * 300))) == 300
     assert time.process_time() - started < 60
 
 

@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.base.amount import settled
+from konkanivani.base.amount import resolve
 from konkanivani.base.config import ModelConfig, TrainConfig
 from konkanivani.base.units import MIB
 from konkanivani.memory.devices import cpu_costs, cuda_costs
 from konkanivani.memory.plan import MemoryPlan
 from konkanivani.memory.planner import ALWAYS, NEVER
-from konkanivani.memory.tracer import Load, Peak
+from konkanivani.memory.tracer import BatchShape, Peak
 from konkanivani.memory.traces import Traces
 from konkanivani.recipe import plan as run_plan
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.plan_report import Question, _answer, _validation_peak
+from konkanivani.recipe.plan_report import PlanRequest, _answer, _validation_peak
 from tests.conftest import TINY_MODEL, Corpus, run_folders
 from tests.starts import begin_run
 
 BLOCKS = 4
-LOAD = Load(2, 5.25, 50)
+LOAD = BatchShape(2, 5.25, 50)
 SMALL = ModelConfig(d_model=32, encoder_layers=1, decoder_layers=1, attention_heads=2, subsampling_channels=8)
 
 
@@ -30,11 +30,11 @@ class CountingTracer:
 
     asked = 0
 
-    def trace(self, load: Load, recompute) -> Peak:
+    def trace(self, load: BatchShape, recompute) -> Peak:
         self.asked += 1
         return Peak(1, load.utterances, recompute(load.seconds).count, 10**12 + 1)
 
-    def trace_validation(self, load: Load) -> int:
+    def trace_validation(self, load: BatchShape) -> int:
         self.asked += 1
         return load.tokens
 
@@ -119,17 +119,17 @@ def test_a_second_fresh_run_plans_without_a_trace(corpus, tmp_path, monkeypatch)
 
 def test_a_second_question_to_the_planner_is_answered_without_a_trace(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    config = settled(TrainConfig(model=SMALL))
-    question = Question(config, cpu_costs(), 312 * MIB, "always")
-    first = _answer(question), _validation_peak(question)
+    config = resolve(TrainConfig(model=SMALL))
+    request = PlanRequest(config, cpu_costs(), 312 * MIB, "always")
+    first = _answer(request), _validation_peak(request)
 
     def no_tracing(*_):
         raise AssertionError("it traces")
 
     monkeypatch.setattr(run_plan, "build_tracer", no_tracing)
-    assert (_answer(question), _validation_peak(question)) == first
+    assert (_answer(request), _validation_peak(request)) == first
     with pytest.raises(AssertionError, match="it traces"):  # the negative control
-        _answer(dataclasses.replace(question, budget=311 * MIB))
+        _answer(dataclasses.replace(request, budget=311 * MIB))
 
 
 def test_without_a_home_nothing_is_kept(corpus, tmp_path, monkeypatch):

@@ -23,8 +23,8 @@ from konkanivani.data.audio.waveform import load_audio
 from konkanivani.evaluation.metrics import error_rates
 from konkanivani.inference.bundle import bundle_bytes
 from konkanivani.inference.recognizer import Recognizer, load_recognizer
-from konkanivani.inference.segmentation import cutting_of
-from konkanivani.inference.subtitles import cues_of, srt_time, text_of
+from konkanivani.inference.segmentation import build_segmentation
+from konkanivani.inference.subtitles import build_cues, render, srt_time
 from konkanivani.inference.transcribe import Recording, find_recordings, output_paths
 from konkanivani.inference.transcript import Segment, Word
 from konkanivani.recipe.build import build_run
@@ -110,8 +110,8 @@ def test_a_long_recording_is_heard_as_its_utterances_are_one_by_one(trained):
 
 def test_speech_without_pause_is_joined_from_overlapping_pieces(trained):
     recording = np.concatenate(utterances())
-    whole = dataclasses.replace(trained.recognizer, cutting=cutting_of(60.0, 0.4)).transcribe(recording)
-    pieces = dataclasses.replace(trained.recognizer, cutting=cutting_of(3.0, 0.4)).transcribe(recording)
+    whole = dataclasses.replace(trained.recognizer, segmentation=build_segmentation(60.0, 0.4)).transcribe(recording)
+    pieces = dataclasses.replace(trained.recognizer, segmentation=build_segmentation(3.0, 0.4)).transcribe(recording)
     assert len(whole.segments) == 1 and len(pieces.segments) > 3
     # Negative control: pieces of two seconds that know nothing of each other.
     apart = [trained.recognizer.transcribe(part).text for part in np.array_split(recording, len(recording) // 32_000)]
@@ -211,7 +211,7 @@ def word(text: str, start: float, end: float, confidence: float | None = 0.5) ->
 
 
 def written(segments: list[Segment], text_format: str, timestamps: str = "segment") -> str:
-    return "".join(text_of(segments, text_format, timestamps, "a.wav"))
+    return "".join(render(segments, text_format, timestamps, "a.wav"))
 
 
 SHORT = [Segment((word("एक", 1.0, 1.25), word("दोन", 1.25, 2.5))), Segment((word("a<b", 3600.0, 3600.2, None),))]
@@ -246,7 +246,7 @@ def test_cues_can_be_read(timestamps):
     times = np.cumsum(generator.choice([0.0, 0.05, 0.3, 1.2], 601, p=[0.1, 0.3, 0.5, 0.1]))
     words = [word("क" * n, *times[2 * k : 2 * k + 2]) for k, n in enumerate(lengths)]
     segments = [Segment(tuple(words[k : k + 50])) for k in range(0, 300, 50)]
-    cues = list(cues_of(segments, timestamps))
+    cues = list(build_cues(segments, timestamps))
     assert " ".join(cue.text.replace("\n", " ") for cue in cues) == " ".join(w.text for w in words)
     assert all(cue.start < cue.end and len(lines := cue.text.split("\n")) <= 2 for cue in cues for _ in (0,)) and lines
     assert all(len(line) <= 42 for cue in cues for line in cue.text.split("\n"))
@@ -257,7 +257,7 @@ def test_cues_can_be_read(timestamps):
 
 
 def test_a_word_longer_than_a_line_has_a_line_of_its_own():
-    (cue,) = cues_of([Segment((word("क" * 60, 0, 1),))], "segment")
+    (cue,) = build_cues([Segment((word("क" * 60, 0, 1),))], "segment")
     assert cue.text == "क" * 60
 
 
@@ -382,7 +382,7 @@ def test_standard_input_is_heard_as_its_file_is(trained, folder, tmp_path):
 
 
 def test_there_is_an_end_to_standard_input(monkeypatch):
-    monkeypatch.setattr(standard_input, "MOST_BYTES", 10 * standard_input.PIECE_BYTES)
+    monkeypatch.setattr(standard_input, "MAX_BYTES", 10 * standard_input.PIECE_BYTES)
     with open("/dev/zero") as endless:
         monkeypatch.setattr(sys, "stdin", endless)
         with pytest.raises(DataError, match="Save it as a file"), standard_input.spooled_input():

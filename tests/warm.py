@@ -38,7 +38,7 @@ IMPORTED = (
     *("tyro", "numpy.random", "PIL.Image", "safetensors.torch"),
     *("torch.utils.tensorboard.summary", "tensorboard.summary.writer.record_writer"),
     *("torch.utils.serialization", "torch._dynamo"),  # the second one is what a trace imports
-    *("konkanivani.recipe.train", "konkanivani.recipe.dry_run", "konkanivani.recipe.trained_model"),
+    *("konkanivani.recipe.train", "konkanivani.recipe.dry_run", "konkanivani.recipe.evaluation_model"),
 )
 # What is read as an interpreter or a library starts: another value than the parent's cannot be given to a fork.
 EARLY = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "ONEDNN_", "PYTORCH_", "LC_", "LANG")

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from konkanivani.base.command_line import end_script, read_flags, run_script, told_once_a_machine
+from konkanivani.base.command_line import end_script, print_on_local_rank0, read_flags, run_script
 from konkanivani.base.config import DecodingConfig
 from konkanivani.base.errors import UsageError
 from konkanivani.base.rules import check_decoding
 from konkanivani.data.manifest import read_manifest
-from konkanivani.evaluation.hypotheses import Heard, check_output, other_system, read_heard, write_hypotheses
+from konkanivani.evaluation.hypotheses import TextPairs, check_output, other_system, read_pairs, write_hypotheses
 from konkanivani.evaluation.metrics import count_edits
 from konkanivani.evaluation.reports.html import check_page_path, write_page
 from konkanivani.evaluation.reports.score_json import score_json
@@ -80,45 +80,45 @@ class Flags:
 
 def score(flags: Flags) -> str:
     """Scores, writes what is asked for, and returns what is to be printed."""
-    with told_once_a_machine():
+    with print_on_local_rank0():
         check_flags(flags)
     if flags.checkpoint is None:
         if flags.output_path:
             check_output(flags.output_path)
-        return report_on(flags, read_heard(flags.references, flags.hypotheses, flags.format))
+        return report_on(flags, read_pairs(flags.references, flags.hypotheses, flags.format))
     from konkanivani.recipe.ranks import in_ranks
 
     with in_ranks() as topology:
-        heard = hear(flags, topology)
-        return report_on(flags, heard) if topology.is_first else ""
+        pairs = recognize(flags, topology)
+        return report_on(flags, pairs) if topology.is_first else ""
 
 
-def report_on(flags: Flags, raw: Heard) -> str:
-    """Scores what was heard, writes what is asked for, and returns what is to be printed."""
+def report_on(flags: Flags, raw: TextPairs) -> str:
+    """Scores the hypotheses, writes what is asked for, and returns what is to be printed."""
     other = None if flags.compare is None else read_transcripts(flags.compare, flags.format, "hypothesis")
-    heard = (raw if flags.normalize == "auto" else replace(raw, normalizer=flags.normalize)).normalized()
-    edits = count_edits([text.reference for text in heard.texts], [text.hypothesis for text in heard.texts])
-    system = None if other is None else other_system(heard, other)
-    report = build_report(heard, edits, flags.interval_by, flags.worst, system)
+    pairs = (raw if flags.normalize == "auto" else replace(raw, normalizer=flags.normalize)).normalized()
+    edits = count_edits([text.reference for text in pairs.texts], [text.hypothesis for text in pairs.texts])
+    system = None if other is None else other_system(pairs, other)
+    report = build_report(pairs, edits, flags.interval_by, flags.worst, system)
     if flags.output_path:
-        write_hypotheses(flags.output_path, heard.texts, edits)
+        write_hypotheses(flags.output_path, pairs.texts, edits)
     if flags.html is not None:
         write_page(flags.html, draw_score_page(report))
     if flags.json:
-        return score_json(heard, report, flags.output_path)
+        return score_json(pairs, report, flags.output_path)
     written = [path for path in (flags.output_path, flags.html) if path]
     return score_lines(report) + "".join(f"\n\nWritten: {path}" for path in written)
 
 
-def hear(flags: Flags, topology: "Topology") -> Heard:
-    """What the checkpoint hears in the manifest, as in training's final scoring; each rank hears its share."""
+def recognize(flags: Flags, topology: "Topology") -> TextPairs:
+    """The checkpoint's hypotheses of the manifest, as in training's final scoring; each rank makes its portion."""
     manifest = read_manifest(flags.manifest, flags.audio_roots)
     from konkanivani.base.device import choose_device
-    from konkanivani.recipe.trained_model import hear_manifest, load_trained_model
+    from konkanivani.recipe.evaluation_model import load_evaluation_model, recognize_manifest
 
-    trained = load_trained_model(flags.checkpoint, choose_device(flags.device), topology)
+    trained = load_evaluation_model(flags.checkpoint, choose_device(flags.device), topology)
     check_output(flags.output_path)
-    return hear_manifest(trained, flags.checkpoint, manifest, flags.decoding)
+    return recognize_manifest(trained, flags.checkpoint, manifest, flags.decoding)
 
 
 def check_flags(flags: Flags) -> None:
@@ -145,7 +145,7 @@ def check_flags(flags: Flags) -> None:
 
 def main() -> str:
     """Scores as the command line asks."""
-    with told_once_a_machine():
+    with print_on_local_rank0():
         flags = read_flags(Flags, sys.argv[1:], Flags())
     return score(flags)
 

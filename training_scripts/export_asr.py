@@ -24,7 +24,7 @@ from konkanivani.data.manifest import read_manifest
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
     from konkanivani.inference.speech_model import SpeechModel
-    from konkanivani.inference.verify import Comparison, Exported
+    from konkanivani.inference.verify import Exported, FormScore
     from konkanivani.training.checkpoint.checkpoint import Checkpoint
 
 
@@ -71,16 +71,16 @@ def export(flags: Flags) -> str:
     import torch
 
     from konkanivani.inference.onnx_export import require_onnx
-    from konkanivani.inference.speech_model import check_finite, speech_model_of
-    from konkanivani.inference.verify import Exported, hear_with
+    from konkanivani.inference.speech_model import build_speech_model, check_finite
+    from konkanivani.inference.verify import Exported, recognize_with
     from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 
     if flags.onnx is not None or flags.int8 is not None:
         require_onnx()
     checkpoint = read_checkpoint(flags.checkpoint)
-    speech_model = speech_model_of(checkpoint, torch.device("cpu"))
+    speech_model = build_speech_model(checkpoint, torch.device("cpu"))
     check_finite(flags.checkpoint, speech_model.model.state_dict())
-    forms = [Exported("checkpoint", Path(flags.checkpoint), hear_with(speech_model))]
+    forms = [Exported("checkpoint", Path(flags.checkpoint), recognize_with(speech_model))]
     if flags.bundle is not None:
         forms.append(export_bundle(Path(flags.bundle), speech_model))
     if flags.onnx is not None or flags.int8 is not None:
@@ -92,22 +92,22 @@ def export(flags: Flags) -> str:
 
 def export_bundle(path: Path, speech_model: "SpeechModel") -> "Exported":
     """The bundle, written, read again and checked."""
-    from konkanivani.base.files import whole_file
+    from konkanivani.base.files import atomic_write
     from konkanivani.inference.bundle import bundle_bytes, read_bundle
-    from konkanivani.inference.verify import Exported, check_bundle, hear_with
+    from konkanivani.inference.verify import Exported, check_bundle, recognize_with
 
-    with whole_file(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_bytes(bundle_bytes(speech_model))
         read = read_bundle(partial, speech_model.device)
         check_bundle(read, speech_model, path)
     say_written(path)
-    return Exported("bundle", path, hear_with(read))
+    return Exported("bundle", path, recognize_with(read))
 
 
 def export_onnx(flags: Flags, speech_model: "SpeechModel") -> list["Exported"]:
     """The ONNX files asked for, written, read again and checked."""
-    from konkanivani.base.files import whole_file
-    from konkanivani.inference.onnx_export import build_onnx, quantized, read_onnx
+    from konkanivani.base.files import atomic_write
+    from konkanivani.inference.onnx_export import build_onnx, quantize, read_onnx
     from konkanivani.inference.verify import TOLERANCE, Exported, check_onnx
 
     print("Tracing the model for ONNX, which takes up to a minute.", flush=True)
@@ -115,12 +115,12 @@ def export_onnx(flags: Flags, speech_model: "SpeechModel") -> list["Exported"]:
     forms = []
     for name, path, tolerance in (("ONNX", flags.onnx, TOLERANCE), ("ONNX, int8", flags.int8, math.inf)):
         if path is not None:
-            with whole_file(Path(path)) as partial:
-                partial.write_bytes(model if path == flags.onnx else quantized(model))
+            with atomic_write(Path(path)) as partial:
+                partial.write_bytes(model if path == flags.onnx else quantize(model))
                 read = read_onnx(partial)
                 check_onnx(read, speech_model, Path(path), tolerance)
             say_written(Path(path))
-            forms.append(Exported(name, Path(path), read.hear))
+            forms.append(Exported(name, Path(path), read.recognize))
     return forms
 
 
@@ -138,7 +138,7 @@ def score(flags: Flags, checkpoint: "Checkpoint", speech_model: "SpeechModel", f
     return table(compare(forms, utterances))
 
 
-def table(comparisons: list["Comparison"]) -> list[str]:
+def table(comparisons: list["FormScore"]) -> list[str]:
     """One line a form, under its headings."""
     lines = [f"{'':12} {'WER':>7} {'CER':>7} {'other texts':>14} {'size':>9}"]
     for found in comparisons:

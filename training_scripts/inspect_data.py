@@ -51,7 +51,7 @@ def inspect(flags: Flags) -> str:
     if flags.audio_utterances < 0:
         raise UsageError(f"--audio_utterances {flags.audio_utterances} must be at least 0.")
     from konkanivani.evaluation.reports.health_page import draw_page
-    from konkanivani.evaluation.reports.health_report import as_json, diagnose
+    from konkanivani.evaluation.reports.health_report import diagnose, health_json
     from konkanivani.evaluation.reports.health_text import health_lines
 
     if flags.html is not None:
@@ -59,7 +59,7 @@ def inspect(flags: Flags) -> str:
     diagnosis = diagnose(manifests, flags.train, flags.audio_utterances)
     if flags.html is not None:
         write_page(flags.html, draw_page(diagnosis))
-    text = as_json(diagnosis) if flags.json else health_lines(diagnosis)
+    text = health_json(diagnosis) if flags.json else health_lines(diagnosis)
     if not diagnosis.verdict.can_be_trained:
         print(text, flush=True)
         sys.exit(DataError.exit_code)

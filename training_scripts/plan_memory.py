@@ -66,8 +66,8 @@ def plan(flags: Flags) -> str:
         raise UsageError(f"--device cpu contradicts --gpu {flags.gpu}: give one of them.")
     size = parse_budget(budget) if budget else gpu.memory if gpu else 0
     print(f"Tracing steps of training without data: {HOW_LONG}.", file=sys.stderr, flush=True)
-    from konkanivani.recipe.plan import ranks_of
-    from konkanivani.recipe.plan_report import plan_for, plan_presets
+    from konkanivani.recipe.plan import choose_ranks
+    from konkanivani.recipe.plan_report import plan_budget, plan_presets
 
     costs = cpu_costs()
     if gpu or flags.train.run.device == "cuda":
@@ -77,7 +77,7 @@ def plan(flags: Flags) -> str:
         if flags.world > 1:
             raise UsageError("--presets is for one process: give --world with one --preset.")
         return plan_presets(flags.train, costs)
-    report = plan_for(flags.train, costs, size, ranks_of(flags.train, costs, size, flags.world))
+    report = plan_budget(flags.train, costs, size, choose_ranks(flags.train, costs, size, flags.world))
     return report.as_json() if flags.json else report.as_table()
 
 

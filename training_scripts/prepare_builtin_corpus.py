@@ -22,7 +22,7 @@ from konkanivani.data.synthetic.builtin_corpus import WHAT_IT_IS, CorpusSize, bu
 from konkanivani.data.synthetic.sentence_corpus import SentenceReport, build_sentence_corpus
 
 FULL = CorpusSize()
-MOST_NAMED = 10  # lines left out; the others stand in left_out.jsonl
+MAX_NAMED = 10  # lines left out; the others stand in left_out.jsonl
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ def losses_told(output: str, report: SentenceReport) -> str:
         text += f"; {report.blank} blank and {report.repeated} repeated lines dropped"
     if left_out:
         text += f"; {len(left_out)} lines left out, listed in {output}/left_out.jsonl:"
-        text += "".join(f"\n  {line.file}, line {line.row}: {line.reason}" for line in left_out[:MOST_NAMED])
-        text += f"\n  and {len(left_out) - MOST_NAMED} more" if len(left_out) > MOST_NAMED else ""
+        text += "".join(f"\n  {line.file}, line {line.row}: {line.reason}" for line in left_out[:MAX_NAMED])
+        text += f"\n  and {len(left_out) - MAX_NAMED} more" if len(left_out) > MAX_NAMED else ""
     return text
 
 

@@ -16,13 +16,13 @@ import unicodedata
 from pathlib import Path
 
 from konkanivani.base.command_line import read_flags, run_script
-from konkanivani.data.preparation.prepare import REJECTED, Preparation, Report, prepare_corpus
+from konkanivani.data.preparation.prepare import REJECTED, Preparation, PreparationReport, prepare_corpus
 
 COMMON_NAMES = ("corpus", "data", "manifest", "manifests", "out", "output", "prepared", "splits")  # of many a folder
-LONGEST_NAME = 30  # characters of up to four bytes: with its parent's it must be a folder's name, 255 bytes
+MAX_NAME = 30  # characters of up to four bytes: with its parent's it must be a folder's name, 255 bytes
 
 
-def describe(report: Report, output: Path) -> str:
+def describe(report: PreparationReport, output: Path) -> str:
     """What was prepared, for a person, ending with the command that trains on it."""
     drawn = f"; {' and '.join(report.drawn)} drawn from its train, by {report.drawn_by}" if report.drawn else ""
     lines = [f"{report.source} as {report.format}, split by {report.split_by}{drawn}:"]
@@ -41,7 +41,7 @@ def describe(report: Report, output: Path) -> str:
     return "\n".join([*lines, *_next_step(report, output)])
 
 
-def _next_step(report: Report, output: Path) -> list[str]:
+def _next_step(report: PreparationReport, output: Path) -> list[str]:
     names = {split.name for split in report.splits}
     if "train" not in names:
         return ["There is no train part: --split_by speaker or utterance draws all parts anew, with --force."]
@@ -73,7 +73,7 @@ def _run_name(output: Path) -> str:
 def _plain(part: str) -> str:
     """A name of letters, digits, `.`, `_` and `-` alone; a vowel sign belongs to its letter."""
     letters = (c if c in "._" or unicodedata.category(c)[0] in "LMN" else "-" for c in part)
-    return re.sub("-+", "-", "".join(letters)).strip("-.")[:LONGEST_NAME].rstrip("-.")
+    return re.sub("-+", "-", "".join(letters)).strip("-.")[:MAX_NAME].rstrip("-.")
 
 
 if __name__ == "__main__":

@@ -18,18 +18,18 @@ bootstrap.rerun_under_venv()
 
 import sys
 
-from konkanivani.base.command_line import end_script, run_script, told_once_a_machine
+from konkanivani.base.command_line import end_script, print_on_local_rank0, run_script
 from konkanivani.base.flags import ask
 
 
 def main(arguments: list[str]) -> str:
     """Trains, and scores the test manifest if there is one; one line of JSON."""
-    with told_once_a_machine():
+    with print_on_local_rank0():
         asked = ask(arguments)  # usage errors do not wait for torch
     if asked.config.run.dry_run:
         from konkanivani.recipe.dry_run import dry_run
 
-        with told_once_a_machine():
+        with print_on_local_rank0():
             return dry_run(asked)
     from konkanivani.recipe.train import train_and_report
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # usage errors do not wait for torch
     from konkanivani.data.text import Tokenizer
     from konkanivani.decoding.arpa import Ngrams
 
-MOST_ORDER = 16
+MAX_ORDER = 16
 CHARACTER_ORDER, SUBWORD_ORDER = 6, 4
 
 
@@ -54,8 +54,8 @@ def check_flags(flags: Flags) -> None:
     """Raises an error where the flags cannot work, before anything is read."""
     if not flags.text and not flags.manifest:
         raise UsageError("There is nothing to learn from: give --text sentences.txt, --manifest train.jsonl, or both.")
-    if flags.order is not None and not 1 <= flags.order <= MOST_ORDER:
-        raise UsageError(f"--order must be between 1 and {MOST_ORDER}, not {flags.order}.")
+    if flags.order is not None and not 1 <= flags.order <= MAX_ORDER:
+        raise UsageError(f"--order must be between 1 and {MAX_ORDER}, not {flags.order}.")
     folder = Path(flags.output).parent
     if Path(flags.output).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ResourceError(
@@ -70,7 +70,7 @@ def check_flags(flags: Flags) -> None:
 
 
 @dataclass
-class Corpus:
+class TextCorpus:
     """Normalised sentences, counted as they are read."""
 
     tokenizer: "Tokenizer"
@@ -101,11 +101,11 @@ class Corpus:
             )
 
     def _lines_of(self, file: str) -> Iterator[str]:
-        from konkanivani.data.synthetic.sentence_corpus import read_lines
+        from konkanivani.data.synthetic.sentence_corpus import read_source_lines
 
         if Path(file).exists() and not Path(file).is_file():
             raise DataError(f"The sentences in {file} cannot be read: it is no file. Give the path of a text file.")
-        yield from (line.text for line in read_lines(file))
+        yield from (line.text for line in read_source_lines(file))
 
     def _transcripts_of(self, manifest: str) -> Iterator[str]:
         from konkanivani.data.utterance import BadRow, parse_row
@@ -130,15 +130,15 @@ def train(flags: Flags) -> str:
     from konkanivani.base.flags import config_from_text
     from konkanivani.decoding.arpa import write_arpa
     from konkanivani.decoding.ngram import estimate_ngrams
-    from konkanivani.inference.speech_model import tokenizer_of
+    from konkanivani.inference.speech_model import load_tokenizer
     from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 
     checkpoint = read_checkpoint(flags.checkpoint)
-    tokenizer, settings = tokenizer_of(checkpoint), config_from_text(checkpoint.config).text
+    tokenizer, settings = load_tokenizer(checkpoint), config_from_text(checkpoint.config).text
     order = flags.order or (CHARACTER_ORDER if settings.tokenizer_type == "char" else SUBWORD_ORDER)
-    held_out = Corpus(tokenizer, settings.digits)
+    held_out = TextCorpus(tokenizer, settings.digits)
     others = list(held_out.read(*apart(flags.held_out))) if flags.held_out else []  # before the work, not after it
-    corpus = Corpus(tokenizer, settings.digits)
+    corpus = TextCorpus(tokenizer, settings.digits)
     orders = estimate_ngrams(corpus.read(flags.text, flags.manifest), tokenizer.size, order, tokenizer.special)
     write_arpa(flags.output, orders, tokenizer)
     sizes = ", ".join(f"{len(ngrams):,} {number}-grams" for number, ngrams in enumerate(orders, start=1))
@@ -151,14 +151,14 @@ def apart(file: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return ((), (file,)) if file.endswith(".jsonl") else ((file,), ())
 
 
-def measured(orders: tuple["Ngrams", ...], corpus: Corpus, sentences: list[list[int]]) -> str:
+def measured(orders: tuple["Ngrams", ...], corpus: TextCorpus, sentences: list[list[int]]) -> str:
     """The perplexities of sentences, each with an end that counts as a token and as a word."""
     import torch
 
-    from konkanivani.decoding.language_model import build_language_model, log_probabilities_of
+    from konkanivani.decoding.language_model import build_language_model, score_sentences
 
     model = build_language_model(orders, corpus.tokenizer.size, torch.device("cpu"), corpus.tokenizer.special)
-    total = math.fsum(log_probabilities_of(model, sentences))
+    total = math.fsum(score_sentences(model, sentences))
     a_token, a_word = (math.exp(-total / (count + len(sentences))) for count in (corpus.tokens, corpus.words))
     return f"{corpus.told()}; perplexity {a_token:.4g} a token, {a_word:.4g} a word"
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from konkanivani.base.command_line import end_script, read_flags, run_script, told_once_a_machine
+from konkanivani.base.command_line import end_script, print_on_local_rank0, read_flags, run_script
 from konkanivani.base.config import DecodingConfig
 from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.base.rules import check_decoding
@@ -25,8 +25,8 @@ from konkanivani.data.audio.standard_input import SIGN, spooled_input
 if TYPE_CHECKING:
     from konkanivani.base.distributed import Topology
 
-SHORTEST_PIECE, LONGEST_PIECE = 1.0, 600.0
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.2, 60.0
+MIN_PIECE, MAX_PIECE = 1.0, 600.0
+MIN_PAUSE, MAX_PAUSE = 0.2, 60.0
 
 
 @dataclass(frozen=True)
@@ -54,21 +54,21 @@ class Flags:
 
 def transcribe(flags: Flags) -> str:
     """Prints or writes the transcripts as they come; a sentence about the files written, if any."""
-    with told_once_a_machine():
+    with print_on_local_rank0():
         check_flags(flags)
     from konkanivani.recipe.ranks import in_ranks
 
     with in_ranks() as topology:
-        said = transcribe_share(flags, topology)
+        said = transcribe_portion(flags, topology)
     return said if topology.is_first else ""
 
 
-def transcribe_share(flags: Flags, topology: "Topology") -> str:
+def transcribe_portion(flags: Flags, topology: "Topology") -> str:
     """The same by one rank of those that torchrun has started: its share of the files."""
     if SIGN not in flags.files:
         return transcribe_files(flags, topology, spooled=None)
     if not topology.is_alone:
-        raise UsageError("Standard input cannot be dealt to ranks. Save it as a file and give its path.")
+        raise UsageError("Standard input cannot be divided among ranks. Save it as a file and give its path.")
     with spooled_input() as spooled:
         return transcribe_files(flags, topology, spooled)
 
@@ -77,7 +77,7 @@ def transcribe_files(flags: Flags, topology: "Topology", spooled: Path | None) -
     """The same, what comes on standard input being in the file `spooled`."""
     from konkanivani.inference.recognizer import build_recognizer
     from konkanivani.inference.transcribe import Transcription, find_recordings
-    from konkanivani.recipe.trained_model import best_checkpoint
+    from konkanivani.recipe.evaluation_model import best_checkpoint
 
     recordings = find_recordings(flags.files, spooled)
     checkpoint = Path(flags.checkpoint) if flags.checkpoint else best_checkpoint("checkpoints")
@@ -96,16 +96,16 @@ def check_flags(flags: Flags) -> None:
         raise UsageError("There is nothing to transcribe. Give audio files, or folders of them.")
     if flags.files.count(SIGN) > 1:
         raise UsageError(f"{SIGN}, standard input, is there only once. Give it once.")
-    if flags.longest_piece is not None and not SHORTEST_PIECE <= flags.longest_piece <= LONGEST_PIECE:
-        raise UsageError(f"--longest_piece must be from {SHORTEST_PIECE:g} to {LONGEST_PIECE:g} seconds.")
-    if not SHORTEST_PAUSE <= flags.pause <= LONGEST_PAUSE:
-        raise UsageError(f"--pause must be from {SHORTEST_PAUSE:g} to {LONGEST_PAUSE:g} seconds.")
+    if flags.longest_piece is not None and not MIN_PIECE <= flags.longest_piece <= MAX_PIECE:
+        raise UsageError(f"--longest_piece must be from {MIN_PIECE:g} to {MAX_PIECE:g} seconds.")
+    if not MIN_PAUSE <= flags.pause <= MAX_PAUSE:
+        raise UsageError(f"--pause must be from {MIN_PAUSE:g} to {MAX_PAUSE:g} seconds.")
     check_decoding(flags.decoding)
 
 
 def main() -> str:
     """Transcribes as the command line asks."""
-    with told_once_a_machine():
+    with print_on_local_rank0():
         flags = read_flags(Flags, sys.argv[1:])
     return transcribe(flags)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from konkanivani.base.flags import ask
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.start import resolve_start
-from konkanivani.training.loop import no_collection_of_what_stays
+from konkanivani.training.loop import freeze_gc
 from konkanivani.training.step import train_step
 
 
@@ -21,7 +21,7 @@ def main(log: Path, steps: int, flags: list[str]) -> None:
     run = build_run(resolve_start(ask(flags)))
     with closing(run.windows.from_cursor(run.state.cursor)) as stream:
         windows = [window for window, _ in islice(stream, steps)]
-    with no_collection_of_what_stays():  # as in training
+    with freeze_gc():  # as in training
         for step, window in enumerate(windows):
             train_step(run.step, window, step)
             with log.open("a", encoding="utf-8") as lines:

@@ -12,7 +12,7 @@ import onnx
 import torch
 from onnxruntime.quantization import QuantType, quantize_dynamic
 
-from konkanivani.inference.onnx_export import OnnxModel, quantized, quietly, read_onnx
+from konkanivani.inference.onnx_export import OnnxModel, quantize, quietly, read_onnx
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def measure_ways(model: bytes, waveforms: Iterable[torch.Tensor]) -> list[Distan
     """The distances of the project's own way and of WAYS, over waveforms (S,) one by one."""
     waveforms = list(waveforms)
     wanted = _log_probabilities(model, waveforms)
-    made = [("ours", quantized(model)), *((str(way), way.apply(model)) for way in WAYS)]
+    made = [("ours", quantize(model)), *((str(way), way.apply(model)) for way in WAYS)]
     return [_distance(name, made_model, waveforms, wanted) for name, made_model in made]
 
 

@@ -32,7 +32,7 @@ MEL_BINS = FeatureConfig().mel_bins
 VOCABULARY = 1000
 FIRST_TOKEN = 5
 FRAMES_PER_SECOND, TOKENS_PER_SECOND = 100, 4
-MOST_WARM_UP_STEPS = 25
+MAX_WARM_UP_STEPS = 25
 TOTAL_STEPS = 1000  # of the run that these steps pretend to begin
 
 
@@ -162,11 +162,11 @@ def take_features_as_given(
 
 def warm_up(parts: StepParts, window: Window) -> None:
     """Steps until one has changed the weights: the first steps in fp16 only find the loss scale."""
-    for step in range(MOST_WARM_UP_STEPS):
+    for step in range(MAX_WARM_UP_STEPS):
         if not train_step(parts, window, step).is_skipped:
             return
     raise NumericsError(
-        f"The gradients of {MOST_WARM_UP_STEPS} steps in a row are not finite: nothing to measure. Try full precision."
+        f"The gradients of {MAX_WARM_UP_STEPS} steps in a row are not finite: nothing to measure. Try full precision."
     )
 
 

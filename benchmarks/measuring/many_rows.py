@@ -11,14 +11,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from konkanivani.base.amount import settled
+from konkanivani.base.amount import resolve
 from konkanivani.base.config import TextConfig, TrainConfig
 from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit, padded_seconds
 from konkanivani.data.checking import check_utterances, training_limits
 from konkanivani.data.dataset import TrainingSpeech
 from konkanivani.data.loader.loading import WindowStream
 from konkanivani.data.loader.workers import LoaderConfig
-from konkanivani.data.manifest import read_manifest, texts_of
+from konkanivani.data.manifest import iterate_texts, read_manifest
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.synthetic.builtin_patterns import interleave_sentences, read_patterns
 from konkanivani.data.text import Tokenizer, normalize_text, train_tokenizer
@@ -26,7 +26,7 @@ from konkanivani.data.token_counts import count_tokens
 from konkanivani.memory.monitor import peak_resident_mib, resident_mib
 
 SHARD_ROWS, MEMBER_BYTES = 1000, 40_960
-MEDIAN_SECONDS, SPREAD, SHORTEST, LONGEST = 5.0, 0.6, 1.0, 20.0  # lognormal
+MEDIAN_SECONDS, SPREAD, MIN_SECONDS, MAX_SECONDS = 5.0, 0.6, 1.0, 20.0  # lognormal
 WORDS_PER_SECOND = 2.0
 MICRO_BATCH_SECONDS = 40.0
 WINDOW_SIZE, SEED = 32, 1234
@@ -78,7 +78,7 @@ def measure(rows: int, folder: Path) -> Scale:
         write_rows(manifest, rows)
     index_s, found = timed(lambda: read_manifest(manifest))
     tokenizer = train_tokenizer(
-        [normalize_text(text) for text in texts_of(found)], TextConfig().tokenizer_type, TextConfig().vocab_size
+        [normalize_text(text) for text in iterate_texts(found)], TextConfig().tokenizer_type, TextConfig().vocab_size
     )
     (folder / "tokenizer.model").write_bytes(tokenizer.model)
     tokens_s, _ = timed(lambda: count_tokens(found, tokenizer, "keep"))
@@ -96,10 +96,10 @@ def measure(rows: int, folder: Path) -> Scale:
 def write_rows(manifest: Path, rows: int) -> None:
     """Rows of shards that exist and hold nothing: 1 to 20 s, lognormal, sentences of the built-in patterns joined."""
     generator = np.random.default_rng(SEED)
-    seconds = np.clip(generator.lognormal(np.log(MEDIAN_SECONDS), SPREAD, rows), SHORTEST, LONGEST).round(3)
+    seconds = np.clip(generator.lognormal(np.log(MEDIAN_SECONDS), SPREAD, rows), MIN_SECONDS, MAX_SECONDS).round(3)
     book = read_patterns()
     words = " ".join(interleave_sentences(book.seen, book.slots, 1000)).split()
-    begins = generator.integers(0, len(words) - int(LONGEST * WORDS_PER_SECOND), rows)
+    begins = generator.integers(0, len(words) - int(MAX_SECONDS * WORDS_PER_SECOND), rows)
     partial = manifest.with_suffix(".partial")
     with open(partial, "w", encoding="utf-8") as file:
         for row, (duration, begin) in enumerate(zip(seconds.tolist(), begins.tolist(), strict=True)):
@@ -124,7 +124,7 @@ def timed(action: Callable[[], Result]) -> tuple[float, Result]:
 
 def open_again(manifest: str, tokenizer: Tokenizer) -> Opening:
     """Opens the manifest as a run does, plans an epoch, and takes the keys of windows at its start and its middle."""
-    limits = training_limits(settled(TrainConfig()))
+    limits = training_limits(resolve(TrainConfig()))
     before = resident_mib()
     open_s, found = timed(lambda: read_manifest(manifest))
     check_s, (kept, _) = timed(lambda: check_utterances(found, tokenizer, limits, "keep"))
@@ -159,7 +159,7 @@ def first_ids(stream: WindowStream, cursor: Cursor) -> list[str]:
 
 def padding_share(planner: EpochPlanner, windows: list[np.ndarray]) -> float:
     """Padding in these windows, cut into micro-batches of at most MICRO_BATCH_SECONDS, padding included."""
-    tenths = [tenth / 10 for tenth in range(10, int(10 * LONGEST) + 1)]
+    tenths = [tenth / 10 for tenth in range(10, int(10 * MAX_SECONDS) + 1)]
     limits = tuple(SizeLimit(seconds, int(MICRO_BATCH_SECONDS / seconds)) for seconds in tenths)
     seconds = [planner.durations[window] for window in windows]
     return 1 - sum(part.sum() for part in seconds) / sum(padded_seconds(part, limits) for part in seconds)

@@ -13,12 +13,12 @@ from benchmarks.measuring.fixed_step import VOCABULARY
 from benchmarks.measuring.random_speech import build_speech
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.device import choose_device
-from konkanivani.base.randomness import seed_of
+from konkanivani.base.randomness import derive_seed
 from konkanivani.data.batch import Window
 from konkanivani.data.batching import cut_window, same_size
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.live_bytes import LiveBytes
-from konkanivani.memory.monitor import keep_holes_out, resident_mib
+from konkanivani.memory.monitor import resident_mib, set_mmap_threshold
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
 from konkanivani.recipe.build_step import build_step_parts
@@ -93,7 +93,7 @@ class RandomWindows:
     longest: float
 
     def __getitem__(self, number: int) -> Window:
-        seed = seed_of(self.seed, "drift", number)
+        seed = derive_seed(self.seed, "drift", number)
         lengths, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         speeches = [
             build_speech(lengths.uniform(self.shortest, self.longest), VOCABULARY, generator) for _ in range(self.size)
@@ -104,7 +104,7 @@ class RandomWindows:
 def measure(config: TrainConfig, steps: int, shortest: float, longest: float) -> Drift:
     """Builds the model that `config` describes and trains it for so many steps on noise."""
     device = choose_device(config.run.device)
-    keep_holes_out()  # as a run under a memory budget does
+    set_mmap_threshold()  # as a run under a memory budget does
     parts = build_step_parts(config, architecture_of(config, VOCABULARY), device, steps)
     windows = RandomWindows(config.run.seed, config.window_size, config.data.batch_size, shortest, longest)
     return summarize(config.run.preset, parameter_count(parts.model), follow_steps(parts, windows, steps))

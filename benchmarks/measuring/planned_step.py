@@ -14,11 +14,11 @@ from konkanivani.data.batch import Window, collate
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.live_bytes import LiveBytes
-from konkanivani.memory.monitor import MIB, keep_holes_out, reset_peak_resident, resident_mib
-from konkanivani.memory.tracer import Load
+from konkanivani.memory.monitor import MIB, reset_peak_resident, resident_mib, set_mmap_threshold
+from konkanivani.memory.tracer import BatchShape
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.recipe.plan import build_tracer, costs_of
+from konkanivani.recipe.plan import build_tracer, device_costs
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
 
@@ -27,8 +27,8 @@ STEPS = 3  # that the resident memory and CUDA's allocator are watched for
 
 def trace_plan(case: Case) -> Planned:
     """The plan of this case as `--memory_budget` would make it."""
-    costs = costs_of(choose_device(case.device))
-    load = Load(case.utterances, case.seconds, round(case.seconds * TOKENS_PER_SECOND))
+    costs = device_costs(choose_device(case.device))
+    load = BatchShape(case.utterances, case.seconds, round(case.seconds * TOKENS_PER_SECOND))
     config = case.config()
     tracer = build_tracer(config, architecture_of(config, VOCABULARY), costs)
     peak = tracer.trace(load, RecomputePolicy(case.recompute))
@@ -58,7 +58,7 @@ def measure_resident(case: Case) -> int:
 
     As in a run under a memory budget, which keeps holes out of the heap.
     """
-    keep_holes_out()
+    set_mmap_threshold()
     reset_peak_resident()
     before = resident_mib()
     parts, window = build_parts(case), build_window(case)

@@ -3,7 +3,7 @@
 import os
 import time
 
-MOST = 0.02  # of the cores' time; with more, the time of what was measured is the host's
+MAX_STOLEN = 0.02  # of the cores' time; with more, the time of what was measured is the host's
 
 
 class Steal:
@@ -15,7 +15,7 @@ class Steal:
     def complaint(self) -> str:
         """Why what was measured since says nothing; empty where it does."""
         share = (_stolen_seconds() - self._before) / (time.perf_counter() - self._began) / os.cpu_count()
-        return f"{share:.0%} of the cores went to other machines" if share > MOST else ""
+        return f"{share:.0%} of the cores went to other machines" if share > MAX_STOLEN else ""
 
 
 def _stolen_seconds() -> float:

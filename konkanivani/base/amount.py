@@ -14,9 +14,9 @@ from konkanivani.base.rules import settings_of, with_setting
 DECIDED = ("tokenizer_type", "ctc_weight", "epochs", "speed_perturbation", "gradient_accumulation_steps")
 LITTLE_HOURS = 10.0  # with less, subwords are too rare to be learnt, and attention alone aligns too late
 HOURS_HEARD = 30.0  # of speech in all epochs together, where that is between the two bounds
-FEWEST_EPOCHS, MOST_EPOCHS = 20, 60
+MIN_EPOCHS, MAX_EPOCHS = 20, 60
 WINDOW_SECONDS = 20.0  # of little speech in a step: twice the steps of half the speech learn more in as many epochs
-FEWEST_IN_A_WINDOW = 2
+MIN_WINDOW_SIZE = 2
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,20 @@ class Amount:
             return DEFAULT_EFFECTIVE_BATCH_SIZE
         seconds_each = 3600 * self.hours / max(1, self.utterances)
         wanted = round(min(DEFAULT_EFFECTIVE_BATCH_SIZE, WINDOW_SECONDS / max(seconds_each, 1e-9)))
-        return max(FEWEST_IN_A_WINDOW, self.ranks, wanted)
+        return max(MIN_WINDOW_SIZE, self.ranks, wanted)
 
 
 MUCH_SPEECH = Amount(float("inf"), 0)
 
 
-def settled(config: TrainConfig, amount: Amount = MUCH_SPEECH) -> TrainConfig:
+def resolve(config: TrainConfig, amount: Amount = MUCH_SPEECH) -> TrainConfig:
     """The configuration with every "auto" that the amount of speech to train on decides."""
     config = dataclasses.replace(config, data=_with_window(config.data, amount.window_size))
     chosen = {
         "tokenizer_type": "char" if amount.is_little else "unigram",
         "ctc_weight": 1.0 if not config.model.decoder_layers else 0.7 if amount.is_little else 0.3,
         "speed_perturbation": (1.0,) if amount.is_little else (0.9, 1.0, 1.1),
-        "epochs": round(min(MOST_EPOCHS, max(FEWEST_EPOCHS, HOURS_HEARD / max(amount.hours, 1e-9)))),
+        "epochs": round(min(MAX_EPOCHS, max(MIN_EPOCHS, HOURS_HEARD / max(amount.hours, 1e-9)))),
     }
     for setting in settings_of(config):
         if setting.name in chosen and setting.value == AUTO:

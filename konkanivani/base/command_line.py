@@ -3,11 +3,13 @@
 import contextlib
 import faulthandler
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn, TextIO, TypeVar
 
+from konkanivani.base.config import OLD_NAMES
 from konkanivani.base.console import say
 from konkanivani.base.errors import AlreadyTold, KonkaniVaniError, ResourceError
 
@@ -32,7 +34,7 @@ def read_flags(
     try:
         return tyro.cli(
             kind,
-            args=arguments,
+            args=list(map(with_new_name, arguments)),
             default=tyro.MISSING_NONPROP if default is None else default,
             description=(sys.modules["__main__"].__doc__ or "").strip(),
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
@@ -40,6 +42,11 @@ def read_flags(
         )
     except BrokenPipeError:  # of --help
         sys.exit(_leave_pipe())
+
+
+def with_new_name(flag: str) -> str:
+    """A flag, with its value or without; where it has been renamed (OLD_NAMES), under its name of today."""
+    return re.sub(r"^--([\w-]+)", lambda found: "--" + OLD_NAMES.get(found[1].replace("-", "_"), found[1]), flag)
 
 
 def run_script(action: Callable[[], str]) -> int:
@@ -72,7 +79,7 @@ def run_script(action: Callable[[], str]) -> int:
 
 
 def _leave_pipe() -> int:
-    """The exit code where whoever reads, such as head, has seen enough; what is left is not flushed into the pipe."""
+    """The exit code where the reader of stdout, such as head, has ended; what is left is not flushed into the pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
 
@@ -88,15 +95,15 @@ def _give_signals_a_stack() -> None:
 
 
 @contextlib.contextmanager
-def silenced() -> Iterator[None]:
+def silence_output() -> Iterator[None]:
     """Drops what the block writes on stdout and stderr."""
-    with open(os.devnull, "w") as out, open(os.devnull, "w") as err:  # two, for whoever asks which one it has
+    with open(os.devnull, "w") as out, open(os.devnull, "w") as err:  # two, so that they can be told apart
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             yield
 
 
 @contextlib.contextmanager
-def told_once_a_machine() -> Iterator[None]:
+def print_on_local_rank0() -> Iterator[None]:
     """What the block writes, and what is wrong in it, is told by the first rank of those that torchrun started here.
 
     For what comes before the ranks can speak to each other: they were all given the same command line.
@@ -105,7 +112,7 @@ def told_once_a_machine() -> Iterator[None]:
         yield
         return
     try:
-        with silenced():
+        with silence_output():
             yield
     except (KonkaniVaniError, SystemExit) as error:
         time.sleep(GRACE_SECONDS)  # torchrun ends all ranks when it sees the first one end, which should have spoken
@@ -115,8 +122,8 @@ def told_once_a_machine() -> Iterator[None]:
 def end_script(code: int) -> NoReturn:
     """Ends the process; after a signal, and as one of torchrun's ranks, without Python freeing what it holds.
 
-    That takes a second, and whoever sends a signal counts the seconds until SIGKILL. In a rank gloo's threads outlive
-    dist.destroy_process_group where weights were dealt, and 1 of 48 such ends was an abort (PyTorch's issue
+    That takes a second, and who sends a signal counts the seconds until SIGKILL. In a rank gloo's threads outlive
+    dist.destroy_process_group where weights were sharded, and 1 of 48 such ends was an abort (PyTorch's issue
     190489). What was to be saved is saved.
     """
     if code > 128 or "RANK" in os.environ:
@@ -147,7 +154,7 @@ class _LossyStream:
 
 
 @contextlib.contextmanager
-def output_may_be_lost() -> Iterator[None]:
+def ignore_lost_output() -> Iterator[None]:
     """Lets work go on that matters more than what it prints: into a file on a full disk, to a reader who has gone."""
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = map(_LossyStream, streams)

@@ -8,6 +8,7 @@ from typing import Literal
 
 AUTO = "auto"
 DEFAULT_EFFECTIVE_BATCH_SIZE = 8
+OLD_NAMES = {"rir_share": "rir_prob", "noise_share": "noise_prob"}  # command lines and checkpoints may use these
 
 
 @dataclass(frozen=True)
@@ -119,14 +120,14 @@ class AugmentConfig:
     """Playing speeds to choose from (auto: 1 for less than ten hours of speech, else 0.9, 1 and 1.1)."""
     rir_manifest: str | None = None
     """JSONL manifest of room impulse responses, to make speech sound as in a room: audio_filepath, duration."""
-    rir_share: float = 0.3
-    """Share of the utterances that are put into a room, with --rir_manifest."""
+    rir_prob: float = 0.3
+    """Probability that an utterance is put into a room, with --rir_manifest."""
     noise_manifest: str | None = None
     """JSONL manifest of noise to mix with speech: audio_filepath, duration; text may be left out."""
     noise_snr: str = "5:25"
     """Lowest and highest signal-to-noise ratio in dB, drawn evenly, with --noise_manifest."""
-    noise_share: float = 0.5
-    """Share of the utterances that get noise, with --noise_manifest."""
+    noise_prob: float = 0.5
+    """Probability that an utterance gets noise, with --noise_manifest."""
     gain: float = 0.0
     """Up to so many dB louder or quieter, then clipped at full scale (0: off); normalised features show little else."""
     frequency_masks: int = 2
@@ -147,7 +148,7 @@ class LossConfig:
     """Share of the CTC loss; the rest is the attention loss (0: no CTC; auto: 0.7 for less than ten hours of speech,
     else 0.3; 1 without a decoder)."""
     intermediate_ctc_weight: float = 0.0
-    """Share of the CTC loss that is asked of the encoder's middle block, for the same head."""
+    """Share of the CTC loss computed after the encoder's middle block, with the same head."""
     label_smoothing: float = 0.1
     """Label smoothing of the attention loss."""
 
@@ -173,7 +174,7 @@ class TuningConfig:
 
 @dataclass(frozen=True)
 class DecodingConfig:
-    """How what was heard becomes text."""
+    """How encoded speech becomes text."""
 
     decode: Literal["greedy", "prefix", "attention", "joint"] = "greedy"
     """greedy: the best CTC path; prefix: beam search by CTC; attention: by the decoder; joint: by both."""
@@ -221,7 +222,7 @@ class MemoryConfig:
     rehearsal: Literal["always", "auto", "never"] = "auto"
     """Try the costliest batches before the first epoch and undo them; auto: when a budget or auto is given."""
     shard: Literal["always", "auto", "never"] = "auto"
-    """Under torchrun: deal weights, gradients and optimizer to the ranks (FSDP2); auto: where they do not fit whole."""
+    """Under torchrun: shard weights, gradients and optimizer over ranks (FSDP2); auto: where they do not fit whole."""
     replan: bool = False
     """Make a new memory plan and forget what did not fit, instead of going on with the checkpoint's."""
     empty_cache_interval: int = 50

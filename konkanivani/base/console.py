@@ -42,20 +42,20 @@ def show_text(text: str, most: int = 200) -> str:
     Joiners and marks stay. A longer text is cut after `most` characters.
     """
     cut = text if len(text) <= most else text[:most] + "…"
-    return "".join(f"⟨U+{ord(c):04X}⟩" if is_hidden(c) else c for c in cut)
+    return "".join(f"⟨U+{ord(c):04X}⟩" if is_invisible(c) else c for c in cut)
 
 
-def is_hidden(character: str) -> bool:
+def is_invisible(character: str) -> bool:
     """Whether it shows nothing, or moves what stands around it."""
     kind = unicodedata.category(character)
     return character not in JOINERS and (kind[0] == "C" or kind in ("Zl", "Zp"))
 
 
-Tell = Callable[[str, str], None]
+Report = Callable[[str, str], None]
 """Takes a stage that is done and what it found."""
 
 
-def say_nothing(_stage: str, _sentence: str) -> None:
+def silent(_stage: str, _sentence: str) -> None:
     """What a run that is not dry makes of its stages."""
 
 

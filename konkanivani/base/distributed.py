@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from konkanivani.base.command_line import silenced
+from konkanivani.base.command_line import silence_output
 from konkanivani.base.errors import ResourceError, UsageError
 
 Item = TypeVar("Item")
@@ -30,7 +30,7 @@ class RankLost(ResourceError):
 class Topology:
     """This process's place: `rank` of `world` in all, `local_rank` of `local_world` on its machine.
 
-    `restarts` counts how often torchrun has started the ranks anew, `most_restarts` how often it may. A single rank of
+    `restarts` counts how often torchrun has started the ranks anew, `max_restarts` how often it may. A single rank of
     torchrun's goes the way of several: it can be started again, and tries on one card what several do.
     """
 
@@ -39,7 +39,7 @@ class Topology:
     local_rank: int = 0
     local_world: int = 1
     restarts: int = 0
-    most_restarts: int = 0
+    max_restarts: int = 0
     is_launched: bool = False
 
     @property
@@ -78,7 +78,7 @@ def read_topology(environment: Mapping[str, str] = os.environ) -> Topology:
 
 
 @contextlib.contextmanager
-def losing_ranks() -> Iterator[None]:
+def raise_rank_lost() -> Iterator[None]:
     """Turns what torch raises where ranks do not reach each other into a RankLost; other errors pass through."""
     try:
         yield
@@ -97,7 +97,7 @@ def gather_numbers(topology: Topology, numbers: Sequence[int]) -> list[list[int]
         return [list(numbers)]
     mine = torch.tensor(numbers, dtype=torch.int64)
     all_ranks = [torch.empty_like(mine) for _ in range(topology.world)]
-    with losing_ranks():
+    with raise_rank_lost():
         dist.all_gather(all_ranks, mine)
     return [theirs.tolist() for theirs in all_ranks]
 
@@ -112,7 +112,7 @@ def gather(topology: Topology, item: Item) -> list[Item]:
     if topology.is_alone:
         return [item]
     items: list[Item | None] = [None] * topology.world
-    with losing_ranks():
+    with raise_rank_lost():
         dist.all_gather_object(items, item)
     return items
 
@@ -122,7 +122,7 @@ def from_first(topology: Topology, make: Callable[[], Item]) -> Item:
     if topology.is_alone:
         return make()
     box = [make() if topology.is_first else None]
-    with losing_ranks():
+    with raise_rank_lost():
         dist.broadcast_object_list(box, src=0)
     return box[0]
 
@@ -135,7 +135,7 @@ def sum_tensors(topology: Topology, tensors: Sequence[torch.Tensor], bucket: tor
     """
     if topology.is_alone:
         return
-    with losing_ranks():
+    with raise_rank_lost():
         for group in _bucketfuls(tensors, bucket.numel()):
             if len(group) == 1 and group[0].is_contiguous():
                 dist.all_reduce(group[0])
@@ -149,7 +149,7 @@ def sum_tensors(topology: Topology, tensors: Sequence[torch.Tensor], bucket: tor
                 tensor.copy_(part.view_as(tensor))
 
 
-def bucket_for(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def new_bucket(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The bucket in which these are summed over ranks: as large as all of them, at most BUCKET_BYTES."""
     first = tensors[0]
     return first.new_empty(min(sum(tensor.numel() for tensor in tensors), BUCKET_BYTES // first.element_size()))
@@ -185,7 +185,7 @@ def check_same(topology: Topology, digests: Mapping[str, str]) -> None:
 
 
 @contextlib.contextmanager
-def only_first_speaks(topology: Topology) -> Iterator[None]:
+def print_on_rank0(topology: Topology) -> Iterator[None]:
     """Drops what the block writes on stdout and stderr, but on the first rank."""
-    with contextlib.nullcontext() if topology.is_first else silenced():
+    with contextlib.nullcontext() if topology.is_first else silence_output():
         yield

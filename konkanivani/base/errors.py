@@ -71,11 +71,11 @@ def explained(kind: type[KonkaniVaniError], what: str, advice: str, *others: typ
         raise kind(f"{what}: {reason}{where}. {advice}") from None
 
 
-MOST_TOLD = 20
+MAX_TOLD = 20
 COLLECTED = (UsageError, DataError, CheckpointError, ResourceError)
 
 
-class Problems:
+class ErrorCollector:
     """The errors of one stage, collected so that a person mends them in one go."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Problems:
         self._found.append(error)
 
     @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
+    def collect(self) -> Iterator[None]:
         """Goes on behind a block that one of our errors has ended; the error is kept."""
         try:
             yield
@@ -101,6 +101,6 @@ class Problems:
             case [error]:
                 raise error
         kind = next(kind for kind in COLLECTED if isinstance(self._found[0], kind))
-        lines = [str(error) for error in self._found[:MOST_TOLD]]
+        lines = [str(error) for error in self._found[:MAX_TOLD]]
         more = len(self._found) - len(lines)
         raise kind("\n".join(lines) + (f"\nAnd {more} more of this kind." if more else ""))

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from konkanivani.base.console import say
 from konkanivani.base.errors import ResourceError, explained
-from konkanivani.base.signals import held_signals
+from konkanivani.base.signals import defer_signals
 
 
 @contextlib.contextmanager
-def published(path: Path) -> Iterator[Path]:
+def atomic_replace(path: Path) -> Iterator[Path]:
     """A name beside `path` to write to; what is there at the end is put on the disk and renamed to `path`.
 
     Where anything fails, `path` stays as it was and nothing is left beside it.
@@ -33,14 +33,14 @@ def published(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """The same for a file of which the caller has nothing of its own to say: an OSError becomes a ResourceError."""
     advice = "Free space, mend the folder, or name another."
-    with explained(ResourceError, f"{path} could not be written", advice), published(path) as partial:
+    with explained(ResourceError, f"{path} could not be written", advice), atomic_replace(path) as partial:
         yield partial
 
 
-def append_whole(path: Path, data: bytes, header: bytes = b"") -> None:
+def atomic_append(path: Path, data: bytes, header: bytes = b"") -> None:
     """Appends the data, or takes back what was written of it and raises. An empty or absent file gets the header first.
 
     Opened anew each time (tens of microseconds): a file kept open goes on swallowing data once its folder is gone.
@@ -65,7 +65,7 @@ def sync_file(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def held_folder(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path) -> Iterator[None]:
     """Lets one process at a time work in `folder`; a killed process holds nothing."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -77,7 +77,7 @@ def held_folder(folder: Path) -> Iterator[None]:
 
 def write_json_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Writes one line a row beside `path` and renames the file into place; an OSError where that cannot be done."""
-    with published(path) as partial, open(partial, "w", encoding="utf-8") as file:
+    with atomic_replace(path) as partial, open(partial, "w", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
@@ -91,7 +91,7 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
         scratch.mkdir(parents=True)
         yield scratch
     finally:
-        with held_signals():
+        with defer_signals():
             shutil.rmtree(scratch, ignore_errors=True)
             for place in absent:
                 with contextlib.suppress(OSError):

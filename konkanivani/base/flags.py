@@ -7,15 +7,15 @@ from types import UnionType
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from konkanivani.base.amount import as_stored
-from konkanivani.base.command_line import read_flags
+from konkanivani.base.command_line import read_flags, with_new_name
 from konkanivani.base.config import AUTO, PRESETS, AugmentConfig, TrainConfig
-from konkanivani.base.errors import CheckpointError, Problems, UsageError
+from konkanivani.base.errors import CheckpointError, ErrorCollector, UsageError
 from konkanivani.base.rules import Setting, check_config, settings_of, with_setting
 
 # These say how this one process starts; a checkpoint's values for them are never taken over.
 SESSION_FLAGS = ("resume", "fresh", "new_corpus", "init_from", "replan", "dry_run")
 # These say how a manifest's audio is used, and nothing without it.
-MANIFEST_OF = {"rir_share": "rir_manifest", "noise_snr": "noise_manifest", "noise_share": "noise_manifest"}
+MANIFEST_OF = {"rir_prob": "rir_manifest", "noise_snr": "noise_manifest", "noise_prob": "noise_manifest"}
 
 
 def config_to_text(config: TrainConfig) -> str:
@@ -27,7 +27,7 @@ def config_from_text(text: str) -> TrainConfig:
     """The configuration that `config_to_text` wrote; a flag this version does not know is a CheckpointError."""
     config, known = TrainConfig(), {s.name: s for s in settings_of(TrainConfig())}
     for line in text.splitlines():
-        name, _, value = line.removeprefix("--").partition(" ")
+        name, _, value = with_new_name(line).removeprefix("--").partition(" ")
         if name not in known:
             raise CheckpointError(
                 f"The checkpoint was made with the flag --{name}, which this version does not have. Use the version "
@@ -78,7 +78,7 @@ def ask(arguments: list[str]) -> Asked:
     A flag that is not given has the preset's value, else the default.
     """
     parsed = read_flags(TrainConfig, arguments, TrainConfig())
-    words = (word.removeprefix("--").split("=")[0] for word in arguments if word.startswith("--"))
+    words = (with_new_name(word).removeprefix("--").split("=")[0] for word in arguments if word.startswith("--"))
     given = frozenset(word.replace("-", "_") for word in words)  # of --batch-size=4, batch_size
     base = dataclasses.replace(TrainConfig(), model=PRESETS[parsed.run.preset])
     return Asked(_checked(_with_given(base, parsed, given), given, stored=None), parsed, given)
@@ -99,13 +99,13 @@ def _with_given(base: TrainConfig, parsed: TrainConfig, given: frozenset[str]) -
 
 def _checked(config: TrainConfig, given: frozenset[str], stored: TrainConfig | None) -> TrainConfig:
     """The configuration with its windows settled; one error that lists all that is wrong with it."""
-    problems = Problems()
-    with problems.noted():
+    problems = ErrorCollector()
+    with problems.collect():
         config = _settle_effective_batch(config, given, stored)
-    with problems.noted():
+    with problems.collect():
         if stored or not config.run.resume:  # else the checkpoint may yet bring what they work on
             check_idle_flags(config.augment, given)
-    with problems.noted():
+    with problems.collect():
         check_config(config)
     problems.raise_all()
     return config

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from konkanivani.base.command_line import GRACE_SECONDS
-from konkanivani.base.distributed import RankLost, Topology, losing_ranks
+from konkanivani.base.distributed import RankLost, Topology, raise_rank_lost
 from konkanivani.base.errors import AlreadyTold, KonkaniVaniError, ResourceError
 
 STARTS, SEEN, FOUND = "konkanivani/starts_", "konkanivani/seen", "konkanivani/found_"
@@ -19,7 +19,7 @@ ROLL_CALL_SECONDS = 3.0  # in which the ranks that still run say so, once contac
 
 
 @contextlib.contextmanager
-def joined(topology: Topology, timeout: float) -> Iterator[None]:
+def process_group(topology: Topology, timeout: float) -> Iterator[None]:
     """The block runs in every process of the topology, joined; what one waits for another takes at most `timeout` s.
 
     An error ends all of them, and is told by one: by the rank that it came from first. The others raise AlreadyTold
@@ -29,7 +29,7 @@ def joined(topology: Topology, timeout: float) -> Iterator[None]:
         yield
         return
     limit = timedelta(seconds=timeout)
-    with losing_ranks():
+    with raise_rank_lost():
         common, rank, world = next(dist.rendezvous("env://", timeout=limit))
         store = dist.PrefixStore(f"konkanivani/{_attempt(common, topology, timeout)}", common)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

@@ -10,10 +10,10 @@ from contextvars import ContextVar
 
 import torch
 
-_MASKS: ContextVar[torch.Generator | None] = ContextVar("what dropout draws from in this thread", default=None)
+_GENERATOR: ContextVar[torch.Generator | None] = ContextVar("what dropout draws from in this thread", default=None)
 
 
-def seed_of(*parts: int | str) -> int:
+def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed that is the same on every machine; SHA-256 over the parts."""
     digest = hashlib.sha256("\0".join(str(part) for part in parts).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
@@ -24,27 +24,27 @@ def seed_step(seed: int, step: int, rank: int = 0) -> None:
 
     Each rank draws its own masks; the first one those of a process alone.
     """
-    torch.manual_seed(seed_of(seed, "step", step, *((rank,) if rank else ())))
+    torch.manual_seed(derive_seed(seed, "step", step, *((rank,) if rank else ())))
 
 
 def utterance_generator(seed: int, epoch: int, utterance_id: str, purpose: str) -> torch.Generator:
     """A CPU generator that belongs to one utterance in one epoch, for one purpose (`speed`, `specaugment`)."""
-    return torch.Generator().manual_seed(seed_of(seed, epoch, purpose, utterance_id))
+    return torch.Generator().manual_seed(derive_seed(seed, epoch, purpose, utterance_id))
 
 
 @contextlib.contextmanager
-def masks_of(seed: int) -> Iterator[None]:
+def dropout_seed(seed: int) -> Iterator[None]:
     """Dropout on a CPU draws from a generator of its own here, in this thread alone, instead of from torch's default.
 
     So what one micro-batch draws does not depend on what others draw beside it.
     """
-    token = _MASKS.set(torch.Generator().manual_seed(seed))
+    token = _GENERATOR.set(torch.Generator().manual_seed(seed))
     try:
         yield
     finally:
-        _MASKS.reset(token)
+        _GENERATOR.reset(token)
 
 
-def mask_generator() -> torch.Generator | None:
+def dropout_generator() -> torch.Generator | None:
     """What dropout on a CPU draws from in this thread; None for torch's default generator."""
-    return _MASKS.get()
+    return _GENERATOR.get()

@@ -13,7 +13,7 @@ from konkanivani.base.config import (
     RunConfig,
     TrainConfig,
 )
-from konkanivani.base.errors import Problems, UsageError
+from konkanivani.base.errors import ErrorCollector, UsageError
 from konkanivani.base.units import parse_budget, parse_share, parse_snr
 
 LORA_LAYERS = {"query_key_value", "query", "key_value", "output", "expand", "contract", "gate"}
@@ -50,7 +50,7 @@ def with_setting(config: TrainConfig, setting: Setting) -> TrainConfig:
 
 def check_config(config: TrainConfig) -> None:
     """Raises a UsageError that lists every setting that cannot work, each with what is allowed."""
-    problems = Problems()
+    problems = ErrorCollector()
     finite = [s.name for s in settings_of(config) if isinstance(s.value, float) and not abs(s.value) < float("inf")]
     rules = [
         *_model_rules(config.model),
@@ -63,14 +63,14 @@ def check_config(config: TrainConfig) -> None:
         *_run_rules(config.run),
         (not finite, f"{', '.join('--' + name for name in finite)} must be a finite number"),
     ]
-    with problems.noted():
+    with problems.collect():
         raise_broken(rules)
-    with problems.noted():
+    with problems.collect():
         parse_share(config.data.max_rejected, "--max_rejected")
-    with problems.noted():
+    with problems.collect():
         if config.memory.memory_budget is not None:
             parse_budget(config.memory.memory_budget)
-    with problems.noted():
+    with problems.collect():
         parse_snr(config.augment.noise_snr)
     problems.raise_all()
 
@@ -175,8 +175,8 @@ def _augment_rules(augment: AugmentConfig, mel_bins: int) -> list[Rule]:
             "--time_masks must be at least 0 and --time_mask_share between 0 and 1",
         ),
         (
-            0 <= augment.rir_share <= 1 and 0 <= augment.noise_share <= 1,
-            "--rir_share and --noise_share must be between 0 and 1",
+            0 <= augment.rir_prob <= 1 and 0 <= augment.noise_prob <= 1,
+            "--rir_prob and --noise_prob must be between 0 and 1",
         ),
         (0 <= augment.gain <= 40, "--gain must be between 0 and 40 dB"),
     ]

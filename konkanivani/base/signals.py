@@ -15,7 +15,7 @@ def stopping_signals() -> tuple[signal.Signals, ...]:
 
 
 @contextlib.contextmanager
-def held_signals() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Keeps them back until the end of the block; a process that is forked within is born deaf to them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, stopping_signals())
     try:
@@ -29,7 +29,7 @@ class _Stop(BaseException):
 
 
 @contextlib.contextmanager
-def stopping_at_signals() -> Iterator[None]:
+def stop_at_signals() -> Iterator[None]:
     """A stopping signal ends the block at once; what it cleans up on the way out is not disturbed by another one."""
     came, stopping = [], stopping_signals()
 

@@ -35,7 +35,7 @@ def peak_text(size: int) -> str:
 
 
 NUMBER = r"[+-]?\d+(?:\.\d+)?"
-LOWEST, HIGHEST = -50.0, 100.0  # dB: below and above, one of the two sounds is gone from 16 bits
+MIN_SNR, MAX_SNR = -50.0, 100.0  # dB: below and above, one of the two sounds is gone from 16 bits
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ def parse_snr(text: str) -> DecibelRange:
     if match is None:
         raise UsageError(f"--noise_snr {text}: give the lowest and the highest ratio in dB, for example 5:25.")
     low, high = map(float, match.groups())
-    if not LOWEST <= low <= high <= HIGHEST:
+    if not MIN_SNR <= low <= high <= MAX_SNR:
         raise UsageError(
-            f"--noise_snr {text}: give the lower ratio first, both between {LOWEST:g} and {HIGHEST:g} dB, "
+            f"--noise_snr {text}: give the lower ratio first, both between {MIN_SNR:g} and {MAX_SNR:g} dB, "
             "for example 5:25."
         )
     return DecibelRange(low, high)

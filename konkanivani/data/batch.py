@@ -137,7 +137,7 @@ def largest_batch(batches: tuple[Batch, ...]) -> Batch:
     return max(batches, key=lambda batch: (batch.size * batch.longest_seconds, batch.longest_seconds))
 
 
-def in_lanes_order(batches: tuple[Batch, ...], at_once: int) -> tuple[Batch, ...]:
+def order_for_concurrency(batches: tuple[Batch, ...], at_once: int) -> tuple[Batch, ...]:
     """The batches in the order in which `at_once` of them at a time are done soonest; one at a time, as they were.
 
     Costliest first, so that what is left for the end is short; but the first `at_once` the other way round, as each

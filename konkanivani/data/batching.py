@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from konkanivani.base.lengths import SAMPLE_RATE
-from konkanivani.base.randomness import seed_of
+from konkanivani.base.randomness import derive_seed
 from konkanivani.data.batch import Speech, Window, collate
 from konkanivani.data.text import SpecialTokens
 
-MOST_BUCKETS = 50
+MAX_BUCKETS = 50
 PLAN_VERSION = 2  # counts changes of how a plan follows from its numbers
 
 
@@ -53,13 +53,13 @@ class EpochPlanner:
     def plan_epoch(self, epoch: int) -> EpochPlan:
         """The epoch's windows: each utterance once, utterances of like length together.
 
-        Pure in (seed, epoch). Utterances are sorted into buckets of like duration, shuffled in their bucket, and dealt
+        Pure in (seed, epoch). Utterances are sorted into buckets of like duration, shuffled in their bucket, and laid
         out bucket by bucket; the windows are then shuffled, the ragged one last.
         """
-        generator = np.random.default_rng(seed_of(self.seed, "plan", epoch))
+        generator = np.random.default_rng(derive_seed(self.seed, "plan", epoch))
         buckets = self._buckets()
         order = np.argsort(buckets, kind="stable").astype(np.int32)
-        ends = np.cumsum(np.bincount(buckets, minlength=MOST_BUCKETS))
+        ends = np.cumsum(np.bincount(buckets, minlength=MAX_BUCKETS))
         for first, end in zip([0, *ends], ends, strict=False):
             generator.shuffle(order[first:end])
         whole = len(order) // self.window_size
@@ -82,7 +82,7 @@ class EpochPlanner:
 
     def _buckets(self) -> np.ndarray:
         """The bucket (N,) of each utterance: buckets hold about equally many, at least four windows' worth."""
-        count = int(np.clip(len(self.durations) // (4 * self.window_size), 1, MOST_BUCKETS))
+        count = int(np.clip(len(self.durations) // (4 * self.window_size), 1, MAX_BUCKETS))
         ordered = np.sort(self.durations.astype(np.float32))  # half the memory; any edges serve
         edges = ordered[len(ordered) * np.arange(1, count) // count]
         return np.concatenate(
@@ -90,11 +90,11 @@ class EpochPlanner:
         )
 
 
-def deal(costs: np.ndarray, ranks: int) -> list[np.ndarray]:
-    """The numbers of the items of these costs (N,), dealt to so many ranks: costliest first, to the least loaded one.
+def partition(costs: np.ndarray, ranks: int) -> list[np.ndarray]:
+    """The items of these costs (N,), by number, divided among ranks: costliest first, to the least loaded one.
 
     Each item once, in ascending order; pure, so that every rank knows what all get. A rank may get nothing. The
-    greatest load is at most 4/3 of what no dealing could better (Graham, 1969).
+    greatest load is at most 4/3 of the best possible one (Graham, 1969).
     """
     loads, hands = np.zeros(ranks), [[] for _ in range(ranks)]
     for number in np.argsort(-np.asarray(costs, dtype=np.float64), kind="stable"):
@@ -172,5 +172,5 @@ def cut_window(speeches: list[Speech], limits: tuple[SizeLimit, ...], special: S
 
 def choose_subset(count: int, percent: float, seed: int) -> np.ndarray:
     """Indices of `percent` of `count` utterances (at least one), in order; the same for the same seed."""
-    chosen = torch.randperm(count, generator=torch.Generator().manual_seed(seed_of(seed, "subset")))
+    chosen = torch.randperm(count, generator=torch.Generator().manual_seed(derive_seed(seed, "subset")))
     return np.sort(chosen[: max(1, round(count * percent / 100))].numpy())

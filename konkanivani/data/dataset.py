@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import Dataset
 
-from konkanivani.base.randomness import seed_of, utterance_generator
+from konkanivani.base.randomness import derive_seed, utterance_generator
 from konkanivani.data.audio.augmentation import choose_speed, perturb_speed
 from konkanivani.data.audio.files import UnusableAudio
 from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.batch import Speech
-from konkanivani.data.noise_reverb import Surroundings
+from konkanivani.data.noise_reverb import NoiseReverb
 from konkanivani.data.rejections import Rejection
 from konkanivani.data.utterance import Utterance
 from konkanivani.data.vocabulary import Vocabulary
@@ -21,7 +21,7 @@ from konkanivani.data.vocabulary import Vocabulary
 class TrainingSpeech(Dataset):
     """Map-style: (epoch, index) -> Speech, or a Rejection.
 
-    Speed-perturbed, then put into surroundings; random only in (seed, epoch, utterance).
+    Speed-perturbed, then with noise and reverberation; random only in (seed, epoch, utterance).
     """
 
     utterances: Sequence[Utterance]
@@ -29,7 +29,7 @@ class TrainingSpeech(Dataset):
     speeds: tuple[float, ...]
     seed: int
     manifest: str = ""
-    surroundings: Surroundings = Surroundings()
+    noise_reverb: NoiseReverb = NoiseReverb()
 
     def __getitem__(self, key: tuple[int, int]) -> Speech | Rejection:
         epoch, index = key
@@ -38,8 +38,8 @@ class TrainingSpeech(Dataset):
         if isinstance(waveform, Rejection):
             return waveform
         speed = choose_speed(self.speeds, utterance_generator(self.seed, epoch, utterance.id, "speed"))
-        waveform = self.surroundings(perturb_speed(waveform, speed), epoch, utterance.id)
-        seed = seed_of(self.seed, epoch, "specaugment", utterance.id)
+        waveform = self.noise_reverb(perturb_speed(waveform, speed), epoch, utterance.id)
+        seed = derive_seed(self.seed, epoch, "specaugment", utterance.id)
         return Speech(utterance.id, waveform, self.tokenizer.encode(utterance.text), seed)
 
 

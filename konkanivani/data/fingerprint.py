@@ -1,4 +1,4 @@
-"""What a corpus is known by, wherever it lies and whoever lengthens it: a few hundred of its utterances."""
+"""A sketch that identifies a corpus, moved or lengthened: a few hundred of its utterances."""
 
 import os
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ def _reach(sketch: tuple[int, ...]) -> float:
     return sketch[-1] if len(sketch) == SKETCHED else float("inf")
 
 
-def fingerprint_of(manifest: Manifest) -> Fingerprint:
+def make_fingerprint(manifest: Manifest) -> Fingerprint:
     hours = float(manifest.durations.sum()) / 3600
     return Fingerprint(os.path.abspath(manifest.path), len(manifest), hours, manifest.index.sketch)
 

@@ -28,7 +28,7 @@ VERSION = 3  # 2: without a sketch; 1: by the time of the last change alone, whi
 SMALL_BYTES = 4 * 2**20  # read anew at each start: it takes less than a second, and nothing is left beside the file
 BLOCK_BYTES = 16 * 2**20
 SKETCHED = 256  # utterances: enough to tell two corpora of which the half is shared from two that share nothing
-LONGEST_LINE = 2**20  # bytes; hours of speech need less
+MAX_LINE = 2**20  # bytes; hours of speech need less
 MISSING = "the audio file does not exist"
 ARRAYS = {"starts": np.int64, "sizes": np.int32, "rows": np.int32, "durations": np.float64}
 
@@ -185,7 +185,7 @@ def _scan(manifest: str, first: int, end: int, roots: tuple[str, ...]) -> tuple[
         for row, (line, size) in enumerate(_lines(file, end), start=1):
             if line.strip():
                 try:
-                    if size > LONGEST_LINE:
+                    if size > MAX_LINE:
                         raise BadRow(f"{size:,} bytes are too many for a row")
                     utterance = parse_row(line, folder, row, roots)
                     if utterance.audio_path != known and not os.path.exists(utterance.audio_path):
@@ -204,9 +204,9 @@ def _scan(manifest: str, first: int, end: int, roots: tuple[str, ...]) -> tuple[
 def _lines(file: BinaryIO, end: int) -> Iterator[tuple[bytes, int]]:
     """Each line with its size; of one that is too long, its beginning."""
     position = file.tell()
-    while position < end and (line := file.readline(LONGEST_LINE)):
+    while position < end and (line := file.readline(MAX_LINE)):
         size = len(line)
-        if size == LONGEST_LINE and not line.endswith(b"\n"):
+        if size == MAX_LINE and not line.endswith(b"\n"):
             size += sum(map(len, _pieces_of_line(file)))
         position += size
         yield line, size
@@ -214,7 +214,7 @@ def _lines(file: BinaryIO, end: int) -> Iterator[tuple[bytes, int]]:
 
 def _pieces_of_line(file: BinaryIO) -> Iterator[bytes]:
     """The rest of a line, however long, piece by piece."""
-    while piece := file.readline(LONGEST_LINE):
+    while piece := file.readline(MAX_LINE):
         yield piece
         if piece.endswith(b"\n"):
             return

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from konkanivani.base.amount import Amount
-from konkanivani.base.errors import DataError, Problems, explained
+from konkanivani.base.errors import DataError, ErrorCollector, explained
 from konkanivani.base.files import write_json_lines
 from konkanivani.data.audio.roots import audio_roots
 from konkanivani.data.index import BrokenRow, ManifestIndex, open_index
 from konkanivani.data.utterance import BadRow, Utterance, parse_row, row_of
 
-MOST_TOKENIZER_TEXTS = 500_000
+MAX_TOKENIZER_TEXTS = 500_000
 
 
 class Manifest(Sequence[Utterance]):
@@ -108,7 +108,7 @@ def read_recordings(path: str | Path, named_roots: tuple[str, ...] = ()) -> list
         if not Path(path).is_file() and Path(path).exists() and not Path(path).is_dir():
             raise OSError("it is no file")
         lines = Path(path).read_bytes().split(b"\n")
-    sounds, folder, problems = [], os.path.dirname(path), Problems()
+    sounds, folder, problems = [], os.path.dirname(path), ErrorCollector()
     roots = audio_roots(folder, named_roots)
     for row, line in enumerate(lines, start=1):
         try:
@@ -126,7 +126,7 @@ def write_manifest(path: str | Path, utterances: Iterable[Utterance]) -> None:
     write_json_lines(Path(path), map(row_of, utterances))
 
 
-def amount_of(manifest: Manifest) -> Amount:
+def measure_amount(manifest: Manifest) -> Amount:
     """The speech of all its rows that can be used."""
     return Amount(float(manifest.durations.sum()) / 3600, len(manifest.durations))
 
@@ -138,9 +138,9 @@ def no_text(manifest: Manifest) -> DataError:
     )
 
 
-def texts_of(manifest: Manifest) -> Iterator[str]:
+def iterate_texts(manifest: Manifest) -> Iterator[str]:
     """The transcripts that a tokenizer is trained on: all, of very many rows some, evenly apart."""
-    if len(manifest) <= MOST_TOKENIZER_TEXTS:
+    if len(manifest) <= MAX_TOKENIZER_TEXTS:
         return (utterance.text for utterance in manifest)
-    places = np.linspace(0, len(manifest) - 1, MOST_TOKENIZER_TEXTS).astype(np.int64)
+    places = np.linspace(0, len(manifest) - 1, MAX_TOKENIZER_TEXTS).astype(np.int64)
     return (manifest[int(place)].text for place in places)

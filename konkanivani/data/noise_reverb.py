@@ -1,4 +1,4 @@
-"""What surrounds speech when it is trained on: a room, noise, and how loud it was recorded.
+"""Noise, reverberation and gain, added to speech that is trained on.
 
 Everything drawn is a function of (seed, epoch, utterance), each kind from a generator of its own: to turn one on
 changes nothing in the others.
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 import torch
 
 from konkanivani.base.config import AugmentConfig
-from konkanivani.base.errors import DataError, Problems
+from konkanivani.base.errors import DataError, ErrorCollector
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.randomness import utterance_generator
 from konkanivani.base.units import DecibelRange, parse_snr
-from konkanivani.data.audio.augmentation import add_noise, add_room, scale_and_clip
+from konkanivani.data.audio.augmentation import add_noise, reverberate, scale_and_clip
 from konkanivani.data.audio.files import AudioSource, read_header, read_samples
 from konkanivani.data.audio.waveform import load_audio, resample
 from konkanivani.data.manifest import read_recordings
 from konkanivani.data.utterance import Utterance
 
 ROUNDING = 0.1  # seconds by which a span may reach beyond its file: manifests round
-LONGEST_RESPONSE_SECONDS = 20.0  # the longest halls on record ring so long; it is read whole for each utterance
+MAX_RESPONSE_SECONDS = 20.0  # the longest halls on record ring so long; it is read whole for each utterance
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class Sound:
 
 @dataclass(frozen=True)
 class NoiseCorpus:
-    """Sounds to mix with a share of the utterances, at a signal-to-noise ratio drawn evenly from `snr`."""
+    """Sounds to mix with an utterance with probability `prob`, at a signal-to-noise ratio drawn evenly from `snr`."""
 
     sounds: tuple[Sound, ...]
     snr: DecibelRange
-    share: float
+    prob: float
 
     def add_to(self, waveform: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """(S,) -> (S,): the waveform, with noise where the generator says so."""
-        if draw_number(generator) >= self.share:
+        if draw_number(generator) >= self.prob:
             return waveform
         sound = self.sounds[draw_index(len(self.sounds), generator)]
         snr = self.snr.low + (self.snr.high - self.snr.low) * draw_number(generator)
@@ -56,36 +56,36 @@ class NoiseCorpus:
 
 
 @dataclass(frozen=True)
-class RoomCorpus:
-    """Impulse responses of rooms, for a share of the utterances."""
+class ImpulseResponses:
+    """Impulse responses of rooms, applied to an utterance with probability `prob`."""
 
     responses: tuple[Sound, ...]
-    share: float
+    prob: float
 
     def add_to(self, waveform: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """(S,) -> (S,): the waveform, in a room where the generator says so."""
-        if draw_number(generator) >= self.share:
+        if draw_number(generator) >= self.prob:
             return waveform
         sound = self.responses[draw_index(len(self.responses), generator)]
-        return add_room(waveform, load_response(sound, generator))
+        return reverberate(waveform, load_response(sound, generator))
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class NoiseReverb:
     """A waveform (S,) at 16 kHz as recorded elsewhere: in a room, then with noise, then `gain` dB up or down at most.
 
     Length and timing stay. What is None or 0 is not done.
     """
 
     seed: int = 0
-    rooms: RoomCorpus | None = None
+    reverb: ImpulseResponses | None = None
     noise: NoiseCorpus | None = None
     gain: float = 0.0
 
     def __call__(self, waveform: torch.Tensor, epoch: int, utterance_id: str) -> torch.Tensor:
-        """The waveform in its surroundings of this epoch; a DataError names an audio file that cannot be read."""
-        if self.rooms:
-            waveform = self.rooms.add_to(waveform, utterance_generator(self.seed, epoch, utterance_id, "room"))
+        """The waveform with this epoch's room, noise and gain; a DataError names an audio file that cannot be read."""
+        if self.reverb:
+            waveform = self.reverb.add_to(waveform, utterance_generator(self.seed, epoch, utterance_id, "room"))
         if self.noise:
             waveform = self.noise.add_to(waveform, utterance_generator(self.seed, epoch, utterance_id, "noise"))
         if self.gain:
@@ -129,27 +129,27 @@ def load_response(sound: Sound, generator: torch.Generator) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------------------ manifests
 
 
-def read_surroundings(config: AugmentConfig, seed: int, named_roots: tuple[str, ...] = ()) -> Surroundings:
+def read_noise_reverb(config: AugmentConfig, seed: int, named_roots: tuple[str, ...] = ()) -> NoiseReverb:
     """What the configuration asks for, every header read, nothing decoded; a DataError names row and reason."""
-    rooms, noise, problems = None, None, Problems()
+    reverb, noise, problems = None, None, ErrorCollector()
     if config.rir_manifest is not None:
-        with problems.noted():
-            rooms = RoomCorpus(
-                read_sounds(config.rir_manifest, named_roots, LONGEST_RESPONSE_SECONDS), config.rir_share
+        with problems.collect():
+            reverb = ImpulseResponses(
+                read_sounds(config.rir_manifest, named_roots, MAX_RESPONSE_SECONDS), config.rir_prob
             )
     if config.noise_manifest is not None:
-        with problems.noted():
+        with problems.collect():
             sounds = read_sounds(config.noise_manifest, named_roots)
-            noise = NoiseCorpus(sounds, parse_snr(config.noise_snr), config.noise_share)
+            noise = NoiseCorpus(sounds, parse_snr(config.noise_snr), config.noise_prob)
     problems.raise_all()
-    return Surroundings(seed, rooms, noise, config.gain)
+    return NoiseReverb(seed, reverb, noise, config.gain)
 
 
 def read_sounds(manifest: str, named_roots: tuple[str, ...] = (), longest: float = float("inf")) -> tuple[Sound, ...]:
     """The manifest's rows with what their headers say; a DataError for one that cannot be used or lasts too long."""
-    sounds, problems = [], Problems()
+    sounds, problems = [], ErrorCollector()
     for row in read_recordings(manifest, named_roots):
-        with problems.noted():
+        with problems.collect():
             sounds.append(_read_sound(manifest, row, longest))
     problems.raise_all()
     return tuple(sounds)

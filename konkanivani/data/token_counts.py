@@ -19,7 +19,7 @@ from konkanivani.data.vocabulary import Vocabulary
 Digits = Literal["keep", "spell"]
 FEW_ROWS = 20_000  # counted here, without processes to help
 BLOCK_ROWS = 100_000
-MOST = 2**16 - 1
+MAX_COUNT = 2**16 - 1
 
 
 @dataclass(frozen=True)
@@ -68,5 +68,5 @@ def _count(manifest: Manifest, first: int, end: int, tokenizer: Vocabulary, digi
     counts = np.empty((2, end - first), np.uint16)
     for place, utterance in enumerate(manifest.between(first, end)):
         tokens = tokenizer.encode(normalize_text(utterance.text, digits))
-        counts[:, place] = min(MOST, len(tokens)), min(MOST, ctc_frames_needed(tokens))
+        counts[:, place] = min(MAX_COUNT, len(tokens)), min(MAX_COUNT, ctc_frames_needed(tokens))
     return counts

@@ -16,7 +16,7 @@ from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.roots import OUTSIDE, is_named_inside
 from konkanivani.data.text import forbidden_character
 
-LONGEST_SECONDS = 1e9
+MAX_SECONDS = 1e9
 
 
 class BadRow(Exception):
@@ -144,4 +144,4 @@ def _reason_to_refuse(fields: dict[str, object]) -> str | None:
 
 
 def _is_seconds(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < LONGEST_SECONDS
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < MAX_SECONDS

@@ -20,19 +20,19 @@ from typing import BinaryIO
 import numpy as np
 
 from konkanivani.base.errors import DataError, ResourceError, explained
-from konkanivani.base.files import published
+from konkanivani.base.files import atomic_replace
 from konkanivani.data.text import Tokenizer
 
 LN_10 = math.log(10)
 IMPOSSIBLE = -99.0  # SRILM's base-10 logarithm of zero; what the file of a model says of <s>
-MOST_NGRAMS = 30_000_000  # while they are read, each takes some 130 bytes
-MOST_ORDER = 32
-MOST_SILENT_LINES = 1000  # before the first section, or blank
-LONGEST_LINE = 2**14  # bytes
-LARGEST_BACKOFF = 1000.0  # of a base-10 logarithm
-MOST_UNPACKED = 100  # times the size of a .gz file, where n-grams take up 10 to 20 times
+MAX_NGRAMS = 30_000_000  # while they are read, each takes some 130 bytes
+MAX_ORDER = 32
+MAX_SILENT_LINES = 1000  # before the first section, or blank
+MAX_LINE = 2**14  # bytes
+MAX_BACKOFF = 1000.0  # of a base-10 logarithm
+MAX_UNPACKED_RATIO = 100  # times the size of a .gz file, where n-grams take up 10 to 20 times
 GZIP = b"\x1f\x8b"
-MOST_NAMED = 3
+MAX_NAMED = 3
 FOREIGN = "It must be trained with this checkpoint's tokenizer: train_language_model.py --checkpoint."
 
 
@@ -69,7 +69,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, float]]:
             yield file, math.inf
             return
         with gzip.GzipFile(fileobj=file) as unpacked:
-            yield unpacked, MOST_UNPACKED * path.stat().st_size + 2**20
+            yield unpacked, MAX_UNPACKED_RATIO * path.stat().st_size + 2**20
 
 
 class _Reader:
@@ -102,13 +102,13 @@ class _Reader:
 
     def _next_line(self) -> bytes:
         """The next line that is not blank, without space around it."""
-        while line := self._file.readline(LONGEST_LINE):
+        while line := self._file.readline(MAX_LINE):
             self._row += 1
             self._bytes_left -= len(line)
-            if len(line) == LONGEST_LINE:
-                raise self._error(f"a line of more than {LONGEST_LINE} bytes is no n-gram's")
+            if len(line) == MAX_LINE:
+                raise self._error(f"a line of more than {MAX_LINE} bytes is no n-gram's")
             if self._bytes_left < 0:
-                raise self._error(f"it unpacks to more than {MOST_UNPACKED} times its size, as no n-grams do")
+                raise self._error(f"it unpacks to more than {MAX_UNPACKED_RATIO} times its size, as no n-grams do")
             if stripped := line.strip():
                 return stripped
             self._pass_over()
@@ -116,8 +116,8 @@ class _Reader:
 
     def _pass_over(self) -> None:
         self._silent += 1
-        if self._silent > MOST_SILENT_LINES:
-            raise self._error(f"more than {MOST_SILENT_LINES} lines are blank, or stand before its \\data\\")
+        if self._silent > MAX_SILENT_LINES:
+            raise self._error(f"more than {MAX_SILENT_LINES} lines are blank, or stand before its \\data\\")
 
     def _read_counts(self) -> tuple[list[int], bytes]:
         """The number of n-grams of each order that the head states, and the line after it."""
@@ -125,13 +125,13 @@ class _Reader:
             self._pass_over()
         counts: list[int] = []
         while stated := re.fullmatch(rb"ngram\s+(\d{1,4})\s*=\s*(\d{1,30})", line := self._next_line()):
-            if int(stated[1]) != len(counts) + 1 or len(counts) == MOST_ORDER:
-                raise self._error(f"its head must state orders 1, 2, ... up to {MOST_ORDER}, and has {_shown(line)}")
+            if int(stated[1]) != len(counts) + 1 or len(counts) == MAX_ORDER:
+                raise self._error(f"its head must state orders 1, 2, ... up to {MAX_ORDER}, and has {_shown(line)}")
             counts.append(int(stated[2]))
         if not counts or not counts[0]:
             raise self._error("its head states no 1-grams")
-        if sum(counts) > MOST_NGRAMS:
-            raise self._error(f"its head states {sum(counts)} n-grams, and {MOST_NGRAMS} are the most that are read")
+        if sum(counts) > MAX_NGRAMS:
+            raise self._error(f"its head states {sum(counts)} n-grams, and {MAX_NGRAMS} are the most that are read")
         return counts, line
 
     def _read_section(self, order: int, count: int, is_last: bool) -> Ngrams:
@@ -150,13 +150,13 @@ class _Reader:
             if not order + 1 <= len(fields) <= order + 2 or probability != probability or backoff != backoff:
                 words = f"{order} word{'s' if order > 1 else ''}"
                 raise self._error(f"{_shown(b' '.join(fields))} is not a logarithm, {words} and a weight")
-            if probability > 0 or not -LARGEST_BACKOFF < backoff < LARGEST_BACKOFF:
+            if probability > 0 or not -MAX_BACKOFF < backoff < MAX_BACKOFF:
                 raise self._error(f"{probability:g} and {backoff:g} are no logarithms of a probability and a weight")
             try:
                 tokens.extend([known[word] for word in words])
             except KeyError:
                 unknown += [word for word in words if word not in known and word not in unknown]
-                if order > 1 or len(unknown) > MOST_NAMED:
+                if order > 1 or len(unknown) > MAX_NAMED:
                     raise self._unknown_words(order, unknown) from None
             logarithms.append(probability)
             backoffs.append(backoff)
@@ -170,7 +170,7 @@ class _Reader:
         )
 
     def _unknown_words(self, order: int, words: list[bytes]) -> DataError:
-        named = ", ".join(map(_shown, words[:MOST_NAMED])) + (", ..." if len(words) > MOST_NAMED else "")
+        named = ", ".join(map(_shown, words[:MAX_NAMED])) + (", ..." if len(words) > MAX_NAMED else "")
         if order > 1:
             return self._error(f"{named} in its {order}-grams is none of its 1-grams")
         return self._error(f"{named} is no piece of the tokenizer", FOREIGN)
@@ -195,7 +195,7 @@ def write_arpa(path: str | Path, orders: Sequence[Ngrams], tokenizer: Tokenizer)
     advice = "Give another --output in a folder of yours."
     with (
         explained(ResourceError, f"The language model cannot be written to {path}", advice),
-        published(path) as partial,
+        atomic_replace(path) as partial,
     ):
         with gzip.GzipFile(partial, "wb", mtime=0) if path.suffix == ".gz" else open(partial, "wb") as file:
             for line in _lines(orders, pieces):

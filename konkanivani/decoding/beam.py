@@ -16,7 +16,7 @@ import torch
 
 from konkanivani.base.lengths import Lengths
 from konkanivani.data.text import OUR_TOKENS
-from konkanivani.decoding.hypothesis import Hypothesis, first_best, ranked
+from konkanivani.decoding.hypothesis import Hypothesis, first_best, sort_hypotheses
 from konkanivani.decoding.scorers import CTCScorer, FullScorer
 
 # CTC scores so many candidates of each hypothesis for each place in the beam, the likeliest by the other scorers.
@@ -36,7 +36,7 @@ class Weighted:
 
 @dataclass(frozen=True)
 class Scorers:
-    """All that is thought of a hypothesis; `ctc` is asked about the candidates that `full` finds likeliest."""
+    """All scorers of hypotheses; `ctc` scores only the candidates that `full` finds likeliest."""
 
     full: tuple[Weighted, ...]
     ctc: CTCScorer | None
@@ -49,7 +49,7 @@ class Scorers:
         scores = sum(weighted.weight * weighted.scorer.score() for weighted in self.full)
         # What a broken model says of a hypothesis says nothing for it.
         scores = scores.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
-        candidates = _likeliest(scores, CANDIDATES_A_PLACE * beam if self.ctc else scores.shape[2], self.end)
+        candidates = _top_candidates(scores, CANDIDATES_A_PLACE * beam if self.ctc else scores.shape[2], self.end)
         scores = scores.gather(2, candidates)
         if self.ctc:
             scores = scores + self.ctc_weight * self.ctc.score(candidates)
@@ -69,7 +69,7 @@ class Scorers:
         return [weighted.scorer for weighted in self.full] + ([self.ctc] if self.ctc else [])
 
 
-def _likeliest(scores: torch.Tensor, count: int, end: int) -> torch.Tensor:
+def _top_candidates(scores: torch.Tensor, count: int, end: int) -> torch.Tensor:
     """Token ids (B, K, C), ascending: the `count` likeliest of scores (B, K, V), and the end token."""
     batch, beam, vocabulary = scores.shape
     if count >= vocabulary:
@@ -117,7 +117,7 @@ def beam_search(
         scorers.follow(sources, tokens)
         if len(hopeful) < len(tokens):
             _keep(search, scorers, hopeful)
-    return [tuple(ranked(ended)[:best]) for ended in search.ended]
+    return [tuple(sort_hypotheses(ended)[:best]) for ended in search.ended]
 
 
 def _begin(limits: Lengths, beam: int, device: torch.device) -> _Search:
@@ -159,7 +159,7 @@ def _take_ended(search: _Search, tokens: torch.Tensor, end: int) -> None:
 def _has_hope(search: _Search, n: int, best: int, length_bonus: float) -> bool:
     """Whether what the search holds of its n-th utterance may yet become one of the `best`."""
     highest = search.scores[n].max().item()
-    ended = ranked(search.ended[search.places[n]])
+    ended = sort_hypotheses(search.ended[search.places[n]])
     if highest == -math.inf or len(ended) < best:
         return highest > -math.inf
     if length_bonus <= 0:

@@ -15,10 +15,10 @@ from konkanivani.model.kernels.ctc import BLANK
 @torch.no_grad()
 def greedy_ctc(model: KonkaniVaniASR, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
     """The tokens of the best path through each of encoded (B, T', D)."""
-    return merged_paths(likeliest_tokens(model, encoded), encoded_lengths)
+    return collapse_repeats(argmax_tokens(model, encoded), encoded_lengths)
 
 
-def likeliest_tokens(model: KonkaniVaniASR, encoded: torch.Tensor) -> torch.Tensor:
+def argmax_tokens(model: KonkaniVaniASR, encoded: torch.Tensor) -> torch.Tensor:
     """(B, T'): each frame's likeliest token; logits exist for a chunk of frames at a time."""
     return torch.cat([model.ctc_head(chunk).argmax(dim=-1) for chunk in encoded.split(CHUNK_FRAMES, dim=1)], dim=1)
 
@@ -28,7 +28,7 @@ def blank_frames(paths: torch.Tensor, encoded_lengths: Lengths) -> torch.Tensor:
     return sum(((row[:length] == BLANK).sum() for row, length in zip(paths, encoded_lengths, strict=True)))
 
 
-def merged_paths(paths: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
+def collapse_repeats(paths: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
     """Token ids a frame (B, T') as transcripts: the valid frames', repeats merged, blanks gone."""
     hypotheses = []
     for row, length in zip(paths.cpu(), encoded_lengths, strict=True):
@@ -37,7 +37,7 @@ def merged_paths(paths: torch.Tensor, encoded_lengths: Lengths) -> list[list[int
     return hypotheses
 
 
-def blank_beyond(log_probabilities: torch.Tensor, encoded_lengths: Lengths) -> torch.Tensor:
+def mask_padding_as_blank(log_probabilities: torch.Tensor, encoded_lengths: Lengths) -> torch.Tensor:
     """A copy (B, max(encoded_lengths), V), at least fp32, of log probabilities (B, T', V): certain blanks as padding.
 
     A certain blank changes no hypothesis and no probability, so a decoder needs no other thought for lengths. What

@@ -1,4 +1,4 @@
-"""What a language model thinks of the prefixes of a CTC prefix beam: shallow fusion (Hannun et al., 2014).
+"""Language model scores of the prefixes of a CTC prefix beam: shallow fusion (Hannun et al., 2014).
 
 A transcript has the score log P_CTC + weight x log P_language model + bonus x tokens, the end of the sentence being
 part of what the language model says. An unfinished prefix has it without that end.
@@ -24,12 +24,12 @@ class Fusion:
     length_bonus: float = 0.0
     special: SpecialTokens = OUR_TOKENS
 
-    def begin(self, batch: int, beam: int) -> "Opinions":
-        """What is thought of empty prefixes."""
+    def begin(self, batch: int, beam: int) -> "FusionScores":
+        """The scores of empty prefixes."""
         states = self.language_model.initial(batch * beam)
         following, ends = self.following(states)
         scores = ends.new_zeros(batch, beam)
-        return Opinions(self, states.view_as(scores), scores, following.view(batch, beam, -1), ends.view_as(scores))
+        return FusionScores(self, states.view_as(scores), scores, following.view(batch, beam, -1), ends.view_as(scores))
 
     def following(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What each token (R, V), and what the end of the sentence (R,), adds after each state (R,)."""
@@ -41,8 +41,8 @@ class Fusion:
 
 
 @dataclass(frozen=True)
-class Opinions:
-    """What is thought of the prefixes of a beam, and what that gains with each token more, or as a whole transcript."""
+class FusionScores:
+    """Scores of the prefixes of a beam, and what each token more, or the end of the transcript, adds to them."""
 
     fusion: Fusion
     states: torch.Tensor  # (B, K), the language model's
@@ -60,12 +60,12 @@ class Opinions:
         gains = self.following.gather(2, tried[:, None].expand(-1, self.scores.shape[1], -1))
         return torch.cat([self.scores[:, :, None], self.scores[:, :, None] + gains], dim=2)
 
-    def follow(self, sources: torch.Tensor, is_longer: torch.Tensor, tokens: torch.Tensor) -> "Opinions":
-        """What is thought of prefixes `sources` (B, K), where `is_longer` (B, K) with a token (B, K) more."""
+    def follow(self, sources: torch.Tensor, is_longer: torch.Tensor, tokens: torch.Tensor) -> "FusionScores":
+        """The scores of prefixes `sources` (B, K), where `is_longer` (B, K) with a token (B, K) more."""
         following = self.following.gather(1, sources[:, :, None].expand_as(self.following))
         states, scores, ends = (each.gather(1, sources) for each in (self.states, self.scores, self.ends))
         gains = following.gather(2, tokens.clamp(min=0)[:, :, None])[:, :, 0]
         scores = torch.where(is_longer, scores + gains, scores)
         states[is_longer] = self.fusion.language_model.advance(states[is_longer], tokens[is_longer])
         following[is_longer], ends[is_longer] = self.fusion.following(states[is_longer])
-        return Opinions(self.fusion, states, scores, following, ends)
+        return FusionScores(self.fusion, states, scores, following, ends)

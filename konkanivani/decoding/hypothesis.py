@@ -12,7 +12,7 @@ import torch
 # of a batch; without steps such a last bit would decide between equals, and a batch could differ from one by one.
 STEPS_IN_A_NAT = 2**26
 # Beyond so many steps (16,384 nats) below the best no difference is made, so that a rank and a place fit an int64.
-FARTHEST = 2**40
+MAX_DISTANCE = 2**40
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Hypothesis:
 def first_best(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Indices (B, count) of the highest scores (B, N), highest first, and of equals the first."""
     highest = scores.amax(dim=1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
-    ranks = ((scores - highest) * STEPS_IN_A_NAT).round().clamp(min=-FARTHEST)
-    ranks = ranks.masked_fill(scores == -math.inf, -FARTHEST - 1).long()
+    ranks = ((scores - highest) * STEPS_IN_A_NAT).round().clamp(min=-MAX_DISTANCE)
+    ranks = ranks.masked_fill(scores == -math.inf, -MAX_DISTANCE - 1).long()
     # Every key is another, so that it does not matter which of equals a device's topk takes.
     keys = ranks * scores.shape[1] - torch.arange(scores.shape[1], device=scores.device)
     return keys.topk(count, dim=1).indices
 
 
-def ranked(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
+def sort_hypotheses(hypotheses: list[Hypothesis]) -> list[Hypothesis]:
     """Likeliest first; of equals, the smaller token ids first."""
     highest = max((hypothesis.log_probability for hypothesis in hypotheses), default=0.0)
 

@@ -122,7 +122,7 @@ def read_language_model(path: str | Path, tokenizer: Tokenizer, device: torch.de
     return model
 
 
-def log_probabilities_of(model: LanguageModel, sentences: Iterable[Sequence[int]]) -> list[float]:
+def score_sentences(model: LanguageModel, sentences: Iterable[Sequence[int]]) -> list[float]:
     """The log probability of each sentence's tokens and of its end after them."""
     found, sentences = [], iter(sentences)
     while some := [[*tokens, model.special.end] for tokens in islice(sentences, SENTENCES_AT_ONCE)]:

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.base.lengths import Lengths
-from konkanivani.decoding.ctc import blank_beyond
-from konkanivani.decoding.fusion import Fusion, Opinions
-from konkanivani.decoding.hypothesis import Hypothesis, first_best, ranked
+from konkanivani.decoding.ctc import mask_padding_as_blank
+from konkanivani.decoding.fusion import Fusion, FusionScores
+from konkanivani.decoding.hypothesis import Hypothesis, first_best, sort_hypotheses
 from konkanivani.model.kernels.ctc import BLANK
 
 NO_TOKEN = -1
@@ -34,7 +34,7 @@ class _Beam:
     last: torch.Tensor  # (B, K), BLANK of an empty prefix
     in_blank: torch.Tensor  # (B, K), log probability of the alignments that end in blank
     in_token: torch.Tensor  # (B, K), log probability of those that end in the last token
-    opinions: Opinions | None  # a language model's, where there is one
+    fusion_scores: FusionScores | None  # a language model's, where there is one
 
     @property
     def log_probabilities(self) -> torch.Tensor:
@@ -60,7 +60,7 @@ def prefix_beam_search(
     """
     if min(beam, best) < 1 or (tokens_per_frame is not None and tokens_per_frame < 1):
         raise ValueError(f"Not all above zero: beam {beam}, best {best}, tokens_per_frame {tokens_per_frame}.")
-    frames = blank_beyond(log_probabilities, encoded_lengths)
+    frames = mask_padding_as_blank(log_probabilities, encoded_lengths)
     prefixes = _empty_beam(frames, beam, fusion)
     for frame in range(frames.shape[1]):
         emissions = frames[:, frame].double()
@@ -82,7 +82,7 @@ def _empty_beam(frames: torch.Tensor, beam: int, fusion: Fusion | None) -> _Beam
         last=places.clone().fill_(BLANK),
         in_blank=in_blank,
         in_token=impossible,
-        opinions=fusion.begin(batch, beam) if fusion else None,
+        fusion_scores=fusion.begin(batch, beam) if fusion else None,
     )
 
 
@@ -108,7 +108,7 @@ def _advance(beam: _Beam, frame: int, emissions: torch.Tensor, tried: torch.Tens
     extended = extended.masked_fill(_already_there(beam, parents, has_parent, tried, emissions.shape[1]), -math.inf)
 
     scores = torch.cat([torch.logaddexp(in_blank, in_token)[:, :, None], extended], dim=2)
-    fused = scores if beam.opinions is None else scores + beam.opinions.of(tried)
+    fused = scores if beam.fusion_scores is None else scores + beam.fusion_scores.of(tried)
     return _followed(beam, first_best(fused.flatten(1), scores.shape[1]), scores, in_blank, in_token, tried)
 
 
@@ -133,7 +133,7 @@ def _followed(
         last=torch.where(is_longer, new, last),
         in_blank=in_blank.masked_fill(is_longer, -math.inf),
         in_token=torch.where(is_longer, scores.flatten(1).gather(1, chosen), in_token),
-        opinions=beam.opinions.follow(sources, is_longer, new) if beam.opinions else None,
+        fusion_scores=beam.fusion_scores.follow(sources, is_longer, new) if beam.fusion_scores else None,
     )
 
 
@@ -176,7 +176,7 @@ def _gathered(indices: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tens
 def _hypotheses(beam: _Beam, best: int) -> list[tuple[Hypothesis, ...]]:
     """What the beam holds of each utterance, likeliest first."""
     found = []
-    ended = beam.log_probabilities if beam.opinions is None else beam.log_probabilities + beam.opinions.ended
+    ended = beam.log_probabilities if beam.fusion_scores is None else beam.log_probabilities + beam.fusion_scores.ended
     rows = zip(beam.tokens.tolist(), beam.lengths.tolist(), ended.tolist(), strict=True)
     for prefixes, lengths, scores in rows:
         hypotheses = [
@@ -184,5 +184,5 @@ def _hypotheses(beam: _Beam, best: int) -> list[tuple[Hypothesis, ...]]:
             for tokens, length, score in zip(prefixes, lengths, scores, strict=True)
             if score > -math.inf
         ]
-        found.append(tuple(ranked(hypotheses)[:best]))
+        found.append(tuple(sort_hypotheses(hypotheses)[:best]))
     return found

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.base.lengths import Lengths
-from konkanivani.decoding.ctc import blank_beyond
+from konkanivani.decoding.ctc import mask_padding_as_blank
 from konkanivani.model.kernels.ctc import BLANK
 
 # Frames that are scored at once: B x K x 32 x C numbers are there at a time, instead of B x K x T' x C.
@@ -45,7 +45,7 @@ class CTCPrefixScorer:
     """
 
     def __init__(self, log_probabilities: torch.Tensor, encoded_lengths: Lengths) -> None:
-        self._frames = blank_beyond(log_probabilities.detach(), encoded_lengths)
+        self._frames = mask_padding_as_blank(log_probabilities.detach(), encoded_lengths)
 
     @torch.no_grad()
     def initial(self, beam: int = 1) -> PrefixState:

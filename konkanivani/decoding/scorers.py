@@ -1,4 +1,4 @@
-"""What is thought of the hypotheses of a search: by the attention decoder, by CTC, by a language model.
+"""Scores of the hypotheses of a search: by the attention decoder, by CTC, by a language model.
 
 A scorer lives as long as one search and is changed by it: `score` says how likely every hypothesis is with one token
 more, `follow` goes on with those that the search has chosen, `keep` with the utterances that are not done. Scores are
@@ -63,12 +63,12 @@ class AttentionScorer:
         return without(self._scores, *self._special.never_said)
 
     def follow(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
-        self._totals, self._last = chosen_of(self._scores, sources, tokens), tokens
-        self._cache.follow(sources)
+        self._totals, self._last = gather_scores(self._scores, sources, tokens), tokens
+        self._cache.reorder(sources)
 
     def keep(self, utterances: torch.Tensor) -> None:
         self._totals, self._last = self._totals[utterances], self._last[utterances]
-        self._cache.keep(utterances)
+        self._cache.select(utterances)
 
 
 class LanguageModelScorer:
@@ -93,7 +93,7 @@ class LanguageModelScorer:
         return without(self._scores, *self._special.never_said)
 
     def follow(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
-        self._totals = chosen_of(self._scores, sources, tokens)
+        self._totals = gather_scores(self._scores, sources, tokens)
         contexts = self._contexts.gather(1, sources)
         self._contexts = self._model.advance(contexts.flatten(), tokens.flatten()).view_as(contexts)
 
@@ -134,6 +134,6 @@ def without(scores: torch.Tensor, *tokens: int) -> torch.Tensor:
     return scores.index_fill(2, torch.tensor(tokens, dtype=torch.int64, device=scores.device), -math.inf)
 
 
-def chosen_of(scores: torch.Tensor, sources: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def gather_scores(scores: torch.Tensor, sources: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """(B, K): of scores (B, K', V), those of hypotheses `sources` and tokens `tokens`, both (B, K)."""
     return scores.flatten(1).gather(1, sources * scores.shape[2] + tokens)

@@ -3,7 +3,7 @@
 Bisani and Ney (2004), Bootstrap estimates for confidence intervals in ASR performance evaluation: utterances are drawn
 with replacement, as many as there are, and errors and words summed anew. Liu et al. (2020), Statistical testing on ASR
 performance via blockwise bootstrap: what one speaker says is not independent, so whole speakers are drawn. Of few
-speakers that interval is far too short (docs/evaluation.md has the figures), so `auto` draws them from FEWEST_SPEAKERS
+speakers that interval is far too short (docs/evaluation.md has the figures), so `auto` draws them from MIN_SPEAKERS
 on, and utterances below.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 RESAMPLES = 2_000
 SEED = 1234
-FEWEST_SPEAKERS = 10
+MIN_SPEAKERS = 10
 DRAWN_AT_ONCE = 4_000_000
 
 Unit = Literal["utterances", "speakers"]
@@ -33,11 +33,11 @@ class Interval:
 def choose_unit(speakers: Sequence[str], wish: Wish) -> Unit:
     """What is drawn of these utterances' speakers ("": not known); speakers only where there are two at least."""
     named = len(set(speakers) - {""})
-    is_enough = named >= (FEWEST_SPEAKERS if wish == "auto" else 2)
+    is_enough = named >= (MIN_SPEAKERS if wish == "auto" else 2)
     return "speakers" if wish != "utterances" and is_enough else "utterances"
 
 
-def blocks_of(speakers: Sequence[str], unit: Unit) -> np.ndarray:
+def block_numbers(speakers: Sequence[str], unit: Unit) -> np.ndarray:
     """(utterances,) the number of the block that each is drawn with; an unknown speaker's utterance is its own."""
     if unit == "utterances":
         return np.arange(len(speakers))
@@ -46,7 +46,7 @@ def blocks_of(speakers: Sequence[str], unit: Unit) -> np.ndarray:
     return np.array([numbers[key] for key in keys], np.int64)
 
 
-def resample(amounts: np.ndarray, blocks: np.ndarray, resamples: int = RESAMPLES, seed: int = SEED) -> np.ndarray:
+def resample_sums(amounts: np.ndarray, blocks: np.ndarray, resamples: int = RESAMPLES, seed: int = SEED) -> np.ndarray:
     """(resamples, K) float64: amounts (utterances, K) summed over as many blocks as there are, drawn with replacement.
 
     The same blocks and seed give the same draws, so two systems' amounts side by side are resampled together.
@@ -75,7 +75,7 @@ def ratios(numerators: np.ndarray, denominators: np.ndarray) -> np.ndarray:
     return np.divide(numerators, denominators, out=np.full(len(numerators), np.nan), where=denominators > 0)
 
 
-def interval_of(values: np.ndarray) -> Interval:
+def percentiles(values: np.ndarray) -> Interval:
     """The middle 95 % of the values that are numbers; NaN where they do not vary, and so say nothing.
 
     Resamples without an error, or of one block, are all the same: that is no sign of certainty.

@@ -1,4 +1,4 @@
-"""What was heard and what was said, with where both come from: a checkpoint's run over a manifest, or files of text.
+"""Hypotheses and references, with where both come from: a checkpoint's run over a manifest, or files of text.
 
 And the file that a run writes of it, a line an utterance."""
 
@@ -18,9 +18,9 @@ from konkanivani.evaluation.metrics import UtteranceEdits
 from konkanivani.evaluation.transcripts import (
     ScoredText,
     TextFormat,
-    Transcripts,
+    TranscriptFile,
     are_probably_ids,
-    hypotheses_for,
+    match_hypotheses,
     pair_transcripts,
     read_transcripts,
 )
@@ -94,7 +94,7 @@ class OtherSystem:
 
 
 @dataclass(frozen=True)
-class Heard:
+class TextPairs:
     """Utterances with both texts, where they come from, and how the texts are, or are to be, normalised."""
 
     texts: tuple[ScoredText, ...]
@@ -107,13 +107,13 @@ class Heard:
         """How the texts came about, and what was done to them."""
         return *self.source.facts, ("normalised", NORMALIZERS[self.normalizer][1])
 
-    def normalized(self) -> "Heard":
+    def normalized(self) -> "TextPairs":
         normalize, _ = NORMALIZERS[self.normalizer]
         texts = (replace(t, reference=normalize(t.reference), hypothesis=normalize(t.hypothesis)) for t in self.texts)
         return replace(self, texts=tuple(texts))
 
 
-def read_heard(references: str | None, hypotheses: str, text_format: TextFormat) -> Heard:
+def read_pairs(references: str | None, hypotheses: str, text_format: TextFormat) -> TextPairs:
     """The transcripts of two files, or of one that has both, not normalised yet.
 
     A DataError where they cannot be read or paired.
@@ -124,13 +124,13 @@ def read_heard(references: str | None, hypotheses: str, text_format: TextFormat)
     notes = ()
     if not (said.has_ids and heard.has_ids) and are_probably_ids(texts):
         notes = ("Each line of both files begins with the same word; if these are ids, give --format ids.",)
-    return Heard(texts, TextFiles(references or hypotheses, hypotheses), "konkanivani", notes)
+    return TextPairs(texts, TextFiles(references or hypotheses, hypotheses), "konkanivani", notes)
 
 
-def other_system(heard: Heard, other: Transcripts) -> OtherSystem:
+def other_system(heard: TextPairs, other: TranscriptFile) -> OtherSystem:
     """Another system's hypotheses of what was heard, normalised the same way."""
     normalize, _ = NORMALIZERS[heard.normalizer]
-    found = hypotheses_for(heard.texts, other)
+    found = match_hypotheses(heard.texts, other)
     return OtherSystem(other.path, tuple(None if text is None else normalize(text) for text in found))
 
 

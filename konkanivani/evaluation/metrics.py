@@ -129,7 +129,7 @@ def align_words(references: Sequence[str], hypotheses: Sequence[str]) -> Iterato
 
 
 def count_edits(references: Sequence[str], hypotheses: Sequence[str]) -> UtteranceEdits:
-    """What was changed in each utterance. A reference may be empty: then all that was heard is inserted."""
+    """What was changed in each utterance. Of an empty reference each word of the hypothesis is an insertion."""
     words, characters = (np.zeros((len(references), len(KINDS)), np.int64) for _ in range(2))
     wrong = []
     for row, (said, heard, chunks) in enumerate(_align(jiwer.process_words, references, hypotheses)):

@@ -6,24 +6,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from konkanivani.evaluation.bootstrap import (
-    FEWEST_SPEAKERS,
+    MIN_SPEAKERS,
     RESAMPLES,
     Interval,
     Unit,
     Wish,
-    blocks_of,
+    block_numbers,
     choose_unit,
-    interval_of,
+    percentiles,
     ratios,
-    resample,
+    resample_sums,
 )
-from konkanivani.evaluation.hypotheses import Heard, OtherSystem
+from konkanivani.evaluation.hypotheses import OtherSystem, TextPairs
 from konkanivani.evaluation.metrics import Edit, ErrorRates, UtteranceEdits, align_words, count_edits
 from konkanivani.evaluation.transcripts import ScoredText
 
 # The seconds from which an utterance falls into a bucket, and its name.
 BUCKETS = {0.0: "under 2 s", 2.0: "2 to 5 s", 5.0: "5 to 10 s", 10.0: "10 to 20 s", 20.0: "20 s and more"}
-MOST_CONFUSIONS = 12
+MAX_CONFUSIONS = 12
 
 
 @dataclass(frozen=True)
@@ -99,34 +99,36 @@ class ScoreReport:
         if self.unit == "speakers" or not self.speakers:
             return said
         named = sum(bool(speaker.name) for speaker in self.speakers)
-        few = f", too few ({named}) to be resampled" if named < FEWEST_SPEAKERS else ""
+        few = f", too few ({named}) to be resampled" if named < MIN_SPEAKERS else ""
         return f"{said}; for other speech of the same speakers{few}"
 
 
-def build_report(heard: Heard, edits: UtteranceEdits, wish: Wish, worst: int, other: OtherSystem | None) -> ScoreReport:
+def build_report(
+    pairs: TextPairs, edits: UtteranceEdits, wish: Wish, worst: int, other: OtherSystem | None
+) -> ScoreReport:
     """The report on normalised texts with their edits: the intervals as wished, so many of the worst utterances."""
-    texts, speakers = heard.texts, [text.speaker for text in heard.texts]
+    texts, speakers = pairs.texts, [text.speaker for text in pairs.texts]
     unit = choose_unit(speakers, wish)
-    resampled = resample(edits.sums, blocks_of(speakers, unit))
+    resampled = resample_sums(edits.sums, block_numbers(speakers, unit))
     by_speaker = _slices(texts, edits, wish, speakers) if len(set(speakers)) > 1 else {}
     by_duration = _slices(texts, edits, wish, [_bucket(text.seconds) for text in texts])
     by_pattern = _slices(texts, edits, wish, [text.pattern or None for text in texts])
     return ScoreReport(
-        title=heard.source.title,
-        facts=heard.facts,
-        notes=heard.notes,
+        title=pairs.source.title,
+        facts=pairs.facts,
+        notes=pairs.notes,
         utterances=len(texts),
         seconds=_seconds(texts),
         rates=edits.rates(),
-        wer_interval=interval_of(ratios(resampled[:, 0], resampled[:, 1])),
-        cer_interval=interval_of(ratios(resampled[:, 2], resampled[:, 3])),
+        wer_interval=percentiles(ratios(resampled[:, 0], resampled[:, 1])),
+        cer_interval=percentiles(ratios(resampled[:, 2], resampled[:, 3])),
         unit=unit,
         speakers=tuple(sorted(by_speaker.values(), key=lambda part: -np.nan_to_num(part.rates.wer, nan=-1.0))),
         durations=tuple(by_duration[name] for name in BUCKETS.values() if name in by_duration),
         patterns=tuple(by_pattern[name] for name in sorted(by_pattern)),
-        substitutions=edits.confusions("substitution", MOST_CONFUSIONS),
-        deletions=edits.confusions("deletion", MOST_CONFUSIONS),
-        insertions=edits.confusions("insertion", MOST_CONFUSIONS),
+        substitutions=edits.confusions("substitution", MAX_CONFUSIONS),
+        deletions=edits.confusions("deletion", MAX_CONFUSIONS),
+        insertions=edits.confusions("insertion", MAX_CONFUSIONS),
         worst=_worst(texts, edits, worst),
         comparison=_compare(texts, edits, other, wish) if other else None,
     )
@@ -148,8 +150,8 @@ def _slices(
 
 def _slice(name: str, texts: list[ScoredText], edits: UtteranceEdits, wish: Wish) -> Slice:
     speakers = [text.speaker for text in texts]
-    resampled = resample(edits.sums[:, :2], blocks_of(speakers, choose_unit(speakers, wish)))
-    interval = interval_of(ratios(resampled[:, 0], resampled[:, 1]))
+    resampled = resample_sums(edits.sums[:, :2], block_numbers(speakers, choose_unit(speakers, wish)))
+    interval = percentiles(ratios(resampled[:, 0], resampled[:, 1]))
     return Slice(name, len(texts), _seconds(texts), edits.rates(), interval)
 
 
@@ -181,14 +183,14 @@ def _compare(texts: Sequence[ScoredText], edits: UtteranceEdits, other: OtherSys
     rows = np.array([row for row, hypothesis in enumerate(other.hypotheses) if hypothesis is not None])
     ours, speakers = edits.of(rows), [texts[row].speaker for row in rows]
     theirs = count_edits([texts[row].reference for row in rows], [other.hypotheses[row] or "" for row in rows])
-    blocks = blocks_of(speakers, choose_unit(speakers, wish))
-    errors, words, others = resample(np.column_stack([ours.sums[:, :2], theirs.sums[:, 0]]), blocks).T
+    blocks = block_numbers(speakers, choose_unit(speakers, wish))
+    errors, words, others = resample_sums(np.column_stack([ours.sums[:, :2], theirs.sums[:, 0]]), blocks).T
     return Comparison(
         name=other.name,
         utterances=len(rows),
         rates=ours.rates(),
         other=theirs.rates(),
-        interval=interval_of(ratios(errors - others, words)),
+        interval=percentiles(ratios(errors - others, words)),
         fewer=float(np.mean(errors < others)),
         more=float(np.mean(errors > others)),
     )

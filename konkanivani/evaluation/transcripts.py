@@ -24,13 +24,13 @@ FIELDS: dict[Role, tuple[str, ...]] = {
     "hypothesis": ("hypothesis", "pred_text", "text"),
     "own hypothesis": ("hypothesis", "pred_text"),  # beside its own reference, which may be the text
 }
-MOST_CHARACTERS = 200_000  # three hours of speech; the alignment of one with another takes seconds, and grows squared
-MOST_BYTES = 8 * MOST_CHARACTERS
-MOST_NAMED = 3
+MAX_CHARACTERS = 200_000  # three hours of speech; the alignment of one with another takes seconds, and grows squared
+MAX_BYTES = 8 * MAX_CHARACTERS
+MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
-class Transcript:
+class TranscriptRow:
     """A text and what its file says of the utterance; the id is empty, the seconds are None where it does not."""
 
     text: str
@@ -41,11 +41,11 @@ class Transcript:
 
 
 @dataclass(frozen=True)
-class Transcripts:
+class TranscriptFile:
     """A file's transcripts in its order; either all have ids, no two the same, or none has."""
 
     path: str
-    rows: tuple[Transcript, ...]
+    rows: tuple[TranscriptRow, ...]
 
     @property
     def has_ids(self) -> bool:
@@ -65,7 +65,7 @@ class ScoredText:
     pattern: str = ""
 
 
-def read_transcripts(path: str, text_format: TextFormat, role: Role) -> Transcripts:
+def read_transcripts(path: str, text_format: TextFormat, role: Role) -> TranscriptFile:
     """The transcripts of a file; a DataError where it cannot be read or is not what it should be.
 
     Files named .jsonl or .json are JSON lines, all others of the `text_format`.
@@ -77,14 +77,14 @@ def read_transcripts(path: str, text_format: TextFormat, role: Role) -> Transcri
                 continue
             row = _parse_json(f"{path}, line {number}", line, role) if is_json else _parse_id(line)
         else:
-            row = Transcript(line)
-        if len(row.text) > MOST_CHARACTERS:
+            row = TranscriptRow(line)
+        if len(row.text) > MAX_CHARACTERS:
             raise _too_long(path, number)
         rows.append(row)
     if not rows:
         raise DataError(f"{path} is empty: there is nothing to score. Give a file of transcripts.")
     _check_ids(path, rows)
-    return Transcripts(path, tuple(rows))
+    return TranscriptFile(path, tuple(rows))
 
 
 def is_json_file(path: str) -> bool:
@@ -97,10 +97,10 @@ def _lines(path: str) -> Iterator[tuple[int, str]]:
     try:
         with open(path, "rb") as file:
             for number in itertools.count(1):
-                line = file.readline(MOST_BYTES + 1)
+                line = file.readline(MAX_BYTES + 1)
                 if not line:
                     return
-                if len(line) > MOST_BYTES:
+                if len(line) > MAX_BYTES:
                     raise _too_long(path, number)
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 yield number, text.removesuffix("\n").removesuffix("\r")
@@ -112,18 +112,18 @@ def _lines(path: str) -> Iterator[tuple[int, str]]:
 
 def _too_long(path: str, number: int) -> DataError:
     return DataError(
-        f"{path}, line {number} has more than {MOST_CHARACTERS:,} characters, too many to align. Give a line to each "
+        f"{path}, line {number} has more than {MAX_CHARACTERS:,} characters, too many to align. Give a line to each "
         "utterance."
     )
 
 
-def _parse_id(line: str) -> Transcript:
+def _parse_id(line: str) -> TranscriptRow:
     """What follows the first word, which is the id."""
     name, _, text = line.strip().replace("\t", " ").partition(" ")
-    return Transcript(text, id=name)
+    return TranscriptRow(text, id=name)
 
 
-def _parse_json(place: str, line: str, role: Role) -> Transcript:
+def _parse_json(place: str, line: str, role: Role) -> TranscriptRow:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -140,10 +140,10 @@ def _parse_json(place: str, line: str, role: Role) -> Transcript:
     return row
 
 
-def _row_of(text: str, fields: dict[str, object]) -> Transcript:
+def _row_of(text: str, fields: dict[str, object]) -> TranscriptRow:
     seconds = fields.get("duration")
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    return Transcript(
+    return TranscriptRow(
         text,
         id=_id_of(fields),
         speaker=str(fields.get("speaker") or ""),
@@ -162,7 +162,7 @@ def _id_of(fields: dict[str, object]) -> str:
     return Utterance(audio, "", 0.0, "", offset=begin, **part).id
 
 
-def _check_ids(path: str, rows: list[Transcript]) -> None:
+def _check_ids(path: str, rows: list[TranscriptRow]) -> None:
     """Raises a DataError where an id occurs twice, or only some rows have one."""
     with_id = sum(bool(row.id) for row in rows)
     if with_id not in (0, len(rows)):
@@ -178,11 +178,11 @@ def _check_ids(path: str, rows: list[Transcript]) -> None:
 
 def _names(ids: Sequence[str]) -> str:
     """The first few, and how many there are where that is more."""
-    named = ", ".join(show_text(name, 80) for name in ids[:MOST_NAMED])
-    return named if len(ids) <= MOST_NAMED else f"{named} and {len(ids) - MOST_NAMED:,} more"
+    named = ", ".join(show_text(name, 80) for name in ids[:MAX_NAMED])
+    return named if len(ids) <= MAX_NAMED else f"{named} and {len(ids) - MAX_NAMED:,} more"
 
 
-def pair_transcripts(references: Transcripts, hypotheses: Transcripts) -> list[ScoredText]:
+def pair_transcripts(references: TranscriptFile, hypotheses: TranscriptFile) -> list[ScoredText]:
     """Each reference with its hypothesis, by ids where both have them, else line by line; a DataError where one lacks.
 
     Neither text is normalised yet.
@@ -212,7 +212,7 @@ def pair_transcripts(references: Transcripts, hypotheses: Transcripts) -> list[S
     ]
 
 
-def hypotheses_for(texts: Sequence[ScoredText], other: Transcripts) -> list[str | None]:
+def match_hypotheses(texts: Sequence[ScoredText], other: TranscriptFile) -> list[str | None]:
     """Another system's hypothesis of each utterance, None where it has none; a DataError where it has none at all."""
     if not other.has_ids and len(other.rows) == len(texts):
         return [row.text for row in other.rows]

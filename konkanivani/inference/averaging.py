@@ -1,4 +1,4 @@
-"""The arithmetic mean of several checkpoints' weights, which often hears better than any one of them.
+"""The arithmetic mean of several checkpoints' weights, which often recognises better than any one of them.
 
 Averaging the last checkpoints of a run: Vaswani et al., 2017, section 6.1; Izmailov et al., 2018.
 """

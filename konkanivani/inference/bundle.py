@@ -30,7 +30,7 @@ FORMAT = 1
 SUFFIX = ".safetensors"
 ENTRY = "konkanivani"  # of the file's metadata
 TOKENIZER = "tokenizer"  # the name of its tensor
-MOST_HEADER_BYTES = 2**21  # some 130 a tensor, of which the largest preset has 500; safetensors would take 100 MB
+MAX_HEADER_BYTES = 2**21  # some 130 a tensor, of which the largest preset has 500; safetensors would take 100 MB
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _check_header(path: Path) -> None:
     """Refuses a header that alone would take gigabytes once it is read."""
     with open(path, "rb") as file:
         claimed = int.from_bytes(file.read(8), "little")
-    if claimed > MOST_HEADER_BYTES:
+    if claimed > MAX_HEADER_BYTES:
         raise ValueError(f"its header claims {claimed} bytes")
 
 

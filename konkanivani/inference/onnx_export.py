@@ -21,7 +21,7 @@ import torch
 from konkanivani.base.errors import ResourceError, UsageError
 from konkanivani.base.lengths import SAMPLE_RATE, Lengths
 from konkanivani.data.text import Tokenizer
-from konkanivani.decoding.ctc import merged_paths
+from konkanivani.decoding.ctc import collapse_repeats
 from konkanivani.inference.onnx_graph import RecognitionGraph
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.model.front_end import described
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # an extra
 PACKAGES = "onnx", "onnxruntime", "onnxscript"  # the extra `export` of setup.cfg
 OPSET = 18  # the oldest that PyTorch's exporter writes; onnxruntime reads it since 1.14
 INPUTS, OUTPUTS = ("waveforms", "sample_lengths"), ("log_probabilities", "encoded_lengths")
-MOST_SAMPLES = 2**31 - 1  # in a waveform, so that no product of lengths leaves int64
+MAX_SAMPLES = 2**31 - 1  # in a waveform, so that no product of lengths leaves int64
 
 
 def require_onnx() -> None:
@@ -58,7 +58,7 @@ def build_onnx(speech_model: SpeechModel) -> bytes:
         raise UsageError("ONNX files hold the encoder and CTC, which this model has not: export it as a bundle.")
     graph = RecognitionGraph(speech_model)
     example = torch.zeros(2, SAMPLE_RATE), torch.tensor([SAMPLE_RATE, SAMPLE_RATE // 2])
-    batch, samples = torch.export.Dim("batch"), torch.export.Dim("samples", max=MOST_SAMPLES)
+    batch, samples = torch.export.Dim("batch"), torch.export.Dim("samples", max=MAX_SAMPLES)
     with quietly(), torch.no_grad():
         traced = torch.export.export(graph, example, dynamic_shapes=({0: batch, 1: samples}, {0: batch}), strict=False)
         program = torch.onnx.export(
@@ -71,7 +71,7 @@ def build_onnx(speech_model: SpeechModel) -> bytes:
     return model.SerializeToString(deterministic=True)
 
 
-def quantized(model: bytes) -> bytes:
+def quantize(model: bytes) -> bytes:
     """The ONNX model with the weights of its products in eight bits; activations are quantised as they come.
 
     Products alone: with the convolutions too, the probabilities were six times as far off (Kullback-Leibler) for 2 %
@@ -158,12 +158,12 @@ class OnnxModel:
     def hear(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> list[str]:
         """The text of the best path through each of waveforms (B, S)."""
         log_probabilities, encoded_lengths = self.log_probabilities(waveforms, sample_lengths)
-        paths = merged_paths(log_probabilities.argmax(dim=-1), encoded_lengths)
+        paths = collapse_repeats(log_probabilities.argmax(dim=-1), encoded_lengths)
         return ["".join(self.token_texts[token] for token in path).strip() for path in paths]
 
 
 def read_onnx(path: Path) -> OnnxModel:
-    """The model of a file that `build_onnx` or `quantized` made, on as many threads as torch has."""
+    """The model of a file that `build_onnx` or `quantize` made, on as many threads as torch has."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

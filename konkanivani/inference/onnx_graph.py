@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from konkanivani.base.lengths import SUBSAMPLING, beyond, subsampled_length
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.model.blocks import run_directly
-from konkanivani.model.front_end import LogMel, normalized
+from konkanivani.model.front_end import LogMel, normalize_features
 
 
 class MatrixLogMel(torch.nn.Module):
@@ -41,7 +41,7 @@ class MatrixLogMel(torch.nn.Module):
         power = F.conv1d(cosines.square() + sines.square(), self.filters)
         features = power.clamp_min(self.config.smallest_power).log().transpose(1, 2)
         padding = beyond(frames, features.shape[1])
-        return normalized(features, padding, frames.clamp_min(1).to(features.dtype))
+        return normalize_features(features, padding, frames.clamp_min(1).to(features.dtype))
 
 
 class RecognitionGraph(torch.nn.Module):

@@ -20,13 +20,20 @@ from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.waveform import stream_audio, stream_samples
 from konkanivani.decoding.decode import Decode, build_decode
 from konkanivani.inference.bundle import is_bundle, read_bundle
-from konkanivani.inference.segmentation import Cutting, Piece, cut_into_pieces, cutting_of
-from konkanivani.inference.speech_model import SpeechModel, speech_model_of
+from konkanivani.inference.segmentation import Piece, SegmentationConfig, build_segmentation, segment_audio
+from konkanivani.inference.speech_model import SpeechModel, build_speech_model
 from konkanivani.inference.transcript import Segment, Transcript, Word
-from konkanivani.inference.word_times import AlignedToken, Lags, align_tokens, spread_tokens, timed_words, words_of
+from konkanivani.inference.word_times import (
+    AlignedToken,
+    EmissionDelay,
+    align_tokens,
+    group_words,
+    spread_tokens,
+    timed_words,
+)
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 
-LONGEST_PIECE = 30.0  # seconds; a model that was trained on longer utterances has no need of longer pieces
+MAX_PIECE = 30.0  # seconds; a model that was trained on longer utterances has no need of longer pieces
 PAUSE = 0.4  # seconds
 BATCH_SECONDS = 20.0  # of padded audio that is recognised at once
 
@@ -39,7 +46,7 @@ class Recognizer:
 
     speech_model: SpeechModel
     decode: Decode
-    cutting: Cutting
+    segmentation: SegmentationConfig
 
     def transcribe(self, audio: Audio, sample_rate: int = SAMPLE_RATE) -> Transcript:
         """What is said in an audio file, or in samples of `sample_rate` Hz; see `segments`."""
@@ -58,31 +65,31 @@ class Recognizer:
         return self._segments_of(blocks)
 
     def _segments_of(self, blocks: Iterable[torch.Tensor]) -> Iterator[Segment]:
-        pieces = cut_into_pieces(blocks, self.cutting)
+        pieces = segment_audio(blocks, self.segmentation)
         framing = self.speech_model.architecture.framing
         audible = (piece for piece in pieces if framing.encoded_length(len(piece.waveform)))
-        lags = Lags()
+        delay = EmissionDelay()
         for batch in _batches(audible):
-            for words in self._recognize(batch, lags):
+            for words in self._recognize(batch, delay):
                 if words:
                     yield Segment(tuple(words))
 
     @torch.no_grad()
-    def _recognize(self, pieces: list[Piece], lags: Lags) -> list[list[Word]]:
-        """The words in each piece's core, their times those of the recording, by the lags of all pieces so far."""
+    def _recognize(self, pieces: list[Piece], delay: EmissionDelay) -> list[list[Word]]:
+        """The words in each piece's core, their times those of the recording, by the delays of all pieces so far."""
         lengths = tuple(len(piece.waveform) for piece in pieces)
         waveforms = torch.nn.utils.rnn.pad_sequence([piece.waveform for piece in pieces], batch_first=True)
         encoded, encoded_lengths = self.speech_model.encode(waveforms, lengths)
         hypotheses = self.decode(self.speech_model.model, encoded, encoded_lengths)
         found = []
         for piece, row, length, tokens in zip(pieces, encoded, encoded_lengths, hypotheses, strict=True):
-            words = words_of(
+            words = group_words(
                 self._align(row[:length], tokens),
                 self.speech_model.tokenizer,
                 self.speech_model.architecture.framing,
             )
-            lags.learn(words, piece)
-            found.append(_words_of_core(timed_words(words, lags, piece.end - piece.start), piece))
+            delay.learn(words, piece)
+            found.append(_words_of_core(timed_words(words, delay, piece.end - piece.start), piece))
         return found
 
     def _align(self, encoded: torch.Tensor, tokens: list[int]) -> list[AlignedToken]:
@@ -117,16 +124,16 @@ def build_recognizer(
     `pause_seconds`.
     """
     speech_model = load_speech_model(path, choose_device(device))
-    longest = min(speech_model.longest_seconds, LONGEST_PIECE) if longest_seconds is None else longest_seconds
+    longest = min(speech_model.longest_seconds, MAX_PIECE) if longest_seconds is None else longest_seconds
     decode = build_decode(decoding, speech_model.architecture, speech_model.tokenizer, speech_model.device)
-    return Recognizer(speech_model, decode, cutting_of(longest, pause_seconds))
+    return Recognizer(speech_model, decode, build_segmentation(longest, pause_seconds))
 
 
 def load_speech_model(path: str | os.PathLike, device: torch.device) -> SpeechModel:
     """The model of the bundle or checkpoint at `path`; a CheckpointError says what is wrong with the file."""
     if is_bundle(Path(path)):
         return read_bundle(Path(path), device)
-    return speech_model_of(read_checkpoint(path), device)
+    return build_speech_model(read_checkpoint(path), device)
 
 
 def _words_of_core(words: list[Word], piece: Piece) -> list[Word]:

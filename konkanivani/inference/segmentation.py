@@ -17,13 +17,13 @@ STEP = SAMPLE_RATE // STEPS_A_SECOND  # samples
 HORIZON = 60 * STEPS_A_SECOND  # what is looked at to tell pauses from speech
 SMOOTHED = 5  # steps, an odd number: a level is the mean power over 50 ms
 NOTHING = -90.0  # dB under full scale: less than one step of 16 bit
-QUIETEST_SHARE = 0.02  # of the steps: their level is that of the noise, or of the closures of stops
-DEEPEST = 60.0  # dB: the noise is taken to be at most so far under the loudest, as where a gate has made zeros of it
+QUIETEST_FRACTION = 0.02  # of the steps: their level is that of the noise, or of the closures of stops
+MAX_RANGE = 60.0  # dB: the noise is taken to be at most so far under the loudest, as where a gate has made zeros of it
 # A pause's level above the noise's: so many dB, and this share of the way to the loudest.
-MOST_ABOVE_NOISE, SHARE_ABOVE_NOISE = 10.0, 0.25
+MAX_ABOVE_NOISE, SHARE_ABOVE_NOISE = 10.0, 0.25
 # dB: what stays nearer to the noise is noise. Speech does not, not even where there is as much noise as speech: its
 # loudest syllables are about 8 dB above its mean.
-LEAST_REACH = 6.0
+MIN_REACH = 6.0
 MARGIN = 15  # steps kept before and after speech: without them the first and last sounds are misheard
 OVERLAP = STEPS_A_SECOND  # context of a piece on the side where it was cut within speech
 OVERLAP_SHARE = 4  # the overlap is at most the longest piece over this
@@ -52,7 +52,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Cutting:
+class SegmentationConfig:
     """Where a recording is cut, in steps of 10 ms: pieces of `longest` at most, apart at silences above `pause`."""
 
     longest: int
@@ -64,21 +64,21 @@ class Cutting:
         return min(OVERLAP, self.longest // OVERLAP_SHARE)
 
 
-def cutting_of(longest_seconds: float, pause_seconds: float) -> Cutting:
+def build_segmentation(longest_seconds: float, pause_seconds: float) -> SegmentationConfig:
     """The cutting for these seconds."""
-    return Cutting(int(longest_seconds * STEPS_A_SECOND), round(pause_seconds * STEPS_A_SECOND))
+    return SegmentationConfig(int(longest_seconds * STEPS_A_SECOND), round(pause_seconds * STEPS_A_SECOND))
 
 
-def cut_into_pieces(blocks: Iterable[torch.Tensor], cutting: Cutting) -> Iterator[Piece]:
+def segment_audio(blocks: Iterable[torch.Tensor], segmentation: SegmentationConfig) -> Iterator[Piece]:
     """The pieces of a stream of blocks (S,) at 16 kHz, in order; what is silence is in none of them.
 
     A piece ends where a pause begins. Speech that goes on for longer than a piece can is cut at the quietest place in
     the second half of what there is room for, and both sides reach beyond it.
     """
-    stream, overlap = _Stream(blocks), cutting.overlap
+    stream, overlap = _Stream(blocks), segmentation.overlap
     cut, is_within_speech = 0, False  # pieces are made up to this step; whether speech was cut there
     while True:
-        stream.advance(cut - overlap, cut + max(HORIZON, 2 * cutting.longest))
+        stream.advance(cut - overlap, cut + max(HORIZON, 2 * segmentation.longest))
         loud = stream.loud_steps(cut)
         if not len(loud):
             if stream.has_ended:
@@ -89,13 +89,13 @@ def cut_into_pieces(blocks: Iterable[torch.Tensor], cutting: Cutting) -> Iterato
             cut = stream.sound_before(int(loud[0]), int(loud[0]) - MARGIN)
             continue
         start = cut - overlap if is_within_speech else cut
-        speech_end = _end_of_speech(loud, cutting.pause)
+        speech_end = _end_of_speech(loud, segmentation.pause)
         end = min(speech_end + MARGIN, stream.end)
         if end < stream.end:
             end = stream.sound_after(speech_end, end)
-        is_cut = end - start > cutting.longest
+        is_cut = end - start > segmentation.longest
         if is_cut:
-            end = stream.quietest_step(cut, start + cutting.longest - overlap)
+            end = stream.quietest_step(cut, start + segmentation.longest - overlap)
         waveform = stream.samples(start, end + overlap if is_cut else end)
         yield Piece(
             waveform,
@@ -153,13 +153,13 @@ class _Stream:
         self._levels = 10 * smoothed.clamp_min(1e-12).log10()
         if len(new):  # else too little may be left to tell what is noise
             self._loudest = max(self._loudest, float(self._levels.max()))
-            self._noise = max(float(self._levels.quantile(QUIETEST_SHARE)), self._loudest - DEEPEST)
+            self._noise = max(float(self._levels.quantile(QUIETEST_FRACTION)), self._loudest - MAX_RANGE)
 
     def loud_steps(self, first: int) -> torch.Tensor:
         """The steps from `first` on, ascending, that are louder than a pause is among what is there."""
         reach = self._loudest - self._noise
-        threshold = max(self._noise + min(MOST_ABOVE_NOISE, SHARE_ABOVE_NOISE * reach), NOTHING)
-        if reach < LEAST_REACH and len(self._levels) > STEPS_A_SECOND:
+        threshold = max(self._noise + min(MAX_ABOVE_NOISE, SHARE_ABOVE_NOISE * reach), NOTHING)
+        if reach < MIN_REACH and len(self._levels) > STEPS_A_SECOND:
             threshold = math.inf
         return torch.nonzero(self._levels[first - self.first :] > threshold)[:, 0] + first
 

@@ -23,7 +23,7 @@ from konkanivani.model.blocks import run_directly
 from konkanivani.model.front_end import FrontEnd
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states
 
-MOST_LAYERS, LARGEST_DIMENSION = 256, 2**16  # a file that claims more is none of ours, and takes no memory to refuse
+MAX_LAYERS, MAX_DIMENSION = 256, 2**16  # a file that claims more is none of ours, and takes no memory to refuse
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class SpeechModel:
         return self.model.encoder(features, feature_lengths, run_directly)
 
 
-def speech_model_of(checkpoint: Checkpoint, device: torch.device) -> SpeechModel:
+def build_speech_model(checkpoint: Checkpoint, device: torch.device) -> SpeechModel:
     """The checkpoint's model on `device`; a CheckpointError where its weights do not fit."""
-    config, tokenizer = settings_of_weights(checkpoint), tokenizer_of(checkpoint)
+    config, tokenizer = settings_of_weights(checkpoint), load_tokenizer(checkpoint)
     architecture, weights = architecture_of(config, checkpoint.vocab_size).plain(checkpoint.states["model"])
     model, front_end = architecture.build(), architecture.build_front_end(config.augment).to(device)
     load_states(dataclasses.replace(checkpoint, states={"model": weights}), {"model": model})
@@ -68,7 +68,7 @@ def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
         check_config(config)
     except UsageError as error:
         raise CheckpointError(f"The checkpoint's settings are none of ours. {error}") from None
-    tokenizer_of(checkpoint)
+    load_tokenizer(checkpoint)
     weights = checkpoint.states.get("model", {})
     counts = {"encoder": config.model.encoder_layers, "decoder": config.model.decoder_layers}
     layers = [f"{stack}.blocks.{count - 1}." for stack, count in counts.items() if count]
@@ -87,10 +87,10 @@ def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
 def is_within_bounds(model: ModelConfig) -> bool:
     """Whether the dimensions could be those of a model of ours."""
     numbers = [value for value in dataclasses.astuple(model) if isinstance(value, int)]
-    return max(numbers) <= LARGEST_DIMENSION and model.encoder_layers + model.decoder_layers <= MOST_LAYERS
+    return max(numbers) <= MAX_DIMENSION and model.encoder_layers + model.decoder_layers <= MAX_LAYERS
 
 
-def tokenizer_of(checkpoint: Checkpoint) -> Vocabulary:
+def load_tokenizer(checkpoint: Checkpoint) -> Vocabulary:
     """The checkpoint's tokenizer; a CheckpointError where it is none, or not the one of its weights."""
     try:
         tokenizer = Tokenizer(checkpoint.tokenizer)
@@ -105,7 +105,7 @@ def tokenizer_of(checkpoint: Checkpoint) -> Vocabulary:
 
 
 def check_finite(name: str, weights: Mapping[str, torch.Tensor]) -> None:
-    """Raises a CheckpointError where a weight is not a finite number: such a model, called `name`, hears nothing."""
+    """Raises a CheckpointError, which names the file `name`, where a weight is not a finite number."""
     for tensor_name, tensor in weights.items():
         if not tensor.isfinite().all():
             raise CheckpointError(f"The weights {tensor_name} of {name} are not finite numbers. Use another model.")

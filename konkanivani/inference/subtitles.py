@@ -13,14 +13,14 @@ from typing import Literal
 from konkanivani.inference.transcript import Segment, Transcript, Word
 
 LINE_CHARACTERS, CUE_LINES = 42, 2
-LONGEST_CUE, SHORTEST_CUE = 7.0, 1.0  # seconds; a shorter one stays on the screen until the next one comes
+MAX_CUE, MIN_CUE = 7.0, 1.0  # seconds; a shorter one stays on the screen until the next one comes
 CUE_PAUSE = 0.7  # seconds without a word, after which another cue begins
 
 TextFormat = Literal["txt", "json", "srt", "vtt"]
 Timestamps = Literal["segment", "word"]
 
 
-def text_of(segments: Iterable[Segment], text_format: TextFormat, timestamps: Timestamps, name: str) -> Iterator[str]:
+def render(segments: Iterable[Segment], text_format: TextFormat, timestamps: Timestamps, name: str) -> Iterator[str]:
     """The segments of the recording `name` in a text format, piece by piece, each as soon as it is known.
 
     With timestamps "word" plain text and subtitles have a line or a cue for each word, and JSON lists the words.
@@ -31,11 +31,11 @@ def text_of(segments: Iterable[Segment], text_format: TextFormat, timestamps: Ti
         for segment in segments:
             yield plain_text(segment, timestamps)
     elif text_format == "srt":
-        for number, cue in enumerate(cues_of(segments, timestamps), start=1):
+        for number, cue in enumerate(build_cues(segments, timestamps), start=1):
             yield f"{number}\n{_timing(cue, srt_time)}\n{cue.text}\n\n"
     else:
         yield "WEBVTT\n\n"
-        for cue in cues_of(segments, timestamps):
+        for cue in build_cues(segments, timestamps):
             yield f"{_timing(cue, vtt_time)}\n{_escaped(cue.text)}\n\n"
 
 
@@ -70,7 +70,7 @@ class Cue:
     text: str
 
 
-def cues_of(segments: Iterable[Segment], timestamps: Timestamps) -> Iterator[Cue]:
+def build_cues(segments: Iterable[Segment], timestamps: Timestamps) -> Iterator[Cue]:
     """The cues of the segments, each at least a millisecond long, none over the next one."""
     held: Cue | None = None
     for segment in segments:
@@ -87,7 +87,7 @@ def cues_of(segments: Iterable[Segment], timestamps: Timestamps) -> Iterator[Cue
 
 def _shown_until(cue: Cue, following: int | None) -> Cue:
     """The cue, shown for as long as its words or long enough to be read, but no longer than to the `following` one."""
-    readable = max(cue.end, cue.start + round(SHORTEST_CUE * 1000))
+    readable = max(cue.end, cue.start + round(MIN_CUE * 1000))
     return Cue(cue.start, readable if following is None else min(readable, following), cue.text)
 
 
@@ -105,7 +105,7 @@ def _cue_words(words: Iterable[Word]) -> Iterator[list[Word]]:
 
 def _fits(words: list[Word]) -> bool:
     lines = _wrapped([word.text for word in words], LINE_CHARACTERS)
-    return len(lines) <= CUE_LINES and words[-1].end - words[0].start <= LONGEST_CUE
+    return len(lines) <= CUE_LINES and words[-1].end - words[0].start <= MAX_CUE
 
 
 def _lines(words: list[str]) -> str:

@@ -16,13 +16,13 @@ from konkanivani.base.command_line import is_out_of_memory
 from konkanivani.base.console import count, printable
 from konkanivani.base.distributed import ALONE, Topology, gather
 from konkanivani.base.errors import DataError, ResourceError, UsageError
-from konkanivani.base.files import visible_files, whole_file
+from konkanivani.base.files import atomic_write, visible_files
 from konkanivani.data.audio.files import AudioSource, ShortAudio, UnusableAudio, claimed_header
 from konkanivani.data.audio.names import AUDIO_SUFFIXES
 from konkanivani.data.audio.standard_input import SIGN
-from konkanivani.data.batching import deal
+from konkanivani.data.batching import partition
 from konkanivani.inference.recognizer import Recognizer
-from konkanivani.inference.subtitles import TextFormat, Timestamps, text_of
+from konkanivani.inference.subtitles import TextFormat, Timestamps, render
 from konkanivani.inference.transcript import Segment
 
 Held = tuple[str, bool]  # a text to write, and whether on stderr
@@ -95,7 +95,7 @@ def output_paths(recordings: Sequence[Recording], directory: Path, text_format: 
 class Transcription:
     """How recordings become text; `output` is the folder of the transcripts, None for the screen.
 
-    Each rank of the topology takes its share of the recordings; what goes to the screen the first one writes for all.
+    Each rank of the topology takes its portion of the recordings; what goes to the screen the first one writes for all.
     """
 
     recognizer: Recognizer
@@ -113,10 +113,10 @@ class Transcription:
         is_alone, failed = len(recordings) == 1, 0
         targets = self._targets(recordings)
         sizes = np.array([_bytes_of(recording.path) for recording in recordings])
-        share = deal(sizes, self.topology.world)[self.topology.rank]
-        shown = [recordings[number] for number in share]
+        portion = partition(sizes, self.topology.world)[self.topology.rank]
+        shown = [recordings[number] for number in portion]
         with _Progress(shown, self.topology) as progress, _short_audio_told(progress):
-            for number in share:
+            for number in portion:
                 try:
                     self._transcribe(recordings[number], targets[number], progress, is_alone)
                 except UnusableAudio as error:
@@ -146,7 +146,7 @@ class Transcription:
     def _transcribe(self, recording: Recording, target: Path | None, progress: "_Progress", is_alone: bool) -> None:
         try:
             segments = progress.follow(recording, self.recognizer.segments(recording.path))
-            texts = text_of(segments, self.text_format, self.timestamps, str(recording))
+            texts = render(segments, self.text_format, self.timestamps, str(recording))
             if target is not None:
                 write_text(target, texts)
                 return
@@ -232,7 +232,7 @@ def _short_audio_told(progress: _Progress) -> Iterator[None]:
 
 
 def _bytes_of(path: Path) -> int:
-    """The file's size, by which recordings are dealt; 0 where there is none, of which its reader will tell."""
+    """The file's size, by which recordings are divided; 0 where there is none, of which its reader will tell."""
     return path.stat().st_size if path.is_file() else 0
 
 
@@ -246,7 +246,7 @@ def _seconds(path: Path) -> float:
 
 def write_text(path: Path, texts: Iterable[str]) -> None:
     """Writes the texts, recognised meanwhile, to a file that is whole or absent; a ResourceError where it cannot be."""
-    with whole_file(path) as partial:
+    with atomic_write(path) as partial:
         path.parent.mkdir(parents=True, exist_ok=True)
         # The name of a file may hold bytes that are no text; JSON escapes them so too.
         with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:

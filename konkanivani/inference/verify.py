@@ -23,20 +23,20 @@ from konkanivani.training.validation import EvaluationSet
 # Probabilities in fp32 by other kernels in another order; those of another model are far beyond it.
 TOLERANCE = 1e-3
 
-Hear = Callable[[torch.Tensor, Lengths], list[str]]  # waveforms (B, S), their lengths -> the texts heard
+Recognize = Callable[[torch.Tensor, Lengths], list[str]]  # waveforms (B, S), their lengths -> their texts
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A form in which the model exists: its name for people, its file, and how it hears."""
+    """A form in which the model exists: its name for people, its file, and its recognition."""
 
     name: str
     path: Path
-    hear: Hear
+    recognize: Recognize
 
 
 @dataclass(frozen=True)
-class Comparison:
+class FormScore:
     """How one form of the model did: `other_texts` of the `utterances` are not the first form's."""
 
     name: str
@@ -46,15 +46,15 @@ class Comparison:
     size: int
 
 
-def hear_with(speech_model: SpeechModel) -> Hear:
+def recognize_with(speech_model: SpeechModel) -> Recognize:
     """Greedy decoding with the model."""
     decode = greedy_decode(speech_model.architecture, speech_model.tokenizer.special)
 
-    def hear(waveforms: torch.Tensor, sample_lengths: Lengths) -> list[str]:
+    def recognize(waveforms: torch.Tensor, sample_lengths: Lengths) -> list[str]:
         found = decode(speech_model.model, *speech_model.encode(waveforms, sample_lengths))
         return [speech_model.tokenizer.decode(tokens) for tokens in found]
 
-    return hear
+    return recognize
 
 
 def check_signal() -> tuple[torch.Tensor, Lengths]:
@@ -102,7 +102,7 @@ def _farthest(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).abs().max()) if found.shape == wanted.shape else math.nan
 
 
-def compare(forms: list[Exported], utterances: EvaluationSet) -> list[Comparison]:
+def compare(forms: list[Exported], utterances: EvaluationSet) -> list[FormScore]:
     """Each form's error rates over the utterances, one by one, and how many texts are not the first form's."""
     references: list[str] = []
     texts: list[list[str]] = [[] for _ in forms]
@@ -111,9 +111,9 @@ def compare(forms: list[Exported], utterances: EvaluationSet) -> list[Comparison
         for batch, spoken in batches:
             references += [utterance.text for utterance in spoken]
             for heard, form in zip(texts, forms, strict=True):
-                heard += form.hear(batch.waveforms, batch.sample_lengths)
+                heard += form.recognize(batch.waveforms, batch.sample_lengths)
     return [
-        Comparison(
+        FormScore(
             form.name,
             error_rates(references, heard),
             sum(text != first for text, first in zip(heard, texts[0], strict=True)),

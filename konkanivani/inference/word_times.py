@@ -21,9 +21,9 @@ from konkanivani.model.kernels.ctc import BLANK
 
 # Seconds by which the middle of the frame that says a word's first letter lies after the word's beginning, and by which
 # a word goes on after its last letter was said: those of a model of which nothing is known yet.
-FIRST_LETTER_LAG, AFTER_LAST_LETTER = 0.1, 0.06
-LONGEST_LAG = 0.5  # seconds; beyond, what begins or ends there is no speech
-MOST_LAGS = 100  # pieces, the latest ones
+FIRST_LETTER_DELAY, AFTER_LAST_LETTER = 0.1, 0.06
+MAX_DELAY = 0.5  # seconds; beyond, what begins or ends there is no speech
+DELAYS_KEPT = 100  # pieces, the latest ones
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class SpokenTokens:
         return None if None in probabilities else sum(probabilities) / len(probabilities)
 
 
-def words_of(aligned: list[AlignedToken], tokenizer: Vocabulary, framing: Framing) -> list[SpokenTokens]:
+def group_words(aligned: list[AlignedToken], tokenizer: Vocabulary, framing: Framing) -> list[SpokenTokens]:
     """The tokens word by word, as `Vocabulary.decode` would put spaces between them; special tokens are left out."""
     groups: list[list[AlignedToken]] = []
     for token in aligned:
@@ -103,7 +103,7 @@ def words_of(aligned: list[AlignedToken], tokenizer: Vocabulary, framing: Framin
     return words
 
 
-class Lags:
+class EmissionDelay:
     """How late a model says words, learnt from the pauses of a recording as it goes by.
 
     CTC says a token late, in a frame or two, and not for as long as it sounds; how late, each training settles anew and
@@ -112,8 +112,8 @@ class Lags:
     """
 
     def __init__(self) -> None:
-        self._first: deque[float] = deque(maxlen=MOST_LAGS)
-        self._last: deque[float] = deque(maxlen=MOST_LAGS)
+        self._first: deque[float] = deque(maxlen=DELAYS_KEPT)
+        self._last: deque[float] = deque(maxlen=DELAYS_KEPT)
 
     def learn(self, words: list[SpokenTokens], piece: Piece) -> None:
         """Takes in a piece's words, and where its speech begins and ends; words spread evenly tell nothing."""
@@ -127,7 +127,7 @@ class Lags:
     @property
     def first_letter(self) -> float:
         """Seconds from where a word begins to where its first letter is said."""
-        return statistics.median(self._first) if self._first else FIRST_LETTER_LAG
+        return statistics.median(self._first) if self._first else FIRST_LETTER_DELAY
 
     @property
     def after_last_letter(self) -> float:
@@ -135,19 +135,19 @@ class Lags:
         return statistics.median(self._last) if self._last else AFTER_LAST_LETTER
 
 
-def _add(lags: deque[float], lag: float) -> None:
-    if 0 <= lag <= LONGEST_LAG:
-        lags.append(lag)
+def _add(delays: deque[float], delay: float) -> None:
+    if 0 <= delay <= MAX_DELAY:
+        delays.append(delay)
 
 
-def timed_words(words: list[SpokenTokens], lags: Lags, seconds: float) -> list[Word]:
-    """The words with their times within the `seconds` of the waveform that they were heard in.
+def timed_words(words: list[SpokenTokens], delays: EmissionDelay, seconds: float) -> list[Word]:
+    """The words with their times within the `seconds` of their waveform.
 
-    A word begins a lag before its first letter is said, and ends where the next one begins, or a lag after its last
+    A word begins a delay before its first letter is said, and ends where the next one begins, or a delay after its last
     letter where there is a pause.
     """
-    starts = [word.first_letter - lags.first_letter for word in words]
-    ends = [word.last_letter + lags.after_last_letter for word in words]
+    starts = [word.first_letter - delays.first_letter for word in words]
+    ends = [word.last_letter + delays.after_last_letter for word in words]
     timed, earliest = [], 0.0
     for place, word in enumerate(words):
         start = min(max(starts[place], earliest), seconds)

@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
-from konkanivani.base.randomness import mask_generator, masks_of, seed_of
-from konkanivani.model.kernels.recompute import recomputed
+from konkanivani.base.randomness import derive_seed, dropout_generator, dropout_seed
+from konkanivani.model.kernels.recompute import run_recomputed
 
 ALL_BLOCKS = sys.maxsize
 
@@ -25,10 +25,10 @@ class RecomputedBlocks:
     count: int
 
     def __call__(self, block: torch.nn.Module, *inputs: object) -> torch.Tensor:
-        masks = mask_generator()
-        run = block if masks is None else _seeded(block, seed_of(masks.initial_seed(), block.number))
+        masks = dropout_generator()
+        run = block if masks is None else _seeded(block, derive_seed(masks.initial_seed(), block.number))
         if block.number < self.count:
-            return recomputed(run, *inputs, keeps_random_state=masks is None)
+            return run_recomputed(run, *inputs, keeps_random_state=masks is None)
         return run(*inputs)
 
 
@@ -36,7 +36,7 @@ def _seeded(block: torch.nn.Module, seed: int) -> Callable[..., torch.Tensor]:
     """The block with masks of this seed."""
 
     def run(*inputs: object) -> torch.Tensor:
-        with masks_of(seed):
+        with dropout_seed(seed):
             return block(*inputs)
 
     return run

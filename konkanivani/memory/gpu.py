@@ -14,7 +14,7 @@ import torch
 from konkanivani.base.units import GIB
 
 # What no listed process holds is worth a word above the driver's own share: a few hundred MiB, more on large cards.
-SMALLEST_UNSEEN, UNSEEN_SHARE = GIB // 4, 1 / 20
+MIN_UNSEEN, UNSEEN_SHARE = GIB // 4, 1 / 20
 # A process that computes and draws is on two of these lists.
 PROCESS_LISTS = (
     "nvmlDeviceGetComputeRunningProcesses",
@@ -62,7 +62,7 @@ class Card:
         parts = [f"{self.name}: {self.free / GIB:.2f} of {self.total / GIB:.2f} GiB free."]
         parts += [process.sentence() for process in self.processes]
         # In a container the processes outside it are not listed.
-        if self.unseen is not None and self.unseen > max(SMALLEST_UNSEEN, UNSEEN_SHARE * self.total):
+        if self.unseen is not None and self.unseen > max(MIN_UNSEEN, UNSEEN_SHARE * self.total):
             parts.append(f"What holds another {self.unseen / GIB:.2f} GiB cannot be seen from here.")
         return " ".join(parts)
 

@@ -20,7 +20,7 @@ from konkanivani.base.units import MIB
 HOLE_BYTES = 256 * 1024  # below an utterance's activations, which at 20 s and a width of 256 take 500 KiB each
 
 
-def tagged(tag: str, curve: str = "", default: Any = MISSING) -> Any:
+def logged_as(tag: str, curve: str = "", default: Any = MISSING) -> Any:
     """A dataclass field drawn by TensorBoard in the chart `tag`.
 
     Each of the curves that share a chart has a name, a colour and an event file of its own; training's has no name.
@@ -44,12 +44,12 @@ class PhaseMemory:
 
     phase: str
     allocated_mib: float | None = None
-    reserved_mib: float | None = tagged("4 memory/{phase}_mib", RESERVED, default=None)
-    peak_mib: float | None = tagged("4 memory/{phase}_mib", default=None)
+    reserved_mib: float | None = logged_as("4 memory/{phase}_mib", RESERVED, default=None)
+    peak_mib: float | None = logged_as("4 memory/{phase}_mib", default=None)
     resident_mib: float | None = None
-    planned_mib: float | None = tagged("4 memory/{phase}_mib", PLANNED, default=None)
-    fragmentation_mib: float | None = tagged("8 allocator/fragmentation_{phase}_mib", default=None)
-    allocator_retries: int | None = tagged("8 allocator/retries_{phase}", default=None)
+    planned_mib: float | None = logged_as("4 memory/{phase}_mib", PLANNED, default=None)
+    fragmentation_mib: float | None = logged_as("8 allocator/fragmentation_{phase}_mib", default=None)
+    allocator_retries: int | None = logged_as("8 allocator/retries_{phase}", default=None)
 
 
 def resident_mib() -> float:
@@ -74,7 +74,7 @@ def reset_peak_resident() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def keep_holes_out() -> None:
+def set_mmap_threshold() -> None:
     """Has glibc map blocks of HOLE_BYTES and more one by one, so that freed tensors leave no holes in its heap.
 
     For a run on a CPU that is to keep to its plan; page faults cost it up to a fifth of a step's time (docs/LOG.md).
@@ -129,7 +129,7 @@ class MemoryMonitor:
         self._planned = planned
 
     def end_phase(self, phase: str) -> None:
-        """Books what has happened since the last call under `phase`; side by side, that of whoever is first to end."""
+        """Books what has happened since the last call under `phase`; of phases side by side, under the first to end."""
         with self._booking:
             now = self._measure_cuda(phase) if self.device.type == "cuda" else self._measure_resident(phase)
             self.peak_mib = max(self.peak_mib, now.peak_mib)
@@ -152,7 +152,7 @@ class MemoryMonitor:
         """The wall time of all moments of a phase. On CUDA a kernel's is where the step waits for it: in its update."""
         return self._seconds.get(phase, 0.0)
 
-    def tend_cache(self) -> None:
+    def maybe_empty_cache(self) -> None:
         """Counts a micro-batch; every `empty_cache_interval` of them, cached GPU memory is returned to the driver.
 
         On a CPU the free pages of the heap go back to the system: mixed lengths leave ever more holes there.
@@ -171,7 +171,7 @@ class MemoryMonitor:
             self._clearing_of_run += clearing
 
     def report_clearing(self) -> CacheClearing | None:
-        """What `tend_cache` has cost since the last such report; None on a CPU.
+        """What `maybe_empty_cache` has cost since the last such report; None on a CPU.
 
         Asking the driver for the memory again is not in it: the next micro-batch pays for that.
         """
@@ -179,7 +179,7 @@ class MemoryMonitor:
         return clearing if self.device.type == "cuda" else None
 
     def report_clearing_of_run(self) -> CacheClearing | None:
-        """What `tend_cache` has cost since the monitor was made; None on a CPU."""
+        """What `maybe_empty_cache` has cost since the monitor was made; None on a CPU."""
         return self._clearing_of_run if self.device.type == "cuda" else None
 
     def overall_peak_mib(self) -> float:

@@ -8,22 +8,22 @@ import json
 from pathlib import Path
 
 from konkanivani.base.errors import CheckpointError, ResourceError
-from konkanivani.base.files import whole_file
-from konkanivani.memory.recovery import RememberedSplits
+from konkanivani.base.files import atomic_write
+from konkanivani.memory.recovery import OomHistory
 
 
-def write_sizes(directory: Path, rank: int, splits: RememberedSplits) -> None:
+def write_sizes(directory: Path, rank: int, splits: OomHistory) -> None:
     """Writes what a rank remembers; a ResourceError where the folder cannot be written."""
-    with whole_file(_path(directory, rank)) as partial:
+    with atomic_write(_path(directory, rank)) as partial:
         directory.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(splits.state_dict()), encoding="utf-8")
 
 
 def read_sizes(directory: Path, conditions: int) -> dict[int, int]:
     """What any rank wrote under these conditions, the fewest utterances by whole seconds; damaged files are nothing."""
-    known = RememberedSplits(conditions)
+    known = OomHistory(conditions)
     for path in sorted(directory.glob(_path(directory, "*").name)):
-        found = RememberedSplits(conditions)
+        found = OomHistory(conditions)
         try:
             found.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
             known.learn(found.sizes())

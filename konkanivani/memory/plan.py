@@ -119,6 +119,6 @@ def plan_sentences(plan: MemoryPlan, blocks: int) -> str:
     return "\n".join(lines)
 
 
-def state_bytes_of(model: torch.nn.Module) -> int:
+def model_state_bytes(model: torch.nn.Module) -> int:
     """Bytes of the model's weights, gradients and optimizer; of what is frozen, the weights alone."""
     return STATE_BYTES * parameter_count(model) + FROZEN_BYTES * frozen_count(model)

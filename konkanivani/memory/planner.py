@@ -13,11 +13,11 @@ import numpy as np
 from konkanivani.base.lengths import CHUNK_FRAMES, SAMPLE_RATE
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.plan import BucketPlan
-from konkanivani.memory.tracer import Load, Peak
+from konkanivani.memory.tracer import BatchShape, Peak
 from konkanivani.memory.traces import Traces
 
-LONGEST_SECONDS = 3600.0
-MOST_UTTERANCES = 512
+MAX_SECONDS = 3600.0
+MAX_UTTERANCES = 512
 NEVER, ALWAYS = RecomputePolicy("never"), RecomputePolicy("always")
 
 # Seconds of an utterance -> its tokens, at the most.
@@ -56,13 +56,13 @@ class Planner:
         """Bytes beside the tensors: workspaces, the context, and what the other ranks make of it."""
         return self.traces.costs.beside
 
-    def peak(self, load: Load, recompute: RecomputePolicy) -> int:
+    def peak(self, shape: BatchShape, recompute: RecomputePolicy) -> int:
         """The peak in bytes of a step at this load, everything included."""
-        return self.phases(load, recompute).bytes + self.beside()
+        return self.phases(shape, recompute).bytes + self.beside()
 
-    def phases(self, load: Load, recompute: RecomputePolicy) -> Peak:
+    def phases(self, shape: BatchShape, recompute: RecomputePolicy) -> Peak:
         """The peaks of the step's phases in bytes of tensors."""
-        return self.traces.peak(load, recompute).side_by_side(self.at_once)
+        return self.traces.peak(shape, recompute).side_by_side(self.at_once)
 
     def largest_batch(self, seconds: float, tokens: int, recompute: RecomputePolicy, most: int) -> BucketPlan:
         """The largest batch of such utterances that fits, at most `most`: one that was traced itself."""
@@ -71,26 +71,27 @@ class Planner:
         guess = self._growth(recompute).utterances(self.budget, seconds)
         utterances, fits, too_large = int(np.clip(guess, 1, most)), 0, most + 1
         while fits < utterances < too_large:
-            peak = self.peak(Load(utterances, seconds, tokens), recompute)
+            peak = self.peak(BatchShape(utterances, seconds, tokens), recompute)
             fits, too_large = (utterances, too_large) if peak <= self.budget else (fits, utterances)
             base = self._growth(recompute).base
             reached = int(utterances * (self.budget - base) / max(1.0, peak - base))
             utterances = min(max(reached, fits), too_large - 1)
-        return BucketPlan(seconds, tokens, fits, blocks, self.peak(Load(max(1, fits), seconds, tokens), recompute))
+        peak = self.peak(BatchShape(max(1, fits), seconds, tokens), recompute)
+        return BucketPlan(seconds, tokens, fits, blocks, peak)
 
-    def fewest_recomputed(self, seconds: float, tokens: int) -> BucketPlan:
+    def min_recomputed(self, seconds: float, tokens: int) -> BucketPlan:
         """One utterance at a time with as few blocks recomputed as the budget allows."""
-        load, blocks = Load(1, seconds, tokens), self.traces.blocks
-        none, every = self.peak(load, NEVER), self.peak(load, ALWAYS)
+        shape, blocks = BatchShape(1, seconds, tokens), self.traces.blocks
+        none, every = self.peak(shape, NEVER), self.peak(shape, ALWAYS)
         if every > self.budget:
             return BucketPlan(seconds, tokens, 0, blocks, every)
-        a_block = max(1, (none - self.peak(load, RecomputePolicy.first(2))) / 2)  # the first one is unlike the others
+        a_block = max(1, (none - self.peak(shape, RecomputePolicy.first(2))) / 2)  # the first one is unlike the others
         count = int(np.clip(np.ceil((none - self.budget) / a_block), 1, blocks))
-        while self.peak(load, RecomputePolicy.first(count)) > self.budget:
+        while self.peak(shape, RecomputePolicy.first(count)) > self.budget:
             count += 1
-        while count > 1 and self.peak(load, RecomputePolicy.first(count - 1)) <= self.budget:
+        while count > 1 and self.peak(shape, RecomputePolicy.first(count - 1)) <= self.budget:
             count -= 1
-        return BucketPlan(seconds, tokens, 1, count, self.peak(load, RecomputePolicy.first(count)))
+        return BucketPlan(seconds, tokens, 1, count, self.peak(shape, RecomputePolicy.first(count)))
 
     def longest_utterance(self, tokens: TokenCount, recompute: RecomputePolicy) -> float:
         """The longest utterance that trains alone, in whole seconds, up to an hour; 0 where none does.
@@ -99,13 +100,13 @@ class Planner:
         length that fits and one that does not, a straight line says where to look next; a twentieth is close enough.
         """
         fits, too_long = (0.0, self._growth(recompute).base), None
-        seconds = min(LONGEST_SECONDS, float(int(self._growth(recompute).seconds(self.budget))))
+        seconds = min(MAX_SECONDS, float(int(self._growth(recompute).seconds(self.budget))))
         in_chunks = math.ceil(CHUNK_FRAMES * self.traces.encoder_hop / SAMPLE_RATE) + 1.0
-        peak = self.peak(Load(1, in_chunks, tokens(in_chunks)), recompute)
+        peak = self.peak(BatchShape(1, in_chunks, tokens(in_chunks)), recompute)
         if peak <= self.budget:
             fits, seconds = (in_chunks, float(peak)), 4 * in_chunks
         while seconds > fits[0]:
-            before, reached = fits, (seconds, float(self.peak(Load(1, seconds, tokens(seconds)), recompute)))
+            before, reached = fits, (seconds, float(self.peak(BatchShape(1, seconds, tokens(seconds)), recompute)))
             fits, too_long = (reached, too_long) if reached[1] <= self.budget else (fits, reached)
             if self._is_close_enough(fits, too_long):
                 break
@@ -114,7 +115,7 @@ class Planner:
             ahead = (self.budget - fits[1]) / slope
             # Far beyond what was traced the line is a little too flat, and the longest traces take the longest.
             is_far = too_long is None and ahead > 4 * fits[0]
-            seconds = min(LONGEST_SECONDS, float(int(fits[0] + (0.9 if is_far else 0.99) * ahead)))
+            seconds = min(MAX_SECONDS, float(int(fits[0] + (0.9 if is_far else 0.99) * ahead)))
         return fits[0]
 
     def _is_close_enough(self, fits: tuple[float, float], too_long: tuple[float, float] | None) -> bool:
@@ -130,7 +131,7 @@ class Planner:
         """
         utterances, seconds = max(1, int(asked // longest)), asked
         while True:
-            peak = self.traces.validation_peak(Load(utterances, longest, tokens)) + self.beside()
+            peak = self.traces.validation_peak(BatchShape(utterances, longest, tokens)) + self.beside()
             if peak <= self.budget or utterances == 1:
                 return seconds, peak
             utterances //= 2
@@ -140,9 +141,9 @@ class Planner:
         """The growth through three traces; lengths and numbers between which most questions lie."""
         if recompute not in self._growths:
             sizes = ((2, 5.0), (2, 20.0), (6, 10.0))
-            loads = [Load(count, seconds, round(seconds * self.tokens_per_second)) for count, seconds in sizes]
-            rows = np.array([[1.0, load.utterances, load.utterances * load.seconds] for load in loads])
-            peaks = np.array([self.peak(load, recompute) for load in loads], dtype=float)
+            shapes = [BatchShape(count, seconds, round(seconds * self.tokens_per_second)) for count, seconds in sizes]
+            rows = np.array([[1.0, shape.utterances, shape.utterances * shape.seconds] for shape in shapes])
+            peaks = np.array([self.peak(shape, recompute) for shape in shapes], dtype=float)
             self._growths[recompute] = Growth(*map(float, np.linalg.solve(rows, peaks)))
         return self._growths[recompute]
 
@@ -154,4 +155,4 @@ def plan_bucket(planner: Planner, seconds: float, tokens: int, mode: str, most: 
     recomputing, and else recomputes as few blocks as the budget asks for.
     """
     plan = planner.largest_batch(seconds, tokens, ALWAYS if mode == "always" else NEVER, most)
-    return planner.fewest_recomputed(seconds, tokens) if mode == "auto" and not plan.utterances else plan
+    return planner.min_recomputed(seconds, tokens) if mode == "auto" and not plan.utterances else plan

@@ -71,7 +71,7 @@ class Cut:
         return dataclasses.replace(self, chunk_frames=min(self.chunk_frames, SMALL_CHUNK_FRAMES))
 
 
-class RememberedSplits:
+class OomHistory:
     """The sizes of micro-batches that did not fit, so that the next ones of such a size are cut beforehand.
 
     A size is the whole seconds of the longest utterance and the number of utterances; what is as long and as many does
@@ -111,7 +111,7 @@ class RememberedSplits:
         return dict(self._fewest)
 
     def learn(self, sizes: Mapping[int, int]) -> None:
-        """Takes over what did not fit on another rank: any may be dealt as much next."""
+        """Takes over what did not fit on another rank: any may get as much next."""
         for seconds, fewest in sizes.items():
             self._fewest[seconds] = min(fewest, self._fewest.get(seconds, fewest))
 
@@ -153,7 +153,7 @@ class RememberedSplits:
 class Attempt(Generic[Result]):
     """One try at a cut: in its `with` block running out of memory is no error, and `reason` says how it came.
 
-    The error leaves its traceback here, whoever keeps it: that holds the frames of the attempt, and they its tensors,
+    The error is kept without its traceback: that would hold the frames of the attempt, and they its tensors,
     and activation checkpointing's hooks on what is saved for the backward pass, which would go on into the next one.
     """
 
@@ -172,7 +172,7 @@ class Attempt(Generic[Result]):
         self.reason = (str(error) or "the system gave no more").splitlines()[0]
         return True
 
-    def result_or_end(self, splits: RememberedSplits) -> Result:
+    def result_or_end(self, splits: OomHistory) -> Result:
         """The result, where other ranks wait inside of the work and nothing can be done again.
 
         Out of memory, DidNotFit, its size remembered; a ResourceError that names an utterance where nothing is smaller.
@@ -204,7 +204,7 @@ class Attempts(Generic[Result]):
     def __init__(
         self,
         cut: Cut,
-        splits: RememberedSplits,
+        splits: OomHistory,
         undo: Callable[[], None] = lambda: None,
         agree: Callable[[Outcome], Outcome] = lambda mine: mine,
     ) -> None:

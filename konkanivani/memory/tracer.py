@@ -18,12 +18,12 @@ import torch
 
 from konkanivani.base.lengths import SAMPLE_RATE, Lengths
 from konkanivani.data.batch import Batch, Window, largest_batch
-from konkanivani.decoding.ctc import likeliest_tokens
+from konkanivani.decoding.ctc import argmax_tokens
 from konkanivani.decoding.decode import Decode
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.live_bytes import LiveBytes
-from konkanivani.memory.plan import state_bytes_of
+from konkanivani.memory.plan import model_state_bytes
 from konkanivani.memory.shapes import Shapes
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import KonkaniVaniASR, trained_parameters
@@ -32,7 +32,7 @@ from konkanivani.model.front_end import FeatureExtractor
 
 
 @dataclass(frozen=True)
-class Load:
+class BatchShape:
     """A micro-batch by its size: so many utterances of so many seconds, with so many tokens each."""
 
     utterances: int
@@ -61,7 +61,7 @@ class Peak:
 
 
 class TracedParts(Protocol):
-    """What a trace asks of the parts of a step, a dataclass with `read` for what reads from the device."""
+    """What a trace needs of the parts of a step, a dataclass with `read` for what reads from the device."""
 
     architecture: Architecture
     model: KonkaniVaniASR
@@ -122,12 +122,13 @@ class StepTracer:
 
     def state(self) -> int:
         """Bytes of weights, gradients and optimizer."""
-        return state_bytes_of(self._parts.model)
+        return model_state_bytes(self._parts.model)
 
-    def trace(self, load: Load, recompute: RecomputePolicy) -> Peak:
+    def trace(self, shape: BatchShape, recompute: RecomputePolicy) -> Peak:
         """The peaks of a step at a micro-batch of this size, not the step's first."""
-        batch = self._batch(load)
-        return self.trace_window(Window((batch,), load.utterances * load.tokens, load.utterances, 0.0, 0.0), recompute)
+        batch = self._batch(shape)
+        tokens = shape.utterances * shape.tokens
+        return self.trace_window(Window((batch,), tokens, shape.utterances, 0.0, 0.0), recompute)
 
     def trace_window(self, window: Window, recompute: RecomputePolicy) -> Peak:
         """The peaks of a step over a window of real or traced tensors; its other micro-batches wait elsewhere."""
@@ -152,13 +153,13 @@ class StepTracer:
             update=phases.peaks["update"] - others,
         )
 
-    def trace_validation(self, load: Load) -> int:
+    def trace_validation(self, shape: BatchShape) -> int:
         """Bytes at the peak of recognising such a batch, weights and optimizer included; no gradients are there."""
         live = LiveBytes(self.costs.rounding)
         self._count_state(live, with_gradients=False)
         forward = dataclasses.replace(self._parts.forward, monitor=_Phases(live))
         forward.model.eval()
-        batch = self._batch(load)
+        batch = self._batch(shape)
         with self._mode, torch.no_grad(), live:
             self._step.recognize(forward, batch, _greedy_on_the_device)
         return live.peak
@@ -173,20 +174,20 @@ class StepTracer:
         frames = architecture.framing.encoded_length(max(batch.sample_lengths))
         return self.costs.attention_workspace(batch.size, frames, architecture.model.d_model, self.is_half)
 
-    def _batch(self, load: Load) -> Batch:
+    def _batch(self, shape: BatchShape) -> Batch:
         """A batch in which one utterance is a little shorter, where there are several: padding costs masks."""
-        samples, tokens = round(load.seconds * SAMPLE_RATE), max(1, load.tokens)
-        shorter = 1 if load.utterances > 1 else 0
+        samples, tokens = round(shape.seconds * SAMPLE_RATE), max(1, shape.tokens)
+        shorter = 1 if shape.utterances > 1 else 0
         a_frame_less = max(1, samples - self._parts.architecture.framing.encoder_hop)
         with self._mode:
             return Batch(
-                utterance_ids=tuple(map(str, range(load.utterances))),
-                waveforms=torch.empty(load.utterances, samples),
-                sample_lengths=(samples,) * (load.utterances - shorter) + (a_frame_less,) * shorter,
-                tokens=torch.empty(load.utterances, tokens, dtype=torch.long),
-                token_lengths=(tokens,) * load.utterances,
-                decoder_tokens=torch.empty(load.utterances, tokens + 1, dtype=torch.long),
-                targets=torch.empty(load.utterances, tokens + 1, dtype=torch.long),
+                utterance_ids=tuple(map(str, range(shape.utterances))),
+                waveforms=torch.empty(shape.utterances, samples),
+                sample_lengths=(samples,) * (shape.utterances - shorter) + (a_frame_less,) * shorter,
+                tokens=torch.empty(shape.utterances, tokens, dtype=torch.long),
+                token_lengths=(tokens,) * shape.utterances,
+                decoder_tokens=torch.empty(shape.utterances, tokens + 1, dtype=torch.long),
+                targets=torch.empty(shape.utterances, tokens + 1, dtype=torch.long),
                 augment_seeds=None,
             )
 
@@ -201,7 +202,7 @@ class _Phases:
     def end_phase(self, phase: str) -> None:
         self.peaks[phase] = max(self.peaks.get(phase, 0), self._live.restart_peak())
 
-    def tend_cache(self) -> None: ...
+    def maybe_empty_cache(self) -> None: ...
 
 
 def _greedy_on_the_device(model: KonkaniVaniASR, encoded: torch.Tensor, lengths: Lengths) -> list[list[int]]:
@@ -210,7 +211,7 @@ def _greedy_on_the_device(model: KonkaniVaniASR, encoded: torch.Tensor, lengths:
     Without CTC it is the decoder's, whose cache grows until a hypothesis has as many tokens as there are frames.
     """
     if model.ctc_head is not None:
-        likeliest_tokens(model, encoded)
+        argmax_tokens(model, encoded)
         return []
     cache = model.decoder.begin(encoded, lengths, beam=1)
     tokens = torch.empty(len(encoded), 1, dtype=torch.long)

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.base.lengths import Lengths
-from konkanivani.model.kernels.linear import Linear, linear_of
-from konkanivani.model.kernels.rotary import AttendedSpans, rotated, split_heads
+from konkanivani.model.kernels.linear import Linear, fused_linear
+from konkanivani.model.kernels.rotary import VarlenAttention, apply_rotary, split_heads
 
 Positions = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class FrameLayout:
+class SequenceLayout:
     """How the T frames, or tokens, of x (B, T, D) lie, the same for all blocks of a stack.
 
     `padding` (B, T) is True beyond an utterance's end, None where nothing is; with `lengths`, which add up to T, the
@@ -59,9 +59,9 @@ class SelfAttention(torch.nn.Module):
         self.query_key_value = Linear(d_model, 3 * d_model)
         self.output = Linear(d_model, d_model)
 
-    def forward(self, x: torch.Tensor, norm: torch.nn.LayerNorm, layout: FrameLayout) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, norm: torch.nn.LayerNorm, layout: SequenceLayout) -> torch.Tensor:
         if layout.lengths:
-            return self.output(self._attended_spans(x, norm, layout.positions, layout.lengths))
+            return self.output(self._varlen_attention(x, norm, layout.positions, layout.lengths))
         attended = F.scaled_dot_product_attention(
             *self._projected(x, norm, layout.positions), attn_mask=layout.key_mask, is_causal=self.causal
         )
@@ -72,7 +72,7 @@ class SelfAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """The last token's (R, 1, D) alone, after `length` others; its position's cosines and sines are (1, E / 2).
 
-        `kept` (2, R, H, U, E) holds the others' keys and values, and is given this one's.
+        `kept` (2, R, H, U, E) holds the others' keys and values; this one's are written to it.
         """
         query, *key_and_value = self._projected(x, norm, position)
         for room, vectors in zip(kept, key_and_value, strict=True):
@@ -83,17 +83,17 @@ class SelfAttention(torch.nn.Module):
 
     def _projected(self, x: torch.Tensor, norm: torch.nn.LayerNorm, positions: Positions) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values, each (B, H, T, E), the first two turned by their positions."""
-        projected = linear_of(x, self.query_key_value, norm)
-        return split_heads(rotated(projected, *positions, self.heads), self.heads)
+        projected = fused_linear(x, self.query_key_value, norm)
+        return split_heads(apply_rotary(projected, *positions, self.heads), self.heads)
 
-    def _attended_spans(
+    def _varlen_attention(
         self, x: torch.Tensor, norm: torch.nn.LayerNorm, positions: Positions, lengths: Lengths
     ) -> torch.Tensor:
-        return AttendedSpans.apply(linear_of(x, self.query_key_value, norm), *positions, self.heads, lengths)
+        return VarlenAttention.apply(fused_linear(x, self.query_key_value, norm), *positions, self.heads, lengths)
 
 
 class CrossAttention(torch.nn.Module):
-    """(B, T, D) over encoded (B, S, D) -> (B, T, D), without positions; `key_mask` (B, 1, 1, S) as FrameLayout's."""
+    """(B, T, D) over encoded (B, S, D) -> (B, T, D), without positions; `key_mask` (B, 1, 1, S) as SequenceLayout's."""
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
@@ -123,6 +123,6 @@ class CrossAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """(B, T, D) -> (B, T, D) over given keys and values."""
         batch, length, width = x.shape
-        query = linear_of(x, self.query, norm).view(batch, length, self.heads, -1).transpose(1, 2)
+        query = fused_linear(x, self.query, norm).view(batch, length, self.heads, -1).transpose(1, 2)
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask)
         return self.output(attended.transpose(1, 2).reshape(batch, length, width))

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.base.config import ModelConfig
-from konkanivani.model.attention import CrossAttention, FrameLayout, Positions, SelfAttention
-from konkanivani.model.kernels.depthwise import convolved
+from konkanivani.model.attention import CrossAttention, Positions, SelfAttention, SequenceLayout
+from konkanivani.model.kernels.depthwise import depthwise_conv
 from konkanivani.model.kernels.dropout import Dropout
-from konkanivani.model.kernels.linear import Linear, linear_of
+from konkanivani.model.kernels.linear import Linear, fused_linear
 
 
 class BlockRunner(Protocol):
@@ -41,7 +41,7 @@ class FeedForward(torch.nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: torch.Tensor, weight: float) -> torch.Tensor:
-        branch = linear_of(linear_of(x, self.expand, self.norm), self.contract, activation=F.silu)
+        branch = fused_linear(fused_linear(x, self.expand, self.norm), self.contract, activation=F.silu)
         return self.dropout.onto(x, branch, weight)
 
 
@@ -61,12 +61,12 @@ class ConvolutionModule(torch.nn.Module):
         self.output = Linear(d_model, d_model)
         self.dropout = Dropout(dropout)
 
-    def forward(self, x: torch.Tensor, layout: FrameLayout) -> torch.Tensor:
-        gated = F.glu(linear_of(x, self.gate, self.norm), dim=-1)
+    def forward(self, x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
+        gated = F.glu(fused_linear(x, self.gate, self.norm), dim=-1)
         if layout.padding is not None:
             gated = gated.masked_fill(layout.padding[:, :, None], 0.0)
-        whole = convolved(gated, self.depthwise, layout.lengths or (x.shape[1],))
-        return self.dropout.onto(x, linear_of(whole, self.output, self.depthwise_norm, activation=F.silu))
+        whole = depthwise_conv(gated, self.depthwise, layout.lengths or (x.shape[1],))
+        return self.dropout.onto(x, fused_linear(whole, self.output, self.depthwise_norm, activation=F.silu))
 
 
 class ConformerBlock(torch.nn.Module):
@@ -87,7 +87,7 @@ class ConformerBlock(torch.nn.Module):
         self.convolution = ConvolutionModule(d_model, config.convolution_kernel, config.dropout)
         self.second_feedforward = FeedForward(d_model, inner, config.dropout)
 
-    def forward(self, x: torch.Tensor, layout: FrameLayout) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
         x = self.entry_norm(x)
         x = self.first_feedforward(x, weight=0.5)
         x = self.dropout.onto(x, self.attention(x, self.attention_norm, layout))
@@ -105,7 +105,7 @@ class TransformerBlock(torch.nn.Module):
         self.dropout = Dropout(config.dropout)
         self.feedforward = FeedForward(config.d_model, config.resolved_feedforward_dim, config.dropout)
 
-    def forward(self, x: torch.Tensor, layout: FrameLayout) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
         x = self.dropout.onto(x, self.attention(x, self.attention_norm, layout))
         return self.feedforward(x, weight=1.0)
 
@@ -123,7 +123,7 @@ class DecoderBlock(torch.nn.Module):
         self.feedforward = FeedForward(config.d_model, config.resolved_feedforward_dim, config.dropout)
 
     def forward(
-        self, x: torch.Tensor, layout: FrameLayout, encoded: torch.Tensor, encoded_mask: torch.Tensor | None
+        self, x: torch.Tensor, layout: SequenceLayout, encoded: torch.Tensor, encoded_mask: torch.Tensor | None
     ) -> torch.Tensor:
         x = self.dropout.onto(x, self.self_attention(x, self.self_attention_norm, layout))
         x = self.dropout.onto(x, self.cross_attention(x, self.cross_attention_norm, encoded, encoded_mask))
@@ -135,7 +135,7 @@ class DecoderBlock(torch.nn.Module):
         position: Positions,
         kept: torch.Tensor,
         length: int,
-        of_encoded: tuple[torch.Tensor, torch.Tensor],
+        cross_kv: tuple[torch.Tensor, torch.Tensor],
         encoded_mask: torch.Tensor | None,
     ) -> torch.Tensor:
         """The last tokens of K hypotheses an utterance (B, K, D) -> (B, K, D), without dropout.
@@ -146,5 +146,5 @@ class DecoderBlock(torch.nn.Module):
         rows = x.flatten(0, 1)[:, None]
         attended = self.self_attention.step(rows, self.self_attention_norm, position, kept.flatten(1, 2), length)
         x = x + attended.view_as(x)
-        x = x + self.cross_attention.attend(x, self.cross_attention_norm, *of_encoded, encoded_mask)
+        x = x + self.cross_attention.attend(x, self.cross_attention_norm, *cross_kv, encoded_mask)
         return self.feedforward(x, weight=1.0)

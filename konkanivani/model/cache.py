@@ -21,8 +21,8 @@ class DecoderCache:
     changed by `Decoder.step`, and part of no module: the model knows nothing of it.
     """
 
-    of_tokens: list[torch.Tensor]  # a block: keys and values (2, B, K, H, U, E)
-    of_encoded: list[KeysAndValues]  # a block: (B, H, S, E)
+    self_kv: list[torch.Tensor]  # a block: keys and values (2, B, K, H, U, E)
+    cross_kv: list[KeysAndValues]  # a block: (B, H, S, E)
     encoded_mask: torch.Tensor | None  # (B, 1, 1, S), True where a frame is valid
     tables: tuple[torch.Tensor, ...] = ()  # what the decoder tells the U positions by, such as cosines and sines
     length: int = 0
@@ -30,29 +30,29 @@ class DecoderCache:
     @property
     def room(self) -> int:
         """Tokens that there is room for."""
-        return self.of_tokens[0].shape[4]
+        return self.self_kv[0].shape[4]
 
-    def make_room(self) -> None:
+    def grow(self) -> None:
         """Room for one token more."""
         if self.length >= self.room:
-            self.of_tokens = [torch.cat([kept, torch.empty_like(kept)], dim=4) for kept in self.of_tokens]
+            self.self_kv = [torch.cat([kept, torch.empty_like(kept)], dim=4) for kept in self.self_kv]
 
-    def follow(self, sources: torch.Tensor) -> None:
+    def reorder(self, sources: torch.Tensor) -> None:
         """Hypothesis k of an utterance goes on from what was hypothesis sources[k] (B, K)."""
         beam = sources.shape[1]
         moved = (sources != torch.arange(beam, device=sources.device)).nonzero(as_tuple=True)
         if len(moved[0]) == 0:
             return
         utterances, places = moved
-        for kept in self.of_tokens:
+        for kept in self.self_kv:
             filled = kept[:, :, :, :, : self.length]
             filled[:, utterances, places] = filled[:, utterances, sources[moved]]
 
-    def keep(self, utterances: torch.Tensor) -> None:
+    def select(self, utterances: torch.Tensor) -> None:
         """Only these utterances (B',), by their places, go on."""
-        self.of_tokens = [kept.index_select(1, utterances) for kept in self.of_tokens]
-        self.of_encoded = [
-            (keys.index_select(0, utterances), values.index_select(0, utterances)) for keys, values in self.of_encoded
+        self.self_kv = [kept.index_select(1, utterances) for kept in self.self_kv]
+        self.cross_kv = [
+            (keys.index_select(0, utterances), values.index_select(0, utterances)) for keys, values in self.cross_kv
         ]
         if self.encoded_mask is not None:
             self.encoded_mask = self.encoded_mask.index_select(0, utterances)

@@ -9,7 +9,7 @@ import torch
 
 from konkanivani.base.config import ModelConfig
 from konkanivani.base.lengths import Lengths, padding_mask
-from konkanivani.model.attention import FrameLayout, RotaryPositions
+from konkanivani.model.attention import RotaryPositions, SequenceLayout
 from konkanivani.model.blocks import BlockRunner, DecoderBlock
 from konkanivani.model.cache import FIRST_ROOM, DecoderCache
 from konkanivani.model.kernels.dropout import Dropout
@@ -19,7 +19,7 @@ from konkanivani.model.kernels.linear import Linear
 class Decoder(torch.nn.Module):
     """Tokens (B, U), encoded (B, T', D) with their lengths -> decoded (B, U, D); `output` makes logits (B, U, V) of it.
 
-    Apart, since the logits of a long transcript are never there all at once.
+    `output` is not part of `forward`: the logits of a long transcript are only made in chunks.
     """
 
     most_tokens = math.inf
@@ -38,7 +38,7 @@ class Decoder(torch.nn.Module):
         self, tokens: torch.Tensor, encoded: torch.Tensor, encoded_lengths: Lengths, run_block: BlockRunner
     ) -> torch.Tensor:
         x = self.dropout(self.embedding(tokens))
-        layout = FrameLayout(self.positions(x.shape[1], x))
+        layout = SequenceLayout(self.positions(x.shape[1], x))
         encoded_mask = _mask_of(encoded, encoded_lengths)
         for block in self.blocks:
             x = run_block(block, x, layout, encoded, encoded_mask)
@@ -46,13 +46,13 @@ class Decoder(torch.nn.Module):
 
     def begin(self, encoded: torch.Tensor, encoded_lengths: Lengths, beam: int) -> DecoderCache:
         """A cache for `beam` hypotheses of each utterance of encoded (B, T', D), which have no token yet."""
-        of_encoded = [block.cross_attention.keys_and_values(encoded) for block in self.blocks]
-        keys, _ = of_encoded[0]
+        cross_kv = [block.cross_attention.keys_and_values(encoded) for block in self.blocks]
+        keys, _ = cross_kv[0]
         batch, heads, _, head_width = keys.shape
         room = (2, batch, beam, heads, FIRST_ROOM, head_width)
         return DecoderCache(
-            of_tokens=[keys.new_empty(room) for _ in self.blocks],
-            of_encoded=of_encoded,
+            self_kv=[keys.new_empty(room) for _ in self.blocks],
+            cross_kv=cross_kv,
             encoded_mask=_mask_of(encoded, encoded_lengths),
             tables=self.positions(FIRST_ROOM, keys),
         )
@@ -62,13 +62,13 @@ class Decoder(torch.nn.Module):
 
         Equal to the last of `forward` over all tokens so far, in evaluation mode.
         """
-        cache.make_room()
+        cache.grow()
         if len(cache.tables[0]) < cache.room:
-            cache.tables = self.positions(cache.room, cache.of_tokens[0])
+            cache.tables = self.positions(cache.room, cache.self_kv[0])
         position = tuple(table[cache.length, None] for table in cache.tables)
         x = self.embedding(tokens)
-        for block, kept, of_encoded in zip(self.blocks, cache.of_tokens, cache.of_encoded, strict=True):
-            x = block.step(x, position, kept, cache.length, of_encoded, cache.encoded_mask)
+        for block, kept, cross_kv in zip(self.blocks, cache.self_kv, cache.cross_kv, strict=True):
+            x = block.step(x, position, kept, cache.length, cross_kv, cache.encoded_mask)
         cache.length += 1
         return self.norm(x)
 

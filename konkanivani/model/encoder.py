@@ -7,13 +7,13 @@ import torch
 
 from konkanivani.base.config import ModelConfig
 from konkanivani.base.lengths import CHUNK_FRAMES, Lengths, padding_mask, subsampled_length
-from konkanivani.model.attention import FrameLayout, RotaryPositions
+from konkanivani.model.attention import RotaryPositions, SequenceLayout
 from konkanivani.model.blocks import BlockRunner, ConformerBlock, TransformerBlock
 from konkanivani.model.kernels.dropout import Dropout
-from konkanivani.model.kernels.rotary import can_attend_spans
+from konkanivani.model.kernels.rotary import has_varlen_attention
 from konkanivani.model.subsampling import Subsampling
 
-MOST_PACKED = 8  # utterances: each is an attention and a convolution of its own, which takes long for many short ones
+MAX_PACKED = 8  # utterances: each is an attention and a convolution of its own, which takes long for many short ones
 
 
 class Encoder(torch.nn.Module):
@@ -50,7 +50,7 @@ class Encoder(torch.nn.Module):
         encoded_lengths = tuple(map(subsampled_length, feature_lengths))
         longest, padding = subsampled_length(features.shape[1]), None
         if min(encoded_lengths) < longest:  # without padding, attention takes its fastest kernel
-            if self.packs and can_attend_spans(features.device) and len(encoded_lengths) <= MOST_PACKED:
+            if self.packs and has_varlen_attention(features.device) and len(encoded_lengths) <= MAX_PACKED:
                 return *self._encode_packed(features, encoded_lengths, run_block, chunk_frames), encoded_lengths
             padding = padding_mask(encoded_lengths, longest, features.device)
         return *self.encode(features, padding, run_block, chunk_frames), encoded_lengths
@@ -60,7 +60,7 @@ class Encoder(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Features (B, T, F) -> encoded and the middle block's, (B, T', D); `padding` (B, T') is True beyond an end."""
         x = self.dropout(run_block(self.subsampling, features, chunk_frames))
-        return self._through_blocks(x, run_block, FrameLayout(self.positions(x.shape[1], x), padding))
+        return self._through_blocks(x, run_block, SequenceLayout(self.positions(x.shape[1], x), padding))
 
     def _encode_packed(
         self, features: torch.Tensor, lengths: Lengths, run_block: BlockRunner, chunk_frames: int
@@ -74,11 +74,11 @@ class Encoder(torch.nn.Module):
         positions = tuple(torch.cat([table[:length] for length in lengths]) for table in tables)
         x = self.dropout(torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])[None])
         spans = (sum(lengths),) if self.packs_as_one else lengths
-        outputs = self._through_blocks(x, run_block, FrameLayout(positions, lengths=spans))
+        outputs = self._through_blocks(x, run_block, SequenceLayout(positions, lengths=spans))
         return tuple(torch.nn.utils.rnn.pad_sequence(y[0].split(lengths), batch_first=True) for y in outputs)
 
     def _through_blocks(
-        self, x: torch.Tensor, run_block: BlockRunner, layout: FrameLayout
+        self, x: torch.Tensor, run_block: BlockRunner, layout: SequenceLayout
     ) -> tuple[torch.Tensor, torch.Tensor]:
         middle, last_of_half = x, len(self.blocks) // 2
         for number, block in enumerate(self.blocks, start=1):

@@ -18,7 +18,7 @@ from konkanivani.base.config import ModelConfig
 from konkanivani.base.lengths import subsampled_length
 
 CTC_HEAD = "CTC head"
-LONGEST_TIMING = 1.0  # seconds; a format that a processor has no instructions for takes one for each product
+MAX_TIMING = 1.0  # seconds; a format that a processor has no instructions for takes one for each product
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -95,6 +95,6 @@ def product_rate(multiply: Multiply, device: torch.device, dtype: torch.dtype, s
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - started)
-        if sum(seconds) > LONGEST_TIMING:
+        if sum(seconds) > MAX_TIMING:
             break
     return 2 * size**3 / statistics.median(seconds[1:] or seconds)

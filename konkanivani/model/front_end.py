@@ -60,10 +60,10 @@ class LogMel(torch.nn.Module):
         feature_lengths = tuple(map(self.framing.feature_length, sample_lengths))
         padding = padding_mask(feature_lengths, features.shape[1], features.device)
         frames = torch.tensor(feature_lengths, dtype=features.dtype).to(features.device)
-        return normalized(features, padding, frames), feature_lengths
+        return normalize_features(features, padding, frames), feature_lengths
 
 
-def normalized(features: torch.Tensor, padding: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
+def normalize_features(features: torch.Tensor, padding: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
     """Features (B, T, F), each bin of mean 0 and variance 1 over the utterance's valid frames, 0 in the padding.
 
     `padding` (B, T) is True beyond an utterance's end, `frames` (B,) counts the valid ones, a float tensor.

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from konkanivani.base.lengths import CHUNK_FRAMES, Lengths
 from konkanivani.model.kernels.ctc import ctc_loss
 from konkanivani.model.kernels.long_ctc import Head, long_ctc_losses
-from konkanivani.model.kernels.recompute import recomputed
+from konkanivani.model.kernels.recompute import run_recomputed
 
 TARGET_PADDING = -1
 
@@ -126,7 +126,7 @@ def attention_loss_sum(
     if decoded.shape[1] <= chunk_frames:
         return _cross_entropy_sum(decoded, head, targets, label_smoothing)
     chunks = zip(decoded.split(chunk_frames, dim=1), targets.split(chunk_frames, dim=1), strict=True)
-    sums = [recomputed(_cross_entropy_sum, chunk, head, aims, label_smoothing) for chunk, aims in chunks]
+    sums = [run_recomputed(_cross_entropy_sum, chunk, head, aims, label_smoothing) for chunk, aims in chunks]
     return torch.stack(sums).sum()
 
 

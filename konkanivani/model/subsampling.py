@@ -7,7 +7,7 @@ import torch
 
 from konkanivani.base.lengths import CHUNK_FRAMES, subsampled_length
 from konkanivani.model.kernels.linear import Linear
-from konkanivani.model.kernels.recompute import recomputed
+from konkanivani.model.kernels.recompute import run_recomputed
 
 
 class Subsampling(torch.nn.Module):
@@ -33,7 +33,7 @@ class Subsampling(torch.nn.Module):
             return self._one_piece(features)
         starts = range(0, frames, chunk_frames)
         spans = [(4 * start, 4 * min(start + chunk_frames, frames) + 3) for start in starts]
-        return torch.cat([recomputed(self._one_piece, features[:, first:end]) for first, end in spans], dim=1)
+        return torch.cat([run_recomputed(self._one_piece, features[:, first:end]) for first, end in spans], dim=1)
 
     def _one_piece(self, features: torch.Tensor) -> torch.Tensor:
         # Not in half precision on a CPU: there oneDNN's depthwise convolution may never end (kernels/depthwise.py).

@@ -1,4 +1,4 @@
-"""Weights of one model taken over into another: what fits, cut down where it is larger.
+"""Weights of one model transferred into another: what fits, cut down where it is larger.
 
 D model width, H heads. A checkpoint of 12 layers, width 256 can start a model of 6 layers, width 128: of the layers,
 evenly spaced ones are taken, first and last included; of every tensor, the leading part of each axis, and where an axis
@@ -32,7 +32,7 @@ class Layers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Takeover:
+class WeightTransfer:
     """Names of the model's tensors: taken whole, cut from larger ones, and left as they were initialised."""
 
     taken: tuple[str, ...]
@@ -49,9 +49,9 @@ class Takeover:
 
 
 @torch.no_grad()
-def take_over(
+def transfer_weights(
     model: KonkaniVaniASR, weights: Mapping[str, torch.Tensor], config: ModelConfig, is_same_vocabulary: bool
-) -> Takeover:
+) -> WeightTransfer:
     """Copies what fits of `weights`, a model's of these dimensions, into `model`.
 
     Tensors over the vocabulary are taken only where it is the same; a smaller tensor never fills a larger one.
@@ -73,7 +73,7 @@ def take_over(
             cut.append(name)
         else:
             left_out.append(name)
-    return Takeover(tuple(taken), tuple(cut), tuple(left_out))
+    return WeightTransfer(tuple(taken), tuple(cut), tuple(left_out))
 
 
 def _layer_count(weights: Mapping[str, torch.Tensor], stack: str) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from konkanivani.base.config import TrainConfig
-from konkanivani.base.console import Tell, count, duration_words, say_nothing
+from konkanivani.base.console import Report, count, duration_words, silent
 from konkanivani.base.device import choose_device
 from konkanivani.base.distributed import Topology, agree, from_first, gather
 from konkanivani.base.errors import ResourceError
@@ -21,16 +21,16 @@ from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.decoding.decode import greedy_decode
 from konkanivani.memory.budget import BudgetWatch, available_bytes, enforce_budget
 from konkanivani.memory.gpu import announce_card
-from konkanivani.memory.monitor import keep_holes_out, resident_mib
+from konkanivani.memory.monitor import resident_mib, set_mmap_threshold
 from konkanivani.memory.oom_history import forget_sizes, read_sizes
 from konkanivani.memory.plan import MemoryPlan, plan_sentences
 from konkanivani.model.architecture import Architecture, architecture_of
 from konkanivani.model.asr import KonkaniVaniASR, frozen_count, parameter_count
-from konkanivani.model.transfer import take_over
+from konkanivani.model.transfer import transfer_weights
 from konkanivani.recipe.build_step import build_forward, build_step_parts
-from konkanivani.recipe.plan import Ranks, costs_of, needs_sharding, resolve_plan
-from konkanivani.recipe.run_folders import REJECTED, folder_of, keep_rejected, move_aside, move_newer_aside
-from konkanivani.recipe.speech import RunSpeech, build_speech, loader_config, sizes_of
+from konkanivani.recipe.plan import Ranks, device_costs, needs_sharding, resolve_plan
+from konkanivani.recipe.run_folders import REJECTED, keep_rejected, move_aside, move_newer_aside, run_folder
+from konkanivani.recipe.speech import RunSpeech, build_speech, loader_config, speech_sizes
 from konkanivani.recipe.start import Start
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, Stateful, check_states, load_states
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
@@ -42,11 +42,11 @@ from konkanivani.training.logs.utilisation import Utilisation
 from konkanivani.training.optimizer import OptimizerState
 from konkanivani.training.parts import StepParts
 from konkanivani.training.run import Run
-from konkanivani.training.sharding import Whole, is_sharded
+from konkanivani.training.sharding import FullState, is_sharded
 from konkanivani.training.state import TrainState
 
 
-def build_run(start: Start, tell: Tell = say_nothing) -> Run:
+def build_run(start: Start, report: Report = silent) -> Run:
     """Every part of the run, the checkpoint's state loaded; each stage on the way is told when it is done.
 
     Paths and disk have been looked at by resolve_start; the data comes next, then the plan.
@@ -60,9 +60,9 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
         keep_rejected(run_directory)
     speech = build_speech(start, device, rejected)
     start, config = replace(start, config=speech.config), speech.config
-    tell("data", speech.sentence())
+    report("data", speech.sentence())
     planner = EpochPlanner(speech.train.utterances.durations, config.window_size, config.run.seed)
-    step, plan = build_planned_step(start, device, speech, planner, resident_before, tell)
+    step, plan = build_planned_step(start, device, speech, planner, resident_before, report)
     state = TrainState()
     stateful = stateful_parts(step, state)
     load_weights(start, speech.tokenizer, planner, step, state, stateful)
@@ -99,15 +99,15 @@ def build_run(start: Start, tell: Tell = say_nothing) -> Run:
 
 
 def build_planned_step(
-    start: Start, device: torch.device, speech: RunSpeech, planner: EpochPlanner, resident_before: float, tell: Tell
+    start: Start, device: torch.device, speech: RunSpeech, planner: EpochPlanner, resident_before: float, report: Report
 ) -> tuple[StepParts, MemoryPlan | None]:
     """The step, freshly initialised, and the memory plan that it keeps to, if one is asked for."""
     config, topology = start.config, start.topology
-    free = free_bytes(topology, device)
+    free = free_memory(topology, device)
     architecture = architecture_of(config, speech.tokenizer.size)
     sharded = choose_sharding(config, architecture, device, free, topology)
     plan = plan_memory(start, speech, architecture, device, free, sharded) if config.is_planned else None
-    tell("plan", _plan_sentence(config, plan, planner))
+    report("plan", _plan_sentence(config, plan, planner))
     total_steps = min(config.run.epochs * planner.windows_per_epoch(), config.run.max_steps or sys.maxsize)
     step = build_step_parts(config, architecture, device, total_steps, topology=topology, sharded=sharded)
     return (keep_to_plan(step, plan, resident_before) if plan else step), plan
@@ -118,8 +118,8 @@ def stateful_parts(step: StepParts, state: TrainState) -> Mapping[str, Stateful]
     optimizer = OptimizerState(step.model, step.optimizer)
     sharded = is_sharded(step.model)
     return {
-        "model": Whole(step.model, step.topology) if sharded else step.model,
-        "optimizer": Whole(optimizer, step.topology) if sharded else optimizer,
+        "model": FullState(step.model, step.topology) if sharded else step.model,
+        "optimizer": FullState(optimizer, step.topology) if sharded else optimizer,
         "scaler": step.scaler,
         "progress": state,
         "splits": step.splits,
@@ -167,7 +167,7 @@ def _learn_sizes(config: TrainConfig, step: StepParts) -> None:
         step.splits.learn(sizes)
 
 
-def free_bytes(topology: Topology, device: torch.device) -> int:
+def free_memory(topology: Topology, device: torch.device) -> int:
     """Bytes that the rank with the least memory may take without anyone's word on it; a machine's ranks share it."""
     ranks_here = topology.local_world if device.type == "cpu" else 1
     return -agree(topology, -(available_bytes(device) // ranks_here))
@@ -176,12 +176,12 @@ def free_bytes(topology: Topology, device: torch.device) -> int:
 def choose_sharding(
     config: TrainConfig, architecture: Architecture, device: torch.device, free: int, topology: Topology
 ) -> bool:
-    """Whether weights, gradients and optimizer are dealt to the ranks, as --shard says."""
+    """Whether weights, gradients and optimizer are sharded over the ranks, as --shard says."""
     if topology.is_alone or config.memory.shard != "auto":
         return not topology.is_alone and config.memory.shard == "always"
     budget = config.memory.memory_budget
     budget = parse_budget(budget) if budget else free
-    return from_first(topology, lambda: needs_sharding(architecture, costs_of(device), budget))
+    return from_first(topology, lambda: needs_sharding(architecture, device_costs(device), budget))
 
 
 def plan_memory(
@@ -201,8 +201,8 @@ def plan_memory(
             device,
             free,
             Ranks(start.topology.world, sharded),
-            train=sizes_of(speech.train.utterances, slowest=min(speech.train.speeds)),
-            validation=sizes_of(validation.speech.utterances, slowest=1.0) if validation else None,
+            train=speech_sizes(speech.train.utterances, slowest=min(speech.train.speeds)),
+            validation=speech_sizes(validation.speech.utterances, slowest=1.0) if validation else None,
             stored=start.resumed.states.get("plan") if start.resumed else None,
         ),
     )
@@ -212,7 +212,7 @@ def keep_to_plan(step: StepParts, plan: MemoryPlan, resident_before: float) -> S
     """The step with the plan's recomputed blocks, its planned peaks shown, its budget enforced where that can be."""
     device = step.forward.device
     if device.type == "cpu":
-        keep_holes_out()
+        set_mmap_threshold()
     step.forward.monitor.expect(plan.planned_peaks(before=resident_before if device.type == "cpu" else 0.0))
     enforce_budget(device, plan.budget, plan.context)
     step = step.recomputing(plan.recompute_policy())
@@ -221,7 +221,7 @@ def keep_to_plan(step: StepParts, plan: MemoryPlan, resident_before: float) -> S
 
 def make_run_directory(config: TrainConfig) -> Path:
     """The run's log folder, made."""
-    directory = folder_of(config.run)
+    directory = run_folder(config.run)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -245,10 +245,10 @@ def _take_weights(initial: Checkpoint, stateful: Stateful, whole: KonkaniVaniASR
     """Takes what fits of a checkpoint's weights into the whole model, and the part `stateful` takes that model's."""
     config = config_from_text(initial.config)
     _, weights = architecture_of(config, initial.vocab_size).plain(initial.states["model"])
-    takeover = take_over(whole, weights, config.model, initial.tokenizer == tokenizer.model)
+    transfer = transfer_weights(whole, weights, config.model, initial.tokenizer == tokenizer.model)
     if stateful is not whole:
         stateful.load_state_dict(whole.state_dict())
-    print(f"Weights from the checkpoint of step {initial.step}:\n{takeover.summary()}", flush=True)
+    print(f"Weights from the checkpoint of step {initial.step}:\n{transfer.summary()}", flush=True)
 
 
 def _plan_sentence(config: TrainConfig, plan: MemoryPlan | None, planner: EpochPlanner) -> str:

@@ -4,23 +4,23 @@ import zlib
 
 import torch
 
-from konkanivani.base.amount import settled
+from konkanivani.base.amount import resolve
 from konkanivani.base.config import AUTO, TrainConfig
 from konkanivani.base.device import choose_precision
 from konkanivani.base.distributed import ALONE, Topology
-from konkanivani.base.randomness import seed_of
+from konkanivani.base.randomness import derive_seed
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
-from konkanivani.memory.recovery import RememberedSplits
+from konkanivani.memory.recovery import OomHistory
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.training.forward import ForwardPass
-from konkanivani.training.gradient import alone, of_shared_weights, summed_over_ranks
+from konkanivani.training.gradient import local_gradient, sharded_gradient, summed_gradient
 from konkanivani.training.optimizer import build_optimizer
 from konkanivani.training.parts import StepParts
 from konkanivani.training.sharding import shard_model
 
-LANES = 2  # micro-batches side by side where nobody says how many: half of a step's time on two cores (docs/LOG.md)
+AT_ONCE = 2  # micro-batches side by side where nobody says how many: half of a step's time on two cores (docs/LOG.md)
 
 
 def build_forward(
@@ -30,12 +30,12 @@ def build_forward(
     front_end: FeatureExtractor | None = None,
     sharded_over: Topology | None = None,
 ) -> ForwardPass:
-    """The model, freshly initialised from the seed, behind its front end; its weights dealt to ranks if given.
+    """The model, freshly initialised from the seed, behind its front end; its weights sharded over ranks if given.
 
     A front end that is given takes the place of the model's own, as in a trace.
     """
-    config = settled(config)  # what no amount of speech has decided
-    torch.manual_seed(seed_of(config.run.seed, "weights"))
+    config = resolve(config)  # what no amount of speech has decided
+    torch.manual_seed(derive_seed(config.run.seed, "weights"))
     model = architecture.build()
     if sharded_over is not None:
         shard_model(model, sharded_over, device)
@@ -50,16 +50,16 @@ def build_forward(
         device=device,
         amp_dtype=choose_precision(config.memory, device),
         objective=architecture.objective(config.loss),
-        at_once=at_once_of(config, device, is_sharded=sharded_over is not None),
+        at_once=choose_at_once(config, device, is_sharded=sharded_over is not None),
     )
 
 
-def at_once_of(config: TrainConfig, device: torch.device, is_sharded: bool) -> int:
+def choose_at_once(config: TrainConfig, device: torch.device, is_sharded: bool) -> int:
     """How many micro-batches are run side by side: on a CPU that has as many threads, where no rank waits inside."""
     if device.type != "cpu" or is_sharded:
         return 1
     asked = config.data.micro_batches_at_once
-    return min(LANES if asked == AUTO else asked, torch.get_num_threads())
+    return min(AT_ONCE if asked == AUTO else asked, torch.get_num_threads())
 
 
 def build_step_parts(
@@ -71,7 +71,7 @@ def build_step_parts(
     topology: Topology = ALONE,
     sharded: bool = False,
 ) -> StepParts:
-    """Everything that a step works with, freshly initialised from the seed; `sharded`: dealt to the ranks."""
+    """Everything that a step works with, freshly initialised from the seed; `sharded`: sharded over the ranks."""
     forward = build_forward(config, architecture, device, front_end, topology if sharded else None)
     return StepParts(
         forward=forward,
@@ -80,8 +80,8 @@ def build_step_parts(
         schedule=config.optimizer,
         total_steps=total_steps,
         seed=config.run.seed,
-        splits=RememberedSplits(memory_conditions(config, architecture, device)),
-        gradient_of=of_shared_weights if sharded else alone if topology.is_alone else summed_over_ranks,
+        splits=OomHistory(memory_conditions(config, architecture, device)),
+        compute_gradient=sharded_gradient if sharded else local_gradient if topology.is_alone else summed_gradient,
         topology=topology,
     )
 
@@ -89,7 +89,7 @@ def build_step_parts(
 def memory_conditions(config: TrainConfig, architecture: Architecture, device: torch.device) -> int:
     """A number that changes with the device's size, the budget and everything that says what a step computes."""
     size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    memory, at_once = config.memory, at_once_of(config, device, is_sharded=False)
+    memory, at_once = config.memory, choose_at_once(config, device, is_sharded=False)
     precision = memory.mixed_precision, memory.amp_dtype
     step = architecture, config.loss, precision, memory.gradient_checkpointing, at_once
     return zlib.crc32(repr((device.type, size, memory.memory_budget, step)).encode())

@@ -5,14 +5,14 @@ from collections.abc import Iterable
 
 from konkanivani.base.console import say
 from konkanivani.base.errors import CheckpointError, DataError
-from konkanivani.data.fingerprint import Fingerprint, fingerprint_of, read_fingerprint
+from konkanivani.data.fingerprint import Fingerprint, make_fingerprint, read_fingerprint
 from konkanivani.data.manifest import Manifest
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.recipe.start import Start
 
-LEAST_SHARED = 0.5  # of the smaller one's utterances: recordings may have been added and taken out
+MIN_SHARED = 0.5  # of the smaller one's utterances: recordings may have been added and taken out
 WARNED_OF = 0.05  # less may be two corpora that number their files alike
-MOST_UNKNOWN = 0.005  # of the characters
+MAX_UNKNOWN = 0.005  # of the characters
 NAMED_CHARACTERS = 10
 
 
@@ -25,7 +25,7 @@ def remembered_corpus(start: Start) -> Fingerprint | None:
 def check_corpus(start: Start, corpus: Fingerprint) -> None:
     """Raises a CheckpointError where a run would go on with another corpus and nobody has said so."""
     remembered = remembered_corpus(start)
-    if remembered is None or remembered.shared(corpus) >= LEAST_SHARED:
+    if remembered is None or remembered.shared(corpus) >= MIN_SHARED:
         return
     if start.config.run.new_corpus:
         say(f"Going on with another corpus: {corpus.sentence()}, after {remembered.sentence()}.")
@@ -41,7 +41,7 @@ def check_corpus(start: Start, corpus: Fingerprint) -> None:
 def warn_of_shared(corpus: Fingerprint, *others: Manifest | None) -> None:
     """Says which other manifests hold utterances that are trained on: what is scored on them says little."""
     for other in others:
-        shared = 0.0 if other is None else corpus.shared(fingerprint_of(other))
+        shared = 0.0 if other is None else corpus.shared(make_fingerprint(other))
         if shared >= WARNED_OF:
             say(
                 f"Careful: {shared:.0%} of the utterances of {other.path} are trained on too, so its error rates "
@@ -65,11 +65,11 @@ def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Vocabulary, tex
     commonest = sorted(unknown, key=unknown.__getitem__, reverse=True)
     named = " ".join(commonest[:NAMED_CHARACTERS]) + (" …" if len(commonest) > NAMED_CHARACTERS else "")
     found = f"{part:.2%} of the characters of {corpus.manifest} are none of the checkpoint's tokenizer ({named})"
-    if part <= MOST_UNKNOWN:
+    if part <= MAX_UNKNOWN:
         say(f"{found}: they are trained on as unknown.")
         return
     raise DataError(
-        f"{found}, more than {MOST_UNKNOWN:.1%}: the model could never write them. Begin a run of its own with "
+        f"{found}, more than {MAX_UNKNOWN:.1%}: the model could never write them. Begin a run of its own with "
         "--init_from, which takes the checkpoint's weights and a tokenizer of the new text, and another "
         "--checkpoint_dir."
     )

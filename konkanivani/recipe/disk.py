@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from konkanivani.base.amount import MOST_EPOCHS
+from konkanivani.base.amount import MAX_EPOCHS
 from konkanivani.base.config import AUTO, RunConfig, TrainConfig
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.units import MIB
@@ -39,16 +39,16 @@ def check_disk(config: TrainConfig, architecture: Architecture) -> tuple[DiskRoo
     A quota cannot be seen: one that is reached shows as a full disk does, at a save.
     """
     run = config.run
-    checkpoints = most_checkpoints(run) * checkpoint_bytes(architecture)
+    checkpoints = max_checkpoints(run) * checkpoint_bytes(architecture)
     if run.resume:
         checkpoints -= _held_bytes(run)  # they make room as they are replaced
     least = DRY_RUN_FILES * checkpoint_bytes(architecture) if run.dry_run else 0
     checkpoints = max(least, checkpoints)
-    needs = (Path(run.checkpoint_dir), checkpoints), (Path(run.log_dir), most_epochs(run) * LOG_BYTES_AN_EPOCH)
+    needs = (Path(run.checkpoint_dir), checkpoints), (Path(run.log_dir), max_epochs(run) * LOG_BYTES_AN_EPOCH)
     rooms: dict[int, DiskRoom] = {}
     for folder, needed in needs:
         device = os.stat(nearest_folder(folder)).st_dev
-        shared = rooms.get(device, DiskRoom((), 0, free_bytes(folder)))
+        shared = rooms.get(device, DiskRoom((), 0, free_disk(folder)))
         rooms[device] = DiskRoom((*shared.folders, folder), shared.needed + needed, shared.free)
     short = [room for room in rooms.values() if room.needed > room.free]
     if short:
@@ -62,14 +62,14 @@ def check_disk(config: TrainConfig, architecture: Architecture) -> tuple[DiskRoo
     return tuple(rooms.values())
 
 
-def most_checkpoints(run: RunConfig) -> int:
+def max_checkpoints(run: RunConfig) -> int:
     """How many different checkpoint files the run will have at one time."""
-    return min(run.keep_checkpoints, most_epochs(run)) + BESIDE_EPOCHS
+    return min(run.keep_checkpoints, max_epochs(run)) + BESIDE_EPOCHS
 
 
-def most_epochs(run: RunConfig) -> int:
+def max_epochs(run: RunConfig) -> int:
     """How many epochs the run will have at the most."""
-    return MOST_EPOCHS if run.epochs == AUTO else run.epochs
+    return MAX_EPOCHS if run.epochs == AUTO else run.epochs
 
 
 def checkpoint_bytes(architecture: Architecture) -> int:
@@ -80,7 +80,7 @@ def checkpoint_bytes(architecture: Architecture) -> int:
     return moments + sum(4 * tensor.numel() + 4 * RECORD_BYTES for tensor in tensors) + SETTINGS_BYTES
 
 
-def free_bytes(folder: Path) -> int:
+def free_disk(folder: Path) -> int:
     """Bytes that a user may still write in the folder, or in the nearest above it."""
     found = os.statvfs(nearest_folder(folder))
     # Some mounted cloud folders tell no size at all.

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.base.command_line import silenced
+from konkanivani.base.command_line import silence_output
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import StageClock, count, duration_words
 from konkanivani.base.distributed import read_topology
 from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.base.files import scratch_folder
 from konkanivani.base.flags import Asked, ask
-from konkanivani.base.signals import stopping_at_signals
+from konkanivani.base.signals import stop_at_signals
 from konkanivani.base.units import MIB
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.start import Start, resolve_start
-from konkanivani.recipe.train import as_json, tell_rehearsal
+from konkanivani.recipe.train import json_value, tell_rehearsal
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.checkpoint.compare import differences, relative_difference
@@ -32,7 +32,7 @@ from konkanivani.training.validation import EvaluationSet
 
 STEPS = 2
 SECOND, THIRD = "checkpoint_second_step.pt", "checkpoint_third_step.pt"
-MOST_VALIDATED = 4
+MAX_VALIDATED = 4
 CLOSE = 1e-3  # of all weights: CUDA's kernels add in varying order
 
 
@@ -44,7 +44,7 @@ def dry_run(asked: Asked) -> str:
     if not read_topology().is_alone:
         raise UsageError("--dry_run tries a run in one process: leave torchrun out.")
     clock = StageClock()
-    with stopping_at_signals():
+    with stop_at_signals():
         start = resolve_start(asked, clock.done)
         with scratch_config(start.config) as config:
             start = dataclasses.replace(start, config=config, locks=(RunLock(config.run.checkpoint_dir),))
@@ -54,7 +54,7 @@ def dry_run(asked: Asked) -> str:
     clock.done("removed", "nothing of this is left")
     summary = {"dry_run": True, **dataclasses.asdict(estimate), "tensors_compared": compared}
     summary |= {"resumed_difference": difference, "seconds": clock.seconds()}
-    return json.dumps({name: as_json(value) for name, value in summary.items()}, allow_nan=False)
+    return json.dumps({name: json_value(value) for name, value in summary.items()}, allow_nan=False)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _try_going_on(folder: Path, clock: StageClock) -> float:
 
     The distance of the weights from the third step's save, as a share of their norm: 0 on a CPU, bit for bit.
     """
-    with silenced():  # it has been told
+    with silence_output():  # it has been told
         start = resolve_start(ask(["--resume", str(folder / SECOND), "--keep_checkpoints", "2"]))
         run = build_run(start)
     check_equal(run.checkpoint(), start.resumed, "What was resumed is not what was saved")
@@ -141,7 +141,7 @@ def _few(run: Run) -> EvaluationSet | None:
     if run.validation is None:
         return None
     middle = run.validation.plan[len(run.validation.plan) // 2]
-    return dataclasses.replace(run.validation, plan=[middle[:MOST_VALIDATED]])
+    return dataclasses.replace(run.validation, plan=[middle[:MAX_VALIDATED]])
 
 
 def _estimate(run: Run, steps_before: int) -> Estimate:

@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 from konkanivani.base.config import TrainConfig
-from konkanivani.base.errors import DataError, Problems, ResourceError, UsageError
+from konkanivani.base.errors import DataError, ErrorCollector, ResourceError, UsageError
 from konkanivani.training.checkpoint.checkpoint import check_is_there
 
 
@@ -15,10 +15,10 @@ def check_paths(config: TrainConfig, is_complete: bool = True) -> None:
 
     Not `is_complete`: a checkpoint is yet to be read that brings what is not given, its run's folders among it.
     """
-    problems, run = Problems(), config.run
+    problems, run = ErrorCollector(), config.run
     for checkpoint in (run.resume, run.init_from):
         if checkpoint and checkpoint != "auto":
-            with problems.noted():
+            with problems.collect():
                 check_is_there(Path(checkpoint))
     if is_complete and config.data.train_manifest is None:
         problems.add(
@@ -27,27 +27,27 @@ def check_paths(config: TrainConfig, is_complete: bool = True) -> None:
                 "python3 training_scripts/prepare_builtin_corpus.py and give data/builtin/train.jsonl."
             )
         )
-    with problems.noted():
+    with problems.collect():
         check_manifests(config)
     if is_complete or run.resume == "auto":
-        with problems.noted():
+        with problems.collect():
             _check_folder("checkpoint", Path(run.checkpoint_dir), "--checkpoint_dir")
     if is_complete:
-        with problems.noted():
+        with problems.collect():
             _check_folder("log", Path(run.log_dir) / run.run_name, "--log_dir")
     problems.raise_all()
 
 
 def check_manifests(config: TrainConfig) -> None:
     """Raises a DataError that names every manifest that is given and cannot be read."""
-    problems = Problems()
-    for flag, manifest in manifests_of(config).items():
-        with problems.noted():
+    problems = ErrorCollector()
+    for flag, manifest in named_manifests(config).items():
+        with problems.collect():
             _check_manifest(flag, Path(manifest))
     problems.raise_all()
 
 
-def manifests_of(config: TrainConfig) -> dict[str, str]:
+def named_manifests(config: TrainConfig) -> dict[str, str]:
     """Every manifest that is given, by its flag."""
     data, augment = config.data, config.augment
     named = {

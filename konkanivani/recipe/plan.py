@@ -20,31 +20,31 @@ from konkanivani.data.utterance import Utterance
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
 from konkanivani.memory.gpu import measure_context
-from konkanivani.memory.plan import STATE_BYTES, BucketPlan, MemoryPlan, read_plan, state_bytes_of
+from konkanivani.memory.plan import STATE_BYTES, BucketPlan, MemoryPlan, model_state_bytes, read_plan
 from konkanivani.memory.planner import Planner, plan_bucket
-from konkanivani.memory.tracer import Load, StepTracer, TracedStep
+from konkanivani.memory.tracer import BatchShape, StepTracer, TracedStep
 from konkanivani.memory.traces import Traces
 from konkanivani.model.architecture import Architecture, architecture_of
 from konkanivani.model.asr import parameter_count
 from konkanivani.model.kernels.matmul import is_onednn_preferred
-from konkanivani.recipe.build_step import at_once_of, build_step_parts, memory_conditions
+from konkanivani.recipe.build_step import build_step_parts, choose_at_once, memory_conditions
 from konkanivani.recipe.paths import cache_folder
 from konkanivani.recipe.ranks import digest_of_code
-from konkanivani.training.sharding import held_bytes
+from konkanivani.training.sharding import bytes_per_rank
 from konkanivani.training.step import train_step
 from konkanivani.training.validation import recognize
 
 BUCKET_RATIO = 0.7  # of the longest utterances of neighbouring buckets
-MOST_BUCKETS = 8
+MAX_BUCKETS = 8
 # Longer micro-batches only cost a CPU more padding (4 x 2 beats 1 x 8: docs/performance.md); a GPU is the faster the
 # fuller it is.
-MOST_CPU_SECONDS = 24.0
+MAX_CPU_SECONDS = 24.0
 LATER_KERNELS = 64 * MIB  # the driver loads a library's kernels when they are first used
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """How many train together, and whether the model's state is dealt to them."""
+    """How many train together, and whether the model's state is sharded over them."""
 
     world: int = 1
     sharded: bool = False
@@ -86,11 +86,11 @@ def resolve_plan(
     budget = config.memory.memory_budget
     budget = parse_budget(budget) if budget else free
     rate = float(train.tokens.sum() / train.seconds.sum())
-    costs = costs_among(costs_of(device), architecture, ranks)
+    costs = costs_per_rank(device_costs(device), architecture, ranks)
     check_state(config, architecture, costs, budget)
     with kept_traces(config, architecture, costs) as traces:
         plan = _plan_buckets(config, Planner(traces, budget, rate), conditions, train, validation)
-        at_once = at_once_of(config, device, ranks.sharded)
+        at_once = choose_at_once(config, device, ranks.sharded)
         if at_once > 1:
             side_by_side = _plan_buckets(config, Planner(traces, budget, rate, at_once), conditions, train, validation)
             if _has_room(side_by_side, plan, is_asked_for=config.data.micro_batches_at_once != AUTO):
@@ -113,31 +113,31 @@ def plan_conditions(config: TrainConfig, architecture: Architecture, device: tor
     return zlib.crc32(repr((memory_conditions(config, architecture, device), asked, ranks)).encode())
 
 
-def costs_among(costs: DeviceCosts, architecture: Architecture, ranks: Ranks) -> DeviceCosts:
+def costs_per_rank(costs: DeviceCosts, architecture: Architecture, ranks: Ranks) -> DeviceCosts:
     """What training takes beside the tensors of a model on one device where it is one of these ranks.
 
-    The bucket in which gradients are summed over ranks more, or, where the state is dealt to them, the others' less.
+    The bucket in which gradients are summed over ranks more, or, where the state is sharded, the others' less.
     """
     if ranks.world == 1:
         return costs
     model = architecture.build_without_values()
     whole = parameter_count(model)
-    more = held_bytes(model, ranks.world) - STATE_BYTES * whole if ranks.sharded else min(4 * whole, BUCKET_BYTES)
+    more = bytes_per_rank(model, ranks.world) - STATE_BYTES * whole if ranks.sharded else min(4 * whole, BUCKET_BYTES)
     return dataclasses.replace(costs, among_ranks=more)
 
 
-def ranks_of(config: TrainConfig, costs: DeviceCosts, budget: int, world: int) -> Ranks:
-    """So many ranks of one budget each, the state dealt to them as --shard says."""
+def choose_ranks(config: TrainConfig, costs: DeviceCosts, budget: int, world: int) -> Ranks:
+    """So many ranks of one budget each, the state sharded over them as --shard says."""
     shard, architecture = config.memory.shard, architecture_of(config, config.text.vocab_size)
     sharded = shard == "always" or (shard == "auto" and needs_sharding(architecture, costs, budget))
     return Ranks(world, sharded and world > 1)
 
 
 def traffic_bytes(architecture: Architecture, ranks: Ranks) -> int:
-    """Bytes in fp32 that one rank sends: a step, or, where the state is dealt to the ranks, a micro-batch.
+    """Bytes in fp32 that one rank sends: a step, or, where the state is sharded over the ranks, a micro-batch.
 
     A sum over N ranks sends each number 2 (N - 1) / N times, half to sum it and half to hand it round (Patarasuk and
-    Yuan, 2009); dealt weights go round for the forward and for the backward pass, and gradients are summed only: 3
+    Yuan, 2009); sharded weights go round for the forward and for the backward pass, and gradients are summed only: 3
     halves, but what lies between the blocks goes round once.
     """
     model = architecture.build_without_values()
@@ -151,7 +151,7 @@ def needs_sharding(architecture: Architecture, costs: DeviceCosts, budget: int) 
     return state_bytes(architecture) + costs.beside > budget
 
 
-def costs_of(device: torch.device) -> DeviceCosts:
+def device_costs(device: torch.device) -> DeviceCosts:
     """What training takes on this device beside its tensors; the context as the driver tells it, where it does."""
     if device.type == "cpu":
         return cpu_costs()
@@ -211,7 +211,7 @@ def check_state(config: TrainConfig, architecture: Architecture, costs: DeviceCo
 
 def state_bytes(architecture: Architecture) -> int:
     """Bytes of the model's weights, gradients and optimizer."""
-    return state_bytes_of(architecture.build_without_values())
+    return model_state_bytes(architecture.build_without_values())
 
 
 def _largest_preset(config: TrainConfig, room: int) -> str:
@@ -227,7 +227,7 @@ def _largest_preset(config: TrainConfig, room: int) -> str:
 def bucket_edges(seconds: np.ndarray) -> list[float]:
     """The longest utterance of each bucket, ascending, in hundredths of a second rounded up."""
     edges = [float(np.ceil(100 * seconds.max()) / 100)]
-    while len(edges) < MOST_BUCKETS and (seconds <= BUCKET_RATIO * edges[-1]).any():
+    while len(edges) < MAX_BUCKETS and (seconds <= BUCKET_RATIO * edges[-1]).any():
         edges.append(float(np.ceil(100 * seconds[seconds <= BUCKET_RATIO * edges[-1]].max()) / 100))
     return edges[::-1]
 
@@ -238,10 +238,10 @@ def _plan_buckets(
     buckets = []
     for edge in bucket_edges(train.seconds):
         tokens = int(train.tokens[train.seconds <= edge].max())
-        most = most_at_once(config, planner, edge)
+        most = max_at_once(config, planner, edge)
         buckets.append(plan_bucket(planner, edge, tokens, config.memory.gradient_checkpointing, most))
     costliest = max(buckets, key=lambda bucket: bucket.peak)
-    load = Load(max(1, costliest.utterances), costliest.seconds, costliest.tokens)
+    load = BatchShape(max(1, costliest.utterances), costliest.seconds, costliest.tokens)
     peak = planner.phases(load, RecomputePolicy.first(costliest.recomputed_blocks))
     seconds, validation_peak = config.data.validation_batch_seconds, 0
     if validation is not None:
@@ -262,14 +262,14 @@ def _plan_buckets(
     )
 
 
-def most_at_once(config: TrainConfig, planner: Planner, seconds: float) -> int:
+def max_at_once(config: TrainConfig, planner: Planner, seconds: float) -> int:
     """The most utterances of so many seconds that go at once, whatever the memory."""
     if config.data.batch_size != "auto":
         return config.data.batch_size
     if planner.traces.costs.is_cuda:
         return config.window_size
     most = -(-config.window_size // planner.at_once)  # one micro-batch alone has nothing beside it
-    return int(np.clip(MOST_CPU_SECONDS // seconds, 1, most))
+    return int(np.clip(MAX_CPU_SECONDS // seconds, 1, most))
 
 
 def _check_every_utterance_fits(

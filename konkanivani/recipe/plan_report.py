@@ -13,19 +13,19 @@ from multiprocessing import get_context
 
 import torch
 
-from konkanivani.base.amount import settled
+from konkanivani.base.amount import resolve
 from konkanivani.base.config import AUTO, PRESETS, ModelConfig, TrainConfig
 from konkanivani.base.units import GIB, MIB, budget_text, peak_text
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.plan import BucketPlan
-from konkanivani.memory.planner import ALWAYS, MOST_UTTERANCES, NEVER, Planner
+from konkanivani.memory.planner import ALWAYS, MAX_UTTERANCES, NEVER, Planner
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.plan import (
     ONE_RANK,
     Ranks,
     check_state,
-    costs_among,
+    costs_per_rank,
     kept_traces,
     state_bytes,
     traffic_bytes,
@@ -47,7 +47,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Report:
+class PlanReport:
     """The answers under one budget; bytes. `flags` is a line for the trainer."""
 
     device: str
@@ -92,7 +92,7 @@ class Report:
         """What several ranks make of it, a line if any."""
         if self.world == 1:
             return []
-        way = "dealt to them, each rank holds at most" if self.sharded else "whole on each, with a bucket for sums"
+        way = "sharded over them, each rank holds at most" if self.sharded else "whole on each, with a bucket for sums"
         return [
             f"{self.world} ranks, the state {way} {_mib(self.state_of_rank)}; each sends {_mib(self.traffic)} a "
             f"{'micro-batch' if self.sharded else 'step'}. What follows is for one rank."
@@ -108,19 +108,19 @@ class Report:
         )
 
 
-def plan_for(config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ranks = ONE_RANK) -> Report:
+def plan_budget(config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ranks = ONE_RANK) -> PlanReport:
     """What of this configuration fits `budget` bytes, on each rank; a ResourceError where not even its state does."""
-    config = settled(config)
+    config = resolve(config)
     architecture = architecture_of(config, config.text.vocab_size)
-    costs = costs_among(costs, architecture, ranks)
+    costs = costs_per_rank(costs, architecture, ranks)
     check_state(config, architecture, costs, budget)
-    questions = [Question(config, costs, budget, mode) for mode in ("never", "always")]
+    requests = [PlanRequest(config, costs, budget, mode) for mode in ("never", "always")]
     with _two_processes() as pool:
-        awaited = pool.map(_answer, questions)
-        validation_peak = pool.submit(_validation_peak, questions[0]).result()  # by the process that is done first
+        awaited = pool.map(_answer, requests)
+        validation_peak = pool.submit(_validation_peak, requests[0]).result()  # by the process that is done first
         answers = tuple(awaited)
     state = state_bytes(architecture)
-    return Report(
+    return PlanReport(
         device=costs.name,
         precision="half precision" if config.memory.mixed_precision else "full precision",
         budget=budget,
@@ -138,7 +138,7 @@ def plan_for(config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ranks 
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanRequest:
     """What fits, with or without recomputing every block: what a process of its own needs to answer it."""
 
     config: TrainConfig
@@ -166,11 +166,11 @@ class Question:
         return NEVER if self.mode == "never" else ALWAYS
 
 
-def _validation_peak(question: Question) -> int:
+def _validation_peak(request: PlanRequest) -> int:
     """Bytes at the peak of validation, which recomputes nothing."""
-    config = question.config
+    config = request.config
     longest, at_once = config.data.max_validation_duration, config.data.validation_batch_seconds
-    with question.planner() as planner:
+    with request.planner() as planner:
         _, peak = planner.validation_seconds(longest, _tokens(config, longest), at_once)
     return peak
 
@@ -189,15 +189,15 @@ def _settle() -> None:
     gc.freeze()
 
 
-def _answer(question: Question) -> Answer:
-    config, policy, buckets = question.config, question.policy, []
-    with question.planner() as planner:
+def _answer(request: PlanRequest) -> Answer:
+    config, policy, buckets = request.config, request.policy, []
+    with request.planner() as planner:
         for seconds in BUCKETS:
-            buckets.append(planner.largest_batch(seconds, _tokens(config, seconds), policy, MOST_UTTERANCES))
-            question.tell(f"utterances of {seconds:g} s, {buckets[-1].utterances} at once")
+            buckets.append(planner.largest_batch(seconds, _tokens(config, seconds), policy, MAX_UTTERANCES))
+            request.tell(f"utterances of {seconds:g} s, {buckets[-1].utterances} at once")
         longest = planner.longest_utterance(lambda seconds: _tokens(config, seconds), policy)
-    question.tell(f"the longest utterance, {longest:g} s")
-    return Answer(question.mode, tuple(buckets), longest)
+    request.tell(f"the longest utterance, {longest:g} s")
+    return Answer(request.mode, tuple(buckets), longest)
 
 
 def plan_presets(
@@ -207,12 +207,12 @@ def plan_presets(
     budgets: tuple[float, ...] = TABLE_BUDGETS,
 ) -> str:
     """A table of presets by budgets in GiB: utterances of 10 s at once, and the longest that trains, in seconds."""
-    config = settled(config)
+    config = resolve(config)
     runs = [(dataclasses.replace(config.run, preset=name), shape) for name, shape in presets.items()]
     shaped = [dataclasses.replace(config, run=run, model=shape) for run, shape in runs]
-    questions = [Question(shape, costs, 0, mode) for shape in shaped for mode in ("never", "always")]
+    requests = [PlanRequest(shape, costs, 0, mode) for shape in shaped for mode in ("never", "always")]
     with _two_processes() as pool:
-        cells = list(pool.map(_cells, questions, repeat(budgets)))
+        cells = list(pool.map(_cells, requests, repeat(budgets)))
     lines = [
         f"Traced for {costs.name}, {config.text.vocab_size} tokens: utterances of 10 s at once / longest utterance, in "
         "seconds, that trains;",
@@ -225,20 +225,20 @@ def plan_presets(
     return "\n".join(lines)
 
 
-def _cells(question: Question, budgets: tuple[float, ...]) -> list[str]:
+def _cells(request: PlanRequest, budgets: tuple[float, ...]) -> list[str]:
     """The question's cell for each budget in GiB."""
-    config, policy, cells = question.config, question.policy, []
+    config, policy, cells = request.config, request.policy, []
     state = state_bytes(architecture_of(config, config.text.vocab_size))
-    with question.planner() as planner:
+    with request.planner() as planner:
         for gib in budgets:
             planner.budget = int(gib * GIB)
             if state + planner.beside() > planner.budget:
                 cells.append("- / -")
                 continue
-            at_once = planner.largest_batch(10.0, _tokens(config, 10.0), policy, MOST_UTTERANCES).utterances
+            at_once = planner.largest_batch(10.0, _tokens(config, 10.0), policy, MAX_UTTERANCES).utterances
             longest = planner.longest_utterance(lambda seconds: _tokens(config, seconds), policy)
-            cells.append(f"{at_once}{'+' if at_once == MOST_UTTERANCES else ''} / {longest:g}")
-            question.tell(f"{gib:g} GiB, {cells[-1]}")
+            cells.append(f"{at_once}{'+' if at_once == MAX_UTTERANCES else ''} / {longest:g}")
+            request.tell(f"{gib:g} GiB, {cells[-1]}")
     return cells
 
 

@@ -9,11 +9,11 @@ import torch
 
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import count
-from konkanivani.base.distributed import Topology, only_first_speaks, read_topology
+from konkanivani.base.distributed import Topology, print_on_rank0, read_topology
 from konkanivani.base.errors import UsageError
 from konkanivani.base.flags import config_to_text
-from konkanivani.base.process_group import joined
-from konkanivani.recipe.paths import check_manifests, manifests_of
+from konkanivani.base.process_group import process_group
+from konkanivani.recipe.paths import check_manifests, named_manifests
 
 PACKAGE = Path(__file__).parents[1]
 BLOCK_BYTES = 2**20
@@ -43,7 +43,7 @@ def in_ranks(timeout: float = 600.0) -> Iterator[Topology]:
     output is seen. An error ends all, and is told once.
     """
     topology = read_topology()
-    with joined(topology, timeout), only_first_speaks(topology):
+    with process_group(topology, timeout), print_on_rank0(topology):
         take_card(topology)
         yield topology
 
@@ -61,7 +61,7 @@ def digest_of_code() -> str:
 def digest_of_data(config: TrainConfig) -> str:
     """Of the manifests that a run reads, whatever folders they lie in; a DataError where one cannot be read."""
     check_manifests(config)
-    return _digest([Path(path) for path in manifests_of(config).values()], None)
+    return _digest([Path(path) for path in named_manifests(config).values()], None)
 
 
 def _digest(paths: Iterable[Path], folder: Path | None) -> str:

@@ -1,4 +1,4 @@
-"""The folders of a run's logs and checkpoints, whoever has used their names before.
+"""The folders of a run's logs and checkpoints, which another run may have used before.
 
 The log folder is for one process at a time; what earlier runs left under this one's names is moved aside, whole and
 told, and never written over.
@@ -36,22 +36,22 @@ def take_log_folder(run: RunConfig, earlier: RunConfig | None) -> LogFolder:
     its own and says so; where it is a copy, with what the original has logged. `earlier` is the run as its checkpoint
     has it, None where it begins. A ResourceError names the process that logs there now.
     """
-    folder = folder_of(run)
+    folder = run_folder(run)
     owner = _other_owner(run, earlier)
     if owner is not None and (earlier or not _is_logged_to(folder)):
         named = dataclasses.replace(run, run_name=_own_name(run))
-        say(f"{folder} is the log of the run in {owner}: this one logs to {folder_of(named)}.")
+        say(f"{folder} is the log of the run in {owner}: this one logs to {run_folder(named)}.")
         return LogFolder(named, _lock(named, copied_from=folder if earlier else None))
     return LogFolder(run, _lock(run, copied_from=None))
 
 
-def folder_of(run: RunConfig) -> Path:
+def run_folder(run: RunConfig) -> Path:
     """The run's log folder."""
     return Path(run.log_dir) / run.run_name
 
 
 def _lock(run: RunConfig, copied_from: Path | None) -> RunLock | None:
-    folder = folder_of(run)
+    folder = run_folder(run)
     if run.dry_run:
         check_nobody_works(folder, LOGGING)
         return None
@@ -68,7 +68,7 @@ def _other_owner(run: RunConfig, earlier: RunConfig | None) -> Path | None:
 
     A log of a version that did not write down whose it is belongs to the run that has logged there before.
     """
-    folder = folder_of(run)
+    folder = run_folder(run)
     owner = _owner_of(folder)
     if owner is not None:
         return owner if owner != _checkpoints_of(run) and Checkpointer(owner, keep=2).has_checkpoints() else None
@@ -94,7 +94,7 @@ def _own_name(run: RunConfig) -> str:
     checkpoints = _checkpoints_of(run)
     name = checkpoints.name or run.run_name
     named = dataclasses.replace(run, run_name=name)
-    if not folder_of(named).exists() or _owner_of(folder_of(named)) == checkpoints:
+    if not run_folder(named).exists() or _owner_of(run_folder(named)) == checkpoints:
         return name
     return first_free_name(Path(run.log_dir), name).name
 

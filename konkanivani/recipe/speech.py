@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from konkanivani.base.amount import Amount, as_stored, decisions, settled
+from konkanivani.base.amount import Amount, as_stored, decisions, resolve
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import count, duration_words, say
 from konkanivani.base.distributed import from_first
-from konkanivani.base.errors import Problems
+from konkanivani.base.errors import ErrorCollector
 from konkanivani.base.flags import config_from_text
 from konkanivani.base.units import parse_share
 from konkanivani.data.batching import choose_subset, plan_evaluation
@@ -24,16 +24,16 @@ from konkanivani.data.checking import (
     training_limits,
 )
 from konkanivani.data.dataset import EvaluationSpeech, TrainingSpeech
-from konkanivani.data.fingerprint import Fingerprint, fingerprint_of
+from konkanivani.data.fingerprint import Fingerprint, make_fingerprint
 from konkanivani.data.loader.workers import LoaderConfig
-from konkanivani.data.manifest import Manifest, amount_of, no_text, read_manifest, texts_of
-from konkanivani.data.noise_reverb import Surroundings, read_surroundings
+from konkanivani.data.manifest import Manifest, iterate_texts, measure_amount, no_text, read_manifest
+from konkanivani.data.noise_reverb import NoiseReverb, read_noise_reverb
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.selection import Selection
 from konkanivani.data.text import normalize_text, train_tokenizer
 from konkanivani.data.token_counts import Digits
 from konkanivani.data.vocabulary import Vocabulary
-from konkanivani.inference.speech_model import tokenizer_of
+from konkanivani.inference.speech_model import load_tokenizer
 from konkanivani.recipe.corpus import check_corpus, check_spelling, warn_of_shared
 from konkanivani.recipe.plan import SpeechSizes
 from konkanivani.recipe.start import Start
@@ -73,36 +73,36 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
     A DataError tells what is wrong with all manifests: first with their rows, before a tokenizer is trained on them,
     then with what their utterances are to the tokenizer and the limits.
     """
-    config, problems = start.config, Problems()
+    config, problems = start.config, ErrorCollector()
     rejections = Rejections(rejected, parse_share(config.data.max_rejected, "--max_rejected"))
-    surroundings = Surroundings()
-    with problems.noted():
-        surroundings = read_surroundings(config.augment, config.run.seed, config.data.audio_roots)
+    noise_reverb = NoiseReverb()
+    with problems.collect():
+        noise_reverb = read_noise_reverb(config.augment, config.run.seed, config.data.audio_roots)
     manifests = [
         _read(path, config.data.audio_roots, problems)
         for path in (config.data.train_manifest, config.data.valid_manifest, config.data.test_manifest)
     ]
     train, valid, test = manifests
-    corpus = None if train is None else fingerprint_of(train)
+    corpus = None if train is None else make_fingerprint(train)
     if corpus:
         check_corpus(start, corpus)  # before anything of the run is written
     for manifest in manifests:
         if manifest is not None:
-            with problems.noted():
+            with problems.collect():
                 rejections.begin(manifest)
     problems.raise_all()
     warn_of_shared(corpus, valid, test)
-    start = settle(start, amount_of(train))
+    start = settle(start, measure_amount(train))
     config = start.config
     tokenizer = from_first(start.topology, lambda: choose_tokenizer(start, train))
     check_spelling(start, corpus, tokenizer, normalized_texts(train, config.text.digits))
-    with problems.noted():
-        training = build_training_speech(config, train, tokenizer, rejections, surroundings)
+    with problems.collect():
+        training = build_training_speech(config, train, tokenizer, rejections, noise_reverb)
     validation = tested = None
-    with problems.noted():
-        validation = valid and evaluation_set_of(valid, config, tokenizer, device, rejections)
-    with problems.noted():
-        tested = test and evaluation_set_of(test, config, tokenizer, device, rejections)
+    with problems.collect():
+        validation = valid and evaluation_set(valid, config, tokenizer, device, rejections)
+    with problems.collect():
+        tested = test and evaluation_set(test, config, tokenizer, device, rejections)
     problems.raise_all()
     validation = validation and dataclasses.replace(validation, topology=start.topology)
     test_utterances = len(tested.speech.utterances) if tested else 0
@@ -116,16 +116,16 @@ def settle(start: Start, amount: Amount) -> Start:
     amount = Amount(amount.hours * used, round(amount.utterances * used), start.topology.world)
     if start.initial:
         config = as_stored(config, config_from_text(start.initial.config), names=("tokenizer_type",))
-    config = settled(config, amount)
+    config = resolve(config, amount)
     if decided := decisions(asked, config):
         say(f"Chosen for {duration_words(amount.hours)} of speech: {decided}")
     return dataclasses.replace(start, config=config)
 
 
-def _read(path: str | None, named_roots: tuple[str, ...], problems: Problems) -> Manifest | None:
+def _read(path: str | None, named_roots: tuple[str, ...], problems: ErrorCollector) -> Manifest | None:
     """The manifest; None where none is given, and with a problem more where it cannot be read."""
     if path is not None:
-        with problems.noted():
+        with problems.collect():
             return read_manifest(path, named_roots)
     return None
 
@@ -133,21 +133,21 @@ def _read(path: str | None, named_roots: tuple[str, ...], problems: Problems) ->
 def choose_tokenizer(start: Start, manifest: Manifest) -> Vocabulary:
     """The checkpoint's tokenizer where there is one that serves, else one trained on the manifest's texts."""
     if start.resumed:
-        return tokenizer_of(start.resumed)
+        return load_tokenizer(start.resumed)
     text = start.config.text
     texts = list(normalized_texts(manifest, text.digits))
     if not texts:
         raise no_text(manifest)
     if start.initial and config_from_text(start.initial.config).text == text:
-        tokenizer = tokenizer_of(start.initial)
+        tokenizer = load_tokenizer(start.initial)
         if not any(tokenizer.special.unknown in tokenizer.encode(text) for text in texts):
             return tokenizer
     return train_tokenizer(texts, text.tokenizer_type, text.vocab_size)
 
 
 def normalized_texts(manifest: Manifest, digits: Digits) -> Iterator[str]:
-    """The transcripts of `texts_of`, normalised, without those of which nothing is left."""
-    return filter(None, (normalize_text(text, digits) for text in texts_of(manifest)))
+    """The transcripts of `iterate_texts`, normalised, without those of which nothing is left."""
+    return filter(None, (normalize_text(text, digits) for text in iterate_texts(manifest)))
 
 
 def build_training_speech(
@@ -155,7 +155,7 @@ def build_training_speech(
     manifest: Manifest,
     tokenizer: Vocabulary,
     rejections: Rejections,
-    surroundings: Surroundings,
+    noise_reverb: NoiseReverb,
 ) -> TrainingSpeech:
     """The utterances to train on; those left out are added to the rejections."""
     limits = training_limits(config)
@@ -168,7 +168,7 @@ def build_training_speech(
         config.augment.speed_perturbation,
         config.run.seed,
         manifest.path,
-        surroundings,
+        noise_reverb,
     )
 
 
@@ -182,7 +182,7 @@ def choose_usable(
     return kept
 
 
-def sizes_of(utterances: Selection, slowest: float) -> SpeechSizes:
+def speech_sizes(utterances: Selection, slowest: float) -> SpeechSizes:
     """The utterances' sizes, played at the slowest speed."""
     return SpeechSizes(utterances, utterances.durations / slowest, utterances.tokens.astype(np.int64))
 
@@ -193,10 +193,10 @@ def build_evaluation_set(
     """The manifest's utterances laid into batches for evaluation; those left out are added to the rejections."""
     manifest = read_manifest(path, config.data.audio_roots)
     rejections.begin(manifest)
-    return evaluation_set_of(manifest, config, tokenizer, device, rejections)
+    return evaluation_set(manifest, config, tokenizer, device, rejections)
 
 
-def evaluation_set_of(
+def evaluation_set(
     manifest: Manifest, config: TrainConfig, tokenizer: Vocabulary, device: torch.device, rejections: Rejections
 ) -> EvaluationSet:
     """The same of a manifest whose broken rows have been taken."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from konkanivani.base.config import RunConfig, TrainConfig
-from konkanivani.base.console import Tell, count, say, say_nothing
+from konkanivani.base.console import Report, count, say, silent
 from konkanivani.base.device import choose_device, choose_precision
 from konkanivani.base.distributed import ALONE, Topology, from_first
 from konkanivani.base.errors import CheckpointError, UsageError
@@ -14,7 +14,7 @@ from konkanivani.base.rules import settings_of
 from konkanivani.inference.speech_model import settings_of_weights
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.disk import check_disk
-from konkanivani.recipe.paths import check_paths, manifests_of
+from konkanivani.recipe.paths import check_paths, named_manifests
 from konkanivani.recipe.run_folders import take_log_folder
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
@@ -48,16 +48,16 @@ class Start:
     topology: Topology = ALONE
 
 
-def resolve_start(asked: Asked, tell: Tell = say_nothing, topology: Topology = ALONE) -> Start:
+def resolve_start(asked: Asked, report: Report = silent, topology: Topology = ALONE) -> Start:
     """What a command line asks for, the checkpoint it names read and held against it.
 
     Flags, then paths, then the disk are looked at before any folder is made; each stage is told when it is done. The
     first rank does it for all, and sends the others what it found: they need not see its folders.
     """
     if topology.is_alone:
-        return _resolve(asked, tell)
+        return _resolve(asked, report)
     check_ranks(asked.config, topology)
-    found = _resolve(restarted(asked, topology), tell) if topology.is_first else None
+    found = _resolve(ask_restarted(asked, topology), report) if topology.is_first else None
     sent = from_first(topology, lambda: dataclasses.replace(found, locks=()))
     return dataclasses.replace(found or sent, topology=topology)
 
@@ -70,7 +70,7 @@ def check_ranks(asked: TrainConfig, topology: Topology) -> None:
             f"the effective batch is {count(asked.window_size, 'utterance')}, fewer than the {topology.world} ranks: "
             "give a larger --batch_size or --gradient_accumulation_steps, or start fewer ranks"
         )
-    if topology.most_restarts and (run.fresh or run.resume not in (None, "auto")):
+    if topology.max_restarts and (run.fresh or run.resume not in (None, "auto")):
         flag = "--fresh" if run.fresh else f"--resume {run.resume}"
         problems.append(
             f"with torchrun's --max_restarts, {flag} would be done again at each restart: give --resume auto, and a "
@@ -80,7 +80,7 @@ def check_ranks(asked: TrainConfig, topology: Topology) -> None:
         raise UsageError(f"These ranks cannot train, start them otherwise: {'; '.join(problems)}.")
 
 
-def restarted(asked: Asked, topology: Topology) -> Asked:
+def ask_restarted(asked: Asked, topology: Topology) -> Asked:
     """What is asked for after torchrun has started the ranks anew: to go on with what they have saved, if anything."""
     run = asked.config.run
     saved = Checkpointer(run.checkpoint_dir, run.keep_checkpoints).has_checkpoints()
@@ -90,17 +90,17 @@ def restarted(asked: Asked, topology: Topology) -> Asked:
     return dataclasses.replace(asked, config=config)
 
 
-def _resolve(asked: Asked, tell: Tell) -> Start:
+def _resolve(asked: Asked, report: Report) -> Start:
     config = asked.config
-    tell("flags", "they go together")
+    report("flags", "they go together")
     if config.run.resume:
         check_paths(config, is_complete=False)
     else:
-        _check_places(config, config.text.vocab_size, tell)
+        _check_places(config, config.text.vocab_size, report)
     if config.run.resume == "auto":
-        return _resume_newest(asked, tell)
+        return _resume_newest(asked, report)
     if config.run.resume:
-        return _resume_named(asked, Path(config.run.resume), tell)
+        return _resume_named(asked, Path(config.run.resume), report)
     initial = read_checkpoint(config.run.init_from) if config.run.init_from else None
     if initial:
         settings_of_weights(initial)
@@ -127,40 +127,40 @@ def _begin(
     return Start(dataclasses.replace(config, run=logs.run), locks, resumed, path, initial)
 
 
-def _check_places(config: TrainConfig, vocab_size: int, tell: Tell) -> None:
+def _check_places(config: TrainConfig, vocab_size: int, report: Report) -> None:
     choose_precision(config.memory, choose_device(config.run.device))  # flags too, of which torch must be asked
     architecture = architecture_of(config, vocab_size)
     check_paths(config)
-    manifests = count(len(manifests_of(config)), "manifest", "is/are")
-    tell("paths", f"{manifests} there, {config.run.checkpoint_dir} and {config.run.log_dir} can be written")
-    tell("disk", "; ".join(room.sentence() for room in check_disk(config, architecture)))
+    manifests = count(len(named_manifests(config)), "manifest", "is/are")
+    report("paths", f"{manifests} there, {config.run.checkpoint_dir} and {config.run.log_dir} can be written")
+    report("disk", "; ".join(room.sentence() for room in check_disk(config, architecture)))
 
 
-def _resume_named(asked: Asked, path: Path, tell: Tell) -> Start:
+def _resume_named(asked: Asked, path: Path, report: Report) -> Start:
     checkpoint = read_checkpoint(path)
     config = _resumed_config(asked, checkpoint, path)
     if "checkpoint_dir" not in asked.given:  # wherever it was trained, it goes on where it lies
         config = _in_folder(config, str(path.parent))
-    _check_places(config, checkpoint.vocab_size, tell)
+    _check_places(config, checkpoint.vocab_size, report)
     lock = _take_folder(config.run)
     _check_folder_is_its_own(path, Path(config.run.checkpoint_dir))
     return _begin(config, lock, checkpoint, path)
 
 
-def _resume_newest(asked: Asked, tell: Tell) -> Start:
+def _resume_newest(asked: Asked, report: Report) -> Start:
     run, folder = asked.config.run, asked.config.run.checkpoint_dir
     lock = _take_folder(run)
     found = Checkpointer(folder, run.keep_checkpoints).read_newest_sound(sets_aside=not run.dry_run)
     if found is None:
         check_idle_flags(asked.config.augment, asked.given)
-        _check_places(asked.config, asked.config.text.vocab_size, tell)
+        _check_places(asked.config, asked.config.text.vocab_size, report)
         say(f"No checkpoint in {folder} yet: training begins.")
         return _begin(asked.config, lock)
     path, checkpoint = found
     config = _resumed_config(asked, checkpoint, path)
     # The folder may have been moved since the checkpoint wrote down its name.
     config = _in_folder(config, folder)
-    _check_places(config, checkpoint.vocab_size, tell)
+    _check_places(config, checkpoint.vocab_size, report)
     return _begin(config, lock, checkpoint, path)
 
 

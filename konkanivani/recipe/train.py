@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from konkanivani.base.command_line import output_may_be_lost
+from konkanivani.base.command_line import ignore_lost_output
 from konkanivani.base.config import AUTO, DecodingConfig, TrainConfig
 from konkanivani.base.console import say
 from konkanivani.base.device import choose_device
@@ -17,9 +17,9 @@ from konkanivani.memory.monitor import PhaseMemory
 from konkanivani.memory.oom_history import write_sizes
 from konkanivani.memory.recovery import DidNotFit
 from konkanivani.recipe.build import build_run
+from konkanivani.recipe.evaluation_model import best_checkpoint, evaluate_manifest, load_evaluation_model
 from konkanivani.recipe.ranks import digest_of_code, digest_of_data, digest_of_flags, in_ranks
 from konkanivani.recipe.start import resolve_start
-from konkanivani.recipe.trained_model import best_checkpoint, evaluate_manifest, load_trained_model
 from konkanivani.training.logs.records import RehearsalRecord
 from konkanivani.training.loop import train
 from konkanivani.training.rehearsal import rehearse
@@ -32,9 +32,9 @@ def train_and_report(asked: Asked) -> str:
 
     Every rank that torchrun has started does; the first one alone prints and returns the line.
     """
-    with output_may_be_lost(), in_ranks(asked.config.run.rank_timeout) as topology:
+    with ignore_lost_output(), in_ranks(asked.config.run.rank_timeout) as topology:
         run = build_in_ranks(asked, topology)
-        with run.logbook, sizes_kept(run):
+        with run.logbook, write_sizes_on_error(run):
             if is_rehearsed(run.settings) and (run.state.step == 0 or run.settings.memory.replan):
                 tell_rehearsal(run)
             train(run)
@@ -74,7 +74,7 @@ def score_and_sum_up(run: Run) -> str:
 
 
 @contextmanager
-def sizes_kept(run: Run) -> Iterator[None]:
+def write_sizes_on_error(run: Run) -> Iterator[None]:
     """Writes down what did not fit where the run must begin again to cut it smaller."""
     try:
         yield
@@ -93,7 +93,7 @@ def score_test(run: Run, checkpoint: Path) -> dict[str, Evaluation | None]:
     ways = dict.fromkeys(("greedy", possible[-1] if data.test_decode == AUTO else data.test_decode))
     if data.test_manifest is None:
         return dict.fromkeys(ways)
-    trained = load_trained_model(checkpoint, device, run.topology)
+    trained = load_evaluation_model(checkpoint, device, run.topology)
     decoders = [build_decode(DecodingConfig(way), trained.architecture, trained.tokenizer, device) for way in ways]
     evaluations = [evaluate_manifest(trained, data.test_manifest, decode, data.audio_roots) for decode in decoders]
     return dict(zip(ways, evaluations, strict=True))
@@ -169,7 +169,7 @@ def summary_line(run: Run, scores: dict[str, Evaluation | None], checkpoint: str
         "checkpoint": checkpoint,
         "tensorboard": tensorboard,
     }
-    return json.dumps({name: as_json(value) for name, value in summary.items()}, allow_nan=False)
+    return json.dumps({name: json_value(value) for name, value in summary.items()}, allow_nan=False)
 
 
 def allocator_retries(phases: tuple[PhaseMemory, ...]) -> int | None:
@@ -178,7 +178,7 @@ def allocator_retries(phases: tuple[PhaseMemory, ...]) -> int | None:
     return sum(counts) if counts else None
 
 
-def as_json(value: object) -> object:
+def json_value(value: object) -> object:
     """The value, numbers to four places; null where a number is not finite, which JSON cannot say."""
     if isinstance(value, float):
         return round(value, 4) if math.isfinite(value) else None

@@ -15,14 +15,14 @@ from typing import TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-Piece, Result = TypeVar("Piece"), TypeVar("Result")
+Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 class Abandoned(RuntimeError):
     """Another micro-batch of the step has failed: this one waits for nothing any more."""
 
 
-class Turns:
+class OrderedAccumulation:
     """Lets micro-batches add to each parameter's `.grad` one after another, in their own order.
 
     A sum of floats depends on its order: without turns, on which thread happened to be the first.
@@ -36,12 +36,12 @@ class Turns:
         self._is_abandoned = False
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Every backward pass in a thread that is `at` a micro-batch keeps to its turn."""
+    def ordered(self) -> Iterator[None]:
+        """Backward passes in threads that work within `turn` add their gradients in order."""
         hooks = []
         for index, parameter in enumerate(self._parameters):
             hooks.append(parameter.register_hook(functools.partial(self._wait, index)))
-            hooks.append(parameter.register_post_accumulate_grad_hook(functools.partial(self._pass_on, index)))
+            hooks.append(parameter.register_post_accumulate_grad_hook(functools.partial(self._advance, index)))
         try:
             yield
         finally:
@@ -49,17 +49,17 @@ class Turns:
                 hook.remove()
 
     @contextlib.contextmanager
-    def at(self, number: int) -> Iterator[None]:
+    def turn(self, number: int) -> Iterator[None]:
         """This thread works on micro-batch `number`; in the end the turns it has not needed are passed on as well."""
         self._mine.number = number
         yield
         for index in range(len(self._parameters)):
             if self._next[index] <= number:
                 self._wait(index)
-                self._pass_on(index)
+                self._advance(index)
 
     def abandon(self) -> None:
-        """Whoever waits, or would, ends with Abandoned."""
+        """Threads that wait, now or later, end with Abandoned."""
         with self._passed:
             self._is_abandoned = True
             self._passed.notify_all()
@@ -72,16 +72,16 @@ class Turns:
         if self._is_abandoned:
             raise Abandoned("Another micro-batch of this step has failed.")
 
-    def _pass_on(self, index: int, _parameter: torch.Tensor | None = None) -> None:
+    def _advance(self, index: int, _parameter: torch.Tensor | None = None) -> None:
         with self._passed:
             self._next[index] += 1
             self._passed.notify_all()
 
 
-def in_lanes(
+def map_ordered(
     count: int,
-    work: Callable[[Piece], Result],
-    pieces: Sequence[Piece],
+    work: Callable[[Item], Result],
+    items: Sequence[Item],
     parameters: Iterable[torch.nn.Parameter],
     within: Callable[[int], contextlib.AbstractContextManager[None]] = lambda number: contextlib.nullcontext(),
 ) -> Iterator[Result]:
@@ -92,21 +92,21 @@ def in_lanes(
     With the same result as one after another on as few threads, bit for bit: each parameter's gradients are added in
     the pieces' order. An error ends all of them. One piece, or a count of 1, is worked on by the calling thread.
     """
-    count = min(count, len(pieces), torch.get_num_threads())
+    count = min(count, len(items), torch.get_num_threads())
     if count < 2:
-        for number, piece in enumerate(pieces):
+        for number, item in enumerate(items):
             with within(number):
-                result = work(piece)
+                result = work(item)
             yield result
         return
-    turns, modes = Turns(parameters), _get_current_dispatch_mode_stack()
+    turns, modes = OrderedAccumulation(parameters), _get_current_dispatch_mode_stack()
 
-    def run(number: int, piece: Piece) -> Result:
-        with _also_on(modes), turns.at(number), within(number):
-            return work(piece)
+    def run(number: int, item: Item) -> Result:
+        with _inherit_modes(modes), turns.turn(number), within(number):
+            return work(item)
 
-    with _cores_shared_by(count) as share, turns.kept(), ThreadPoolExecutor(count, "lane", share) as threads:
-        results = [threads.submit(run, number, piece) for number, piece in enumerate(pieces)]
+    with _divide_threads(count) as limit, turns.ordered(), ThreadPoolExecutor(count, "micro-batch", limit) as threads:
+        results = [threads.submit(run, number, item) for number, item in enumerate(items)]
         try:
             for result in results:
                 yield result.result()
@@ -116,19 +116,19 @@ def in_lanes(
 
 
 @contextlib.contextmanager
-def _cores_shared_by(count: int) -> Iterator[Callable[[], None]]:
+def _divide_threads(count: int) -> Iterator[Callable[[], None]]:
     """Operators take their share of the threads; yields what each thread has to call. MKL's number is one for all."""
     threads = torch.get_num_threads()
-    share = functools.partial(torch.set_num_threads, threads // count)
-    share()
+    limit = functools.partial(torch.set_num_threads, threads // count)
+    limit()
     try:
-        yield share
+        yield limit
     finally:
         torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager
-def _also_on(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
+def _inherit_modes(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
     """The modes that are on in the thread that asked: what counts its tensors counts these too."""
     with contextlib.ExitStack() as stack:
         for mode in modes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from konkanivani.base.lengths import CHUNK_FRAMES
-from konkanivani.data.batch import Batch, in_lanes_order, split_batch
+from konkanivani.data.batch import Batch, order_for_concurrency, split_batch
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.recovery import Cut
@@ -53,7 +53,7 @@ class ForwardPass:
         if self.at_once > 1 and len(micro_batches) == 1 and micro_batches[0].size > 1:
             micro_batches = split_batch(micro_batches[0])
         at_once = max(1, min(self.at_once, len(micro_batches)))
-        in_order = in_lanes_order(micro_batches, at_once)
+        in_order = order_for_concurrency(micro_batches, at_once)
         return Cut(in_order, self.recompute == RecomputePolicy("always"), self.chunk_frames, at_once)
 
     def run_as(self, cut: Cut) -> "ForwardPass":

@@ -11,21 +11,21 @@ from functools import partial
 
 import torch
 
-from konkanivani.base.distributed import agree, bucket_for, gather, losing_ranks, sum_tensors
+from konkanivani.base.distributed import agree, gather, new_bucket, raise_rank_lost, sum_tensors
 from konkanivani.base.lengths import SAMPLE_RATE
-from konkanivani.base.randomness import masks_of, seed_of, seed_step
+from konkanivani.base.randomness import derive_seed, dropout_seed, seed_step
 from konkanivani.data.batch import Batch, Speech, collate
 from konkanivani.data.text import SpecialTokens
 from konkanivani.memory.recovery import Attempt, Attempts, Cut, Outcome
 from konkanivani.model.asr import KonkaniVaniASR, trained_parameters
 from konkanivani.model.losses import LossCounts
-from konkanivani.training.concurrent import in_lanes
-from konkanivani.training.parts import GradientTask, StepParts, WindowGradient, counts_of
-from konkanivani.training.sharding import plain
+from konkanivani.training.concurrent import map_ordered
+from konkanivani.training.parts import GradientTask, StepParts, WindowGradient, loss_counts
+from konkanivani.training.sharding import full_tensor
 
 
-def alone(task: GradientTask) -> WindowGradient | None:
-    """The gradient of a process that trains alone; see GradientOf."""
+def local_gradient(task: GradientTask) -> WindowGradient | None:
+    """The gradient of a process that trains alone; see ComputeGradient."""
     parts = task.parts
     for attempt in (attempts := Attempts(task.cut, parts.splits, partial(drop_gradient, parts))):
         with attempt:
@@ -34,8 +34,8 @@ def alone(task: GradientTask) -> WindowGradient | None:
     return attempts.result and dataclasses.replace(attempts.result, splits=attempts.retries)
 
 
-def summed_over_ranks(task: GradientTask) -> WindowGradient | None:
-    """The sum of the gradients of all ranks, each of which has all weights and some micro-batches; see GradientOf."""
+def summed_gradient(task: GradientTask) -> WindowGradient | None:
+    """The sum of all ranks' gradients; each rank has all weights and some micro-batches; see ComputeGradient."""
     parts, topology = task.parts, task.parts.topology
     attempts: Attempts[tuple[torch.Tensor, torch.Tensor]] = Attempts(
         task.cut, parts.splits, partial(drop_gradient, parts), lambda outcome: Outcome(agree(topology, outcome))
@@ -57,15 +57,15 @@ def summed_over_ranks(task: GradientTask) -> WindowGradient | None:
 
 def _bucket(parts: StepParts, cut: Cut, totals: torch.Tensor) -> torch.Tensor:
     """The room in which this rank's gradient will be summed: then it has all the memory that the step needs."""
-    if not cut.micro_batches:  # a rank that was dealt nothing
+    if not cut.micro_batches:  # a rank without utterances
         parts.scaler.scale(totals)  # only this makes the scale exist
         for parameter in trained_parameters(parts.model):
             parameter.grad = torch.zeros_like(parameter)
-    return bucket_for([parameter.grad for parameter in trained_parameters(parts.model)])
+    return new_bucket([parameter.grad for parameter in trained_parameters(parts.model)])
 
 
-def of_shared_weights(task: GradientTask) -> WindowGradient | None:
-    """The gradient of weights that are dealt to the ranks, which take each step to its end together; see GradientOf.
+def sharded_gradient(task: GradientTask) -> WindowGradient | None:
+    """The gradient of weights sharded over the ranks, which take each step to its end together; see ComputeGradient.
 
     A rank that runs out of memory leaves the others inside of a sum, so it ends, and they with it: DidNotFit, with what
     did not fit remembered. A ResourceError names an utterance that does not fit even alone.
@@ -73,18 +73,18 @@ def of_shared_weights(task: GradientTask) -> WindowGradient | None:
     parts = task.parts
     cut = parts.splits.cut_to_fit(task.cut)
     passes = agree(parts.topology, max(1, len(cut.micro_batches)))
-    with losing_ranks():
+    with raise_rank_lost():
         with (attempt := Attempt(cut)):
             attempt.result = accumulate(dataclasses.replace(task, is_interrupted=lambda: False), cut)
             # A pass too few would leave the others waiting for this rank's part of the weights.
             for _ in range(passes - len(cut.micro_batches)):  # infinite counts make of any loss a zero
-                task.forward_and_backward(parts, silence(parts.model), LossCounts(math.inf, math.inf))
+                task.forward_and_backward(parts, dummy_batch(parts.model), LossCounts(math.inf, math.inf))
         totals = attempt.result_or_end(parts.splits)
         sum_tensors(parts.topology, [totals], totals)
         return finish_gradient(parts, totals)
 
 
-def silence(model: KonkaniVaniASR) -> Batch:
+def dummy_batch(model: KonkaniVaniASR) -> Batch:
     """The smallest batch that the model takes: half a second of nothing, and one token."""
     waveform = torch.zeros(SAMPLE_RATE // 2, dtype=next(model.parameters()).dtype)
     return collate([Speech("silence", waveform, [1], None)], SpecialTokens(start=1, end=1))
@@ -94,7 +94,7 @@ def accumulate(task: GradientTask, cut: Cut) -> torch.Tensor | None:
     """The micro-batches' summed losses (terms,); their gradients, scaled, in the parameters' `.grad`.
 
     The losses are divided by the counts of the whole window, so the gradient does not depend on how it is cut and
-    dealt. None, and no gradient there, if interrupted.
+    divided. None, and no gradient there, if interrupted.
     """
     parts = dataclasses.replace(task.parts, forward=task.parts.forward.run_as(cut))
     seed_step(parts.seed, task.step, parts.topology.rank)
@@ -105,24 +105,24 @@ def accumulate(task: GradientTask, cut: Cut) -> torch.Tensor | None:
 
     def masks(number: int) -> AbstractContextManager[None]:
         # Elsewhere than on a CPU dropout draws from the device's own generator.
-        return masks_of(seed_of(seed, number)) if parts.forward.device.type == "cpu" else nullcontext()
+        return dropout_seed(derive_seed(seed, number)) if parts.forward.device.type == "cpu" else nullcontext()
 
-    work = partial(task.forward_and_backward, parts, counts=counts_of(task.window))
-    with closing(in_lanes(cut.at_once, work, cut.micro_batches, trained_parameters(parts.model), masks)) as results:
+    work = partial(task.forward_and_backward, parts, counts=loss_counts(task.window))
+    with closing(map_ordered(cut.at_once, work, cut.micro_batches, trained_parameters(parts.model), masks)) as results:
         for _ in cut.micro_batches:
             if task.is_interrupted():
                 results.close()
                 parts.optimizer.zero_grad()
                 return None
             totals += torch.stack(next(results))
-            parts.forward.monitor.tend_cache()
+            parts.forward.monitor.maybe_empty_cache()
     return totals
 
 
 def finish_gradient(parts: StepParts, totals: torch.Tensor) -> WindowGradient:
     """The gradient in the parameters' `.grad`, unscaled and clipped, of a window of these summed losses (terms,)."""
     parts.scaler.unscale_(parts.optimizer)
-    norm = plain(torch.nn.utils.clip_grad_norm_(trained_parameters(parts.model), parts.schedule.max_grad_norm))
+    norm = full_tensor(torch.nn.utils.clip_grad_norm_(trained_parameters(parts.model), parts.schedule.max_grad_norm))
     scale = parts.scaler.scale(torch.ones_like(norm))  # get_scale() would wait for the device once more
     *sums, norm, scale = parts.read(torch.cat([totals, torch.stack([norm.detach(), scale]).double()]))
     return WindowGradient(tuple(sums), norm, scale)

@@ -13,7 +13,7 @@ from typing import NoReturn
 from konkanivani.base.command_line import end_script, run_script
 from konkanivani.base.distributed import ALONE, Topology
 from konkanivani.base.errors import Interrupted
-from konkanivani.base.signals import held_signals, stopping_signals
+from konkanivani.base.signals import defer_signals, stopping_signals
 
 PATIENCE = 5.0  # seconds after a signal that a micro-batch has to come to its end; schedulers kill after 30 and more
 STOPPING = b"\nStopping: saving at the end of this micro-batch, or in 5 s without it (a second signal stops at once).\n"
@@ -34,7 +34,7 @@ class Interruption:
     So a thread waits for signals too: PATIENCE seconds after the first one it ends the process in the main thread's
     place, where that is amid work that counts for nothing before its end (`breaking_off`).
 
-    A rank of several says nothing and lets further signals be: torchrun passes one on that a rank may have had already,
+    A rank of several is silent and ignores further signals: torchrun passes one on that a rank may have had already,
     sends one when another rank ends, and kills after half a minute. The others would wait for one that broke off.
     """
 
@@ -58,7 +58,7 @@ class Interruption:
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # tells of a signal whatever the main thread is doing
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # and of none to an audio worker
-        with held_signals():  # which the thread then never gets itself
+        with defer_signals():  # which the thread then never gets itself
             threading.Thread(target=self._end_in_time, args=(reader, stopping_signals()), daemon=True).start()
 
     @contextlib.contextmanager

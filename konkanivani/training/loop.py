@@ -10,11 +10,11 @@ from konkanivani.base.errors import Interrupted, NumericsError
 from konkanivani.training.logs.learning import EpochLearning, failures
 from konkanivani.training.reporting import log_step, log_validation
 from konkanivani.training.run import Run
-from konkanivani.training.saving import PeriodicSaver, steps_kept
+from konkanivani.training.saving import PeriodicSaver, save_on_error
 from konkanivani.training.step import StepReport, train_step
 
-MOST_SKIPS_IN_A_ROW = 25
-SMALLEST_SCALE = 1e-5
+MAX_SKIPS_IN_A_ROW = 25
+MIN_SCALE = 1e-5
 
 
 def train(run: Run) -> None:
@@ -26,16 +26,16 @@ def train(run: Run) -> None:
     with (
         closing(run.progress),
         closing(run.windows.from_cursor(state.cursor, run.interruption.check)) as windows,
-        no_collection_of_what_stays(),
+        freeze_gc(),
     ):
         while True:
             if state.has_epoch_to_finish:
-                with steps_kept(saver):
+                with save_on_error(saver):
                     is_best = finish_epoch(run, breaking_off)
                 saver.save(epoch=state.epoch, is_best=is_best)
             if run.is_finished():
                 break
-            with steps_kept(saver):
+            with save_on_error(saver):
                 with breaking_off():
                     window, cursor = run.progress.wait_for_next(windows)
                 monitor.end_phase("data")
@@ -54,7 +54,7 @@ def train(run: Run) -> None:
 
 
 @contextmanager
-def no_collection_of_what_stays() -> Iterator[None]:
+def freeze_gc() -> Iterator[None]:
     """The garbage collector leaves out what is there already.
 
     Of a quarter of a million objects, most of them torch's modules, a walk through all takes 0.14 s, every sixteenth
@@ -71,7 +71,7 @@ def no_collection_of_what_stays() -> Iterator[None]:
 def stop_here(saver: "PeriodicSaver", error: Interrupted) -> None:
     """Ends the run as of the last whole step, in another thread than the one that is amid the next."""
     saver.run.progress.close()
-    with steps_kept(saver):
+    with save_on_error(saver):
         raise error
 
 
@@ -91,7 +91,7 @@ def finish_epoch(run: Run, breaking_off: Callable[[], AbstractContextManager[Non
 
 
 def tell_failures(run: Run, learning: EpochLearning) -> None:
-    """Tells whoever watches that the run does not learn, where it does not."""
+    """Warns on the screen where the run does not learn."""
     if run.topology.is_first:
         for failure in failures(learning):
             run.progress.tell(f"warning: {failure}")
@@ -100,8 +100,8 @@ def tell_failures(run: Run, learning: EpochLearning) -> None:
 def check_numerics(run: Run, report: StepReport) -> None:
     """Ends a run whose gradients are never finite any more."""
     state, scaler = run.state, run.step.scaler
-    has_no_scale = scaler.is_enabled() and report.scale < SMALLEST_SCALE
-    if state.consecutive_skips < MOST_SKIPS_IN_A_ROW and not has_no_scale:
+    has_no_scale = scaler.is_enabled() and report.scale < MIN_SCALE
+    if state.consecutive_skips < MAX_SKIPS_IN_A_ROW and not has_no_scale:
         return
     reason = f"the loss scale fell to {report.scale:g}" if has_no_scale else f"{state.consecutive_skips} steps in a row"
     good = run.checkpointer.newest_before(state.step)

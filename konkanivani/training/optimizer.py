@@ -10,7 +10,7 @@ from konkanivani.base.config import AUTO, OptimizerConfig
 from konkanivani.base.errors import CheckpointError
 from konkanivani.model.asr import trained_parameters
 
-MOST_WARMUP_STEPS = 500
+MAX_WARMUP_STEPS = 500
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -19,7 +19,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     Linear warm-up to the peak over `warmup_steps` (at most a third of the run), then half a cosine down to a
     hundredth of the peak at the last step, or peak x sqrt(warmup_steps / step) without an end.
     """
-    warmup = warmup_of(config, total_steps)
+    warmup = resolve_warmup(config, total_steps)
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
     if config.schedule == "inverse_sqrt":
@@ -28,10 +28,10 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return config.learning_rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def warmup_of(config: OptimizerConfig, total_steps: int) -> int:
+def resolve_warmup(config: OptimizerConfig, total_steps: int) -> int:
     """The steps of the warm-up: as asked for, but at most a third of the run; auto: a tenth of it, at most 500."""
     if config.warmup_steps == AUTO:
-        return max(1, min(MOST_WARMUP_STEPS, total_steps // 10))
+        return max(1, min(MAX_WARMUP_STEPS, total_steps // 10))
     return max(1, min(config.warmup_steps, total_steps // 3))
 
 

@@ -11,7 +11,7 @@ from konkanivani.base.config import OptimizerConfig
 from konkanivani.base.distributed import ALONE, Topology
 from konkanivani.data.batch import Batch, Window
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.recovery import Cut, RememberedSplits
+from konkanivani.memory.recovery import Cut, OomHistory
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.losses import LossCounts, LossSums
@@ -38,7 +38,7 @@ class WindowGradient:
         return math.isfinite(self.norm) and math.isfinite(sum(self.loss_sums))
 
 
-GradientOf = Callable[["GradientTask"], WindowGradient | None]
+ComputeGradient = Callable[["GradientTask"], WindowGradient | None]
 """A way to the gradient of a window: of one process alone, summed over ranks, or of weights that ranks share.
 
 It is in the parameters' `.grad`, unscaled and clipped; None, and none there, if interrupted.
@@ -55,8 +55,8 @@ class StepParts:
     schedule: OptimizerConfig
     total_steps: int
     seed: int
-    splits: RememberedSplits
-    gradient_of: GradientOf
+    splits: OomHistory
+    compute_gradient: ComputeGradient
     topology: Topology = ALONE
     read: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist
     """The step's only read from the device; a trace, whose tensors hold no numbers, puts zeros in its place."""
@@ -103,6 +103,6 @@ class GradientTask:
         return self.parts.forward.cut(self.window.micro_batches)
 
 
-def counts_of(window: Window) -> LossCounts:
-    """What the losses of the window are divided by, however it is cut and dealt."""
+def loss_counts(window: Window) -> LossCounts:
+    """What the losses of the window are divided by, however it is cut and divided."""
     return LossCounts(window.tokens, window.utterances)

@@ -15,7 +15,7 @@ from konkanivani.training.logs.records import (
     ValidationRecord,
 )
 from konkanivani.training.run import Run
-from konkanivani.training.sharding import whole_weights
+from konkanivani.training.sharding import full_weights
 from konkanivani.training.step import StepReport
 from konkanivani.training.validation import Evaluation
 
@@ -114,7 +114,7 @@ def log_spectrogram(run: Run, utterance_id: str) -> None:
     posteriors = None
     if forward.architecture.has_ctc:
         forward.model.eval()
-        with whole_weights(forward.model), forward.autocast():
+        with full_weights(forward.model), forward.autocast():
             logits, _ = forward.model.ctc_logits(features, lengths)
         posteriors = logits[0].float().softmax(dim=-1).cpu()
     run.logbook.log(SpectrogramRecord(run.state.step, utterance_id, waveform, features[0].float().cpu(), posteriors))

@@ -60,11 +60,11 @@ class Run:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the state is dealt to the ranks, which then save it together."""
+        """Whether the state is sharded over the ranks, which then save it together."""
         return is_sharded(self.step.model)
 
     def checkpoint(self) -> Checkpoint:
-        """The run's state as it is now. Where it is dealt to the ranks all of them call this, and the first has it."""
+        """The run's state as it is now. Where it is sharded all ranks call this, and the first has it."""
         return Checkpoint(
             config=config_to_text(self.settings),
             tokenizer=self.tokenizer.model,

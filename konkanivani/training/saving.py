@@ -9,11 +9,11 @@ from konkanivani.base.distributed import agree
 from konkanivani.base.errors import DataError, Interrupted, ResourceError
 from konkanivani.training.run import Run
 
-MOST_FAILED_SAVES_IN_A_ROW = 3
+MAX_FAILED_SAVES = 3
 
 
 @contextmanager
-def steps_kept(saver: "PeriodicSaver") -> Iterator[None]:
+def save_on_error(saver: "PeriodicSaver") -> Iterator[None]:
     """Audio that cannot be read, memory that runs out and signals cost none of the steps before: those are saved."""
     try:
         yield
@@ -60,7 +60,7 @@ class PeriodicSaver:
             self._failures = 0
         except ResourceError as error:
             self._failures += 1
-            if is_final or self._failures >= MOST_FAILED_SAVES_IN_A_ROW:
+            if is_final or self._failures >= MAX_FAILED_SAVES:
                 raise
             say(f"{error} Training goes on; the checkpoint before stays, the next save tries again.")
         finally:

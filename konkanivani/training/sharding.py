@@ -1,7 +1,7 @@
-"""A model whose weights, gradients and optimizer state are dealt to the ranks: FSDP2, one block after the other.
+"""A model whose weights, gradients and optimizer state are sharded over the ranks: FSDP2, one block after the other.
 
 For a model that one card cannot hold. Each rank keeps its part of every tensor; a block's weights are gathered when it
-runs, forward and backward, and freed behind it, and its gradient is summed and dealt at once (Zhao et al., 2023). So
+runs, forward and backward, and freed behind it, and its gradient is summed and sharded at once (Zhao et al., 2023). So
 the ranks run in step: each makes as many passes over a window as the one that has most micro-batches.
 """
 
@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from konkanivani.base.distributed import Topology, losing_ranks
+from konkanivani.base.distributed import Topology, raise_rank_lost
 from konkanivani.memory.plan import STATE_BYTES
 from konkanivani.model.asr import KonkaniVaniASR, parameter_count
 from konkanivani.training.checkpoint.checkpoint import Stateful
 
 
 def shard_model(model: KonkaniVaniASR, topology: Topology, device: torch.device) -> None:
-    """Deals the weights of a model on the CPU to the ranks' devices, in place, a block at a time.
+    """Shards the weights of a model on the CPU over the ranks' devices, in place, a block at a time.
 
     What lies between the blocks (embedding, heads, norms) is gathered once a pass, and kept until its backward pass
     ends. Gradients are summed, not averaged: the losses are divided by the counts of the whole window.
@@ -34,8 +34,8 @@ def shard_model(model: KonkaniVaniASR, topology: Topology, device: torch.device)
         part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
 
 
-def held_bytes(model: KonkaniVaniASR, world: int) -> int:
-    """Bytes that one of `world` ranks holds of dealt weights, gradients and moments in fp32, at most.
+def bytes_per_rank(model: KonkaniVaniASR, world: int) -> int:
+    """Bytes that one of `world` ranks holds of sharded weights, gradients and moments in fp32, at most.
 
     Its part of all four; what lies between the blocks whole, and its gradient; and of the largest block six copies:
     the weights of two, one gathered ahead, as they arrive and in place, a gradient, and that on its way to two sums.
@@ -47,7 +47,7 @@ def held_bytes(model: KonkaniVaniASR, world: int) -> int:
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether the model's weights are dealt to the ranks."""
+    """Whether the model's weights are sharded over the ranks."""
     return isinstance(model, FSDPModule)
 
 
@@ -56,14 +56,14 @@ def _shards(model: torch.nn.Module) -> list[FSDPModule]:
 
 
 @contextlib.contextmanager
-def whole_weights(model: torch.nn.Module) -> Iterator[None]:
+def full_weights(model: torch.nn.Module) -> Iterator[None]:
     """Within, every rank has all weights, and may run the model as often as it likes; without gradients only.
 
-    All ranks enter and leave together. It takes the memory of the whole weights; a model that is not dealt has them.
+    All ranks enter and leave together. It takes the memory of the whole weights; a model that is not sharded has them.
     """
     for part in _shards(model):
         part.set_reshard_after_forward(False, recurse=False)
-        with losing_ranks():
+        with raise_rank_lost():
             part.unshard()
     try:
         yield
@@ -73,8 +73,8 @@ def whole_weights(model: torch.nn.Module) -> Iterator[None]:
             part.set_reshard_after_forward(part is not model, recurse=False)
 
 
-class Whole:
-    """A part whose tensors are dealt to the ranks, saved and loaded as those of a world of one are.
+class FullState:
+    """A part whose tensors are sharded over the ranks, saved and loaded as those of a world of one are.
 
     Every rank calls both; only the first one is given the whole tensors, on the CPU.
     """
@@ -89,24 +89,24 @@ class Whole:
     def load_state_dict(self, state: Mapping[str, object]) -> object:
         """Takes this rank's parts of the whole tensors, which every rank has."""
         own = self._part.state_dict()
-        return self._part.load_state_dict({name: _dealt(value, own.get(name)) for name, value in state.items()})
+        return self._part.load_state_dict({name: _shard_like(value, own.get(name)) for name, value in state.items()})
 
     def _gathered(self, value: object) -> object:
         if not isinstance(value, DTensor):
             return value
-        with losing_ranks():
+        with raise_rank_lost():
             whole = value.full_tensor()
         return whole.cpu() if self._topology.is_first else whole.new_empty(0, device="cpu")
 
 
-def _dealt(value: object, like: object) -> object:
-    """This rank's part of a whole tensor, where `like` is dealt and of its shape."""
+def _shard_like(value: object, like: object) -> object:
+    """This rank's part of a whole tensor, where `like` is sharded and of its shape."""
     if not (isinstance(like, DTensor) and isinstance(value, torch.Tensor) and value.shape == like.shape):
         return value
     value = value.to(like.device, like.dtype)
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor that may be dealt to the ranks, all of which call this."""
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor that may be sharded over the ranks, all of which call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

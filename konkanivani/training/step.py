@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from konkanivani.data.batch import Batch, Window
 from konkanivani.model.losses import LossCounts, LossSums
 from konkanivani.training.optimizer import learning_rate, set_learning_rate
-from konkanivani.training.parts import GradientTask, StepParts, WindowGradient, counts_of
+from konkanivani.training.parts import GradientTask, StepParts, WindowGradient, loss_counts
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def train_step(
     utterance that does not fit in memory even alone.
     """
     with breaking_off():
-        gradient = parts.gradient_of(GradientTask(parts, window, step, forward_and_backward, is_interrupted))
-    return None if gradient is None else update(parts, gradient, counts_of(window), step)
+        gradient = parts.compute_gradient(GradientTask(parts, window, step, forward_and_backward, is_interrupted))
+    return None if gradient is None else update(parts, gradient, loss_counts(window), step)
 
 
 def forward_and_backward(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:

@@ -13,25 +13,25 @@ import torch
 from konkanivani.base.distributed import ALONE, Topology, gather
 from konkanivani.base.errors import Interrupted
 from konkanivani.data.batch import Batch
-from konkanivani.data.batching import deal, plan_evaluation
+from konkanivani.data.batching import partition, plan_evaluation
 from konkanivani.data.dataset import EvaluationSpeech
 from konkanivani.data.loader.loading import load_batches
 from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.utterance import Utterance
 from konkanivani.data.vocabulary import Vocabulary
-from konkanivani.decoding.ctc import blank_frames, likeliest_tokens
+from konkanivani.decoding.ctc import argmax_tokens, blank_frames
 from konkanivani.decoding.decode import Decode
 from konkanivani.evaluation.metrics import ErrorRates, error_rates
-from konkanivani.memory.recovery import Attempts, Cut, RememberedSplits
+from konkanivani.memory.recovery import Attempts, Cut, OomHistory
 from konkanivani.model.losses import LossCounts, Losses, Objective
 from konkanivani.training.forward import ForwardPass
-from konkanivani.training.sharding import whole_weights
+from konkanivani.training.sharding import full_weights
 
 
 @dataclass(frozen=True)
 class ScoredUtterance:
-    """One utterance with what was said and what was heard, both normalised."""
+    """One utterance with its reference and its hypothesis, both normalised."""
 
     utterance: Utterance
     hypothesis: str
@@ -78,13 +78,13 @@ def recognize(forward: ForwardPass, batch: Batch, decode: Decode) -> RecognizedB
         blanks, frames = torch.zeros((), dtype=torch.int64, device=forward.device), 0
         if forward.architecture.has_ctc:
             frames = sum(output.encoded_lengths)
-            blanks = blank_frames(likeliest_tokens(forward.model, output.encoded), output.encoded_lengths)
+            blanks = blank_frames(argmax_tokens(forward.model, output.encoded), output.encoded_lengths)
     return RecognizedBatch(torch.stack(sums).double(), blanks, frames, hypotheses)
 
 
 @dataclass(frozen=True)
-class HeardShare:
-    """What was heard in some batches: summed losses, blanks of so many frames, tokens, every utterance in order."""
+class RecognizedPortion:
+    """The results of some batches: summed losses, blanks of so many frames, tokens, every utterance in order."""
 
     loss_sums: tuple[float, ...]
     blanks: int
@@ -94,18 +94,18 @@ class HeardShare:
 
 
 @torch.no_grad()
-def hear(
+def recognize_all(
     forward: ForwardPass,
     batches: Iterable[tuple[Batch, list[Utterance]]],
     tokenizer: Vocabulary,
     decode: Decode,
-) -> HeardShare:
-    """What the model hears in `batches`, each with its utterances in order; the weights stay as they are.
+) -> RecognizedPortion:
+    """Recognises `batches`, each with its utterances in order; the weights stay as they are.
 
     A batch that does not fit in memory is cut smaller; a ResourceError names an utterance that does not fit even alone.
     """
     forward.model.eval()
-    splits = RememberedSplits(conditions=0)  # not training's: without gradients far more fits
+    splits = OomHistory(conditions=0)  # not training's: without gradients far more fits
     terms, tokens, scored = len(forward.objective.terms), 0, []
     totals = torch.zeros(terms, dtype=torch.float64, device=forward.device)
     blanks, frames = torch.zeros((), dtype=torch.int64, device=forward.device), 0
@@ -124,19 +124,19 @@ def hear(
         hypotheses = [hypothesis for piece in pieces for hypothesis in piece.hypotheses]
         scored += [ScoredUtterance(u, tokenizer.decode(h)) for u, h in zip(utterances, hypotheses, strict=True)]
         forward.monitor.end_phase("validation")
-    return HeardShare(tuple(totals.tolist()), int(blanks), frames, tokens, tuple(scored))
+    return RecognizedPortion(tuple(totals.tolist()), int(blanks), frames, tokens, tuple(scored))
 
 
-def join_shares(shares: Sequence[HeardShare], objective: Objective, seconds: float) -> Evaluation:
-    """What all shares come to: each utterance once, share after share."""
-    scored = [utterance for share in shares for utterance in share.scored]
-    counts = LossCounts(sum(share.tokens for share in shares), len(scored))
-    sums = [sum(of_term) for of_term in zip(*(share.loss_sums for share in shares), strict=True)]
-    frames = sum(share.frames for share in shares)
+def join_portions(portions: Sequence[RecognizedPortion], objective: Objective, seconds: float) -> Evaluation:
+    """The evaluation of all portions: each utterance once, portion after portion."""
+    scored = [utterance for portion in portions for utterance in portion.scored]
+    counts = LossCounts(sum(portion.tokens for portion in portions), len(scored))
+    sums = [sum(of_term) for of_term in zip(*(portion.loss_sums for portion in portions), strict=True)]
+    frames = sum(portion.frames for portion in portions)
     return Evaluation(
         losses=objective.losses(sums, counts),
         rates=rates_over(scored),
-        blank_share=sum(share.blanks for share in shares) / frames if frames else None,
+        blank_share=sum(portion.blanks for portion in portions) / frames if frames else None,
         scored=tuple(scored),
         seconds=seconds,
     )
@@ -159,26 +159,26 @@ class EvaluationSet:
     def evaluate(self, forward: ForwardPass, decode: Decode, check: Callable[[], None] = lambda: None) -> Evaluation:
         """The model's losses and error rates over the set. `check` is called before each batch, and may raise.
 
-        Each rank hears its share of the batches, and has the result of them all.
+        Each rank recognises its portion of the batches, and has the result of them all.
         """
-        started, interrupted, share = time.perf_counter(), None, None
+        started, interrupted, portion = time.perf_counter(), None, None
         try:
-            share = self._hear_share(forward, decode, check)
+            portion = self._recognize_portion(forward, decode, check)
         except Interrupted as error:
             if self.topology.is_alone:
                 raise
             interrupted = error
-        shares = gather(self.topology, share)
-        if None in shares:
+        portions = gather(self.topology, portion)
+        if None in portions:
             raise interrupted or Interrupted("Another rank was stopped by a signal.", signal.SIGTERM)
         for found in gather(self.topology, self.rejections.news()):
             self.rejections.add(found)
-        return join_shares(shares, forward.objective, time.perf_counter() - started)
+        return join_portions(portions, forward.objective, time.perf_counter() - started)
 
-    def _hear_share(self, forward: ForwardPass, decode: Decode, check: Callable[[], None]) -> HeardShare:
+    def _recognize_portion(self, forward: ForwardPass, decode: Decode, check: Callable[[], None]) -> RecognizedPortion:
         durations = self.speech.utterances.durations
         costs = np.array([len(batch) * durations[batch].max() for batch in self.plan])
-        plan = [self.plan[number] for number in deal(costs, self.topology.world)[self.topology.rank]]
+        plan = [self.plan[number] for number in partition(costs, self.topology.world)[self.topology.rank]]
         loaded = load_batches(self.speech, plan, self.loader, self.rejections, check)
-        with whole_weights(forward.model), closing(loaded) as batches:
-            return hear(forward, batches, self.speech.tokenizer, decode)
+        with full_weights(forward.model), closing(loaded) as batches:
+            return recognize_all(forward, batches, self.speech.tokenizer, decode)

@@ -35,7 +35,7 @@ from konkanivani.data.manifest import read_manifest, read_recordings
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.training.checkpoint.checkpointer import LAST
 from tests.faults.strangers import Sound, configured, read_sound
-from tests.faults.watching import MOST_SECONDS, Verdict, watch
+from tests.faults.watching import MAX_SECONDS, Verdict, watch
 from tests.starts import begin_run
 
 Kind = Literal["audio", "media", "manifests", "checkpoints", "flags"]
@@ -95,7 +95,7 @@ class Fuzzer:
 
     examples: st.SearchStrategy
     handle: Callable[[object, Path], object]
-    seconds: float = MOST_SECONDS
+    seconds: float = MAX_SECONDS
 
 
 # ----------------------------------------------------------------------------------------------------- changes to bytes

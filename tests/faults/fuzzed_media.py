@@ -13,8 +13,8 @@ from tests.faults.fuzz import Change, Fuzzer, changed, changes_within
 from tests.faults.watching import CONTAINER_SECONDS
 from tests.media_files import ENCODED, KINDS, rising_tone, write_media
 
-MOST_READER_SECONDS = 5.0  # of a processor
-MOST_READER_MIB = 250.0  # resident, 40 of which it has at its start
+MAX_READER_SECONDS = 5.0  # of a processor
+MAX_READER_MIB = 250.0  # resident, 40 of which it has at its start
 SWAPPED_BYTES = (16, 64, 512, 4096)
 
 Example = tuple[int, int, int, list[Change]]
@@ -63,5 +63,5 @@ def _check_reader(pid: int) -> None:
     spent = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     with open(f"/proc/{pid}/status", encoding="ascii") as file:
         (resident,) = [int(line.split()[1]) / 1024 for line in file if line.startswith("VmHWM")]
-    assert spent < MOST_READER_SECONDS, f"the process that decodes took {spent:.1f} s"
-    assert resident < MOST_READER_MIB, f"the process that decodes took {resident:.0f} MiB"
+    assert spent < MAX_READER_SECONDS, f"the process that decodes took {spent:.1f} s"
+    assert resident < MAX_READER_MIB, f"the process that decodes took {resident:.0f} MiB"

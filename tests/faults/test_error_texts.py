@@ -22,7 +22,17 @@ WHAT_TO_DO = re.compile(
     rf"(^|[.:;,)X]\s+|\bor |\band |\bthen )({'|'.join(IMPERATIVES)})\b|\bmust\b|\blie(s)? between\b", re.IGNORECASE
 )
 # Placeholders that hold the advice themselves: another error of ours, or a sentence made elsewhere.
-ADVICE = {"advice", "FOREIGN", "OTHER", "_remedy(capability)", "_largest_preset(config, budget - beside)", "error", "loaded.error"}
+ADVICE = {
+    "advice",
+    "FOREIGN",
+    "OTHER",
+    "_no_folder(path)",
+    "self._unknown(language)",
+    "_remedy(capability)",
+    "_largest_preset(config, budget - beside)",
+    "error",
+    "loaded.error",
+}
 ADVICE |= {"'; '.join(broken)"}
 SCRIPTS = sorted(path.name for path in (ROOT / "training_scripts").glob("[a-z]*.py") if path.name != "bootstrap.py")
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.faults import fuzz
 from tests.faults.fuzz import Fuzzer
-from tests.faults.watching import CONTAINER_SECONDS, MOST_GROWTH_MIB, MOST_SECONDS
+from tests.faults.watching import CONTAINER_SECONDS, MAX_GROWTH_MIB, MAX_SECONDS
 
 COUNTS = {"audio": 60, "media": 20, "manifests": 50, "checkpoints": 150, "flags": 30}  # --parts fuzz --full: 19,000
 OURS = {
@@ -27,7 +27,7 @@ def test_changed_input_is_taken_or_refused(kind, small_run, tmp_path):
     assert tally.faults == [], tally.faults[-1]
     assert set(tally.outcomes) <= OURS[kind], tally.outcomes
     assert sum(tally.outcomes.values()) >= COUNTS[kind] and len(tally.outcomes) > 1, tally.outcomes
-    assert tally.slowest < (CONTAINER_SECONDS if kind == "media" else MOST_SECONDS) and tally.largest < MOST_GROWTH_MIB
+    assert tally.slowest < (CONTAINER_SECONDS if kind == "media" else MAX_SECONDS) and tally.largest < MAX_GROWTH_MIB
 
 
 def test_negative_control_an_error_that_is_not_ours_is_found(small_run, tmp_path, monkeypatch):

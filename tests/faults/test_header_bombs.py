@@ -141,7 +141,7 @@ def test_negative_control_a_sound_tar_is_read_as_tarfile_reads_it(kind, tmp_path
 
 
 def test_negative_control_without_the_bound_a_header_fills_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "MOST_HEADER_BYTES", 2**62)
+    monkeypatch.setattr(shards, "MAX_HEADER_BYTES", 2**62)
     path = tmp_path / "audio_0.tar"
     path.write_bytes(sized(header("x", 0, tarfile.GNUTYPE_LONGNAME), 2**29) + PLAIN)
     os.truncate(path, 2**29 + 2**20)

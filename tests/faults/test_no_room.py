@@ -87,11 +87,11 @@ def test_a_second_trainer_is_refused_and_the_first_one_is_exact(bench, tmp_path)
 
 PRINTS_TO_A_FULL_DISK = """
 import sys
-from konkanivani.base.command_line import output_may_be_lost, run_script
+from konkanivani.base.command_line import ignore_lost_output, run_script
 from konkanivani.base.errors import DataError
 
 def action():
-    with output_may_be_lost():
+    with ignore_lost_output():
         for _ in range(10_000):
             print("lost", flush=True)
             print("lost too", file=sys.stderr)

@@ -12,11 +12,11 @@ import torch
 
 from konkanivani.base.config import PRESETS, ModelConfig, RunConfig, TrainConfig
 from konkanivani.base.errors import (
-    MOST_TOLD,
+    MAX_TOLD,
     CheckpointError,
     DataError,
+    ErrorCollector,
     KonkaniVaniError,
-    Problems,
     ResourceError,
     UsageError,
 )
@@ -27,7 +27,7 @@ from konkanivani.recipe import disk
 from konkanivani.recipe import speech as run_speech
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.recipe.disk import check_disk, checkpoint_bytes, most_checkpoints
+from konkanivani.recipe.disk import check_disk, checkpoint_bytes, max_checkpoints
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from konkanivani.training.checkpoint.run_lock import RunLock
@@ -51,7 +51,7 @@ def refusal(kind: type[KonkaniVaniError], *flags: str) -> str:
 
 def test_every_flag_that_cannot_work_is_told_at_once():
     wrong = ("--epochs", "0", "--dropout", "2", "--max_rejected", "many", "--memory_budget", "4", "--noise_snr", "x")
-    idle = ("--effective_batch_size", "7", "--rir_share", "0.5")
+    idle = ("--effective_batch_size", "7", "--rir_prob", "0.5")
     said = refusal(UsageError, *wrong, *idle)
     for flag in (*wrong[::2], *idle[::2]):
         assert flag in said, said
@@ -134,16 +134,16 @@ def test_a_lock_that_another_has_made_is_named(tmp_path):
 
 
 def test_so_many_problems_are_told_and_the_others_counted():
-    problems = Problems()
+    problems = ErrorCollector()
     problems.raise_all()
-    for number in range(MOST_TOLD + 5):
-        with problems.noted():
+    for number in range(MAX_TOLD + 5):
+        with problems.collect():
             raise DataError(f"Row {number} is wrong. Mend it.")
     with pytest.raises(DataError) as caught:
         problems.raise_all()
     lines = str(caught.value).splitlines()
-    assert len(lines) == MOST_TOLD + 1 and lines[-1] == "And 5 more of this kind."
-    with pytest.raises(ZeroDivisionError), problems.noted():  # what is not ours is no problem of a stage
+    assert len(lines) == MAX_TOLD + 1 and lines[-1] == "And 5 more of this kind."
+    with pytest.raises(ZeroDivisionError), problems.collect():  # what is not ours is no problem of a stage
         raise ZeroDivisionError
 
 
@@ -176,15 +176,15 @@ def test_the_disk_must_hold_every_checkpoint_that_there_will_be_at_once(tmp_path
     folders = {"checkpoint_dir": str(tmp_path / "checkpoints"), "log_dir": str(tmp_path / "runs")}
     run = RunConfig(**folders, keep_checkpoints=5, epochs=20)
     config = TrainConfig(run=run, model=PRESETS["minimal"])
-    assert most_checkpoints(run) == 5 + 4 and most_checkpoints(RunConfig(epochs=1)) == 1 + 4
+    assert max_checkpoints(run) == 5 + 4 and max_checkpoints(RunConfig(epochs=1)) == 1 + 4
     (room,) = check_disk(config, architecture_of(config, 1000))
     assert room.needed == 9 * checkpoint_bytes(architecture_of(config, 1000)) + 20 * 2**20
     undecided = dataclasses.replace(config, run=dataclasses.replace(run, epochs="auto"))
     (undecided_room,) = check_disk(undecided, architecture_of(config, 1000))
     assert undecided_room.needed == room.needed + 40 * 2**20  # as for the most that there may be
-    monkeypatch.setattr(disk, "free_bytes", lambda folder: room.needed)
+    monkeypatch.setattr(disk, "free_disk", lambda folder: room.needed)
     check_disk(config, architecture_of(config, 1000))
-    monkeypatch.setattr(disk, "free_bytes", lambda folder: room.needed - 1)
+    monkeypatch.setattr(disk, "free_disk", lambda folder: room.needed - 1)
     with pytest.raises(ResourceError) as caught:
         check_disk(config, architecture_of(config, 1000))
     said = str(caught.value)
@@ -196,10 +196,10 @@ def test_each_file_system_must_hold_what_is_written_to_it(tmp_path, monkeypatch)
     config = TrainConfig(run=run, model=PRESETS["minimal"])
     (together,) = check_disk(config, architecture_of(config, 1000))
     monkeypatch.setattr(disk, "nearest_folder", lambda path: Path("/proc" if path.name == "runs" else tmp_path))
-    monkeypatch.setattr(disk, "free_bytes", lambda folder: 0 if folder.name == "runs" else 2**40)
+    monkeypatch.setattr(disk, "free_disk", lambda folder: 0 if folder.name == "runs" else 2**40)
     with pytest.raises(ResourceError, match=r"needs 20 MiB for \S+runs, has 0 MiB \(20971520 and 0 bytes\)"):
         check_disk(config, architecture_of(config, 1000))
-    monkeypatch.setattr(disk, "free_bytes", lambda folder: 2**40)
+    monkeypatch.setattr(disk, "free_disk", lambda folder: 2**40)
     apart = check_disk(config, architecture_of(config, 1000))
     assert [room.needed for room in apart] == [together.needed - 20 * 2**20, 20 * 2**20]
     same = dataclasses.replace(config, run=dataclasses.replace(run, log_dir=run.checkpoint_dir))
@@ -237,7 +237,7 @@ def test_a_resumed_run_needs_no_room_for_what_it_will_replace(tmp_path):
 
 
 def test_a_disk_that_is_too_full_ends_with_6_before_any_data_is_read(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(disk, "free_disk", lambda folder: 1000)
     monkeypatch.setattr(run_speech, "read_manifest", _never)
     assert "The disk is too full" in refusal(ResourceError, *corpus.flags(), *run_folders(tmp_path))
     assert os.listdir(tmp_path) == []
@@ -321,7 +321,7 @@ def test_every_stage_is_refused_before_the_next_one_costs_anything(corpus, tmp_p
             for name in behind[stage]:
                 patch.setattr(name, _never)
             if stage == "disk":
-                patch.setattr(disk, "free_bytes", lambda folder: 0)
+                patch.setattr(disk, "free_disk", lambda folder: 0)
             started = time.process_time()
             refusal(kind, *corpus.flags(), *run_folders(tmp_path / stage), *flags)
             assert time.process_time() - started < 60  # in the first minute

@@ -73,7 +73,7 @@ def corpus_with_a_broken_recording(corpus: Corpus, directory: Path) -> Corpus:
 
 
 def test_dealt_weights_begin_again_in_smaller_pieces_after_an_out_of_memory(corpus, tmp_path):
-    run = RankRun(corpus, tmp_path, dealt=True, steps=2)
+    run = RankRun(corpus, tmp_path, sharded=True, steps=2)
     flags = (*run.flags(), "--batch_size", "4")
     said = run_ranks(tmp_path / "output.txt", 2, *flags, restarts=4, before=hold_one_utterance)
     assert "the test's memory is full" in said
@@ -160,7 +160,7 @@ def test_what_ranks_cannot_do_is_refused():
     check_ranks(asked(), TWO)
     with pytest.raises(UsageError, match="the effective batch is 1 utterance, fewer than the 2 ranks"):
         check_ranks(asked(batch=1), TWO)
-    restarting = Topology(world=2, local_world=2, most_restarts=3)
+    restarting = Topology(world=2, local_world=2, max_restarts=3)
     check_ranks(asked(resume="auto"), restarting)
     for run in ({"fresh": True}, {"resume": "some.pt"}):
         check_ranks(asked(**run), TWO)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from konkanivani.base.errors import Interrupted
-from konkanivani.base.signals import held_signals
+from konkanivani.base.signals import defer_signals
 from konkanivani.recipe.build import build_run
 from konkanivani.training import validation as evaluation
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
@@ -170,7 +170,7 @@ def test_once_training_is_over_a_signal_ends_at_once_and_one_that_came_before_is
 
 def test_what_is_forked_while_signals_are_held_back_is_deaf_to_them_and_the_trainer_is_not():
     asked = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    with held_signals():
+    with defer_signals():
         child = os.fork()
         if child == 0:
             os._exit(10 + len(asked & signal.pthread_sigmask(signal.SIG_BLOCK, ())))

@@ -86,11 +86,11 @@ def ranks_of(agent: subprocess.Popen) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class RankRun:
-    """A run of two ranks that saves every second step; `dealt`: the weights are dealt to them."""
+    """A run of two ranks that saves every second step; `sharded`: the weights are sharded over them."""
 
     corpus: Corpus
     directory: Path
-    dealt: bool = False
+    sharded: bool = False
     steps: int = STEPS
 
     def flags(self) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ class RankRun:
         batch = ("--batch_size", "2", "--gradient_accumulation_steps", "2", "--epochs", "1000")
         steady = ("--schedule", "inverse_sqrt", "--warmup_steps", "2", "--max_steps", str(self.steps))
         saves = ("--save_steps", str(SAVE_STEPS), "--num_workers", "1", "--resume", "auto")
-        shard = ("--shard", "always" if self.dealt else "never")
+        shard = ("--shard", "always" if self.sharded else "never")
         return (*TINY_MODEL, *self.corpus.flags(), *run_folders(self.directory), *batch, *steady, *saves, *shard)
 
     def logged(self) -> int:

@@ -17,10 +17,10 @@ import torch
 from konkanivani.base.errors import KonkaniVaniError
 from konkanivani.data.audio.media_process import PROGRAM
 
-MOST_SECONDS = 5.0  # of a processor, or of waiting for anything but one
+MAX_SECONDS = 5.0  # of a processor, or of waiting for anything but one
 CONTAINER_SECONDS = 30.0  # of sound and film: a process of its own is started, perhaps on a busy machine
 BUSY_FACTOR = 120  # so much longer may it take where many others want the processors
-MOST_GROWTH_MIB = 200.0
+MAX_GROWTH_MIB = 200.0
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # What an audit hook hears of other programs and machines, and of files that change without being opened.
 RUNNING = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn", "ctypes.dlopen")
@@ -43,7 +43,7 @@ class Verdict:
     growth_mib: float = 0.0
     opened: tuple[str, ...] = ()
     touched: tuple[str, ...] = ()
-    most_seconds: float = MOST_SECONDS
+    most_seconds: float = MAX_SECONDS
 
     @property
     def fault(self) -> str | None:
@@ -54,12 +54,12 @@ class Verdict:
             return f"it reached out: {', '.join(self.touched[:3])}"
         if self.seconds > self.most_seconds:
             return f"it took {self.seconds:.1f} s"
-        if self.growth_mib > MOST_GROWTH_MIB:
+        if self.growth_mib > MAX_GROWTH_MIB:
             return f"the process grew by {self.growth_mib:.0f} MiB"
         return None
 
 
-def watch(handle: Callable[[], object], folder: Path, seconds: float = MOST_SECONDS) -> Verdict:
+def watch(handle: Callable[[], object], folder: Path, seconds: float = MAX_SECONDS) -> Verdict:
     """What becomes of `handle()` in a fork of this process, which may write to `folder` only and is killed after
     `seconds`.
     """

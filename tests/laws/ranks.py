@@ -20,12 +20,12 @@ import torch
 
 from konkanivani.base.command_line import end_script
 from konkanivani.base.distributed import ALONE, Topology, read_topology
-from konkanivani.base.process_group import joined
+from konkanivani.base.process_group import process_group
 from konkanivani.data.batch import Window
-from konkanivani.data.batching import deal
+from konkanivani.data.batching import partition
 from konkanivani.data.loader.loading import NO_UTTERANCES
 from konkanivani.training.parts import StepParts
-from konkanivani.training.sharding import Whole
+from konkanivani.training.sharding import FullState
 from konkanivani.training.step import train_step
 from tests.laws.failing import ERRORS, failing_forward, once_at
 from tests.laws.parts import MODEL, double_parts, speeches, window
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 @dataclass(frozen=True)
 class Case:
-    """A run of so many steps: cut into micro-batches of `batch_size`, its weights dealt to the ranks or not.
+    """A run of so many steps: cut into micro-batches of `batch_size`, its weights sharded over the ranks or not.
 
     `recompute` as --gradient_checkpointing. `out_of_memory_rank` runs out of memory in its third micro-batch.
     `own_divisor` is the negative control: each rank divides its losses by its own tokens.
@@ -68,11 +68,11 @@ def share_of(step: int, case: Case, topology: Topology) -> Window:
     """The rank's share of the step's window, with the counts of the whole."""
     spoken = speeches(utterances_of(step), seed=step)
     whole = window(spoken, case.batch_size)
-    dealt = deal(np.array([speech.seconds for speech in spoken]), topology.world)[topology.rank]
-    share = window([spoken[number] for number in dealt], case.batch_size) if len(dealt) else NO_UTTERANCES
+    own = partition(np.array([speech.seconds for speech in spoken]), topology.world)[topology.rank]
+    portion = window([spoken[number] for number in own], case.batch_size) if len(own) else NO_UTTERANCES
     if case.own_divisor:
-        return share if len(dealt) else dataclasses.replace(share, tokens=1, utterances=1)
-    return dataclasses.replace(whole, micro_batches=share.micro_batches)
+        return portion if len(own) else dataclasses.replace(portion, tokens=1, utterances=1)
+    return dataclasses.replace(whole, micro_batches=portion.micro_batches)
 
 
 def parts_of(case: Case, topology: Topology) -> StepParts:
@@ -87,7 +87,7 @@ def train_case(case: Case, topology: Topology = ALONE) -> Trained:
     """Trains the case as one rank of the topology; the weights are whole on the first one."""
     parts = parts_of(case, topology)
     reports = [train_step(parts, share_of(step, case, topology), step) for step in range(case.steps)]
-    weights = Whole(parts.model, topology).state_dict()
+    weights = FullState(parts.model, topology).state_dict()
     return Trained(dict(weights), [report.loss for report in reports], sum(report.splits for report in reports))
 
 
@@ -124,7 +124,7 @@ def main(outcome: str, listed: str) -> None:
     torch.set_num_threads(1)
     cases = [Case(**case) for case in json.loads(Path(listed).read_text())]
     topology = read_topology()
-    with joined(topology, PATIENCE):
+    with process_group(topology, PATIENCE):
         trained = [train_case(case, topology) for case in cases]
     if topology.is_first:
         torch.save([vars(one) for one in trained], outcome)

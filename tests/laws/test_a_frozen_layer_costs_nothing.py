@@ -12,7 +12,7 @@ import torch
 from konkanivani.model.asr import trained_parameters
 from konkanivani.model.kernels import linear
 from konkanivani.training.optimizer import OptimizerState, build_optimizer
-from konkanivani.training.parts import StepParts, counts_of
+from konkanivani.training.parts import StepParts, loss_counts
 from konkanivani.training.step import forward_and_backward, train_step
 from tests.laws.parts import double_parts, speeches, window
 
@@ -34,7 +34,7 @@ def gradients(parts: StepParts) -> dict[str, torch.Tensor]:
     cut = window(SPOKEN, 2)
     parts.model.train()
     for batch in cut.micro_batches:
-        forward_and_backward(parts, batch, counts_of(cut))
+        forward_and_backward(parts, batch, loss_counts(cut))
     return {name: p.grad for name, p in parts.model.named_parameters() if p.grad is not None}
 
 
@@ -63,7 +63,7 @@ def test_steps_leave_what_is_frozen_as_it_is(layer, at_once, two_threads):
 
 def weight_products(parts: StepParts, monkeypatch: pytest.MonkeyPatch) -> Counter[torch.Size]:
     """The gradients of weights that linear layers make in a window, by their shapes."""
-    made, product = Counter(), linear.product_over_rows
+    made, product = Counter(), linear.weight_gradient
 
     def counted(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         result = product(left, right)
@@ -71,7 +71,7 @@ def weight_products(parts: StepParts, monkeypatch: pytest.MonkeyPatch) -> Counte
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(linear, "product_over_rows", counted)
+        patch.setattr(linear, "weight_gradient", counted)
         gradients(parts)
     return made
 

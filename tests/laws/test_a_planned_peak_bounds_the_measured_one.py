@@ -11,7 +11,7 @@ from konkanivani.data.batching import cut_window, same_size
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cuda_costs
-from konkanivani.memory.tracer import Load
+from konkanivani.memory.tracer import BatchShape
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.parts import StepParts
@@ -59,7 +59,7 @@ def test_the_traced_window_is_the_real_one(model, policy, half):
 @pytest.mark.parametrize("lengths", [(6.0,), (2.0, 2.0, 2.0), (3.0, 2.7)], ids=["1 x 6", "3 x 2", "2 x 3"])
 def test_a_planned_size_bounds_every_batch_of_that_size(lengths, policy):
     config = config_of(MODELS["minimal"], half=False)
-    load = Load(len(lengths), max(lengths), 10)
+    load = BatchShape(len(lengths), max(lengths), 10)
     measured = measured_peak(parts_of(config, POLICIES[policy]), window_of(2 * lengths, len(lengths)))
     planned = tracer_of(config).trace(load, POLICIES[policy]).bytes
     assert 0.999 * measured <= planned <= 1.02 * measured
@@ -72,7 +72,7 @@ def test_side_by_side_the_plan_bounds_what_both_take_and_that_of_one_does_not(po
     parts = parts_of(config, POLICIES[policy])
     parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, at_once=2))
     measured = measured_peak(parts, window_of((6.0,) * 4, 1))
-    traced = tracer_of(config).trace(Load(1, 6.0, 10), POLICIES[policy])
+    traced = tracer_of(config).trace(BatchShape(1, 6.0, 10), POLICIES[policy])
     assert traced.bytes < measured <= 1.001 * traced.side_by_side(2).bytes <= 1.25 * measured
 
 
@@ -80,8 +80,8 @@ def test_negative_control_the_plan_of_another_size_or_policy_is_not_within_the_b
     config = config_of(MODELS["minimal"], half=False)
     measured = measured_peak(parts_of(config, POLICIES["never"]), window_of((6.0, 6.0), 1))
     tracer = tracer_of(config)
-    for load, policy in ((Load(1, 5.0, 10), "never"), (Load(1, 6.0, 10), "some"), (Load(2, 6.0, 10), "never")):
-        planned = tracer.trace(load, POLICIES[policy]).bytes
+    for *size, policy in ((1, 5.0, 10, "never"), (1, 6.0, 10, "some"), (2, 6.0, 10, "never")):
+        planned = tracer.trace(BatchShape(*size), POLICIES[policy]).bytes
         assert not 0.999 * measured <= planned <= 1.02 * measured
 
 
@@ -96,7 +96,7 @@ def test_on_cuda_the_plan_bounds_what_the_allocator_gave(policy, half):
     parts.forward.monitor.report()
     train_step(parts, window, 1)
     measured = max(phase.peak_mib for phase in parts.forward.monitor.report()) * 2**20
-    planned = tracer_of(config, costs).trace(Load(1, 8.0, 10), POLICIES[policy]).bytes + costs.workspace
+    planned = tracer_of(config, costs).trace(BatchShape(1, 8.0, 10), POLICIES[policy]).bytes + costs.workspace
     assert measured <= planned <= 1.1 * measured + 32 * 2**20
 
 

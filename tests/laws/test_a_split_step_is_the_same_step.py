@@ -23,7 +23,7 @@ from konkanivani.model.kernels import long_ctc
 from konkanivani.training.optimizer import OptimizerState
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import StepReport, train_step
-from konkanivani.training.validation import Evaluation, hear, join_shares
+from konkanivani.training.validation import Evaluation, join_portions, recognize_all
 from tests.conftest import ROOT
 from tests.laws.failing import ERRORS, above, failing_backward, failing_forward, failing_pieces, once_at
 from tests.laws.parts import MODEL, double_parts, long_speeches, relative_difference, speeches, window, with_dropout
@@ -266,8 +266,8 @@ def evaluated(parts: StepParts, spoken: Sequence[Speech] = tuple(speeches(7, aug
     for some in filter(None, (spoken[:5], spoken[5:])):
         batch = window(some, len(some)).micro_batches[0]
         batches.append((batch, [Utterance(name, name, 1.0, "words") for name in batch.utterance_ids]))
-    share = hear(parts.forward, batches, NumberTokenizer(), greedy_ctc)
-    return join_shares([share], parts.forward.objective, seconds=0.0)
+    portion = recognize_all(parts.forward, batches, NumberTokenizer(), greedy_ctc)
+    return join_portions([portion], parts.forward.objective, seconds=0.0)
 
 
 @functools.cache

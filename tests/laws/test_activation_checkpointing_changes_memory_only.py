@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from konkanivani.base.randomness import seed_step
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.model.encoder import Encoder
-from konkanivani.training.parts import StepParts, counts_of
+from konkanivani.training.parts import StepParts, loss_counts
 from konkanivani.training.step import forward_and_backward
 from tests.laws.parts import MODEL, double_parts, speeches, window, with_dropout
 
@@ -34,7 +34,7 @@ def trained(parts: StepParts) -> tuple[list[torch.Tensor], int]:
     seed_step(parts.seed, 5)
     parts.model.train()
     with CountProducts() as count:
-        sums = [forward_and_backward(parts, batch, counts_of(cut)) for batch in cut.micro_batches]
+        sums = [forward_and_backward(parts, batch, loss_counts(cut)) for batch in cut.micro_batches]
     tensors = [t for s in sums for t in (s[0].detach(), s[1].detach())]
     tensors += [p.grad for p in parts.model.parameters()] + list(parts.model.buffers())
     return tensors, count.products

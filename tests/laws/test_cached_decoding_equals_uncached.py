@@ -22,7 +22,7 @@ from konkanivani.model.blocks import run_directly
 from konkanivani.model.cache import FIRST_ROOM, DecoderCache
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
-from konkanivani.training.validation import hear, join_shares
+from konkanivani.training.validation import join_portions, recognize_all
 from tests.laws.parts import MODEL, VOCAB_SIZE, double_parts, relative_difference, speeches, window, with_dropout
 
 LENGTHS = (19, 31, 12)
@@ -92,7 +92,7 @@ def test_hypotheses_that_change_places_take_their_past_along():
 
 
 def test_negative_control_a_cache_that_stays_in_place_is_noticed(monkeypatch):
-    monkeypatch.setattr(DecoderCache, "follow", lambda cache, sources: None)
+    monkeypatch.setattr(DecoderCache, "reorder", lambda cache, sources: None)
     assert followed_difference(sharp_model(), random_encoded(LENGTHS)) > 1e-3
 
 
@@ -113,10 +113,10 @@ def followed_difference(model: KonkaniVaniASR, encoded: torch.Tensor) -> float:
             new = torch.randint(4, VOCAB_SIZE, tokens.shape[:2], generator=generator)
             before = tokens.gather(1, sources[:, :, None].expand_as(tokens))
             tokens = torch.cat([before, new[:, :, None]], dim=2)
-            cache.follow(sources)
+            cache.reorder(sources)
             if length == 4:
                 kept = torch.tensor([1, 2])
-                cache.keep(kept)
+                cache.select(kept)
                 places, tokens = places[kept], tokens[kept]
     return worst
 
@@ -275,8 +275,8 @@ def validate(parts: StepParts, decode: str) -> None:
     spoken = speeches(3, seed=9, augmented=False)
     (batch,) = window(spoken, 3).micro_batches
     utterances = [Utterance(s.utterance_id, 1.0, "4 5", "", row) for row, s in enumerate(spoken)]
-    share = hear(parts.forward, [(batch, utterances)], NumberTokenizer(), decode_of(decode))
-    evaluation = join_shares([share], parts.forward.objective, seconds=0.0)
+    portion = recognize_all(parts.forward, [(batch, utterances)], NumberTokenizer(), decode_of(decode))
+    evaluation = join_portions([portion], parts.forward.objective, seconds=0.0)
     assert len(evaluation.scored) == 3
 
 

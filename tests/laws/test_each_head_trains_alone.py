@@ -11,12 +11,12 @@ from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.base.flags import parse_flags
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.tracer import Load
+from konkanivani.memory.tracer import BatchShape
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.plan import build_tracer, cpu_costs
-from konkanivani.training.gradient import alone
+from konkanivani.training.gradient import local_gradient
 from konkanivani.training.parts import GradientTask, StepParts
 from konkanivani.training.step import forward_and_backward
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_script, run_trainer
@@ -46,7 +46,7 @@ def parts_of(decoder_layers: int, ctc_weight: float) -> StepParts:
 
 def gradients_of(parts: StepParts) -> dict[str, torch.Tensor]:
     single = [dataclasses.replace(speech, waveform=speech.waveform.float()) for speech in speeches(4)]
-    alone(GradientTask(parts, window(single, 2), 0, forward_and_backward))
+    local_gradient(GradientTask(parts, window(single, 2), 0, forward_and_backward))
     return {name: parameter.grad for name, parameter in parts.model.named_parameters()}
 
 
@@ -69,7 +69,7 @@ def test_its_trace_asks_for_less(heads):
     def peaks(decoder_layers: int, ctc_weight: float) -> tuple[int, int]:
         config = configured(decoder_layers, ctc_weight)
         tracer = build_tracer(config, architecture_of(config, VOCAB_SIZE), cpu_costs())
-        load = Load(2, 3.0, 20)
+        load = BatchShape(2, 3.0, 20)
         return tracer.trace(load, RecomputePolicy("never")).bytes, tracer.trace_validation(load)
 
     found, both = peaks(*HEADS[heads]), peaks(2, 0.3)

@@ -16,7 +16,7 @@ from konkanivani.data.dataset import TrainingSpeech
 from konkanivani.data.loader.loading import WindowStream
 from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.manifest import read_manifest
-from konkanivani.data.noise_reverb import read_surroundings
+from konkanivani.data.noise_reverb import read_noise_reverb
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import train_tokenizer
 from konkanivani.training.parts import StepParts
@@ -80,7 +80,7 @@ def surrounded_speech(corpus: Corpus, directory: Path) -> TrainingSpeech:
     utterances = list(read_manifest(shards.manifest("train")))
     tokenizer = train_tokenizer([u.text for u in utterances], "char", 100)
     augment = parse_flags(list(more)).augment
-    return TrainingSpeech(utterances, tokenizer, (0.9, 1.1), 3, surroundings=read_surroundings(augment, 3))
+    return TrainingSpeech(utterances, tokenizer, (0.9, 1.1), 3, noise_reverb=read_noise_reverb(augment, 3))
 
 
 def epoch_of(speech: TrainingSpeech, size: int, workers: int) -> list[Window]:

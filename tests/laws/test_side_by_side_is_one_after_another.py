@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from konkanivani.base.config import DataConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
-from konkanivani.data.batch import Batch, Speech, Window, collate, in_lanes_order
+from konkanivani.data.batch import Batch, Speech, Window, collate, order_for_concurrency
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.losses import LossCounts, LossSums, Objective
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training import step
-from konkanivani.training.concurrent import Turns, in_lanes
+from konkanivani.training.concurrent import OrderedAccumulation, map_ordered
 from konkanivani.training.optimizer import OptimizerState
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import StepReport, train_step
@@ -50,7 +50,7 @@ def window_of(batch_size: int = 1) -> Window:
     """The utterances in fp32, in the order in which two side by side take them."""
     spoken = [dataclasses.replace(speech, waveform=speech.waveform.float()) for speech in SPOKEN]
     cut = window(spoken, batch_size)
-    return dataclasses.replace(cut, micro_batches=in_lanes_order(cut.micro_batches, 2))
+    return dataclasses.replace(cut, micro_batches=order_for_concurrency(cut.micro_batches, 2))
 
 
 def trained(parts: StepParts, threads: int = 2, steps: int = 3) -> dict[str, torch.Tensor]:
@@ -115,14 +115,14 @@ def test_whichever_is_late(monkeypatch, number):
 
 def test_negative_control_without_turns_it_matters_who_is_late(monkeypatch):
     expected = trained(parts_of(1), threads=1, steps=1)
-    monkeypatch.setattr(Turns, "_wait", lambda self, index, gradient=None: None)
+    monkeypatch.setattr(OrderedAccumulation, "_wait", lambda self, index, gradient=None: None)
     held_up(monkeypatch, 0, seconds=3.0)
     assert not are_equal(trained(parts_of(2), steps=1), expected)
 
 
 def test_negative_control_masks_that_all_threads_draw_from_one_generator_are_others(monkeypatch):
     expected = trained(parts_of(1), threads=1, steps=1)
-    monkeypatch.setattr("konkanivani.model.kernels.dropout.mask_generator", lambda: None)
+    monkeypatch.setattr("konkanivani.model.kernels.dropout.dropout_generator", lambda: None)
     assert not are_equal(trained(parts_of(2), steps=1), expected)
 
 
@@ -141,7 +141,7 @@ def test_parameters_that_only_some_pieces_use():
         loss.backward()
         return float(loss.detach())
 
-    found = list(in_lanes(2, work, list(enumerate([1.0, 2.0, 3.0, 4.0])), weights))
+    found = list(map_ordered(2, work, list(enumerate([1.0, 2.0, 3.0, 4.0])), weights))
     assert found == [1.0, 2.0, 3.0, 4.0] and [float(w.grad) for w in weights] == [10.0, 2.0, 3.0, 4.0]
     assert not any(w._backward_hooks or w._post_accumulate_grad_hooks for w in weights)
 
@@ -156,7 +156,7 @@ def test_more_at_once_than_threads_are_as_many_as_threads():
         busy.discard(number)
         return torch.get_num_threads()
 
-    assert list(in_lanes(9, work, range(8), [])) == [1] * 8 and max(most) == 2
+    assert list(map_ordered(9, work, range(8), [])) == [1] * 8 and max(most) == 2
 
 
 @pytest.mark.parametrize("number", range(5))
@@ -173,7 +173,7 @@ def test_an_error_ends_all_of_them_and_is_the_one_that_is_seen(monkeypatch, numb
     with pytest.raises(ValueError, match="this one"):
         train_step(parts, window_of(), 0)
     assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parts.model.parameters())
-    assert [t.name for t in threading.enumerate() if t.name.startswith("lane")] == []
+    assert [t.name for t in threading.enumerate() if t.name.startswith("micro-batch")] == []
 
 
 def doubled(at_once: int) -> StepParts:
@@ -257,9 +257,10 @@ def test_one_piece_or_one_thread_stays_with_the_thread_that_asks():
         return threading.current_thread().name, torch.get_num_threads()
 
     here = threading.current_thread().name
-    assert list(in_lanes(2, work, "a", [])) == [(here, 2)] and list(in_lanes(1, work, "ab", [])) == [(here, 2)] * 2
+    assert list(map_ordered(2, work, "a", [])) == [(here, 2)]
+    assert list(map_ordered(1, work, "ab", [])) == [(here, 2)] * 2
     torch.set_num_threads(1)
-    assert list(in_lanes(2, work, "ab", [])) == [(here, 1)] * 2
+    assert list(map_ordered(2, work, "ab", [])) == [(here, 1)] * 2
     torch.set_num_threads(2)
 
 
@@ -272,6 +273,6 @@ def batch_of(*samples: int) -> Batch:
 )
 def test_the_costliest_come_first_and_wait_for_none(at_once, order):
     given = tuple(batch_of(n) for n in (10, 40, 20, 30))
-    ordered = in_lanes_order(given, at_once)
+    ordered = order_for_concurrency(given, at_once)
     assert [sum(batch.sample_lengths) for batch in ordered] == order
-    assert in_lanes_order(ordered, at_once) == ordered
+    assert order_for_concurrency(ordered, at_once) == ordered

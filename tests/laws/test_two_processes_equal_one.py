@@ -1,11 +1,11 @@
-"""Law 9: two processes == one: dealt windows, summed gradients, dealt weights, a retry on one rank; to 1e-9 in float64.
+"""Law 9: two processes == one: split windows, summed gradients, sharded weights, one rank's retry; to 1e-9 in float64.
 
 Over 50 steps, and with four processes: benchmarks/scaling.py --parts law --full.
 """
 
 import pytest
 
-from konkanivani.data.batching import deal
+from konkanivani.data.batching import partition
 from tests.laws.parts import relative_difference
 from tests.laws.ranks import Case, Trained, train_case, train_in_ranks
 
@@ -15,9 +15,9 @@ CASES = {
     "one micro-batch": Case(FEW, batch_size=8),
     "accumulated": Case(MANY, batch_size=2),
     "out of memory on one rank": Case(FEW, batch_size=2, out_of_memory_rank=1),
-    "dealt weights": Case(FEW, batch_size=8, sharded=True),
-    "dealt weights, accumulated": Case(MANY, batch_size=2, sharded=True),
-    "dealt weights, recomputed": Case(FEW, batch_size=2, sharded=True, recompute="always"),
+    "sharded weights": Case(FEW, batch_size=8, sharded=True),
+    "sharded weights, accumulated": Case(MANY, batch_size=2, sharded=True),
+    "sharded weights, recomputed": Case(FEW, batch_size=2, sharded=True, recompute="always"),
 }
 OWN_DIVISOR = Case(FEW, batch_size=2, own_divisor=True)
 
@@ -56,8 +56,8 @@ def test_negative_control_a_divisor_of_each_ranks_own_makes_other_weights(traine
 
 def test_a_window_is_dealt_whole_and_evenly():
     seconds = [9.0, 1.0, 5.0, 4.0, 3.0, 8.0, 2.0]
-    hands = deal(seconds, 3)
+    hands = partition(seconds, 3)
     assert sorted(int(number) for hand in hands for number in hand) == list(range(7))
     loads = [sum(seconds[number] for number in hand) for hand in hands]
     assert max(loads) <= 4 / 3 * sum(seconds) / 3
-    assert [len(hand) for hand in deal([1.0], 3)] == [1, 0, 0]
+    assert [len(hand) for hand in partition([1.0], 3)] == [1, 0, 0]

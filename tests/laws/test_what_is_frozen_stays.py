@@ -9,14 +9,14 @@ import torch
 from konkanivani.base.config import TrainConfig, TuningConfig
 from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.base.flags import parse_flags
-from konkanivani.inference.speech_model import speech_model_of
+from konkanivani.inference.speech_model import build_speech_model
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
-from konkanivani.memory.tracer import Load
+from konkanivani.memory.tracer import BatchShape
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build import build_run
+from konkanivani.recipe.evaluation_model import load_evaluation_model
 from konkanivani.recipe.plan import build_tracer
-from konkanivani.recipe.trained_model import load_trained_model
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
@@ -67,14 +67,14 @@ def test_it_is_trained_stopped_and_resumed_and_the_frozen_weights_are_the_base_s
 def test_low_rank_products_begin_as_nothing_and_merge_into_the_weights(base, corpus, tmp_path):
     flags = (*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), "--num_workers", "0", "--init_from", str(base))
     run = build_run(begin_run([*flags, "--lora_rank", "4", "--warmup_steps", "0", "--learning_rate", "0.05"]))
-    model, plain = run.step.model.eval(), speech_model_of(read_checkpoint(base), CPU).model
+    model, plain = run.step.model.eval(), build_speech_model(read_checkpoint(base), CPU).model
     features, lengths = torch.randn(1, 90, 80), (90,)
     with torch.no_grad():
         assert torch.equal(model.ctc_logits(features, lengths)[0], plain.ctc_logits(features, lengths)[0])
     run = build_run(begin_run([*flags, "--fresh", "--lora_rank", "4", "--max_steps", "8", "--learning_rate", "0.05"]))
     train(run)
-    adapted = load_trained_model(tmp_path / "checkpoints" / LAST, CPU).forward.model.eval()
-    merged = speech_model_of(read_checkpoint(tmp_path / "checkpoints" / LAST), CPU).model
+    adapted = load_evaluation_model(tmp_path / "checkpoints" / LAST, CPU).forward.model.eval()
+    merged = build_speech_model(read_checkpoint(tmp_path / "checkpoints" / LAST), CPU).model
     assert set(merged.state_dict()) == set(plain.state_dict()) < set(adapted.state_dict())
     with torch.no_grad():
         wanted, found = adapted.ctc_logits(features, lengths)[0], merged.ctc_logits(features, lengths)[0]
@@ -89,7 +89,7 @@ def test_another_model_begins_with_the_merged_weights(base, corpus, tmp_path):
     assert run_trainer(*flags, *tuned).returncode == 0
     checkpoint = tmp_path / "tuned" / "checkpoints" / LAST
     run = build_run(begin_run([*flags, *run_folders(tmp_path / "next"), "--init_from", str(checkpoint)]))
-    wanted = speech_model_of(read_checkpoint(checkpoint), CPU).model.state_dict()
+    wanted = build_speech_model(read_checkpoint(checkpoint), CPU).model.state_dict()
     assert all(torch.equal(weight, wanted[name]) for name, weight in run.step.model.state_dict().items())
 
 
@@ -97,7 +97,7 @@ def test_a_trace_keeps_nothing_of_what_is_frozen_below_all_that_is_trained():
     def peak(tuning: TuningConfig) -> tuple[int, int]:
         config = TrainConfig(model=MODEL, tuning=tuning)
         tracer = build_tracer(config, architecture_of(config, VOCAB_SIZE), cpu_costs())
-        traced = tracer.trace(Load(4, 6.0, 20), RecomputePolicy("never"))
+        traced = tracer.trace(BatchShape(4, 6.0, 20), RecomputePolicy("never"))
         return traced.backward - traced.state, traced.state
 
     whole, one, encoder = (peak(TuningConfig(freeze=freeze)) for freeze in ("none", 1, "encoder"))

@@ -25,7 +25,7 @@ from konkanivani.model.whisper.shape import WhisperShape
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.plan import build_tracer
 from konkanivani.training.optimizer import build_optimizer
-from konkanivani.training.parts import StepParts, counts_of
+from konkanivani.training.parts import StepParts, loss_counts
 from konkanivani.training.step import forward_and_backward, train_step
 from tests.conftest import ROOT
 from tests.laws.parts import measured_peak, relative_difference
@@ -78,7 +78,7 @@ def gradients(parts: StepParts, cut: Window) -> dict[str, torch.Tensor]:
     parts.model.train()
     parts.model.zero_grad()
     for batch in cut.micro_batches:
-        forward_and_backward(parts, batch, counts_of(cut))
+        forward_and_backward(parts, batch, loss_counts(cut))
     return {name: p.grad.clone() for name, p in parts.model.named_parameters() if p.grad is not None}
 
 

@@ -10,7 +10,7 @@ ROW = re.compile(
 )
 NAMES = {"konkanivani": "KonkaniVani", "speechbrain": "SpeechBrain", "espnet": "ESPnet"}
 WIDTH, HEIGHT = 960, 392
-NAME_X, PANELS, LONGEST = 148, (168, 580), 280
+NAME_X, PANELS, MAX_SECONDS = 148, (168, 580), 280
 GROUPS = (("Each toolkit's fastest cut of the batch", 64), ("Each toolkit's leanest cut of the batch", 216))
 
 
@@ -60,7 +60,7 @@ def bars(row: Measured, top: float, longest: tuple[float, float]) -> list[str]:
     ]
     values = (row.seconds, f"{row.seconds:.2f}"), (row.mib, f"{row.mib:.0f}")
     for left, (value, said), most in zip(PANELS, values, longest, strict=True):
-        length = LONGEST * value / most
+        length = MAX_SECONDS * value / most
         shapes.append(rectangle(kind, left, top + 4, length, 26, 4))
         shapes.append(text("text", left + length + 8, top + 22, said, 14, weight))
     return shapes

@@ -12,7 +12,7 @@ NAMES: dict[Kind, str] = {
     "checkpoints": "checkpoints",
     "flags": "sets of flags",
 }
-MOST_NAMED = 5
+MAX_NAMED = 5
 
 
 def measure(effort: Effort) -> FaultTable:
@@ -26,7 +26,7 @@ def measure(effort: Effort) -> FaultTable:
         total = f"{sum(tally.outcomes.values()):,}"
         numbers = f"{tally.slowest:.2f} s", f"{max(0.0, tally.largest):.0f} MiB", str(tally.outcomes["fault"])
         rows.append((NAMES[kind], total, f"{tally.outcomes['taken']:,}", outcomes, *numbers))
-        failures += [f"{NAMES[kind]}: {fault}" for fault in tally.faults[-MOST_NAMED:]]
+        failures += [f"{NAMES[kind]}: {fault}" for fault in tally.faults[-MAX_NAMED:]]
     return FaultTable(
         "Input changed at random",
         ("input", "tried", "taken", "refused with an error of ours", "slowest", "largest growth", "faults"),

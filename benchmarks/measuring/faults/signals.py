@@ -23,7 +23,7 @@ from tests.faults.signalling import (
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SIX_SECONDS = range(14, 15)  # words
-MOST_SECONDS = 5.0  # that the minimal preset may take, at the 95th percentile
+MAX_SECONDS = 5.0  # that the minimal preset may take, at the 95th percentile
 DELAY = 2.0  # seconds after a first step within which the signal comes: two steps or so of the minimal preset
 
 
@@ -62,7 +62,7 @@ def measure(effort: Effort) -> FaultTable:
     failures += [
         f"{name}: {_percentile(found):.1f} s at the 95th percentile"
         for name, found in endings.items()
-        if name.startswith(("minimal, SIG", "minimal, its")) and _percentile(found) > MOST_SECONDS
+        if name.startswith(("minimal, SIG", "minimal, its")) and _percentile(found) > MAX_SECONDS
     ]
     differences = what_differs(small, run_to_be_signalled(small_corpus, effort.folder / "undisturbed"))
     return FaultTable(

@@ -49,7 +49,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Piece:
+class MicroBatch:
     """A micro-batch: features (B, T, F), frames (B,), tokens (B, U) without start and end, token_lengths (B,)."""
 
     features: torch.Tensor
@@ -57,12 +57,12 @@ class Piece:
     tokens: torch.Tensor
     token_lengths: torch.Tensor
 
-    def to(self, device: str) -> "Piece":
+    def to(self, device: str) -> "MicroBatch":
         """The same on another device."""
-        return Piece(*(getattr(self, field.name).to(device) for field in dataclasses.fields(self)))
+        return MicroBatch(*(getattr(self, field.name).to(device) for field in dataclasses.fields(self)))
 
 
-def cut(speech: FixedSpeech, micro_batches: int) -> list[Piece]:
+def cut(speech: FixedSpeech, micro_batches: int) -> list[MicroBatch]:
     """The utterances, longest first, in pieces of as many, each padded to its own longest."""
     size = len(speech.frames) // micro_batches
     pieces = []
@@ -70,7 +70,7 @@ def cut(speech: FixedSpeech, micro_batches: int) -> list[Piece]:
         rows = slice(start, start + size)
         frames, token_lengths = speech.frames[rows], speech.token_lengths[rows]
         features, tokens = speech.features[rows, : int(frames.max())], speech.tokens[rows, : int(token_lengths.max())]
-        pieces.append(Piece(features, frames, tokens, token_lengths))
+        pieces.append(MicroBatch(features, frames, tokens, token_lengths))
     return pieces
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.measuring.fixed_step import VOCABULARY, build_speech
-from benchmarks.measuring.peers.contest import CTC_SHARE, LABEL_SMOOTHING, Entry, Piece, Terms, cut
+from benchmarks.measuring.peers.contest import CTC_SHARE, LABEL_SMOOTHING, Entry, MicroBatch, Terms, cut
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import peak_resident_mib, reset_peak_resident, resident_mib
 
@@ -73,7 +73,7 @@ class ESPnet(torch.nn.Module):
             report_wer=False,
         )
 
-    def loss(self, piece: Piece) -> torch.Tensor:
+    def loss(self, piece: MicroBatch) -> torch.Tensor:
         """ESPnet's own joint loss."""
         return self.model(piece.features, piece.frames, piece.tokens, piece.token_lengths)[0]
 
@@ -117,7 +117,7 @@ class SpeechBrain(torch.nn.Module):
         self.by_ctc = torch.nn.Linear(width, VOCABULARY)
         self.by_attention = torch.nn.Linear(width, VOCABULARY)
 
-    def loss(self, piece: Piece) -> torch.Tensor:
+    def loss(self, piece: MicroBatch) -> torch.Tensor:
         """The recipe's joint loss; lengths are shares of the longest, as it counts them."""
         from speechbrain.nnet.losses import ctc_loss, kldiv_loss
 

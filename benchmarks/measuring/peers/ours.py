@@ -61,7 +61,7 @@ class KonkaniVani:
         self.steps = 0
         warm_up(self.parts, self.window)
         if entry.limit_mib:
-            self.parts = fewest_recomputed(self.parts, self.window, entry.limit_mib)
+            self.parts = min_recomputed(self.parts, self.window, entry.limit_mib)
 
     def step(self) -> float:
         """One optimizer step; the losses in nats a token."""
@@ -77,7 +77,7 @@ class KonkaniVani:
         return round(peak_mib(self.parts, self.window) * MIB)
 
 
-def fewest_recomputed(parts: StepParts, window: Window, limit_mib: int) -> StepParts:
+def min_recomputed(parts: StepParts, window: Window, limit_mib: int) -> StepParts:
     """The step with as few blocks recomputed as its measured peak needs to stay within the limit."""
     ways = [parts.recomputing(RecomputePolicy.first(count)) for count in range(len(parts.model.blocks) + 1)]
     fewest = bisect.bisect_left(ways, True, key=lambda way: peak_mib(way, window) <= limit_mib)

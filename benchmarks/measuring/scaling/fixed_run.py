@@ -19,9 +19,9 @@ from benchmarks.measuring.random_speech import build_speech
 from konkanivani.base.command_line import end_script
 from konkanivani.base.config import PRESETS, TrainConfig
 from konkanivani.base.distributed import ALONE, Topology, read_topology
-from konkanivani.base.process_group import joined
+from konkanivani.base.process_group import process_group
 from konkanivani.data.batch import Speech, Window
-from konkanivani.data.batching import cut_window, deal, same_size
+from konkanivani.data.batching import cut_window, partition, same_size
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import build_step_parts
@@ -30,14 +30,14 @@ from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
 
 VOCABULARY, MICRO_BATCH, WARM_UP = 1000, 4, 3
-SHORTEST, LONGEST = 3.0, 12.0
+MIN_SECONDS, MAX_SECONDS = 3.0, 12.0
 TIMEOUT = 600.0
 
 
 def fixed_speech(utterances: int) -> list[Speech]:
     """The same utterances on every machine."""
     generator = torch.Generator().manual_seed(0)
-    seconds = torch.linspace(SHORTEST, LONGEST, utterances).tolist()
+    seconds = torch.linspace(MIN_SECONDS, MAX_SECONDS, utterances).tolist()
     return [build_speech(length, VOCABULARY, generator) for length in seconds]
 
 
@@ -45,9 +45,9 @@ def fixed_window(utterances: int, topology: Topology = ALONE) -> Window:
     """These as one window in micro-batches of four: a rank's share of it, with the counts of all."""
     speeches = fixed_speech(utterances)
     whole = cut_window(speeches, same_size(MICRO_BATCH), OUR_TOKENS)
-    dealt = deal(np.array([speech.seconds for speech in speeches]), topology.world)[topology.rank]
-    share = cut_window([speeches[number] for number in dealt], same_size(MICRO_BATCH), OUR_TOKENS)
-    return dataclasses.replace(whole, micro_batches=share.micro_batches)
+    own = partition(np.array([speech.seconds for speech in speeches]), topology.world)[topology.rank]
+    portion = cut_window([speeches[number] for number in own], same_size(MICRO_BATCH), OUR_TOKENS)
+    return dataclasses.replace(whole, micro_batches=portion.micro_batches)
 
 
 def build_parts(topology: Topology = ALONE, sharded: bool = False) -> StepParts:
@@ -73,7 +73,7 @@ def main(outcome: str, utterances: str, steps: str, sharded: str) -> None:
     """One rank: warms up, times the steps; the first one writes the median and the share of the sums."""
     topology, clock = read_topology(), SumClock()
     training_step.sum_tensors = clock
-    with joined(topology, TIMEOUT):
+    with process_group(topology, TIMEOUT):
         parts, window = build_parts(topology, sharded == "True"), fixed_window(int(utterances), topology)
         for step in range(WARM_UP):
             train_step(parts, window, step)

@@ -14,11 +14,11 @@ def measure(effort: Effort) -> FaultTable:
     draw = random.Random(effort.seed)
     corpus = write_corpus(effort.folder / "corpus", {"train": 26, "valid": 5})
     rows, failures = [], []
-    for dealt in (False, True):
-        name = "FSDP2" if dealt else "data parallel"
-        undisturbed = train_undisturbed(RankRun(corpus, effort.folder / f"undisturbed_{dealt}", dealt))
+    for sharded in (False, True):
+        name = "FSDP2" if sharded else "data parallel"
+        undisturbed = train_undisturbed(RankRun(corpus, effort.folder / f"undisturbed_{sharded}", sharded))
         for number in range(effort.count(RUNS, short=1)):
-            run = RankRun(corpus, effort.folder / f"killed_{dealt}_{number}", dealt)
+            run = RankRun(corpus, effort.folder / f"killed_{sharded}_{number}", sharded)
             where = kill_ranks(run, effort.count(KILLS_A_RUN, short=1), draw)
             found = what_differs(run, undisturbed)
             rows.append((name, str(len(where)), "; ".join(where), str(len(found))))

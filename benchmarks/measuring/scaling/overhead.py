@@ -10,10 +10,10 @@ from benchmarks.measuring.faults.effort import Effort, FaultTable
 from benchmarks.measuring.scaling.fixed_run import build_parts, fixed_window
 from konkanivani.data.batch import Window
 from konkanivani.training.gradient import accumulate, finish_gradient
-from konkanivani.training.parts import GradientTask, StepParts, counts_of
+from konkanivani.training.parts import GradientTask, StepParts, loss_counts
 from konkanivani.training.step import forward_and_backward, train_step, update
 
-MOST = 0.02
+MAX_OVERHEAD = 0.02
 STEPS, FEW_STEPS = 60, 4
 
 
@@ -21,7 +21,7 @@ def bare_step(parts: StepParts, window: Window, step: int) -> None:
     """The step without agreement, retries and topology."""
     task = GradientTask(parts, window, step, forward_and_backward)
     totals = accumulate(task, task.cut)
-    update(parts, finish_gradient(parts, totals), counts_of(window), step)
+    update(parts, finish_gradient(parts, totals), loss_counts(window), step)
 
 
 def measure(effort: Effort) -> FaultTable:
@@ -37,10 +37,10 @@ def measure(effort: Effort) -> FaultTable:
             seconds[name].append(time.perf_counter() - started)
     bare, trained = (statistics.median(seconds[name][2:] or seconds[name]) for name in ways)
     overhead = trained / bare - 1
-    is_too_much = effort.is_full and overhead > MOST  # a few steps say nothing
+    is_too_much = effort.is_full and overhead > MAX_OVERHEAD  # a few steps say nothing
     return FaultTable(
         title="The distributed path in a world of one",
         columns=("a step without, s", "a step as trained, s", "overhead"),
         rows=((f"{bare:.3f}", f"{trained:.3f}", f"{overhead:+.2%}"),),
-        failures=(f"{overhead:.2%} is more than {MOST:.0%}",) if is_too_much else (),
+        failures=(f"{overhead:.2%} is more than {MAX_OVERHEAD:.0%}",) if is_too_much else (),
     )

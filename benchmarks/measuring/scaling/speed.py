@@ -14,7 +14,7 @@ from tests.laws.ranks import start_and_wait
 
 UTTERANCES = 32
 STEPS, FEW_STEPS, ROUNDS = 10, 2, 3
-LEAST = 0.95  # of one process on all threads
+MIN_SPEED = 0.95  # of one process on all threads
 MODULE = "benchmarks.measuring.scaling.fixed_run"
 VOCABULARY = 1000
 
@@ -56,7 +56,7 @@ def measure(effort: Effort) -> FaultTable:
         cells = f"{best['step']:.2f}", f"{rates[setting.name]:.1f}", f"{best['sums']:.1%}", f"{sent:.1f} MiB a {unit}"
         rows.append((setting.name, *cells))
     one, two, *_ = rates.values()
-    is_slow = effort.is_full and two < LEAST * one
+    is_slow = effort.is_full and two < MIN_SPEED * one
     return FaultTable(
         title=f"Processes on {cores} cores, minimal preset, effective batch {UTTERANCES}",
         columns=("processes", "s a step", "audio s/s", "of it in sums over ranks", "sent by each"),

@@ -22,7 +22,7 @@ def perturb_speed(waveform: torch.Tensor, speed: float) -> torch.Tensor:
     return change_rate(waveform, percent, 100)
 
 
-def add_room(waveform: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
+def reverberate(waveform: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
     """(S,), (R,) -> (S,): as heard in the room whose impulse response this is, the direct path at the old time.
 
     The direct path is the response's largest sample. The energy is the waveform's own: the response's scale says how
@@ -33,12 +33,12 @@ def add_room(waveform: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
         return waveform
     with one_thread():
         # The direct path as 1: then no response is too quiet or too loud for what follows.
-        heard = torchaudio.functional.fftconvolve(waveform, response / response[direct].abs())
-        heard = heard[direct : direct + len(waveform)]
-        before, after = _energy(waveform), _energy(heard)
+        reverberant = torchaudio.functional.fftconvolve(waveform, response / response[direct].abs())
+        reverberant = reverberant[direct : direct + len(waveform)]
+        before, after = _energy(waveform), _energy(reverberant)
     if not before > 0 or not after > 0:
         return waveform
-    return heard * (before / after) ** 0.5
+    return reverberant * (before / after) ** 0.5
 
 
 def add_noise(waveform: torch.Tensor, noise: torch.Tensor, snr: float) -> torch.Tensor:

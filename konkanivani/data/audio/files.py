@@ -25,15 +25,15 @@ from konkanivani.data.audio.source import (
     opened_audio,
 )
 
-MOST_CHANNELS = 32
-LOWEST_RATE, HIGHEST_RATE = 4_000, 384_000  # Hz
+MAX_CHANNELS = 32
+MIN_RATE, MAX_RATE = 4_000, 384_000  # Hz
 PIECE_BYTES = 2**20  # read at once
-MOST_BYTES = 2**30  # of samples decoded at once
-LONGEST_FILE_SECONDS = 1e6  # eleven days: a header that claims more is wrong
-MOST_FRAMES_A_BYTE = 8192  # a FLAC of silence has up to 6000: 65535 samples in a frame of 11 bytes
+MAX_BYTES = 2**30  # of samples decoded at once
+MAX_FILE_SECONDS = 1e6  # eleven days: a header that claims more is wrong
+MAX_FRAMES_PER_BYTE = 8192  # a FLAC of silence has up to 6000: 65535 samples in a frame of 11 bytes
 SPAN_ROUNDING = 0.1  # seconds by which a span may reach beyond its file
 
-Sound = SndfileSound | MediaSound
+SoundReader = SndfileSound | MediaSound
 
 
 class ShortAudio(UserWarning):
@@ -82,12 +82,12 @@ def read_samples(source: AudioSource, most_seconds: float = float("inf")) -> tup
         first, count = _span(header, source) if sound.is_counted else _unchecked_span(header, source)
         kept = int(min(count, most_seconds * header.rate))
         claimed = min(kept, header.frames)
-        if 4 * claimed * header.channels > MOST_BYTES:
+        if 4 * claimed * header.channels > MAX_BYTES:
             raise _too_much(claimed, source, header)
         if first:
             first = sound.skip(first)
-        samples = sound.read(min(kept, MOST_BYTES // (4 * header.channels) + 1))
-        if 4 * samples.size > MOST_BYTES:
+        samples = sound.read(min(kept, MAX_BYTES // (4 * header.channels) + 1))
+        if 4 * samples.size > MAX_BYTES:
             raise _too_much(len(samples), source, header)
         if not sound.is_counted:
             _check_length(first, len(samples) + sound.skip(count - kept), header, source)
@@ -152,7 +152,7 @@ def _unchecked_span(header: AudioHeader, source: AudioSource) -> tuple[int, int]
     """The same of a file of which nobody knows yet how long it is."""
     if source.start is not None:
         return round(source.start * header.rate), round(source.seconds * header.rate)
-    longest = LONGEST_FILE_SECONDS if source.seconds is None else source.seconds + duration_tolerance(source.seconds)
+    longest = MAX_FILE_SECONDS if source.seconds is None else source.seconds + duration_tolerance(source.seconds)
     return 0, int(longest * header.rate) + 1
 
 
@@ -177,7 +177,7 @@ def _too_much(frames: int, source: AudioSource, header: AudioHeader) -> Unusable
 
 
 @contextlib.contextmanager
-def _open(source: AudioSource) -> Iterator[Sound]:
+def _open(source: AudioSource) -> Iterator[SoundReader]:
     """The source's sound, its header within the limits."""
     with opened_audio(source) as opened:
         with contextlib.closing(_sound_of(opened)) as sound:
@@ -188,7 +188,7 @@ def _open(source: AudioSource) -> Iterator[Sound]:
             yield sound
 
 
-def _sound_of(opened: OpenedAudio) -> Sound:
+def _sound_of(opened: OpenedAudio) -> SoundReader:
     try:
         return SndfileSound(opened)
     except NotKnown as error:
@@ -199,22 +199,22 @@ def _sound_of(opened: OpenedAudio) -> Sound:
         other = f"ffmpeg -i {opened.source.path} audio.wav"
         raise UnusableAudio(opened.source, f"{reason}; PyAV may know it: {INSTALL} (or make a WAV of it: {other})")
     try:
-        return MediaSound(opened, MOST_FRAMES_A_BYTE * opened.size, LONGEST_FILE_SECONDS)
+        return MediaSound(opened, MAX_FRAMES_PER_BYTE * opened.size, MAX_FILE_SECONDS)
     except UnusableAudio as error:
         is_known = not error.reason.startswith("FFmpeg: ")
         raise UnusableAudio(opened.source, error.reason if is_known else f"{reason[:-1]}; {error.reason})") from None
 
 
-def _check_header(sound: Sound, opened: OpenedAudio) -> None:
+def _check_header(sound: SoundReader, opened: OpenedAudio) -> None:
     """Raises an UnusableAudio for a header out of the limits."""
     header, source = sound.header, opened.source
-    if not 1 <= header.channels <= MOST_CHANNELS:
-        raise UnusableAudio(source, f"{header.channels} channels are more than {MOST_CHANNELS}")
-    if not LOWEST_RATE <= header.rate <= HIGHEST_RATE:
-        raise UnusableAudio(source, f"{header.rate} Hz is not between {LOWEST_RATE} and {HIGHEST_RATE} Hz")
+    if not 1 <= header.channels <= MAX_CHANNELS:
+        raise UnusableAudio(source, f"{header.channels} channels are more than {MAX_CHANNELS}")
+    if not MIN_RATE <= header.rate <= MAX_RATE:
+        raise UnusableAudio(source, f"{header.rate} Hz is not between {MIN_RATE} and {MAX_RATE} Hz")
     if header.frames <= 0 and sound.is_counted:
         raise UnusableAudio(source, "it holds no samples")
-    if header.seconds > LONGEST_FILE_SECONDS:
+    if header.seconds > MAX_FILE_SECONDS:
         raise UnusableAudio(source, f"its header claims {header.seconds / 3600:.0f} hours")
-    if header.frames > MOST_FRAMES_A_BYTE * opened.size:
+    if header.frames > MAX_FRAMES_PER_BYTE * opened.size:
         raise UnusableAudio(source, f"its header claims {header.seconds:.0f} s, which {opened.size} bytes cannot hold")

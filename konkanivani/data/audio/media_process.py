@@ -13,11 +13,11 @@ import sys
 import threading
 from pathlib import Path
 
-from konkanivani.data.audio.media_reader import ANSWER, MOST_SECONDS, REQUEST
+from konkanivani.data.audio.media_reader import ANSWER, MAX_SECONDS, REQUEST
 
 PROGRAM = Path(__file__).with_name("media_reader.py")
 ANSWER_SECONDS = 1800.0  # one that is stopped, or waits for a disk that is gone; its work has a limit of its own
-MOST_ANSWER_BYTES = 2**28
+MAX_ANSWER_BYTES = 2**28
 PIECE_BYTES = 2**20
 
 
@@ -59,7 +59,7 @@ class Reader:
             else:
                 socket.send_fds(self.channel, message, [descriptor])
             answer, size = ANSWER.unpack(self._receive(ANSWER.size))
-            if not 0 <= size <= MOST_ANSWER_BYTES:
+            if not 0 <= size <= MAX_ANSWER_BYTES:
                 raise ReaderFailed("the process that decodes it answers nonsense")
             content = self._receive(size)
         except OSError as error:
@@ -101,7 +101,7 @@ class Reader:
             self.close()
             return "the process that decodes it does not end"
         if code == -signal.SIGXCPU:
-            return f"decoding it came to nothing in {MOST_SECONDS} s"
+            return f"decoding it came to nothing in {MAX_SECONDS} s"
         name = signal.Signals(-code).name if -code in signal.valid_signals() else f"exit code {code}"
         return f"it brought down the process that decodes it ({name})"
 

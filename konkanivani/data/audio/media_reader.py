@@ -26,8 +26,8 @@ from collections.abc import Iterator
 
 REQUEST, ANSWER = struct.Struct("<cqq"), struct.Struct("<cq")
 MORE_MEMORY = 384 * 2**20  # bytes of address space beside what the libraries take
-MOST_SECONDS = 60  # of a processor for one answer, which is a minute of audio at most, or what lies before it
-MOST_CHANNELS = 32
+MAX_SECONDS = 60  # of a processor for one answer, which is a minute of audio at most, or what lies before it
+MAX_CHANNELS = 32
 DISCARD_ALL = 48  # libavcodec/defs.h
 # What is looked for in a file. None of them opens another file or an address (as hls, concat, dash or sdp do).
 DEMUXERS = (
@@ -43,7 +43,7 @@ class Undecodable(Exception):
     """Why there is no sound to be had; a sentence's end."""
 
 
-class Window:
+class FileSlice:
     """The bytes of a file that are the audio's, as a file of their own; the place in it is nobody else's."""
 
     name = "audio"
@@ -68,10 +68,10 @@ class Window:
         return self.at
 
 
-class Sound:
+class MediaDecoder:
     """The first sound of a file, at the rate and with the channels that its first frame has."""
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: FileSlice) -> None:
         options = {"format_whitelist": ",".join(DEMUXERS), "protocol_whitelist": "none", "max_streams": "64"}
         self.container = av.open(window, options=options, metadata_errors="replace")
         stream = self.container.streams.best("audio")
@@ -92,8 +92,8 @@ class Sound:
             raise Undecodable("no sound in it can be decoded")
         self.rate, self.layout = self.first.sample_rate, self.first.layout
         self.channels = self.layout.nb_channels
-        if not 1 <= self.channels <= MOST_CHANNELS:
-            raise Undecodable(f"{self.channels} channels are more than {MOST_CHANNELS}")
+        if not 1 <= self.channels <= MAX_CHANNELS:
+            raise Undecodable(f"{self.channels} channels are more than {MAX_CHANNELS}")
         self.pieces = self._convert()
 
     def header(self) -> bytes:
@@ -187,11 +187,11 @@ def serve(channel: socket.socket) -> None:
         if not message:
             return
         kind, first, second = REQUEST.unpack(message)
-        allow_seconds(MOST_SECONDS)
+        allow_seconds(MAX_SECONDS)
         try:
             if kind == b"o":
                 descriptor = descriptors[0]
-                sound = Sound(Window(descriptor, first, second))
+                sound = MediaDecoder(FileSlice(descriptor, first, second))
                 answer, content = b"h", sound.header()
             elif kind == b"r":
                 answer, content = b"f", sound.read(first)

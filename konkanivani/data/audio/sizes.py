@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from konkanivani.data.audio.source import OpenedAudio
 
 UNKNOWN_FROM = 0x7FFF0000  # what a program writes that does not know yet how much will come, or 0
-MOST_CHUNKS = 1000
+MAX_CHUNKS = 1000
 W64_DATA = b"data\xf3\xac\xd3\x11\x8c\xd1\x00\xc0\x4f\x8e\xdb\x8a"
 
 
@@ -43,7 +43,7 @@ def _samples_of(opened: OpenedAudio) -> Iterator[tuple[int, int]]:
 def _chunks(opened: OpenedAudio, shape: str, begin: int) -> Iterator[tuple[bytes, int, int]]:
     """Name, beginning and claimed length of each chunk; W64 counts a chunk's head and pads to eight bytes."""
     size = struct.calcsize(shape)
-    for _ in range(MOST_CHUNKS):
+    for _ in range(MAX_CHUNKS):
         head = opened.at(begin, size)
         if len(head) < size:
             return

@@ -3,7 +3,7 @@
 import numpy as np
 import soundfile
 
-from konkanivani.data.audio.source import AudioHeader, OpenedAudio, UnusableAudio, Window
+from konkanivani.data.audio.source import AudioHeader, FileSlice, OpenedAudio, UnusableAudio
 
 # An MP3's frame needs bits of those before it. Where libmpg123 jumps into the middle it has none of them, says so on
 # stderr and makes noise of it: so much is decoded before a span, in seconds, and none is jumped over where that is all.
@@ -22,7 +22,7 @@ class SndfileSound:
     def __init__(self, opened: OpenedAudio) -> None:
         """Raises a NotKnown where libsndfile does not know what that is."""
         self.source = opened.source
-        inside = Window(opened.file, opened.begin, opened.size) if self.source.byte_count else None
+        inside = FileSlice(opened.file, opened.begin, opened.size) if self.source.byte_count else None
         try:
             self.file = _Forward(inside or opened.file.fileno(), closefd=False)
         except (OSError, RuntimeError, TypeError, ValueError) as error:  # soundfile's own errors are RuntimeErrors

@@ -109,7 +109,7 @@ def opened_audio(source: AudioSource) -> Iterator[OpenedAudio]:
         yield OpenedAudio(source, file, begin, source.byte_count or size)
 
 
-class Window(io.RawIOBase):
+class FileSlice(io.RawIOBase):
     """The bytes of a shard's member as a file of their own; only what is asked for is read.
 
     Positions outside it are moved to its ends, and a disk that fails ends it: what is raised here, cffi prints.

@@ -11,7 +11,7 @@ from typing import BinaryIO
 from konkanivani.base.errors import DataError, ResourceError, explained
 
 SIGN = "-"  # what a person writes for it
-MOST_BYTES = 2**32  # the most that a WAV can hold
+MAX_BYTES = 2**32  # the most that a WAV can hold
 PIECE_BYTES = 2**20
 
 
@@ -34,9 +34,9 @@ def _spool(source: BinaryIO, file: BinaryIO) -> None:
     size = 0
     while piece := source.read(PIECE_BYTES):
         size += len(piece)
-        if size > MOST_BYTES:
+        if size > MAX_BYTES:
             raise DataError(
-                f"Standard input holds more than {MOST_BYTES / 2**30:.0f} GiB. Save it as a file and give its path."
+                f"Standard input holds more than {MAX_BYTES / 2**30:.0f} GiB. Save it as a file and give its path."
             )
         file.write(piece)
     file.flush()

@@ -18,9 +18,9 @@ from konkanivani.base.lengths import (
     resampled_samples,
 )
 from konkanivani.data.audio.files import (
-    HIGHEST_RATE,
-    LOWEST_RATE,
-    MOST_CHANNELS,
+    MAX_CHANNELS,
+    MAX_RATE,
+    MIN_RATE,
     AudioSource,
     claimed_header,
     read_blocks,
@@ -31,7 +31,7 @@ BLOCK_SECONDS = 1.0  # of a stream: what is decoded and resampled at once
 # The resampling filter, as torchaudio's: a sinc that ends after six zeros, its cutoff a little under half of the rate.
 FILTER_ZEROS, FILTER_ROLLOFF = 6, 0.99
 FILTERED_SAMPLES = 4000  # lengths are rounded up to as many
-MOST_FILTER_WEIGHTS = 2**20  # 4 MiB; 44,100 Hz has 70,560
+MAX_FILTER_WEIGHTS = 2**20  # 4 MiB; 44,100 Hz has 70,560
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def resample(waveform: torch.Tensor, rate: int) -> torch.Tensor:
     """
     if rate == SAMPLE_RATE:
         return waveform
-    if math.lcm(rate, SAMPLE_RATE) // math.gcd(rate, SAMPLE_RATE) > MOST_FILTER_WEIGHTS:
+    if math.lcm(rate, SAMPLE_RATE) // math.gcd(rate, SAMPLE_RATE) > MAX_FILTER_WEIGHTS:
         return torch.cat(list(resample_blocks(waveform.split(rate), rate)))
     return change_rate(waveform, rate, SAMPLE_RATE)
 
@@ -88,8 +88,8 @@ def stream_samples(samples: np.ndarray | torch.Tensor, rate: int) -> Iterator[to
 
     Floats are between -1 and 1, integers between the ends of their range. A DataError says why they cannot be used.
     """
-    if not LOWEST_RATE <= rate <= HIGHEST_RATE:
-        raise DataError(f"The sample rate {rate} Hz is not between {LOWEST_RATE} and {HIGHEST_RATE} Hz. Resample it.")
+    if not MIN_RATE <= rate <= MAX_RATE:
+        raise DataError(f"The sample rate {rate} Hz is not between {MIN_RATE} and {MAX_RATE} Hz. Resample it.")
     try:
         samples = torch.as_tensor(samples).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -97,7 +97,7 @@ def stream_samples(samples: np.ndarray | torch.Tensor, rate: int) -> Iterator[to
     if samples.dtype in (torch.bool, torch.uint8) or samples.is_complex():
         raise DataError(f"Samples cannot be {samples.dtype}. Give floats between -1 and 1, or signed integers.")
     channels = samples.shape[1] if samples.dim() == 2 else 1
-    if samples.dim() not in (1, 2) or not 1 <= channels <= MOST_CHANNELS:
+    if samples.dim() not in (1, 2) or not 1 <= channels <= MAX_CHANNELS:
         raise DataError(f"Samples of shape {tuple(samples.shape)} are no recording. Give (S,) or (S, channels).")
     blocks = samples.reshape(len(samples), channels).split(max(1, int(BLOCK_SECONDS * rate)))
     return resample_blocks((_as_mono(block) for block in blocks), rate)

@@ -14,7 +14,7 @@ from konkanivani.base.files import visible_entries
 from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.formats.splits import split_named
 from konkanivani.data.formats.tables import as_seconds, read_records
-from konkanivani.data.formats.torn_rows import mended
+from konkanivani.data.formats.torn_rows import mend_rows
 
 GIVEN = ("train.tsv", "dev.tsv", "test.tsv")
 
@@ -32,7 +32,7 @@ def find_utterances(source: SpeechFolder) -> Found:
 
 
 def _read_table(source: SpeechFolder, table: Path, clips: Path, split: str, seconds: dict[str, float]) -> Found:
-    for record in mended(read_records(table)):
+    for record in mend_rows(read_records(table)):
         file = source.name_of(table)
         if not {"path", "sentence"} <= set(record.columns):
             raise DataError(f"{table} has no columns path and sentence. Check --format and --source.")

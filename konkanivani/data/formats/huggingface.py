@@ -34,7 +34,7 @@ SUFFIXES = (
 
 
 @dataclass(frozen=True)
-class Part:
+class DatasetPart:
     """A table of the data set: its file or folder, its split, its columns, and its rows when they are asked for."""
 
     path: Path
@@ -70,7 +70,7 @@ def _guarded(what: str, advice: str) -> Iterator[None]:
         raise DataError(f"{what}: {reason}. {advice}") from None
 
 
-def _parts(source: SpeechFolder) -> Iterator[Part]:
+def _parts(source: SpeechFolder) -> Iterator[DatasetPart]:
     try:
         import datasets  # noqa: F401 - Parquet alone would do without, but one rule is easier to remember
     except ImportError:
@@ -89,7 +89,7 @@ def _parts(source: SpeechFolder) -> Iterator[Part]:
         )
 
 
-def _saved_parts(source: SpeechFolder) -> Iterator[Part]:
+def _saved_parts(source: SpeechFolder) -> Iterator[DatasetPart]:
     import datasets
 
     with _guarded(f"{source.path} cannot be loaded as a saved data set", "Save it again."):
@@ -100,10 +100,10 @@ def _saved_parts(source: SpeechFolder) -> Iterator[Part]:
             if isinstance(feature, datasets.Audio):
                 table = table.cast_column(column, datasets.Audio(decode=False))
         path = source.path / name if name else source.path
-        yield Part(path, split_of_path([name]), tuple(table.column_names), table)
+        yield DatasetPart(path, split_of_path([name]), tuple(table.column_names), table)
 
 
-def _parquet_parts(source: SpeechFolder) -> Iterator[Part]:
+def _parquet_parts(source: SpeechFolder) -> Iterator[DatasetPart]:
     import pyarrow.parquet
 
     tables = (path for path in visible_files(source.path) if path.name.endswith(".parquet"))
@@ -112,11 +112,13 @@ def _parquet_parts(source: SpeechFolder) -> Iterator[Part]:
             file = pyarrow.parquet.ParquetFile(path)
         split = split_of_path(reversed(path.relative_to(source.path).parts))
         batches = file.iter_batches(batch_size=16)  # a row may hold megabytes
-        yield Part(path, split, tuple(file.schema_arrow.names), (row for batch in batches for row in batch.to_pylist()))
+        yield DatasetPart(
+            path, split, tuple(file.schema_arrow.names), (row for batch in batches for row in batch.to_pylist())
+        )
 
 
 def _utterance(
-    source: SpeechFolder, part: Part, columns: list[str], number: int, row: dict[str, object]
+    source: SpeechFolder, part: DatasetPart, columns: list[str], number: int, row: dict[str, object]
 ) -> FoundUtterance | RefusedRow:
     file = source.name_of(part.path)
     audio_column, text_column, speaker_column = columns

@@ -13,8 +13,8 @@ from typing import BinaryIO
 
 from konkanivani.base.errors import DataError
 
-MOST_TEXT_BYTES = 2**20
-MOST_HEADER_BYTES = 2**13  # of one member, its long name and its PAX records among them
+MAX_TEXT_BYTES = 2**20
+MAX_HEADER_BYTES = 2**13  # of one member, its long name and its PAX records among them
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class _Headers:
         self.seek, self.tell = file.seek, file.tell
 
     def begin_member(self) -> None:
-        self._left = MOST_HEADER_BYTES
+        self._left = MAX_HEADER_BYTES
 
     def read(self, size: int) -> bytes:
         if not 0 <= size <= self._left:
-            raise tarfile.ReadError(f"a member's header at byte {self.tell()} is longer than {MOST_HEADER_BYTES} bytes")
+            raise tarfile.ReadError(f"a member's header at byte {self.tell()} is longer than {MAX_HEADER_BYTES} bytes")
         self._left -= size
         return self._file.read(size)
 
@@ -92,4 +92,4 @@ def read_member_text(path: Path, member: Member) -> str:
     """A short text in a tar; bytes that are not UTF-8 stay recognisable. Longer ones are cut, and so refused later."""
     with open(path, "rb") as file:
         file.seek(member.byte_offset)
-        return file.read(min(member.byte_count, MOST_TEXT_BYTES)).decode("utf-8-sig", errors="surrogateescape")
+        return file.read(min(member.byte_count, MAX_TEXT_BYTES)).decode("utf-8-sig", errors="surrogateescape")

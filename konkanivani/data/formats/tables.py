@@ -16,8 +16,8 @@ from typing import TextIO
 
 from konkanivani.base.errors import DataError, UsageError, explained
 
-MOST_BYTES = 2**28  # of a file that is read at once
-LONGEST_LINE = 2**24  # characters
+MAX_BYTES = 2**28  # of a file that is read at once
+MAX_LINE = 2**24  # characters
 HEAD_BYTES = 2**12
 SEPARATOR_LINE = re.compile(r'"?sep=([,;\t|])"?\r?\n?', re.IGNORECASE)  # told to Excel, before the head
 
@@ -73,7 +73,7 @@ def _is_bare_utf16(head: bytes) -> bool:
 def read_text(path: Path) -> str:
     """All of a text file of bounded size."""
     with open_text(path) as file:
-        if path.stat().st_size > MOST_BYTES:
+        if path.stat().st_size > MAX_BYTES:
             raise DataError(
                 f"{path} cannot be read: {path.stat().st_size} bytes are too many for a text at once. "
                 "Check --format and --source."
@@ -101,9 +101,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 def _bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
     """The lines of a file; a DataError where one is so long that it is none."""
     try:
-        while line := file.readline(LONGEST_LINE):
-            if len(line) == LONGEST_LINE:
-                longest = f"{LONGEST_LINE} characters"
+        while line := file.readline(MAX_LINE):
+            if len(line) == MAX_LINE:
+                longest = f"{MAX_LINE} characters"
                 raise DataError(f"{path} holds a line of more than {longest}. Check --format and --source.")
             yield line
     except UnicodeDecodeError as error:

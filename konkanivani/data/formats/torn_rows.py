@@ -12,18 +12,18 @@ from itertools import islice
 
 from konkanivani.data.formats.tables import Record
 
-MOST_ROWS = 20  # that one may have been torn into
+MAX_ROWS = 20  # that one may have been torn into
 QUOTED = re.compile(r'"([^"]*(?:""[^"]*)*)"(?!")')  # a cell as CSV quotes it; linear in what it is tried on
 
 
-def mended(rows: Iterable[Record], delimiter: str = "\t") -> Iterator[Record]:
+def mend_rows(rows: Iterable[Record], delimiter: str = "\t") -> Iterator[Record]:
     """The rows, joined where one ends in a quoted cell that a later one closes, and together they have all the cells.
 
     The line end becomes a blank. A row with too few cells that may go on, but not surely, says so by `closed_by`.
     """
     rows, waiting = iter(rows), deque[Record]()
     while True:
-        waiting.extend(islice(rows, MOST_ROWS - len(waiting)))
+        waiting.extend(islice(rows, MAX_ROWS - len(waiting)))
         if not waiting:
             return
         first = waiting.popleft()

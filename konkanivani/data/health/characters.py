@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
-from konkanivani.base.console import JOINERS, is_hidden, show_text
+from konkanivani.base.console import JOINERS, is_invisible, show_text
 from konkanivani.data.text import normalize_text
 
 RARE = 3  # seen fewer times than this
-MOST_MIXED_WORDS = 10_000  # different ones kept while counting; a corpus with more is broken throughout
-MOST_LISTED = 1_000
+MAX_MIXED_WORDS = 10_000  # different ones kept while counting; a corpus with more is broken throughout
+MAX_LISTED = 1_000
 # Names of marks and modifiers that go with letters of any script begin with these.
 COMMON = {"COMBINING", "MODIFIER", "VEDIC", "VARIATION", "SUPERSCRIPT", "SUBSCRIPT", "FEMININE", "MASCULINE", "MICRO"}
 
@@ -108,7 +108,7 @@ class CharacterCount:
         self.pairs.update(_composition()[1].findall(raw))
         if len({script_of(character) for character in set(raw)} - {""}) > 1:
             for word in raw.split():
-                is_kept = word in self.mixed or len(self.mixed) < MOST_MIXED_WORDS
+                is_kept = word in self.mixed or len(self.mixed) < MAX_MIXED_WORDS
                 if is_kept and len(scripts_of(word)) > 1:
                     self.mixed[word] += 1
                     self.first_row.setdefault(word, row)
@@ -125,7 +125,7 @@ class CharacterCount:
             script=majority,
             different=len(listed),
             letters=len(set(self.normalized) - {" "}),
-            inventory=tuple(_judge(character, count, majority) for character, count in listed[:MOST_LISTED]),
+            inventory=tuple(_describe(character, count, majority) for character, count in listed[:MAX_LISTED]),
             twins=self._twins(),
             mixed_words=tuple(
                 MixedWord(show_text(w, 60), tuple(sorted(scripts_of(w))), n, self.first_row[w]) for w, n in words
@@ -177,26 +177,26 @@ def scripts_of(word: str) -> set[str]:
     return {script_of(character) for character in word} - {""}
 
 
-def name_of(code: int) -> str:
+def unicode_name(code: int) -> str:
     """Unicode's name of a code point; its category where it has none."""
     character = chr(code)
     kinds = {"Cc": "CONTROL", "Co": "PRIVATE USE", "Cn": "UNASSIGNED"}
     return unicodedata.name(character, kinds.get(unicodedata.category(character), "UNNAMED"))
 
 
-def _judge(character: str, count: int, majority: str) -> Character:
+def _describe(character: str, count: int, majority: str) -> Character:
     script, fate = script_of(character), _fate(character)
     marks = {
         "foreign script": script not in ("", majority),
         "joiner": character in JOINERS,
-        "invisible": is_hidden(character),
+        "invisible": is_invisible(character),
         "digit": unicodedata.category(character) == "Nd",
         "removed": fate in ("joiner", "format"),
         "becomes a space": fate == "space",
         "rare": count < RARE and fate in ("kept", "lowered") and character != " ",
     }
     noted = tuple(mark for mark, holds in marks.items() if holds)
-    return Character(ord(character), name_of(ord(character)), count, script, noted)
+    return Character(ord(character), unicode_name(ord(character)), count, script, noted)
 
 
 @cache

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from konkanivani.base.console import show_text
 from konkanivani.data.utterance import Utterance
 
-MOST_EXAMPLES = 20
+MAX_EXAMPLES = 20
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,6 @@ def example(utterance: Utterance, detail: str) -> Example:
     return Example(utterance.row, show_text(utterance.id), show_text(utterance.text), show_text(detail, 300))
 
 
-def tallies(counts: Counter, most: int = MOST_EXAMPLES) -> tuple[Tally, ...]:
+def tallies(counts: Counter, most: int = MAX_EXAMPLES) -> tuple[Tally, ...]:
     """The most frequent, first."""
     return tuple(Tally(str(name), count) for name, count in counts.most_common(most))

@@ -15,13 +15,13 @@ from konkanivani.base.units import parse_share
 from konkanivani.data.health.characters import RARE, CharacterHealth
 from konkanivani.data.health.examples import Listed
 from konkanivani.data.health.health import CorpusHealth, Crossing, PartHealth
-from konkanivani.data.health.recordings import LOUD, MOST_SILENCE, QUIET, SoundHealth
+from konkanivani.data.health.recordings import LOUD, MAX_SILENCE, QUIET, SoundHealth
 
 OFTEN = 0.05  # of the recordings or sentences: what is rarer is worth less of a word
 FEW_WORDS = 1_000  # in a set that is scored
 FEW_HOURS = 1.0
-MOST_PADDING = 0.2
-MOST_OF_ONE_SPEAKER = 0.5
+MAX_PADDING = 0.2
+MAX_SPEAKER_SHARE = 0.5
 LEVELS_APART = 12.0  # dB between the medians of two manifests
 FEW_SENTENCES = 0.2  # different ones, as a share of the utterances
 
@@ -161,7 +161,7 @@ def _of_speakers(part: PartHealth) -> Iterator[Finding]:
             f"{name} has one speaker only, {speakers.largest}: other voices will be understood worse.",
             "Record more people, a little of each.",
         )
-    if part.is_training and speakers.count > 1 and speakers.largest_share > MOST_OF_ONE_SPEAKER:
+    if part.is_training and speakers.count > 1 and speakers.largest_share > MAX_SPEAKER_SHARE:
         yield Finding(
             "warning",
             f"{name}: {100 * speakers.largest_share:.0f} % of the speech is of one of {speakers.count} speakers, "
@@ -223,7 +223,7 @@ def _of_levels(name: str, sound: SoundHealth) -> Iterator[Finding]:
             "Go closer to the microphone, or turn it up.",
         ),
         (sound.loud, f"louder than {LOUD:g} dBFS", "Check for clipping and compression."),
-        (sound.silent, f"over {100 * MOST_SILENCE:.0f} % silence", "Trim the pauses; check the transcripts."),
+        (sound.silent, f"over {100 * MAX_SILENCE:.0f} % silence", "Trim the pauses; check the transcripts."),
         (
             sound.offset,
             "shifted by a DC offset",
@@ -301,7 +301,7 @@ def _of_size(part: PartHealth) -> Iterator[Finding]:
             f"{name} has {count(part.words, 'word')}: one wrong word is {100 / part.words:.3g} % of word error rate.",
             "Differences of a few words say nothing; add utterances.",
         )
-    if part.epoch and part.epoch.padding_share > MOST_PADDING:
+    if part.epoch and part.epoch.padding_share > MAX_PADDING:
         yield Finding(
             "note",
             f"{name}: {100 * part.epoch.padding_share:.0f} % of what is computed in an epoch is padding.",

@@ -14,23 +14,23 @@ import numpy as np
 
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import show_text
-from konkanivani.base.randomness import seed_of
+from konkanivani.base.randomness import derive_seed
 from konkanivani.data.batching import EpochPlanner, choose_subset
 from konkanivani.data.checking import evaluation_limits, reason_to_reject, training_limits
 from konkanivani.data.health.characters import CharacterCount, CharacterHealth
-from konkanivani.data.health.examples import MOST_EXAMPLES, Example, Listed, Tally, example, tallies
+from konkanivani.data.health.examples import MAX_EXAMPLES, Example, Listed, Tally, example, tallies
 from konkanivani.data.health.histogram import Histogram, build_histogram
-from konkanivani.data.health.padding import EpochHealth, judge_epoch
-from konkanivani.data.health.recordings import SoundHealth, judge_sound
+from konkanivani.data.health.padding import EpochHealth, measure_epoch
+from konkanivani.data.health.recordings import SoundHealth, measure_sound
 from konkanivani.data.health.repeats import (
     Pairing,
     content_key,
     extent_key,
     file_size,
-    key_of,
     occur_again,
     repeats_across,
     repeats_within,
+    text_key,
 )
 from konkanivani.data.index import BrokenRow
 from konkanivani.data.rejections import kind_of
@@ -39,13 +39,13 @@ from konkanivani.data.utterance import Utterance
 from konkanivani.data.vocabulary import Vocabulary
 
 OUTLIER = 3.5  # robust z-score; Iglewicz and Hoaglin, "How to Detect and Handle Outliers" (1993)
-FINEST = 0.1  # seconds and rates that a histogram tells apart
-FEWEST_RATES = 20  # among which one can stand out
-LEAST_SPREAD = 0.02  # of a log rate: a corpus of equal rates has no outliers at a hair's breadth
+MIN_BIN_WIDTH = 0.1  # seconds and rates that a histogram tells apart
+MIN_RATES = 20  # among which one can stand out
+MIN_SPREAD = 0.02  # of a log rate: a corpus of equal rates has no outliers at a hair's breadth
 
 
 @dataclass(frozen=True)
-class Part:
+class CorpusPart:
     """One manifest to look into; its `count` sound rows can be read more than once, in the same order."""
 
     path: str
@@ -135,8 +135,8 @@ class CorpusHealth:
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is asked of a corpus: the trainer's settings, its tokenizer (None: it has none), recordings to decode."""
+class HealthRequest:
+    """How a corpus is measured: the trainer's settings, its tokenizer (None: it has none), recordings to decode."""
 
     config: TrainConfig
     tokenizer: Vocabulary | None
@@ -165,20 +165,20 @@ class RowNumbers:
     chosen: list[tuple[Utterance, bool]] = field(default_factory=list)  # and whether they are usable
 
 
-def judge_corpus(parts: list[Part], question: Question) -> CorpusHealth:
+def measure_corpus(parts: list[CorpusPart], request: HealthRequest) -> CorpusHealth:
     """The health of the parts. Their rows are read once; again only what must be compared by content, or be shown."""
     text = CharacterCount()
-    rows = [read_rows(part, question, text) for part in parts]
+    rows = [read_rows(part, request, text) for part in parts]
     same_extent = occur_again([np.array(numbers.extents) for numbers in rows]) if rows else []
     for part, numbers, again in zip(parts, rows, same_extent, strict=True):
         numbers.audio = content_keys(part.rows, again)
-    judged = tuple(_judge_part(part, numbers, question) for part, numbers in zip(parts, rows, strict=True))
+    measured = tuple(_measure_part(part, numbers, request) for part, numbers in zip(parts, rows, strict=True))
     crossings = tuple(
-        _judge_crossing((parts[first], rows[first]), (parts[second], rows[second]))
+        _measure_crossing((parts[first], rows[first]), (parts[second], rows[second]))
         for second in range(len(parts))
         for first in range(second)
     )
-    return CorpusHealth(judged, crossings, text.health())
+    return CorpusHealth(measured, crossings, text.health())
 
 
 def content_keys(rows: Iterable[Utterance], asked: np.ndarray) -> np.ndarray:
@@ -191,14 +191,14 @@ def content_keys(rows: Iterable[Utterance], asked: np.ndarray) -> np.ndarray:
     return keys
 
 
-def read_rows(part: Part, question: Question, text: CharacterCount) -> RowNumbers:
+def read_rows(part: CorpusPart, request: HealthRequest, text: CharacterCount) -> RowNumbers:
     """The numbers of a part's rows, in one pass, their text counted; `audio` is left empty."""
-    rows, config = RowNumbers(), question.config
+    rows, config = RowNumbers(), request.config
     limits = training_limits(config) if part.is_training else evaluation_limits(config)
-    chosen = set(spread(part.count, question.audio_utterances, config.run.seed))
+    chosen = set(pick_evenly(part.count, request.audio_utterances, config.run.seed))
     for number, utterance in enumerate(part.rows):
         normal = replace(utterance, text=normalize_text(utterance.text, config.text.digits))
-        tokens = question.tokenizer.encode(normal.text) if question.tokenizer else []
+        tokens = request.tokenizer.encode(normal.text) if request.tokenizer else []
         reason = reason_to_reject(normal, tokens, limits)
         _take_row(rows, utterance, normal.text, reason)
         _take_file(rows, utterance)
@@ -208,11 +208,11 @@ def read_rows(part: Part, question: Question, text: CharacterCount) -> RowNumber
     return rows
 
 
-def spread(count: int, wanted: int, seed: int) -> list[int]:
+def pick_evenly(count: int, wanted: int, seed: int) -> list[int]:
     """At most `wanted` indices below `count`, evenly spaced from where the seed says; all where there are no more."""
     if wanted >= count:
         return list(range(count))
-    shift = np.random.default_rng(seed_of(seed, "audio")).random()
+    shift = np.random.default_rng(derive_seed(seed, "audio")).random()
     return [int((number + shift) * count / wanted) for number in range(wanted)]
 
 
@@ -221,8 +221,8 @@ def _take_row(rows: RowNumbers, utterance: Utterance, normal: str, reason: str |
     rows.is_usable.append(reason is None)
     rows.characters.append(len(normal) - normal.count(" "))
     rows.words.append(len(normal.split()))
-    rows.sentences.append(key_of(normal))
-    rows.places.append(key_of(f"{os.path.abspath(utterance.audio_path)}\0{utterance.id}"))
+    rows.sentences.append(text_key(normal))
+    rows.places.append(text_key(f"{os.path.abspath(utterance.audio_path)}\0{utterance.id}"))
     rows.speakers[utterance.speaker] += 1
     rows.speaker_seconds[utterance.speaker] += utterance.duration
     rows.letters.update(normal)
@@ -231,7 +231,7 @@ def _take_row(rows: RowNumbers, utterance: Utterance, normal: str, reason: str |
     if normal:
         rows.reasons[kind_of(reason)] += 1
     for listed in (rows.rejected,) if normal else (rows.rejected, rows.empty):
-        if len(listed) < MOST_EXAMPLES:
+        if len(listed) < MAX_EXAMPLES:
             listed.append(example(utterance, reason))
 
 
@@ -242,7 +242,7 @@ def _take_file(rows: RowNumbers, utterance: Utterance) -> None:
     rows.extents.append(0 if size is None else extent_key(utterance.source, size))
 
 
-def _judge_part(part: Part, rows: RowNumbers, question: Question) -> PartHealth:
+def _measure_part(part: CorpusPart, rows: RowNumbers, request: HealthRequest) -> PartHealth:
     seconds, usable = np.array(rows.seconds), np.array(rows.is_usable, dtype=bool)
     sentences = np.array(rows.sentences)
     return PartHealth(
@@ -254,26 +254,26 @@ def _judge_part(part: Part, rows: RowNumbers, question: Question) -> PartHealth:
         usable_hours=float(seconds[usable].sum() / 3600),
         words=sum(rows.words),
         sentences=len(np.unique(sentences[sentences != 0])),
-        durations=build_histogram(seconds, finest=FINEST),
-        hours_by_duration=build_histogram(seconds, seconds / 3600, FINEST),
-        rates=_judge_rates(part, rows),
-        speakers=_judge_speakers(rows),
+        durations=build_histogram(seconds, finest=MIN_BIN_WIDTH),
+        hours_by_duration=build_histogram(seconds, seconds / 3600, MIN_BIN_WIDTH),
+        rates=_measure_rates(part, rows),
+        speakers=_measure_speakers(rows),
         formats=tallies(rows.formats),
         broken=Listed(
             len(part.broken),
             tuple(
                 Example(row.row, show_text(row.audio_filepath), "", show_text(row.reason, 300))
-                for row in part.broken[:MOST_EXAMPLES]
+                for row in part.broken[:MAX_EXAMPLES]
             ),
         ),
         empty=Listed(rows.characters.count(0), tuple(rows.empty)),
         rejected=Listed(int((~usable).sum()), tuple(rows.rejected)),
         reasons=tallies(rows.reasons),
-        repeated_sentences=_listed(part, part, repeats_within(sentences, MOST_EXAMPLES)),
-        repeated_audio=_listed(part, part, repeats_within(rows.audio, MOST_EXAMPLES)),
-        repeated_rows=_listed(part, part, repeats_within(np.array(rows.places), MOST_EXAMPLES)),
-        sound=judge_sound(rows.chosen) if question.audio_utterances else None,
-        epoch=_judge_epoch(seconds[usable], question.config) if part.is_training and usable.any() else None,
+        repeated_sentences=_listed(part, part, repeats_within(sentences, MAX_EXAMPLES)),
+        repeated_audio=_listed(part, part, repeats_within(rows.audio, MAX_EXAMPLES)),
+        repeated_rows=_listed(part, part, repeats_within(np.array(rows.places), MAX_EXAMPLES)),
+        sound=measure_sound(rows.chosen) if request.audio_utterances else None,
+        epoch=_measure_epoch(seconds[usable], request.config) if part.is_training and usable.any() else None,
     )
 
 
@@ -283,25 +283,25 @@ def robust_scores(rates: np.ndarray) -> np.ndarray:
     0 where it is no rate, and for all where there are fewer than twenty.
     """
     scores, is_rate = np.zeros(len(rates)), np.isfinite(rates) & (rates > 0)
-    if is_rate.sum() >= FEWEST_RATES:
+    if is_rate.sum() >= MIN_RATES:
         logs = np.log(rates[is_rate])
         away = logs - np.median(logs)
-        scores[is_rate] = 0.6745 * away / max(float(np.median(np.abs(away))), LEAST_SPREAD)
+        scores[is_rate] = 0.6745 * away / max(float(np.median(np.abs(away))), MIN_SPREAD)
     return scores
 
 
-def _judge_rates(part: Part, rows: RowNumbers) -> RateHealth:
+def _measure_rates(part: CorpusPart, rows: RowNumbers) -> RateHealth:
     seconds, characters, words = np.array(rows.seconds), np.array(rows.characters), np.array(rows.words)
     spoken = (seconds > 0) & (characters > 0)
     rates = np.divide(characters, seconds, out=np.zeros(len(seconds)), where=spoken)
     scores = robust_scores(rates)
     unusual = np.flatnonzero(np.abs(scores) > OUTLIER)
-    worst = unusual[np.argsort(-np.abs(scores[unusual]), kind="stable")][:MOST_EXAMPLES].tolist()
+    worst = unusual[np.argsort(-np.abs(scores[unusual]), kind="stable")][:MAX_EXAMPLES].tolist()
     found = fetch(part.rows, worst)
     details = {n: f"{rates[n]:.1f} characters/s in {seconds[n]:.2f} s (z {scores[n]:+.1f})" for n in worst}
     return RateHealth(
-        characters=build_histogram(rates[spoken], finest=FINEST),
-        words=build_histogram(words[spoken] / seconds[spoken], finest=FINEST),
+        characters=build_histogram(rates[spoken], finest=MIN_BIN_WIDTH),
+        words=build_histogram(words[spoken] / seconds[spoken], finest=MIN_BIN_WIDTH),
         median=float(np.median(rates[spoken])) if spoken.any() else 0.0,
         unusual=Listed(len(unusual), tuple(example(found[number], details[number]) for number in worst)),
     )
@@ -320,7 +320,7 @@ def fetch(rows: Iterable[Utterance], wanted: Iterable[int]) -> dict[int, Utteran
     return found
 
 
-def _judge_speakers(rows: RowNumbers) -> SpeakerHealth:
+def _measure_speakers(rows: RowNumbers) -> SpeakerHealth:
     named = {name: seconds for name, seconds in rows.speaker_seconds.items() if name}
     total = sum(named.values())
     largest = max(named, key=named.get, default="")
@@ -333,7 +333,7 @@ def _judge_speakers(rows: RowNumbers) -> SpeakerHealth:
     )
 
 
-def _listed(one: Part, other: Part, pairing: Pairing) -> Listed:
+def _listed(one: CorpusPart, other: CorpusPart, pairing: Pairing) -> Listed:
     """The rows of the other part that are in the one too."""
     left, right = fetch(one.rows, (a for a, _ in pairing.pairs)), fetch(other.rows, (b for _, b in pairing.pairs))
     where = "" if one is other else f" of {os.path.basename(one.path)}"
@@ -341,11 +341,11 @@ def _listed(one: Part, other: Part, pairing: Pairing) -> Listed:
     return Listed(pairing.count, tuple(examples))
 
 
-def _judge_crossing(first: tuple[Part, RowNumbers], second: tuple[Part, RowNumbers]) -> Crossing:
+def _measure_crossing(first: tuple[CorpusPart, RowNumbers], second: tuple[CorpusPart, RowNumbers]) -> Crossing:
     """What the second part has of the first."""
     (one, rows), (other, others) = first, second
-    sentences = repeats_across(np.array(rows.sentences), np.array(others.sentences), MOST_EXAMPLES)
-    audio = repeats_across(rows.audio, others.audio, MOST_EXAMPLES)
+    sentences = repeats_across(np.array(rows.sentences), np.array(others.sentences), MAX_EXAMPLES)
+    audio = repeats_across(rows.audio, others.audio, MAX_EXAMPLES)
     shared = sorted((rows.speakers.keys() & others.speakers.keys()) - {""})
     unknown = Counter({c: n for c, n in others.letters.items() if c not in rows.letters})
     return Crossing(
@@ -355,15 +355,15 @@ def _judge_crossing(first: tuple[Part, RowNumbers], second: tuple[Part, RowNumbe
         sentences=_listed(one, other, sentences),
         audio=_listed(one, other, audio),
         speakers=len(shared),
-        shared_speakers=tuple(show_text(name, 40) for name in shared[:MOST_EXAMPLES]),
+        shared_speakers=tuple(show_text(name, 40) for name in shared[:MAX_EXAMPLES]),
         unknown_characters=tallies(unknown),
     )
 
 
-def _judge_epoch(durations: np.ndarray, config: TrainConfig) -> EpochHealth:
+def _measure_epoch(durations: np.ndarray, config: TrainConfig) -> EpochHealth:
     """The epoch that the trainer would plan of the usable durations."""
     data, seed = config.data, config.run.seed
     if data.train_subset < 100:
         durations = durations[choose_subset(len(durations), data.train_subset, seed)]
     micro_batch = config.window_size if data.batch_size == "auto" else data.batch_size
-    return judge_epoch(EpochPlanner(durations, config.window_size, seed), micro_batch)
+    return measure_epoch(EpochPlanner(durations, config.window_size, seed), micro_batch)

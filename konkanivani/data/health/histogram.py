@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-FEWEST_BINS, MOST_BINS = 6, 24
+MIN_BINS, MAX_BINS = 6, 24
 ROUND_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
@@ -67,7 +67,7 @@ def _bins(values: np.ndarray, finest: float) -> tuple[float, float, int]:
         low = 0.0
     span = high - low if high - low > 1e-9 * max(1.0, abs(high)) else max(abs(high) * 0.1, 0.1)
     # Rice's rule: twice the cube root; more bins than that show chance.
-    wanted = min(MOST_BINS, max(FEWEST_BINS, round(2 * len(values) ** (1 / 3))))
+    wanted = min(MAX_BINS, max(MIN_BINS, round(2 * len(values) ** (1 / 3))))
     width = max(round_step(span, wanted - 1), finest)
     first = math.floor(low / width + 1e-9)
     count = max(1, math.ceil(high / width - 1e-9) - first)

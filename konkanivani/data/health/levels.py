@@ -17,11 +17,11 @@ FRAME_SECONDS = 0.010
 SILENCE_BELOW_SPEECH = 30.0  # dB under the 95th percentile of the utterance's frames
 DIGITAL_SILENCE = -80.0  # dBFS: below it whatever the rest is like
 FLOOR = -120.0
-MOST_SECONDS = 600.0  # decoded of one file
+MAX_SECONDS = 600.0  # decoded of one file
 
 
 @dataclass(frozen=True)
-class Sound:
+class SoundLevels:
     """What one utterance's samples say; seconds, dBFS, shares of the samples or of the time.
 
     `file_seconds` is by the file's header; None where the utterance is a span of the file.
@@ -40,7 +40,7 @@ class Sound:
     offset: float
 
 
-def listen(utterance: Utterance) -> Sound:
+def measure_levels(utterance: Utterance) -> SoundLevels:
     """The utterance's sound, of its first ten minutes where it is longer; a DataError says why it cannot be read.
 
     A whole file is heard whatever its row says of its duration.
@@ -48,12 +48,12 @@ def listen(utterance: Utterance) -> Sound:
     source, file_seconds = utterance.source, None
     if source.start is None:
         source, file_seconds = replace(source, seconds=None), read_header(source).seconds
-    samples, rate = read_samples(source, MOST_SECONDS)
+    samples, rate = read_samples(source, MAX_SECONDS)
     mono = samples.mean(axis=1, dtype=np.float64)
     silent = silent_frames(mono, rate)
     speech = np.flatnonzero(~silent)
     first, last = (speech[0], speech[-1] + 1) if len(speech) else (len(silent), len(silent))
-    return Sound(
+    return SoundLevels(
         rate=rate,
         channels=samples.shape[1],
         seconds=len(samples) / rate,

@@ -20,7 +20,7 @@ class EpochHealth:
     longest_window_seconds: float
 
 
-def judge_epoch(planner: EpochPlanner, micro_batch: int) -> EpochHealth:
+def measure_epoch(planner: EpochPlanner, micro_batch: int) -> EpochHealth:
     """The planner's epoch 0 with its windows cut into micro-batches of so many utterances."""
     limits = same_size(micro_batch)
     windows = [planner.durations[window] for window in planner.plan_epoch(0)]

@@ -9,14 +9,14 @@ import numpy as np
 from konkanivani.base.console import show_text
 from konkanivani.base.errors import DataError
 from konkanivani.data.audio.files import duration_tolerance
-from konkanivani.data.health.examples import MOST_EXAMPLES, Example, Listed, Tally, example, tallies
+from konkanivani.data.health.examples import MAX_EXAMPLES, Example, Listed, Tally, example, tallies
 from konkanivani.data.health.histogram import Histogram, build_histogram
-from konkanivani.data.health.levels import Sound, listen
+from konkanivani.data.health.levels import SoundLevels, measure_levels
 from konkanivani.data.utterance import Utterance
 
 QUIET, LOUD, MUTE = -40.0, -10.0, -80.0  # dBFS
-MOST_OFFSET = 0.01  # of full scale
-MOST_SILENCE = 0.6  # of the time
+MAX_OFFSET = 0.01  # of full scale
+MAX_SILENCE = 0.6  # of the time
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class SoundHealth:
     deviating: Listed
 
 
-def judge_sound(chosen: list[tuple[Utterance, bool]]) -> SoundHealth:
+def measure_sound(chosen: list[tuple[Utterance, bool]]) -> SoundHealth:
     """What these recordings sound like; the ones that cannot be read are listed with the reason.
 
     Beside each stands whether it keeps to the trainer's limits, so that it is opened.
     """
     unreadable: list[Example] = []
-    heard = list(_listen_to((utterance for utterance, _ in chosen), unreadable))
+    heard = list(_measure_each((utterance for utterance, _ in chosen), unreadable))
     deviations = [_deviation(utterance, sound) for utterance, sound in heard]
     as_told = {utterance.row for (utterance, _), deviation in zip(heard, deviations, strict=True) if not deviation}
     levels = np.array([sound.level for _, sound in heard])
@@ -76,7 +76,7 @@ def judge_sound(chosen: list[tuple[Utterance, bool]]) -> SoundHealth:
         asked=len(chosen),
         heard=len(heard),
         left_out=sum(is_usable and utterance.row not in as_told for utterance, is_usable in chosen),
-        unreadable=Listed(len(unreadable), tuple(unreadable[:MOST_EXAMPLES])),
+        unreadable=Listed(len(unreadable), tuple(unreadable[:MAX_EXAMPLES])),
         rates=tallies(Counter(sound.rate for _, sound in heard)),
         channels=tallies(Counter(sound.channels for _, sound in heard)),
         levels=build_histogram(levels, finest=1.0),
@@ -91,31 +91,33 @@ def judge_sound(chosen: list[tuple[Utterance, bool]]) -> SoundHealth:
         quiet=_worst(heard, [-s.level * (s.level > MUTE) for _, s in heard], -QUIET, "-{:.1f} dBFS"),
         loud=_worst(heard, [s.level for _, s in heard], LOUD, "{:.1f} dBFS"),
         mute=_worst(heard, [-s.level for _, s in heard], -MUTE, "nothing is to be heard"),
-        silent=_worst(heard, 100 * silence * (levels > MUTE), 100 * MOST_SILENCE, "{:.0f} % silence"),
-        offset=_worst(heard, [abs(s.offset) for _, s in heard], MOST_OFFSET, "{:.3f} of full scale"),
+        silent=_worst(heard, 100 * silence * (levels > MUTE), 100 * MAX_SILENCE, "{:.0f} % silence"),
+        offset=_worst(heard, [abs(s.offset) for _, s in heard], MAX_OFFSET, "{:.3f} of full scale"),
         deviating=_worst(heard, deviations, 0, "off by {:.2f} s"),
     )
 
 
-def _speaker_levels(heard: list[tuple[Utterance, Sound]]) -> tuple[SpeakerLevel, ...]:
+def _speaker_levels(heard: list[tuple[Utterance, SoundLevels]]) -> tuple[SpeakerLevel, ...]:
     levels: dict[str, list[float]] = {}
     for utterance, sound in heard:
         if utterance.speaker:
             levels.setdefault(utterance.speaker, []).append(sound.level)
     found = [SpeakerLevel(show_text(name, 40), len(own), float(np.median(own))) for name, own in levels.items()]
-    return tuple(sorted(found, key=lambda speaker: speaker.level)[:MOST_EXAMPLES])
+    return tuple(sorted(found, key=lambda speaker: speaker.level)[:MAX_EXAMPLES])
 
 
-def _listen_to(utterances: Iterable[Utterance], unreadable: list[Example]) -> Iterator[tuple[Utterance, Sound]]:
+def _measure_each(
+    utterances: Iterable[Utterance], unreadable: list[Example]
+) -> Iterator[tuple[Utterance, SoundLevels]]:
     for utterance in utterances:
         try:
-            yield utterance, listen(utterance)
+            yield utterance, measure_levels(utterance)
         except DataError as error:
             reason = str(error).split(" cannot be read: ", 1)[-1].removesuffix(" Mend the file or leave it out.")
             unreadable.append(example(utterance, reason.rstrip(".")))
 
 
-def _deviation(utterance: Utterance, sound: Sound) -> float:
+def _deviation(utterance: Utterance, sound: SoundLevels) -> float:
     """Seconds between what the manifest and the file's header say; 0 where the trainer takes them for the same."""
     if sound.file_seconds is None:
         return 0.0
@@ -123,9 +125,9 @@ def _deviation(utterance: Utterance, sound: Sound) -> float:
     return deviation if deviation > duration_tolerance(utterance.duration) else 0.0
 
 
-def _worst(heard: list[tuple[Utterance, Sound]], values: Iterable[float], most: float, words: str) -> Listed:
+def _worst(heard: list[tuple[Utterance, SoundLevels]], values: Iterable[float], most: float, words: str) -> Listed:
     """The utterances whose value is above `most`, worst first."""
     values = np.array([*values], dtype=float)
     found = np.flatnonzero(values > most)
-    order = found[np.argsort(-values[found], kind="stable")][:MOST_EXAMPLES]
+    order = found[np.argsort(-values[found], kind="stable")][:MAX_EXAMPLES]
     return Listed(len(found), tuple(example(heard[i][0], words.format(values[i])) for i in order))

@@ -21,7 +21,7 @@ class Pairing:
     pairs: tuple[tuple[int, int], ...]
 
 
-def key_of(text: str) -> int:
+def text_key(text: str) -> int:
     """A text's key; 0 for the empty one."""
     if not text:
         return 0
@@ -43,14 +43,14 @@ def repeats_across(first: np.ndarray, second: np.ndarray, most: int) -> Pairing:
     return Pairing(len(again), tuple((int(np.flatnonzero(first == second[i])[0]), int(i)) for i in shown))
 
 
-def span_of(source: AudioSource) -> str:
+def span_key(source: AudioSource) -> str:
     """The span that the source is of its audio file, as text; the same for all whole files."""
     return "whole" if source.start is None else f"{source.start:.3f} {source.seconds:.3f}"
 
 
 def extent_key(source: AudioSource, size: int) -> int:
     """A key that two sources with the same audio share: of their bytes' number and their span, so nothing is read."""
-    return key_of(f"{source.byte_count or size} {span_of(source)}")
+    return text_key(f"{source.byte_count or size} {span_key(source)}")
 
 
 def occur_again(parts: list[np.ndarray]) -> list[np.ndarray]:
@@ -75,7 +75,7 @@ def content_key(source: AudioSource) -> int:
 
     Two utterances have the same audio when the bytes of their files (or shard members) and their spans are the same.
     """
-    digest = hashlib.blake2b(span_of(source).encode(), digest_size=8)
+    digest = hashlib.blake2b(span_key(source).encode(), digest_size=8)
     try:
         for piece in read_bytes(source):
             digest.update(piece)

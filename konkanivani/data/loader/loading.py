@@ -9,7 +9,7 @@ from konkanivani.base.distributed import ALONE, Topology, gather, gather_numbers
 from konkanivani.base.errors import Interrupted
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.data.batch import Batch, Window
-from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit, deal
+from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit, partition
 from konkanivani.data.dataset import EvaluationSpeech, TrainingSpeech
 from konkanivani.data.loader.workers import Fetcher, Loaded, LoaderConfig, load_in_order
 from konkanivani.data.rejections import Rejections
@@ -21,7 +21,7 @@ NO_UTTERANCES = Window((), tokens=0, utterances=0, audio_seconds=0.0, padding_sh
 class WindowStream:
     """The training data from any cursor onward, epoch after epoch, each window with the cursor behind it.
 
-    Every rank of the topology reads its share of each window; the windows, and so the cursor, are those of any world.
+    Every rank of the topology reads its portion of each window; windows and cursor do not depend on the world size.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class WindowStream:
                     yield window, behind
 
     def _next(self, loaded: Iterator[Loaded]) -> Window | None:
-        """The next window, or this rank's share of it, the ranks' counts joined; None where nothing can be read."""
+        """The next window, or this rank's portion of it, the ranks' counts joined; None where nothing can be read."""
         if self.topology.is_alone:
             found = next(loaded)
             self.rejections.add(found.rejections)
@@ -62,10 +62,10 @@ class WindowStream:
         return self._joined(found, interrupted)
 
     def _joined(self, found: Loaded, interrupted: Interrupted | None) -> Window | None:
-        share = found.value or NO_UTTERANCES
-        padded = sum(batch.waveforms.numel() for batch in share.micro_batches)
-        samples, exit_code = round(share.audio_seconds * SAMPLE_RATE), interrupted.exit_code if interrupted else 0
-        mine = [exit_code, len(found.rejections), share.tokens, share.utterances, samples, padded]
+        portion = found.value or NO_UTTERANCES
+        padded = sum(batch.waveforms.numel() for batch in portion.micro_batches)
+        samples, exit_code = round(portion.audio_seconds * SAMPLE_RATE), interrupted.exit_code if interrupted else 0
+        mine = [exit_code, len(found.rejections), portion.tokens, portion.utterances, samples, padded]
         codes, rejected, *counts = zip(*gather_numbers(self.topology, mine), strict=True)
         if any(codes):
             raise interrupted or Interrupted("Another rank was stopped by a signal.", max(codes) - 128)
@@ -75,7 +75,7 @@ class WindowStream:
         tokens, utterances, samples, padded = map(sum, counts)
         if not utterances:
             return None
-        return Window(share.micro_batches, tokens, utterances, samples / SAMPLE_RATE, 1 - samples / padded)
+        return Window(portion.micro_batches, tokens, utterances, samples / SAMPLE_RATE, 1 - samples / padded)
 
     def planned(self, cursor: Cursor) -> Iterator[list[tuple[int, int]]]:
         """The keys of this rank's share of each window from the cursor on; the loader runs ahead of the loop."""
@@ -84,8 +84,8 @@ class WindowStream:
             plan = self.planner.plan_epoch(epoch)
             for number in range(consumed, len(plan)):
                 window = np.sort(plan[number])  # as they lie in their files
-                share = deal(self.planner.durations[window], self.topology.world)[self.topology.rank]
-                yield [(epoch, int(index)) for index in window[share]]
+                portion = partition(self.planner.durations[window], self.topology.world)[self.topology.rank]
+                yield [(epoch, int(index)) for index in window[portion]]
             epoch, consumed = epoch + 1, 0
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from tqdm import tqdm
 
 from konkanivani.base.errors import DataError, KonkaniVaniError, ResourceError
-from konkanivani.base.signals import held_signals, stopping_signals
+from konkanivani.base.signals import defer_signals, stopping_signals
 from konkanivani.data.batch import Batch, Speech, Window, check_tokens, collate
 from konkanivani.data.batching import SizeLimit, cut_window
 from konkanivani.data.dataset import EvaluationSpeech, TrainingSpeech
@@ -118,7 +118,7 @@ class Fetcher(Dataset):
 def _pack(value: Window | Batch, ids: list[str]) -> Packed:
     """What a worker has made, in shared memory; a ResourceError where that is full.
 
-    The queue would move it there too, in a thread of which nobody hears how it fails.
+    The queue would move it there too, in a thread whose errors nobody sees.
     """
     try:
         return pack(value)
@@ -186,7 +186,7 @@ def _load_until_a_death(
         multiprocessing_context="fork" if loader.workers else None,
         generator=torch.Generator(),  # the default one belongs to the training step
     )
-    with _no_exceptions_from_signals(), held_signals():
+    with _no_exceptions_from_signals(), defer_signals():
         iterator = iter(batches)
     try:
         while (loaded := _next(iterator, fetcher, waiting, loader, check)) is not None:
@@ -196,7 +196,7 @@ def _load_until_a_death(
     finally:
         # Left to the garbage collector, workers that ignore SIGTERM keep a process from ending.
         if loader.workers:
-            # One that hangs has not heard of it, and would be waited for 5 s. Not before its pinning thread has ended.
+            # The pinning thread must end before. A worker that hangs is killed: torch would wait 5 s for it.
             with _workers_killed_after(END_SECONDS, iterator._workers):
                 iterator._shutdown_workers()
             for worker in iterator._workers:

@@ -18,7 +18,7 @@ from konkanivani.data.utterance import Utterance
 
 ROWS_AT_ONCE = 512
 THREADS = 8  # they wait for the disk
-MOST_CHARACTERS = 20_000  # nobody says more at a time; what follows takes time by the character
+MAX_CHARACTERS = 20_000  # nobody says more at a time; what follows takes time by the character
 ROUNDING = 0.1  # seconds by which a span may reach beyond its file: tables round
 SHALLOW = 3  # parts of a path such as /home/anita: no such folder is proposed as a place of audio
 LINE_ENDS = re.compile("[\t\n\r]")  # in a cell: a quotation mark has swallowed others
@@ -101,7 +101,7 @@ def _place(found: FoundUtterance, roots: AudioRoots) -> FoundUtterance | Refused
         unfit = forbidden_character(text) or next(iter(LINE_ENDS.findall(text)), None)
         if unfit:
             return found.refused("control character", f"its {name} holds the character U+{ord(unfit):04X}")
-    if len(found.text) > MOST_CHARACTERS:
+    if len(found.text) > MAX_CHARACTERS:
         return found.refused("long transcript", f"its transcript has {len(found.text)} characters: is it one row?")
     if not normalize_text(found.text):
         return found.refused("empty transcript", "its transcript has no word")

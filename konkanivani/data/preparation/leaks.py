@@ -12,7 +12,7 @@ from konkanivani.base.errors import DataError, explained
 from konkanivani.data.audio.files import AudioSource, read_bytes
 from konkanivani.data.preparation.corpus import CheckedUtterance
 
-MOST_EXAMPLES = 5
+MAX_EXAMPLES = 5
 DIGEST = re.compile("[0-9a-f]{32,}")  # stands for a speaker in Common Voice: eight digits tell it
 
 
@@ -35,7 +35,7 @@ def find_leaks(utterances: list[CheckedUtterance]) -> tuple[Leak, ...]:
 
 def _leak(what: str, found: Iterable[str]) -> Leak:
     listed = list(found)
-    return Leak(what, len(listed), tuple(printable(example) for example in listed[:MOST_EXAMPLES]))
+    return Leak(what, len(listed), tuple(printable(example) for example in listed[:MAX_EXAMPLES]))
 
 
 def _shared(named: Iterable[tuple[str, CheckedUtterance]]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from konkanivani.base.console import printable
 from konkanivani.base.errors import DataError, ResourceError, UsageError, explained
-from konkanivani.base.files import held_folder, write_json_lines
+from konkanivani.base.files import folder_lock, write_json_lines
 from konkanivani.base.units import parse_share
 from konkanivani.data.audio.roots import is_named_inside
 from konkanivani.data.formats import (
@@ -115,7 +115,7 @@ class RefusalCount:
 
 
 @dataclass(frozen=True)
-class Report:
+class PreparationReport:
     """What came of a preparation; report.json is this. `audio_root` holds what audio the output does not ("": none).
 
     `drawn` are the parts that were drawn out of the corpus's own part to train on, by `drawn_by`.
@@ -133,7 +133,7 @@ class Report:
     drawn_by: str
 
 
-def prepare_corpus(task: Preparation) -> Report:
+def prepare_corpus(task: Preparation) -> PreparationReport:
     """Writes the manifests, rejected.jsonl and report.json to the output folder; all manifests or none.
 
     Raises a UsageError where the output holds some already or the splits asked for cannot be had, a DataError where
@@ -228,13 +228,13 @@ def _counts(refused: Iterable[RefusedRow]) -> tuple[RefusalCount, ...]:
 # ----------------------------------------------------------------------------------------------------------- publishing
 
 
-def _report(task: Preparation, split_by: SplitBy, drawn: Drawn, refused: list[RefusedRow]) -> Report:
+def _report(task: Preparation, split_by: SplitBy, drawn: Drawn, refused: list[RefusedRow]) -> PreparationReport:
     utterances = drawn.utterances
     source = printable(str(task.source))
     output = str(task.output.resolve())
     is_outside = any(not is_named_inside(u.utterance.audio_filepath, (output,)) for u in utterances)
     audio_root = str(task.root.resolve()) if is_outside else ""
-    return Report(
+    return PreparationReport(
         format=task.format,
         source=source,
         split_by=split_by,
@@ -260,7 +260,7 @@ def _staging(task: Preparation) -> Iterator[Path]:
     with contextlib.ExitStack() as held:
         with _explained(output):
             output.mkdir(parents=True, exist_ok=True)
-            held.enter_context(held_folder(output))
+            held.enter_context(folder_lock(output))
         try:
             _check_output(task)
             with _explained(output):
@@ -279,7 +279,7 @@ def _explained(output: Path) -> contextlib.AbstractContextManager[None]:
     return explained(ResourceError, f"The manifests cannot be written to {output}", advice)
 
 
-def _publish(task: Preparation, staged: Path, utterances: list[CheckedUtterance], report: Report) -> None:
+def _publish(task: Preparation, staged: Path, utterances: list[CheckedUtterance], report: PreparationReport) -> None:
     """Writes everything beside, then renames it into place."""
     for split in report.splits:
         chosen = [checked.utterance for checked in utterances if checked.split == split.name]

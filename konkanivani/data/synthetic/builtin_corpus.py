@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from konkanivani.base.errors import DataError, ResourceError, UsageError, explained
-from konkanivani.base.files import held_folder
-from konkanivani.data.synthetic.builtin_patterns import interleave_sentences, read_patterns, spread
+from konkanivani.base.files import folder_lock
+from konkanivani.data.synthetic.builtin_patterns import evenly_spaced, interleave_sentences, read_patterns
 from konkanivani.data.synthetic.speech_synthesis import SpeechSynthesizer, UnspeakableError, reads_signs_by_name
 from konkanivani.data.synthetic.spoken_sentences import (
     RECIPE_VERSION,
@@ -85,16 +85,16 @@ def plan_corpus(size: CorpusSize) -> CorpusPlan:
             "it needs at least 1, 1 and 2. Ask for more of them."
         )
     book = read_patterns()
-    patterns = [book.seen[place] for place in spread(min(len(book.seen), size.train), len(book.seen))]
+    patterns = [book.seen[place] for place in evenly_spaced(min(len(book.seen), size.train), len(book.seen))]
     unseen_count = size.test // 2
     held_out = size.valid + size.test - unseen_count
     sentences = interleave_sentences(patterns, book.slots, size.train + held_out)
     # The first round has one sentence of every pattern, all for training: so each pattern in test is a seen one.
     first_round, rest = sentences[: len(patterns)], sentences[len(patterns) :]
-    places = set(spread(held_out, len(rest)))
+    places = set(evenly_spaced(held_out, len(rest)))
     train = first_round + [sentence for place, sentence in enumerate(rest) if place not in places]
     kept = [rest[place] for place in sorted(places)]
-    valid_places = set(spread(size.valid, len(kept)))
+    valid_places = set(evenly_spaced(size.valid, len(kept)))
     valid = [sentence for place, sentence in enumerate(kept) if place in valid_places]
     test = [sentence for place, sentence in enumerate(kept) if place not in valid_places]
     unseen = interleave_sentences(book.unseen, book.slots, unseen_count)
@@ -131,7 +131,7 @@ def publish_corpus(directory: Path, recipe: CorpusRecipe, write: Callable[[Path]
     directory = Path(os.path.abspath(directory))
     with explained(ResourceError, f"The corpus cannot be written to {directory}", NO_ROOM):
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with held_folder(directory.parent):
+        with folder_lock(directory.parent):
             if is_complete(directory, recipe):
                 return False
             check_replaceable(directory, recipe.name)

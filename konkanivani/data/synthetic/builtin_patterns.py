@@ -47,7 +47,7 @@ def slot_names(pattern: str) -> list[str]:
     return re.findall(r"\{(\w+)\}", pattern)
 
 
-def deal(fillers: Sequence[str], seed: str) -> Iterator[str]:
+def shuffled_cycle(fillers: Sequence[str], seed: str) -> Iterator[str]:
     """The fillers in an order of their own for each seed, then again in another order, without end."""
     generator = random.Random(seed)
     deck = list(fillers)
@@ -59,7 +59,7 @@ def deal(fillers: Sequence[str], seed: str) -> Iterator[str]:
 def pattern_sentences(pattern: str, slots: dict[str, tuple[str, ...]]) -> Iterator[str]:
     """Sentences of `pattern`, each possible one at least once; a slot's fillers come up equally often."""
     names = slot_names(pattern)
-    decks = [deal(slots[name], f"{pattern} {place}") for place, name in enumerate(names)]
+    decks = [shuffled_cycle(slots[name], f"{pattern} {place}") for place, name in enumerate(names)]
     count = math.prod(len(slots[name]) for name in names)
     dealt = (tuple(map(next, decks)) for _ in range(count))
     for fillers in itertools.chain(dealt, itertools.product(*(slots[name] for name in names))):
@@ -93,6 +93,6 @@ def _take_new(stream: Iterator[str], sentences: dict[str, None]) -> bool:
     return False
 
 
-def spread(count: int, total: int) -> list[int]:
+def evenly_spaced(count: int, total: int) -> list[int]:
     """`count` places among 0 .. total - 1, evenly apart."""
     return [(2 * index + 1) * total // (2 * count) for index in range(count)]

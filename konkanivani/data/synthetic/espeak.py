@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 HEADER = struct.Struct("<BI")
 DONE, REFUSED = 0, 1
-LONGEST_SECONDS = 30.0  # of speech: what validation takes at most by default; longer speech is stopped and refused
+MAX_SECONDS = 30.0  # of speech: what validation takes at most by default; longer speech is stopped and refused
 REQUEST_SECONDS = 60  # a request that takes longer is given up: one sentence takes about 5 ms
 
 # Constants of espeak-ng's speak_lib.h.
@@ -94,7 +94,7 @@ class Espeak:
         return int(self._is_too_long())
 
     def _is_too_long(self) -> bool:
-        return self._heard > LONGEST_SECONDS * self.sample_rate
+        return self._heard > MAX_SECONDS * self.sample_rate
 
     def answer(self, request: Request) -> bytes:
         """What `request` wants; a ValueError says why it cannot be had."""
@@ -135,7 +135,7 @@ class Espeak:
             text, ctypes.c_size_t(len(text)), 0, POSITION_IN_CHARACTERS, 0, UTF8_TEXT, None, None
         )
         if self._is_too_long():
-            raise ValueError(f"its speech is longer than {LONGEST_SECONDS:g} s")
+            raise ValueError(f"its speech is longer than {MAX_SECONDS:g} s")
         if status != 0 or not self._chunks:
             raise ValueError(f"it returned status {status} and {len(self._chunks)} pieces of audio")
         return b"".join(self._chunks)

@@ -21,7 +21,7 @@ from konkanivani.data.synthetic.builtin_corpus import (
     read_description,
     write_corpus,
 )
-from konkanivani.data.synthetic.builtin_patterns import spread
+from konkanivani.data.synthetic.builtin_patterns import evenly_spaced
 from konkanivani.data.synthetic.spoken_sentences import (
     TEST_VOICES,
     TRAIN_VOICES,
@@ -37,7 +37,7 @@ VALID_SHARE, TEST_SHARE = 0.05, 0.1  # of the sentences, where nothing else is a
 
 
 @dataclass(frozen=True)
-class Line:
+class SourceLine:
     """A line of a text file, from 1, its runs of spaces made one; with the reason where it is not spoken."""
 
     file: str
@@ -50,8 +50,8 @@ class Line:
 class Sentences:
     """The different sentences of some files, the lines left out, and how many were blank or said again."""
 
-    kept: tuple[Line, ...]
-    left_out: tuple[Line, ...]
+    kept: tuple[SourceLine, ...]
+    left_out: tuple[SourceLine, ...]
     blank: int
     repeated: int
 
@@ -64,7 +64,7 @@ class SentenceReport:
     size: CorpusSize
     blank: int
     repeated: int
-    left_out: tuple[Line, ...]
+    left_out: tuple[SourceLine, ...]
 
 
 def build_sentence_corpus(
@@ -90,9 +90,9 @@ def build_sentence_corpus(
 
 def read_sentences(files: Sequence[str]) -> Sentences:
     """The sentences of UTF-8 text files, in order; a DataError names the file, and the line that is not UTF-8."""
-    kept: dict[str, Line] = {}
+    kept: dict[str, SourceLine] = {}
     left_out, blank, repeated = [], 0, 0
-    for line in (line for file in files for line in read_lines(file)):
+    for line in (line for file in files for line in read_source_lines(file)):
         normalised = normalize_text(line.text)
         if not line.text:
             blank += 1
@@ -109,13 +109,13 @@ def read_sentences(files: Sequence[str]) -> Sentences:
     return Sentences(tuple(kept.values()), tuple(left_out), blank, repeated)
 
 
-def read_lines(file: str) -> Iterator[Line]:
+def read_source_lines(file: str) -> Iterator[SourceLine]:
     """The lines of a text file, whichever line ends it has; a DataError names the one that is not UTF-8."""
     with explained(DataError, f"The sentences in {file} cannot be read", "Give the path of a text file.", ValueError):
         content = Path(file).read_bytes().removeprefix(b"\xef\xbb\xbf")  # a byte order mark
     for row, line in enumerate(content.splitlines(), start=1):
         try:
-            yield Line(file, row, " ".join(line.decode("utf-8").split()))
+            yield SourceLine(file, row, " ".join(line.decode("utf-8").split()))
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{file}, line {row}: not UTF-8 from byte {error.start + 1} of the line on ({error.reason}). "
@@ -133,8 +133,8 @@ def plan_splits(sentences: Sequence[str], valid: int | None, test: int | None) -
             "training: each split needs at least 1. Give more --sentences, or other --valid_utterances and "
             "--test_utterances."
         )
-    held_out = spread(valid + test, len(sentences))
-    for_valid = {held_out[place] for place in spread(valid, len(held_out))}
+    held_out = evenly_spaced(valid + test, len(sentences))
+    for_valid = {held_out[place] for place in evenly_spaced(valid, len(held_out))}
     for_test = set(held_out) - for_valid
     for_training = set(range(len(sentences))) - for_valid - for_test
 
@@ -161,9 +161,9 @@ def write_sentence_corpus(recipe: CorpusRecipe, sentences: Sentences, directory:
     write_json_lines(directory / LEFT_OUT, (asdict(replace(line, text=line.text[:80])) for line in left_out))
 
 
-def read_left_out(directory: Path) -> tuple[Line, ...]:
+def read_left_out(directory: Path) -> tuple[SourceLine, ...]:
     """What left_out.jsonl in `directory` lists; a DataError where it is no longer what was written."""
     path, advice = directory / LEFT_OUT, f"Delete {directory} and make it anew."
     with explained(DataError, f"{path} cannot be read", advice, ValueError, TypeError):
         lines = path.read_text(encoding="utf-8").split("\n")
-        return tuple(Line(**json.loads(line)) for line in lines if line)
+        return tuple(SourceLine(**json.loads(line)) for line in lines if line)

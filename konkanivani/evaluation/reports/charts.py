@@ -8,7 +8,7 @@ from konkanivani.data.health.histogram import Histogram, round_step
 
 WIDTH, HEIGHT = 360, 172
 LEFT, RIGHT, TOP, BOTTOM = 40, 348, 10, 140
-MOST_X_LABELS, MOST_Y_LABELS = 6, 4
+MAX_X_LABELS, MAX_Y_LABELS = 6, 4
 BAR_WIDTH, BAR_HEIGHT = 160, 16
 
 
@@ -39,7 +39,7 @@ def draw_histogram(histogram: Histogram, title: str, across: str, up: str, mark:
 
 
 def _in_words(histogram: Histogram, across: str, up: str) -> str:
-    """Where the fullest bin lies, for whoever cannot see the picture."""
+    """Where the fullest bin lies, for a reader who cannot see the picture."""
     fullest = max(range(len(histogram.amounts)), key=histogram.amounts.__getitem__)
     return (
         f"from {histogram.start:g} to {histogram.end:g} {across}, most ({histogram.amounts[fullest]:,.4g} {up}) "
@@ -67,7 +67,7 @@ def _bars(histogram: Histogram, across: str, up: str) -> Iterator[str]:
 
 def _step(histogram: Histogram) -> float:
     """The distance of two lines; a whole number where all amounts are."""
-    step = round_step(max(histogram.amounts), MOST_Y_LABELS)
+    step = round_step(max(histogram.amounts), MAX_Y_LABELS)
     if all(float(amount).is_integer() for amount in histogram.amounts):
         return max(1.0, step if step.is_integer() else 2 * step)
     return step
@@ -88,7 +88,7 @@ def _rows(histogram: Histogram) -> Iterator[str]:
 
 
 def _columns(histogram: Histogram, across: str) -> Iterator[str]:
-    step = round_step(histogram.end - histogram.start, MOST_X_LABELS)
+    step = round_step(histogram.end - histogram.start, MAX_X_LABELS)
     first, last = math.ceil(histogram.start / step - 1e-9), math.floor(histogram.end / step + 1e-9)
     for number in range(first, last + 1):
         x = _across(histogram, number * step)

@@ -5,12 +5,12 @@ import dataclasses
 import io
 import json
 
-from konkanivani.base.amount import settled
+from konkanivani.base.amount import resolve
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.errors import KonkaniVaniError
 from konkanivani.data.health.findings import Diagnosis, find_all, reach_verdict
-from konkanivani.data.health.health import Part, Question, judge_corpus
-from konkanivani.data.manifest import Manifest, amount_of, no_text, read_manifest, texts_of
+from konkanivani.data.health.health import CorpusPart, HealthRequest, measure_corpus
+from konkanivani.data.manifest import Manifest, iterate_texts, measure_amount, no_text, read_manifest
 from konkanivani.data.text import Tokenizer, normalize_text, train_tokenizer
 
 
@@ -20,13 +20,13 @@ def diagnose(manifests: tuple[str, ...], config: TrainConfig, audio_utterances: 
     for number, path in enumerate(manifests):
         try:
             manifest = read_manifest(path, config.data.audio_roots)
-            parts.append(Part(path, number == 0, manifest, len(manifest), manifest.broken))
+            parts.append(CorpusPart(path, number == 0, manifest, len(manifest), manifest.broken))
             if number == 0 and len(manifest):  # where all rows are broken, that is what there is to say
-                config = settled(config, amount_of(manifest))
+                config = resolve(config, measure_amount(manifest))
                 tokenizer = build_tokenizer(manifest, config)
         except KonkaniVaniError as error:
             refusals.append(str(error))
-    health = judge_corpus(parts, Question(config, tokenizer, audio_utterances))
+    health = measure_corpus(parts, HealthRequest(config, tokenizer, audio_utterances))
     findings = find_all(health, tuple(refusals), config)
     verdict = reach_verdict(health, findings)
     size = tokenizer.size if tokenizer else 0
@@ -35,13 +35,13 @@ def diagnose(manifests: tuple[str, ...], config: TrainConfig, audio_utterances: 
 
 def build_tokenizer(manifest: Manifest, config: TrainConfig) -> Tokenizer:
     """The tokenizer that the trainer would train on the manifest; a DataError or UsageError says why it cannot."""
-    texts = {normalize_text(text, config.text.digits) for text in texts_of(manifest)} - {""}
+    texts = {normalize_text(text, config.text.digits) for text in iterate_texts(manifest)} - {""}
     if not texts:
         raise no_text(manifest)
     with contextlib.redirect_stdout(io.StringIO()):  # it tells of a smaller vocabulary, which the report does as well
         return train_tokenizer(texts, config.text.tokenizer_type, config.text.vocab_size)
 
 
-def as_json(diagnosis: Diagnosis) -> str:
+def health_json(diagnosis: Diagnosis) -> str:
     """One line of JSON with everything that the report is made from."""
     return json.dumps(dataclasses.asdict(diagnosis), allow_nan=False)

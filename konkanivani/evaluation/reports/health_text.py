@@ -9,7 +9,7 @@ from konkanivani.evaluation.reports.health_view import Section, Table, sections_
 
 BLOCKS = "·▁▂▃▄▅▆▇█"
 WIDTH = 26
-MOST_ROWS = 8
+MAX_ROWS = 8
 
 
 def health_lines(diagnosis: Diagnosis) -> str:
@@ -36,13 +36,13 @@ def _section_lines(section: Section) -> Iterator[str]:
 def _table_lines(table: Table) -> Iterator[str]:
     """The first rows; a number has its column's name beside it."""
     yield f"  {table.title}"
-    for row in table.rows[:MOST_ROWS]:
+    for row in table.rows[:MAX_ROWS]:
         cells = (
             count(cell, column.removesuffix("s")) if isinstance(cell, int) else cell
             for column, cell in zip(table.columns, row, strict=True)
         )
         yield f"    {' · '.join(cell for cell in cells if cell)}"
-    if len(table.rows) > MOST_ROWS:
+    if len(table.rows) > MAX_ROWS:
         yield "    …"
 
 

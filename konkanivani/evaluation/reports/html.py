@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from konkanivani.base.errors import ResourceError, UsageError, explained
-from konkanivani.base.files import published
+from konkanivani.base.files import atomic_replace
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #faf9f6; --card: #ffffff; --ink: #1c1d20; --soft: #5b5f66;
@@ -111,5 +111,5 @@ def _is_page(path: str) -> bool:
 def write_page(path: str, page: str) -> None:
     """Writes the page beside `path` and renames it into place."""
     with explained(ResourceError, f"--html {path} cannot be written", "Give another path."):
-        with published(Path(path)) as partial:
+        with atomic_replace(Path(path)) as partial:
             partial.write_text(page, encoding="utf-8", errors="backslashreplace")

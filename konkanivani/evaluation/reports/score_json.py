@@ -6,14 +6,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from konkanivani.evaluation.bootstrap import Interval
-from konkanivani.evaluation.hypotheses import Heard
+from konkanivani.evaluation.hypotheses import TextPairs
 from konkanivani.evaluation.metrics import ErrorRates
 from konkanivani.evaluation.score import Comparison, ScoreReport, Slice
 
 
-def score_json(heard: Heard, report: ScoreReport, output: Path | None) -> str:
+def score_json(pairs: TextPairs, report: ScoreReport, output: Path | None) -> str:
     """One line: where it comes from and what the report says; numbers to six places, null where they are not finite."""
-    fields = asdict(heard.source) | {"normalize": heard.normalizer} | score_fields(report)
+    fields = asdict(pairs.source) | {"normalize": pairs.normalizer} | score_fields(report)
     fields |= {"hypotheses": str(output)} if output else {}
     return json.dumps(_rounded(fields), ensure_ascii=False, allow_nan=False)
 

@@ -20,8 +20,8 @@ from konkanivani.evaluation.reports.score_text import (
 )
 from konkanivani.evaluation.score import AlignedUtterance, Comparison, ScoreReport, Slice
 
-MOST_OPEN = 15  # rows that a table shows before it is folded
-MOST_WORDS = 1_000
+MAX_OPEN_ROWS = 15  # rows that a table shows before it is folded
+MAX_WORDS = 1_000
 NUMBERS = set(COLUMNS) | {"count"}
 STYLE = """
 :root { --of-substitution: #8a5a00; --of-deletion: #b3261e; --of-insertion: #1f5fa8 }
@@ -103,10 +103,10 @@ def _table(name: str, title: str, slices: Sequence[Slice]) -> str:
     ends = [end for part in slices for end in (part.rates.wer, part.interval.high) if math.isfinite(end)]
     names = (name, *COLUMNS, "")
     rows = [_row(names, part, max(ends, default=0.0)) for part in slices]
-    shown = draw_table(names, rows[:MOST_OPEN], NUMBERS, "cards")
-    if len(rows) > MOST_OPEN:
-        rest = draw_table(names, rows[MOST_OPEN:], NUMBERS, "cards")
-        shown += f"<details><summary>{len(rows) - MOST_OPEN:,} more</summary>{rest}</details>"
+    shown = draw_table(names, rows[:MAX_OPEN_ROWS], NUMBERS, "cards")
+    if len(rows) > MAX_OPEN_ROWS:
+        rest = draw_table(names, rows[MAX_OPEN_ROWS:], NUMBERS, "cards")
+        shown += f"<details><summary>{len(rows) - MAX_OPEN_ROWS:,} more</summary>{rest}</details>"
     return f"<section><h2>{title}</h2>{shown}</section>"
 
 
@@ -154,8 +154,8 @@ def _worst(worst: Sequence[AlignedUtterance]) -> str:
 
 
 def _aligned(utterance: AlignedUtterance) -> str:
-    words = "".join(map(_word, utterance.edits[:MOST_WORDS]))
-    rest = len(utterance.edits) - MOST_WORDS
+    words = "".join(map(_word, utterance.edits[:MAX_WORDS]))
+    rest = len(utterance.edits) - MAX_WORDS
     more = f'<p class="soft">… and {count(rest, "word")} more</p>' if rest > 0 else ""
     name, said = show_text(utterance.text.id), utterance_words(utterance)
     return (

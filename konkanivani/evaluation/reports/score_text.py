@@ -9,9 +9,9 @@ from konkanivani.evaluation.bootstrap import Interval
 from konkanivani.evaluation.metrics import Edit, EditCounts, EditKind
 from konkanivani.evaluation.score import AlignedUtterance, Comparison, ScoreReport, Slice
 
-MOST_SLICES = 10
-MOST_CONFUSIONS = 8
-MOST_WORDS = 200
+MAX_SLICES = 10
+MAX_CONFUSIONS = 8
+MAX_WORDS = 200
 LINE_WIDTH = 100
 GAP = "***"
 SIGNS: dict[EditKind, str] = {"hit": "", "substitution": "S", "deletion": "D", "insertion": "I"}
@@ -110,14 +110,14 @@ def _table(name: str, slices: Sequence[Slice]) -> Iterator[str]:
     """The first slices, each a row; nothing where there are none."""
     if not slices:
         return
-    rows = [(name, *COLUMNS), *((slice_name(part), *slice_cells(part)) for part in slices[:MOST_SLICES])]
+    rows = [(name, *COLUMNS), *((slice_name(part), *slice_cells(part)) for part in slices[:MAX_SLICES])]
     widths = [max(map(display_width, column)) for column in zip(*rows, strict=True)]
     yield ""
     for first, *cells in rows:
         right = [" " * (width - display_width(cell)) + cell for cell, width in zip(cells, widths[1:], strict=True)]
         yield "  ".join(["", _padded(first, widths[0]), *right])
-    if len(slices) > MOST_SLICES:
-        yield f"  … the {MOST_SLICES} with the highest WER of {len(slices):,}; --json and --html have them all"
+    if len(slices) > MAX_SLICES:
+        yield f"  … the {MAX_SLICES} with the highest WER of {len(slices):,}; --json and --html have them all"
 
 
 def _confusion_lines(report: ScoreReport) -> Iterator[str]:
@@ -127,7 +127,7 @@ def _confusion_lines(report: ScoreReport) -> Iterator[str]:
     for title, confusions in kinds:
         if confusions:
             yield f"  {title:<12} " + ", ".join(
-                _confusion_words(*confusion) for confusion in confusions[:MOST_CONFUSIONS]
+                _confusion_words(*confusion) for confusion in confusions[:MAX_CONFUSIONS]
             )
 
 
@@ -148,14 +148,14 @@ def utterance_words(utterance: AlignedUtterance) -> str:
 def _aligned_lines(utterance: AlignedUtterance) -> Iterator[str]:
     """The reference, the hypothesis below it and the marks below that, in as many stretches as the width asks for."""
     yield f"  {show_text(utterance.text.id)}: {utterance_words(utterance)}"
-    columns = [(*_shown_words(edit), SIGNS[edit.kind]) for edit in utterance.edits[:MOST_WORDS]]
+    columns = [(*_shown_words(edit), SIGNS[edit.kind]) for edit in utterance.edits[:MAX_WORDS]]
     for stretch in _stretches(columns):
         for title, row in zip(("reference", "hypothesis", ""), zip(*stretch, strict=True), strict=True):
             widths = [max(map(display_width, column)) for column in stretch]
             words = " ".join(_padded(word, width) for word, width in zip(row, widths, strict=True))
             yield f"    {title:<11}{words}".rstrip()
-    if len(utterance.edits) > MOST_WORDS:
-        yield f"    … and {count(len(utterance.edits) - MOST_WORDS, 'word')} more"
+    if len(utterance.edits) > MAX_WORDS:
+        yield f"    … and {count(len(utterance.edits) - MAX_WORDS, 'word')} more"
 
 
 def _shown_words(edit: Edit) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from konkanivani.base.lengths import Lengths
 from konkanivani.model.kernels.precision import in_own_precision
 
 
-def convolved(x: torch.Tensor, depthwise: torch.nn.Conv1d, lengths: Lengths) -> torch.Tensor:
+def depthwise_conv(x: torch.Tensor, depthwise: torch.nn.Conv1d, lengths: Lengths) -> torch.Tensor:
     """What `depthwise`, whose kernel is odd and keeps the length, makes of x (B, T, D) along T: (B, T, D).
 
     Each span of `lengths`, which add up to T, is convolved alone. On a CPU in full precision under autocast too, which
@@ -21,13 +21,13 @@ def convolved(x: torch.Tensor, depthwise: torch.nn.Conv1d, lengths: Lengths) -> 
         return torch.cat([depthwise(span) for span in spans], dim=2).transpose(1, 2)
     if torch.is_autocast_enabled("cpu"):
         with torch.autocast("cpu", enabled=False):
-            return convolved(x.to(depthwise.weight.dtype), depthwise, lengths).to(x.dtype)
+            return depthwise_conv(x.to(depthwise.weight.dtype), depthwise, lengths).to(x.dtype)
     if torch.is_grad_enabled():
-        return _Convolved.apply(x, depthwise.weight, depthwise.bias, lengths)
+        return _DepthwiseConv.apply(x, depthwise.weight, depthwise.bias, lengths)
     return _convolve_spans(x, depthwise.weight, depthwise.bias, lengths)
 
 
-class _Convolved(torch.autograd.Function):
+class _DepthwiseConv(torch.autograd.Function):
     """The gradient by the kernel is a convolution as well: of x by the gradient, which is a kernel of T frames.
 
     oneDNN's own for it takes three to thirteen times as long, the more the longer the utterance (docs/LOG.md). Inside
@@ -49,7 +49,7 @@ class _Convolved(torch.autograd.Function):
             by_x = _convolve_spans(gradient, kernel.flip(2), None, ctx.lengths)
         if ctx.needs_input_grad[1]:
             pairs = zip(gradient.split(ctx.lengths, dim=1), x.split(ctx.lengths, dim=1), strict=True)
-            by_kernel = sum(_convolve_by(*pair, kernel.shape[2]) for pair in pairs)
+            by_kernel = sum(_kernel_gradient(*pair, kernel.shape[2]) for pair in pairs)
         return by_x, by_kernel, gradient.sum((0, 1)) if ctx.needs_input_grad[2] else None, None
 
 
@@ -70,7 +70,7 @@ def _convolve(x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None) 
     return made.squeeze(2).transpose(1, 2)
 
 
-def _convolve_by(gradient: torch.Tensor, x: torch.Tensor, size: int) -> torch.Tensor:
+def _kernel_gradient(gradient: torch.Tensor, x: torch.Tensor, size: int) -> torch.Tensor:
     """The gradient by a kernel (D, 1, size) of x's convolution, given that by its output; both (B, T, D).
 
     Each utterance's channels are channels of their own, convolved by their own gradient, and summed over B.

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from konkanivani.base.randomness import mask_generator
+from konkanivani.base.randomness import dropout_generator
 
 LEVELS = 2**16
 
@@ -39,9 +39,9 @@ class Dropout(torch.nn.Module):
 
 
 def draw_mask(like: torch.Tensor, p: float) -> torch.Tensor:
-    """A bool tensor of `like`'s shape, False with probability `p`; `masks_of` says what it is drawn from."""
+    """A bool tensor of `like`'s shape, False with probability `p`; `dropout_seed` says what it is drawn from."""
     bits = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
-    bits.random_(-(2**63), None, generator=mask_generator())
+    bits.random_(-(2**63), None, generator=dropout_generator())
     numbers = bits.view(torch.int16)[: like.numel()].view(like.shape)
     return numbers >= round(p * LEVELS) - LEVELS // 2
 

@@ -13,23 +13,23 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from konkanivani.model.kernels.matmul import product, product_over_rows
+from konkanivani.model.kernels.matmul import fast_linear, weight_gradient
 from konkanivani.model.kernels.precision import in_own_precision
 
 Backward = tuple[torch.Tensor | None, ...]
 Activation = Callable[[torch.Tensor], torch.Tensor]
 ACTIVATIONS = {F.silu: torch.ops.aten.silu_backward, F.gelu: torch.ops.aten.gelu_backward}
-"""Those that `linear_of` knows, with what makes of a gradient by their output the one by their input. GELU is exact."""
+"""Those that `fused_linear` knows, each with its backward; GELU is exact."""
 
 
 class Weighted(Protocol):
-    """What `linear_of` multiplies by: weight (N, D), bias (N,) or none."""
+    """What `fused_linear` multiplies by: weight (N, D), bias (N,) or none."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
 
 
-def linear_of(
+def fused_linear(
     x: torch.Tensor,
     linear: Weighted,
     norm: torch.nn.LayerNorm | None = None,
@@ -44,7 +44,7 @@ def linear_of(
         normed = x if norm is None else norm(_in_full(x))
         inner = activation(normed) if activation else normed
     if not torch.is_grad_enabled():  # a Function's own time is half of a decoder's step over a few tokens
-        whole = product(inner, linear.weight, linear.bias)
+        whole = fast_linear(inner, linear.weight, linear.bias)
     else:
         scale, shift, epsilon = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
         whole = _Linear.apply(x, linear.weight, linear.bias, scale, shift, epsilon, activation)
@@ -52,10 +52,10 @@ def linear_of(
 
 
 class Linear(torch.nn.Linear):
-    """torch's linear layer of (..., T, D), its products as `linear_of` takes them, with a low-rank one where it has."""
+    """torch's linear layer of (..., T, D), as `fused_linear` computes it, with a low-rank product where it has one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear_of(x, self)
+        return fused_linear(x, self)
 
 
 class LowRank(torch.nn.Module):
@@ -90,7 +90,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight, scale, shift)
         if scale is not None:
             x, _, _ = _normalize(x, scale, shift, epsilon)
-        rows = product((activation(x) if activation else x).flatten(0, -2), weight, bias)
+        rows = fast_linear((activation(x) if activation else x).flatten(0, -2), weight, bias)
         # Not a view to autograd, so that the rotation of queries and keys may change it in place.
         return torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], -1])
 
@@ -103,12 +103,12 @@ class _Linear(torch.autograd.Function):
             normed, mean, inverse_deviation = _normalize(x, scale, shift, ctx.epsilon)
         inner = (ctx.activation(normed) if ctx.activation else normed).to(gradient.dtype)
         rows = gradient.flatten(0, -2)
-        by_weight = product_over_rows(rows, inner.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        by_weight = weight_gradient(rows, inner.flatten(0, -2)) if ctx.needs_input_grad[1] else None
         by_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         del inner
         if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[3]):
             return None, by_weight, by_bias, None, None, None, None
-        by_inner = product(rows, weight.to(gradient.dtype).t()).view_as(x).to(normed.dtype)
+        by_inner = fast_linear(rows, weight.to(gradient.dtype).t()).view_as(x).to(normed.dtype)
         if ctx.activation:
             by_inner = ACTIVATIONS[ctx.activation](by_inner, normed)
         if scale is None:

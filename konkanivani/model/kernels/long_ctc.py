@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from konkanivani.base.lengths import Lengths
 from konkanivani.model.kernels.ctc import BLANK
-from konkanivani.model.kernels.recompute import recomputed
+from konkanivani.model.kernels.recompute import run_recomputed
 
 # The logarithm of zero. Finite, so that no difference of two is undefined; far below that of any path.
 IMPOSSIBLE = -1e30
@@ -44,7 +44,7 @@ def long_ctc_losses(
     start, chunk = 0, math.isqrt(encoded.shape[1] - 1) + 1
     for frames in encoded.split(chunk, dim=1):
         left = [min(max(0, length - start), frames.shape[1]) for length in encoded_lengths]
-        log_alpha = recomputed(_through_chunk, frames, head, states, skips, log_alpha, left)
+        log_alpha = run_recomputed(_through_chunk, frames, head, states, skips, log_alpha, left)
         start += frames.shape[1]
     return _losses(log_alpha, token_lengths)
 

@@ -13,19 +13,19 @@ import torch
 import torch.nn.functional as F
 
 HAS_OPERATOR = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # PyTorch's own, without a public name
-FEWEST_ROWS = 64  # with fewer, laying out the matrix for oneDNN takes as long as it saves
+MIN_ROWS = 64  # with fewer, laying out the matrix for oneDNN takes as long as it saves
 
 
-def product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def fast_linear(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """rows (..., M, K) by the transpose of matrix (N, K) in any layout, plus bias (N,): (..., M, N)."""
-    if is_by_onednn(rows) and rows.numel() >= FEWEST_ROWS * rows.shape[-1]:
+    if is_by_onednn(rows) and rows.numel() >= MIN_ROWS * rows.shape[-1]:
         return torch.ops.mkldnn._linear_pointwise(rows, matrix, bias, "none", [], "")
     return F.linear(rows, matrix, bias)
 
 
-def product_over_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def weight_gradient(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """The transpose of left (M, N) by right (M, K): (N, K), the gradient of a layer's weights."""
-    if is_by_onednn(left) and min(left.shape[1], right.shape[1]) >= FEWEST_ROWS:
+    if is_by_onednn(left) and min(left.shape[1], right.shape[1]) >= MIN_ROWS:
         # oneDNN's linear layer wants its rows one after another: a copy, which takes a tenth of the product.
         return torch.ops.mkldnn._linear_pointwise(left.t().contiguous(), right.t(), None, "none", [], "")
     return left.t() @ right

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 Result = TypeVar("Result")
 
 
-def recomputed(function: Callable[..., Result], *inputs: object, keeps_random_state: bool = False) -> Result:
+def run_recomputed(function: Callable[..., Result], *inputs: object, keeps_random_state: bool = False) -> Result:
     """The function's result; of what it computes on the way nothing is kept (Chen et al., 2016).
 
     If it draws random numbers, they must follow from its inputs, or the generators' state be kept.

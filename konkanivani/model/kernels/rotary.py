@@ -13,12 +13,12 @@ from konkanivani.base.lengths import Lengths
 HAS_OPERATOR = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
 
-def can_attend_spans(device: torch.device) -> bool:
+def has_varlen_attention(device: torch.device) -> bool:
     """Whether attention within spans runs here; else a batch is padded."""
     return HAS_OPERATOR and device.type == "cpu"
 
 
-class AttendedSpans(torch.autograd.Function):
+class VarlenAttention(torch.autograd.Function):
     """Attention within each of the spans of `lengths` frames of projected (1, N, 3 D), which is turned in place.
 
     (1, N, D), by PyTorch's own kernels for a CPU (its scaled_dot_product_attention without a mask takes the same), each
@@ -88,7 +88,7 @@ def rotate_in_place(projected: torch.Tensor, cosines: torch.Tensor, sines: torch
     return projected
 
 
-def rotated(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int) -> torch.Tensor:
+def apply_rotary(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int) -> torch.Tensor:
     """What `rotate_in_place` makes of projected (B, T, 3 D), as a new tensor."""
     query_key_value = projected.unflatten(-1, (3, heads, -1))
     queries_and_keys, values = query_key_value.split((2, 1), dim=2)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.model.cache import KeysAndValues
-from konkanivani.model.kernels.linear import Linear, linear_of
+from konkanivani.model.kernels.linear import Linear, fused_linear
 from konkanivani.model.whisper.shape import STRIDE, WhisperShape
 
 
@@ -59,7 +59,7 @@ class Attention(torch.nn.Module):
         return self.over(x, norm, key, value)
 
     def _heads_of(self, x: torch.Tensor, linear: Linear, norm: torch.nn.LayerNorm | None = None) -> torch.Tensor:
-        return linear_of(x, linear, norm).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return fused_linear(x, linear, norm).unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def _joined(self, attended: torch.Tensor) -> torch.Tensor:
         return self.output(attended.transpose(1, 2).flatten(2))
@@ -75,7 +75,7 @@ class FeedForward(torch.nn.Module):
         self.contract = Linear(inner, d_model)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + linear_of(linear_of(x, self.expand, self.norm), self.contract, activation=F.gelu)
+        return x + fused_linear(fused_linear(x, self.expand, self.norm), self.contract, activation=F.gelu)
 
 
 class EncoderBlock(torch.nn.Module):

@@ -13,7 +13,7 @@ from konkanivani.base.errors import CheckpointError, KonkaniVaniError, ResourceE
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt|bin\.index\.json)")
-MOST_JSON_BYTES = MOST_HEADER_BYTES = 2**22  # the longest of both, large-v3's list of tensors, has some 200 thousand
+MOST_JSON_BYTES = MAX_HEADER_BYTES = 2**22  # the longest of both, large-v3's list of tensors, has some 200 thousand
 
 
 def refused(path: Path, reason: str, advice: str = "Download it again, or give another") -> CheckpointError:
@@ -76,7 +76,7 @@ def header_of(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     with _read_or_refused(path):
         with open(path, "rb") as file:
             claimed = int.from_bytes(file.read(8), "little")
-        if claimed > MOST_HEADER_BYTES:
+        if claimed > MAX_HEADER_BYTES:
             raise refused(path.parent, f"its {path.name} is damaged (its header claims {claimed} bytes)")
         with safetensors.safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}

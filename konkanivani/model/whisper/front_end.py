@@ -16,7 +16,7 @@ from konkanivani.model.front_end import SpecAugment
 from konkanivani.model.whisper.shape import HOP_SAMPLES, WhisperShape
 
 FFT_SAMPLES = 400
-SMALLEST_POWER = 1e-10
+MIN_POWER = 1e-10
 RANGE = 8.0  # powers of ten below an utterance's loudest band that are told apart
 
 
@@ -37,9 +37,9 @@ class WhisperLogMel(torch.nn.Module):
         padded = self._padded(waveforms, sample_lengths)
         spectrum = torch.stft(padded, FFT_SAMPLES, HOP_SAMPLES, window=self.window, return_complex=True)
         powers = self.bands @ spectrum[..., :-1].abs().square().contiguous()
-        features = powers.clamp_min_(SMALLEST_POWER).log10_()
+        features = powers.clamp_min_(MIN_POWER).log10_()
         floor = features.amax(dim=(1, 2), keepdim=True) - RANGE
-        floor = floor.clamp_min_(features.new_full((), SMALLEST_POWER).log10())
+        floor = floor.clamp_min_(features.new_full((), MIN_POWER).log10())
         return (torch.maximum(features, floor) + 4.0) / 4.0, (floor + 4.0) / 4.0
 
     def _padded(self, waveforms: torch.Tensor, lengths: Lengths) -> torch.Tensor:

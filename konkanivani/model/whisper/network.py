@@ -12,7 +12,7 @@ from konkanivani.base.lengths import CHUNK_FRAMES, Lengths
 from konkanivani.model.asr import ASROutput
 from konkanivani.model.blocks import BlockRunner, run_directly
 from konkanivani.model.cache import FIRST_ROOM, DecoderCache
-from konkanivani.model.kernels.linear import linear_of
+from konkanivani.model.kernels.linear import fused_linear
 from konkanivani.model.losses import LossSums, Objective, Spoken, attention_loss_sum
 from konkanivani.model.whisper.blocks import DecoderBlock, EncoderBlock, Subsampling
 from konkanivani.model.whisper.shape import STRIDE, WhisperShape
@@ -73,7 +73,7 @@ class Decoder(torch.nn.Module):
 
     def output(self, decoded: torch.Tensor) -> torch.Tensor:
         """Logits (…, V) of decoded (…, D)."""
-        return linear_of(decoded, self.embedding)
+        return fused_linear(decoded, self.embedding)
 
     @property
     def most_tokens(self) -> int:

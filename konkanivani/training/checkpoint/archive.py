@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-MOST_DIRECTORY_BYTES = 2**21  # of the zip's list of records: some 70 a tensor
-MOST_PICKLE_BYTES = 2**21  # of data.pkl: some 130 a tensor, of which the largest preset's checkpoint has 1,800
-MOST_DEPTH = 16
+MAX_DIRECTORY_BYTES = 2**21  # of the zip's list of records: some 70 a tensor
+MAX_PICKLE_BYTES = 2**21  # of data.pkl: some 130 a tensor, of which the largest preset's checkpoint has 1,800
+MAX_DEPTH = 16
 RECORD = re.compile(
     r"data\.pkl|data/\d+|version|byteorder|\.format_version|\.storage_alignment|\.data/serialization_id"
 )
@@ -39,7 +39,7 @@ def load_archive(path: Path) -> object:
         _check_sums(archive)
         _check_pickle(archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl"))))
     record = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
-    claimed = _bytes_of(record, set(), MOST_DEPTH)
+    claimed = _bytes_of(record, set(), MAX_DEPTH)
     if claimed > path.stat().st_size:
         raise ValueError(f"its tensors claim {claimed} bytes, more than it has")
     return record
@@ -72,7 +72,7 @@ def _check_end(path: Path) -> None:
     signature, size = END.unpack(tail[-END.size :])
     if len(tail) == LOCATOR_BYTES + END.size + END_64.size:
         size = max(size, *END_64.unpack(tail[: END_64.size])) if tail.startswith(b"PK\x06\x06") else size
-    if signature != b"PK\x05\x06" or size > MOST_DIRECTORY_BYTES:
+    if signature != b"PK\x05\x06" or size > MAX_DIRECTORY_BYTES:
         raise ValueError("it does not end as an archive of torch.save")
 
 
@@ -87,8 +87,8 @@ def _check_records(records: list[zipfile.ZipInfo]) -> None:
             raise ValueError(f"its record {name} is compressed")
         if record.external_attr:  # one bit makes it a folder, and torch leaves its tensor as the memory was
             raise ValueError(f"its record {name} has attributes, which torch.save never gives")
-        if name == "data.pkl" and record.file_size > MOST_PICKLE_BYTES:
-            raise ValueError(f"its data.pkl has more than {MOST_PICKLE_BYTES} bytes")
+        if name == "data.pkl" and record.file_size > MAX_PICKLE_BYTES:
+            raise ValueError(f"its data.pkl has more than {MAX_PICKLE_BYTES} bytes")
         folders.add(folder)
         names.add(name)
     if len(folders) != 1 or "data.pkl" not in names:

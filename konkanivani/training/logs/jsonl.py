@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from konkanivani.base.files import append_whole, sync_file
+from konkanivani.base.files import atomic_append, sync_file
 from konkanivani.training.logs.records import (
     FROM_NOTHING,
     Record,
@@ -44,7 +44,7 @@ class JsonLinesSink:
             return
         self.open()
         line = json.dumps({"kind": kind} | _finite(asdict(record)), ensure_ascii=False, allow_nan=False)
-        append_whole(self._path, line.encode() + b"\n")
+        atomic_append(self._path, line.encode() + b"\n")
 
     def sync(self) -> None:
         sync_file(self._path)

@@ -36,7 +36,7 @@ class EpochLearning:
         return any(self.first_step < share * self.total_steps <= self.last_step for share in LOOKS)
 
     def help(self) -> str:
-        """What usually helps where next to nothing is heard right."""
+        """What usually helps where next to nothing is recognised right."""
         more = "more --epochs or a smaller effective batch, since CTC begins to align after some hundred steps; "
         return (more if self.total_steps < SHORT_RUN else "") + (
             "--tokenizer_type char with little speech, a --ctc_weight of 0.5 or more, a smaller --preset; "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from konkanivani.memory.monitor import PLANNED, RESERVED, VALIDATION, PhaseMemory, tagged
+from konkanivani.memory.monitor import PLANNED, RESERVED, VALIDATION, PhaseMemory, logged_as
 
 
 @dataclass(frozen=True)
@@ -43,25 +43,25 @@ class StepRecord:
 
     step: int
     epoch: int
-    loss: float | None = tagged("2 loss/all")
-    ctc_loss: float | None = tagged("2 loss/ctc")
-    attention_loss: float | None = tagged("2 loss/attention")
-    learning_rate: float | None = tagged("5 optimizer/learning_rate")
-    gradient_norm: float | None = tagged("5 optimizer/gradient_norm")
-    scale: float | None = tagged("5 optimizer/scale")
-    skipped_steps: int | None = tagged("5 optimizer/skipped_steps")
+    loss: float | None = logged_as("2 loss/all")
+    ctc_loss: float | None = logged_as("2 loss/ctc")
+    attention_loss: float | None = logged_as("2 loss/attention")
+    learning_rate: float | None = logged_as("5 optimizer/learning_rate")
+    gradient_norm: float | None = logged_as("5 optimizer/gradient_norm")
+    scale: float | None = logged_as("5 optimizer/scale")
+    skipped_steps: int | None = logged_as("5 optimizer/skipped_steps")
     skipped: bool
-    audio_seconds_per_second: float | None = tagged("3 speed/audio_seconds_per_second")
-    padding_share: float | None = tagged("6 data/padding_share")
-    tokens: int | None = tagged("6 data/tokens")
-    utterances: int | None = tagged("6 data/utterances")
-    seconds: float | None = tagged("3 speed/step_seconds")
-    splits: int | None = tagged("4 memory/splits")
-    waiting_seconds: float | None = tagged("3 speed/waiting_for_data_seconds", default=None)
-    model_flops_utilisation: float | None = tagged("3 speed/model_flops_utilisation", default=None)
-    gpu_utilisation: float | None = tagged("3 speed/gpu_utilisation", default=None)
-    cache_clearings: int | None = tagged("8 allocator/cache_clearings", default=None)
-    cache_clearing_seconds: float | None = tagged("8 allocator/cache_clearing_seconds", default=None)
+    audio_seconds_per_second: float | None = logged_as("3 speed/audio_seconds_per_second")
+    padding_share: float | None = logged_as("6 data/padding_share")
+    tokens: int | None = logged_as("6 data/tokens")
+    utterances: int | None = logged_as("6 data/utterances")
+    seconds: float | None = logged_as("3 speed/step_seconds")
+    splits: int | None = logged_as("4 memory/splits")
+    waiting_seconds: float | None = logged_as("3 speed/waiting_for_data_seconds", default=None)
+    model_flops_utilisation: float | None = logged_as("3 speed/model_flops_utilisation", default=None)
+    gpu_utilisation: float | None = logged_as("3 speed/gpu_utilisation", default=None)
+    cache_clearings: int | None = logged_as("8 allocator/cache_clearings", default=None)
+    cache_clearing_seconds: float | None = logged_as("8 allocator/cache_clearing_seconds", default=None)
     memory: tuple[PhaseMemory, ...] = ()
 
 
@@ -88,7 +88,7 @@ class SkipRecord:
 
 @dataclass(frozen=True)
 class HypothesisPair:
-    """What was said and what was heard."""
+    """A reference and its hypothesis."""
 
     reference: str
     hypothesis: str
@@ -106,18 +106,18 @@ class ValidationRecord:
 
     step: int
     epoch: int
-    loss: float | None = tagged("2 loss/all", VALIDATION)
-    ctc_loss: float | None = tagged("2 loss/ctc", VALIDATION)
-    attention_loss: float | None = tagged("2 loss/attention", VALIDATION)
-    wer: float | None = tagged("1 error rates/WER", VALIDATION)
-    cer: float | None = tagged("1 error rates/CER", VALIDATION)
+    loss: float | None = logged_as("2 loss/all", VALIDATION)
+    ctc_loss: float | None = logged_as("2 loss/ctc", VALIDATION)
+    attention_loss: float | None = logged_as("2 loss/attention", VALIDATION)
+    wer: float | None = logged_as("1 error rates/WER", VALIDATION)
+    cer: float | None = logged_as("1 error rates/CER", VALIDATION)
     utterances: int | None = None
     seconds: float | None = None
     hypotheses: tuple[HypothesisPair, ...] = ()
     memory: PhaseMemory | None = None
     rank_peaks_mib: tuple[float, ...] = ()
-    blank_share: float | None = tagged("1 error rates/blank_frames", VALIDATION, default=None)
-    clipped_share: float | None = tagged("5 optimizer/clipped_share", default=None)
+    blank_share: float | None = logged_as("1 error rates/blank_frames", VALIDATION, default=None)
+    clipped_share: float | None = logged_as("5 optimizer/clipped_share", default=None)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One picture of an utterance as the model hears it: the spectrogram, and below it what CTC believes, on one time axis.
+"""One picture of an utterance: the spectrogram, and below it what CTC believes, on one time axis.
 
 Axes: T feature frames, T' encoder frames, F mel bins, V vocabulary. Drawn with torch alone: no plotting library.
 """

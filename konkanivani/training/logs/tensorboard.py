@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from konkanivani.base.files import append_whole, sync_file
+from konkanivani.base.files import atomic_append, sync_file
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.evaluation.metrics import Edit, align_words
 from konkanivani.memory.monitor import VALIDATION
@@ -88,7 +88,7 @@ class EventFile:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         event = Event(wall_time=time.time(), step=step, summary=Summary(value=values))
-        append_whole(self.path, _framed([event]) if values else b"", self._header)
+        atomic_append(self.path, _framed([event]) if values else b"", self._header)
 
     @cached_property
     def path(self) -> Path:

@@ -5,7 +5,7 @@ import torch
 from konkanivani.data.batch import Window
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.flops import product_rate, step_flop
-from konkanivani.model.kernels.matmul import product
+from konkanivani.model.kernels.matmul import fast_linear
 
 # The side of the square matrices whose product is the device's best, and how often it is timed: large enough to fill
 # the device; fp16's three matrices are 24 MiB on a card, fp32's 12 MiB on a CPU.
@@ -19,7 +19,7 @@ class Utilisation:
         self.architecture, self.device = architecture, device
         side, rounds = SIZES[device.type]
         # The product that the model's layers take, so that a library which is faster elsewhere does not flatter it.
-        multiply = product if dtype == torch.float32 else torch.mm
+        multiply = fast_linear if dtype == torch.float32 else torch.mm
         self.rate = product_rate(multiply, device, dtype, side, rounds)
         self._is_card_silent = device.type != "cuda"
 

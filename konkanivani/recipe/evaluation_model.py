@@ -13,9 +13,9 @@ from konkanivani.data.manifest import Manifest
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.decoding.decode import Decode, build_decode
-from konkanivani.evaluation.hypotheses import CheckpointRun, Heard
+from konkanivani.evaluation.hypotheses import CheckpointRun, TextPairs
 from konkanivani.evaluation.transcripts import ScoredText
-from konkanivani.inference.speech_model import settings_of_weights, tokenizer_of
+from konkanivani.inference.speech_model import load_tokenizer, settings_of_weights
 from konkanivani.model.architecture import Architecture, architecture_of
 from konkanivani.recipe.build_step import build_forward
 from konkanivani.recipe.speech import build_evaluation_set
@@ -26,7 +26,7 @@ from konkanivani.training.validation import Evaluation
 
 
 @dataclass(frozen=True)
-class TrainedModel:
+class EvaluationModel:
     """A checkpoint's model, ready to be evaluated."""
 
     checkpoint: Checkpoint
@@ -41,19 +41,19 @@ class TrainedModel:
         return self.forward.architecture
 
 
-def load_trained_model(path: str | Path, device: torch.device, topology: Topology = ALONE) -> TrainedModel:
+def load_evaluation_model(path: str | Path, device: torch.device, topology: Topology = ALONE) -> EvaluationModel:
     """The model of the checkpoint at `path` on `device`, in full precision there. The first rank reads it for all."""
     checkpoint = from_first(topology, lambda: read_checkpoint(path))
-    config, tokenizer = settings_of_weights(checkpoint), tokenizer_of(checkpoint)
+    config, tokenizer = settings_of_weights(checkpoint), load_tokenizer(checkpoint)
     # The card that it was trained on may have had formats that this device lacks.
     config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, mixed_precision=False))
     forward = build_forward(config, architecture_of(config, checkpoint.vocab_size), device)
     load_states(checkpoint, {"model": forward.model})
-    return TrainedModel(checkpoint, config, tokenizer, forward, topology)
+    return EvaluationModel(checkpoint, config, tokenizer, forward, topology)
 
 
 def evaluate_manifest(
-    trained: TrainedModel, manifest: str, decode: Decode, named_roots: tuple[str, ...] = ()
+    trained: EvaluationModel, manifest: str, decode: Decode, named_roots: tuple[str, ...] = ()
 ) -> Evaluation:
     """The model's losses and error rates over a manifest; what is left out is told row by row.
 
@@ -66,11 +66,8 @@ def evaluate_manifest(
     return dataclasses.replace(utterances, topology=trained.topology).evaluate(forward, decode)
 
 
-def hear_manifest(trained: TrainedModel, path: str, manifest: Manifest, decoding: DecodingConfig) -> Heard:
-    """What the model of the checkpoint at `path` hears in the manifest, in its order, both texts not normalised yet.
-
-    They are to be normalised as in its training.
-    """
+def recognize_manifest(trained: EvaluationModel, path: str, manifest: Manifest, decoding: DecodingConfig) -> TextPairs:
+    """The hypotheses of the model at `path`, in the manifest's order, to be normalised as in its training."""
     decode = build_decode(decoding, trained.architecture, trained.tokenizer, trained.forward.device)
     evaluation = evaluate_manifest(trained, manifest.path, decode, manifest.named_roots)
     heard = {scored.utterance.row: scored.hypothesis for scored in evaluation.scored}
@@ -90,7 +87,7 @@ def hear_manifest(trained: TrainedModel, path: str, manifest: Manifest, decoding
         seconds=evaluation.seconds,
         decoding=decoding,
     )
-    return Heard(texts, run, "spell" if trained.config.text.digits == "spell" else "konkanivani")
+    return TextPairs(texts, run, "spell" if trained.config.text.digits == "spell" else "konkanivani")
 
 
 def best_checkpoint(directory: str | Path) -> Path:
