@@ -8,7 +8,7 @@ from typing import Literal
 
 AUTO = "auto"
 DEFAULT_EFFECTIVE_BATCH_SIZE = 8
-OLD_NAMES = {"rir_share": "rir_prob", "noise_share": "noise_prob"}  # command lines and checkpoints may use these
+OLD_NAMES = {"rir_share": "rir_prob", "noise_share": "noise_prob"}  # in old command lines and checkpoints
 
 
 @dataclass(frozen=True)
