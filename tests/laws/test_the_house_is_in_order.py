@@ -85,7 +85,7 @@ def test_rooms_know_few_rooms():
 
 
 def house_lines(folder: Path) -> int:
-    """The lines below the folder, but those of a recogniser that is beside ours: in its own folder it burdens nobody."""
+    """The lines below the folder, but those of another recogniser, whose own folder burdens nobody."""
     return sum(lines(text) for name, text in sources(folder).items() if "whisper/" not in name)
 
 
