@@ -185,7 +185,7 @@ SPOILT = {
 def spoilt_program(monkeypatch: pytest.MonkeyPatch, folder: Path, line: str) -> Iterator[None]:
     """The process does this where it should open a file, and has a second of a processor for each answer."""
     program = media_process.PROGRAM.read_text(encoding="utf-8").replace("MAX_SECONDS = 60", "MAX_SECONDS = 1")
-    begin = "    def __init__(self, window: Window) -> None:\n"
+    begin = "    def __init__(self, window: FileSlice) -> None:\n"
     assert begin in program
     spoilt = folder / "media_reader.py"
     spoilt.write_text(program.replace(begin, f"{begin}        {line}\n"), encoding="utf-8")

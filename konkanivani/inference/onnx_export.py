@@ -155,7 +155,7 @@ class OnnxModel:
         log_probabilities, encoded_lengths = self.session.run(list(OUTPUTS), inputs)
         return torch.from_numpy(log_probabilities), tuple(encoded_lengths.tolist())
 
-    def hear(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> list[str]:
+    def recognize(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> list[str]:
         """The text of the best path through each of waveforms (B, S)."""
         log_probabilities, encoded_lengths = self.log_probabilities(waveforms, sample_lengths)
         paths = collapse_repeats(log_probabilities.argmax(dim=-1), encoded_lengths)

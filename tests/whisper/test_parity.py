@@ -244,9 +244,9 @@ def test_cached_is_uncached_though_hypotheses_change_places_and_utterances_end()
             new = torch.randint(kind.end, tokens.shape[:2], generator=generator)
             before = tokens.gather(1, sources[:, :, None].expand_as(tokens))
             tokens = torch.cat([before, new[:, :, None]], dim=2)
-            cache.follow(sources)
+            cache.reorder(sources)
             if length == 20:
-                cache.keep(torch.tensor([1, 2]))
+                cache.select(torch.tensor([1, 2]))
                 places, tokens = places[1:], tokens[1:]
 
 

@@ -107,7 +107,7 @@ class DecoderBlock(torch.nn.Module):
         x = x + self.self_attention.over_itself(x, self.self_attention_norm, causal=True)
         return self._with_encoded(x, self.cross_attention.keys_and_values(encoded))
 
-    def step(self, x: torch.Tensor, kept: torch.Tensor, length: int, of_encoded: KeysAndValues) -> torch.Tensor:
+    def step(self, x: torch.Tensor, kept: torch.Tensor, length: int, cross_kv: KeysAndValues) -> torch.Tensor:
         """The last tokens of K hypotheses an utterance (B, K, D) -> (B, K, D).
 
         `kept` (2, B, K, H, U, E) holds the keys and values of the `length` tokens before; hypotheses see the encoded
@@ -115,8 +115,8 @@ class DecoderBlock(torch.nn.Module):
         """
         rows = x.flatten(0, 1)[:, None]
         attended = self.self_attention.step(rows, self.self_attention_norm, kept.flatten(1, 2), length)
-        return self._with_encoded(x + attended.view_as(x), of_encoded)
+        return self._with_encoded(x + attended.view_as(x), cross_kv)
 
-    def _with_encoded(self, x: torch.Tensor, of_encoded: KeysAndValues) -> torch.Tensor:
-        x = x + self.cross_attention.over(x, self.cross_attention_norm, *of_encoded)
+    def _with_encoded(self, x: torch.Tensor, cross_kv: KeysAndValues) -> torch.Tensor:
+        x = x + self.cross_attention.over(x, self.cross_attention_norm, *cross_kv)
         return self.feedforward(x)

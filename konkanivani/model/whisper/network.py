@@ -82,21 +82,21 @@ class Decoder(torch.nn.Module):
 
     def begin(self, encoded: torch.Tensor, encoded_lengths: Lengths, beam: int) -> DecoderCache:
         """A cache for `beam` hypotheses of each utterance of encoded (B, T', D), which have no token yet."""
-        of_encoded = [block.cross_attention.keys_and_values(encoded) for block in self.blocks]
-        keys, _ = of_encoded[0]
+        cross_kv = [block.cross_attention.keys_and_values(encoded) for block in self.blocks]
+        keys, _ = cross_kv[0]
         batch, heads, _, head_width = keys.shape
         room = (2, batch, beam, heads, FIRST_ROOM, head_width)
-        return DecoderCache([keys.new_empty(room) for _ in self.blocks], of_encoded, encoded_mask=None)
+        return DecoderCache([keys.new_empty(room) for _ in self.blocks], cross_kv, encoded_mask=None)
 
     def step(self, tokens: torch.Tensor, cache: DecoderCache) -> torch.Tensor:
         """The next tokens (B, K) of the hypotheses in `cache` -> decoded (B, K, D); they are in the cache then.
 
         Equal to the last of `forward` over all tokens so far.
         """
-        cache.make_room()
+        cache.grow()
         x = self.embedding(tokens) + self.positions[cache.length]
-        for block, kept, of_encoded in zip(self.blocks, cache.of_tokens, cache.of_encoded, strict=True):
-            x = block.step(x, kept, cache.length, of_encoded)
+        for block, kept, cross_kv in zip(self.blocks, cache.self_kv, cache.cross_kv, strict=True):
+            x = block.step(x, kept, cache.length, cross_kv)
         cache.length += 1
         return self.norm(x)
 
