@@ -11,7 +11,7 @@ from konkanivani.data.text import SpecialTokens
 from konkanivani.decoding.decode import BeamDecode, build_decode
 from konkanivani.decoding.rules import GenerationRules, RuledScorer, TimeRules
 from konkanivani.decoding.scorers import AttentionScorer, gather_scores
-from konkanivani.model.architecture import Architecture
+from konkanivani.model.architecture import HybridArchitecture
 from konkanivani.model.blocks import run_directly
 from tests.laws.parts import MODEL
 
@@ -92,7 +92,7 @@ def test_scores_that_are_allowed_stay_as_they_are():
 
 def build():
     torch.manual_seed(1)
-    architecture = Architecture(MODEL, FeatureConfig(), V, has_ctc=False)
+    architecture = HybridArchitecture(MODEL, FeatureConfig(), V, has_ctc=False)
     return architecture, architecture.build().eval()
 
 

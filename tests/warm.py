@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tests.patience import PATIENCE
+from training_scripts.bootstrap import set_process_defaults
 
 ROOT = Path(__file__).resolve().parent.parent
 THREADS = 2
@@ -183,6 +184,9 @@ def can_fork(environment: Mapping[str, str]) -> bool:
 
 
 def _early(environment: Mapping[str, str]) -> dict[str, str]:
+    """What is heeded before a script's first line, with what the head of each script sets where it is not set."""
+    environment = dict(environment)
+    set_process_defaults(environment)  # a benchmark that a test imports has set it in this process too
     return {name: value for name, value in environment.items() if name.startswith(EARLY) and name != "OMP_NUM_THREADS"}
 
 

@@ -33,7 +33,12 @@ SETUP = "./run_training_memory_optimized.sh"
 TOP = (SETUP, "./run_tests.sh")
 # What has tests of its own, names no corpus, or plans the largest preset, which takes minutes.
 ELSEWHERE = ("benchmarks/", "--source egs/x", "--source FOLDER", "plan_memory.py --memory_budget", "--world 8")
-FLAGS_IN = ("konkanivani/base/config.py", "training_scripts/*.py", "benchmarks/*.py")
+FLAGS_IN = (
+    "konkanivani/base/config.py",
+    "konkanivani/data/preparation/prepare.py",
+    "training_scripts/*.py",
+    "benchmarks/*.py",
+)
 OTHERS = "logdir host standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_id rdzv_endpoint local_addr"
 OTHERS += " nodes ntasks gpus signal discount_fallback help encoder_"  # none of our flags; one cut off
 UNLISTED = {"README.md", "LICENSE", "CONTRIBUTING.md", "pyproject.toml"}  # what every project has
