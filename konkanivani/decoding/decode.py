@@ -92,10 +92,11 @@ def greedy_decode(architecture: Architecture, special: SpecialTokens, rules: Gen
     return greedy_ctc if architecture.has_ctc else BeamDecode(1, 0.0, 0.0, None, 0.0, special, rules)
 
 
-def ways_to_decode(architecture: Architecture) -> dict[str, bool]:
-    """Every way of `DecodingConfig.decode`, and whether the recogniser has the heads for it; the best one last."""
+def ways_to_decode(architecture: Architecture) -> list[str]:
+    """The ways of `DecodingConfig.decode` for which the recogniser has the heads, the best one last."""
     has_ctc, has_decoder = architecture.has_ctc, architecture.has_decoder
-    return {"greedy": True, "prefix": has_ctc, "attention": has_decoder, "joint": has_ctc and has_decoder}
+    ways = {"greedy": True, "prefix": has_ctc, "attention": has_decoder, "joint": has_ctc and has_decoder}
+    return [way for way, is_possible in ways.items() if is_possible]
 
 
 def build_decode(
@@ -110,7 +111,7 @@ def build_decode(
     A UsageError where the recogniser has not the heads for it; a DataError where their language model is none of the
     tokenizer's.
     """
-    possible = [way for way, is_possible in ways_to_decode(architecture).items() if is_possible]
+    possible = ways_to_decode(architecture)
     if config.decode not in possible:
         missing = "CTC head" if not architecture.has_ctc else "attention decoder"
         raise UsageError(

@@ -89,8 +89,8 @@ def score_test(run: Run, checkpoint: Path) -> dict[str, Evaluation | None]:
     None where there is no test manifest.
     """
     data, device = run.settings.data, run.step.forward.device
-    possible = [way for way, is_possible in ways_to_decode(run.step.architecture).items() if is_possible]
-    ways = dict.fromkeys(("greedy", possible[-1] if data.test_decode == AUTO else data.test_decode))
+    best = ways_to_decode(run.step.architecture)[-1]
+    ways = dict.fromkeys(("greedy", best if data.test_decode == AUTO else data.test_decode))
     if data.test_manifest is None:
         return dict.fromkeys(ways)
     trained = load_evaluation_model(checkpoint, device, run.topology)
