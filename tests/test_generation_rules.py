@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from konkanivani.base.config import DecodingConfig, FeatureConfig
 from konkanivani.base.errors import UsageError
+from konkanivani.data.generation import GenerationRules, TimeRules
 from konkanivani.data.text import SpecialTokens
 from konkanivani.decoding.decode import BeamDecode, build_decode
-from konkanivani.decoding.rules import GenerationRules, RuledScorer, TimeRules
+from konkanivani.decoding.rules import RuledScorer
 from konkanivani.decoding.scorers import AttentionScorer, gather_scores
 from konkanivani.model.architecture import HybridArchitecture
 from konkanivani.model.blocks import run_directly
@@ -137,7 +138,7 @@ def test_a_language_model_of_other_tokens_is_refused():
     architecture, _ = build()
 
     class Other:
-        special = SPECIAL
+        special, rules = SPECIAL, GenerationRules()
 
     config = DecodingConfig(decode="attention", beam=2, language_model="lm.arpa", language_model_weight=0.5)
     with pytest.raises(UsageError, match="--language_model"):

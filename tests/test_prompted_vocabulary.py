@@ -10,9 +10,15 @@ from konkanivani.base.errors import DataError, UsageError
 from konkanivani.data.batch import Speech, check_tokens, collate
 from konkanivani.data.byte_pairs import read_byte_pairs
 from konkanivani.data.checking import Limits, reason_to_reject
+from konkanivani.data.generation import TimeRules
 from konkanivani.data.utterance import Utterance
-from konkanivani.decoding.rules import TimeRules
-from konkanivani.recipe.whisper.vocabulary import Prompt, PromptedVocabulary, is_english_only, vocabulary_of
+from konkanivani.inference.whisper.vocabulary import (
+    ModelTokens,
+    Prompt,
+    PromptedVocabulary,
+    is_english_only,
+    vocabulary_of,
+)
 from tests.byte_vocabularies import RANKS, named_after, real_vocabulary, vocabulary_of_text, write_files
 from tests.conftest import WORDS
 
@@ -48,7 +54,8 @@ def folder(request, tmp_path_factory) -> Path:
 
 def read(folder: Path, language: str | None = "mr", task: str | None = "transcribe", **changes) -> PromptedVocabulary:
     pairs = read_byte_pairs(folder)
-    return PromptedVocabulary(pairs, Prompt(language, task), changes.get("size", pairs.size), changes.get("en", False))
+    tokens = ModelTokens(changes.get("size", pairs.size), 448, changes.get("en", False), changes.get("said", {}))
+    return PromptedVocabulary(pairs, Prompt(language, task), tokens)
 
 
 @pytest.mark.parametrize("language, task", [("mr", "transcribe"), ("hi", "translate"), ("en", "transcribe")])
@@ -151,12 +158,13 @@ def test_what_was_never_kept_gets_one_sentence(kept):
 
 
 def test_rules_come_from_the_files_or_from_the_tokens(folder):
-    ours = read(folder)
     settings = {"suppress_tokens": [1, 2], "begin_suppress_tokens": [7], "max_initial_timestamp_index": 3}
-    rules = ours.rules(settings, with_times=True, most_tokens=44)
-    assert (rules.suppressed, rules.suppressed_first, rules.most_tokens) == ((1, 2), (7,), 44)
+    ours = read(folder, said=settings | {"return_timestamps": False})
+    rules = vocabulary_of(ours.saying_times().model).rules
+    assert (rules.suppressed, rules.suppressed_first, rules.most_tokens) == ((1, 2), (7,), 445)
     assert rules.times == TimeRules(ours.no_times, ours.first_time, 3) and rules.prompt == ours.prefix_with_times
-    made = ours.rules({}, with_times=False, most_tokens=44)
+    made = read(folder).rules
+    assert (made.most_tokens, ours.rules.times) == (444, None)
     assert made.times is None and made.prompt == ours.prefix
     assert made.suppressed_first == (*read_byte_pairs(folder).encode(" "), ours.special.end)
     assert {ours.special.start, ours.no_speech} <= set(made.suppressed)
@@ -167,17 +175,16 @@ def test_rules_come_from_the_files_or_from_the_tokens(folder):
         assert made.suppressed_first == (220, 50257)
     for wrong in ([ours.size], [-2], ["a"], 5, [True]):
         with pytest.raises(DataError, match="suppress_tokens is not a list of the model's tokens"):
-            ours.rules({"suppress_tokens": wrong}, with_times=False, most_tokens=44)
+            read(folder, said={"suppress_tokens": wrong})
     with pytest.raises(DataError, match="max_initial_timestamp_index"):
-        ours.rules({"max_initial_timestamp_index": "50"}, with_times=True, most_tokens=44)
+        read(folder, said={"max_initial_timestamp_index": "50"})
 
 
 def test_labels_beyond_the_decoders_positions_are_left_out_with_the_reason(folder):
     ours, limits = read(folder), Limits(0.1, 30.0, 10**9, 1.0, is_aligned=False).for_positions(448)
     utterance = Utterance("u.wav", "u.wav", 5.0, "!")
-    longest = ours.encode("") + [0] * ours.most_text_tokens(448)
+    longest = ours.encode("") + [0] * ours.rules.most_tokens
     assert len(collate([Speech("u", torch.zeros(5), longest, None)], ours.special).decoder_tokens[0]) == 448
     assert reason_to_reject(utterance, longest, limits) is None
     assert reason_to_reject(utterance, [*longest, 0], limits) == "448 tokens are more than the decoder's 447"
-    assert ours.most_text_tokens(448) == 444 and ours.most_text_tokens(448, with_times=True) == 443
     assert Limits(0.1, 30.0, 400, 1.0).for_positions(448).max_tokens == 400

@@ -163,8 +163,8 @@ class TuningConfig:
     """LoRA: train products of this rank beside frozen layers, and nothing else (0: no LoRA)."""
     lora_alpha: float = 0.0
     """LoRA: the products count --lora_alpha / --lora_rank times (0: twice)."""
-    lora_targets: tuple[str, ...] = ("query_key_value", "query", "key_value")
-    """LoRA: names of the layers that get one; expand, contract, gate and output are others."""
+    lora_targets: tuple[str, ...] = ("query_key_value", "query", "key_value", "value")
+    """LoRA: names of the layers that get one; key, output, expand, contract and gate are others."""
 
     @property
     def scale(self) -> float:

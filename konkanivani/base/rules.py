@@ -16,7 +16,7 @@ from konkanivani.base.config import (
 from konkanivani.base.errors import ErrorCollector, UsageError
 from konkanivani.base.units import parse_budget, parse_share, parse_snr
 
-LORA_LAYERS = {"query_key_value", "query", "key_value", "output", "expand", "contract", "gate"}
+LORA_LAYERS = {"query_key_value", "query", "key_value", "key", "value", "output", "expand", "contract", "gate"}
 SUBSAMPLED_BINS = 7  # the fewest of which two convolutions of kernel 3 and stride 2 leave one
 
 

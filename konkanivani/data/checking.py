@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -12,7 +13,8 @@ from konkanivani.base.lengths import SAMPLE_RATE, Framing, ctc_frames_needed, sp
 from konkanivani.data.manifest import Manifest
 from konkanivani.data.rejections import Rejection
 from konkanivani.data.selection import Selection
-from konkanivani.data.token_counts import Digits, TokenCounts, count_tokens
+from konkanivani.data.text import Digits
+from konkanivani.data.token_counts import TokenCounts, count_tokens
 from konkanivani.data.utterance import Utterance
 from konkanivani.data.vocabulary import Vocabulary
 
@@ -94,10 +96,10 @@ def check_utterances(
     manifest: Manifest, tokenizer: Vocabulary, limits: Limits, digits: Digits
 ) -> tuple[Selection, list[Rejection]]:
     """The utterances that can be used, and the others with their reasons; an empty transcript counts as broken."""
-    counts = count_tokens(manifest, tokenizer, digits)
+    counts, normalize = count_tokens(manifest, tokenizer, digits), partial(tokenizer.normalize, digits=digits)
     usable = _usable(manifest, counts, limits)
     rejections = []
-    everything = Selection(manifest, np.arange(len(manifest), dtype=np.int32), counts, digits, is_whole=True)
+    everything = Selection(manifest, np.arange(len(manifest), dtype=np.int32), counts, normalize, is_whole=True)
     for place in np.flatnonzero(~usable):
         utterance = everything[place]
         tokens = tokenizer.encode(utterance.text)

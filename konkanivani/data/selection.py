@@ -1,14 +1,13 @@
-"""The utterances of a manifest that a run uses, their texts normalised."""
+"""The utterances of a manifest that a run uses, their texts as a model learns them."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from konkanivani.data.manifest import Manifest
-from konkanivani.data.text import normalize_text
-from konkanivani.data.token_counts import Digits, TokenCounts
+from konkanivani.data.token_counts import TokenCounts
 from konkanivani.data.utterance import Utterance
 
 
@@ -22,7 +21,7 @@ class Selection(Sequence[Utterance]):
     manifest: Manifest
     places: np.ndarray
     counts: TokenCounts
-    digits: Digits
+    normalize: Callable[[str], str]
     is_whole: bool = False
 
     @property
@@ -40,7 +39,7 @@ class Selection(Sequence[Utterance]):
 
     def __getitem__(self, number: int) -> Utterance:
         utterance = self.manifest[int(self.places[number])]
-        return dataclasses.replace(utterance, text=normalize_text(utterance.text, self.digits))
+        return dataclasses.replace(utterance, text=self.normalize(utterance.text))
 
     def part(self, numbers: np.ndarray) -> "Selection":
         """These of its utterances."""

@@ -16,12 +16,16 @@ from typing import Literal
 import sentencepiece
 
 from konkanivani.base.errors import DataError, UsageError
+from konkanivani.data.generation import FREE
 
 WORD_BOUNDARY = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's mark before a word
 DIGIT_WORDS = ("शून्य", "एक", "दोन", "तीन", "चार", "पांच", "स", "सात", "आठ", "णव")
 
 
-def normalize_text(text: str, digits: Literal["keep", "spell"] = "keep") -> str:
+Digits = Literal["keep", "spell"]
+
+
+def normalize_text(text: str, digits: Digits = "keep") -> str:
     """`text` as it is trained on and scored: see the module's first lines."""
     characters = []
     for character in unicodedata.normalize("NFC", text).lower():
@@ -36,6 +40,13 @@ def normalize_text(text: str, digits: Literal["keep", "spell"] = "keep") -> str:
             characters.append(" ")
     # Lower-casing and removing joiners can leave a sequence that composes further.
     return " ".join(unicodedata.normalize("NFC", "".join(characters)).split())
+
+
+def written_text(text: str, digits: Digits = "keep") -> str:
+    """`text` with case and punctuation, for a model that writes them: NFC, digits kept or spelt, single spaces."""
+    if digits == "spell":
+        text = "".join(f" {DIGIT_WORDS[unicodedata.digit(c)]} " if unicodedata.category(c) == "Nd" else c for c in text)
+    return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 # Control characters but tab and line ends, marks that turn the direction of writing, and halves of characters.
@@ -80,7 +91,7 @@ class Tokenizer:
 
     def __init__(self, model: bytes) -> None:
         """Raises a DataError where `model` is not a SentencePiece model with these four ids."""
-        self.model, self.special = model, OUR_TOKENS
+        self.model, self.special, self.rules = model, OUR_TOKENS, FREE
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
@@ -102,6 +113,10 @@ class Tokenizer:
     def size(self) -> int:
         """Tokens in the vocabulary, the four special ones included."""
         return self._processor.get_piece_size()
+
+    def normalize(self, text: str, digits: Digits) -> str:
+        """A transcript as its tokens are made of it: without case and punctuation."""
+        return normalize_text(text, digits)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a normalised text."""

@@ -6,17 +6,15 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import repeat
 from multiprocessing import get_context
-from typing import Literal
 
 import numpy as np
 
 from konkanivani.base.console import say
 from konkanivani.base.lengths import ctc_frames_needed
 from konkanivani.data.manifest import Manifest
-from konkanivani.data.text import normalize_text
+from konkanivani.data.text import Digits
 from konkanivani.data.vocabulary import Vocabulary
 
-Digits = Literal["keep", "spell"]
 FEW_ROWS = 20_000  # counted here, without processes to help
 BLOCK_ROWS = 100_000
 MAX_COUNT = 2**16 - 1
@@ -67,6 +65,7 @@ def _count(manifest: Manifest, first: int, end: int, tokenizer: Vocabulary, digi
     """(2, end - first) uint16: tokens and frames needed of these rows."""
     counts = np.empty((2, end - first), np.uint16)
     for place, utterance in enumerate(manifest.between(first, end)):
-        tokens = tokenizer.encode(normalize_text(utterance.text, digits))
+        text = tokenizer.normalize(utterance.text, digits)
+        tokens = tokenizer.encode(text) if text else []
         counts[:, place] = min(MAX_COUNT, len(tokens)), min(MAX_COUNT, ctc_frames_needed(tokens))
     return counts

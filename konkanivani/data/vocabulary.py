@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from konkanivani.data.text import SpecialTokens
+from konkanivani.data.generation import GenerationRules
+from konkanivani.data.text import Digits, SpecialTokens
 
 
 class Vocabulary(Protocol):
@@ -17,12 +18,19 @@ class Vocabulary(Protocol):
         """The ids that stand for no text."""
 
     @property
+    def rules(self) -> GenerationRules:
+        """How a search over its tokens goes."""
+
+    @property
     def model(self) -> bytes:
         """All of it, to make an equal one of."""
 
     @property
     def size(self) -> int:
         """Tokens, the special ones included."""
+
+    def normalize(self, text: str, digits: Digits) -> str:
+        """A transcript as its tokens are made of it, digits left or spelt."""
 
     def encode(self, text: str) -> list[int]:
         """What a model learns to say for a text, without the start and the end."""

@@ -11,6 +11,7 @@ import torch
 from konkanivani.base.config import DecodingConfig
 from konkanivani.base.errors import UsageError
 from konkanivani.base.lengths import Lengths
+from konkanivani.data.generation import FREE, GenerationRules
 from konkanivani.data.text import OUR_TOKENS, SpecialTokens
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.decoding.beam import Scorers, Weighted, beam_search
@@ -19,7 +20,7 @@ from konkanivani.decoding.fusion import Fusion
 from konkanivani.decoding.hypothesis import Hypothesis
 from konkanivani.decoding.language_model import LanguageModel, read_language_model
 from konkanivani.decoding.prefix_beam import prefix_beam_search
-from konkanivani.decoding.rules import FREE, GenerationRules, RuledScorer
+from konkanivani.decoding.rules import RuledScorer
 from konkanivani.decoding.scorers import AttentionScorer, CTCScorer, FullScorer, LanguageModelScorer
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import KonkaniVaniASR
@@ -87,9 +88,11 @@ class BeamDecode:
         return RuledScorer(scorer, self.rules, self.special.end) if self.rules.forbids else scorer
 
 
-def greedy_decode(architecture: Architecture, special: SpecialTokens, rules: GenerationRules = FREE) -> Decode:
+def greedy_decode(architecture: Architecture, tokenizer: Vocabulary) -> Decode:
     """The likeliest path of CTC, or, of a recogniser without, the likeliest token one after another."""
-    return greedy_ctc if architecture.has_ctc else BeamDecode(1, 0.0, 0.0, None, 0.0, special, rules)
+    if architecture.has_ctc:
+        return greedy_ctc
+    return BeamDecode(1, 0.0, 0.0, None, 0.0, tokenizer.special, tokenizer.rules)
 
 
 def ways_to_decode(architecture: Architecture) -> list[str]:
@@ -104,7 +107,6 @@ def build_decode(
     architecture: Architecture,
     tokenizer: Vocabulary,
     device: torch.device,
-    rules: GenerationRules = FREE,
 ) -> Decode:
     """The decoding that the settings ask for.
 
@@ -118,7 +120,7 @@ def build_decode(
             f"The model has no {missing}, which --decode {config.decode} needs: give --decode {' or '.join(possible)}."
         )
     if config.decode == "greedy":
-        return greedy_decode(architecture, tokenizer.special, rules)
+        return greedy_decode(architecture, tokenizer)
     language_model, weight = None, config.language_model_weight
     if config.language_model is not None and weight:
         if tokenizer.special.blank is None:
@@ -130,7 +132,9 @@ def build_decode(
             Fusion(language_model, weight, config.length_bonus, tokenizer.special) if language_model else None,
         )
     ctc_weight = config.joint_ctc_weight if config.decode == "joint" else 0.0
-    return BeamDecode(config.beam, ctc_weight, config.length_bonus, language_model, weight, tokenizer.special, rules)
+    return BeamDecode(
+        config.beam, ctc_weight, config.length_bonus, language_model, weight, tokenizer.special, tokenizer.rules
+    )
 
 
 def _best_tokens(found: list[tuple[Hypothesis, ...]]) -> list[list[int]]:

@@ -48,7 +48,7 @@ class FormScore:
 
 def recognize_with(speech_model: SpeechModel) -> Recognize:
     """Greedy decoding with the model."""
-    decode = greedy_decode(speech_model.architecture, speech_model.tokenizer.special)
+    decode = greedy_decode(speech_model.architecture, speech_model.tokenizer)
 
     def recognize(waveforms: torch.Tensor, sample_lengths: Lengths) -> list[str]:
         found = decode(speech_model.model, *speech_model.encode(waveforms, sample_lengths))

@@ -9,23 +9,36 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from konkanivani.base.config import TuningConfig
+from konkanivani.base.errors import UsageError
 from konkanivani.model.kernels.linear import Linear, LowRank
 
 TENSORS = ("low_rank.down", "low_rank.up")  # A and B, behind their layer's name
 
 
+def lower_parts(encoder: torch.nn.Module, freeze: str | int) -> list[torch.nn.Module]:
+    """What --freeze names: the encoder, or what is before its blocks and the first of them."""
+    if freeze == "encoder":
+        return [encoder]
+    return [encoder.subsampling, *encoder.blocks[:freeze]] if isinstance(freeze, int) and freeze > 0 else []
+
+
 def tune(model: torch.nn.Module, lower: Iterable[torch.nn.Module], config: TuningConfig) -> None:
     """Freezes what the settings say, in place, and adds the low-rank products that they ask for.
 
-    `lower` are the parts that `--freeze` names: they are run without gradient then, and nothing of them is kept.
+    `lower` are the parts that `--freeze` names: they are run without gradient then, and nothing of them is kept. A
+    UsageError where no layer has a name that the settings ask low-rank products for.
     """
     for part in lower:
         part.requires_grad_(False)
     if config.lora_rank:
         model.requires_grad_(False)
-        for name, layer in model.named_modules():
-            if isinstance(layer, Linear) and name.rpartition(".")[2] in config.lora_targets:
-                layer.low_rank = LowRank(layer, config.lora_rank, config.scale)
+        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
+        chosen = [layer for name, layer in layers.items() if name.rpartition(".")[2] in config.lora_targets]
+        if not chosen:
+            known = sorted({name.rpartition(".")[2] for name in layers})
+            raise UsageError(f"--lora_targets names no layer of this model: give some of {', '.join(known)}.")
+        for layer in chosen:
+            layer.low_rank = LowRank(layer, config.lora_rank, config.scale)
 
 
 def merged(weights: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:

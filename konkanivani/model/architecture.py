@@ -10,7 +10,7 @@ import torch
 
 from konkanivani.base.config import AugmentConfig, FeatureConfig, LossConfig, ModelConfig, TrainConfig, TuningConfig
 from konkanivani.base.lengths import FrameLengths, Framing
-from konkanivani.model.adapters import merged, tune
+from konkanivani.model.adapters import lower_parts, merged, tune
 from konkanivani.model.asr import KonkaniVaniASR, Unfilled
 from konkanivani.model.flops import CTC_HEAD, Layer, forward_layers
 from konkanivani.model.front_end import FeatureExtractor, FrontEnd
@@ -36,6 +36,7 @@ class Architecture(Protocol):
     longest_seconds: float
     most_tokens: float
     framing: FrameLengths
+    tuning: TuningConfig
 
     def objective(self, loss: LossConfig) -> Objective:
         """What is minimised."""
@@ -45,6 +46,9 @@ class Architecture(Protocol):
 
     def build_without_values(self) -> torch.nn.Module:
         """The network on the device `meta`, for its shapes, or for weights that are there already to be assigned."""
+
+    def plain(self, weights: Mapping[str, torch.Tensor]) -> tuple["Architecture", Mapping[str, torch.Tensor]]:
+        """The same recogniser with nothing frozen or added, and `weights` as its own, low-rank products merged."""
 
     def build_front_end(self, augment: AugmentConfig) -> FeatureExtractor:
         """Waveforms to the features that the network hears."""
@@ -88,14 +92,8 @@ class HybridArchitecture:
 
     def build(self) -> KonkaniVaniASR:
         """The network, initialised from torch's generator; what is not to be trained is frozen."""
-        model, freeze = (
-            KonkaniVaniASR(self.model, self.vocab_size, self.features.mel_bins, self.has_ctc),
-            self.tuning.freeze,
-        )
-        lower = [model.encoder] if freeze == "encoder" else []
-        if isinstance(freeze, int) and freeze > 0:
-            lower = [model.encoder.subsampling, *model.encoder.blocks[:freeze]]
-        tune(model, lower, self.tuning)
+        model = KonkaniVaniASR(self.model, self.vocab_size, self.features.mel_bins, self.has_ctc)
+        tune(model, lower_parts(model.encoder, self.tuning.freeze), self.tuning)
         return model
 
     def plain(self, weights: Mapping[str, torch.Tensor]) -> tuple["HybridArchitecture", Mapping[str, torch.Tensor]]:

@@ -84,7 +84,7 @@ def build_run(start: Start, report: Report = silent) -> Run:
         plan=plan,
         watch=BudgetWatch(plan.budget / MIB if plan and device.type == "cpu" else float("inf"), resident_before),
         validation=validation.within(plan.validation_seconds) if plan and validation else validation,
-        decode=greedy_decode(step.architecture, speech.tokenizer.special),
+        decode=greedy_decode(step.architecture, speech.tokenizer),
         stateful=stateful,
         plan_digest=planner.digest(),
         checkpointer=checkpointer,

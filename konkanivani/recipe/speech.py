@@ -30,8 +30,7 @@ from konkanivani.data.manifest import Manifest, iterate_texts, measure_amount, n
 from konkanivani.data.noise_reverb import NoiseReverb, read_noise_reverb
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.selection import Selection
-from konkanivani.data.text import normalize_text, train_tokenizer
-from konkanivani.data.token_counts import Digits
+from konkanivani.data.text import Digits, normalize_text, train_tokenizer
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.inference.speech_model import load_tokenizer
 from konkanivani.recipe.corpus import check_corpus, check_spelling, warn_of_shared

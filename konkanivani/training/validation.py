@@ -18,6 +18,7 @@ from konkanivani.data.dataset import EvaluationSpeech
 from konkanivani.data.loader.loading import load_batches
 from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.rejections import Rejections
+from konkanivani.data.text import normalize_text
 from konkanivani.data.utterance import Utterance
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.decoding.ctc import argmax_tokens, blank_frames
@@ -31,7 +32,7 @@ from konkanivani.training.sharding import full_weights
 
 @dataclass(frozen=True)
 class ScoredUtterance:
-    """One utterance with its reference and its hypothesis, both normalised."""
+    """One utterance with its reference and its hypothesis, both as the model learns to write."""
 
     utterance: Utterance
     hypothesis: str
@@ -56,8 +57,10 @@ class Evaluation:
 
 
 def rates_over(scored: list[ScoredUtterance]) -> ErrorRates:
-    """The error rates over these utterances."""
-    return error_rates([s.utterance.text for s in scored], [s.hypothesis for s in scored])
+    """The error rates over these utterances, case and punctuation aside."""
+    return error_rates(
+        [normalize_text(s.utterance.text) for s in scored], [normalize_text(s.hypothesis) for s in scored]
+    )
 
 
 @dataclass(frozen=True)

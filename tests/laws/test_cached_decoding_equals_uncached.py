@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.base.config import DecodingConfig, TrainConfig
+from konkanivani.data.generation import FREE
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.data.utterance import Utterance
 from konkanivani.decoding.beam import Scorers, Weighted, beam_search
@@ -33,7 +34,7 @@ TINY_VOCABULARY = 6  # the unknown token and two of its own can be said
 class NumberTokenizer:
     """Token ids as text."""
 
-    special = OUR_TOKENS
+    special, rules = OUR_TOKENS, FREE
 
     def decode(self, tokens: list[int]) -> str:
         return " ".join(map(str, tokens))

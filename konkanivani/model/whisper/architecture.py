@@ -1,10 +1,13 @@
 """Whisper as a recogniser before it has weights, beside the trainer's own (`model/architecture.py`)."""
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from konkanivani.base.config import AugmentConfig, LossConfig
+from konkanivani.base.config import AugmentConfig, LossConfig, TuningConfig
+from konkanivani.model.adapters import lower_parts, merged, tune
 from konkanivani.model.asr import Unfilled
 from konkanivani.model.flops import Layer
 from konkanivani.model.losses import LossTerm, Objective
@@ -18,6 +21,7 @@ class WhisperArchitecture:
     """An encoder over windows of fixed length and a decoder, without CTC; its features and tokens are given."""
 
     model: WhisperShape
+    tuning: TuningConfig = TuningConfig()
     has_ctc = False
     has_decoder = True
 
@@ -46,8 +50,14 @@ class WhisperArchitecture:
         return Objective((LossTerm("attention", 1.0, has_end=True),), loss.label_smoothing)
 
     def build(self) -> Whisper:
-        """The network, initialised from torch's generator."""
-        return Whisper(self.model)
+        """The network, initialised from torch's generator; what is not to be trained is frozen."""
+        model = Whisper(self.model)
+        tune(model, lower_parts(model.encoder, self.tuning.freeze), self.tuning)
+        return model
+
+    def plain(self, weights: Mapping[str, torch.Tensor]) -> tuple["WhisperArchitecture", Mapping[str, torch.Tensor]]:
+        """The same recogniser with nothing frozen or added, and `weights` as its own, low-rank products merged."""
+        return dataclasses.replace(self, tuning=TuningConfig()), merged(weights, self.tuning.scale)
 
     def build_without_values(self) -> Whisper:
         """The network on the device `meta`, for its shapes, or for weights that are there already to be assigned."""

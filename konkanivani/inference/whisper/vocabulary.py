@@ -13,8 +13,8 @@ from functools import cached_property
 
 from konkanivani.base.errors import DataError, UsageError
 from konkanivani.data.byte_pairs import BytePairs, byte_pairs_of
-from konkanivani.data.text import SpecialTokens
-from konkanivani.decoding.rules import GenerationRules, TimeRules
+from konkanivani.data.generation import GenerationRules, TimeRules
+from konkanivani.data.text import Digits, SpecialTokens, written_text
 
 END, START = "<|endoftext|>", "<|startoftranscript|>"
 NO_TIMES, FIRST_TIME = "<|notimestamps|>", "<|0.00|>"
@@ -26,6 +26,8 @@ LATEST_FIRST = 50  # steps: speech begins in the first second, or what is before
 # An English-only model names languages too. It has one token less than the least of the others.
 ENGLISH_ONLY_SIZE = 51_864
 NEAREST = {"kok": "Konkani", "gom": "Konkani"}
+# What of generation_config.json says how a search goes.
+GENERATION = ("suppress_tokens", "begin_suppress_tokens", "max_initial_timestamp_index")
 OTHER = "Use another model, or download its files again."
 
 
@@ -37,26 +39,46 @@ class Prompt:
     task: str | None
 
 
+@dataclass(frozen=True)
+class ModelTokens:
+    """What a model's files say of its tokens: how many there are, some maybe without a name, and places for them.
+
+    `generation` is what generation_config.json says of a search; the rest of that file is not looked at.
+    """
+
+    size: int
+    positions: int
+    is_english_only: bool
+    generation: Mapping[str, object]
+
+    @property
+    def said(self) -> dict[str, object]:
+        """What of `generation` a search goes by."""
+        return {name: self.generation[name] for name in GENERATION if name in self.generation}
+
+
 class PromptedVocabulary:
     """Byte pairs with Whisper's named tokens, and the prompt with which this model is trained; a `Vocabulary`.
 
     A label is language, task, "no times" and the text; `collate` puts the start before and the end behind it.
     """
 
-    def __init__(self, byte_pairs: BytePairs, prompt: Prompt, size: int, is_english_only: bool) -> None:
-        """`size` is the model's, which may have tokens that its files do not name.
+    def __init__(self, byte_pairs: BytePairs, prompt: Prompt, tokens: ModelTokens, says_times: bool = False) -> None:
+        """With `says_times` a search finds the times of what it finds.
 
-        Raises a DataError where a token is missing that the model needs, a UsageError where the prompt asks for what
-        it cannot do.
+        Raises a DataError where a token is missing that the model needs, or generation_config.json names one that is
+        not there; a UsageError where the prompt asks for what the model cannot do.
         """
-        self._pairs, self._prompt, self._size, self._is_english_only = byte_pairs, prompt, size, is_english_only
-        if byte_pairs.size > size:
-            raise DataError(f"The model has {size} tokens and its tokenizer {byte_pairs.size}. {OTHER}")
+        self._pairs, self._prompt, self._tokens, self._says_times = byte_pairs, prompt, tokens, says_times
+        self._size, self._is_english_only = tokens.size, tokens.is_english_only
+        if byte_pairs.size > self._size:
+            raise DataError(f"The model has {self._size} tokens and its tokenizer {byte_pairs.size}. {OTHER}")
         self.special = SpecialTokens(None, None, self._named(START), self._named(END))
         self.no_times = self._named(NO_TIMES)
         self.first_time = byte_pairs.names.get(FIRST_TIME, self.no_times + 1)
         self.no_speech = next((byte_pairs.names[name] for name in NO_SPEECH if name in byte_pairs.names), None)
         self._beginning = self._checked_beginning()
+        self.rules = self._rules()
 
     def __reduce__(self) -> tuple:
         return vocabulary_of, (self.model,)
@@ -122,8 +144,13 @@ class PromptedVocabulary:
     @cached_property
     def model(self) -> bytes:
         """All of it, from which `vocabulary_of` makes an equal one."""
-        about = dataclasses.asdict(self._prompt) | {"size": self._size, "is_english_only": self._is_english_only}
+        tokens = dataclasses.replace(self._tokens, generation=self._tokens.said)
+        about = {**vars(self._prompt), **vars(tokens), "says_times": self._says_times}
         return json.dumps(about).encode() + b"\n" + self._pairs.model
+
+    def normalize(self, text: str, digits: Digits) -> str:
+        """A transcript as it is learnt: with its case and punctuation."""
+        return written_text(text, digits)
 
     def encode(self, text: str) -> list[int]:
         """The label of a text, without times."""
@@ -157,30 +184,24 @@ class PromptedVocabulary:
         """What token id `token` stands for; of one without a name, its number."""
         return self._pairs.piece(token) if token < self._pairs.size else f"<|{token}|>"
 
-    def most_text_tokens(self, positions: int, with_times: bool = False) -> int:
-        """Tokens of text in the longest label that a decoder of so many positions can learn, behind start and prompt.
+    def saying_times(self) -> "PromptedVocabulary":
+        """The same, of which a search finds the times too; a UsageError where there are none."""
+        self.time_token(0.0)
+        return PromptedVocabulary(self._pairs, self._prompt, self._tokens, says_times=True)
 
-        Times are two tokens more; the end, which is only ever said, takes no position.
-        """
-        prefix = len(self.prefix_with_times) + 2 if with_times else len(self.prefix)
-        return positions - 1 - prefix
-
-    def rules(self, settings: Mapping[str, object], with_times: bool, most_tokens: int) -> GenerationRules:
-        """How a search goes, by the `settings` of generation_config.json; what they leave out is made of the tokens.
-
-        Raises a DataError where they name tokens that the model has not.
-        """
+    def _rules(self) -> GenerationRules:
+        """How a search goes, by generation_config.json; what it leaves out is made of the tokens."""
+        settings, with_times = self._tokens.generation, self._says_times
         latest = settings.get("max_initial_timestamp_index", LATEST_FIRST)
         if latest is not None and type(latest) is not int:
             raise DataError(f"generation_config.json: max_initial_timestamp_index is no whole number. {OTHER}")
-        if with_times:
-            self.time_token(0.0)
+        prompt = self.prefix_with_times if with_times else self.prefix
         return GenerationRules(
-            prompt=self.prefix_with_times if with_times else self.prefix,
+            prompt=prompt,
             suppressed=self._ids(settings, "suppress_tokens", self.unspoken),
             suppressed_first=self._ids(settings, "begin_suppress_tokens", self.unspoken_first),
             times=TimeRules(self.no_times, self.first_time, latest) if with_times else None,
-            most_tokens=most_tokens,
+            most_tokens=self._tokens.positions - 1 - len(prompt),
         )
 
     def _ids(self, settings: Mapping[str, object], name: str, otherwise: tuple[int, ...]) -> tuple[int, ...]:
@@ -211,6 +232,16 @@ class PromptedVocabulary:
         return tuple(sorted(found | {self._pairs.names[name] for name in names if name in self._pairs.names}))
 
 
+# What the first line of `PromptedVocabulary.model` holds.
+KINDS = {
+    "language": (str, type(None)),
+    "task": (str, type(None)),
+    "size": (int,),
+    "positions": (int,),
+    "is_english_only": (bool,),
+    "generation": (dict,),
+    "says_times": (bool,),
+}
 SIGNS = (
     *'"#()*+/:;<=>@[\\]^_`{|}~「」『』',
     *"<< >> <<< >>> -- --- -( -[ (' (\" (( )) ((( ))) [[ ]] {{ }} ♪♪ ♪♪♪".split(),
@@ -231,15 +262,14 @@ def vocabulary_of(model: bytes) -> PromptedVocabulary:
     about, _, pairs = model.partition(b"\n")
     try:
         found = json.loads(about)
-        prompt, size, english = Prompt(found["language"], found["task"]), found["size"], found["is_english_only"]
+        kinds = {name: type(found[name]) for name in KINDS}
     except (ValueError, RecursionError, KeyError, TypeError):
         raise DataError(f"The tokenizer is not one of Whisper's. {OTHER}") from None
-    if type(size) is not int or type(english) is not bool or not {type(prompt.language), type(prompt.task)} <= TEXTS:
+    if not all(kind in KINDS[name] for name, kind in kinds.items()):
         raise DataError(f"The tokenizer is not one of Whisper's. {OTHER}")
+    prompt = Prompt(found["language"], found["task"])
+    tokens = ModelTokens(found["size"], found["positions"], found["is_english_only"], found["generation"])
     try:
-        return PromptedVocabulary(byte_pairs_of(pairs, "The tokenizer"), prompt, size, english)
+        return PromptedVocabulary(byte_pairs_of(pairs, "The tokenizer"), prompt, tokens, found["says_times"])
     except UsageError as error:  # nobody has asked for this
         raise DataError(f"The tokenizer does not have its own prompt. {error}") from None
-
-
-TEXTS = {str, type(None)}
