@@ -1,6 +1,7 @@
 """Labels, prompts and what is never said are those of transformers' tokenizer, whichever ids a model's files give."""
 
 import copy
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -181,10 +182,13 @@ def test_rules_come_from_the_files_or_from_the_tokens(folder):
 
 
 def test_labels_beyond_the_decoders_positions_are_left_out_with_the_reason(folder):
-    ours, limits = read(folder), Limits(0.1, 30.0, 10**9, 1.0, is_aligned=False).for_positions(448)
+    ours, limits = read(folder), Limits(0.1, 40.0, 10**9, 1.0, is_aligned=False).within(30.0, 447, 0.9)
     utterance = Utterance("u.wav", "u.wav", 5.0, "!")
     longest = ours.encode("") + [0] * ours.rules.most_tokens
     assert len(collate([Speech("u", torch.zeros(5), longest, None)], ours.special).decoder_tokens[0]) == 448
     assert reason_to_reject(utterance, longest, limits) is None
     assert reason_to_reject(utterance, [*longest, 0], limits) == "448 tokens are more than the decoder's 447"
-    assert Limits(0.1, 30.0, 400, 1.0).for_positions(448).max_tokens == 400
+    assert reason_to_reject(dataclasses.replace(utterance, duration=28.0), longest, limits) == (
+        "28.00 s is longer than the model's window at speed 0.9, 27 s"
+    )
+    assert Limits(0.1, 20.0, 400, 1.0).within(30.0, 447) == Limits(0.1, 20.0, 400, 1.0)

@@ -11,13 +11,13 @@ import bootstrap
 
 bootstrap.rerun_under_venv()
 
-import dataclasses
 import sys
 from dataclasses import dataclass, field
 
 from konkanivani.base.command_line import read_flags, run_script
-from konkanivani.base.config import PRESETS, TrainConfig
+from konkanivani.base.config import TrainConfig
 from konkanivani.base.errors import UsageError
+from konkanivani.base.flags import defaults_beside
 from konkanivani.base.rules import check_config
 from konkanivani.base.units import parse_budget
 from konkanivani.memory.devices import cpu_costs, cuda_costs
@@ -50,8 +50,7 @@ class Flags(OwnFlags):
 def read_plan_flags(arguments: list[str]) -> Flags:
     """The command line; a preset's shape stands where a single flag does not override it."""
     first = read_flags(Flags, arguments, Flags(), shown=OwnFlags)
-    train = dataclasses.replace(TrainConfig(), model=PRESETS[first.train.run.preset])
-    return read_flags(Flags, arguments, Flags(train=train))
+    return read_flags(Flags, arguments, Flags(train=defaults_beside(first.train)))
 
 
 def plan(flags: Flags) -> str:
@@ -74,6 +73,8 @@ def plan(flags: Flags) -> str:
         gpu = gpu or Gpu("a CUDA card", size, (7, 5))
         costs = cuda_costs(gpu.name, gpu.capability)
     if flags.presets:
+        if flags.train.pretrained.pretrained is not None:
+            raise UsageError("--presets are models of ours: leave --pretrained out, or ask about it alone.")
         if flags.world > 1:
             raise UsageError("--presets is for one process: give --world with one --preset.")
         return plan_presets(flags.train, costs)

@@ -15,8 +15,10 @@ DECIDED = ("tokenizer_type", "ctc_weight", "epochs", "speed_perturbation", "grad
 LITTLE_HOURS = 10.0  # with less, subwords are too rare to be learnt, and attention alone aligns too late
 HOURS_HEARD = 30.0  # of speech in all epochs together, where that is between the two bounds
 MIN_EPOCHS, MAX_EPOCHS = 20, 60
+MIN_TUNED_EPOCHS, MAX_TUNED_EPOCHS = 3, 10  # of a model that has learnt already
 WINDOW_SECONDS = 20.0  # of little speech in a step: twice the steps of half the speech learn more in as many epochs
 MIN_WINDOW_SIZE = 2
+TUNED_WINDOW_SIZE = 16  # utterances, of a model that has learnt already: as its makers' own recipes have it
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,15 @@ MUCH_SPEECH = Amount(float("inf"), 0)
 
 def resolve(config: TrainConfig, amount: Amount = MUCH_SPEECH) -> TrainConfig:
     """The configuration with every "auto" that the amount of speech to train on decides."""
-    config = dataclasses.replace(config, data=_with_window(config.data, amount.window_size))
+    is_tuned = config.pretrained.pretrained is not None
+    utterances = max(TUNED_WINDOW_SIZE, amount.ranks) if is_tuned else amount.window_size
+    config = dataclasses.replace(config, data=_with_window(config.data, utterances))
+    fewest, most = (MIN_TUNED_EPOCHS, MAX_TUNED_EPOCHS) if is_tuned else (MIN_EPOCHS, MAX_EPOCHS)
     chosen = {
         "tokenizer_type": "char" if amount.is_little else "unigram",
         "ctc_weight": 1.0 if not config.model.decoder_layers else 0.7 if amount.is_little else 0.3,
         "speed_perturbation": (1.0,) if amount.is_little else (0.9, 1.0, 1.1),
-        "epochs": round(min(MAX_EPOCHS, max(MIN_EPOCHS, HOURS_HEARD / max(amount.hours, 1e-9)))),
+        "epochs": round(min(most, max(fewest, HOURS_HEARD / max(amount.hours, 1e-9)))),
     }
     for setting in settings_of(config):
         if setting.name in chosen and setting.value == AUTO:

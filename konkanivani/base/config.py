@@ -154,8 +154,20 @@ class LossConfig:
 
 
 @dataclass(frozen=True)
+class PretrainedConfig:
+    """A recogniser that others have trained, to begin with in place of one of our own."""
+
+    pretrained: str | None = None
+    """Folder of a Whisper model as Hugging Face lays it out; its shape, features and tokens are its own."""
+    language: str | None = None
+    """Language that it shall write, by a code that it has a token for (Konkani has none: mr or hi)."""
+    task: Literal["transcribe", "translate"] = "transcribe"
+    """What it shall write: the language itself, or English."""
+
+
+@dataclass(frozen=True)
 class TuningConfig:
-    """What is trained of a model that begins with weights (--init_from)."""
+    """What is trained of a model that begins with weights (--pretrained, --init_from)."""
 
     freeze: Literal["none", "encoder"] | int = "none"
     """Keep as it is: the encoder, or so many of its blocks from the input on (with all before them)."""
@@ -165,6 +177,11 @@ class TuningConfig:
     """LoRA: the products count --lora_alpha / --lora_rank times (0: twice)."""
     lora_targets: tuple[str, ...] = ("query_key_value", "query", "key_value", "value")
     """LoRA: names of the layers that get one; key, output, expand, contract and gate are others."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything is not to be trained."""
+        return self.freeze not in ("none", 0) or self.lora_rank > 0
 
     @property
     def scale(self) -> float:
@@ -280,6 +297,7 @@ class TrainConfig:
     text: TextConfig = field(default_factory=TextConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     features: FeatureConfig = field(default_factory=FeatureConfig)
+    pretrained: PretrainedConfig = field(default_factory=PretrainedConfig)
     tuning: TuningConfig = field(default_factory=TuningConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     loss: LossConfig = field(default_factory=LossConfig)

@@ -8,12 +8,22 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from konkanivani.base.amount import as_stored
 from konkanivani.base.command_line import read_flags, with_new_name
-from konkanivani.base.config import AUTO, PRESETS, AugmentConfig, TrainConfig
+from konkanivani.base.config import AUTO, PRESETS, FeatureConfig, ModelConfig, TrainConfig
 from konkanivani.base.errors import CheckpointError, ErrorCollector, UsageError
 from konkanivani.base.rules import Setting, check_config, settings_of, with_setting
 
 # These say how this one process starts; a checkpoint's values for them are never taken over.
 SESSION_FLAGS = ("resume", "fresh", "new_corpus", "init_from", "replan", "dry_run")
+# These say what a model of our own is like, or begins with: one that others have trained is as it is.
+OF_OUR_MODELS = frozenset(
+    ("preset", "init_from", "tokenizer_type", "vocab_size", "ctc_weight", "intermediate_ctc_weight")
+    + tuple(leaf.name for group in (ModelConfig, FeatureConfig) for leaf in dataclasses.fields(group))
+)
+# What suits a model that has learnt already, where nobody says otherwise; the rest is decided when its folder is read.
+NOTHING = dict.fromkeys(("ctc_weight", "label_smoothing", "weight_decay"), 0.0)
+OF_PRETRAINED = NOTHING | {"max_duration": 30.0, "max_tokens": 2**16}
+# What a run cannot go on with another value of.
+GROUPS_OF_SHAPE = ("text", "features", "model", "pretrained", "tuning")
 # These say how a manifest's audio is used, and nothing without it.
 MANIFEST_OF = {"rir_prob": "rir_manifest", "noise_snr": "noise_manifest", "noise_prob": "noise_manifest"}
 
@@ -80,8 +90,18 @@ def ask(arguments: list[str]) -> Asked:
     parsed = read_flags(TrainConfig, arguments, TrainConfig())
     words = (with_new_name(word).removeprefix("--").split("=")[0] for word in arguments if word.startswith("--"))
     given = frozenset(word.replace("-", "_") for word in words)  # of --batch-size=4, batch_size
-    base = dataclasses.replace(TrainConfig(), model=PRESETS[parsed.run.preset])
+    base = defaults_beside(parsed)
     return Asked(_checked(_with_given(base, parsed, given), given, stored=None), parsed, given)
+
+
+def defaults_beside(parsed: TrainConfig) -> TrainConfig:
+    """What a flag has that is not given: the preset's shape, what suits a model that others have trained, or else."""
+    base = dataclasses.replace(TrainConfig(), model=PRESETS[parsed.run.preset])
+    if parsed.pretrained.pretrained is not None:
+        for setting in settings_of(base):
+            if setting.name in OF_PRETRAINED:
+                base = with_setting(base, dataclasses.replace(setting, value=OF_PRETRAINED[setting.name]))
+    return base
 
 
 def parse_flags(arguments: list[str], stored: TrainConfig | None = None) -> TrainConfig:
@@ -104,7 +124,7 @@ def _checked(config: TrainConfig, given: frozenset[str], stored: TrainConfig | N
         config = _settle_effective_batch(config, given, stored)
     with problems.collect():
         if stored or not config.run.resume:  # else the checkpoint may yet bring what they work on
-            check_idle_flags(config.augment, given)
+            check_idle_flags(config, given)
     with problems.collect():
         check_config(config)
     problems.raise_all()
@@ -137,11 +157,15 @@ def _settle_effective_batch(config: TrainConfig, given: frozenset[str], stored: 
     return config
 
 
-def check_idle_flags(augment: AugmentConfig, given: frozenset[str]) -> None:
+def check_idle_flags(config: TrainConfig, given: frozenset[str]) -> None:
     """Raises a UsageError for a flag that is given and has nothing to work on."""
     for name, manifest in MANIFEST_OF.items():
-        if name in given and getattr(augment, manifest) is None:
+        if name in given and getattr(config.augment, manifest) is None:
             raise UsageError(f"--{name} does nothing without --{manifest}: give both, or leave it out.")
+    idle = sorted(OF_OUR_MODELS & given) if config.pretrained.pretrained is not None else []
+    if idle:
+        named = ", ".join(f"--{name}" for name in idle)
+        raise UsageError(f"A --pretrained model is as its folder says, and {named} would change it: leave it out.")
 
 
 def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
@@ -150,7 +174,7 @@ def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
     found = [
         f"--{old.name} is {new.value} here and {old.value} in the checkpoint"
         for old, new in pairs
-        if old.value != new.value and old.group in ("text", "features", "model", "tuning") and old.name != "dropout"
+        if old.value != new.value and old.group in GROUPS_OF_SHAPE and old.name not in ("dropout", "pretrained")
     ]
     weights = [config.loss.ctc_weight for config in (asked, stored)]
     if 0 in weights and weights[0] != weights[1]:

@@ -10,6 +10,7 @@ from konkanivani.base.config import (
     DecodingConfig,
     FeatureConfig,
     ModelConfig,
+    PretrainedConfig,
     RunConfig,
     TrainConfig,
 )
@@ -60,6 +61,7 @@ def check_config(config: TrainConfig) -> None:
         *_learning_rules(config),
         *_head_rules(config),
         *_tuning_rules(config),
+        *_pretrained_rules(config.pretrained),
         *_run_rules(config.run),
         (not finite, f"{', '.join('--' + name for name in finite)} must be a finite number"),
     ]
@@ -223,16 +225,17 @@ def _head_rules(config: TrainConfig) -> list[Rule]:
 
 
 def _tuning_rules(config: TrainConfig) -> list[Rule]:
-    tuning, run = config.tuning, config.run
-    is_used = tuning.freeze not in ("none", 0) or tuning.lora_rank > 0
+    tuning, starts = config.tuning, (config.pretrained.pretrained, config.run.init_from, config.run.resume)
+    # Of a pretrained model the encoder's blocks are counted when its folder is read.
+    blocks = config.model.encoder_layers if config.pretrained.pretrained is None else 2**8
     return [
         (
-            not is_used or run.init_from is not None or run.resume is not None,
-            "--freeze and --lora_rank keep weights that the model begins with: give --init_from",
+            not tuning.is_used or any(start is not None for start in starts),
+            "--freeze and --lora_rank keep weights that the model begins with: give --pretrained or --init_from",
         ),
         (
-            isinstance(tuning.freeze, str) or 0 <= tuning.freeze <= config.model.encoder_layers,
-            f"--freeze takes none, encoder, or up to {config.model.encoder_layers} blocks",
+            isinstance(tuning.freeze, str) or 0 <= tuning.freeze <= blocks,
+            f"--freeze takes none, encoder, or up to {blocks} blocks",
         ),
         (0 <= tuning.lora_rank <= 1024, "--lora_rank must be between 0 and 1024"),
         (tuning.lora_alpha >= 0, "--lora_alpha must be at least 0"),
@@ -244,6 +247,16 @@ def _tuning_rules(config: TrainConfig) -> list[Rule]:
             tuning.lora_rank == 0 or set(tuning.lora_targets) <= LORA_LAYERS and len(tuning.lora_targets) > 0,
             f"--lora_targets takes some of {', '.join(sorted(LORA_LAYERS))}",
         ),
+    ]
+
+
+def _pretrained_rules(config: PretrainedConfig) -> list[Rule]:
+    return [
+        (
+            config.pretrained is not None or (config.language, config.task) == (None, "transcribe"),
+            "--language and --task are for a model that others have trained: give --pretrained",
+        ),
+        (config.pretrained != "", "--pretrained must be the path of a folder"),
     ]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from konkanivani.base.config import FeatureConfig, TrainConfig
 from konkanivani.base.console import count
 from konkanivani.base.errors import DataError
-from konkanivani.base.lengths import SAMPLE_RATE, Framing, ctc_frames_needed, speed_perturbed_samples
+from konkanivani.base.lengths import SAMPLE_RATE, FrameLengths, Framing, ctc_frames_needed, speed_perturbed_samples
 from konkanivani.data.manifest import Manifest
 from konkanivani.data.rejections import Rejection
 from konkanivani.data.selection import Selection
@@ -35,14 +35,19 @@ class Limits:
     fastest_speed: float
     duration_flag: str = "--max_duration"
     tokens_limit: str = "--max_tokens"
-    framing: Framing = Framing(FeatureConfig())
+    framing: FrameLengths = Framing(FeatureConfig())
     is_aligned: bool = True
 
-    def for_positions(self, positions: int) -> "Limits":
-        """The same for a decoder of so many positions, the first of them the start token's."""
-        if self.max_tokens < positions:
-            return self
-        return dataclasses.replace(self, max_tokens=positions - 1, tokens_limit="the decoder's")
+    def within(self, window_seconds: float, most_tokens: float, slowest_speed: float = 1.0) -> "Limits":
+        """The same for a model that hears so many seconds as they are played, and says so many tokens."""
+        limits, longest = self, window_seconds * slowest_speed
+        if most_tokens < self.max_tokens:
+            limits = dataclasses.replace(limits, max_tokens=most_tokens, tokens_limit="the decoder's")
+        if longest < self.max_duration:
+            speed = f" at speed {slowest_speed:g}" if slowest_speed != 1 else ""
+            flag = f"the model's window{speed},"
+            limits = dataclasses.replace(limits, max_duration=longest, duration_flag=flag)
+        return limits
 
     def frames_missing(self, durations: np.ndarray, frames_needed: np.ndarray) -> np.ndarray:
         """(N,) bool: whether utterances of these durations (N,) have too few encoder frames, or none, for these."""
@@ -55,17 +60,22 @@ class Limits:
         return self.framing.encoded_length(speed_perturbed_samples(samples, self.fastest_speed))
 
 
-def training_limits(config: TrainConfig) -> Limits:
-    """The limits of training utterances, once the amount of speech has been decided on."""
+def training_limits(config: TrainConfig, framing: FrameLengths | None = None) -> Limits:
+    """The limits of training utterances, once the amount of speech has been decided on.
+
+    `framing` is that of a model that does not hear the features of these settings.
+    """
     data, speeds = config.data, config.augment.speed_perturbation
     limits = Limits(data.min_duration, data.max_duration, data.max_tokens, max(speeds))
-    return dataclasses.replace(limits, framing=Framing(config.features), is_aligned=config.loss.ctc_weight != 0)
+    return dataclasses.replace(
+        limits, framing=framing or Framing(config.features), is_aligned=config.loss.ctc_weight != 0
+    )
 
 
-def evaluation_limits(config: TrainConfig) -> Limits:
+def evaluation_limits(config: TrainConfig, framing: FrameLengths | None = None) -> Limits:
     """The limits of validation and test utterances, which have a length cap of their own."""
     return dataclasses.replace(
-        training_limits(config),
+        training_limits(config, framing),
         max_duration=config.data.max_validation_duration,
         max_tokens=10**9,
         fastest_speed=1.0,

@@ -13,6 +13,7 @@ import torch
 from konkanivani.base.errors import CheckpointError
 from konkanivani.base.flags import config_from_text
 from konkanivani.base.rules import settings_of
+from konkanivani.inference.pretrained import STATE
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
 from konkanivani.training.checkpoint.checkpointer import BEST, EPOCH_NAME, LAST, PREVIOUS, epochs_in
 
@@ -26,10 +27,10 @@ class NamedCheckpoint:
 
 
 def average_checkpoints(checkpoints: Iterable[NamedCheckpoint]) -> Checkpoint:
-    """The mean of the models' weights, summed in float64; all else is the newest one's, and no other state is left.
+    """The mean of the models' weights, summed in float64; all else is the newest one's, without its training.
 
     One checkpoint is held at a time, so `checkpoints` may read them as they are asked for. Raises a CheckpointError
-    where one is not of the first one's shape and tokenizer, or where there is none.
+    where one is not of the first one's shape, origin and tokenizer, or where there is none.
     """
     sums: dict[str, torch.Tensor] = {}
     first = newest = None
@@ -57,7 +58,7 @@ def average_checkpoints(checkpoints: Iterable[NamedCheckpoint]) -> Checkpoint:
         name: (sums[name] / count).to(tensor.dtype) if name in sums else tensor
         for name, tensor in newest.checkpoint.states["model"].items()
     }
-    return dataclasses.replace(newest.checkpoint, states={"model": model})
+    return dataclasses.replace(newest.checkpoint, states={**newest.checkpoint.states, "model": model})
 
 
 def newest_epochs(directory: str | Path, count: int) -> list[Path]:
@@ -85,7 +86,8 @@ def _model_alone(named: NamedCheckpoint) -> NamedCheckpoint:
     weights = [tensor for tensor in model.values() if tensor.is_floating_point()]
     if not all(torch.isfinite(tensor).all() for tensor in weights):
         raise CheckpointError(f"The checkpoint {named.name} holds weights that are not finite. Leave it out.")
-    return dataclasses.replace(named, checkpoint=dataclasses.replace(named.checkpoint, states={"model": model}))
+    states = {name: state for name, state in named.checkpoint.states.items() if name in ("model", STATE)}
+    return dataclasses.replace(named, checkpoint=dataclasses.replace(named.checkpoint, states=states))
 
 
 def _differences(one: Checkpoint, other: Checkpoint) -> list[str]:
@@ -98,6 +100,8 @@ def _differences(one: Checkpoint, other: Checkpoint) -> list[str]:
     ]
     if one.tokenizer != other.tokenizer or one.vocab_size != other.vocab_size:
         found.append(f"their tokenizers differ ({one.vocab_size} and {other.vocab_size} tokens)")
+    if one.states.get(STATE) != other.states.get(STATE):
+        found.append("they began with other models")
     if not found and _shapes(one) != _shapes(other):
         found.append("their weights have other names, shapes or number formats")
     return found

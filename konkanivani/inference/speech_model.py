@@ -10,14 +10,16 @@ from typing import Literal
 
 import torch
 
-from konkanivani.base.config import ModelConfig, TrainConfig
+from konkanivani.base.config import TrainConfig
 from konkanivani.base.errors import CheckpointError, DataError, UsageError
 from konkanivani.base.flags import config_from_text
 from konkanivani.base.lengths import Lengths
 from konkanivani.base.rules import check_config
 from konkanivani.data.text import Tokenizer
 from konkanivani.data.vocabulary import Vocabulary
-from konkanivani.model.architecture import Architecture, architecture_of
+from konkanivani.inference.pretrained import STATE, restored_architecture, whole_weights
+from konkanivani.inference.whisper.vocabulary import vocabulary_of
+from konkanivani.model.architecture import Architecture, Dimensions
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.blocks import run_directly
 from konkanivani.model.front_end import FrontEnd
@@ -51,10 +53,13 @@ class SpeechModel:
 def build_speech_model(checkpoint: Checkpoint, device: torch.device) -> SpeechModel:
     """The checkpoint's model on `device`; a CheckpointError where its weights do not fit."""
     config, tokenizer = settings_of_weights(checkpoint), load_tokenizer(checkpoint)
-    architecture, weights = architecture_of(config, checkpoint.vocab_size).plain(checkpoint.states["model"])
+    trained = restored_architecture(checkpoint, config)
+    names = set(trained.build_without_values().state_dict())
+    architecture, weights = trained.plain(whole_weights(checkpoint, config, names))
     model, front_end = architecture.build(), architecture.build_front_end(config.augment).to(device)
     load_states(dataclasses.replace(checkpoint, states={"model": weights}), {"model": model})
-    longest_seconds, digits = float(config.data.max_duration), config.text.digits
+    longest_seconds = float(min(config.data.max_duration, architecture.longest_seconds))
+    digits = config.text.digits
     return SpeechModel(architecture, model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits)
 
 
@@ -69,13 +74,18 @@ def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
     except UsageError as error:
         raise CheckpointError(f"The checkpoint's settings are none of ours. {error}") from None
     load_tokenizer(checkpoint)
-    weights = checkpoint.states.get("model", {})
-    counts = {"encoder": config.model.encoder_layers, "decoder": config.model.decoder_layers}
+    weights, architecture = checkpoint.states.get("model", {}), restored_architecture(checkpoint, config)
+    dimensions = architecture.model
+    counts = {"encoder": dimensions.encoder_layers, "decoder": dimensions.decoder_layers}
     layers = [f"{stack}.blocks.{count - 1}." for stack, count in counts.items() if count]
-    if not is_within_bounds(config.model) or not all(any(n.startswith(last) for n in weights) for last in layers):
+    has_all = architecture.has_base or all(any(n.startswith(last) for n in weights) for last in layers)
+    if not is_within_bounds(dimensions) or not has_all:
         raise CheckpointError("The checkpoint's model has not the weights of its dimensions. Use another checkpoint.")
-    model = architecture_of(config, checkpoint.vocab_size).build_without_values()
+    model = architecture.build_without_values()
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     for name, tensor in model.state_dict().items():
+        if architecture.has_base and name not in weights and name not in trained:
+            continue  # its folder has it
         if not isinstance(weights.get(name), torch.Tensor) or weights[name].shape != tensor.shape:
             raise CheckpointError(
                 f"The checkpoint's model cannot be loaded: its {name} is not of the shape that its settings say. "
@@ -84,7 +94,7 @@ def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
     return config
 
 
-def is_within_bounds(model: ModelConfig) -> bool:
+def is_within_bounds(model: Dimensions) -> bool:
     """Whether the dimensions could be those of a model of ours."""
     numbers = [value for value in dataclasses.astuple(model) if isinstance(value, int)]
     return max(numbers) <= MAX_DIMENSION and model.encoder_layers + model.decoder_layers <= MAX_LAYERS
@@ -93,7 +103,7 @@ def is_within_bounds(model: ModelConfig) -> bool:
 def load_tokenizer(checkpoint: Checkpoint) -> Vocabulary:
     """The checkpoint's tokenizer; a CheckpointError where it is none, or not the one of its weights."""
     try:
-        tokenizer = Tokenizer(checkpoint.tokenizer)
+        tokenizer = (vocabulary_of if STATE in checkpoint.states else Tokenizer)(checkpoint.tokenizer)
     except DataError as error:
         raise CheckpointError(f"The checkpoint's tokenizer cannot be used: {error} Use another checkpoint.") from None
     if tokenizer.size != checkpoint.vocab_size:

@@ -12,7 +12,7 @@ from konkanivani.base.config import TuningConfig
 from konkanivani.base.errors import UsageError
 from konkanivani.model.kernels.linear import Linear, LowRank
 
-TENSORS = ("low_rank.down", "low_rank.up")  # A and B, behind their layer's name
+LOW_RANK_TENSORS = ("low_rank.down", "low_rank.up")  # A and B, behind their layer's name
 
 
 def lower_parts(encoder: torch.nn.Module, freeze: str | int) -> list[torch.nn.Module]:
@@ -43,8 +43,8 @@ def tune(model: torch.nn.Module, lower: Iterable[torch.nn.Module], config: Tunin
 
 def merged(weights: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
     """The weights of a model with low-rank products as those of one without: W + scale B A, in fp32 at least."""
-    down, up = TENSORS
-    found = {name: weight for name, weight in weights.items() if not name.endswith(TENSORS)}
+    down, up = LOW_RANK_TENSORS
+    found = {name: weight for name, weight in weights.items() if not name.endswith(LOW_RANK_TENSORS)}
     for name in weights:
         if name.endswith(down):
             layer = name.removesuffix(down)

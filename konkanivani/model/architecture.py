@@ -21,6 +21,8 @@ class Dimensions(Protocol):
     """The shape of a network; `d_model` is its width."""
 
     d_model: int
+    encoder_layers: int
+    decoder_layers: int
 
 
 class Architecture(Protocol):
@@ -37,6 +39,8 @@ class Architecture(Protocol):
     most_tokens: float
     framing: FrameLengths
     tuning: TuningConfig
+    has_base: bool  # what is not trained lies in files of others: no checkpoint holds it
+    description: str
 
     def objective(self, loss: LossConfig) -> Objective:
         """What is minimised."""
@@ -70,11 +74,18 @@ class HybridArchitecture:
     has_ctc: bool = True
     tuning: TuningConfig = TuningConfig()
     longest_seconds = most_tokens = math.inf  # its positions are computed
+    has_base = False
 
     @property
     def has_decoder(self) -> bool:
         """Whether there is an attention decoder."""
         return self.model.decoder_layers > 0
+
+    @property
+    def description(self) -> str:
+        """Its kind and size for a person."""
+        model = self.model
+        return f"{model.encoder_type} {model.d_model}, {model.encoder_layers}+{model.decoder_layers} layers"
 
     def objective(self, loss: LossConfig) -> Objective:
         """What is minimised: a term of each head."""

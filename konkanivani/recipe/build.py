@@ -19,11 +19,13 @@ from konkanivani.data.dataset import TrainingSpeech
 from konkanivani.data.loader.loading import WindowStream
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.decoding.decode import greedy_decode
+from konkanivani.inference.pretrained import STATE, Origin, digest_of
 from konkanivani.memory.budget import BudgetWatch, available_bytes, enforce_budget
 from konkanivani.memory.gpu import announce_card
 from konkanivani.memory.monitor import resident_mib, set_mmap_threshold
 from konkanivani.memory.oom_history import forget_sizes, read_sizes
 from konkanivani.memory.plan import MemoryPlan, plan_sentences
+from konkanivani.model.adapters import LOW_RANK_TENSORS
 from konkanivani.model.architecture import Architecture, architecture_of
 from konkanivani.model.asr import KonkaniVaniASR, frozen_count, parameter_count
 from konkanivani.model.transfer import transfer_weights
@@ -34,6 +36,7 @@ from konkanivani.recipe.speech import RunSpeech, build_speech, loader_config, sp
 from konkanivani.recipe.start import Start
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, Stateful, check_states, load_states
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
+from konkanivani.training.checkpoint.trained_part import TrainedPart
 from konkanivani.training.interruption import Interruption
 from konkanivani.training.logs.logbook import Logbook
 from konkanivani.training.logs.progress import Progress
@@ -64,7 +67,8 @@ def build_run(start: Start, report: Report = silent) -> Run:
     planner = EpochPlanner(speech.train.utterances.durations, config.window_size, config.run.seed)
     step, plan = build_planned_step(start, device, speech, planner, resident_before, report)
     state = TrainState()
-    stateful = stateful_parts(step, state)
+    load_base(start, step)
+    stateful = stateful_parts(start, step, state)
     load_weights(start, speech.tokenizer, planner, step, state, stateful)
     _learn_sizes(config, step)
     _tell_plan(config, step, speech.train, planner)
@@ -104,7 +108,7 @@ def build_planned_step(
     """The step, freshly initialised, and the memory plan that it keeps to, if one is asked for."""
     config, topology = start.config, start.topology
     free = free_memory(topology, device)
-    architecture = architecture_of(config, speech.tokenizer.size)
+    architecture = start.architecture(speech.tokenizer.size)
     sharded = choose_sharding(config, architecture, device, free, topology)
     plan = plan_memory(start, speech, architecture, device, free, sharded) if config.is_planned else None
     report("plan", _plan_sentence(config, plan, planner))
@@ -113,17 +117,50 @@ def build_planned_step(
     return (keep_to_plan(step, plan, resident_before) if plan else step), plan
 
 
-def stateful_parts(step: StepParts, state: TrainState) -> Mapping[str, Stateful]:
-    """What changes as the run trains, by the names under which checkpoints hold it."""
+def load_base(start: Start, step: StepParts) -> None:
+    """Loads what others have trained, where the run begins with it or a checkpoint does not hold it."""
+    if start.pretrained is None:
+        return
+    whole = whole_model(start, step)
+    found = whole.load_state_dict(start.pretrained.weights(), strict=False)
+    if found.unexpected_keys or any(not name.endswith(LOW_RANK_TENSORS) for name in found.missing_keys):
+        raise RuntimeError(f"the folder's weights are not those of its architecture: {found}")
+    if whole is not step.model:
+        FullState(step.model, step.topology).load_state_dict(whole.state_dict())
+
+
+def whole_model(start: Start, step: StepParts) -> torch.nn.Module:
+    """The step's model, or where that is sharded a whole one of the same architecture on the CPU."""
+    if not is_sharded(step.model):
+        return step.model
+    return build_forward(start.config, step.architecture, torch.device("cpu")).model
+
+
+def stateful_parts(start: Start, step: StepParts, state: TrainState) -> Mapping[str, Stateful]:
+    """What changes as the run trains, by the names under which checkpoints hold it; and what it began with."""
     optimizer = OptimizerState(step.model, step.optimizer)
     sharded = is_sharded(step.model)
-    return {
-        "model": FullState(step.model, step.topology) if sharded else step.model,
+    model = TrainedPart(step.model) if step.architecture.has_base and not sharded else step.model
+    origin = make_origin(start, step)
+    return ({STATE: origin} if origin else {}) | {
+        "model": FullState(step.model, step.topology) if sharded else model,
         "optimizer": FullState(optimizer, step.topology) if sharded else optimizer,
         "scaler": step.scaler,
         "progress": state,
         "splits": step.splits,
     }
+
+
+def make_origin(start: Start, step: StepParts) -> Origin | None:
+    """What checkpoints are to keep of the recogniser that others have trained, if one has."""
+    if start.pretrained is None:
+        stored = start.resumed.states.get(STATE) if start.resumed else None
+        return None if stored is None else Origin({n: v for n, v in stored.items() if n != "frozen"}, stored["frozen"])
+    frozen = {}
+    if step.architecture.has_base:
+        weights = whole_model(start, step).named_parameters()
+        frozen = {name: weight for name, weight in weights if not weight.requires_grad}
+    return Origin(start.pretrained.description(), digest_of(frozen), start.pretrained.path)
 
 
 def load_weights(
@@ -141,10 +178,7 @@ def load_weights(
         load_states(start.resumed, {name: part for name, part in stateful.items() if name not in forgotten})
         _fit_cursor(state, start.resumed, planner)
     if start.initial:
-        whole = step.model
-        if is_sharded(step.model):
-            whole = build_forward(start.config, step.architecture, torch.device("cpu")).model
-        _take_weights(start.initial, stateful["model"], whole, tokenizer)
+        _take_weights(start.initial, stateful["model"], whole_model(start, step), tokenizer)
 
 
 def take_checkpoint_folder(start: Start, run_directory: Path | None) -> Checkpointer:
@@ -259,7 +293,7 @@ def _plan_sentence(config: TrainConfig, plan: MemoryPlan | None, planner: EpochP
 
 
 def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainingSpeech, planner: EpochPlanner) -> None:
-    model, hours = config.model, planner.durations.sum() / 3600
+    hours = planner.durations.sum() / 3600
     cut = f"{config.data.batch_size} x {config.data.gradient_accumulation_steps}"
     cut = str(config.window_size) if config.data.batch_size == "auto" else cut
     at_once = step.forward.at_once
@@ -268,7 +302,7 @@ def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainingSpeech, pla
     trained, frozen = (counted(step.model) / 1e6 for counted in (parameter_count, frozen_count))
     parameters = f"{trained:.1f} of {trained + frozen:.1f}, the others frozen," if frozen else f"{trained:.1f}"
     print(
-        f"{model.encoder_type} {model.d_model}, {model.encoder_layers}+{model.decoder_layers} layers, "
+        f"{step.architecture.description}, "
         f"{parameters} M parameters, {step.architecture.vocab_size} tokens, "
         f"on {step.forward.device}{amp}; "
         f"{count(len(speech.utterances), 'utterance')}, {duration_words(hours)}; "

@@ -77,6 +77,8 @@ def checkpoint_bytes(architecture: Architecture) -> int:
     model = architecture.build_without_values()
     moments = 8 * parameter_count(model)
     tensors = [*model.parameters(), *model.buffers()]
+    if architecture.has_base:
+        tensors = [tensor for tensor in tensors if tensor.requires_grad]
     return moments + sum(4 * tensor.numel() + 4 * RECORD_BYTES for tensor in tensors) + SETTINGS_BYTES
 
 

@@ -15,8 +15,9 @@ from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.decoding.decode import Decode, build_decode
 from konkanivani.evaluation.hypotheses import CheckpointRun, TextPairs
 from konkanivani.evaluation.transcripts import ScoredText
+from konkanivani.inference.pretrained import restored_architecture, whole_weights
 from konkanivani.inference.speech_model import load_tokenizer, settings_of_weights
-from konkanivani.model.architecture import Architecture, architecture_of
+from konkanivani.model.architecture import Architecture
 from konkanivani.recipe.build_step import build_forward
 from konkanivani.recipe.speech import build_evaluation_set
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states, read_checkpoint
@@ -47,8 +48,10 @@ def load_evaluation_model(path: str | Path, device: torch.device, topology: Topo
     config, tokenizer = settings_of_weights(checkpoint), load_tokenizer(checkpoint)
     # The card that it was trained on may have had formats that this device lacks.
     config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, mixed_precision=False))
-    forward = build_forward(config, architecture_of(config, checkpoint.vocab_size), device)
-    load_states(checkpoint, {"model": forward.model})
+    architecture = restored_architecture(checkpoint, config)
+    forward = build_forward(config, architecture, device)
+    weights = whole_weights(checkpoint, config, set(forward.model.state_dict()))
+    load_states(dataclasses.replace(checkpoint, states={"model": weights}), {"model": forward.model})
     return EvaluationModel(checkpoint, config, tokenizer, forward, topology)
 
 
@@ -62,7 +65,9 @@ def evaluate_manifest(
     config, forward = trained.config, trained.forward
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, audio_roots=named_roots))
     rejections = Rejections(None, parse_share(config.data.max_rejected, "--max_rejected"))
-    utterances = build_evaluation_set(manifest, config, trained.tokenizer, forward.device, rejections)
+    utterances = build_evaluation_set(
+        manifest, config, trained.tokenizer, trained.architecture, forward.device, rejections
+    )
     return dataclasses.replace(utterances, topology=trained.topology).evaluate(forward, decode)
 
 

@@ -28,6 +28,7 @@ from konkanivani.model.architecture import Architecture, architecture_of
 from konkanivani.model.asr import parameter_count
 from konkanivani.model.kernels.matmul import is_onednn_preferred
 from konkanivani.recipe.build_step import build_step_parts, choose_at_once, memory_conditions
+from konkanivani.recipe.origin import planned_architecture
 from konkanivani.recipe.paths import cache_folder
 from konkanivani.recipe.ranks import digest_of_code
 from konkanivani.training.sharding import bytes_per_rank
@@ -128,7 +129,7 @@ def costs_per_rank(costs: DeviceCosts, architecture: Architecture, ranks: Ranks)
 
 def choose_ranks(config: TrainConfig, costs: DeviceCosts, budget: int, world: int) -> Ranks:
     """So many ranks of one budget each, the state sharded over them as --shard says."""
-    shard, architecture = config.memory.shard, architecture_of(config, config.text.vocab_size)
+    shard, architecture = config.memory.shard, planned_architecture(config)
     sharded = shard == "always" or (shard == "auto" and needs_sharding(architecture, costs, budget))
     return Ranks(world, sharded and world > 1)
 
@@ -216,6 +217,8 @@ def state_bytes(architecture: Architecture) -> int:
 
 def _largest_preset(config: TrainConfig, room: int) -> str:
     """A sentence about the largest preset whose state is within the room."""
+    if config.pretrained.pretrained is not None:
+        return "Give --freeze encoder or --lora_rank 32, a smaller model, or a larger budget."
     for name, shape in PRESETS.items():
         architecture = architecture_of(dataclasses.replace(config, model=shape), TextConfig().vocab_size)
         state = state_bytes(architecture)

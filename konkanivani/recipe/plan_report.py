@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -15,12 +16,15 @@ import torch
 
 from konkanivani.base.amount import resolve
 from konkanivani.base.config import AUTO, PRESETS, ModelConfig, TrainConfig
+from konkanivani.base.rules import settings_of
 from konkanivani.base.units import GIB, MIB, budget_text, peak_text
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.plan import BucketPlan
 from konkanivani.memory.planner import ALWAYS, MAX_UTTERANCES, NEVER, Planner
-from konkanivani.model.architecture import architecture_of
+from konkanivani.memory.tracer import BatchShape
+from konkanivani.model.architecture import Architecture
+from konkanivani.recipe.origin import planned_architecture
 from konkanivani.recipe.plan import (
     ONE_RANK,
     Ranks,
@@ -35,6 +39,7 @@ BUCKETS = (2.0, 5.0, 10.0, 20.0)
 TABLE_BUDGETS = (2.0, 4.0, 8.0, 14.7, 24.0)
 # Of Konkani read aloud: 15 characters a second at the most, and a subword holds at least two and a half of them.
 TOKENS_PER_SECOND = {"char": 15, "bpe": 6, "unigram": 6}
+BYTE_PAIRS_PER_SECOND = 17  # 1.13 of Whisper's a character of Konkani
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class PlanReport:
 def plan_budget(config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ranks = ONE_RANK) -> PlanReport:
     """What of this configuration fits `budget` bytes, on each rank; a ResourceError where not even its state does."""
     config = resolve(config)
-    architecture = architecture_of(config, config.text.vocab_size)
+    architecture = planned_architecture(config)
     costs = costs_per_rank(costs, architecture, ranks)
     check_state(config, architecture, costs, budget)
     requests = [PlanRequest(config, costs, budget, mode) for mode in ("never", "always")]
@@ -151,14 +156,30 @@ class PlanRequest:
         """A planner of this configuration, who knows what was traced before."""
         asked = self.config.data.micro_batches_at_once
         at_once = 1 if self.costs.is_cuda or asked == AUTO else asked  # auto: side by side only where there is room
-        architecture = architecture_of(self.config, self.config.text.vocab_size)
-        with kept_traces(self.config, architecture, self.costs) as traces:
-            yield Planner(traces, self.budget, TOKENS_PER_SECOND[self.config.text.tokenizer_type], at_once)
+        with kept_traces(self.config, self.architecture, self.costs) as traces:
+            yield Planner(traces, self.budget, _tokens_per_second(self.config), at_once)
+
+    @property
+    def architecture(self) -> Architecture:
+        """Which recogniser is asked about."""
+        return planned_architecture(self.config)
+
+    def tokens(self, seconds: float) -> int:
+        """Of an utterance of so many seconds, as many as Konkani read aloud has at the most and the decoder takes."""
+        return int(min(max(1, round(seconds * _tokens_per_second(self.config))), self.architecture.most_tokens))
+
+    def longest_utterance(self, planner: Planner) -> float:
+        """The longest utterance that trains alone, in seconds; 0 where none does. Of a window all cost the same."""
+        window = self.architecture.longest_seconds
+        if window == math.inf:
+            return planner.longest_utterance(self.tokens, self.policy)
+        fits = planner.peak(BatchShape(1, window, self.tokens(window)), self.policy) <= planner.budget
+        return window if fits else 0.0
 
     def tell(self, found: str) -> None:
         """Says on the screen, and not where the answer goes, what has been found so far."""
         way = "keeping activations" if self.mode == "never" else "recomputing all"
-        sys.stderr.write(f"  {self.config.run.preset}, {way}: {found}\n")  # in one piece: two processes do so
+        sys.stderr.write(f"  {_name(self.config)}, {way}: {found}\n")  # in one piece: two processes do so
 
     @property
     def policy(self) -> RecomputePolicy:
@@ -171,7 +192,7 @@ def _validation_peak(request: PlanRequest) -> int:
     config = request.config
     longest, at_once = config.data.max_validation_duration, config.data.validation_batch_seconds
     with request.planner() as planner:
-        _, peak = planner.validation_seconds(longest, _tokens(config, longest), at_once)
+        _, peak = planner.validation_seconds(longest, request.tokens(longest), at_once)
     return peak
 
 
@@ -190,12 +211,12 @@ def _settle() -> None:
 
 
 def _answer(request: PlanRequest) -> Answer:
-    config, policy, buckets = request.config, request.policy, []
+    policy, buckets = request.policy, []
     with request.planner() as planner:
         for seconds in BUCKETS:
-            buckets.append(planner.largest_batch(seconds, _tokens(config, seconds), policy, MAX_UTTERANCES))
+            buckets.append(planner.largest_batch(seconds, request.tokens(seconds), policy, MAX_UTTERANCES))
             request.tell(f"utterances of {seconds:g} s, {buckets[-1].utterances} at once")
-        longest = planner.longest_utterance(lambda seconds: _tokens(config, seconds), policy)
+        longest = request.longest_utterance(planner)
     request.tell(f"the longest utterance, {longest:g} s")
     return Answer(request.mode, tuple(buckets), longest)
 
@@ -227,29 +248,38 @@ def plan_presets(
 
 def _cells(request: PlanRequest, budgets: tuple[float, ...]) -> list[str]:
     """The question's cell for each budget in GiB."""
-    config, policy, cells = request.config, request.policy, []
-    state = state_bytes(architecture_of(config, config.text.vocab_size))
+    policy, cells = request.policy, []
+    state = state_bytes(request.architecture)
     with request.planner() as planner:
         for gib in budgets:
             planner.budget = int(gib * GIB)
             if state + planner.beside() > planner.budget:
                 cells.append("- / -")
                 continue
-            at_once = planner.largest_batch(10.0, _tokens(config, 10.0), policy, MAX_UTTERANCES).utterances
-            longest = planner.longest_utterance(lambda seconds: _tokens(config, seconds), policy)
+            at_once = planner.largest_batch(10.0, request.tokens(10.0), policy, MAX_UTTERANCES).utterances
+            longest = request.longest_utterance(planner)
             cells.append(f"{at_once}{'+' if at_once == MAX_UTTERANCES else ''} / {longest:g}")
             request.tell(f"{gib:g} GiB, {cells[-1]}")
     return cells
 
 
-def _tokens(config: TrainConfig, seconds: float) -> int:
-    return max(1, round(seconds * TOKENS_PER_SECOND[config.text.tokenizer_type]))
+def _tokens_per_second(config: TrainConfig) -> int:
+    is_ours = config.pretrained.pretrained is None
+    return TOKENS_PER_SECOND[config.text.tokenizer_type] if is_ours else BYTE_PAIRS_PER_SECOND
+
+
+def _name(config: TrainConfig) -> str:
+    return config.run.preset if config.pretrained.pretrained is None else config.pretrained.pretrained
 
 
 def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int) -> str:
     """The flags with which the trainer keeps to the budget, at the duration asked for or the longest that trains."""
     longest = min(config.data.max_duration, answers[-1].longest_seconds * min(config.augment.speed_perturbation))
-    words = ["--preset", config.run.preset, "--memory_budget", budget_text(budget)]
+    kept, unset = ("pretrained", "language", "freeze", "lora_rank"), (None, "none", 0)
+    asked = [setting for setting in settings_of(config) if setting.name in kept and setting.value not in unset]
+    words = ["--preset", config.run.preset] if config.pretrained.pretrained is None else []
+    words += [word for setting in asked for word in (f"--{setting.name}", str(setting.value))]
+    words += ["--memory_budget", budget_text(budget)]
     words += ["--batch_size", "auto", "--effective_batch_size", str(config.window_size)]
     words += ["--gradient_checkpointing", "auto", "--max_duration", f"{longest:g}"]
     if config.data.micro_batches_at_once != AUTO:

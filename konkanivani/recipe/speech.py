@@ -33,6 +33,7 @@ from konkanivani.data.selection import Selection
 from konkanivani.data.text import Digits, normalize_text, train_tokenizer
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.inference.speech_model import load_tokenizer
+from konkanivani.model.architecture import Architecture
 from konkanivani.recipe.corpus import check_corpus, check_spelling, warn_of_shared
 from konkanivani.recipe.plan import SpeechSizes
 from konkanivani.recipe.start import Start
@@ -94,14 +95,15 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
     start = settle(start, measure_amount(train))
     config = start.config
     tokenizer = from_first(start.topology, lambda: choose_tokenizer(start, train))
+    architecture = start.architecture(tokenizer.size)
     check_spelling(start, corpus, tokenizer, normalized_texts(train, config.text.digits))
     with problems.collect():
-        training = build_training_speech(config, train, tokenizer, rejections, noise_reverb)
+        training = build_training_speech(start, train, tokenizer, rejections, noise_reverb)
     validation = tested = None
     with problems.collect():
-        validation = valid and evaluation_set(valid, config, tokenizer, device, rejections)
+        validation = valid and evaluation_set(valid, config, tokenizer, architecture, device, rejections)
     with problems.collect():
-        tested = test and evaluation_set(test, config, tokenizer, device, rejections)
+        tested = test and evaluation_set(test, config, tokenizer, architecture, device, rejections)
     problems.raise_all()
     validation = validation and dataclasses.replace(validation, topology=start.topology)
     test_utterances = len(tested.speech.utterances) if tested else 0
@@ -133,6 +135,8 @@ def choose_tokenizer(start: Start, manifest: Manifest) -> Vocabulary:
     """The checkpoint's tokenizer where there is one that serves, else one trained on the manifest's texts."""
     if start.resumed:
         return load_tokenizer(start.resumed)
+    if start.pretrained:
+        return start.pretrained.vocabulary(start.config.pretrained)
     text = start.config.text
     texts = list(normalized_texts(manifest, text.digits))
     if not texts:
@@ -150,14 +154,17 @@ def normalized_texts(manifest: Manifest, digits: Digits) -> Iterator[str]:
 
 
 def build_training_speech(
-    config: TrainConfig,
+    start: Start,
     manifest: Manifest,
     tokenizer: Vocabulary,
     rejections: Rejections,
     noise_reverb: NoiseReverb,
 ) -> TrainingSpeech:
     """The utterances to train on; those left out are added to the rejections."""
-    limits = training_limits(config)
+    config, architecture = start.config, start.architecture(tokenizer.size)
+    slowest = min(config.augment.speed_perturbation)
+    limits = training_limits(config, architecture.framing)
+    limits = limits.within(architecture.longest_seconds, architecture.most_tokens, slowest)
     kept = choose_usable(manifest, tokenizer, limits, config.text.digits, rejections)
     if config.data.train_subset < 100:
         kept = kept.part(choose_subset(len(kept), config.data.train_subset, config.run.seed))
@@ -187,19 +194,31 @@ def speech_sizes(utterances: Selection, slowest: float) -> SpeechSizes:
 
 
 def build_evaluation_set(
-    path: str, config: TrainConfig, tokenizer: Vocabulary, device: torch.device, rejections: Rejections
+    path: str,
+    config: TrainConfig,
+    tokenizer: Vocabulary,
+    architecture: Architecture,
+    device: torch.device,
+    rejections: Rejections,
 ) -> EvaluationSet:
     """The manifest's utterances laid into batches for evaluation; those left out are added to the rejections."""
     manifest = read_manifest(path, config.data.audio_roots)
     rejections.begin(manifest)
-    return evaluation_set(manifest, config, tokenizer, device, rejections)
+    return evaluation_set(manifest, config, tokenizer, architecture, device, rejections)
 
 
 def evaluation_set(
-    manifest: Manifest, config: TrainConfig, tokenizer: Vocabulary, device: torch.device, rejections: Rejections
+    manifest: Manifest,
+    config: TrainConfig,
+    tokenizer: Vocabulary,
+    architecture: Architecture,
+    device: torch.device,
+    rejections: Rejections,
 ) -> EvaluationSet:
     """The same of a manifest whose broken rows have been taken."""
-    kept = choose_usable(manifest, tokenizer, evaluation_limits(config), config.text.digits, rejections)
+    limits = evaluation_limits(config, architecture.framing)
+    limits = limits.within(architecture.longest_seconds, architecture.most_tokens)
+    kept = choose_usable(manifest, tokenizer, limits, config.text.digits, rejections)
     plan = plan_evaluation(kept.durations, config.data.validation_batch_seconds)
     speech = EvaluationSpeech(kept, tokenizer, manifest.path)
     return EvaluationSet(speech, plan, loader_config(config, device), rejections)

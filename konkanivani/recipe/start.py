@@ -11,9 +11,11 @@ from konkanivani.base.distributed import ALONE, Topology, from_first
 from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.base.flags import Asked, check_idle_flags, config_from_text, contradictions
 from konkanivani.base.rules import settings_of
+from konkanivani.inference.pretrained import STATE, Pretrained
 from konkanivani.inference.speech_model import settings_of_weights
-from konkanivani.model.architecture import architecture_of
+from konkanivani.model.architecture import Architecture
 from konkanivani.recipe.disk import check_disk
+from konkanivani.recipe.origin import architecture_for, begin_pretrained, resume_pretrained
 from konkanivani.recipe.paths import check_paths, named_manifests
 from konkanivani.recipe.run_folders import take_log_folder
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
@@ -37,6 +39,8 @@ PATHS = (
 class Start:
     """How a run begins: its settings, its folders' locks, the checkpoint it goes on from or takes weights from.
 
+    `pretrained` is the folder of others' that it begins with, or of which its checkpoints do not hold all.
+
     A dry run has no lock of a folder: it leaves the folders as they are. Of several ranks the first one has them.
     """
 
@@ -45,7 +49,12 @@ class Start:
     resumed: Checkpoint | None
     resumed_path: Path | None
     initial: Checkpoint | None
+    pretrained: Pretrained | None = None
     topology: Topology = ALONE
+
+    def architecture(self, vocab_size: int) -> Architecture:
+        """Which recogniser is trained, with so many tokens where they are not given with it."""
+        return architecture_for(self.config, vocab_size, self.pretrained, self.resumed)
 
 
 def resolve_start(asked: Asked, report: Report = silent, topology: Topology = ALONE) -> Start:
@@ -95,15 +104,19 @@ def _resolve(asked: Asked, report: Report) -> Start:
     report("flags", "they go together")
     if config.run.resume:
         check_paths(config, is_complete=False)
-    else:
-        _check_places(config, config.text.vocab_size, report)
     if config.run.resume == "auto":
         return _resume_newest(asked, report)
     if config.run.resume:
         return _resume_named(asked, Path(config.run.resume), report)
+    config, pretrained = _check_beginning(asked, report)
     initial = read_checkpoint(config.run.init_from) if config.run.init_from else None
     if initial:
         settings_of_weights(initial)
+        if STATE in initial.states:
+            raise UsageError(
+                f"--init_from {config.run.init_from} began with a model that others have trained. Write it as such a "
+                "folder with export_asr.py, and begin with --pretrained."
+            )
     lock = _take_folder(config.run)
     folder = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints)
     if folder.has_checkpoints() and not config.run.fresh:
@@ -111,7 +124,7 @@ def _resolve(asked: Asked, report: Report) -> Start:
             f"{folder.directory} holds checkpoints of a run. Go on with --resume auto, begin anew with --fresh "
             "(they are moved into a folder beside), or give another --checkpoint_dir."
         )
-    return _begin(config, lock, initial=initial)
+    return _begin(config, lock, initial=initial, pretrained=pretrained)
 
 
 def _begin(
@@ -120,16 +133,23 @@ def _begin(
     resumed: Checkpoint | None = None,
     path: Path | None = None,
     initial: Checkpoint | None = None,
+    pretrained: Pretrained | None = None,
 ) -> Start:
     """The start, its log folder chosen and locked too."""
     logs = take_log_folder(config.run, config_from_text(resumed.config).run if resumed else None)
     locks = tuple(each for each in (lock, logs.lock) if each)
-    return Start(dataclasses.replace(config, run=logs.run), locks, resumed, path, initial)
+    return Start(dataclasses.replace(config, run=logs.run), locks, resumed, path, initial, pretrained)
 
 
-def _check_places(config: TrainConfig, vocab_size: int, report: Report) -> None:
+def _check_beginning(asked: Asked, report: Report) -> tuple[TrainConfig, Pretrained | None]:
+    """The settings of a run that begins, and what others have trained that it begins with, if it does."""
+    config, pretrained = begin_pretrained(asked, asked.config)
+    _check_places(config, architecture_for(config, config.text.vocab_size, pretrained), report)
+    return config, pretrained
+
+
+def _check_places(config: TrainConfig, architecture: Architecture, report: Report) -> None:
     choose_precision(config.memory, choose_device(config.run.device))  # flags too, of which torch must be asked
-    architecture = architecture_of(config, vocab_size)
     check_paths(config)
     manifests = count(len(named_manifests(config)), "manifest", "is/are")
     report("paths", f"{manifests} there, {config.run.checkpoint_dir} and {config.run.log_dir} can be written")
@@ -141,10 +161,11 @@ def _resume_named(asked: Asked, path: Path, report: Report) -> Start:
     config = _resumed_config(asked, checkpoint, path)
     if "checkpoint_dir" not in asked.given:  # wherever it was trained, it goes on where it lies
         config = _in_folder(config, str(path.parent))
-    _check_places(config, checkpoint.vocab_size, report)
+    pretrained = resume_pretrained(asked, config, checkpoint)
+    _check_places(config, architecture_for(config, checkpoint.vocab_size, pretrained, checkpoint), report)
     lock = _take_folder(config.run)
     _check_folder_is_its_own(path, Path(config.run.checkpoint_dir))
-    return _begin(config, lock, checkpoint, path)
+    return _begin(config, lock, checkpoint, path, pretrained=pretrained)
 
 
 def _resume_newest(asked: Asked, report: Report) -> Start:
@@ -152,16 +173,17 @@ def _resume_newest(asked: Asked, report: Report) -> Start:
     lock = _take_folder(run)
     found = Checkpointer(folder, run.keep_checkpoints).read_newest_sound(sets_aside=not run.dry_run)
     if found is None:
-        check_idle_flags(asked.config.augment, asked.given)
-        _check_places(asked.config, asked.config.text.vocab_size, report)
+        check_idle_flags(asked.config, asked.given)
+        config, pretrained = _check_beginning(asked, report)
         say(f"No checkpoint in {folder} yet: training begins.")
-        return _begin(asked.config, lock)
+        return _begin(config, lock, pretrained=pretrained)
     path, checkpoint = found
     config = _resumed_config(asked, checkpoint, path)
     # The folder may have been moved since the checkpoint wrote down its name.
     config = _in_folder(config, folder)
-    _check_places(config, checkpoint.vocab_size, report)
-    return _begin(config, lock, checkpoint, path)
+    pretrained = resume_pretrained(asked, config, checkpoint)
+    _check_places(config, architecture_for(config, checkpoint.vocab_size, pretrained, checkpoint), report)
+    return _begin(config, lock, checkpoint, path, pretrained=pretrained)
 
 
 def _in_folder(config: TrainConfig, folder: str) -> TrainConfig:

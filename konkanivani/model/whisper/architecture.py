@@ -26,6 +26,16 @@ class WhisperArchitecture:
     has_decoder = True
 
     @property
+    def has_base(self) -> bool:
+        """Whether its folder holds what is not trained."""
+        return self.tuning.is_used
+
+    @property
+    def description(self) -> str:
+        """Its kind and size for a person."""
+        return f"Whisper {self.model.d_model}, {self.model.encoder_layers}+{self.model.decoder_layers} layers"
+
+    @property
     def vocab_size(self) -> int:
         """Tokens that there are."""
         return self.model.vocab_size

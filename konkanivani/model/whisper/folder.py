@@ -34,6 +34,7 @@ DIMENSIONS = {
     "max_source_positions": ("source_positions", 2**14),
     "max_target_positions": ("target_positions", 2**14),
 }
+MOST = {ours: most for ours, most in DIMENSIONS.values()}
 TWINS = {"decoder_attention_heads": "encoder_attention_heads", "decoder_ffn_dim": "encoder_ffn_dim"}
 # A part of a tensor's name in our network, and in the files.
 NAMES = {
@@ -123,6 +124,13 @@ def read_whisper_folder(path: Path) -> WhisperFolder:
     folder = WhisperFolder(path, shape, config, generation, files_of(path))
     _check_tensors(folder)
     return folder
+
+
+def read_whisper_shape(path: Path) -> WhisperShape:
+    """The dimensions in a folder's config.json, of which nothing else need be there: enough to plan with."""
+    if not path.is_dir():
+        raise UsageError(_no_folder(path))
+    return _shape_of(path, read_json(path / CONFIG))
 
 
 def _no_folder(path: Path) -> str:

@@ -1,0 +1,115 @@
+"""A recogniser that others have trained: what a run begins with, and what its checkpoints keep of it."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from konkanivani.base.config import PretrainedConfig, TrainConfig, TuningConfig
+from konkanivani.base.errors import CheckpointError
+from konkanivani.data.vocabulary import Vocabulary
+from konkanivani.inference.whisper.pretrained import KIND, read_pretrained_whisper, restored_shape
+from konkanivani.model.architecture import Architecture, architecture_of
+from konkanivani.model.whisper.architecture import WhisperArchitecture
+from konkanivani.training.checkpoint.checkpoint import Checkpoint
+
+STATE = "pretrained"  # under which a checkpoint keeps an Origin
+
+
+class Pretrained(Protocol):
+    """A folder that has been checked; its weights are read when they are asked for."""
+
+    path: Path
+
+    def architecture(self, tuning: TuningConfig) -> Architecture:
+        """Which recogniser it is; a UsageError where `tuning` asks for what it has not."""
+
+    def vocabulary(self, config: PretrainedConfig) -> Vocabulary:
+        """Its tokens, with what is asked of them; a UsageError where it has none for that."""
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Its weights in fp32 by our names; a CheckpointError where they are not numbers."""
+
+    def learning_rate(self, tuning: TuningConfig) -> float:
+        """A peak that suits its size."""
+
+    def description(self) -> Mapping[str, object]:
+        """What a checkpoint keeps of it, to build its architecture again."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What checkpoints keep of the recogniser that a run began with; stateful, and never changed.
+
+    `frozen` is the SHA-256 of what of it is not trained, which the folder at `path` holds and no checkpoint does.
+    """
+
+    description: Mapping[str, object]
+    frozen: str
+    path: Path | None = None
+
+    def state_dict(self) -> dict[str, object]:
+        """Numbers and words."""
+        return {**self.description, "frozen": self.frozen}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Raises a CheckpointError where a run that began otherwise would go on."""
+        if dict(state) != self.state_dict():
+            where = f"--pretrained {self.path} is" if self.path else "That is"
+            raise CheckpointError(
+                f"The run began with another model: {where} not of its shape, or has other weights where they are not "
+                "trained. Give the folder that it began with, or begin a run of its own in another --checkpoint_dir."
+            )
+
+
+def read_pretrained(path: str | Path) -> Pretrained:
+    """The recogniser in this folder, its list of files checked."""
+    return read_pretrained_whisper(Path(path))
+
+
+def digest_of(weights: Mapping[str, torch.Tensor]) -> str:
+    """The SHA-256 over names, shapes and bytes of fp32 weights, on the CPU, in the order of their names."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        weight = weights[name].detach().to("cpu", torch.float32).contiguous()
+        digest.update(f"{name} {tuple(weight.shape)}\n".encode())
+        digest.update(weight.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def restored_architecture(checkpoint: Checkpoint, config: TrainConfig) -> Architecture:
+    """Which recogniser the checkpoint holds; a CheckpointError where it says so in no way that could be."""
+    state = checkpoint.states.get(STATE)
+    if state is None:
+        return architecture_of(config, checkpoint.vocab_size)
+    if state.get("kind") != KIND:
+        raise CheckpointError("The checkpoint's recogniser is of a kind that this version has not. Use a newer one.")
+    return WhisperArchitecture(restored_shape(state), config.tuning)
+
+
+def whole_weights(checkpoint: Checkpoint, config: TrainConfig, names: set[str]) -> Mapping[str, torch.Tensor]:
+    """The checkpoint's weights, and those of `names` that it has not from the folder that its run began with.
+
+    A CheckpointError where that folder is not there, or is another one.
+    """
+    found = checkpoint.states["model"]
+    missing = names - set(found)
+    if not missing or STATE not in checkpoint.states:
+        return found
+    path = config.pretrained.pretrained
+    if path is None or not Path(path).is_dir():
+        raise CheckpointError(
+            f"The checkpoint holds only what was trained, and the folder {path} with the rest of the model is not "
+            "there. Put it there, or start from the folder in which the run was started."
+        )
+    base = read_pretrained(path).weights()
+    rest = {name: base[name] for name in missing if name in base}
+    if digest_of(rest) != checkpoint.states[STATE].get("frozen"):
+        raise CheckpointError(
+            f"The checkpoint holds only what was trained, and the folder {path} is not the one that the run began "
+            "with. Put that one there."
+        )
+    return {**rest, **found}

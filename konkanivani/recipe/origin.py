@@ -1,0 +1,53 @@
+"""Where a run's recogniser comes from: its own settings, a folder that others have trained, or a checkpoint."""
+
+import dataclasses
+from pathlib import Path
+
+from konkanivani.base.config import TrainConfig
+from konkanivani.base.flags import Asked
+from konkanivani.inference.pretrained import STATE, Pretrained, read_pretrained, restored_architecture
+from konkanivani.model.architecture import Architecture, architecture_of
+from konkanivani.model.whisper.architecture import WhisperArchitecture
+from konkanivani.model.whisper.folder import read_whisper_shape
+from konkanivani.training.checkpoint.checkpoint import Checkpoint
+
+
+def begin_pretrained(asked: Asked, config: TrainConfig) -> tuple[TrainConfig, Pretrained | None]:
+    """The folder that a run begins with, if it does, and the settings with the rate that suits its size.
+
+    Whatever it does not have for what is asked for is told before any folder is made.
+    """
+    if config.pretrained.pretrained is None:
+        return config, None
+    pretrained = read_pretrained(config.pretrained.pretrained)
+    pretrained.architecture(config.tuning).build_without_values()
+    pretrained.vocabulary(config.pretrained)
+    if "learning_rate" in asked.given:
+        return config, pretrained
+    rate = pretrained.learning_rate(config.tuning)
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, learning_rate=rate)), pretrained
+
+
+def resume_pretrained(asked: Asked, config: TrainConfig, checkpoint: Checkpoint) -> Pretrained | None:
+    """The folder that a run goes on with, where its checkpoint does not hold all weights, or a person names one."""
+    if STATE not in checkpoint.states:
+        return None
+    if not ("pretrained" in asked.given or restored_architecture(checkpoint, config).has_base):
+        return None
+    return read_pretrained(config.pretrained.pretrained or "")
+
+
+def architecture_for(
+    config: TrainConfig, vocab_size: int, pretrained: Pretrained | None = None, resumed: Checkpoint | None = None
+) -> Architecture:
+    """Which recogniser a run trains; one of our own has as many tokens as are given here."""
+    if pretrained is not None:
+        return pretrained.architecture(config.tuning)
+    return architecture_of(config, vocab_size) if resumed is None else restored_architecture(resumed, config)
+
+
+def planned_architecture(config: TrainConfig) -> Architecture:
+    """Which recogniser these settings ask for, before there is a corpus; of a folder only its dimensions are read."""
+    if config.pretrained.pretrained is None:
+        return architecture_of(config, config.text.vocab_size)
+    return WhisperArchitecture(read_whisper_shape(Path(config.pretrained.pretrained)), config.tuning)
