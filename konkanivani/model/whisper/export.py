@@ -1,11 +1,8 @@
 """A trained Whisper model written as its folder was: only the weights that changed are other bytes."""
 
-import contextlib
-import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +11,10 @@ import safetensors
 import safetensors.torch
 import torch
 
-from konkanivani.base.errors import CheckpointError, ResourceError, UsageError
-from konkanivani.base.files import sync_file
-from konkanivani.model.whisper.files import INDEX, read_json, read_tensors
+from konkanivani.base.errors import CheckpointError, ResourceError
+from konkanivani.model.whisper.files import INDEX, check_finite, read_json, read_tensors, write_json
 from konkanivani.model.whisper.folder import CONFIG, HEAD, WhisperFolder
+from konkanivani.model.whisper.whole_folder import check_is_new, whole_folder
 
 # What else holds weights: those of the base, which the written folder must not have beside its own.
 STALE = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|msgpack|h5|onnx|onnx_data|gguf|ggml|bin\.index\.json)")
@@ -42,11 +39,10 @@ def write_whisper_folder(base: WhisperFolder, weights: Mapping[str, torch.Tensor
     A UsageError where `out` is there and not empty, a CheckpointError where the weights are not those of the base's
     network or not finite, a ResourceError where they cannot be written.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} is there already. Name a folder that is not, or is empty.")
+    check_is_new(out)
     named = _named_as_in_files(base, weights)
     in_full = any(not _in_range(named[name], tensor) for name, tensor in _tensors_of(base))
-    with _whole_folder(out) as partial:
+    with whole_folder(out) as partial:
         kept, left_out = _other_files(base)
         _check_room(base, kept, out)
         for name in kept:
@@ -63,9 +59,7 @@ def _named_as_in_files(base: WhisperFolder, weights: Mapping[str, torch.Tensor])
     shapes = {name: tensor.shape for name, tensor in base.architecture.build_without_values().state_dict().items()}
     if shapes != {name: tensor.shape for name, tensor in weights.items()}:
         raise CheckpointError(f"The weights are not those of a model of the shape of {base.path}. Give its own base.")
-    for name, tensor in weights.items():
-        if not tensor.isfinite().all():
-            raise CheckpointError(f"The weights {name} of the model are not finite numbers. Use another checkpoint.")
+    check_finite(weights)
     named = {names[name]: tensor.detach().cpu() for name, tensor in weights.items()}
     has_head = any(HEAD in tensors for tensors in base.files.values())
     return named | ({HEAD: named["model.decoder.embed_tokens.weight"].clone()} if has_head else {})
@@ -119,38 +113,11 @@ def _tell_of_full_precision(folder: Path) -> None:
     """Brings to fp32 what the settings say of the weights' number format and size."""
     config = read_json(folder / CONFIG)
     config |= {name: "float32" for name in DTYPE_SETTINGS if name in config}
-    _write_json(folder / CONFIG, config)
+    write_json(folder / CONFIG, config)
     if (folder / INDEX).exists():
         index = read_json(folder / INDEX)
         sizes = [
             tensor.nbytes for name in {*index["weight_map"].values()} for tensor in read_tensors(folder / name).values()
         ]
         index["metadata"] = {**(index.get("metadata") or {}), "total_size": sum(sizes)}
-        _write_json(folder / INDEX, index)
-
-
-def _write_json(path: Path, value: Mapping[str, object]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _whole_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out`, in its place at the end, and gone where anything fails."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial", dir=out.parent))
-        try:
-            yield partial
-            for path in partial.rglob("*"):
-                if path.is_file():
-                    sync_file(path)
-            partial.chmod(0o755)
-            os.replace(partial, out)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        raise ResourceError(
-            f"{out} could not be written: {error.strerror or error}. Free space, mend the folder, or name another."
-        ) from None
-    except safetensors.SafetensorError as error:
-        raise ResourceError(f"{out} could not be written: {error}. Free space, or name another.") from None
+        write_json(folder / INDEX, index)

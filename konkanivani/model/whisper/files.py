@@ -3,7 +3,7 @@
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import safetensors
@@ -36,6 +36,18 @@ def read_json(path: Path) -> dict[str, object]:
     if not isinstance(found, dict):
         raise refused(folder, f"its {name} is no JSON object")
     return found
+
+
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    """The object as a file, for programs and for people."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def check_finite(weights: Mapping[str, torch.Tensor]) -> None:
+    """A CheckpointError where a number of a trained model's weights is none."""
+    for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            raise CheckpointError(f"The weights {name} of the model are not finite numbers. Use another checkpoint.")
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:

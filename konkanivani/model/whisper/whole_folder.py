@@ -1,0 +1,45 @@
+"""A folder that is written whole, or is not there."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import safetensors
+
+from konkanivani.base.errors import ResourceError, UsageError
+from konkanivani.base.files import sync_file
+
+
+def check_is_new(out: Path) -> None:
+    """A UsageError where `out` is there and not an empty folder."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} is there already. Name a folder that is not, or is empty.")
+
+
+@contextlib.contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out`, in its place at the end, and gone where anything fails.
+
+    A ResourceError where it cannot be written.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial", dir=out.parent))
+        try:
+            yield partial
+            for path in partial.rglob("*"):
+                if path.is_file():
+                    sync_file(path)
+            partial.chmod(0o755)
+            os.replace(partial, out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise ResourceError(
+            f"{out} could not be written: {error.strerror or error}. Free space, mend the folder, or name another."
+        ) from None
+    except safetensors.SafetensorError as error:
+        raise ResourceError(f"{out} could not be written: {error}. Free space, or name another.") from None
