@@ -1,0 +1,101 @@
+"""The low-rank products of a tuned Whisper model, written beside its base as PEFT keeps them.
+
+PEFT (github.com/huggingface/peft) adds the product of `lora_B` and `lora_A`, lora_alpha / r times, to a layer of the
+base that transformers has read.
+
+r rank, D input and N output width of a layer.
+"""
+
+from collections.abc import Mapping, Set
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from konkanivani.base.config import TuningConfig
+from konkanivani.base.errors import CheckpointError, UsageError
+from konkanivani.model.adapters import TENSORS
+from konkanivani.model.kernels.linear import Linear
+from konkanivani.model.whisper.files import check_finite, write_json
+from konkanivani.model.whisper.folder import WhisperFolder, name_in_file
+from konkanivani.model.whisper.whole_folder import check_is_new, whole_folder
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # PEFT's own, before the name that a layer has in transformers' model
+MODEL = {
+    "base_model_class": "WhisperForConditionalGeneration",
+    "parent_library": "transformers.models.whisper.modeling_whisper",
+}
+
+
+def write_adapter(base: WhisperFolder, weights: Mapping[str, torch.Tensor], tuning: TuningConfig, out: Path) -> None:
+    """Writes the folder `out` with the low-rank products of `weights`, by our names; it is whole or not there.
+
+    `weights` may hold all of the model or its products only. A UsageError where `out` is there and not empty or there
+    are no products, a CheckpointError where they are not of this base and rank or not finite, a ResourceError where
+    they cannot be written.
+    """
+    check_is_new(out)
+    products = {name: tensor for name, tensor in weights.items() if name.endswith(TENSORS)}
+    if not products:
+        raise UsageError("The model has no low-rank products to write apart. Write its weights as a whole folder.")
+    layers = _layers_of(base)
+    adapted = {name.removesuffix(f".{part}") for part in TENSORS for name in products if name.endswith(part)}
+    _check_shapes(base, products, {name: layers.get(name, (0, 0)) for name in adapted}, tuning.lora_rank)
+    check_finite(products)
+    with whole_folder(out) as partial:
+        safetensors.torch.save_file(_named_as_in_peft(products), partial / WEIGHTS, {"format": "pt"})
+        write_json(partial / CONFIG, _config(base, tuning, _targets(layers, adapted)))
+
+
+def _layers_of(base: WhisperFolder) -> dict[str, tuple[int, int]]:
+    """(N, D) of each layer that can have a product, by our names."""
+    modules = base.architecture.build_without_values().named_modules()
+    return {name: (layer.out_features, layer.in_features) for name, layer in modules if isinstance(layer, Linear)}
+
+
+def _check_shapes(
+    base: WhisperFolder, products: Mapping[str, torch.Tensor], adapted: Mapping[str, tuple[int, int]], rank: int
+) -> None:
+    down, up = TENSORS
+    wanted = {f"{name}.{down}": (rank, width) for name, (_, width) in adapted.items()}
+    wanted |= {f"{name}.{up}": (width, rank) for name, (width, _) in adapted.items()}
+    if {name: tuple(tensor.shape) for name, tensor in products.items()} != wanted:
+        raise CheckpointError(
+            f"The low-rank products are not those of layers of {base.path} of rank {rank}. Give their own base."
+        )
+
+
+def _named_as_in_peft(products: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A is (r, D) and B (N, r) there too."""
+    parts = dict(zip(TENSORS, ("lora_A.weight", "lora_B.weight"), strict=True))
+    named = {}
+    for name, tensor in products.items():
+        part = next(part for part in TENSORS if name.endswith(part))
+        layer = name_in_file(name.removesuffix(f".{part}"))
+        named[f"{PREFIX}{layer}.{parts[part]}"] = tensor.detach().cpu().contiguous()
+    return named
+
+
+def _targets(layers: Mapping[str, tuple[int, int]], adapted: Set[str]) -> list[str]:
+    """What PEFT asks for: ends of names, which all layers of these names have, or the whole names where not all do."""
+    ends = {name.rpartition(".")[2] for name in adapted}
+    has_all = adapted == {name for name in layers if name.rpartition(".")[2] in ends}
+    names = [name_in_file(name) for name in adapted]
+    return sorted({name.rpartition(".")[2] for name in names} if has_all else names)
+
+
+def _config(base: WhisperFolder, tuning: TuningConfig, targets: list[str]) -> dict[str, object]:
+    return {
+        "peft_type": "LORA",
+        "task_type": None,  # of PEFT's own tasks none takes features
+        "auto_mapping": MODEL,
+        "base_model_name_or_path": str(base.path.resolve()),
+        "r": tuning.lora_rank,
+        "lora_alpha": tuning.lora_alpha or 2 * tuning.lora_rank,
+        "target_modules": targets,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }

@@ -1,0 +1,180 @@
+"""Low-rank products in PEFT's format: its model, ours with products and ours merged are one."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from konkanivani.base.config import TuningConfig
+from konkanivani.base.errors import CheckpointError, ResourceError, UsageError
+from konkanivani.model.whisper import adapter
+from konkanivani.model.whisper.adapter import write_adapter
+from konkanivani.model.whisper.architecture import WhisperArchitecture
+from konkanivani.model.whisper.export import write_whisper_folder
+from konkanivani.model.whisper.folder import WhisperFolder, name_in_file, read_whisper_folder
+from konkanivani.model.whisper.network import Whisper
+from tests.whisper.folders import KINDS, random_features, read_reference, spoken
+
+WHY = "peft, which adapters are written for, is not installed: pip install -e .[test]"
+peft = pytest.importorskip("peft", reason=WHY)
+
+Weights = dict[str, torch.Tensor]
+ALL = ("query", "key", "value", "output", "expand", "contract")
+THEIRS = ["fc1", "fc2", "k_proj", "out_proj", "q_proj", "v_proj"]
+TUNING = TuningConfig(lora_rank=3, lora_alpha=5.0, lora_targets=ALL)
+KIND = KINDS["tiny"]
+LENGTHS = (9, 3)
+
+
+@pytest.fixture(scope="module")
+def base(whisper_folders: dict[str, Path]) -> WhisperFolder:
+    return read_whisper_folder(whisper_folders["tiny"])
+
+
+def tuned(base: WhisperFolder, tuning: TuningConfig, seed: int | None = None) -> Whisper:
+    """The base with products beside its layers: as they begin, or none of them zero."""
+    model = WhisperArchitecture(base.shape, tuning).build()
+    found = model.load_state_dict(base.weights(), strict=False)
+    assert not found.unexpected_keys and all("low_rank" in name for name in found.missing_keys)
+    generator = torch.Generator().manual_seed(seed or 0)
+    for name, parameter in model.named_parameters():
+        if seed is not None and "low_rank" in name:
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()
+
+
+def our_logits(model: Whisper, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    model = model.to(dtype)
+    output = model(random_features(KIND).to(dtype), (100,) * 2, spoken(KIND, *LENGTHS).decoder_tokens)
+    return model.decoder.output(output.decoded).detach()
+
+
+@torch.no_grad()
+def their_logits(model: torch.nn.Module, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    features = random_features(KIND).to(dtype).transpose(1, 2)
+    return model.to(dtype)(input_features=features, decoder_input_ids=spoken(KIND, *LENGTHS).decoder_tokens).logits
+
+
+def adapted(base: WhisperFolder, out: Path) -> torch.nn.Module:
+    """The base as transformers reads it, in float64, with what is written as PEFT reads it."""
+    return peft.PeftModel.from_pretrained(read_reference(base.path).double(), out).eval()
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max() / one.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("targets", "theirs"),
+    [
+        (ALL, THEIRS),
+        (("query", "value"), ["q_proj", "v_proj"]),
+        (("contract",), ["fc2"]),
+        (("key", "output", "expand"), ["fc1", "k_proj", "out_proj"]),
+    ],
+)
+@pytest.mark.parametrize("alpha", [0.0, 5.0])
+@pytest.mark.filterwarnings("error::UserWarning")  # PEFT's, of a tensor that is missing or too many
+def test_with_products_merged_and_by_peft_the_logits_are_the_same(targets, theirs, alpha, base, tmp_path):
+    tuning = replace(TUNING, lora_targets=targets, lora_alpha=alpha)
+    model = tuned(base, tuning, seed=1)
+    weights = model.state_dict()
+    write_adapter(base, weights, tuning, tmp_path / "adapter")
+    _, plain = WhisperArchitecture(base.shape, tuning).plain(weights)
+    write_whisper_folder(base, plain, tmp_path / "merged")
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert written["target_modules"] == theirs and written["lora_alpha"] == (alpha or 6)
+    ours, by_peft = our_logits(model), their_logits(adapted(base, tmp_path / "adapter"))
+    assert distance(ours, by_peft) < 1e-12
+    assert distance(ours, their_logits(read_reference(tmp_path / "merged"))) < 1e-5  # its weights are rounded to fp32
+    assert distance(ours, their_logits(read_reference(base.path))) > 0.01  # the negative control: without products
+
+
+def test_peft_merges_into_our_merged_weights(base, tmp_path):
+    model = tuned(base, TUNING, seed=1).double()
+    weights = model.state_dict()
+    write_adapter(base, weights, TUNING, tmp_path / "adapter")
+    theirs = adapted(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    _, plain = WhisperArchitecture(base.shape, TUNING).plain(weights)
+    assert len(plain) == 89 and max(distance(t, theirs[name_in_file(name)]) for name, t in plain.items()) < 1e-14
+    merged, before = plain["encoder.blocks.0.self_attention.key.weight"], base.weights()
+    assert distance(merged, before["encoder.blocks.0.self_attention.key.weight"]) > 0.01
+
+
+def test_negative_control_other_products_and_another_scale_are_other_models(base, tmp_path):
+    model = tuned(base, TUNING, seed=1)
+    for name, weights, tuning in (
+        ("other", tuned(base, TUNING, seed=2).state_dict(), TUNING),
+        ("scale", model.state_dict(), replace(TUNING, lora_alpha=5.1)),
+    ):
+        write_adapter(base, weights, tuning, tmp_path / name)
+        assert distance(our_logits(model), their_logits(adapted(base, tmp_path / name))) > 1e-3
+
+
+def test_products_alone_are_as_good_and_peft_finds_the_base_by_itself(base, tmp_path):
+    model = tuned(base, TUNING, seed=1)
+    weights = model.state_dict()
+    products = {name: tensor for name, tensor in weights.items() if "low_rank" in name}
+    write_adapter(base, weights, TUNING, tmp_path / "whole")
+    write_adapter(base, products, TUNING, tmp_path / "alone")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "whole"]
+    found = peft.AutoPeftModel.from_pretrained(tmp_path / "alone", dtype=torch.float32)
+    assert distance(our_logits(model), their_logits(found.eval())) < 1e-12
+
+
+def test_layers_without_products_are_left_as_they_are(base, tmp_path):
+    model = tuned(base, TUNING, seed=1)
+    kept = {name: tensor for name, tensor in model.state_dict().items() if "encoder.blocks.1.self" in name}
+    write_adapter(base, kept, TUNING, tmp_path / "adapter")
+    for name, parameter in model.named_parameters():
+        if "low_rank.up" in name and name not in kept:
+            parameter.data.zero_()
+    by_peft = adapted(base, tmp_path / "adapter")
+    assert sum(name.endswith("lora_A.default.weight") for name, _ in by_peft.named_parameters()) == 4
+    assert distance(our_logits(model), their_logits(by_peft)) < 1e-12
+
+
+def test_before_its_first_step_a_model_with_products_is_its_base_bit_for_bit(base):
+    model, plain = tuned(base, TUNING), base.build().eval()
+    assert sum(name.endswith("low_rank.up") for name in model.state_dict()) == 2 * 6 + 2 * 10
+    for dtype in (torch.float32, torch.float64):
+        assert torch.equal(our_logits(model, dtype), our_logits(plain, dtype))
+        with torch.no_grad():
+            assert torch.equal(our_logits(model, dtype), our_logits(plain, dtype))
+    model.decoder.blocks[1].feedforward.contract.low_rank.up.data[0, 0] = 1e-3  # the negative control
+    assert not torch.equal(our_logits(model), our_logits(plain))
+
+
+def test_what_cannot_be_written_leaves_nothing(base, tmp_path, monkeypatch):
+    weights, out = tuned(base, TUNING, seed=1).state_dict(), tmp_path / "out"
+    name = "decoder.blocks.1.feedforward.expand.low_rank.up"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "mine.txt").write_text("mine")
+    with pytest.raises(UsageError, match="mine is there already"):
+        write_adapter(base, weights, TUNING, tmp_path / "mine")
+    with pytest.raises(UsageError, match="no low-rank products"):
+        write_adapter(base, base.weights(), TUNING, out)
+    with pytest.raises(CheckpointError, match=r"expand\.low_rank\.up of the model are not finite"):
+        write_adapter(base, weights | {name: torch.full((96, 3), torch.inf)}, TUNING, out)
+    cut = {key: tensor for key, tensor in weights.items() if key != name}
+    other = {f"decoder.blocks.7.{key}": weights[key] for key in weights if "low_rank" in key}
+    for wrong in (weights | {name: torch.zeros(95, 3)}, cut, other):
+        with pytest.raises(CheckpointError, match="not those of layers of .* of rank 3"):
+            write_adapter(base, wrong, TUNING, out)
+    with pytest.raises(CheckpointError, match="of rank 4"):
+        write_adapter(base, weights, replace(TUNING, lora_rank=4), out)
+    with monkeypatch.context() as patch, pytest.raises(ResourceError, match="could not be written: No space"):
+        patch.setattr(adapter, "write_json", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        write_adapter(base, weights, TUNING, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    write_adapter(base, weights, TUNING, out)
+    kept = safetensors.torch.load_file(out / "adapter_model.safetensors")
+    first = "base_model.model.model.encoder.layers.0.self_attn.q_proj.lora_A.weight"
+    assert len(kept) == 2 * 32 and torch.equal(
+        kept[first], weights["encoder.blocks.0.self_attention.query.low_rank.down"]
+    )
