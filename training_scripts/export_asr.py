@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Exports a checkpoint to use elsewhere: a bundle of safetensors, an ONNX file, and the same in eight bits.
+"""Exports a checkpoint to use elsewhere: a bundle of safetensors, an ONNX file, the same in eight bits; or, of a run
+that began with --pretrained, a folder like that one.
 
     python3 training_scripts/export_asr.py --checkpoint checkpoints/checkpoint_best.pt --bundle konkani.safetensors
+    python3 training_scripts/export_asr.py --checkpoint checkpoints/checkpoint_best.pt --whisper whisper-konkani
 
 Each file is read again and compared with the checkpoint before it gets its name. With --manifest, each is scored.
 """
@@ -40,6 +42,12 @@ class Flags:
     """ONNX file to write, from waveforms to CTC's log probabilities; onnxruntime alone runs it."""
     int8: str | None = None
     """ONNX file to write with weights of eight bits; feed it one utterance at a time."""
+    whisper: str | None = None
+    """Folder to write like the --pretrained one that the run began with, for whatever reads such folders."""
+    adapter: str | None = None
+    """Folder to write with what --lora_rank has trained alone, in PEFT's format."""
+    pretrained: str | None = None
+    """Where the folder is now that the run began with (None: where it was then)."""
     manifest: str | None = None
     """JSONL manifest on which the checkpoint and what was exported are scored and compared."""
     audio_roots: tuple[str, ...] = ()
@@ -50,14 +58,27 @@ class Flags:
         """The files to write."""
         return [Path(path) for path in (self.bundle, self.onnx, self.int8) if path is not None]
 
+    @property
+    def folders(self) -> list[Path]:
+        """The folders to write."""
+        return [Path(path) for path in (self.whisper, self.adapter) if path is not None]
+
 
 def check_flags(flags: Flags) -> None:
     """Raises a UsageError or a ResourceError where the files asked for could not be written, before any work."""
-    if not flags.outputs:
-        raise UsageError("Nothing is asked for. Give --bundle, --onnx or --int8 with the file to write, or several.")
-    places = [path.resolve() for path in (Path(flags.checkpoint), *flags.outputs)]
+    if not flags.outputs and not flags.folders:
+        raise UsageError(
+            "Nothing is asked for. Give --bundle, --onnx or --int8 with the file to write, or several; or, of a run "
+            "that began with --pretrained, --whisper or --adapter with the folder to write."
+        )
+    if flags.outputs and flags.folders:
+        raise UsageError("--bundle, --onnx and --int8 are for models of ours, --whisper and --adapter for others'.")
+    places = [path.resolve() for path in (Path(flags.checkpoint), *flags.outputs, *flags.folders)]
     if len(set(places)) < len(places):
-        raise UsageError("--checkpoint, --bundle, --onnx and --int8 are files of their own. Give each its own name.")
+        raise UsageError("What is read and what is written are places of their own. Give each its own name.")
+    for path in flags.folders:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UsageError(f"{path} is there already. Name a folder that is not, or is empty.")
     for path in flags.outputs:
         if (path.exists() and not path.is_file()) or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
             raise ResourceError(f"{path} cannot be written. Name a file in a folder of yours that exists.")
@@ -78,6 +99,9 @@ def export(flags: Flags) -> str:
     if flags.onnx is not None or flags.int8 is not None:
         require_onnx()
     checkpoint = read_checkpoint(flags.checkpoint)
+    if flags.pretrained is not None:
+        checkpoint = with_folder(checkpoint, flags.pretrained)
+    check_kind(flags, checkpoint)
     speech_model = build_speech_model(checkpoint, torch.device("cpu"))
     check_finite(flags.checkpoint, speech_model.model.state_dict())
     forms = [Exported("checkpoint", Path(flags.checkpoint), recognize_with(speech_model))]
@@ -85,9 +109,54 @@ def export(flags: Flags) -> str:
         forms.append(export_bundle(Path(flags.bundle), speech_model))
     if flags.onnx is not None or flags.int8 is not None:
         forms += export_onnx(flags, speech_model)
+    if flags.folders:
+        forms += export_folders(flags, checkpoint)
     if flags.manifest is None:
         return "Read again, compared with the checkpoint on a signal: sound. With --manifest they are scored."
     return "\n".join(score(flags, checkpoint, speech_model, forms))
+
+
+def with_folder(checkpoint: "Checkpoint", folder: str) -> "Checkpoint":
+    """The checkpoint, the folder that its run began with being here now."""
+    from konkanivani.base.flags import config_from_text, config_to_text
+
+    config = config_from_text(checkpoint.config)
+    config = replace(config, pretrained=replace(config.pretrained, pretrained=folder))
+    return replace(checkpoint, config=config_to_text(config))
+
+
+def check_kind(flags: Flags, checkpoint: "Checkpoint") -> None:
+    """Raises a UsageError where a model is to be written as none of its kind is."""
+    from konkanivani.inference.pretrained import STATE
+
+    is_ours = STATE not in checkpoint.states
+    if is_ours and flags.folders:
+        raise UsageError("The checkpoint is of a model of ours: export it with --bundle, --onnx or --int8.")
+    if not is_ours and flags.outputs:
+        raise UsageError("The checkpoint's run began with --pretrained: export it with --whisper or --adapter.")
+
+
+def export_folders(flags: Flags, checkpoint: "Checkpoint") -> list["Exported"]:
+    """The folders asked for, written, the model read again and compared."""
+    import torch
+
+    from konkanivani.base.flags import config_from_text
+    from konkanivani.inference.pretrained import read_pretrained, tuned_whisper
+    from konkanivani.inference.speech_model import build_pretrained_model
+    from konkanivani.inference.verify import Exported, recognize_with, size_of
+    from konkanivani.inference.whisper.export import export_adapter, export_whisper, read_base
+
+    tuned, forms = tuned_whisper(checkpoint, config_from_text(checkpoint.config)), []
+    base = read_base(tuned, flags.pretrained)
+    if flags.adapter is not None:
+        export_adapter(tuned, base, Path(flags.adapter))
+        print(f"{flags.adapter}: {size_in_words(size_of(Path(flags.adapter)))}", flush=True)
+    if flags.whisper is not None:
+        out = Path(flags.whisper)
+        print(f"{export_whisper(tuned, base, out).sentence()}\n{out}: {size_in_words(size_of(out))}", flush=True)
+        read = build_pretrained_model(read_pretrained(out), tuned.config.pretrained, torch.device("cpu"))
+        forms.append(Exported("folder", out, recognize_with(read)))
+    return forms
 
 
 def export_bundle(path: Path, speech_model: "SpeechModel") -> "Exported":
@@ -134,7 +203,9 @@ def score(flags: Flags, checkpoint: "Checkpoint", speech_model: "SpeechModel", f
     config = config_from_text(checkpoint.config)
     config = replace(config, data=replace(config.data, audio_roots=flags.audio_roots))
     rejections = Rejections(None, parse_share(config.data.max_rejected, "--max_rejected"))
-    utterances = build_evaluation_set(flags.manifest, config, speech_model.tokenizer, speech_model.device, rejections)
+    utterances = build_evaluation_set(
+        flags.manifest, config, speech_model.tokenizer, speech_model.architecture, speech_model.device, rejections
+    )
     return table(compare(forms, utterances))
 
 

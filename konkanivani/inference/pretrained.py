@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 
 from konkanivani.base.config import PretrainedConfig, TrainConfig, TuningConfig
-from konkanivani.base.errors import CheckpointError
+from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.data.vocabulary import Vocabulary
+from konkanivani.inference.whisper.export import TunedWhisper
 from konkanivani.inference.whisper.pretrained import KIND, read_pretrained_whisper, restored_shape
 from konkanivani.model.architecture import Architecture, architecture_of
 from konkanivani.model.whisper.architecture import WhisperArchitecture
@@ -88,6 +89,15 @@ def restored_architecture(checkpoint: Checkpoint, config: TrainConfig) -> Archit
     if state.get("kind") != KIND:
         raise CheckpointError("The checkpoint's recogniser is of a kind that this version has not. Use a newer one.")
     return WhisperArchitecture(restored_shape(state), config.tuning)
+
+
+def tuned_whisper(checkpoint: Checkpoint, config: TrainConfig) -> TunedWhisper:
+    """What of a checkpoint is to be written as a folder; a UsageError where its run did not begin with one."""
+    if STATE not in checkpoint.states:
+        raise UsageError("The checkpoint is of a model of ours, which is exported with --bundle, --onnx or --int8.")
+    architecture = restored_architecture(checkpoint, config)
+    weights = whole_weights(checkpoint, config, set(architecture.build_without_values().state_dict()))
+    return TunedWhisper(config, architecture, weights, checkpoint.tokenizer)
 
 
 def whole_weights(checkpoint: Checkpoint, config: TrainConfig, names: set[str]) -> Mapping[str, torch.Tensor]:

@@ -10,14 +10,14 @@ from typing import Literal
 
 import torch
 
-from konkanivani.base.config import TrainConfig
+from konkanivani.base.config import AugmentConfig, PretrainedConfig, TrainConfig, TuningConfig
 from konkanivani.base.errors import CheckpointError, DataError, UsageError
 from konkanivani.base.flags import config_from_text
 from konkanivani.base.lengths import Lengths
 from konkanivani.base.rules import check_config
 from konkanivani.data.text import Tokenizer
 from konkanivani.data.vocabulary import Vocabulary
-from konkanivani.inference.pretrained import STATE, restored_architecture, whole_weights
+from konkanivani.inference.pretrained import STATE, Pretrained, restored_architecture, whole_weights
 from konkanivani.inference.whisper.vocabulary import vocabulary_of
 from konkanivani.model.architecture import Architecture, Dimensions
 from konkanivani.model.asr import KonkaniVaniASR
@@ -61,6 +61,16 @@ def build_speech_model(checkpoint: Checkpoint, device: torch.device) -> SpeechMo
     longest_seconds = float(min(config.data.max_duration, architecture.longest_seconds))
     digits = config.text.digits
     return SpeechModel(architecture, model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits)
+
+
+def build_pretrained_model(pretrained: Pretrained, asked: PretrainedConfig, device: torch.device) -> SpeechModel:
+    """The model of a folder that others have trained, as it is."""
+    architecture, tokenizer = pretrained.architecture(TuningConfig()), pretrained.vocabulary(asked)
+    model = architecture.build_without_values()
+    model.load_state_dict(pretrained.weights(), assign=True)
+    front_end = architecture.build_front_end(AugmentConfig()).to(device)
+    longest = float(architecture.longest_seconds)
+    return SpeechModel(architecture, model.to(device).eval(), front_end, tokenizer, device, longest, "keep")
 
 
 def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:

@@ -14,6 +14,7 @@ import torch
 from konkanivani.base.errors import NumericsError
 from konkanivani.base.lengths import SAMPLE_RATE, Lengths
 from konkanivani.data.loader.loading import load_batches
+from konkanivani.data.text import normalize_text
 from konkanivani.decoding.decode import greedy_decode
 from konkanivani.evaluation.metrics import ErrorRates, error_rates
 from konkanivani.inference.onnx_export import OnnxModel
@@ -98,6 +99,12 @@ def check_onnx(found: OnnxModel, speech_model: SpeechModel, path: Path, toleranc
             )
 
 
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files of a folder."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
 def _farthest(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).abs().max()) if found.shape == wanted.shape else math.nan
 
@@ -115,10 +122,10 @@ def compare(forms: list[Exported], utterances: EvaluationSet) -> list[FormScore]
     return [
         FormScore(
             form.name,
-            error_rates(references, heard),
+            error_rates([normalize_text(text) for text in references], [normalize_text(text) for text in heard]),
             sum(text != first for text, first in zip(heard, texts[0], strict=True)),
             len(references),
-            form.path.stat().st_size,
+            size_of(form.path),
         )
         for form, heard in zip(forms, texts, strict=True)
     ]

@@ -14,7 +14,7 @@ import torch
 
 from konkanivani.base.config import TuningConfig
 from konkanivani.base.errors import CheckpointError, UsageError
-from konkanivani.model.adapters import TENSORS
+from konkanivani.model.adapters import LOW_RANK_TENSORS
 from konkanivani.model.kernels.linear import Linear
 from konkanivani.model.whisper.files import check_finite, write_json
 from konkanivani.model.whisper.folder import WhisperFolder, name_in_file
@@ -36,11 +36,11 @@ def write_adapter(base: WhisperFolder, weights: Mapping[str, torch.Tensor], tuni
     they cannot be written.
     """
     check_is_new(out)
-    products = {name: tensor for name, tensor in weights.items() if name.endswith(TENSORS)}
+    products = {name: tensor for name, tensor in weights.items() if name.endswith(LOW_RANK_TENSORS)}
     if not products:
         raise UsageError("The model has no low-rank products to write apart. Write its weights as a whole folder.")
     layers = _layers_of(base)
-    adapted = {name.removesuffix(f".{part}") for part in TENSORS for name in products if name.endswith(part)}
+    adapted = {name.removesuffix(f".{part}") for part in LOW_RANK_TENSORS for name in products if name.endswith(part)}
     _check_shapes(base, products, {name: layers.get(name, (0, 0)) for name in adapted}, tuning.lora_rank)
     check_finite(products)
     with whole_folder(out) as partial:
@@ -57,7 +57,7 @@ def _layers_of(base: WhisperFolder) -> dict[str, tuple[int, int]]:
 def _check_shapes(
     base: WhisperFolder, products: Mapping[str, torch.Tensor], adapted: Mapping[str, tuple[int, int]], rank: int
 ) -> None:
-    down, up = TENSORS
+    down, up = LOW_RANK_TENSORS
     wanted = {f"{name}.{down}": (rank, width) for name, (_, width) in adapted.items()}
     wanted |= {f"{name}.{up}": (width, rank) for name, (width, _) in adapted.items()}
     if {name: tuple(tensor.shape) for name, tensor in products.items()} != wanted:
@@ -68,10 +68,10 @@ def _check_shapes(
 
 def _named_as_in_peft(products: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A is (r, D) and B (N, r) there too."""
-    parts = dict(zip(TENSORS, ("lora_A.weight", "lora_B.weight"), strict=True))
+    parts = dict(zip(LOW_RANK_TENSORS, ("lora_A.weight", "lora_B.weight"), strict=True))
     named = {}
     for name, tensor in products.items():
-        part = next(part for part in TENSORS if name.endswith(part))
+        part = next(part for part in LOW_RANK_TENSORS if name.endswith(part))
         layer = name_in_file(name.removesuffix(f".{part}"))
         named[f"{PREFIX}{layer}.{parts[part]}"] = tensor.detach().cpu().contiguous()
     return named

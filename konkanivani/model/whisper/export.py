@@ -32,6 +32,15 @@ class WrittenFolder:
     left_out: tuple[str, ...]
     in_full: bool
 
+    def sentence(self) -> str:
+        """What was written, for a person."""
+        said = f"Written anew: {', '.join(self.rewritten) or 'nothing, the weights are those of the base'}."
+        if self.in_full:
+            said += " In fp32: in the base's half precision a weight would not be a finite number."
+        if self.left_out:
+            said += f" Left out, since they hold the base's weights: {', '.join(self.left_out)}."
+        return said
+
 
 def write_whisper_folder(base: WhisperFolder, weights: Mapping[str, torch.Tensor], out: Path) -> WrittenFolder:
     """Writes the folder `out` with these weights, by our names; it is whole or not there.

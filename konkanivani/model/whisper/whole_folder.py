@@ -32,6 +32,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
             yield partial
             for path in partial.rglob("*"):
                 if path.is_file():
+                    path.chmod(0o644)  # safetensors would leave it to its owner alone
                     sync_file(path)
             partial.chmod(0o755)
             os.replace(partial, out)

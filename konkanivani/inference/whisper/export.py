@@ -1,0 +1,60 @@
+"""A run that began with a Whisper folder, written as such a folder again, or as what PEFT adds to one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from konkanivani.base.config import TrainConfig
+from konkanivani.base.errors import CheckpointError, NumericsError, UsageError
+from konkanivani.inference.whisper.pretrained import PretrainedWhisper, read_pretrained_whisper
+from konkanivani.model.whisper.adapter import write_adapter
+from konkanivani.model.whisper.architecture import WhisperArchitecture
+from konkanivani.model.whisper.export import WrittenFolder, write_whisper_folder
+from konkanivani.model.whisper.folder import read_whisper_folder
+
+
+@dataclass(frozen=True)
+class TunedWhisper:
+    """What a checkpoint holds: its settings, its recogniser, all of its weights, its tokens as bytes."""
+
+    config: TrainConfig
+    architecture: WhisperArchitecture
+    weights: Mapping[str, torch.Tensor]
+    tokenizer: bytes
+
+
+def read_base(tuned: TunedWhisper, folder: str | None) -> PretrainedWhisper:
+    """The folder that the run began with, or another copy of it; a CheckpointError where it is of another model."""
+    base = read_pretrained_whisper(Path(folder or tuned.config.pretrained.pretrained or ""))
+    same_tokens = base.vocabulary(tuned.config.pretrained).model == tuned.tokenizer
+    if base.folder.shape != tuned.architecture.model or not same_tokens:
+        raise CheckpointError(
+            f"The checkpoint's run did not begin with a model like {base.path}: its dimensions or its tokens are "
+            "others. Give the folder that it began with as --pretrained."
+        )
+    return base
+
+
+def export_whisper(tuned: TunedWhisper, base: PretrainedWhisper, out: Path) -> WrittenFolder:
+    """Writes the folder `out`: the base's files but for the weights that changed; read again and compared.
+
+    Errors are those of `write_whisper_folder`; a NumericsError where what is read again is something else.
+    """
+    _, weights = tuned.architecture.plain(tuned.weights)
+    written = write_whisper_folder(base.folder, weights, out)
+    read = read_whisper_folder(out).weights()
+    for name, weight in weights.items():
+        farthest = (read[name] - weight).abs().max()
+        # A half holds eleven bits of a number.
+        if not farthest <= 2**-10 * weight.abs().max():
+            raise NumericsError(f"{out} was not kept: its {name} read again is something else. Check the disk.")
+    return written
+
+
+def export_adapter(tuned: TunedWhisper, base: PretrainedWhisper, out: Path) -> None:
+    """Writes the folder `out` with the low-rank products alone, as PEFT keeps them."""
+    if not tuned.architecture.tuning.lora_rank:
+        raise UsageError("--adapter is for a run with --lora_rank, and this one trained the layers themselves.")
+    write_adapter(base.folder, tuned.weights, tuned.architecture.tuning, out)
