@@ -202,7 +202,7 @@ def test_the_table_at_the_end_on_a_card(allocator):
 def test_the_summary_has_the_splits_and_the_retries(allocator):
     monitor = MemoryMonitor(torch.device("cuda"), 0)
     forward_with(monitor, allocator, allocated=10, peak=30, reserved=80, retries=2)
-    summary = json.loads(summary_line(run_with(monitor, splits=4), {}, "checkpoint", "runs"))
+    summary = json.loads(summary_line(run_with(monitor, splits=4), {}, None, "checkpoint", "runs"))
     assert (summary["memory_splits"], summary["allocator_retries"], summary["peak_memory_mib"]) == (4, 2, 30)
 
 

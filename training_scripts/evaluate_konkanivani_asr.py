@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from konkanivani.base.command_line import end_script, print_on_local_rank0, read_flags, run_script
-from konkanivani.base.config import DecodingConfig
+from konkanivani.base.config import DecodingConfig, PretrainedConfig
 from konkanivani.base.errors import UsageError
-from konkanivani.base.rules import check_decoding
+from konkanivani.base.rules import check_decoding, check_pretrained
 from konkanivani.data.manifest import read_manifest
 from konkanivani.evaluation.hypotheses import TextPairs, check_output, other_system, read_pairs, write_hypotheses
 from konkanivani.evaluation.metrics import count_edits
@@ -68,11 +68,17 @@ class Flags:
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where to run."""
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
+    pretrained: PretrainedConfig = field(default_factory=PretrainedConfig)
+
+    @property
+    def model(self) -> str | None:
+        """The checkpoint or the folder to score."""
+        return self.checkpoint or self.pretrained.pretrained
 
     @property
     def output_path(self) -> Path | None:
         """`output`, or the file beside the checkpoint that is named after both."""
-        if self.output is not None or self.checkpoint is None:
+        if self.output is not None or self.checkpoint is None:  # a folder that others have made stays as it is
             return None if self.output is None else Path(self.output)
         checkpoint = Path(self.checkpoint)
         return checkpoint.parent / f"{checkpoint.stem}.{Path(self.manifest).stem}.hypotheses.jsonl"
@@ -82,7 +88,7 @@ def score(flags: Flags) -> str:
     """Scores, writes what is asked for, and returns what is to be printed."""
     with print_on_local_rank0():
         check_flags(flags)
-    if flags.checkpoint is None:
+    if flags.model is None:
         if flags.output_path:
             check_output(flags.output_path)
         return report_on(flags, read_pairs(flags.references, flags.hypotheses, flags.format))
@@ -114,16 +120,28 @@ def recognize(flags: Flags, topology: "Topology") -> TextPairs:
     """The checkpoint's hypotheses of the manifest, as in training's final scoring; each rank makes its portion."""
     manifest = read_manifest(flags.manifest, flags.audio_roots)
     from konkanivani.base.device import choose_device
-    from konkanivani.recipe.evaluation_model import load_evaluation_model, recognize_manifest
+    from konkanivani.recipe.evaluation_model import (
+        load_evaluation_model,
+        load_pretrained_evaluation,
+        recognize_manifest,
+    )
 
-    trained = load_evaluation_model(flags.checkpoint, choose_device(flags.device), topology)
-    check_output(flags.output_path)
-    return recognize_manifest(trained, flags.checkpoint, manifest, flags.decoding)
+    device = choose_device(flags.device)
+    if flags.checkpoint is not None:
+        trained = load_evaluation_model(flags.checkpoint, device, topology)
+    else:
+        trained = load_pretrained_evaluation(flags.pretrained, device, topology)
+    if flags.output_path:
+        check_output(flags.output_path)
+    return recognize_manifest(trained, flags.model, manifest, flags.decoding)
 
 
 def check_flags(flags: Flags) -> None:
     """Raises a UsageError where it is not clear what to score, a ResourceError where nothing could be written."""
-    of_checkpoint, of_texts = (flags.checkpoint, flags.manifest), (flags.references, flags.hypotheses)
+    check_pretrained(flags.pretrained)
+    if None not in (flags.checkpoint, flags.pretrained.pretrained):
+        raise UsageError("--checkpoint and --pretrained are two models: give one of them.")
+    of_checkpoint, of_texts = (flags.model, flags.manifest), (flags.references, flags.hypotheses)
     is_checkpoint = None not in of_checkpoint and of_texts == (None, None)
     is_text = of_checkpoint == (None, None) and flags.hypotheses is not None
     if is_text and flags.references is None:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Positional, arg
 
 from konkanivani.base.command_line import end_script, print_on_local_rank0, read_flags, run_script
-from konkanivani.base.config import DecodingConfig
+from konkanivani.base.config import DecodingConfig, PretrainedConfig
 from konkanivani.base.errors import CheckpointError, UsageError
-from konkanivani.base.rules import check_decoding
+from konkanivani.base.rules import check_decoding, check_pretrained
 from konkanivani.data.audio.standard_input import SIGN, spooled_input
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class Flags:
     pause: float = 0.4
     """Seconds of silence at which speech is cut into pieces."""
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
+    pretrained: PretrainedConfig = field(default_factory=PretrainedConfig)
 
 
 def transcribe(flags: Flags) -> str:
@@ -81,11 +82,13 @@ def transcribe_files(flags: Flags, topology: "Topology", spooled: Path | None) -
 
     recordings = find_recordings(flags.files, spooled)
     checkpoint = Path(flags.checkpoint) if flags.checkpoint else best_checkpoint("checkpoints")
-    if flags.checkpoint is None and not checkpoint.is_file():
+    if flags.checkpoint is None and flags.pretrained.pretrained is None and not checkpoint.is_file():
         raise CheckpointError(
             "There is no checkpoint in checkpoints/. Give the path of one with --checkpoint, or train a model first."
         )
-    recognizer = build_recognizer(checkpoint, flags.decoding, flags.device, flags.longest_piece, flags.pause)
+    recognizer = build_recognizer(
+        checkpoint, flags.decoding, flags.device, flags.longest_piece, flags.pause, flags.pretrained
+    )
     output = Path(flags.output_dir) if flags.output_dir is not None else None
     return Transcription(recognizer, flags.format, flags.timestamps, output, topology).run(recordings)
 
@@ -101,6 +104,9 @@ def check_flags(flags: Flags) -> None:
     if not MIN_PAUSE <= flags.pause <= MAX_PAUSE:
         raise UsageError(f"--pause must be from {MIN_PAUSE:g} to {MAX_PAUSE:g} seconds.")
     check_decoding(flags.decoding)
+    check_pretrained(flags.pretrained)
+    if flags.pretrained.pretrained is not None and flags.checkpoint is not None:
+        raise UsageError("--checkpoint and --pretrained are two models: give one of them.")
 
 
 def main() -> str:

@@ -163,6 +163,13 @@ class PretrainedConfig:
     """Language that it shall write, by a code that it has a token for (Konkani has none: mr or hi)."""
     task: Literal["transcribe", "translate"] = "transcribe"
     """What it shall write: the language itself, or English."""
+    timestamp_share: float = 0.0
+    """Share of the training utterances, drawn each epoch, whose labels say when speech begins and ends, so that the
+    model does not forget to say times."""
+    forgetting_manifest: str | None = None
+    """JSONL manifest of speech that it knew before, scored before and after: what training here costs there."""
+    forgetting_language: str | None = None
+    """Language of that speech (None: that of --language)."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ OF_OUR_MODELS = frozenset(
 NOTHING = dict.fromkeys(("ctc_weight", "label_smoothing", "weight_decay"), 0.0)
 OF_PRETRAINED = NOTHING | {"max_duration": 30.0, "max_tokens": 2**16}
 # What a run cannot go on with another value of.
+FREE_TO_CHANGE = ("dropout", "pretrained", "forgetting_manifest", "forgetting_language")
 GROUPS_OF_SHAPE = ("text", "features", "model", "pretrained", "tuning")
 # These say how a manifest's audio is used, and nothing without it.
 MANIFEST_OF = {"rir_prob": "rir_manifest", "noise_snr": "noise_manifest", "noise_prob": "noise_manifest"}
@@ -174,7 +175,7 @@ def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
     found = [
         f"--{old.name} is {new.value} here and {old.value} in the checkpoint"
         for old, new in pairs
-        if old.value != new.value and old.group in GROUPS_OF_SHAPE and old.name not in ("dropout", "pretrained")
+        if old.value != new.value and old.group in GROUPS_OF_SHAPE and old.name not in FREE_TO_CHANGE
     ]
     weights = [config.loss.ctc_weight for config in (asked, stored)]
     if 0 in weights and weights[0] != weights[1]:

@@ -97,6 +97,11 @@ def check_decoding(config: DecodingConfig) -> None:
     raise_broken(rules)
 
 
+def check_pretrained(config: PretrainedConfig) -> None:
+    """Raises a UsageError where settings of a model that others have trained do not go together."""
+    raise_broken(_pretrained_rules(config))
+
+
 def raise_broken(rules: list[Rule]) -> None:
     """Raises a UsageError that lists the rules that do not hold."""
     broken = [message for holds, message in rules if not holds]
@@ -257,6 +262,19 @@ def _pretrained_rules(config: PretrainedConfig) -> list[Rule]:
             "--language and --task are for a model that others have trained: give --pretrained",
         ),
         (config.pretrained != "", "--pretrained must be the path of a folder"),
+        (0 <= config.timestamp_share <= 1, "--timestamp_share must be between 0 and 1"),
+        (
+            config.pretrained is not None or not config.timestamp_share,
+            "--timestamp_share is for a model with tokens for times: give --pretrained",
+        ),
+        (
+            config.pretrained is not None or config.forgetting_manifest is None,
+            "--forgetting_manifest is of speech that a --pretrained model knew before",
+        ),
+        (
+            config.forgetting_manifest is not None or config.forgetting_language is None,
+            "--forgetting_language is that of a --forgetting_manifest: give both",
+        ),
     ]
 
 

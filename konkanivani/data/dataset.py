@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 from konkanivani.base.randomness import derive_seed, utterance_generator
 from konkanivani.data.audio.augmentation import choose_speed, perturb_speed
 from konkanivani.data.audio.files import UnusableAudio
+from konkanivani.data.audio.silence import speech_span
 from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.batch import Speech
 from konkanivani.data.noise_reverb import NoiseReverb
@@ -21,7 +22,8 @@ from konkanivani.data.vocabulary import Vocabulary
 class TrainingSpeech(Dataset):
     """Map-style: (epoch, index) -> Speech, or a Rejection.
 
-    Speed-perturbed, then with noise and reverberation; random only in (seed, epoch, utterance).
+    Speed-perturbed, then with noise and reverberation; of `timed_share` the labels say when speech begins and ends.
+    Random only in (seed, epoch, utterance).
     """
 
     utterances: Sequence[Utterance]
@@ -30,6 +32,7 @@ class TrainingSpeech(Dataset):
     seed: int
     manifest: str = ""
     noise_reverb: NoiseReverb = NoiseReverb()
+    timed_share: float = 0.0
 
     def __getitem__(self, key: tuple[int, int]) -> Speech | Rejection:
         epoch, index = key
@@ -38,9 +41,17 @@ class TrainingSpeech(Dataset):
         if isinstance(waveform, Rejection):
             return waveform
         speed = choose_speed(self.speeds, utterance_generator(self.seed, epoch, utterance.id, "speed"))
-        waveform = self.noise_reverb(perturb_speed(waveform, speed), epoch, utterance.id)
+        clean = perturb_speed(waveform, speed)
+        waveform = self.noise_reverb(clean, epoch, utterance.id)
         seed = derive_seed(self.seed, epoch, "specaugment", utterance.id)
-        return Speech(utterance.id, waveform, self.tokenizer.encode(utterance.text), seed)
+        return Speech(utterance.id, waveform, self._tokens(utterance, clean, epoch), seed)
+
+    def _tokens(self, utterance: Utterance, clean: torch.Tensor, epoch: int) -> list[int]:
+        if self.timed_share:
+            drawn = torch.rand((), generator=utterance_generator(self.seed, epoch, utterance.id, "times"))
+            if drawn < self.timed_share:
+                return self.tokenizer.encode_with_times(utterance.text, *speech_span(clean))
+        return self.tokenizer.encode(utterance.text)
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,10 @@ class Tokenizer:
         """Token ids of a normalised text."""
         return self._processor.encode(text)
 
+    def encode_with_times(self, text: str, begin: float, end: float | None) -> list[int]:
+        """A UsageError: no token says a time."""
+        raise UsageError("The tokenizer has no tokens for times: leave --timestamp_share out.")
+
     def decode(self, tokens: list[int]) -> str:
         """The text of token ids; special ones leave nothing."""
         return self._processor.decode([token for token in tokens if token not in self.special]).strip()

@@ -35,6 +35,9 @@ class Vocabulary(Protocol):
     def encode(self, text: str) -> list[int]:
         """What a model learns to say for a text, without the start and the end."""
 
+    def encode_with_times(self, text: str, begin: float, end: float | None) -> list[int]:
+        """The same with the seconds at which it is said; a UsageError where there are no tokens for times."""
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids; special ones leave nothing."""
 

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from konkanivani.base.config import DecodingConfig
+from konkanivani.base.config import DecodingConfig, PretrainedConfig
 from konkanivani.base.device import choose_device
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.rules import check_decoding
@@ -20,8 +20,9 @@ from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.waveform import stream_audio, stream_samples
 from konkanivani.decoding.decode import Decode, build_decode
 from konkanivani.inference.bundle import is_bundle, read_bundle
+from konkanivani.inference.pretrained import read_pretrained
 from konkanivani.inference.segmentation import Piece, SegmentationConfig, build_segmentation, segment_audio
-from konkanivani.inference.speech_model import SpeechModel, build_speech_model
+from konkanivani.inference.speech_model import SpeechModel, build_pretrained_model, build_speech_model
 from konkanivani.inference.transcript import Segment, Transcript, Word
 from konkanivani.inference.word_times import (
     AlignedToken,
@@ -33,6 +34,7 @@ from konkanivani.inference.word_times import (
 )
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 
+OURS = PretrainedConfig()
 MAX_PIECE = 30.0  # seconds; a model that was trained on longer utterances has no need of longer pieces
 PAUSE = 0.4  # seconds
 BATCH_SECONDS = 20.0  # of padded audio that is recognised at once
@@ -117,13 +119,18 @@ def build_recognizer(
     device: Literal["auto", "cuda", "cpu"] = "auto",
     longest_seconds: float | None = None,
     pause_seconds: float = PAUSE,
+    pretrained: PretrainedConfig = OURS,
 ) -> Recognizer:
-    """The recogniser of the checkpoint or bundle at `path`, all settings given.
+    """The recogniser of the checkpoint or bundle at `path`, or of the folder of `pretrained`, all settings given.
 
     Pieces last `longest_seconds` at most (None: as long as what the model was trained on), and are apart at pauses of
     `pause_seconds`.
     """
-    speech_model = load_speech_model(path, choose_device(device))
+    if pretrained.pretrained is None:
+        speech_model = load_speech_model(path, choose_device(device))
+    else:
+        folder = read_pretrained(pretrained.pretrained)
+        speech_model = build_pretrained_model(folder, pretrained, choose_device(device))
     longest = min(speech_model.longest_seconds, MAX_PIECE) if longest_seconds is None else longest_seconds
     decode = build_decode(decoding, speech_model.architecture, speech_model.tokenizer, speech_model.device)
     return Recognizer(speech_model, decode, build_segmentation(longest, pause_seconds))

@@ -32,7 +32,7 @@ from konkanivani.model.transfer import transfer_weights
 from konkanivani.recipe.build_step import build_forward, build_step_parts
 from konkanivani.recipe.plan import Ranks, device_costs, needs_sharding, resolve_plan
 from konkanivani.recipe.run_folders import REJECTED, keep_rejected, move_aside, move_newer_aside, run_folder
-from konkanivani.recipe.speech import RunSpeech, build_speech, loader_config, speech_sizes
+from konkanivani.recipe.speech import RunSpeech, build_speech, loader_config, more_tokens, speech_sizes
 from konkanivani.recipe.start import Start
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, Stateful, check_states, load_states
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
@@ -235,7 +235,7 @@ def plan_memory(
             device,
             free,
             Ranks(start.topology.world, sharded),
-            train=speech_sizes(speech.train.utterances, slowest=min(speech.train.speeds)),
+            train=speech_sizes(speech.train.utterances, min(speech.train.speeds), more_tokens(start.config)),
             validation=speech_sizes(validation.speech.utterances, slowest=1.0) if validation else None,
             stored=start.resumed.states.get("plan") if start.resumed else None,
         ),

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.base.config import DecodingConfig, TrainConfig
+from konkanivani.base.amount import resolve
+from konkanivani.base.config import DecodingConfig, PretrainedConfig, TrainConfig
 from konkanivani.base.distributed import ALONE, Topology, from_first
+from konkanivani.base.flags import defaults_beside
 from konkanivani.base.units import parse_share
 from konkanivani.data.manifest import Manifest
 from konkanivani.data.rejections import Rejections
@@ -15,12 +17,12 @@ from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.decoding.decode import Decode, build_decode
 from konkanivani.evaluation.hypotheses import CheckpointRun, TextPairs
 from konkanivani.evaluation.transcripts import ScoredText
-from konkanivani.inference.pretrained import restored_architecture, whole_weights
+from konkanivani.inference.pretrained import read_pretrained, restored_architecture, whole_weights
 from konkanivani.inference.speech_model import load_tokenizer, settings_of_weights
 from konkanivani.model.architecture import Architecture
 from konkanivani.recipe.build_step import build_forward
 from konkanivani.recipe.speech import build_evaluation_set
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states, read_checkpoint
+from konkanivani.training.checkpoint.checkpoint import load_states, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import BEST, LAST
 from konkanivani.training.forward import ForwardPass
 from konkanivani.training.validation import Evaluation
@@ -28,9 +30,9 @@ from konkanivani.training.validation import Evaluation
 
 @dataclass(frozen=True)
 class EvaluationModel:
-    """A checkpoint's model, ready to be evaluated."""
+    """A model, ready to be evaluated, of a checkpoint of so many steps or as others have trained it (0)."""
 
-    checkpoint: Checkpoint
+    step: int
     config: TrainConfig
     tokenizer: Vocabulary
     forward: ForwardPass
@@ -52,7 +54,18 @@ def load_evaluation_model(path: str | Path, device: torch.device, topology: Topo
     forward = build_forward(config, architecture, device)
     weights = whole_weights(checkpoint, config, set(forward.model.state_dict()))
     load_states(dataclasses.replace(checkpoint, states={"model": weights}), {"model": forward.model})
-    return EvaluationModel(checkpoint, config, tokenizer, forward, topology)
+    return EvaluationModel(checkpoint.step, config, tokenizer, forward, topology)
+
+
+def load_pretrained_evaluation(
+    asked: PretrainedConfig, device: torch.device, topology: Topology = ALONE
+) -> EvaluationModel:
+    """The model of the folder that is asked for, as it is; what is not of it has its defaults."""
+    config = resolve(dataclasses.replace(defaults_beside(TrainConfig(pretrained=asked)), pretrained=asked))
+    pretrained = read_pretrained(asked.pretrained)
+    forward = build_forward(config, pretrained.architecture(config.tuning), device)
+    forward.model.load_state_dict(pretrained.weights())
+    return EvaluationModel(0, config, pretrained.vocabulary(asked), forward, topology)
 
 
 def evaluate_manifest(
@@ -83,7 +96,7 @@ def recognize_manifest(trained: EvaluationModel, path: str, manifest: Manifest, 
     )
     run = CheckpointRun(
         checkpoint=path,
-        step=trained.checkpoint.step,
+        step=trained.step,
         manifest=manifest.path,
         left_out=len(manifest) + len(manifest.broken) - len(texts),
         loss=evaluation.losses.all,

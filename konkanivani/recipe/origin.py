@@ -21,7 +21,12 @@ def begin_pretrained(asked: Asked, config: TrainConfig) -> tuple[TrainConfig, Pr
         return config, None
     pretrained = read_pretrained(config.pretrained.pretrained)
     pretrained.architecture(config.tuning).build_without_values()
-    pretrained.vocabulary(config.pretrained)
+    tokenizer = pretrained.vocabulary(config.pretrained)
+    if config.pretrained.timestamp_share:
+        tokenizer.encode_with_times("", 0.0, None)
+    if config.pretrained.forgetting_language is not None:
+        other = dataclasses.replace(config.pretrained, language=config.pretrained.forgetting_language)
+        pretrained.vocabulary(other)
     if "learning_rate" in asked.given:
         return config, pretrained
     rate = pretrained.learning_rate(config.tuning)

@@ -56,6 +56,7 @@ def named_manifests(config: TrainConfig) -> dict[str, str]:
         "--test_manifest": data.test_manifest,
         "--rir_manifest": augment.rir_manifest,
         "--noise_manifest": augment.noise_manifest,
+        "--forgetting_manifest": config.pretrained.forgetting_manifest,
     }
     return {flag: path for flag, path in named.items() if path is not None}
 

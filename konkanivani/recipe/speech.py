@@ -164,7 +164,8 @@ def build_training_speech(
     config, architecture = start.config, start.architecture(tokenizer.size)
     slowest = min(config.augment.speed_perturbation)
     limits = training_limits(config, architecture.framing)
-    limits = limits.within(architecture.longest_seconds, architecture.most_tokens, slowest)
+    most = architecture.most_tokens - more_tokens(config)
+    limits = limits.within(architecture.longest_seconds, most, slowest)
     kept = choose_usable(manifest, tokenizer, limits, config.text.digits, rejections)
     if config.data.train_subset < 100:
         kept = kept.part(choose_subset(len(kept), config.data.train_subset, config.run.seed))
@@ -175,7 +176,13 @@ def build_training_speech(
         config.run.seed,
         manifest.path,
         noise_reverb,
+        config.pretrained.timestamp_share,
     )
+
+
+def more_tokens(config: TrainConfig) -> int:
+    """Tokens of a label with times beyond those of one without: two times for the one that says that there are none."""
+    return 1 if config.pretrained.timestamp_share else 0
 
 
 def choose_usable(
@@ -188,9 +195,9 @@ def choose_usable(
     return kept
 
 
-def speech_sizes(utterances: Selection, slowest: float) -> SpeechSizes:
-    """The utterances' sizes, played at the slowest speed."""
-    return SpeechSizes(utterances, utterances.durations / slowest, utterances.tokens.astype(np.int64))
+def speech_sizes(utterances: Selection, slowest: float, more: int = 0) -> SpeechSizes:
+    """The utterances' sizes, played at the slowest speed, with so many tokens more."""
+    return SpeechSizes(utterances, utterances.durations / slowest, utterances.tokens.astype(np.int64) + more)
 
 
 def build_evaluation_set(

@@ -31,6 +31,8 @@ PATHS = (
     "audio_roots",
     "rir_manifest",
     "noise_manifest",
+    "pretrained",
+    "forgetting_manifest",
     "log_dir",
 )
 

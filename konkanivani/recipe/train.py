@@ -18,6 +18,7 @@ from konkanivani.memory.oom_history import write_sizes
 from konkanivani.memory.recovery import DidNotFit
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.evaluation_model import best_checkpoint, evaluate_manifest, load_evaluation_model
+from konkanivani.recipe.forgetting import Forgetting, score_forgetting
 from konkanivani.recipe.ranks import digest_of_code, digest_of_data, digest_of_flags, in_ranks
 from konkanivani.recipe.start import resolve_start
 from konkanivani.training.logs.records import RehearsalRecord
@@ -69,8 +70,9 @@ def score_and_sum_up(run: Run) -> str:
     config = run.settings
     best = from_first(run.topology, lambda: best_checkpoint(config.run.checkpoint_dir))
     scores = score_test(run, best)
+    forgetting = score_forgetting(config, best, run.topology)
     say(f"Look at the run with: .venv/bin/tensorboard --logdir {config.run.log_dir} --host 127.0.0.1")
-    return summary_line(run, scores, str(best), f"{config.run.log_dir}/{config.run.run_name}")
+    return summary_line(run, scores, forgetting, str(best), f"{config.run.log_dir}/{config.run.run_name}")
 
 
 @contextmanager
@@ -147,7 +149,13 @@ def _columns(phases: tuple[PhaseMemory, ...], seconds: list[float]) -> Iterator[
     yield ["share", *(f"{value / sum(seconds):.1%}" for value in seconds)]
 
 
-def summary_line(run: Run, scores: dict[str, Evaluation | None], checkpoint: str, tensorboard: str) -> str:
+def summary_line(
+    run: Run,
+    scores: dict[str, Evaluation | None],
+    forgetting: Forgetting | None,
+    checkpoint: str,
+    tensorboard: str,
+) -> str:
     """One line of JSON; error rates are shares, null where nothing was tested or validated."""
     rates = {}
     for decode, test in scores.items():
@@ -156,6 +164,9 @@ def summary_line(run: Run, scores: dict[str, Evaluation | None], checkpoint: str
         rates[f"test_wer{by}"] = test.rates.wer if test else None
         rates[f"test_cer{by}"] = test.rates.cer if test else None
         rates |= {f"test_cer_{p}_patterns{by}": test.rates_of(p).cer for p in sorted(patterns)}
+    if forgetting is not None:
+        for when, found in (("before", forgetting.before), ("after", forgetting.after)):
+            rates |= {f"forgetting_wer_{when}": found.wer, f"forgetting_cer_{when}": found.cer}
     summary = {
         **rates,
         "steps": run.state.step,

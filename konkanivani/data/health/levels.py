@@ -8,14 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from konkanivani.data.audio.files import read_header, read_samples
+from konkanivani.data.audio.silence import FRAME_SECONDS, silent_frames
 from konkanivani.data.utterance import Utterance
 
 FULL_SCALE = 32_767 / 32_768  # the largest positive value of 16 bits; what a float file holds beyond 1 counts as well
 CLIPPED_RUN = 3  # equal samples at full scale in a row: no voice does that
-FRAME_SECONDS = 0.010
-# Silence is relative: a quiet speaker's words are no silence, and a noisy room's pauses are.
-SILENCE_BELOW_SPEECH = 30.0  # dB under the 95th percentile of the utterance's frames
-DIGITAL_SILENCE = -80.0  # dBFS: below it whatever the rest is like
 FLOOR = -120.0
 MAX_SECONDS = 600.0  # decoded of one file
 
@@ -79,13 +76,3 @@ def clipped_runs(samples: np.ndarray) -> int:
     same = (side[1:] == side[:-1]) & (side[1:] != 0)
     three = same[1:] & same[:-1]
     return int(three[:1].sum() + (three[1:] & ~three[:-1]).sum())
-
-
-def silent_frames(mono: np.ndarray, rate: int) -> np.ndarray:
-    """Which frames of 10 ms are silence, bool; the last may be longer. An offset is not heard, so it is left out."""
-    size = max(1, round(rate * FRAME_SECONDS))
-    count = max(1, len(mono) // size)
-    centred = np.square(mono - mono.mean())
-    power = np.add.reduceat(centred, np.arange(count) * size) / np.diff([*(np.arange(count) * size), len(mono)])
-    levels = 10 * np.log10(np.maximum(power, 1e-12))
-    return (levels < np.quantile(levels, 0.95) - SILENCE_BELOW_SPEECH) | (levels < DIGITAL_SILENCE)
