@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from konkanivani.data.byte_pairs import byte_characters
+from konkanivani.inference.whisper.byte_pairs import byte_characters
 from tests.conftest import ROOT
 
 DATA = Path(os.environ.get("KONKANIVANI_DATA", ROOT.parent / "shared" / "data"))

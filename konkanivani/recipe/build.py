@@ -19,17 +19,17 @@ from konkanivani.data.dataset import TrainingSpeech
 from konkanivani.data.loader.loading import WindowStream
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.decoding.decode import greedy_decode
-from konkanivani.inference.pretrained import STATE, Origin, digest_of
+from konkanivani.inference.pretrained import STATE
 from konkanivani.memory.budget import BudgetWatch, available_bytes, enforce_budget
 from konkanivani.memory.gpu import announce_card
 from konkanivani.memory.monitor import resident_mib, set_mmap_threshold
 from konkanivani.memory.oom_history import forget_sizes, read_sizes
 from konkanivani.memory.plan import MemoryPlan, plan_sentences
-from konkanivani.model.adapters import LOW_RANK_TENSORS
 from konkanivani.model.architecture import Architecture, architecture_of
 from konkanivani.model.asr import KonkaniVaniASR, frozen_count, parameter_count
 from konkanivani.model.transfer import transfer_weights
 from konkanivani.recipe.build_step import build_forward, build_step_parts
+from konkanivani.recipe.origin import load_base, make_origin
 from konkanivani.recipe.plan import Ranks, device_costs, needs_sharding, resolve_plan
 from konkanivani.recipe.run_folders import REJECTED, keep_rejected, move_aside, move_newer_aside, run_folder
 from konkanivani.recipe.speech import RunSpeech, build_speech, loader_config, more_tokens, speech_sizes
@@ -67,7 +67,6 @@ def build_run(start: Start, report: Report = silent) -> Run:
     planner = EpochPlanner(speech.train.utterances.durations, config.window_size, config.run.seed)
     step, plan = build_planned_step(start, device, speech, planner, resident_before, report)
     state = TrainState()
-    load_base(start, step)
     stateful = stateful_parts(start, step, state)
     load_weights(start, speech.tokenizer, planner, step, state, stateful)
     _learn_sizes(config, step)
@@ -114,19 +113,11 @@ def build_planned_step(
     report("plan", _plan_sentence(config, plan, planner))
     total_steps = min(config.run.epochs * planner.windows_per_epoch(), config.run.max_steps or sys.maxsize)
     step = build_step_parts(config, architecture, device, total_steps, topology=topology, sharded=sharded)
+    if start.pretrained is not None:
+        load_base(start.pretrained, whole := whole_model(start, step))
+        if whole is not step.model:
+            FullState(step.model, topology).load_state_dict(whole.state_dict())
     return (keep_to_plan(step, plan, resident_before) if plan else step), plan
-
-
-def load_base(start: Start, step: StepParts) -> None:
-    """Loads what others have trained, where the run begins with it or a checkpoint does not hold it."""
-    if start.pretrained is None:
-        return
-    whole = whole_model(start, step)
-    found = whole.load_state_dict(start.pretrained.weights(), strict=False)
-    if found.unexpected_keys or any(not name.endswith(LOW_RANK_TENSORS) for name in found.missing_keys):
-        raise RuntimeError(f"the folder's weights are not those of its architecture: {found}")
-    if whole is not step.model:
-        FullState(step.model, step.topology).load_state_dict(whole.state_dict())
 
 
 def whole_model(start: Start, step: StepParts) -> torch.nn.Module:
@@ -141,7 +132,7 @@ def stateful_parts(start: Start, step: StepParts, state: TrainState) -> Mapping[
     optimizer = OptimizerState(step.model, step.optimizer)
     sharded = is_sharded(step.model)
     model = TrainedPart(step.model) if step.architecture.has_base and not sharded else step.model
-    origin = make_origin(start, step)
+    origin = make_origin(start.pretrained, start.resumed, step.architecture, lambda: whole_model(start, step))
     return ({STATE: origin} if origin else {}) | {
         "model": FullState(step.model, step.topology) if sharded else model,
         "optimizer": FullState(optimizer, step.topology) if sharded else optimizer,
@@ -149,18 +140,6 @@ def stateful_parts(start: Start, step: StepParts, state: TrainState) -> Mapping[
         "progress": state,
         "splits": step.splits,
     }
-
-
-def make_origin(start: Start, step: StepParts) -> Origin | None:
-    """What checkpoints are to keep of the recogniser that others have trained, if one has."""
-    if start.pretrained is None:
-        stored = start.resumed.states.get(STATE) if start.resumed else None
-        return None if stored is None else Origin({n: v for n, v in stored.items() if n != "frozen"}, stored["frozen"])
-    frozen = {}
-    if step.architecture.has_base:
-        weights = whole_model(start, step).named_parameters()
-        frozen = {name: weight for name, weight in weights if not weight.requires_grad}
-    return Origin(start.pretrained.description(), digest_of(frozen), start.pretrained.path)
 
 
 def load_weights(

@@ -1,4 +1,4 @@
-"""A checkpoint's model, ready to be evaluated."""
+"""A model, ready to be evaluated: of a checkpoint, or of a folder that others have trained."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -8,14 +8,17 @@ import torch
 
 from konkanivani.base.amount import resolve
 from konkanivani.base.config import DecodingConfig, PretrainedConfig, TrainConfig
+from konkanivani.base.console import say
+from konkanivani.base.device import choose_device
 from konkanivani.base.distributed import ALONE, Topology, from_first
 from konkanivani.base.flags import defaults_beside
 from konkanivani.base.units import parse_share
 from konkanivani.data.manifest import Manifest
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.vocabulary import Vocabulary
-from konkanivani.decoding.decode import Decode, build_decode
+from konkanivani.decoding.decode import Decode, build_decode, greedy_decode
 from konkanivani.evaluation.hypotheses import CheckpointRun, TextPairs
+from konkanivani.evaluation.metrics import ErrorRates
 from konkanivani.evaluation.transcripts import ScoredText
 from konkanivani.inference.pretrained import read_pretrained, restored_architecture, whole_weights
 from konkanivani.inference.speech_model import load_tokenizer, settings_of_weights
@@ -106,6 +109,40 @@ def recognize_manifest(trained: EvaluationModel, path: str, manifest: Manifest, 
         decoding=decoding,
     )
     return TextPairs(texts, run, "spell" if trained.config.text.digits == "spell" else "konkanivani")
+
+
+@dataclass(frozen=True)
+class Forgetting:
+    """Error rates on a set that was not trained for, by the folder as it was and by the run's best checkpoint."""
+
+    before: ErrorRates
+    after: ErrorRates
+
+    def sentence(self, manifest: str) -> str:
+        """The two for a person."""
+        return (
+            f"On {manifest}, before and after: WER {self.before.wer:.1%} and {self.after.wer:.1%}, "
+            f"CER {self.before.cer:.1%} and {self.after.cer:.1%}."
+        )
+
+
+def score_forgetting(config: TrainConfig, checkpoint: Path, topology: Topology) -> Forgetting | None:
+    """Scores the set of --forgetting_manifest twice, greedily; None where there is none."""
+    asked, device = config.pretrained, choose_device(config.run.device)
+    if asked.forgetting_manifest is None:
+        return None
+    asked = dataclasses.replace(asked, language=asked.forgetting_language or asked.language)
+    tokenizer = read_pretrained(asked.pretrained).vocabulary(asked)
+    before = _kept_rates(load_pretrained_evaluation(asked, device, topology), config)
+    trained = dataclasses.replace(load_evaluation_model(checkpoint, device, topology), tokenizer=tokenizer)
+    found = Forgetting(before, _kept_rates(trained, config))
+    say(found.sentence(asked.forgetting_manifest))
+    return found
+
+
+def _kept_rates(trained: EvaluationModel, config: TrainConfig) -> ErrorRates:
+    decode = greedy_decode(trained.architecture, trained.tokenizer)
+    return evaluate_manifest(trained, config.pretrained.forgetting_manifest, decode, config.data.audio_roots).rates
 
 
 def best_checkpoint(directory: str | Path) -> Path:

@@ -1,11 +1,22 @@
 """Where a run's recogniser comes from: its own settings, a folder that others have trained, or a checkpoint."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.flags import Asked
-from konkanivani.inference.pretrained import STATE, Pretrained, read_pretrained, restored_architecture
+from konkanivani.inference.pretrained import (
+    STATE,
+    Origin,
+    Pretrained,
+    digest_of,
+    read_pretrained,
+    restored_architecture,
+)
+from konkanivani.model.adapters import LOW_RANK_TENSORS
 from konkanivani.model.architecture import Architecture, architecture_of
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.folder import read_whisper_shape
@@ -40,6 +51,28 @@ def resume_pretrained(asked: Asked, config: TrainConfig, checkpoint: Checkpoint)
     if not ("pretrained" in asked.given or restored_architecture(checkpoint, config).has_base):
         return None
     return read_pretrained(config.pretrained.pretrained or "")
+
+
+def load_base(pretrained: Pretrained, model: torch.nn.Module) -> None:
+    """Loads what others have trained into a model of its architecture; low-rank products stay as they begin."""
+    found = model.load_state_dict(pretrained.weights(), strict=False)
+    if found.unexpected_keys or any(not name.endswith(LOW_RANK_TENSORS) for name in found.missing_keys):
+        raise RuntimeError(f"the folder's weights are not those of its architecture: {found}")
+
+
+def make_origin(
+    pretrained: Pretrained | None,
+    resumed: Checkpoint | None,
+    architecture: Architecture,
+    whole_model: Callable[[], torch.nn.Module],
+) -> Origin | None:
+    """What checkpoints are to keep of the recogniser that others have trained, if one has."""
+    if pretrained is None:
+        stored = resumed.states.get(STATE) if resumed else None
+        return None if stored is None else Origin({n: v for n, v in stored.items() if n != "frozen"}, stored["frozen"])
+    named = whole_model().named_parameters() if architecture.has_base else ()
+    frozen = {name: weight for name, weight in named if not weight.requires_grad}
+    return Origin(pretrained.description(), digest_of(frozen), pretrained.path)
 
 
 def architecture_for(

@@ -17,8 +17,13 @@ from konkanivani.memory.monitor import PhaseMemory
 from konkanivani.memory.oom_history import write_sizes
 from konkanivani.memory.recovery import DidNotFit
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.evaluation_model import best_checkpoint, evaluate_manifest, load_evaluation_model
-from konkanivani.recipe.forgetting import Forgetting, score_forgetting
+from konkanivani.recipe.evaluation_model import (
+    Forgetting,
+    best_checkpoint,
+    evaluate_manifest,
+    load_evaluation_model,
+    score_forgetting,
+)
 from konkanivani.recipe.ranks import digest_of_code, digest_of_data, digest_of_flags, in_ranks
 from konkanivani.recipe.start import resolve_start
 from konkanivani.training.logs.records import RehearsalRecord

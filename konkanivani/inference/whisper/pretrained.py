@@ -9,7 +9,7 @@ import torch
 
 from konkanivani.base.config import PretrainedConfig, TuningConfig
 from konkanivani.base.errors import CheckpointError, UsageError
-from konkanivani.data.byte_pairs import read_byte_pairs
+from konkanivani.inference.whisper.byte_pairs import read_byte_pairs
 from konkanivani.inference.whisper.vocabulary import ModelTokens, Prompt, PromptedVocabulary, is_english_only
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.folder import MOST, WhisperFolder, read_whisper_folder

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from konkanivani.base.errors import DataError, UsageError
-from konkanivani.data.byte_pairs import BytePairs, byte_pairs_of
 from konkanivani.data.generation import GenerationRules, TimeRules
 from konkanivani.data.text import Digits, SpecialTokens, written_text
+from konkanivani.inference.whisper.byte_pairs import BytePairs, byte_pairs_of
 
 END, START = "<|endoftext|>", "<|startoftranscript|>"
 NO_TIMES, FIRST_TIME = "<|notimestamps|>", "<|0.00|>"

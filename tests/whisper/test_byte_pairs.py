@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from konkanivani.base.errors import DataError
 from konkanivani.data import byte_pairs
-from konkanivani.data.byte_pairs import BytePairs, byte_characters, byte_pairs_of, read_byte_pairs, split_pieces
+from konkanivani.inference.whisper.byte_pairs import (
+    BytePairs,
+    byte_characters,
+    byte_pairs_of,
+    read_byte_pairs,
+    split_pieces,
+)
 from tests.byte_vocabularies import (
     HOSTILE,
     NO_TIMES,

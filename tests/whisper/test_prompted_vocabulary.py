@@ -9,10 +9,10 @@ import torch
 
 from konkanivani.base.errors import DataError, UsageError
 from konkanivani.data.batch import Speech, check_tokens, collate
-from konkanivani.data.byte_pairs import read_byte_pairs
 from konkanivani.data.checking import Limits, reason_to_reject
 from konkanivani.data.generation import TimeRules
 from konkanivani.data.utterance import Utterance
+from konkanivani.inference.whisper.byte_pairs import read_byte_pairs
 from konkanivani.inference.whisper.vocabulary import (
     ModelTokens,
     Prompt,
