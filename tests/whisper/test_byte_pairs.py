@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from konkanivani.base.errors import DataError
-from konkanivani.data import byte_pairs
+from konkanivani.inference.whisper import byte_pairs
 from konkanivani.inference.whisper.byte_pairs import (
     BytePairs,
     byte_characters,
