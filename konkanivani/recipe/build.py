@@ -278,8 +278,9 @@ def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainingSpeech, pla
     at_once = step.forward.at_once
     side_by_side = f", {at_once} micro-batches side by side" if at_once > 1 else ""
     amp = {None: "", torch.float16: " in fp16", torch.bfloat16: " in bf16"}[step.forward.amp_dtype]
+    is_tuned = step.architecture.tuning.is_used
     trained, frozen = (counted(step.model) / 1e6 for counted in (parameter_count, frozen_count))
-    parameters = f"{trained:.1f} of {trained + frozen:.1f}, the others frozen," if frozen else f"{trained:.1f}"
+    parameters = f"{trained:.1f} of {trained + frozen:.1f}, the others frozen," if is_tuned else f"{trained:.1f}"
     print(
         f"{step.architecture.description}, "
         f"{parameters} M parameters, {step.architecture.vocab_size} tokens, "
