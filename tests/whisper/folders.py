@@ -9,6 +9,9 @@ import torch
 
 from konkanivani.data.batch import Batch, Speech, collate
 from konkanivani.data.text import SpecialTokens
+from konkanivani.model.whisper.folder import name_in_file
+from konkanivani.model.whisper.network import Whisper
+from konkanivani.model.whisper.shape import WhisperShape
 
 WHY = "transformers, which Whisper is held against, is not installed: pip install -e .[test]"
 transformers = pytest.importorskip("transformers", reason=WHY)
@@ -73,6 +76,24 @@ def reference(kind: Kind, seed: int = 0, width: int = 32, positions: int = 64) -
     return model
 
 
+def ours_of(model: torch.nn.Module, kind: Kind) -> Whisper:
+    """The same network in ours, with the same weights, in evaluation mode."""
+    config = model.config
+    shape = WhisperShape(
+        config.d_model,
+        config.encoder_attention_heads,
+        *kind.layers,
+        config.encoder_ffn_dim,
+        kind.mel_bins,
+        kind.vocab_size,
+        config.max_source_positions,
+        config.max_target_positions,
+    )
+    ours, theirs = Whisper(shape).to(next(model.parameters()).dtype), model.state_dict()
+    ours.load_state_dict({name: theirs[name_in_file(name)].clone() for name in ours.state_dict()})
+    return ours.eval()
+
+
 def write_folder(kind: Kind, path: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     """A folder of such a model with the files that programs read, of which some are words only here."""
     reference(kind, seed).to(dtype).save_pretrained(path, max_shard_size=kind.largest_file)
@@ -114,3 +135,8 @@ def spoken(kind: Kind, *lengths: int, seed: int = 0) -> Batch:
         ],
         kind.special,
     )
+
+
+def labels_of(targets: torch.Tensor) -> torch.Tensor:
+    """Targets as transformers marks those that are none."""
+    return targets.masked_fill(targets < 0, -100)
