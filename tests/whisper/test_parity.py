@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from konkanivani.base.config import AugmentConfig, LossConfig, OptimizerConfig, TrainConfig
+from konkanivani.base.config import AugmentConfig, LossConfig
 from konkanivani.base.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
-from konkanivani.data.batch import Window, split_batch
 from konkanivani.decoding.decode import BeamDecode
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.model.blocks import BlockRunner, run_directly
@@ -20,34 +19,19 @@ from konkanivani.model.whisper.folder import name_in_file, read_whisper_folder
 from konkanivani.model.whisper.front_end import WhisperFrontEnd
 from konkanivani.model.whisper.network import Whisper, sinusoids
 from konkanivani.model.whisper.shape import WhisperShape
-from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.training.optimizer import learning_rate
-from konkanivani.training.step import train_step
-from tests.whisper.folders import KINDS, Kind, random_features, read_reference, reference, spoken, transformers
+from tests.whisper.folders import (
+    KINDS,
+    Kind,
+    labels_of,
+    ours_of,
+    random_features,
+    read_reference,
+    reference,
+    spoken,
+    transformers,
+)
 
 LENGTHS = (9, 3, 1)
-
-
-def ours_of(model: torch.nn.Module, kind: Kind) -> Whisper:
-    """The same network in ours, with the same weights, in evaluation mode."""
-    config = model.config
-    shape = WhisperShape(
-        config.d_model,
-        config.encoder_attention_heads,
-        *kind.layers,
-        config.encoder_ffn_dim,
-        kind.mel_bins,
-        kind.vocab_size,
-        config.max_source_positions,
-        config.max_target_positions,
-    )
-    ours, theirs = Whisper(shape).to(next(model.parameters()).dtype), model.state_dict()
-    ours.load_state_dict({name: theirs[name_in_file(name)].clone() for name in ours.state_dict()})
-    return ours.eval()
-
-
-def labels_of(targets: torch.Tensor) -> torch.Tensor:
-    return targets.masked_fill(targets < 0, -100)
 
 
 def gradients_of(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -248,40 +232,6 @@ def test_cached_is_uncached_though_hypotheses_change_places_and_utterances_end()
             if length == 20:
                 cache.select(torch.tensor([1, 2]))
                 places, tokens = places[1:], tokens[1:]
-
-
-# ------------------------------------------------------------------------------------------------------------ steps
-
-
-def test_twenty_steps_are_those_of_the_same_adamw_on_transformers_model():
-    """Every second window in two micro-batches on our side, whole ones on the other."""
-    kind, steps = KINDS["tiny"], 20
-    model, schedule = reference(kind), OptimizerConfig(learning_rate=3e-4, weight_decay=0.0, max_grad_norm=1.0)
-    config = TrainConfig(loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0), optimizer=schedule)
-    ours = ours_of(model, kind)
-    parts = build_step_parts(config, WhisperArchitecture(ours.shape), torch.device("cpu"), steps)
-    parts.model.load_state_dict(ours.state_dict())
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.0)
-    losses = []
-    for number in range(steps):
-        batch = spoken(kind, *LENGTHS, seed=number % 4)
-        micro_batches = split_batch(batch) if number % 2 else (batch,)
-        window = Window(micro_batches, sum(LENGTHS), len(LENGTHS), 0.0, 0.0)
-        report = train_step(parts, window, number)
-        features, _ = parts.forward.front_end(batch.waveforms, batch.sample_lengths, None)
-        given = {"decoder_input_ids": batch.decoder_tokens, "labels": labels_of(batch.targets)}
-        loss = model(features.transpose(1, 2), **given).loss
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, schedule.max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(schedule, number, steps)
-        optimizer.step()
-        assert report.loss == pytest.approx(loss.item(), rel=1e-5)
-        assert report.gradient_norm == pytest.approx(norm.item(), rel=1e-4)
-        losses.append(report.loss)
-    assert sum(losses[-4:]) < 0.95 * sum(losses[:4])
 
 
 def test_in_half_precision_the_loss_is_transformers_and_gradients_are_full():

@@ -1,0 +1,120 @@
+"""Optimizer steps of a Whisper model are those of AdamW written by hand on transformers' model."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from konkanivani.base.config import LossConfig, OptimizerConfig, TrainConfig
+from konkanivani.data.batch import Batch, Window, split_batch
+from konkanivani.model.whisper.architecture import WhisperArchitecture
+from konkanivani.model.whisper.folder import name_in_file
+from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.training.parts import StepParts
+from konkanivani.training.step import train_step
+from tests.whisper.folders import KINDS, labels_of, ours_of, reference, spoken
+
+KIND = dataclasses.replace(KINDS["tiny"], vocab_size=300, end=280)
+STEPS, WARMUP, PEAK, DECAY, LARGEST_NORM = 20, 4, 3e-4, 0.1, 3.3  # a norm that some windows are above
+LABELS = (9, 3, 1, 14)
+SCHEDULE = OptimizerConfig(
+    learning_rate=PEAK, warmup_steps=WARMUP, weight_decay=DECAY, max_grad_norm=LARGEST_NORM, schedule="cosine"
+)
+
+
+@dataclasses.dataclass
+class ByHand:
+    """transformers' model, AdamW with weight decay on matrices only, and clipping."""
+
+    model: torch.nn.Module
+    largest_norm: float = LARGEST_NORM
+
+    def __post_init__(self) -> None:
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": DECAY},
+            {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=PEAK, betas=(0.9, 0.98), eps=1e-8)
+
+    def loss(self, parts: StepParts, batch: Batch) -> torch.Tensor:
+        """The mean over the batch's labels, of features as ours hears them."""
+        features, _ = parts.forward.front_end(batch.waveforms, batch.sample_lengths, None)
+        given = {"decoder_input_ids": batch.decoder_tokens, "labels": labels_of(batch.targets)}
+        return self.model(features.transpose(1, 2), **given).loss
+
+    def step(self, loss: torch.Tensor, number: int) -> float:
+        """One update; the norm of the gradient."""
+        self.optimizer.zero_grad()
+        loss.backward()
+        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(trained, self.largest_norm)
+        rate = PEAK * (number + 1) / WARMUP
+        if number >= WARMUP:
+            falling = 0.5 * (1 + math.cos(math.pi * (number - WARMUP) / (STEPS - 1 - WARMUP)))
+            rate = PEAK * (0.01 + 0.99 * falling)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        return norm.item()
+
+
+def both() -> tuple[StepParts, ByHand]:
+    """The same random model in ours and in transformers."""
+    model = reference(KIND)
+    config = TrainConfig(loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0), optimizer=SCHEDULE)
+    ours = ours_of(model, KIND)
+    parts = build_step_parts(config, WhisperArchitecture(ours.shape), torch.device("cpu"), STEPS)
+    parts.model.load_state_dict(ours.state_dict())
+    return parts, ByHand(model)
+
+
+def windows() -> Iterator[tuple[Batch, tuple[Batch, ...]]]:
+    """Each window's utterances together, and cut into one micro-batch, two or three."""
+    for number in range(STEPS):
+        batch = spoken(KIND, *LABELS, seed=number % 4)
+        first, second = split_batch(batch)
+        yield batch, ((batch,), (first, second), (*split_batch(first), second))[number % 3]
+
+
+def window_of(micro_batches: tuple[Batch, ...]) -> Window:
+    return Window(micro_batches, sum(LABELS), len(LABELS), 0.0, 0.0)
+
+
+def far_apart(parts: StepParts, by_hand: ByHand) -> float:
+    """The largest relative difference of two weights of the same name."""
+    theirs = by_hand.model.state_dict()
+    pairs = [(theirs[name_in_file(name)], weight) for name, weight in parts.model.state_dict().items()]
+    return max(float((one - other).norm() / one.norm()) for one, other in pairs)
+
+
+def test_twenty_steps_are_those_of_the_same_adamw_on_transformers_model():
+    """However a window is cut on our side, it is whole on the other."""
+    parts, by_hand = both()
+    losses, norms = [], []
+    for number, (batch, micro_batches) in enumerate(windows()):
+        report = train_step(parts, window_of(micro_batches), number)
+        loss = by_hand.loss(parts, batch)
+        norm = by_hand.step(loss, number)
+        assert report.loss == pytest.approx(loss.item(), rel=1e-5), number
+        assert report.gradient_norm == pytest.approx(norm, rel=1e-4), number
+        losses.append(report.loss)
+        norms.append(norm)
+    assert far_apart(parts, by_hand) < 1e-5
+    assert sum(losses[-4:]) < 0.9 * sum(losses[:4]) and min(norms) < LARGEST_NORM < max(norms)
+
+
+@pytest.mark.parametrize("change", ["mean of means", "decay of all", "no decay", "no clipping"])
+def test_negative_control_another_step_is_seen(change):
+    parts, by_hand = both()
+    matrices, others = by_hand.optimizer.param_groups
+    matrices["weight_decay"] = 0.0 if change == "no decay" else DECAY
+    others["weight_decay"] = DECAY if change == "decay of all" else 0.0
+    by_hand.largest_norm = math.inf if change == "no clipping" else LARGEST_NORM
+    for number, (batch, micro_batches) in enumerate(windows()):
+        train_step(parts, window_of(micro_batches), number)
+        taken = micro_batches if change == "mean of means" else (batch,)
+        by_hand.step(sum(by_hand.loss(parts, one) for one in taken) / len(taken), number)
+    assert far_apart(parts, by_hand) > 1e-4
