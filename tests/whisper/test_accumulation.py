@@ -1,0 +1,57 @@
+"""The script that compares ways to cut a step: ours are one, and the Trainer's is the same where nothing is cut."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT, run_script
+from tests.patience import PATIENCE
+from tests.whisper.folders import transformers
+
+SCRIPT = "benchmarks/accumulation.py"
+WITHOUT = """
+import importlib.util, runpy, sys
+find, missing = importlib.util.find_spec, sys.argv.pop()
+importlib.util.find_spec = lambda name, *given: None if name == missing else find(name, *given)
+runpy.run_path(sys.argv.pop(), run_name="__main__")
+"""
+
+
+def test_ours_is_the_same_however_it_is_cut_and_the_trainers_where_it_is_not():
+    """What the Trainer makes of the others is its own affair, and may be mended."""
+    done = run_script(SCRIPT, "--json")
+    assert done.returncode == 0 and done.stderr == ""
+    found = json.loads(done.stdout)
+    assert [(cut["batch"], cut["accumulation"]) for cut in found["cuts"]] == [(4, 1), (2, 2), (1, 4)]
+    for name in ("loss", "norm"):
+        whole = found["cuts"][0][f"trainer_{name}"]
+        assert [cut[f"our_{name}"] for cut in found["cuts"]] == pytest.approx([whole] * 3, rel=1e-5)
+    assert found["transformers"] == transformers.__version__
+
+
+def test_the_table_is_of_the_seed_and_a_mean_of_means_is_told_apart():
+    from benchmarks.measuring.accumulated import measure
+
+    one, other = measure(1, divided=True), measure(2)
+    first, second, third = one.cuts
+    assert abs(first.our_loss - other.cuts[0].our_loss) > 1e-4
+    assert second.trainer_loss == pytest.approx(first.our_loss, rel=1e-5)  # both halves have 24 labels
+    assert abs(third.trainer_norm - third.our_norm) > 0.01
+    numbers = third.trainer_loss, third.trainer_norm, third.our_loss, third.our_norm
+    assert f"| 1 x 4 | {' | '.join(f'{number:.3f}' for number in numbers)} |" in one.table().splitlines()
+
+
+@pytest.mark.parametrize("missing", ["transformers", "accelerate"])
+def test_without_the_trainers_packages_it_ends_with_a_sentence(missing):
+    command = [sys.executable, "-c", WITHOUT, SCRIPT, missing]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert f"needs {missing}, which cannot be imported here: pip install {missing}." in done.stderr
+
+
+@pytest.mark.parametrize("flags", [("--seed", "one"), ("--minutes", "1")])
+def test_flags_that_cannot_work_end_with_a_sentence(flags):
+    done = run_script(SCRIPT, *flags)
+    assert done.returncode == 2 and flags[0].strip("-") in done.stderr and "Traceback" not in done.stderr
