@@ -134,6 +134,9 @@ class Tokenizer:
         """Whether a word ends before token id `token`."""
         return self.piece(token).startswith(WORD_BOUNDARY)
 
+    def seconds_of(self, token: int) -> None:
+        """No token says a time."""
+
     def piece(self, token: int) -> str:
         """What token id `token` stands for."""
         return self._processor.id_to_piece(token)

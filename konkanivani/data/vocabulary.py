@@ -44,5 +44,8 @@ class Vocabulary(Protocol):
     def begins_word(self, token: int) -> bool:
         """Whether a word ends before token id `token`."""
 
+    def seconds_of(self, token: int) -> float | None:
+        """The time that token id `token` says; None where it says none."""
+
     def piece(self, token: int) -> str:
         """What token id `token` stands for."""

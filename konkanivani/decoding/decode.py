@@ -72,18 +72,22 @@ class BeamDecode:
         None has more tokens than the rules say, or where they do not, than its utterance has frames; nor than the
         decoder takes.
         """
-        frames, most = (encoded, encoded_lengths, self.beam), self.rules.most_tokens
-        full = [Weighted(self._attention(model, *frames), 1 - self.ctc_weight)]
+        frames = encoded, encoded_lengths, self.beam
+        full = [Weighted(self.attention(model, *frames), 1 - self.ctc_weight)]
         if self.language_model is not None:
             scorer = LanguageModelScorer(self.language_model, len(encoded), self.beam, encoded.device, self.special)
             full.append(Weighted(scorer, self.language_model_weight))
         ctc = CTCScorer(model, *frames, self.special) if self.ctc_weight else None
         scorers = Scorers(tuple(full), ctc, self.ctc_weight, self.length_bonus, self.special.end)
-        room = model.decoder.most_tokens - len(self.rules.prompt)
-        limits = tuple(min(length if most is None else most, room) for length in encoded_lengths)
-        return beam_search(scorers, limits, self.beam, best, encoded.device)
+        return beam_search(scorers, self.limits(model, encoded_lengths), self.beam, best, encoded.device)
 
-    def _attention(self, model: KonkaniVaniASR, encoded: torch.Tensor, lengths: Lengths, beam: int) -> FullScorer:
+    def limits(self, model: KonkaniVaniASR, encoded_lengths: Lengths) -> Lengths:
+        """How many tokens a hypothesis of each utterance has at most."""
+        most, room = self.rules.most_tokens, model.decoder.most_tokens - len(self.rules.prompt)
+        return tuple(min(length if most is None else most, room) for length in encoded_lengths)
+
+    def attention(self, model: KonkaniVaniASR, encoded: torch.Tensor, lengths: Lengths, beam: int) -> FullScorer:
+        """What the attention decoder thinks of `beam` hypotheses an utterance, as far as the rules allow them."""
         scorer = AttentionScorer(model, encoded, lengths, beam, self.special, self.rules.prompt)
         return RuledScorer(scorer, self.rules, self.special.end) if self.rules.forbids else scorer
 

@@ -24,14 +24,7 @@ from konkanivani.inference.pretrained import read_pretrained
 from konkanivani.inference.segmentation import Piece, SegmentationConfig, build_segmentation, segment_audio
 from konkanivani.inference.speech_model import SpeechModel, build_pretrained_model, build_speech_model
 from konkanivani.inference.transcript import Segment, Transcript, Word
-from konkanivani.inference.word_times import (
-    AlignedToken,
-    EmissionDelay,
-    align_tokens,
-    group_words,
-    spread_tokens,
-    timed_words,
-)
+from konkanivani.inference.word_times import EmissionDelay, align_tokens, group_words, spread_words, timed_words
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 
 OURS = PretrainedConfig()
@@ -83,22 +76,20 @@ class Recognizer:
         waveforms = torch.nn.utils.rnn.pad_sequence([piece.waveform for piece in pieces], batch_first=True)
         encoded, encoded_lengths = self.speech_model.encode(waveforms, lengths)
         hypotheses = self.decode(self.speech_model.model, encoded, encoded_lengths)
-        found = []
-        for piece, row, length, tokens in zip(pieces, encoded, encoded_lengths, hypotheses, strict=True):
-            words = group_words(
-                self._align(row[:length], tokens),
-                self.speech_model.tokenizer,
-                self.speech_model.architecture.framing,
-            )
-            delay.learn(words, piece)
-            found.append(_words_of_core(timed_words(words, delay, piece.end - piece.start), piece))
-        return found
+        return [
+            _words_of_core(self._words(piece, row[:length], tokens, delay), piece)
+            for piece, row, length, tokens in zip(pieces, encoded, encoded_lengths, hypotheses, strict=True)
+        ]
 
-    def _align(self, encoded: torch.Tensor, tokens: list[int]) -> list[AlignedToken]:
-        """Where in encoded (T', D) the tokens were spoken, as CTC says; spread evenly where there is no CTC."""
-        if not self.speech_model.architecture.has_ctc:
-            return spread_tokens(len(encoded), tokens)
-        return align_tokens(self.speech_model.model.ctc_head(encoded).float().log_softmax(dim=-1), tokens)
+    def _words(self, piece: Piece, encoded: torch.Tensor, tokens: list[int], delay: EmissionDelay) -> list[Word]:
+        """The words of encoded (T', D), timed within the piece as CTC says; where there is none, as they say."""
+        heard, seconds = self.speech_model, piece.end - piece.start
+        if not heard.architecture.has_ctc:
+            return spread_words(tokens, heard.tokenizer, heard.architecture.framing, seconds)
+        aligned = align_tokens(heard.model.ctc_head(encoded).float().log_softmax(dim=-1), tokens)
+        words = group_words(aligned, heard.tokenizer, heard.architecture.framing)
+        delay.learn(words, piece)
+        return timed_words(words, delay, seconds)
 
 
 def load_recognizer(

@@ -8,6 +8,7 @@ T' encoder frames, V vocabulary, U tokens.
 
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from konkanivani.base.lengths import Framing, ctc_frames_needed
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.inference.segmentation import Piece
 from konkanivani.inference.transcript import Word
+from konkanivani.inference.whisper.segments import timed_segments
 from konkanivani.model.kernels.ctc import BLANK
 
 # Seconds by which the middle of the frame that says a word's first letter lies after the word's beginning, and by which
@@ -53,9 +55,9 @@ def align_tokens(log_probabilities: torch.Tensor, tokens: list[int]) -> list[Ali
     return [AlignedToken(span.token, span.start, span.end, span.score) for span in spans]
 
 
-def spread_tokens(frames: int, tokens: list[int]) -> list[AlignedToken]:
-    """The tokens (U), evenly over so many frames, without a probability."""
-    each = frames / max(1, len(tokens))
+def spread_tokens(length: float, tokens: Sequence[int]) -> list[AlignedToken]:
+    """The tokens (U), evenly over so many frames or seconds, without a probability."""
+    each = length / max(1, len(tokens))
     return [AlignedToken(token, place * each, (place + 1) * each, None) for place, token in enumerate(tokens)]
 
 
@@ -154,4 +156,15 @@ def timed_words(words: list[SpokenTokens], delays: EmissionDelay, seconds: float
         end = min(ends[place], starts[place + 1] if place + 1 < len(words) else seconds)
         earliest = min(max(end, start), seconds)
         timed.append(Word(word.text, start, earliest, word.confidence))
+    return timed
+
+
+def spread_words(tokens: list[int], tokenizer: Vocabulary, framing: Framing, seconds: float) -> list[Word]:
+    """The words of a hypothesis (U) by its own times: the tokens of a segment evenly over it, or all over `seconds`."""
+    timed = []
+    for segment in timed_segments(tokens, tokenizer, seconds):
+        spread = spread_tokens(segment.end - segment.begin, segment.tokens)
+        for word in group_words(spread, tokenizer, framing):
+            first, end = segment.begin + word.tokens[0].first, segment.begin + word.tokens[-1].end
+            timed.append(Word(word.text, first, min(end, segment.end), None))
     return timed

@@ -1,0 +1,188 @@
+"""Decoding that looks at what it has found: loops and guesses are drawn anew, and silence is left empty.
+
+Radford et al. (2023), Robust Speech Recognition via Large-Scale Weak Supervision, section 4.5: a text that can be
+compressed too well repeats itself, an unlikely one was hardly heard; such are drawn at higher and higher temperatures.
+
+B utterances that are not done, V vocabulary, D model width, T' encoder frames.
+"""
+
+import itertools
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from konkanivani.base.lengths import Lengths
+from konkanivani.base.randomness import derive_seed
+from konkanivani.decoding.decode import BeamDecode
+from konkanivani.decoding.hypothesis import Hypothesis
+from konkanivani.decoding.scorers import AttentionScorer, FullScorer
+from konkanivani.inference.whisper.vocabulary import PromptedVocabulary
+from konkanivani.model.whisper.network import Whisper
+
+Choose = Callable[[int, list[int], torch.Tensor], torch.Tensor]
+"""The number of a step, the utterances that are not done, log probabilities (B, V) -> their next tokens (B,)."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """The tokens of a hypothesis and how likely they are: `mean_log_probability` in nats, see `say`."""
+
+    tokens: list[int]
+    mean_log_probability: float
+
+
+@dataclass(frozen=True)
+class FallbackDecode:
+    """A `Decode` that decodes as `inner` does, and draws anew what `inner` did not find well.
+
+    A hypothesis is bad where zlib makes its text more than `max_compression` times shorter, or its mean log probability
+    is below `min_log_probability`; if it is below, and "no speech" likelier than `max_no_speech`, nothing was said. The
+    first that is not bad is taken, else the last. What is drawn depends on the utterance alone and the seed.
+    """
+
+    inner: BeamDecode
+    vocabulary: PromptedVocabulary
+    max_compression: float = 2.4
+    min_log_probability: float = -1.0
+    max_no_speech: float = 0.6
+    temperatures: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0)
+    seed: int = 0
+
+    @torch.no_grad()
+    def __call__(self, model: Whisper, encoded: torch.Tensor, encoded_lengths: Lengths) -> list[list[int]]:
+        heard = _Heard(model, encoded, encoded_lengths)
+        first = self.inner.search(model, encoded, encoded_lengths, best=1)
+        found = [list(hypotheses[0].tokens) if hypotheses else [] for hypotheses in first]
+        bad = [row for row, hypotheses in enumerate(first) if not self._is_surely_good(hypotheses)]
+        no_speech = self._no_speech(heard, bad)
+        for choose in (_given(found, self.inner.special.end), *map(self._drawn, self.temperatures)):
+            said = self._said(heard, bad, choose)
+            silent = {row for row in no_speech & said.keys() if not self._is_likely(said[row])}
+            for row in bad:
+                found[row] = [] if row in silent else said[row].tokens
+            bad = [row for row in bad if row not in silent and not self._is_good(said[row])]
+        return found
+
+    def _is_good(self, said: Said) -> bool:
+        return self._is_likely(said) and self._is_readable(said.tokens)
+
+    def _is_likely(self, said: Said) -> bool:
+        return said.mean_log_probability >= self.min_log_probability
+
+    def _is_readable(self, tokens: list[int]) -> bool:
+        return compression_ratio(self.vocabulary.decode(tokens).encode()) <= self.max_compression
+
+    def _is_surely_good(self, found: tuple[Hypothesis, ...]) -> bool:
+        """Whether a search by the decoder alone tells enough of what it has found, so that nothing is computed for it.
+
+        Its probabilities are not of what the rules allow but of all, hence lower.
+        """
+        if not found or self.inner.ctc_weight or self.inner.language_model is not None:
+            return False
+        tokens = list(found[0].tokens)
+        total = found[0].log_probability - self.inner.length_bonus * len(tokens)
+        return self._is_good(Said(tokens, total / (len(tokens) + 1)))
+
+    def _no_speech(self, heard: "_Heard", rows: list[int]) -> set[int]:
+        """The utterances of which the model, told only that a transcript starts, thinks that there is no speech."""
+        found, token = set(), self.vocabulary.no_speech
+        for part in heard.parts(rows) if token is not None else ():
+            scores = AttentionScorer(heard.model, *heard.part(part), 1, self.inner.special).score()
+            is_above = (scores[:, 0, token].exp() > self.max_no_speech).tolist()
+            found |= set(itertools.compress(part, is_above))
+        return found
+
+    def _said(self, heard: "_Heard", rows: list[int], choose: Choose) -> dict[int, Said]:
+        """What is said of the utterances if tokens are chosen so."""
+        found: dict[int, Said] = {}
+        for part in heard.parts(rows):
+            scorer = self.inner.attention(heard.model, *heard.part(part), 1)
+            limits = self.inner.limits(heard.model, tuple(heard.lengths[row] for row in part))
+            found |= say(scorer, choose, dict(zip(part, limits, strict=True)), self.inner.special.end)
+        return found
+
+    def _drawn(self, temperature: float) -> Choose:
+        """Tokens drawn with probabilities to the power of 1 / `temperature`.
+
+        Of log probabilities with Gumbel noise the highest is such a draw; the same noise a step for every utterance
+        leaves each the same draws in any batch.
+        """
+        generator = torch.Generator()
+
+        def choose(step: int, _rows: list[int], log_probabilities: torch.Tensor) -> torch.Tensor:
+            generator.manual_seed(derive_seed(self.seed, "temperature", str(temperature), step))
+            waited = torch.empty(log_probabilities.shape[1], dtype=torch.float64).exponential_(generator=generator)
+            noise = waited.log_().neg_().to(log_probabilities.device)
+            return (log_probabilities / temperature + noise).argmax(dim=1)
+
+        return choose
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """A batch of encoded utterances (B, T', D) and who hears them; of which some can be heard again."""
+
+    model: Whisper
+    encoded: torch.Tensor
+    lengths: Lengths
+
+    def parts(self, rows: list[int]) -> Iterator[list[int]]:
+        """All together, or half as many at once: they are copied, and must take no more memory than at first."""
+        size = len(self.encoded)
+        size = size if len(rows) == size else max(1, size // 2)
+        yield from (rows[start : start + size] for start in range(0, len(rows), size))
+
+    def part(self, rows: list[int]) -> tuple[torch.Tensor, Lengths]:
+        """Encoded (B', T', D) with their lengths."""
+        whole = len(rows) == len(self.encoded)
+        return self.encoded if whole else self.encoded[rows], tuple(self.lengths[row] for row in rows)
+
+
+def compression_ratio(text: bytes) -> float:
+    """How many times shorter zlib makes these bytes."""
+    return len(text) / len(zlib.compress(text))
+
+
+def say(scorer: FullScorer, choose: Choose, limits: dict[int, int], end: int) -> dict[int, Said]:
+    """What is said of utterances if each next token is chosen so; of each at most limits[utterance] tokens.
+
+    The mean log probability is that of all tokens with the end, as the code of Radford et al. takes it: of the
+    probability that is left to what the rules allow, at the temperature of 1. At its limit the end is no choice.
+    """
+    rows, step = list(limits), 0
+    tokens, totals = {row: [] for row in limits}, dict.fromkeys(limits, 0.0)
+    while rows:
+        log_probabilities = _allowed(scorer.score()[:, 0], [limits[row] <= step for row in rows], end)
+        chosen = choose(step, rows, log_probabilities)
+        chosen = chosen.masked_fill(log_probabilities[:, end].isnan(), end)  # a broken model has nothing to say
+        gained = log_probabilities.gather(1, chosen[:, None])[:, 0].tolist()
+        for row, token, more in zip(rows, chosen.tolist(), gained, strict=True):
+            totals[row] += more
+            tokens[row] += [token] if token != end else []
+        scorer.follow(torch.zeros_like(chosen)[:, None], chosen[:, None])
+        going = (chosen != end).nonzero()[:, 0]
+        if len(going) < len(rows):
+            scorer.keep(going)
+        rows, step = [rows[place] for place in going.tolist()], step + 1
+    return {row: Said(tokens[row], totals[row] / (len(tokens[row]) + 1)) for row in limits}
+
+
+def _allowed(scores: torch.Tensor, is_at_limit: list[bool], end: int) -> torch.Tensor:
+    """Log probabilities (B, V) of what may follow; all of it the end's at the limit. All NaN where nothing may."""
+    scores = scores.nan_to_num(nan=-math.inf, posinf=-math.inf, neginf=-math.inf)
+    is_too_long = torch.tensor(is_at_limit, device=scores.device)[:, None].expand_as(scores).clone()
+    is_too_long[:, end] = False
+    return scores.masked_fill_(is_too_long, -math.inf).log_softmax(dim=1)
+
+
+def _given(found: list[list[int]], end: int) -> Choose:
+    """The tokens that were found, and the end behind them."""
+
+    def choose(step: int, rows: list[int], log_probabilities: torch.Tensor) -> torch.Tensor:
+        tokens = [found[row][step] if step < len(found[row]) else end for row in rows]
+        return torch.tensor(tokens, device=log_probabilities.device)
+
+    return choose

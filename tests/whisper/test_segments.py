@@ -1,0 +1,151 @@
+"""Segments are those of transformers' tokenizer, and words get their times from them, within the piece's own audio."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from konkanivani.base.config import AugmentConfig
+from konkanivani.base.lengths import SAMPLE_RATE
+from konkanivani.data.text import train_tokenizer
+from konkanivani.decoding.decode import BeamDecode
+from konkanivani.inference.recognizer import Recognizer
+from konkanivani.inference.segmentation import build_segmentation
+from konkanivani.inference.speech_model import SpeechModel
+from konkanivani.inference.whisper.segments import TimedSegment, timed_segments
+from konkanivani.inference.whisper.vocabulary import PromptedVocabulary
+from konkanivani.model.whisper.architecture import WhisperArchitecture
+from konkanivani.model.whisper.shape import WhisperShape
+from tests.byte_vocabularies import TIMES
+from tests.whisper.folders import FRAMES, SECONDS, reference, transformers
+from tests.whisper.test_parity import ours_of
+from tests.whisper.vocabularies import kind_of, read_vocabulary, write_vocabulary
+
+LAST_TEXT = 255  # the last of the bytes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(folder: Path) -> PromptedVocabulary:
+    return read_vocabulary(folder).saying_times()
+
+
+@pytest.fixture(scope="module")
+def peer(folder: Path):
+    """Transformers' tokenizer, told which tokens are special, as the published files tell it."""
+    names = json.loads((folder / "added_tokens.json").read_text())
+    special = [name for name in names if name not in TIMES]
+    return transformers.WhisperTokenizer.from_pretrained(str(folder), additional_special_tokens=special)
+
+
+def closed(segments: list[TimedSegment], vocabulary: PromptedVocabulary) -> list[tuple[str, float, float]]:
+    return [(vocabulary.decode(s.tokens), pytest.approx(s.begin), pytest.approx(s.end)) for s in segments]
+
+
+def theirs(tokens: list[int], peer) -> list[tuple[str, float, float]]:
+    """Of what has its end: an open segment at the end is not in their list."""
+    return [
+        (found["text"].strip(), *found["timestamp"]) for found in peer.decode(tokens, output_offsets=True)["offsets"]
+    ]
+
+
+SEGMENTS = st.lists(
+    st.tuples(st.integers(0, 90), st.integers(1, 90), st.lists(st.integers(0, LAST_TEXT), min_size=1, max_size=5)),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(SEGMENTS, st.booleans())
+def test_segments_are_those_of_transformers(vocabulary, peer, segments, is_open):
+    tokens, step = [], 0
+    for gap, length, text in segments:
+        begin, step = step + gap, step + gap + length
+        tokens += [vocabulary.first_time + begin, *text, vocabulary.first_time + step]
+    tokens = tokens[:-1] if is_open else tokens
+    found = timed_segments(tokens, vocabulary, 30.0)
+    assert closed(found[:-1] if is_open else found, vocabulary) == theirs(tokens, peer)
+    assert len(found) == len(segments) and (not is_open or found[-1].end == 30.0)
+    assert [token for segment in found for token in segment.tokens] == [t for t in tokens if t < vocabulary.first_time]
+
+
+def test_negative_control_another_time_is_seen(vocabulary, peer):
+    time = vocabulary.time_token
+    tokens = [time(0.5), 65, time(1.0)]
+    assert closed(timed_segments(tokens, vocabulary, 30.0), vocabulary) == theirs(tokens, peer)
+    assert closed(timed_segments([*tokens[:2], time(1.02)], vocabulary, 30.0), vocabulary) != theirs(tokens, peer)
+
+
+def test_segments_of_what_a_search_finds_are_those_of_transformers(vocabulary, peer):
+    named = range(
+        vocabulary.special.start, vocabulary.no_times
+    )  # a language is text to the rules, and no trained one's
+    rules = dataclasses.replace(vocabulary.rules, suppressed=(*vocabulary.rules.suppressed, *named))
+    search = BeamDecode(1, 0.0, 0.0, None, 0.0, vocabulary.special, rules)
+    compared = 0
+    for seed in range(6):
+        model = ours_of(reference(kind_of(vocabulary), seed), kind_of(vocabulary))
+        encoded = torch.randn(3, FRAMES, 32, generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            model.decoder.embedding.weight[vocabulary.no_times :] *= 0.7
+            found = search(model, encoded, (FRAMES,) * 3)
+        for tokens in found:
+            segments, expected = timed_segments(tokens, vocabulary, 30.0), theirs(tokens, peer)
+            assert closed(segments[: len(expected)], vocabulary) == expected and len(segments) - len(expected) in (0, 1)
+            compared += len(expected)
+    assert compared > 20
+
+
+def test_times_stay_within_the_audio_and_in_order(vocabulary):
+    time, text = vocabulary.time_token, (5, 6)
+    tokens = [*text, time(0.5), *text, time(0.2), time(0.8), *text, time(9.0), time(9.5), *text]
+    assert timed_segments(tokens, vocabulary, 1.0) == [
+        TimedSegment(0.0, 0.5, text),
+        TimedSegment(0.5, 0.5, text),
+        TimedSegment(0.8, 1.0, text),
+        TimedSegment(1.0, 1.0, text),
+    ]
+    assert timed_segments([time(0.5), time(0.7)], vocabulary, 1.0) == []
+    tokenizer = train_tokenizer(["एक दोन"], "char", 40)
+    assert timed_segments([5, 6], tokenizer, 2.5) == [TimedSegment(0.0, 2.5, (5, 6))] and tokenizer.size < time(0.0)
+
+
+def heard(vocabulary: PromptedVocabulary, tokens: list[int], seconds: float):
+    """The words of a recording of noise when the decoder finds these tokens, whatever it hears."""
+    shape = WhisperShape(8, 1, 1, 1, 8, 80, vocabulary.size, 50 * SECONDS, 64)
+    architecture = WhisperArchitecture(shape)
+    model, front_end = architecture.build().eval(), architecture.build_front_end(AugmentConfig())
+    speech_model = SpeechModel(architecture, model, front_end, vocabulary, torch.device("cpu"), float(SECONDS), "keep")
+    decode = lambda model, encoded, lengths: [tokens] * len(encoded)  # noqa: E731
+    noise = 0.1 * torch.randn(round(seconds * SAMPLE_RATE), generator=torch.Generator().manual_seed(0))
+    transcript = Recognizer(speech_model, decode, build_segmentation(SECONDS, 0.4)).transcribe(noise)
+    return [
+        (word.text, pytest.approx(word.start), pytest.approx(word.end), word.confidence) for word in transcript.words
+    ]
+
+
+def test_words_are_spread_over_their_segments_and_over_the_audio_not_the_window(vocabulary):
+    word = {text: vocabulary.encode(text)[len(vocabulary.prefix) :] for text in (" a", " b", " c")}
+    assert {len(tokens) for tokens in word.values()} == {2}
+    said = [*word[" a"], *word[" b"]]
+    time = vocabulary.time_token
+    timed = [time(0.1), *word[" a"], time(0.3), time(0.4), *word[" b"], *word[" c"]]
+    assert heard(vocabulary, timed, 0.7) == [
+        ("a", 0.1, 0.3, None),
+        ("b", 0.4, 0.55, None),
+        ("c", 0.55, 0.7, None),
+    ]
+    assert heard(vocabulary, [*timed, time(0.6)], 0.7)[-1] == ("c", 0.5, 0.6, None)
+    assert heard(vocabulary, said, 0.7) == [("a", 0.0, 0.35, None), ("b", 0.35, 0.7, None)]
+    assert heard(vocabulary, said, 0.4) == [("a", 0.0, 0.2, None), ("b", 0.2, 0.4, None)]
+    late = [time(0.1), *word[" a"], time(0.9), time(0.9), *word[" b"], time(1.0)]  # behind the audio
+    assert heard(vocabulary, late, 0.4) == [("a", 0.1, 0.4, None)]  # what is said behind it lies in no piece's core

@@ -1,0 +1,28 @@
+"""A small vocabulary with Whisper's named tokens, and the kind of model that has so many."""
+
+from pathlib import Path
+
+from konkanivani.data.byte_pairs import read_byte_pairs
+from konkanivani.inference.whisper.vocabulary import ModelTokens, Prompt, PromptedVocabulary
+from tests.byte_vocabularies import named_after, vocabulary_of_text, write_files
+from tests.conftest import WORDS
+from tests.whisper.folders import Kind
+
+POSITIONS = 64  # of the decoder, as in tests/whisper/folders.py
+
+
+def write_vocabulary(folder: Path) -> Path:
+    """The files of a vocabulary of 300 byte strings, three languages and all times."""
+    found = vocabulary_of_text(" ".join(WORDS), 300)
+    return write_files(folder, *found, named_after(found[0], ("en", "hi", "mr")))
+
+
+def read_vocabulary(folder: Path) -> PromptedVocabulary:
+    """As for a model that is told to transcribe Marathi."""
+    pairs = read_byte_pairs(folder)
+    return PromptedVocabulary(pairs, Prompt("mr", "transcribe"), ModelTokens(pairs.size, POSITIONS, False, {}))
+
+
+def kind_of(vocabulary: PromptedVocabulary) -> Kind:
+    """A model of so many tokens."""
+    return Kind(vocab_size=vocabulary.size, end=vocabulary.special.end)
