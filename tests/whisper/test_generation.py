@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from konkanivani.base.config import AugmentConfig, DecodingConfig
-from konkanivani.data.byte_pairs import BytePairs, read_byte_pairs
 from konkanivani.data.generation import GenerationRules
 from konkanivani.decoding import rules as rules_module
 from konkanivani.decoding.decode import BeamDecode, Decode, build_decode, greedy_decode
+from konkanivani.inference.whisper.byte_pairs import BytePairs, read_byte_pairs
 from konkanivani.inference.whisper.vocabulary import (
     END,
     FIRST_TIME,

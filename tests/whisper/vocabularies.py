@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from konkanivani.data.byte_pairs import read_byte_pairs
+from konkanivani.inference.whisper.byte_pairs import read_byte_pairs
 from konkanivani.inference.whisper.vocabulary import ModelTokens, Prompt, PromptedVocabulary
 from tests.byte_vocabularies import named_after, vocabulary_of_text, write_files
 from tests.conftest import WORDS
