@@ -46,6 +46,7 @@ from konkanivani.evaluation.reports.health_page import draw_page
 from konkanivani.evaluation.reports.health_report import build_tokenizer, diagnose
 from konkanivani.evaluation.reports.health_text import health_lines, sparkline
 from konkanivani.evaluation.reports.html import check_page_path, write_page
+from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.speech import build_training_speech
 from tests.conftest import run_script
 from tests.page_parts import PageParts
@@ -545,7 +546,9 @@ def test_what_is_left_out_is_what_the_trainer_leaves_out(small, tmp_path):
     manifest, rejections = read_manifest(path), Rejections(tmp_path / "rejected.jsonl", most=0.5)
     rejections.begin(manifest)
     tokenizer = build_tokenizer(manifest, config)
-    speech = build_training_speech(config, manifest, tokenizer, rejections, NoiseReverb())
+    speech = build_training_speech(
+        config, manifest, tokenizer, architecture_of(config, tokenizer.size), rejections, NoiseReverb()
+    )
     listed = [json.loads(line) for line in (tmp_path / "rejected.jsonl").read_text().splitlines()]
     train = diagnose((path,), config, 0).health.parts[0]
     assert train.usable == len(speech.utterances) == 37

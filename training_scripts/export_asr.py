@@ -75,7 +75,7 @@ def check_flags(flags: Flags) -> None:
         raise UsageError("--bundle, --onnx and --int8 are for models of ours, --whisper and --adapter for others'.")
     places = [path.resolve() for path in (Path(flags.checkpoint), *flags.outputs, *flags.folders)]
     if len(set(places)) < len(places):
-        raise UsageError("What is read and what is written are places of their own. Give each its own name.")
+        raise UsageError("What is read and what is written are files of their own, or folders. Give each its own name.")
     for path in flags.folders:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UsageError(f"{path} is there already. Name a folder that is not, or is empty.")

@@ -5,7 +5,7 @@ B batch, S samples, T' encoder frames, V vocabulary.
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,12 +18,14 @@ from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.rules import check_decoding
 from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.waveform import stream_audio, stream_samples
-from konkanivani.decoding.decode import Decode, build_decode
+from konkanivani.decoding.decode import BeamDecode, Decode, build_decode
 from konkanivani.inference.bundle import is_bundle, read_bundle
 from konkanivani.inference.pretrained import read_pretrained
 from konkanivani.inference.segmentation import Piece, SegmentationConfig, build_segmentation, segment_audio
 from konkanivani.inference.speech_model import SpeechModel, build_pretrained_model, build_speech_model
 from konkanivani.inference.transcript import Segment, Transcript, Word
+from konkanivani.inference.whisper.generation import FallbackDecode
+from konkanivani.inference.whisper.vocabulary import PromptedVocabulary
 from konkanivani.inference.word_times import EmissionDelay, align_tokens, group_words, spread_words, timed_words
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 
@@ -123,8 +125,19 @@ def build_recognizer(
         folder = read_pretrained(pretrained.pretrained)
         speech_model = build_pretrained_model(folder, pretrained, choose_device(device))
     longest = min(speech_model.longest_seconds, MAX_PIECE) if longest_seconds is None else longest_seconds
+    speech_model = timed(speech_model)
     decode = build_decode(decoding, speech_model.architecture, speech_model.tokenizer, speech_model.device)
+    if isinstance(decode, BeamDecode) and isinstance(speech_model.tokenizer, PromptedVocabulary):
+        decode = FallbackDecode(decode, speech_model.tokenizer)
     return Recognizer(speech_model, decode, build_segmentation(longest, pause_seconds))
+
+
+def timed(speech_model: SpeechModel) -> SpeechModel:
+    """The model as it says when it hears what, where it has learnt that."""
+    tokenizer = speech_model.tokenizer
+    if not (speech_model.knows_times and isinstance(tokenizer, PromptedVocabulary)):
+        return speech_model
+    return replace(speech_model, tokenizer=tokenizer.saying_times())
 
 
 def load_speech_model(path: str | os.PathLike, device: torch.device) -> SpeechModel:

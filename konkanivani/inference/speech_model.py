@@ -32,7 +32,8 @@ MAX_LAYERS, MAX_DIMENSION = 256, 2**16  # a file that claims more is none of our
 class SpeechModel:
     """A model in evaluation mode on `device`, in full precision; trained on `longest_seconds` of audio at most.
 
-    `digits` says how its transcripts were normalised, as a reference has to be that it is scored on.
+    `digits` says how its transcripts were normalised, as a reference has to be that it is scored on. With `knows_times`
+    it was trained to say when it hears what.
     """
 
     architecture: Architecture
@@ -42,6 +43,7 @@ class SpeechModel:
     device: torch.device
     longest_seconds: float
     digits: Literal["keep", "spell"]
+    knows_times: bool = False
 
     @torch.no_grad()
     def encode(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
@@ -60,7 +62,10 @@ def build_speech_model(checkpoint: Checkpoint, device: torch.device) -> SpeechMo
     load_states(dataclasses.replace(checkpoint, states={"model": weights}), {"model": model})
     longest_seconds = float(min(config.data.max_duration, architecture.longest_seconds))
     digits = config.text.digits
-    return SpeechModel(architecture, model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits)
+    times = config.pretrained.timestamp_share > 0
+    return SpeechModel(
+        architecture, model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits, times
+    )
 
 
 def build_pretrained_model(pretrained: Pretrained, asked: PretrainedConfig, device: torch.device) -> SpeechModel:
@@ -70,7 +75,8 @@ def build_pretrained_model(pretrained: Pretrained, asked: PretrainedConfig, devi
     model.load_state_dict(pretrained.weights(), assign=True)
     front_end = architecture.build_front_end(AugmentConfig()).to(device)
     longest = float(architecture.longest_seconds)
-    return SpeechModel(architecture, model.to(device).eval(), front_end, tokenizer, device, longest, "keep")
+    times = tokenizer.has_times
+    return SpeechModel(architecture, model.to(device).eval(), front_end, tokenizer, device, longest, "keep", times)
 
 
 def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:

@@ -98,7 +98,7 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
     architecture = start.architecture(tokenizer.size)
     check_spelling(start, corpus, tokenizer, normalized_texts(train, config.text.digits))
     with problems.collect():
-        training = build_training_speech(start, train, tokenizer, rejections, noise_reverb)
+        training = build_training_speech(config, train, tokenizer, architecture, rejections, noise_reverb)
     validation = tested = None
     with problems.collect():
         validation = valid and evaluation_set(valid, config, tokenizer, architecture, device, rejections)
@@ -154,14 +154,14 @@ def normalized_texts(manifest: Manifest, digits: Digits) -> Iterator[str]:
 
 
 def build_training_speech(
-    start: Start,
+    config: TrainConfig,
     manifest: Manifest,
     tokenizer: Vocabulary,
+    architecture: Architecture,
     rejections: Rejections,
     noise_reverb: NoiseReverb,
 ) -> TrainingSpeech:
     """The utterances to train on; those left out are added to the rejections."""
-    config, architecture = start.config, start.architecture(tokenizer.size)
     slowest = min(config.augment.speed_perturbation)
     limits = training_limits(config, architecture.framing)
     most = architecture.most_tokens - more_tokens(config)
