@@ -1,0 +1,289 @@
+"""What is decoded well stays as it is; loops and guesses are drawn anew, and silence is left empty.
+
+Utterances are made of the decoder's own weights: where all encoded frames are one vector, attention over them gives one
+vector too, whatever is asked, and frames can be solved for that make any direction the likeliest.
+"""
+
+import dataclasses
+import itertools
+import zlib
+
+import pytest
+import torch
+
+from konkanivani.decoding.decode import BeamDecode
+from konkanivani.inference.whisper.generation import FallbackDecode, compression_ratio, say
+from konkanivani.inference.whisper.vocabulary import PromptedVocabulary
+from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.model.whisper.network import Whisper
+from konkanivani.model.whisper.shape import WhisperShape
+from tests.conftest import WORDS
+from tests.whisper.folders import FRAMES, reference, transformers
+from tests.whisper.test_parity import ours_of
+from tests.whisper.vocabularies import POSITIONS, kind_of, read_vocabulary, write_vocabulary
+
+processors = pytest.importorskip("transformers.generation.logits_process")
+whisper = pytest.importorskip("transformers.models.whisper.generation_whisper").WhisperGenerationMixin
+SAID = 97, 98  # two letters
+FAR = 600.0  # so long is a direction that what the other blocks add turns it by little
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> PromptedVocabulary:
+    return read_vocabulary(write_vocabulary(tmp_path_factory.mktemp("vocabulary")))
+
+
+@pytest.fixture(scope="module")
+def model(vocabulary: PromptedVocabulary) -> Whisper:
+    """A random one that is surer of itself, and hardly ever says times."""
+    found = ours_of(reference(kind_of(vocabulary)), kind_of(vocabulary))
+    with torch.no_grad():
+        found.decoder.norm.weight.mul_(1.5)
+        weight = found.decoder.embedding.weight
+        weight[vocabulary.no_times :].mul_(0.1)
+        weight[[vocabulary.special.end, *SAID]] *= 3.0 / weight[[vocabulary.special.end, *SAID]].norm(
+            dim=1, keepdim=True
+        )
+    return found
+
+
+@torch.no_grad()
+def frames(model: Whisper, direction: torch.Tensor) -> torch.Tensor:
+    """Encoded frames (T', D), all alike, that lead the decoder into a direction (D,)."""
+    attentions = [block.cross_attention for block in model.decoder.blocks]
+    gain = sum(attention.output.weight @ attention.value.weight for attention in attentions)
+    added = sum(attention.output(attention.value.bias) for attention in attentions)
+    return torch.linalg.solve(gain.double(), (FAR * direction - added).double()).float().expand(FRAMES, -1)
+
+
+@pytest.fixture(scope="module")
+def utterances(model: Whisper, vocabulary: PromptedVocabulary) -> dict[str, torch.Tensor]:
+    """Encoded frames (T', D) of good utterances, of loops, of what is hardly heard and of silence."""
+    weight = model.decoder.embedding.weight.detach()
+    units = weight / weight.norm(dim=1, keepdim=True)
+    end, one, other = (units[token] for token in (vocabulary.special.end, *SAID))
+    drawn = torch.randn(300, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        flattest = drawn[model.decoder.output(model.decoder.norm(FAR * drawn)).softmax(dim=1).amax(dim=1).argmin()]
+    flat = flattest / flattest.norm()
+    directions = {
+        "good": end + 0.96 * one,
+        "other": end + 0.96 * other,
+        "unsure": end + 0.8 * one,  # good as the rules leave no end at first, not by all probabilities
+        "loop": other + 0.9 * one,
+        "sure loop": other,
+        "guess": flat,
+        "silence": units[vocabulary.no_speech],
+    }
+    return {name: frames(model, direction) for name, direction in directions.items()}
+
+
+def fallback(vocabulary: PromptedVocabulary, beam: int = 1, **changes) -> FallbackDecode:
+    return FallbackDecode(
+        BeamDecode(beam, 0.0, 0.0, None, 0.0, vocabulary.special, vocabulary.rules), vocabulary, **changes
+    )
+
+
+def with_most_tokens(decode: FallbackDecode, most: int) -> FallbackDecode:
+    rules = dataclasses.replace(decode.inner.rules, most_tokens=most)
+    return dataclasses.replace(decode, inner=dataclasses.replace(decode.inner, rules=rules))
+
+
+def decoded(decode, model: Whisper, *utterances: torch.Tensor) -> list[list[int]]:
+    return decode(model, torch.stack(utterances), (FRAMES,) * len(utterances))
+
+
+class Begun:
+    """How many utterances were given to a decoder, each time."""
+
+    def __init__(self, model: Whisper, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes, begin = [], model.decoder.begin
+        monkeypatch.setattr(model.decoder, "begin", lambda *given: self.sizes.append(len(given[0])) or begin(*given))
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_what_is_good_is_as_it_was_and_costs_nothing(model, vocabulary, utterances, beam, monkeypatch):
+    decode, begun = fallback(vocabulary, beam), Begun(model, monkeypatch)
+    good = utterances["good"], utterances["other"], utterances["good"]
+    first = decoded(decode.inner, model, *good)
+    assert decoded(decode, model, *good) == first and begun.sizes == [3, 3]
+    assert decoded(decode, model, utterances["unsure"]) == decoded(decode.inner, model, utterances["unsure"])
+    assert begun.sizes[2:] == [1, 1, 1, 1]  # its tokens are said once more, and it is listened to for silence
+    strict = dataclasses.replace(decode, min_log_probability=0.1)  # the negative control: nothing is good
+    assert decoded(strict, model, *good) and begun.sizes[6:] == [3] * (3 + len(decode.temperatures))
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_only_what_repeats_itself_is_drawn_anew(model, vocabulary, utterances, beam, monkeypatch):
+    decode, given = fallback(vocabulary, beam), [utterances[name] for name in ("good", "loop", "other", "good")]
+    first = decoded(decode.inner, model, *given)
+    assert compression_ratio(vocabulary.decode(first[1]).encode()) > 2.4
+    begun = Begun(model, monkeypatch)
+    found = decoded(decode, model, *given)
+    assert [one == other for one, other in zip(found, first, strict=True)] == [True, False, True, True]
+    assert begun.sizes[0] == 4 and set(begun.sizes[1:]) == {1} and 3 <= len(begun.sizes[1:]) <= 7
+    for seed in (1, 2):
+        assert decoded(dataclasses.replace(decode, seed=seed), model, *given)[1] != found[1]
+    lenient = dataclasses.replace(decode, max_compression=100.0, min_log_probability=-100.0)  # the negative control
+    assert decoded(lenient, model, *given) == first
+
+
+def test_the_first_good_one_is_taken_else_the_last(model, vocabulary, utterances):
+    decode, loop = fallback(vocabulary), utterances["loop"]
+    tried = [
+        decoded(dataclasses.replace(decode, temperatures=(temperature,), max_compression=0.0), model, loop)[0]
+        for temperature in decode.temperatures
+    ]
+    ratios = [compression_ratio(vocabulary.decode(tokens).encode()) for tokens in tried]
+    assert len(set(map(tuple, tried))) > 2 and ratios[0] > ratios[-1]
+    for wanted in range(len(tried)):
+        lowest = min(ratios[: wanted + 1])
+        if ratios[wanted] == lowest and ratios.index(lowest) == wanted:
+            chosen = dataclasses.replace(decode, max_compression=lowest, min_log_probability=-100.0)
+            assert decoded(chosen, model, loop) == [tried[wanted]]
+    assert decoded(dataclasses.replace(decode, max_compression=0.0), model, loop) == [tried[-1]]
+    assert decoded(dataclasses.replace(decode, max_compression=0.0, temperatures=()), model, loop) == decoded(
+        decode.inner, model, loop
+    )
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_alone_and_in_any_batch_the_same_is_found(model, vocabulary, utterances, beam):
+    decode = fallback(vocabulary, beam)
+    alone = {name: decoded(decode, model, frames)[0] for name, frames in utterances.items()}
+    assert alone["silence"] == [] and len(set(map(tuple, alone.values()))) == len(alone) - 1  # two say the same
+    for order in (list(alone), list(alone)[::-1], ["loop", "good", "loop"], ["guess", "sure loop", "loop", "loop"]):
+        found = decoded(decode, model, *(utterances[name] for name in order))
+        assert found == [alone[name] for name in order]
+    drawn = [decoded(dataclasses.replace(decode, seed=seed), model, utterances["loop"])[0] for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]  # the negative control
+
+
+def test_silence_has_no_tokens(model, vocabulary, utterances, monkeypatch):
+    decode, silence = fallback(vocabulary), utterances["silence"]
+    first = decoded(decode.inner, model, silence, utterances["good"])
+    assert first[0] and decoded(decode, model, silence, utterances["good"]) == [[], first[1]]
+    for change in ({"max_no_speech": 1.0}, {"min_log_probability": -100.0}):  # both must hold
+        assert decoded(dataclasses.replace(decode, **change), model, silence)[0]
+    monkeypatch.setattr(vocabulary, "no_speech", None)
+    assert decoded(decode, model, silence)[0]
+
+
+def test_a_broken_utterance_has_no_tokens_and_harms_no_other(model, vocabulary, utterances):
+    decode, broken = fallback(vocabulary), torch.full_like(utterances["good"], torch.nan)
+    names = ("good", "loop")
+    alone = [decoded(decode, model, utterances[name])[0] for name in names]
+    assert decoded(decode, model, broken, *(utterances[name] for name in names)) == [[], *alone]
+
+
+# -------------------------------------------------------------------------------------------------- what is measured
+
+
+def test_the_compression_ratio_is_transformers(vocabulary):
+    """Theirs is of the bytes of ids, ours of the text, as in the code of the paper: the function is the same."""
+    generator = torch.Generator().manual_seed(0)
+    for size, tokens in itertools.product(
+        (300, 70_000), (torch.randint(200, (n,), generator=generator) for n in (1, 9, 300))
+    ):
+        width = 2 if size == 300 else 3
+        data = b"".join(token.to_bytes(width, "little") for token in tokens.tolist())
+        assert compression_ratio(data) == pytest.approx(whisper._retrieve_compression_ratio(tokens, size), abs=1e-5)
+    loop, text = "एक दोन " * 20, " ".join(WORDS)
+    assert compression_ratio(loop.encode()) > 2.4 > compression_ratio(text.encode())
+    assert compression_ratio(loop.encode()) == len(loop.encode()) / len(zlib.compress(loop.encode()))
+
+
+def greedily(model: torch.nn.Module, encoded: torch.Tensor, vocabulary: PromptedVocabulary):
+    """Tokens (B, U) with their end and scores (B, U, V) by transformers, with its processors for the same rules."""
+    rules, end = vocabulary.rules, vocabulary.special.end
+    start = torch.tensor([[vocabulary.special.start, *rules.prompt]] * len(encoded))
+    begin = start.shape[1]
+    steps = [
+        processors.SuppressTokensAtBeginLogitsProcessor(rules.suppressed_first, begin),
+        processors.SuppressTokensLogitsProcessor(rules.suppressed),
+    ]
+    settings = transformers.GenerationConfig(
+        max_new_tokens=rules.most_tokens, do_sample=False, eos_token_id=end, pad_token_id=end, bos_token_id=end,
+        no_timestamps_token_id=vocabulary.no_times, output_scores=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    if rules.times:
+        settings.max_initial_timestamp_index = rules.times.latest_first
+        steps.append(processors.WhisperTimeStampLogitsProcessor(settings, begin_index=begin))
+    hidden = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=encoded)
+    given = {"decoder_input_ids": start, "encoder_outputs": hidden, "generation_config": settings}
+    found = transformers.GenerationMixin.generate(model, logits_processor=steps, **given)
+    return found.sequences[:, begin:], torch.stack(found.scores, dim=1)
+
+
+@pytest.mark.parametrize("says_times", [False, True])
+def test_the_mean_log_probability_is_transformers(vocabulary, says_times):
+    vocabulary = vocabulary.saying_times() if says_times else vocabulary
+    end, compared = vocabulary.special.end, 0
+    for seed in range(5):
+        peer = reference(kind_of(vocabulary), seed)
+        with torch.no_grad():
+            peer.model.decoder.embed_tokens.weight[end] *= 2.5  # so that some end
+        ours, encoded = ours_of(peer, kind_of(vocabulary)), torch.randn(3, FRAMES, 32)
+        tokens, scores = greedily(peer, encoded, vocabulary)
+        search = fallback(vocabulary).inner
+        with torch.no_grad():
+            scorer = search.attention(ours, encoded, (FRAMES,) * 3, 1)
+            limits = dict(enumerate(search.limits(ours, (FRAMES,) * 3)))
+            found = say(scorer, lambda _step, _rows, likely: likely.argmax(dim=1), limits, end)
+        for row in range(3):
+            length = len(found[row].tokens)
+            is_ended, said = length < limits[row], tokens[row, : length + 1]
+            assert said.tolist()[:length] == found[row].tokens
+            for temperature in (1.0, 0.4):  # theirs are given divided by it
+                of_row = list(scores[row] / temperature)
+                expected = whisper._retrieve_avg_logprobs(of_row[: len(said)], said, temperature).item()
+                # Without an end theirs is the mean over fewer; the paper's code counts it, and so do we.
+                expected *= 1 if is_ended else length / (length + 1)
+                assert found[row].mean_log_probability == pytest.approx(expected, abs=1e-5)
+            compared += is_ended
+            plain = search.search(ours, encoded[row : row + 1], (FRAMES,), best=1)[0][0]
+            # The negative control: with the probability of what is forbidden it is another.
+            assert plain.log_probability / (length + 1) < found[row].mean_log_probability - 1e-3
+    assert compared > 3
+
+
+def test_tokens_are_drawn_with_the_probabilities_of_their_temperature(model, vocabulary, utterances):
+    loop, draws, inner = utterances["loop"], 300, fallback(vocabulary).inner
+    with torch.no_grad():
+        scores = inner.attention(model, loop[None], (FRAMES,), 1).score()[0, 0]
+    for temperature, others in ((0.6, 1.5), (1.0, 0.4)):
+        decode = fallback(vocabulary, temperatures=(temperature,), max_compression=-1.0)
+        short = with_most_tokens(decode, 1)
+        found = [decoded(dataclasses.replace(short, seed=seed), model, loop)[0] for seed in range(draws)]
+        counts = torch.bincount(torch.tensor([tokens[0] for tokens in found if tokens]), minlength=len(scores))
+        likely = (scores / temperature).softmax(dim=0)
+        deviation = (likely * (1 - likely) / draws).sqrt()
+        common = likely > 0.02
+        assert common.sum() >= 2
+        assert ((counts / draws - likely).abs() < 4 * deviation + 1e-3)[common].all()
+        unlike = (scores / others).softmax(dim=0)  # the negative control
+        assert not ((counts / draws - unlike).abs() < 4 * deviation + 1e-3)[common].all()
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+
+def test_decoding_again_takes_no_more_memory(vocabulary):
+    shape = WhisperShape(64, 2, 1, 4, 256, 80, vocabulary.size, target_positions=POSITIONS)
+    torch.manual_seed(0)
+    model, encoded = Whisper(shape).eval(), torch.randn(3, shape.source_positions, 64)
+    decode = with_most_tokens(fallback(vocabulary, temperatures=(0.2, 1.0)), 6)
+
+    def peak(decode, rows: int = 3) -> int:
+        with LiveBytes() as live:
+            live.count([encoded, *model.parameters()])
+            decode(model, encoded[:rows], (shape.source_positions,) * rows)
+        return live.peak
+
+    found = [hypotheses[0] for hypotheses in decode.inner.search(model, encoded, (shape.source_positions,) * 3, best=1)]
+    likely = sorted(hypothesis.log_probability / (len(hypothesis.tokens) + 1) for hypothesis in found)
+    most = peak(decode.inner)
+    for bad in range(1, 4):
+        threshold = sum(likely[bad - 1 : bad + 1]) / 2 if bad < 3 else 0.0
+        assert peak(dataclasses.replace(decode, min_log_probability=threshold)) <= most
+    assert peak(decode.inner, 2) < 0.9 * most  # the negative control
