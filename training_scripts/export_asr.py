@@ -72,9 +72,12 @@ def check_flags(flags: Flags) -> None:
             "that began with --pretrained, --whisper or --adapter with the folder to write."
         )
     if flags.outputs and flags.folders:
-        raise UsageError("--bundle, --onnx and --int8 are for models of ours, --whisper and --adapter for others'.")
+        raise UsageError(
+            "--bundle, --onnx and --int8 are for models of ours, --whisper and --adapter for others': give one kind."
+        )
     places = [path.resolve() for path in (Path(flags.checkpoint), *flags.outputs, *flags.folders)]
-    if len(set(places)) < len(places):
+    are_nested = any(folder.resolve() in place.parents for folder in flags.folders for place in places)
+    if len(set(places)) < len(places) or are_nested:
         raise UsageError("What is read and what is written are files of their own, or folders. Give each its own name.")
     for path in flags.folders:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -130,10 +133,17 @@ def check_kind(flags: Flags, checkpoint: "Checkpoint") -> None:
     from konkanivani.inference.pretrained import STATE
 
     is_ours = STATE not in checkpoint.states
-    if is_ours and flags.folders:
-        raise UsageError("The checkpoint is of a model of ours: export it with --bundle, --onnx or --int8.")
+    if is_ours and (flags.folders or flags.pretrained is not None):
+        named = "--pretrained is" if flags.pretrained is not None else "--whisper and --adapter are"
+        raise UsageError(
+            f"{flags.checkpoint} is of a model of ours, and {named} for others': export it with --bundle, --onnx or "
+            "--int8."
+        )
     if not is_ours and flags.outputs:
-        raise UsageError("The checkpoint's run began with --pretrained: export it with --whisper or --adapter.")
+        raise UsageError(
+            f"The run of {flags.checkpoint} began with --pretrained: export it with --whisper, or what --lora_rank has "
+            "trained with --adapter."
+        )
 
 
 def export_folders(flags: Flags, checkpoint: "Checkpoint") -> list["Exported"]:
@@ -147,7 +157,7 @@ def export_folders(flags: Flags, checkpoint: "Checkpoint") -> list["Exported"]:
     from konkanivani.inference.whisper.export import export_adapter, export_whisper, read_base
 
     tuned, forms = tuned_whisper(checkpoint, config_from_text(checkpoint.config)), []
-    base = read_base(tuned, flags.pretrained)
+    base = read_base(tuned, flags.pretrained, flags.folders)
     if flags.adapter is not None:
         export_adapter(tuned, base, Path(flags.adapter))
         print(f"{flags.adapter}: {size_in_words(size_of(Path(flags.adapter)))}", flush=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from konkanivani.base.command_line import read_flags, run_script
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.errors import UsageError
-from konkanivani.base.flags import defaults_beside
+from konkanivani.base.flags import check_idle_flags, defaults_beside, given_in
 from konkanivani.base.rules import check_config
 from konkanivani.base.units import parse_budget
 from konkanivani.memory.devices import cpu_costs, cuda_costs
@@ -53,8 +53,9 @@ def read_plan_flags(arguments: list[str]) -> Flags:
     return read_flags(Flags, arguments, Flags(train=defaults_beside(first.train)))
 
 
-def plan(flags: Flags) -> str:
-    """The plan, as it is to be printed."""
+def plan(flags: Flags, given: frozenset[str]) -> str:
+    """The plan, as it is to be printed; `given` are the names of the flags that a person has given."""
+    check_idle_flags(flags.train, given)
     check_config(flags.train)
     if flags.world < 1:
         raise UsageError("--world must be at least 1.")
@@ -64,6 +65,8 @@ def plan(flags: Flags) -> str:
     if gpu and flags.train.run.device == "cpu":
         raise UsageError(f"--device cpu contradicts --gpu {flags.gpu}: give one of them.")
     size = parse_budget(budget) if budget else gpu.memory if gpu else 0
+    if flags.train.pretrained.pretrained is not None:
+        check_pretrained(flags)
     print(f"Tracing steps of training without data: {HOW_LONG}.", file=sys.stderr, flush=True)
     from konkanivani.recipe.plan import choose_ranks
     from konkanivani.recipe.plan_report import plan_budget, plan_presets
@@ -73,8 +76,6 @@ def plan(flags: Flags) -> str:
         gpu = gpu or Gpu("a CUDA card", size, (7, 5))
         costs = cuda_costs(gpu.name, gpu.capability)
     if flags.presets:
-        if flags.train.pretrained.pretrained is not None:
-            raise UsageError("--presets are models of ours: leave --pretrained out, or ask about it alone.")
         if flags.world > 1:
             raise UsageError("--presets is for one process: give --world with one --preset.")
         return plan_presets(flags.train, costs)
@@ -82,6 +83,15 @@ def plan(flags: Flags) -> str:
     return report.as_json() if flags.json else report.as_table()
 
 
+def check_pretrained(flags: Flags) -> None:
+    """Raises the errors that a plan of this folder would end with, before anything is traced."""
+    if flags.presets:
+        raise UsageError("--presets are models of ours: leave --pretrained out, or ask about it alone.")
+    from konkanivani.recipe.origin import planned_architecture
+
+    planned_architecture(flags.train).build_without_values()
+
+
 if __name__ == "__main__":
     flags = read_plan_flags(sys.argv[1:])
-    sys.exit(run_script(lambda: plan(flags)))
+    sys.exit(run_script(lambda: plan(flags, given_in(sys.argv[1:]))))

@@ -54,7 +54,7 @@ def resolve(config: TrainConfig, amount: Amount = MUCH_SPEECH) -> TrainConfig:
     config = dataclasses.replace(config, data=_with_window(config.data, utterances))
     fewest, most = (MIN_TUNED_EPOCHS, MAX_TUNED_EPOCHS) if is_tuned else (MIN_EPOCHS, MAX_EPOCHS)
     chosen = {
-        "tokenizer_type": "char" if amount.is_little else "unigram",
+        "tokenizer_type": AUTO if is_tuned else "char" if amount.is_little else "unigram",
         "ctc_weight": 1.0 if not config.model.decoder_layers else 0.7 if amount.is_little else 0.3,
         "speed_perturbation": (1.0,) if amount.is_little else (0.9, 1.0, 1.1),
         "epochs": round(min(most, max(fewest, HOURS_HEARD / max(amount.hours, 1e-9)))),

@@ -25,8 +25,11 @@ OF_PRETRAINED = NOTHING | {"max_duration": 30.0, "max_tokens": 2**16}
 # What a run cannot go on with another value of.
 FREE_TO_CHANGE = ("dropout", "pretrained", "forgetting_manifest", "forgetting_language")
 GROUPS_OF_SHAPE = ("text", "features", "model", "pretrained", "tuning")
-# These say how a manifest's audio is used, and nothing without it.
-MANIFEST_OF = {"rir_prob": "rir_manifest", "noise_snr": "noise_manifest", "noise_prob": "noise_manifest"}
+# What says nothing without another flag.
+IDLE_WITHOUT = {
+    **{"rir_prob": "rir_manifest", "noise_snr": "noise_manifest", "noise_prob": "noise_manifest"},
+    **{"language": "pretrained", "task": "pretrained", "lora_alpha": "lora_rank", "lora_targets": "lora_rank"},
+}
 
 
 def config_to_text(config: TrainConfig) -> str:
@@ -89,10 +92,14 @@ def ask(arguments: list[str]) -> Asked:
     A flag that is not given has the preset's value, else the default.
     """
     parsed = read_flags(TrainConfig, arguments, TrainConfig())
-    words = (with_new_name(word).removeprefix("--").split("=")[0] for word in arguments if word.startswith("--"))
-    given = frozenset(word.replace("-", "_") for word in words)  # of --batch-size=4, batch_size
-    base = defaults_beside(parsed)
+    base, given = defaults_beside(parsed), given_in(arguments)
     return Asked(_checked(_with_given(base, parsed, given), given, stored=None), parsed, given)
+
+
+def given_in(arguments: list[str]) -> frozenset[str]:
+    """The names of the flags that a command line gives: of --batch-size=4, batch_size."""
+    words = (with_new_name(word).removeprefix("--").split("=")[0] for word in arguments if word.startswith("--"))
+    return frozenset(word.replace("-", "_") for word in words)
 
 
 def defaults_beside(parsed: TrainConfig) -> TrainConfig:
@@ -160,13 +167,14 @@ def _settle_effective_batch(config: TrainConfig, given: frozenset[str], stored: 
 
 def check_idle_flags(config: TrainConfig, given: frozenset[str]) -> None:
     """Raises a UsageError for a flag that is given and has nothing to work on."""
-    for name, manifest in MANIFEST_OF.items():
-        if name in given and getattr(config.augment, manifest) is None:
-            raise UsageError(f"--{name} does nothing without --{manifest}: give both, or leave it out.")
+    values = {setting.name: setting.value for setting in settings_of(config)}
+    for name, other in IDLE_WITHOUT.items():
+        if name in given and not values[other]:
+            raise UsageError(f"--{name} does nothing without --{other}: give both, or leave it out.")
     idle = sorted(OF_OUR_MODELS & given) if config.pretrained.pretrained is not None else []
     if idle:
-        named = ", ".join(f"--{name}" for name in idle)
-        raise UsageError(f"A --pretrained model is as its folder says, and {named} would change it: leave it out.")
+        named, them = ", ".join(f"--{name}" for name in idle), "it" if len(idle) == 1 else "them"
+        raise UsageError(f"A --pretrained model is as its folder says, and {named} would change it: leave {them} out.")
 
 
 def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:

@@ -208,14 +208,15 @@ def _learning_rules(config: TrainConfig) -> list[Rule]:
 
 def _head_rules(config: TrainConfig) -> list[Rule]:
     loss, has_decoder, asked = config.loss, config.model.decoder_layers > 0, config.data.test_decode
-    has_ctc = loss.ctc_weight != 0
+    has_ctc, is_ours = loss.ctc_weight != 0, config.pretrained.pretrained is None
+    without_ctc = "--ctc_weight is 0" if is_ours else "a --pretrained model has none"
     return [
         (
             has_decoder or loss.ctc_weight in (AUTO, 1),
             "--decoder_layers 0 leaves CTC alone: give --ctc_weight 1, or leave it out",
         ),
         (
-            has_ctc or not loss.intermediate_ctc_weight,
+            has_ctc or not loss.intermediate_ctc_weight or not is_ours,
             "--intermediate_ctc_weight is a share of the CTC loss, of which --ctc_weight 0 leaves none",
         ),
         (
@@ -224,7 +225,7 @@ def _head_rules(config: TrainConfig) -> list[Rule]:
         ),
         (
             has_ctc or asked not in ("prefix", "joint"),
-            f"--test_decode {asked} needs CTC, and --ctc_weight is 0: give auto, greedy or attention",
+            f"--test_decode {asked} needs CTC, and {without_ctc}: give auto, greedy or attention",
         ),
     ]
 
@@ -257,10 +258,6 @@ def _tuning_rules(config: TrainConfig) -> list[Rule]:
 
 def _pretrained_rules(config: PretrainedConfig) -> list[Rule]:
     return [
-        (
-            config.pretrained is not None or (config.language, config.task) == (None, "transcribe"),
-            "--language and --task are for a model that others have trained: give --pretrained",
-        ),
         (config.pretrained != "", "--pretrained must be the path of a folder"),
         (0 <= config.timestamp_share <= 1, "--timestamp_share must be between 0 and 1"),
         (

@@ -31,6 +31,9 @@ class Pretrained(Protocol):
     def vocabulary(self, config: PretrainedConfig) -> Vocabulary:
         """Its tokens, with what is asked of them; a UsageError where it has none for that."""
 
+    def check_weights(self) -> None:
+        """Reads its weights and keeps none; a CheckpointError where they are not numbers."""
+
     def weights(self) -> dict[str, torch.Tensor]:
         """Its weights in fp32 by our names; a CheckpointError where they are not numbers."""
 
@@ -87,14 +90,18 @@ def restored_architecture(checkpoint: Checkpoint, config: TrainConfig) -> Archit
     if state is None:
         return architecture_of(config, checkpoint.vocab_size)
     if state.get("kind") != KIND:
-        raise CheckpointError("The checkpoint's recogniser is of a kind that this version has not. Use a newer one.")
+        raise CheckpointError(
+            "The checkpoint's recogniser is of a kind that this version does not know. Use a newer version."
+        )
+    if type(state.get("frozen")) is not str:
+        raise CheckpointError("The checkpoint does not say which weights it leaves out. Use another checkpoint.")
     return WhisperArchitecture(restored_shape(state), config.tuning)
 
 
 def tuned_whisper(checkpoint: Checkpoint, config: TrainConfig) -> TunedWhisper:
     """What of a checkpoint is to be written as a folder; a UsageError where its run did not begin with one."""
     if STATE not in checkpoint.states:
-        raise UsageError("The checkpoint is of a model of ours, which is exported with --bundle, --onnx or --int8.")
+        raise UsageError("The checkpoint is of a model of ours: export it with --bundle, --onnx or --int8.")
     architecture = restored_architecture(checkpoint, config)
     weights = whole_weights(checkpoint, config, set(architecture.build_without_values().state_dict()))
     return TunedWhisper(config, architecture, weights, checkpoint.tokenizer)
@@ -109,17 +116,23 @@ def whole_weights(checkpoint: Checkpoint, config: TrainConfig, names: set[str]) 
     missing = names - set(found)
     if not missing or STATE not in checkpoint.states:
         return found
+    check_base_is_there(config, "Put it there, or start from the folder in which the run was started")
+    pretrained = read_pretrained(config.pretrained.pretrained or "")
+    base = pretrained.weights()
+    rest = {name: base[name] for name in missing if name in base}
+    if digest_of(rest) != checkpoint.states[STATE].get("frozen"):
+        raise CheckpointError(
+            f"The checkpoint holds only what was trained, and the folder {pretrained.path} is not the one that the run "
+            "began with. Put that one in its place."
+        )
+    return {**rest, **found}
+
+
+def check_base_is_there(config: TrainConfig, advice: str) -> None:
+    """Raises a CheckpointError, which gives this advice, where the folder that a run began with is not there."""
     path = config.pretrained.pretrained
     if path is None or not Path(path).is_dir():
         raise CheckpointError(
             f"The checkpoint holds only what was trained, and the folder {path} with the rest of the model is not "
-            "there. Put it there, or start from the folder in which the run was started."
+            f"there. {advice}."
         )
-    base = read_pretrained(path).weights()
-    rest = {name: base[name] for name in missing if name in base}
-    if digest_of(rest) != checkpoint.states[STATE].get("frozen"):
-        raise CheckpointError(
-            f"The checkpoint holds only what was trained, and the folder {path} is not the one that the run began "
-            "with. Put that one there."
-        )
-    return {**rest, **found}

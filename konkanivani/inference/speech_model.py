@@ -97,7 +97,10 @@ def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:
     has_all = architecture.has_base or all(any(n.startswith(last) for n in weights) for last in layers)
     if not is_within_bounds(dimensions) or not has_all:
         raise CheckpointError("The checkpoint's model has not the weights of its dimensions. Use another checkpoint.")
-    model = architecture.build_without_values()
+    try:
+        model = architecture.build_without_values()
+    except UsageError as error:  # nobody has asked for this
+        raise CheckpointError(f"The checkpoint's settings are none of ours. {error}") from None
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     for name, tensor in model.state_dict().items():
         if architecture.has_base and name not in weights and name not in trained:

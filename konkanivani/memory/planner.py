@@ -140,7 +140,8 @@ class Planner:
     def _growth(self, recompute: RecomputePolicy) -> Growth:
         """The growth through three traces; lengths and numbers between which most questions lie."""
         if recompute not in self._growths:
-            sizes = ((2, 5.0), (2, 20.0), (6, 10.0))
+            longest = min(20.0, self.traces.longest_seconds)
+            sizes = ((2, longest / 4), (2, longest), (6, longest / 2))
             shapes = [BatchShape(count, seconds, round(seconds * self.tokens_per_second)) for count, seconds in sizes]
             rows = np.array([[1.0, shape.utterances, shape.utterances * shape.seconds] for shape in shapes])
             peaks = np.array([self.peak(shape, recompute) for shape in shapes], dtype=float)

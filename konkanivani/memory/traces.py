@@ -7,6 +7,7 @@ need not trace. A damaged file is as good as none.
 import contextlib
 import functools
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,9 +22,17 @@ from konkanivani.memory.tracer import BatchShape, Peak, StepTracer
 class Traces:
     """What a tracer says, asked once for each load; the tracer itself, a second's work, is built when first asked."""
 
-    def __init__(self, build: Callable[[], StepTracer], blocks: int, costs: DeviceCosts, encoder_hop: int) -> None:
-        """`encoder_hop` are the samples from one encoder frame to the next."""
+    def __init__(
+        self,
+        build: Callable[[], StepTracer],
+        blocks: int,
+        costs: DeviceCosts,
+        encoder_hop: int,
+        longest_seconds: float = math.inf,
+    ) -> None:
+        """`encoder_hop` are the samples from one encoder frame to the next, `longest_seconds` what the model hears."""
         self.blocks, self.costs, self.encoder_hop, self._build = blocks, costs, encoder_hop, build
+        self.longest_seconds = longest_seconds
         self._peaks: dict[tuple[BatchShape, int], Peak] = {}
         self._validation_peaks: dict[BatchShape, int] = {}
 

@@ -16,9 +16,14 @@ LOW_RANK_TENSORS = ("low_rank.down", "low_rank.up")  # A and B, behind their lay
 
 
 def lower_parts(encoder: torch.nn.Module, freeze: str | int) -> list[torch.nn.Module]:
-    """What --freeze names: the encoder, or what is before its blocks and the first of them."""
+    """What --freeze names: the encoder, or what is before its blocks and the first of them.
+
+    A UsageError where it has not so many.
+    """
     if freeze == "encoder":
         return [encoder]
+    if isinstance(freeze, int) and freeze > len(encoder.blocks):
+        raise UsageError(f"--freeze {freeze}: the encoder has {len(encoder.blocks)} blocks. Give fewer, or encoder.")
     return [encoder.subsampling, *encoder.blocks[:freeze]] if isinstance(freeze, int) and freeze > 0 else []
 
 

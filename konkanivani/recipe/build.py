@@ -280,10 +280,10 @@ def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainingSpeech, pla
     amp = {None: "", torch.float16: " in fp16", torch.bfloat16: " in bf16"}[step.forward.amp_dtype]
     is_tuned = step.architecture.tuning.is_used
     trained, frozen = (counted(step.model) / 1e6 for counted in (parameter_count, frozen_count))
-    parameters = f"{trained:.1f} of {trained + frozen:.1f}, the others frozen," if is_tuned else f"{trained:.1f}"
+    parameters = f"{trained:.1f} M parameters" + (f", {frozen:.1f} M others frozen" if is_tuned else "")
     print(
         f"{step.architecture.description}, "
-        f"{parameters} M parameters, {step.architecture.vocab_size} tokens, "
+        f"{parameters}, {step.architecture.vocab_size} tokens, "
         f"on {step.forward.device}{amp}; "
         f"{count(len(speech.utterances), 'utterance')}, {duration_words(hours)}; "
         f"{cut} utterances a step{side_by_side}, {count(planner.windows_per_epoch(), 'step')} an epoch, "

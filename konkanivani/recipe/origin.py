@@ -12,6 +12,7 @@ from konkanivani.inference.pretrained import (
     STATE,
     Origin,
     Pretrained,
+    check_base_is_there,
     digest_of,
     read_pretrained,
     restored_architecture,
@@ -38,6 +39,7 @@ def begin_pretrained(asked: Asked, config: TrainConfig) -> tuple[TrainConfig, Pr
     if config.pretrained.forgetting_language is not None:
         other = dataclasses.replace(config.pretrained, language=config.pretrained.forgetting_language)
         pretrained.vocabulary(other)
+    pretrained.check_weights()
     if "learning_rate" in asked.given:
         return config, pretrained
     rate = pretrained.learning_rate(config.tuning)
@@ -45,12 +47,20 @@ def begin_pretrained(asked: Asked, config: TrainConfig) -> tuple[TrainConfig, Pr
 
 
 def resume_pretrained(asked: Asked, config: TrainConfig, checkpoint: Checkpoint) -> Pretrained | None:
-    """The folder that a run goes on with, where its checkpoint does not hold all weights, or a person names one."""
+    """The folder that a run goes on with, where its checkpoint does not hold all weights, or a person names one.
+
+    A CheckpointError where it is not there, or is of another model.
+    """
     if STATE not in checkpoint.states:
         return None
-    if not ("pretrained" in asked.given or restored_architecture(checkpoint, config).has_base):
-        return None
-    return read_pretrained(config.pretrained.pretrained or "")
+    if "pretrained" not in asked.given:
+        if not restored_architecture(checkpoint, config).has_base:
+            return None
+        check_base_is_there(config, "Put it there, or say with --pretrained where it is")
+    pretrained = read_pretrained(config.pretrained.pretrained or "")
+    stored = checkpoint.states[STATE]
+    Origin(pretrained.description(), stored["frozen"], pretrained.path).load_state_dict(stored)  # as far as it is known
+    return pretrained
 
 
 def load_base(pretrained: Pretrained, model: torch.nn.Module) -> None:

@@ -176,7 +176,7 @@ def build_tracer(config: TrainConfig, architecture: Architecture, costs: DeviceC
 def kept_traces(config: TrainConfig, architecture: Architecture, costs: DeviceCosts) -> Iterator[Traces]:
     """The traces of this configuration's step: those made before, and all at the end kept for the next one who asks."""
     blocks, hop = len(architecture.build_without_values().blocks), architecture.framing.encoder_hop
-    traces = Traces(lambda: build_tracer(config, architecture, costs), blocks, costs, hop)
+    traces = Traces(lambda: build_tracer(config, architecture, costs), blocks, costs, hop, architecture.longest_seconds)
     path = traces_path(config, architecture, costs)
     if path is None:
         yield traces

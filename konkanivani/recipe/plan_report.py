@@ -190,7 +190,8 @@ class PlanRequest:
 def _validation_peak(request: PlanRequest) -> int:
     """Bytes at the peak of validation, which recomputes nothing."""
     config = request.config
-    longest, at_once = config.data.max_validation_duration, config.data.validation_batch_seconds
+    longest = min(config.data.max_validation_duration, request.architecture.longest_seconds)
+    at_once = config.data.validation_batch_seconds
     with request.planner() as planner:
         _, peak = planner.validation_seconds(longest, request.tokens(longest), at_once)
     return peak
@@ -213,7 +214,7 @@ def _settle() -> None:
 def _answer(request: PlanRequest) -> Answer:
     policy, buckets = request.policy, []
     with request.planner() as planner:
-        for seconds in BUCKETS:
+        for seconds in sorted({min(seconds, request.architecture.longest_seconds) for seconds in BUCKETS}):
             buckets.append(planner.largest_batch(seconds, request.tokens(seconds), policy, MAX_UTTERANCES))
             request.tell(f"utterances of {seconds:g} s, {buckets[-1].utterances} at once")
         longest = request.longest_utterance(planner)
@@ -275,10 +276,11 @@ def _name(config: TrainConfig) -> str:
 def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int) -> str:
     """The flags with which the trainer keeps to the budget, at the duration asked for or the longest that trains."""
     longest = min(config.data.max_duration, answers[-1].longest_seconds * min(config.augment.speed_perturbation))
-    kept, unset = ("pretrained", "language", "freeze", "lora_rank"), (None, "none", 0)
-    asked = [setting for setting in settings_of(config) if setting.name in kept and setting.value not in unset]
+    pairs = zip(settings_of(config), settings_of(TrainConfig()), strict=True)
+    asked = [one for one, default in pairs if one.group in ("pretrained", "tuning") and one.value != default.value]
     words = ["--preset", config.run.preset] if config.pretrained.pretrained is None else []
-    words += [word for setting in asked for word in (f"--{setting.name}", str(setting.value))]
+    for setting in asked:
+        words += [f"--{setting.name}", *map(str, setting.value if setting.name == "lora_targets" else [setting.value])]
     words += ["--memory_budget", budget_text(budget)]
     words += ["--batch_size", "auto", "--effective_batch_size", str(config.window_size)]
     words += ["--gradient_checkpointing", "auto", "--max_duration", f"{longest:g}"]

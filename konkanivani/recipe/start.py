@@ -34,6 +34,7 @@ PATHS = (
     "pretrained",
     "forgetting_manifest",
     "log_dir",
+    "pretrained",
 )
 
 
@@ -116,8 +117,8 @@ def _resolve(asked: Asked, report: Report) -> Start:
         settings_of_weights(initial)
         if STATE in initial.states:
             raise UsageError(
-                f"--init_from {config.run.init_from} began with a model that others have trained. Write it as such a "
-                "folder with export_asr.py, and begin with --pretrained."
+                f"--init_from {config.run.init_from} is of a run that began with --pretrained. Write its model as a "
+                "folder with export_asr.py --whisper, and give that as --pretrained."
             )
     lock = _take_folder(config.run)
     folder = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints)
@@ -206,9 +207,12 @@ def _resumed_config(asked: Asked, checkpoint: Checkpoint, path: Path) -> TrainCo
     found = contradictions(stored, config)
     if found:
         listed = "".join(f"\n  {difference}" for difference in found)
+        anew = f"--init_from {path}"
+        if STATE in checkpoint.states:
+            anew = "--pretrained and the folder that export_asr.py --whisper makes of it,"
         raise CheckpointError(
             f"The flags contradict the checkpoint {path}:{listed}\nLeave these flags out to go on with it, or begin "
-            f"anew from its weights with --init_from {path} and another --checkpoint_dir (or --fresh)."
+            f"anew from its weights with {anew} and another --checkpoint_dir (or --fresh)."
         )
     say(f"Going on from {path}: step {checkpoint.step}.")
     _tell_paths(config, asked)

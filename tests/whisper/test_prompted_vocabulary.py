@@ -110,10 +110,10 @@ def test_what_is_kept_makes_an_equal_one(folder):
 def test_a_language_that_is_not_there_is_told_with_those_that_are(tmp_path):
     folder = small(tmp_path / "files", ("en", "hi", "mr"))
     refused = {
-        "kok": "no token for Konkani.* Give the nearest, mr or hi. It knows en, hi, mr.",
-        "xx": "the model has no token for it. It knows en, hi, mr.",
-        "Marathi": "the model has no token for it. It knows en, hi, mr.",
-        None: "--language en, hi, mr",
+        "kok": "no token for Konkani.* Give the nearest, mr or hi, of those that it has: en, hi, mr.",
+        "xx": "the model has no token for it. Give one of en, hi, mr.",
+        "Marathi": "the model has no token for it. Give one of en, hi, mr.",
+        None: "--language with one of en, hi, mr",
     }
     for language, said in refused.items():
         with pytest.raises(UsageError, match=said):
@@ -138,7 +138,7 @@ def test_a_model_of_english_alone_takes_no_language(tmp_path):
 
 def test_a_model_of_more_or_fewer_tokens_than_its_files(tmp_path):
     folder = write_files(tmp_path / "files", *(found := vocabulary_of_text(TEXT, 280)), {})
-    with pytest.raises(DataError, match=r"has no <\|startoftranscript\|>"):
+    with pytest.raises(DataError, match=r"has no token <\|startoftranscript\|>"):
         read(folder)
     named = {name: token for name, token in named_after(found[0], ("mr",)).items() if "." not in name}
     write_files(folder, *found, named)
@@ -147,7 +147,7 @@ def test_a_model_of_more_or_fewer_tokens_than_its_files(tmp_path):
     assert older.decode([*older.encode(TEXT), older.size - 1]) == TEXT
     with pytest.raises(UsageError, match="no tokens for times"):
         plain.encode_with_times(TEXT, 0.0, 1.0)
-    with pytest.raises(DataError, match="has 100 tokens and its tokenizer"):
+    with pytest.raises(DataError, match="tokens, and its model 100"):
         read(folder, size=100)
 
 

@@ -105,7 +105,7 @@ class BytePairs:
     ) -> None:
         """Raises a DataError where the three do not fit; `source` is what the error says of where they come from."""
         self.names = dict(named)
-        self._source, self._merges_written = source, tuple(merges)
+        self.source, self._merges_written = source, tuple(merges)
         self._check_names(vocabulary)
         self._spelt = _spelt({**vocabulary, **named}, source)
         self._merges = Merges(dict(self._ranked(vocabulary)))
@@ -118,12 +118,12 @@ class BytePairs:
         self._merged = functools.lru_cache(CACHED_PIECES)(self._tokens_of)
 
     def __reduce__(self) -> tuple:
-        return byte_pairs_of, (self.model, self._source)
+        return byte_pairs_of, (self.model, self.source)
 
     def _check_names(self, vocabulary: Mapping[str, int]) -> None:
         for name, token in self.names.items():
             if vocabulary.get(name, token) != token:
-                raise DataError(f"{self._source} gives {name} two ids, {vocabulary[name]} and {token}. {OTHER}")
+                raise DataError(f"{self.source} gives {name} two ids, {vocabulary[name]} and {token}. {OTHER}")
 
     def _ranked(self, vocabulary: Mapping[str, int]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
         seen = set()
@@ -131,11 +131,11 @@ class BytePairs:
             absent = [token for token in (left, right, left + right) if token not in vocabulary]
             if absent:
                 raise DataError(
-                    f"{self._source}: merge {rank + 1}, {_shown(left)} and {_shown(right)}, is of the token "
+                    f"{self.source}: merge {rank + 1}, {_shown(left)} and {_shown(right)}, is of the token "
                     f"{_shown(absent[0])}, which the vocabulary has not. {OTHER}"
                 )
             if (left, right) in seen:
-                raise DataError(f"{self._source} has the merge of {_shown(left)} and {_shown(right)} twice. {OTHER}")
+                raise DataError(f"{self.source} has the merge of {_shown(left)} and {_shown(right)} twice. {OTHER}")
             seen.add((left, right))
             yield (vocabulary[left], vocabulary[right]), (rank, vocabulary[left + right])
 

@@ -1,6 +1,6 @@
 """A run that began with a Whisper folder, written as such a folder again, or as what PEFT adds to one."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,16 +25,34 @@ class TunedWhisper:
     tokenizer: bytes
 
 
-def read_base(tuned: TunedWhisper, folder: str | None) -> PretrainedWhisper:
-    """The folder that the run began with, or another copy of it; a CheckpointError where it is of another model."""
-    base = read_pretrained_whisper(Path(folder or tuned.config.pretrained.pretrained or ""))
-    same_tokens = base.vocabulary(tuned.config.pretrained).model == tuned.tokenizer
-    if base.folder.shape != tuned.architecture.model or not same_tokens:
+def read_base(tuned: TunedWhisper, folder: str | None, outputs: Iterable[Path]) -> PretrainedWhisper:
+    """The folder that the run began with, or another copy of it; a CheckpointError where it is of another model.
+
+    A UsageError where one of the `outputs` would be written into it.
+    """
+    path = Path(folder or tuned.config.pretrained.pretrained or "")
+    if folder is None and not path.is_dir():
+        raise CheckpointError(
+            f"The folder {path} that the run began with is not there, and what is written is like it. Give its place "
+            "now with --pretrained."
+        )
+    base = read_pretrained_whisper(path)
+    inside = [out for out in outputs if path.resolve() in out.resolve().parents]
+    if inside:
+        raise UsageError(f"{inside[0]} lies in the folder that the run began with. Name one beside it.")
+    if base.folder.shape != tuned.architecture.model or not _has_tokens_of(base, tuned):
         raise CheckpointError(
             f"The checkpoint's run did not begin with a model like {base.path}: its dimensions or its tokens are "
             "others. Give the folder that it began with as --pretrained."
         )
     return base
+
+
+def _has_tokens_of(base: PretrainedWhisper, tuned: TunedWhisper) -> bool:
+    try:
+        return base.vocabulary(tuned.config.pretrained).model == tuned.tokenizer
+    except UsageError:  # it has not the language
+        return False
 
 
 def export_whisper(tuned: TunedWhisper, base: PretrainedWhisper, out: Path) -> WrittenFolder:
@@ -56,5 +74,7 @@ def export_whisper(tuned: TunedWhisper, base: PretrainedWhisper, out: Path) -> W
 def export_adapter(tuned: TunedWhisper, base: PretrainedWhisper, out: Path) -> None:
     """Writes the folder `out` with the low-rank products alone, as PEFT keeps them."""
     if not tuned.architecture.tuning.lora_rank:
-        raise UsageError("--adapter is for a run with --lora_rank, and this one trained the layers themselves.")
+        raise UsageError(
+            "--adapter is for a run with --lora_rank, and this one trained the layers themselves: give --whisper."
+        )
     write_adapter(base.folder, tuned.weights, tuned.architecture.tuning, out)

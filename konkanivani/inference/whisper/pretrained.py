@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from konkanivani.base.config import PretrainedConfig, TuningConfig
-from konkanivani.base.errors import CheckpointError, UsageError
+from konkanivani.base.errors import CheckpointError
 from konkanivani.inference.whisper.byte_pairs import read_byte_pairs
 from konkanivani.inference.whisper.vocabulary import ModelTokens, Prompt, PromptedVocabulary, is_english_only
 from konkanivani.model.whisper.architecture import WhisperArchitecture
@@ -33,10 +33,7 @@ class PretrainedWhisper:
         return self.folder.path
 
     def architecture(self, tuning: TuningConfig) -> WhisperArchitecture:
-        """The folder's; a UsageError where more is to be frozen than there is."""
-        blocks = self.folder.shape.encoder_layers
-        if isinstance(tuning.freeze, int) and tuning.freeze > blocks:
-            raise UsageError(f"--freeze {tuning.freeze}: the encoder of {self.path} has {blocks} blocks. Give fewer.")
+        """The folder's, of which so much is to be trained."""
         return dataclasses.replace(self.folder.architecture, tuning=tuning)
 
     def vocabulary(self, config: PretrainedConfig) -> PromptedVocabulary:
@@ -46,6 +43,10 @@ class PretrainedWhisper:
         english = is_english_only(pairs, shape.vocab_size, said)
         tokens = ModelTokens(shape.vocab_size, shape.target_positions, english, said)
         return PromptedVocabulary(pairs, Prompt(config.language, config.task), tokens)
+
+    def check_weights(self) -> None:
+        """Reads the folder's."""
+        self.folder.check_weights()
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The folder's, in fp32 by our names."""

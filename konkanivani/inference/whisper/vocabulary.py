@@ -70,9 +70,10 @@ class PromptedVocabulary:
         not there; a UsageError where the prompt asks for what the model cannot do.
         """
         self._pairs, self._prompt, self._tokens, self._says_times = byte_pairs, prompt, tokens, says_times
+        self._source = byte_pairs.source
         self._size, self._is_english_only = tokens.size, tokens.is_english_only
         if byte_pairs.size > self._size:
-            raise DataError(f"The model has {self._size} tokens and its tokenizer {byte_pairs.size}. {OTHER}")
+            raise DataError(f"{self._source} has {byte_pairs.size} tokens, and its model {self._size}. {OTHER}")
         self.special = SpecialTokens(None, None, self._named(START), self._named(END))
         self.no_times = self._named(NO_TIMES)
         self.first_time = byte_pairs.names.get(FIRST_TIME, self.no_times + 1)
@@ -85,7 +86,7 @@ class PromptedVocabulary:
 
     def _named(self, name: str) -> int:
         if name not in self._pairs.names:
-            raise DataError(f"The model's tokenizer has no {name}: it is none of Whisper's. {OTHER}")
+            raise DataError(f"{self._source} has no token {name}: it is none of Whisper's. {OTHER}")
         return self._pairs.names[name]
 
     def _checked_beginning(self) -> tuple[int, ...]:
@@ -94,25 +95,29 @@ class PromptedVocabulary:
         if self._is_english_only:
             if language is not None or task not in (None, TASKS[0]):
                 flag = "--language" if language is not None else f"--task {task}"
-                raise UsageError(f"{flag} is not for a model that knows English alone: leave it out, or use another.")
+                raise UsageError(
+                    f"{flag} is not for a model that knows English alone: leave it out, or use another model."
+                )
             return ()
         if task is not None and task not in TASKS:
             raise UsageError(f"--task {task} is unknown: give {' or '.join(TASKS)}.")
         if language is None:
-            raise UsageError(f"Say which language is spoken: --language {', '.join(self.languages)}.")
+            raise UsageError(f"Say which language is spoken: give --language with one of {', '.join(self.languages)}.")
         if language not in self.languages:
             raise UsageError(self._unknown(language))
+        if task == TASKS[1] and f"<|{task}|>" not in self._pairs.names:
+            raise UsageError(f"--task {task}: the model has no token for it. Leave it out, or use another model.")
         return self._named(f"<|{language}|>"), self._named(f"<|{task or TASKS[0]}|>")
 
     def _unknown(self, language: str) -> str:
-        there = f"It knows {', '.join(self.languages)}."
+        there = ", ".join(self.languages)
         near = [code for code in ("mr", "hi") if code in self.languages]
         if language in NEAREST and near:
             return (
                 f"--language {language}: the model has no token for {NEAREST[language]}, and a new one would be read "
-                f"as another language elsewhere. Give the nearest, {' or '.join(near)}. {there}"
+                f"as another language elsewhere. Give the nearest, {' or '.join(near)}, of those that it has: {there}."
             )
-        return f"--language {language}: the model has no token for it. {there}"
+        return f"--language {language or repr(language)}: the model has no token for it. Give one of {there}."
 
     @cached_property
     def languages(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ Nothing in it is run: JSON and safetensors are read, pickle is refused.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from konkanivani.model.whisper.shape import HOP_SAMPLES, WhisperShape
 
 CONFIG, GENERATION, PREPROCESSOR = "config.json", "generation_config.json", "preprocessor_config.json"
 PROCESSOR = "processor_config.json"  # in which newer programs keep the preprocessor's settings too
-HEAD = "proj_out.weight"  # the decoder's embedding once more, where a file has it
+EMBEDDING = "model.decoder.embed_tokens.weight"
+HEAD = "proj_out.weight"  # the embedding once more, where a file has it
 NUMBER_FORMATS = frozenset({"F16", "BF16", "F32"})
 # Each dimension by its name in config.json: our name, and more than any model has.
 DIMENSIONS = {
@@ -87,19 +88,27 @@ class WhisperFolder:
         return {name_in_file(name): name for name in self.architecture.build_without_values().state_dict()}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The tensors of the network in fp32 by our names; a CheckpointError where one is not finite."""
-        found = {}
-        for name in self.files:
-            for tensor_name, tensor in read_tensors(self.path / name).items():
-                found[tensor_name] = tensor.to(torch.float32, copy=True)  # another program may change the file
-                if not found[tensor_name].isfinite().all():
-                    raise refused(self.path, f"its {tensor_name} holds what is no finite number")
-        head = found.pop(HEAD, None)
-        names = self.our_names()
-        weights = {names[name]: tensor for name, tensor in found.items()}
-        if head is not None and not torch.equal(head, weights["decoder.embedding.weight"]):
+        """The tensors of the network in fp32 by our names; errors are those of `check_weights`."""
+        found, names = dict(self._tensors()), self.our_names()
+        self._check_head(found)
+        return {names[name]: tensor for name, tensor in found.items() if name != HEAD}
+
+    def check_weights(self) -> None:
+        """Reads all weights and keeps none; a CheckpointError where one is not finite or the head is another matrix."""
+        self._check_head({name: tensor for name, tensor in self._tensors() if name in (HEAD, EMBEDDING)})
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors in fp32 by their names in the files."""
+        for file in self.files:
+            for name, tensor in read_tensors(self.path / file).items():
+                copied = tensor.to(torch.float32, copy=True)  # another program may change the file
+                if not copied.isfinite().all():
+                    raise refused(self.path, f"its {name} holds what is no finite number")
+                yield name, copied
+
+    def _check_head(self, found: Mapping[str, torch.Tensor]) -> None:
+        if HEAD in found and not torch.equal(found[HEAD], found[EMBEDDING]):
             raise refused(self.path, f"its {HEAD} is not the embedding of its tokens, as in Whisper it is")
-        return weights
 
     def build(self) -> Whisper:
         """The network with the folder's weights, on the CPU."""
@@ -190,13 +199,16 @@ def _check_preprocessor(path: Path, shape: WhisperShape) -> None:
 
 
 def _check_ids(path: Path, generation: Mapping[str, object], shape: WhisperShape) -> None:
-    """Refuses token ids beyond the vocabulary, and heads that the decoder has not."""
+    """Refuses token ids beyond the vocabulary, a first time that is none, and heads that the decoder has not."""
     for name, value in generation.items():
         if name.endswith(("token_id", "_to_id", "suppress_tokens")):
             values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
             wrong = [v for v in values if v is not None and not (type(v) is int and 0 <= v < shape.vocab_size)]
             if wrong:
                 raise refused(path, f"{name} in its {GENERATION} names the token {wrong[0]!r:.40}, which there is not")
+    latest = generation.get("max_initial_timestamp_index")
+    if latest is not None and type(latest) is not int:
+        raise refused(path, f"max_initial_timestamp_index in its {GENERATION} is {latest!r:.40} and must be a number")
     heads, most = generation.get("alignment_heads") or [], (shape.decoder_layers, shape.attention_heads)
     if not isinstance(heads, list) or not all(_is_head(head, most) for head in heads):
         raise refused(path, f"alignment_heads in its {GENERATION} are not heads of its decoder")
@@ -218,7 +230,7 @@ def _check_tensors(folder: WhisperFolder) -> None:
         if header.keys() != set(folder.files[file]):
             raise refused(folder.path, f"its {file} has other tensors than its {INDEX} says")
         found |= header
-    wanted |= {HEAD: wanted["model.decoder.embed_tokens.weight"]} if HEAD in found else {}
+    wanted |= {HEAD: wanted[EMBEDDING]} if HEAD in found else {}
     for name in sorted(found.keys() ^ wanted.keys()):
         raise refused(
             folder.path, f"it has no tensor {name}" if name in wanted else f"its tensor {name:.80} is none of Whisper's"
