@@ -1,0 +1,53 @@
+"""A small random Whisper model in a folder, with all files that a run begins with, written without transformers."""
+
+import json
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from konkanivani.model.whisper.architecture import WhisperArchitecture
+from konkanivani.model.whisper.folder import name_in_file
+from konkanivani.model.whisper.shape import WhisperShape
+from tests.byte_vocabularies import named_after, vocabulary_of_text, write_files
+from tests.conftest import WORDS
+
+SECONDS, POSITIONS = 3, 448
+
+
+def write_model(folder: Path, languages: tuple[str, ...] = ("en", "hi", "mr"), width: int = 16, seed: int = 0) -> Path:
+    """The folder, whose window is of three seconds; without languages a model that knows English alone."""
+    found = vocabulary_of_text(" ".join(WORDS), 300)
+    named = named_after(found[0], languages)
+    write_files(folder, *found, named)
+    end, size = len(found[0]) - 1, len(found[0]) + len(named)
+    shape = WhisperShape(width, 2, 2, 1, 2 * width, 80, size, 50 * SECONDS, POSITIONS)
+    config = {
+        "model_type": "whisper",
+        "d_model": width,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_layers": 2,
+        "decoder_layers": 1,
+        "encoder_ffn_dim": 2 * width,
+        "decoder_ffn_dim": 2 * width,
+        "num_mel_bins": 80,
+        "vocab_size": size,
+        "max_source_positions": 50 * SECONDS,
+        "max_target_positions": POSITIONS,
+        "bos_token_id": end,
+        "eos_token_id": end,
+        "decoder_start_token_id": end + 1,
+    }
+    generation = {"is_multilingual": bool(languages), "suppress_tokens": [], "begin_suppress_tokens": []}
+    settings = {
+        "config.json": config,
+        "generation_config.json": generation | {"decoder_start_token_id": end + 1, "eos_token_id": end},
+        "preprocessor_config.json": {"feature_size": 80, "chunk_length": SECONDS, "sampling_rate": 16_000},
+    }
+    for name, values in settings.items():
+        (folder / name).write_text(json.dumps(values), encoding="utf-8")
+    torch.manual_seed(seed)
+    weights = WhisperArchitecture(shape).build().state_dict()
+    safetensors.torch.save_file({name_in_file(n): t for n, t in weights.items()}, folder / "model.safetensors")
+    return folder
