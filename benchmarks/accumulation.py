@@ -45,8 +45,8 @@ def compare(flags: Flags) -> str:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"The Trainer of this comparison needs {' and '.join(missing)}, which cannot be imported here: "
-            f"pip install {' '.join(missing)}."
+            f"The Trainer of this comparison needs {' and '.join(missing)}, which cannot be imported here. Install "
+            f"what is missing: pip install {' '.join(missing)}."
         )
     from benchmarks.measuring.accumulated import measure
 

@@ -171,7 +171,7 @@ def test_the_same_shape_begins_with_the_checkpoints_validation_loss(corpus, trai
     original = load_evaluation_model(path, torch.device("cpu"))
     expected = evaluate_manifest(original, corpus.manifest("valid"), greedy_ctc)
     assert validation["loss"] == expected.losses.all == read_log(trained, "validation")[-1]["loss"]
-    assert run.state.step == 0 and run.tokenizer.model == original.checkpoint.tokenizer
+    assert run.state.step == 0 and run.tokenizer.model == original.tokenizer.model
     assert "left out (begin anew): 0 tensors" in capsys.readouterr().out
 
 

@@ -48,7 +48,10 @@ def test_without_the_trainers_packages_it_ends_with_a_sentence(missing):
     command = [sys.executable, "-c", WITHOUT, SCRIPT, missing]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert f"needs {missing}, which cannot be imported here: pip install {missing}." in done.stderr
+    assert (
+        f"needs {missing}, which cannot be imported here. Install what is missing: pip install {missing}."
+        in done.stderr
+    )
 
 
 @pytest.mark.parametrize("flags", [("--seed", "one"), ("--minutes", "1")])

@@ -297,7 +297,7 @@ EXPORTS = {
     "bundle": (("{full}", "--bundle", "{out}/new"), 2, "began with --pretrained: export it with --whisper"),
     "ONNX": (("{lora}", "--onnx", "{out}/new"), 2, "began with --pretrained: export it with --whisper"),
     "both": (("{full}", "--bundle", "{out}/new", "--whisper", "{out}/more"), 2, "give one kind"),
-    "in each other": (("{lora}", "--adapter", "{out}/new/in", "--whisper", "{out}/new"), 2, "places of their own"),
+    "in each other": (("{lora}", "--adapter", "{out}/new/in", "--whisper", "{out}/new"), 2, "files of their own"),
     "in the base": (("{full}", "--whisper", "{base}/new"), 2, "lies in the folder that the run began with"),
     "no products": (("{full}", "--adapter", "{out}/new"), 2, "give --whisper"),
     "another shape": (("{full}", "--whisper", "{out}/new", "--pretrained", "{wide}"), 4, "dimensions or its tokens"),
