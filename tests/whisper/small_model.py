@@ -15,13 +15,19 @@ from tests.conftest import WORDS
 SECONDS, POSITIONS = 3, 448
 
 
-def write_model(folder: Path, languages: tuple[str, ...] = ("en", "hi", "mr"), width: int = 16, seed: int = 0) -> Path:
+def write_model(
+    folder: Path,
+    languages: tuple[str, ...] = ("en", "hi", "mr"),
+    width: int = 16,
+    seed: int = 0,
+    positions: int = POSITIONS,
+) -> Path:
     """The folder, whose window is of three seconds; without languages a model that knows English alone."""
     found = vocabulary_of_text(" ".join(WORDS), 300)
     named = named_after(found[0], languages)
     write_files(folder, *found, named)
     end, size = len(found[0]) - 1, len(found[0]) + len(named)
-    shape = WhisperShape(width, 2, 2, 1, 2 * width, 80, size, 50 * SECONDS, POSITIONS)
+    shape = WhisperShape(width, 2, 2, 1, 2 * width, 80, size, 50 * SECONDS, positions)
     config = {
         "model_type": "whisper",
         "d_model": width,
@@ -34,7 +40,7 @@ def write_model(folder: Path, languages: tuple[str, ...] = ("en", "hi", "mr"), w
         "num_mel_bins": 80,
         "vocab_size": size,
         "max_source_positions": 50 * SECONDS,
-        "max_target_positions": POSITIONS,
+        "max_target_positions": positions,
         "bos_token_id": end,
         "eos_token_id": end,
         "decoder_start_token_id": end + 1,
