@@ -126,8 +126,8 @@ def test_what_is_tuned_is_told_by_the_scripts(base, corpus, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--freeze encoder", "give --init_from"),
-        ("--lora_rank 4", "give --init_from"),
+        ("--freeze encoder", "or --init_from"),
+        ("--lora_rank 4", "or --init_from"),
         ("--init_from x --freeze 13", "up to 12 blocks"),
         ("--init_from x --freeze -1", "up to 12 blocks"),
         ("--init_from x --freeze 2 --lora_rank 4", "leave --freeze out"),
