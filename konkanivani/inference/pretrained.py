@@ -16,6 +16,7 @@ from konkanivani.inference.whisper.pretrained import KIND, read_pretrained_whisp
 from konkanivani.model.architecture import Architecture, architecture_of
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
+from konkanivani.training.sharding import full_tensor
 
 STATE = "pretrained"  # under which a checkpoint keeps an Origin
 
@@ -75,10 +76,13 @@ def read_pretrained(path: str | Path) -> Pretrained:
 
 
 def digest_of(weights: Mapping[str, torch.Tensor]) -> str:
-    """The SHA-256 over names, shapes and bytes of fp32 weights, on the CPU, in the order of their names."""
+    """The SHA-256 over names, shapes and bytes of fp32 weights, on the CPU, in the order of their names.
+
+    Weights that are sharded over the ranks are gathered one by one, so that the digest is that of a world of one.
+    """
     digest = hashlib.sha256()
     for name in sorted(weights):
-        weight = weights[name].detach().to("cpu", torch.float32).contiguous()
+        weight = full_tensor(weights[name].detach()).to("cpu", torch.float32).contiguous()
         digest.update(f"{name} {tuple(weight.shape)}\n".encode())
         digest.update(weight.reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()

@@ -131,10 +131,10 @@ def stateful_parts(start: Start, step: StepParts, state: TrainState) -> Mapping[
     """What changes as the run trains, by the names under which checkpoints hold it; and what it began with."""
     optimizer = OptimizerState(step.model, step.optimizer)
     sharded = is_sharded(step.model)
-    model = TrainedPart(step.model) if step.architecture.has_base and not sharded else step.model
-    origin = make_origin(start.pretrained, start.resumed, step.architecture, lambda: whole_model(start, step))
+    model = TrainedPart(step.model) if step.architecture.has_base else step.model
+    origin = make_origin(start.pretrained, start.resumed, step.architecture, step.model)
     return ({STATE: origin} if origin else {}) | {
-        "model": FullState(step.model, step.topology) if sharded else model,
+        "model": FullState(model, step.topology) if sharded else model,
         "optimizer": FullState(optimizer, step.topology) if sharded else optimizer,
         "scaler": step.scaler,
         "progress": state,

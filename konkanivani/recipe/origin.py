@@ -1,7 +1,6 @@
 """Where a run's recogniser comes from: its own settings, a folder that others have trained, or a checkpoint."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -74,13 +73,13 @@ def make_origin(
     pretrained: Pretrained | None,
     resumed: Checkpoint | None,
     architecture: Architecture,
-    whole_model: Callable[[], torch.nn.Module],
+    model: torch.nn.Module,
 ) -> Origin | None:
-    """What checkpoints are to keep of the recogniser that others have trained, if one has."""
+    """What checkpoints are to keep of the recogniser that others have trained, if one has; all ranks call it."""
     if pretrained is None:
         stored = resumed.states.get(STATE) if resumed else None
         return None if stored is None else Origin({n: v for n, v in stored.items() if n != "frozen"}, stored["frozen"])
-    named = whole_model().named_parameters() if architecture.has_base else ()
+    named = model.named_parameters() if architecture.has_base else ()
     frozen = {name: weight for name, weight in named if not weight.requires_grad}
     return Origin(pretrained.description(), digest_of(frozen), pretrained.path)
 
