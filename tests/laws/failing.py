@@ -51,18 +51,19 @@ class FailingFrontEnd:
 
 @dataclass
 class FailingBackward:
-    """A block runner that raises `error` in the backward pass, when half of a micro-batch's gradients are there."""
+    """A block runner that raises `error` in the backward pass of a block, when those after it have gradients."""
 
     blocks: int
     when: When
     error: BaseException
+    place: int = 0
     runs: int = 0
 
     def __call__(self, block, x, *others):
         output = block(x, *others)
         number, place = divmod(self.runs, self.blocks)
         self.runs += 1
-        if place == 0 and self.when(number, len(x)):
+        if place == self.place and self.when(number, len(x)):
             output.register_hook(self._fail)
         return output
 
@@ -113,7 +114,7 @@ def failing_forward(parts: StepParts, when: When, error: BaseException) -> StepP
     return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, front_end=front_end))
 
 
-def failing_backward(parts: StepParts, when: When, error: BaseException) -> StepParts:
-    """The step with a block whose backward pass fails."""
-    runner = FailingBackward(len(parts.model.blocks), when, error)
+def failing_backward(parts: StepParts, when: When, error: BaseException, place: int = 0) -> StepParts:
+    """The step with a block whose backward pass fails, the first one if not another."""
+    runner = FailingBackward(len(parts.model.blocks), when, error, place)
     return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, recompute=lambda _seconds: runner))

@@ -4,6 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.laws.conftest import one_thread, two_threads
+
+__all__ = ["one_thread", "two_threads", "whisper_folders"]
+
 
 @pytest.fixture(scope="session")
 def whisper_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:

@@ -1,0 +1,120 @@
+"""Small Whisper models in each way to train one, for the laws, with the other laws' tokens and speech of up to 2 s."""
+
+import json
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from konkanivani.base.config import (
+    AugmentConfig,
+    DataConfig,
+    LossConfig,
+    MemoryConfig,
+    OptimizerConfig,
+    TrainConfig,
+    TuningConfig,
+)
+from konkanivani.base.distributed import ALONE, Topology
+from konkanivani.data.batch import Window
+from konkanivani.model.whisper.architecture import WhisperArchitecture
+from konkanivani.model.whisper.folder import DIMENSIONS, TWINS, name_in_file
+from konkanivani.model.whisper.network import Whisper
+from konkanivani.model.whisper.shape import WhisperShape
+from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.training.parts import StepParts, loss_counts
+from konkanivani.training.step import forward_and_backward
+from tests.byte_vocabularies import named_after, vocabulary_of_text, write_files
+from tests.conftest import WORDS
+from tests.laws.parts import VOCAB_SIZE, speeches, window
+
+CPU = torch.device("cpu")
+SHAPE = WhisperShape(16, 2, 2, 2, 32, 80, VOCAB_SIZE, source_positions=100, target_positions=40)
+MODES = {
+    "full": TuningConfig(),
+    "encoder": TuningConfig(freeze="encoder"),
+    "one block": TuningConfig(freeze=1),
+    "LoRA": TuningConfig(lora_rank=2, lora_targets=("query", "value", "expand")),
+}
+FROZEN = {
+    "full": ("encoder.positions",),
+    "encoder": ("encoder.",),
+    "one block": ("encoder.positions", "encoder.subsampling.", "encoder.blocks.0."),
+    "LoRA": ("",),
+}
+SPOKEN = speeches(4)
+
+
+class LearntWhisper(WhisperArchitecture):
+    """Its low-rank products are no zeros, as if some steps had been taken: else half of their gradients would be."""
+
+    def build(self) -> Whisper:
+        """The network."""
+        model = super().build()
+        for name, parameter in model.named_parameters():
+            if name.endswith("low_rank.up"):
+                torch.nn.init.normal_(parameter, std=0.1)
+        return model
+
+
+def is_trained(name: str, mode: str) -> bool:
+    """Whether this tensor is to be trained."""
+    return "low_rank" in name or not name.startswith(FROZEN[mode])
+
+
+def whisper_config(recompute: str = "never", rate: float = 1e-3, at_once: int = 1, half: bool = False) -> TrainConfig:
+    """Settings of a step; SpecAugment as in training."""
+    return TrainConfig(
+        data=DataConfig(micro_batches_at_once=at_once),
+        loss=LossConfig(ctc_weight=0.0),
+        memory=MemoryConfig(gradient_checkpointing=recompute, mixed_precision=half),
+        optimizer=OptimizerConfig(learning_rate=rate, warmup_steps=1),
+        augment=AugmentConfig(),
+    )
+
+
+def whisper_parts(
+    mode: str,
+    config: TrainConfig | None = None,
+    dtype: torch.dtype = torch.float64,
+    topology: Topology = ALONE,
+    sharded: bool = False,
+) -> StepParts:
+    """Step parts on the CPU."""
+    torch.set_default_dtype(dtype)
+    try:
+        architecture = LearntWhisper(SHAPE, MODES[mode])
+        return build_step_parts(config or whisper_config(), architecture, CPU, 100, topology=topology, sharded=sharded)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def gradients(parts: StepParts, cut: Window | None = None) -> dict[str, torch.Tensor]:
+    """Of one window, the four utterances in two micro-batches if none is given."""
+    cut = cut or window(SPOKEN, 2)
+    parts.model.train()
+    parts.model.zero_grad()
+    for batch in cut.micro_batches:
+        forward_and_backward(parts, batch, loss_counts(cut))
+    return {name: p.grad.clone() for name, p in parts.model.named_parameters() if p.grad is not None}
+
+
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Bit for bit, by the same names."""
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def write_small_folder(path: Path, seconds: int = 2, seed: int = 0) -> Path:
+    """A folder of a random model with tokens of the tests' words, written by nobody's library but safetensors."""
+    vocabulary, merges = vocabulary_of_text(" ".join(WORDS), 300)
+    added = named_after(vocabulary, ("hi", "mr"))
+    write_files(path, vocabulary, merges, added)
+    shape = WhisperShape(16, 2, 2, 2, 32, 80, len(vocabulary) + len(added), 50 * seconds, target_positions=60)
+    config = {theirs: getattr(shape, ours) for theirs, (ours, _) in DIMENSIONS.items()}
+    config |= {name: config[twin] for name, twin in TWINS.items()}
+    (path / "config.json").write_text(json.dumps({"model_type": "whisper", **config}))
+    (path / "preprocessor_config.json").write_text(json.dumps({"chunk_length": seconds}))
+    torch.manual_seed(seed)
+    weights = WhisperArchitecture(shape).build().state_dict()
+    safetensors.torch.save_file({name_in_file(k): v for k, v in weights.items()}, path / "model.safetensors")
+    return path

@@ -1,0 +1,246 @@
+"""The project's laws, on Whisper trained whole, partly frozen, or by low-rank products; no transformers is needed.
+
+What each law says is in tests/laws; that a plan bounds the peak and that resuming is exact have files of their own.
+"""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from konkanivani.data.batch import Batch, Window, order_for_concurrency
+from konkanivani.data.generation import GenerationRules
+from konkanivani.data.text import OUR_TOKENS
+from konkanivani.data.utterance import Utterance
+from konkanivani.decoding.decode import BeamDecode
+from konkanivani.inference.pretrained import digest_of
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.model.cache import FIRST_ROOM
+from konkanivani.model.losses import LossCounts, LossSums
+from konkanivani.model.whisper.architecture import WhisperArchitecture
+from konkanivani.training import step
+from konkanivani.training.concurrent import OrderedAccumulation
+from konkanivani.training.optimizer import OptimizerState
+from konkanivani.training.parts import StepParts
+from konkanivani.training.step import StepReport, train_step
+from konkanivani.training.validation import RecognizedPortion, recognize_all
+from tests.laws.failing import ERRORS, above, failing_backward, failing_forward, once_at
+from tests.laws.parts import relative_difference, speeches, window
+from tests.whisper.parts import (
+    MODES,
+    SHAPE,
+    SPOKEN,
+    are_equal,
+    gradients,
+    is_trained,
+    whisper_config,
+    whisper_parts,
+)
+
+BOUND = 1e-9
+RECOMPUTED = ["never", "always"]
+RAGGED = speeches(5)
+BLOCKS_BELOW = {"full": 0, "LoRA": 1, "one block": 2, "encoder": 3}  # that have nothing to learn
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def state_of(parts: StepParts) -> dict[str, torch.Tensor]:
+    """Weights, and what the optimizer keeps."""
+    weights = {name: parameter.detach().clone() for name, parameter in parts.model.named_parameters()}
+    return weights | OptimizerState(parts.model, parts.optimizer).state_dict()
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(relative_difference(tensor, other[name]) for name, tensor in one.items())
+
+
+# ------------------------------------------------------------------------------ 2: the split never changes the gradient
+
+
+@every_mode
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+def test_any_cut_gives_the_same_gradient(mode, recompute):
+    parts = whisper_parts(mode, whisper_config(recompute))
+    for spoken in (SPOKEN, RAGGED):
+        whole = gradients(parts, window(spoken, len(spoken)))
+        assert whole.keys() == {name for name, _ in parts.model.named_parameters() if is_trained(name, mode)}
+        assert all(gradient.norm() > 0 for gradient in whole.values())
+        for size in (1, 2):
+            assert largest_difference(whole, gradients(parts, window(spoken, size))) < BOUND
+
+
+@every_mode
+def test_negative_control_averaging_the_micro_batches_means_is_another_gradient(mode):
+    parts, cut = whisper_parts(mode), window(SPOKEN, 1)
+    whole = gradients(parts, cut)
+    parts.model.zero_grad()
+    for batch in cut.micro_batches:
+        step.forward_and_backward(parts, batch, LossCounts(4 * sum(batch.token_lengths), 4))
+    wrong = {name: p.grad for name, p in parts.model.named_parameters() if p.grad is not None}
+    assert largest_difference(whole, wrong) > 1e-3
+
+
+# ------------------------------------------------------------------------- 4: activation checkpointing, memory only
+
+
+@every_mode
+@pytest.mark.parametrize("policy", [RecomputePolicy("always"), *map(RecomputePolicy.first, (1, 2, 4))])
+def test_recomputed_blocks_give_the_same_gradient_bit_for_bit(mode, policy):
+    parts, flop = whisper_parts(mode), []
+    found = []
+    for tried in (parts, parts.recomputing(policy)):
+        with FlopCounterMode(display=False) as counter:
+            found.append(gradients(tried))
+        flop.append(counter.get_total_flops())
+    assert are_equal(*found)
+    # Below all that is trained nothing is kept, so nothing is to be computed again.
+    assert (flop[1] > flop[0]) == (policy(1.0).count > BLOCKS_BELOW[mode])
+
+
+# ------------------------------------------------------------------------------------ 5: a split step is the same step
+
+
+@every_mode
+@pytest.mark.parametrize("when", [once_at(0), once_at(1), above(1)], ids=["the first", "the second", "every pair"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_split_for_want_of_memory_is_the_same_step(where, when, mode):
+    parts, whole = whisper_parts(mode), whisper_parts(mode)
+    half_way = SHAPE.encoder_layers + 1  # the decoder's first block: the second one's gradient is there
+    failing = (
+        failing_forward(parts, when, ERRORS["cpu"])
+        if where == "forward"
+        else failing_backward(parts, when, ERRORS["cuda"], half_way)
+    )
+    undisturbed, report = train_step(whole, window(SPOKEN, 2), 3), train_step(failing, window(SPOKEN, 2), 3)
+    assert (undisturbed.splits, report.splits) == (0, 1) and not report.is_skipped
+    for name in ("loss", "attention_loss", "gradient_norm"):
+        assert getattr(report, name) == pytest.approx(getattr(undisturbed, name), rel=BOUND, abs=0)
+    assert largest_difference(state_of(whole), state_of(parts)) < BOUND
+
+
+@every_mode
+def test_negative_control_what_the_failed_attempt_added_up_is_another_step(mode, monkeypatch):
+    parts, whole = whisper_parts(mode), whisper_parts(mode)
+    train_step(whole, window(SPOKEN, 2), 3)
+    monkeypatch.setattr(parts.optimizer, "zero_grad", lambda: None)
+    assert train_step(failing_forward(parts, once_at(1), ERRORS["cpu"]), window(SPOKEN, 2), 3).splits == 1
+    assert largest_difference(state_of(whole), state_of(parts)) > 1e-3
+
+
+# ----------------------------------------------------------------------------------------- 11: side by side is in turn
+
+
+def window_of_five() -> Window:
+    """In fp32, five micro-batches of one, which two threads cannot share evenly, in the order in which they take it."""
+    cut = window([dataclasses.replace(one, waveform=one.waveform.float()) for one in RAGGED], 1)
+    return dataclasses.replace(cut, micro_batches=order_for_concurrency(cut.micro_batches, 2))
+
+
+def trained(mode: str, at_once: int, recompute: str = "never") -> dict[str, torch.Tensor]:
+    """Weights, optimizer and losses after two steps."""
+    torch.set_num_threads(2)
+    parts = whisper_parts(mode, whisper_config(recompute, at_once=at_once), torch.float32)
+    torch.set_num_threads(at_once)  # so that every product is one thread's
+    reports = [train_step(parts, window_of_five(), number) for number in range(2)]
+    assert parts.forward.at_once == at_once and all(isinstance(report, StepReport) for report in reports)
+    return state_of(parts) | {"losses": torch.tensor([[report.loss, report.gradient_norm] for report in reports])}
+
+
+def held_up(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """The first micro-batch begins late."""
+    (late, *_), forward_and_backward = window_of_five().micro_batches, step.forward_and_backward
+
+    def held(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
+        time.sleep(seconds if batch.utterance_ids == late.utterance_ids else 0.0)
+        return forward_and_backward(parts, batch, counts)
+
+    monkeypatch.setattr(step, "forward_and_backward", held)
+
+
+@every_mode
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+def test_side_by_side_is_one_after_another_whoever_is_late(mode, recompute, monkeypatch, two_threads):
+    expected = trained(mode, 1, recompute)
+    assert are_equal(trained(mode, 2, recompute), expected)
+    held_up(monkeypatch, 0.1)
+    assert are_equal(trained(mode, 2, recompute), expected)
+
+
+def test_negative_control_without_turns_it_matters_who_is_late(monkeypatch, two_threads):
+    expected = trained("LoRA", 1)
+    monkeypatch.setattr(OrderedAccumulation, "_wait", lambda self, index, gradient=None: None)
+    held_up(monkeypatch, 1.0)
+    assert not are_equal(trained("LoRA", 2), expected)
+
+
+# ------------------------------------------------------------------------------------------ 12: what is frozen stays
+
+
+@every_mode
+def test_after_a_hundred_steps_what_is_frozen_has_its_digest_and_nothing_else_has(mode):
+    parts = whisper_parts(mode, dtype=torch.float32)
+    cut = window([dataclasses.replace(one, waveform=one.waveform.float()) for one in speeches(2)], 2)
+    before = {name: digest_of({name: one}) for name, one in parts.model.state_dict().items()}
+    losses = [train_step(parts, cut, number).loss for number in range(100)]
+    assert losses[-1] < 0.98 * losses[0]
+    kept = {name for name, one in parts.model.state_dict().items() if digest_of({name: one}) == before[name]}
+    assert kept == {name for name in before if not is_trained(name, mode)} and kept < before.keys()
+
+
+def test_low_rank_products_begin_as_nothing_and_merged_they_are_the_same_model():
+    (batch,) = window([dataclasses.replace(one, waveform=one.waveform.float()) for one in SPOKEN], 4).micro_batches
+
+    def logits(model: torch.nn.Module) -> torch.Tensor:
+        front_end = WhisperArchitecture(SHAPE).build_front_end(whisper_config().augment)
+        features, lengths = front_end(batch.waveforms, batch.sample_lengths, None)
+        return model.decoder.output(model(features, lengths, batch.decoder_tokens).decoded)
+
+    architecture = WhisperArchitecture(SHAPE, MODES["LoRA"])
+    tuned, base = architecture.build(), WhisperArchitecture(SHAPE).build()
+    tuned.load_state_dict(base.state_dict(), strict=False)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            assert torch.equal(logits(tuned), logits(base))
+    for name, parameter in tuned.named_parameters():
+        if name.endswith("low_rank.up"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    plain, weights = architecture.plain(tuned.state_dict())
+    merged = plain.build()
+    merged.load_state_dict(weights)
+    assert relative_difference(logits(tuned), logits(merged)) < 1e-6
+    assert relative_difference(logits(tuned), logits(base)) > 1e-3  # the negative control
+
+
+# ----------------------------------------------------------------------------- validation between steps changes nothing
+
+
+class Numbers:
+    """Hypotheses as their ids."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(map(str, tokens))
+
+
+def validated(parts: StepParts) -> RecognizedPortion:
+    """Each utterance's likeliest tokens, as many as there is room for, on the decoder's cache."""
+    rules = GenerationRules(prompt=(4, 5), suppressed=(OUR_TOKENS.end,), most_tokens=SHAPE.target_positions - 3)
+    batches = [
+        (batch, [Utterance(n, n, 1.0, "") for n in batch.utterance_ids]) for batch in window(SPOKEN, 3).micro_batches
+    ]
+    return recognize_all(parts.forward, batches, Numbers(), BeamDecode(1, 0.0, 0.0, None, 0.0, OUR_TOKENS, rules))
+
+
+@every_mode
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+def test_generation_between_two_gradients_changes_neither(mode, recompute):
+    parts = whisper_parts(mode, whisper_config(recompute))
+    alone, said = gradients(parts), []
+    for _ in range(3):
+        said.append(validated(parts))
+        assert are_equal(gradients(parts), alone)
+    assert said[0] == said[1] == said[2] and max(len(one.hypothesis.split()) for one in said[0].scored) > FIRST_ROOM
+    train_step(parts, window(SPOKEN, 2), 0)
+    assert validated(parts) != said[0] and not are_equal(gradients(parts), alone)  # the negative control

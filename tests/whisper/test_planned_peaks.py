@@ -1,0 +1,129 @@
+"""Law 6 on Whisper: a planned peak bounds the measured one, in training and in validation, whatever is trained."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from konkanivani.data.batch import Speech, Window
+from konkanivani.data.batching import cut_window, same_size
+from konkanivani.data.generation import GenerationRules
+from konkanivani.data.text import OUR_TOKENS
+from konkanivani.decoding.decode import BeamDecode
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.memory.tracer import BatchShape, StepTracer
+from konkanivani.model.whisper.architecture import WhisperArchitecture
+from konkanivani.model.whisper.shape import WhisperShape
+from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.recipe.plan import build_tracer
+from konkanivani.training.parts import StepParts
+from konkanivani.training.validation import recognize
+from tests.laws.parts import measured_peak
+from tests.tracers import ONLY_TENSORS
+from tests.whisper.parts import CPU, MODES, whisper_config
+
+# So wide and deep that more is kept for the backward pass than the front end takes.
+SHAPE = WhisperShape(64, 4, 4, 2, 256, 80, 200, source_positions=100, target_positions=80)
+POLICIES = {"never": RecomputePolicy("never"), "some": RecomputePolicy.first(3), "always": RecomputePolicy("always")}
+LOAD = BatchShape(3, 2.0, 20)
+every_mode = pytest.mark.parametrize("mode", MODES)
+in_half = pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+
+
+@functools.cache
+def tracer_of(mode: str, half: bool = False, shape: WhisperShape = SHAPE) -> StepTracer:
+    return build_tracer(whisper_config(half=half), WhisperArchitecture(shape, MODES[mode]), ONLY_TENSORS)
+
+
+def parts_of(mode: str, policy: str, half: bool = False, shape: WhisperShape = SHAPE) -> StepParts:
+    architecture = WhisperArchitecture(shape, MODES[mode])
+    return build_step_parts(whisper_config(half=half), architecture, CPU, 100).recomputing(POLICIES[policy])
+
+
+def window_of(*lengths: float, batch_size: int) -> Window:
+    """Utterances of so many seconds with twenty tokens each."""
+    spoken = [Speech(str(n), torch.randn(round(16_000 * each)), [9] * 20, None) for n, each in enumerate(lengths)]
+    return cut_window(spoken, same_size(batch_size), OUR_TOKENS)
+
+
+@every_mode
+@pytest.mark.parametrize("policy", POLICIES)
+@in_half
+def test_a_step_takes_what_is_planned_for_its_size(half, policy, mode):
+    """However much of the window is speech."""
+    measured = measured_peak(parts_of(mode, policy, half), window_of(2.0, 2.0, 1.9, 1.0, 0.5, 2.0, batch_size=3))
+    planned = tracer_of(mode, half).trace(LOAD, POLICIES[policy]).bytes
+    assert 0.999 * measured <= planned <= 1.02 * measured
+
+
+@every_mode
+def test_side_by_side_the_plan_bounds_what_both_take(mode, two_threads):
+    parts = parts_of(mode, "never")
+    parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, at_once=2))
+    measured = measured_peak(parts, window_of(*(4 * (2.0,)), batch_size=1))
+    traced = tracer_of(mode).trace(BatchShape(1, 2.0, 20), POLICIES["never"])
+    assert measured <= 1.001 * traced.side_by_side(2).bytes <= 1.3 * measured
+
+
+@every_mode
+def test_negative_control_the_plan_of_another_size_or_way_is_not_within_the_bound(mode):
+    measured = measured_peak(parts_of(mode, "never"), window_of(*(6 * (2.0,)), batch_size=3))
+    fewer = BatchShape(2, 2.0, 20)
+    others = [(mode, fewer, "never")] + [(other, LOAD, "never") for other in MODES if other != mode]
+    for way, load, policy in others + ([("full", LOAD, "always")] if mode == "full" else []):
+        assert not 0.999 * measured <= tracer_of(way).trace(load, POLICIES[policy]).bytes <= 1.02 * measured
+
+
+def test_below_all_that_is_trained_nothing_is_kept():
+    deep = dataclasses.replace(SHAPE, encoder_layers=2 * SHAPE.encoder_layers)
+
+    def activations(mode: str, shape: WhisperShape) -> int:
+        traced = tracer_of(mode, shape=shape).trace(LOAD, POLICIES["never"])
+        return traced.backward - traced.state
+
+    for mode, grows in (("full", True), ("one block", True), ("LoRA", True), ("encoder", False)):
+        more = activations(mode, deep) - activations(mode, SHAPE)
+        assert more > 0.5 * activations("full", SHAPE) if grows else more == 0
+    assert activations("encoder", SHAPE) < activations("one block", SHAPE) < activations("full", SHAPE)
+    assert activations("encoder", deep) < 0.4 * activations("full", deep)
+
+
+# ----------------------------------------------------------------------------------------------------------- validation
+
+
+SHAPES = {
+    "an encoder that takes most": SHAPE,
+    "a cache that takes most": dataclasses.replace(SHAPE, decoder_layers=6),
+    "tokens that take most": dataclasses.replace(SHAPE, vocab_size=20_000),
+    "more tokens than frames": dataclasses.replace(SHAPE, decoder_layers=6, source_positions=50, target_positions=100),
+}
+VALIDATED = [("full", False, shape) for shape in SHAPES]
+VALIDATED += [("full", True, shape) for shape in list(SHAPES)[:2]]
+VALIDATED += [(mode, False, "a cache that takes most") for mode in MODES if mode != "full"]
+
+
+def validated(parts: StepParts, seconds: float) -> int:
+    """The most live bytes as three utterances are recognised in as many tokens as the decoder takes."""
+    prompt = (4, 5, 6, 7)
+    most = parts.architecture.most_tokens - len(prompt)
+    rules = GenerationRules(prompt, suppressed=(OUR_TOKENS.end,), most_tokens=most)
+    (batch,) = window_of(seconds, seconds, seconds - 0.02, batch_size=3).micro_batches
+    live = LiveBytes()
+    live.count(parts.state_tensors())
+    parts.model.eval()
+    with torch.no_grad(), live:
+        found = recognize(parts.forward, batch, BeamDecode(1, 0.0, 0.0, None, 0.0, OUR_TOKENS, rules))
+    assert all(len(hypothesis) == most for hypothesis in found.hypotheses)
+    return live.peak
+
+
+@pytest.mark.parametrize(("mode", "half", "shape"), VALIDATED)
+def test_validation_takes_no_more_than_is_planned(mode, half, shape):
+    dimensions = SHAPES[shape]
+    measured = validated(parts_of(mode, "never", half, dimensions), dimensions.window_seconds)
+    tracer = tracer_of(mode, half, dimensions)
+    planned = tracer.trace_validation(BatchShape(3, dimensions.window_seconds, 20))
+    assert 0.999 * measured <= planned <= 1.1 * measured
+    assert tracer.trace_validation(BatchShape(2, dimensions.window_seconds, 20)) < measured  # the negative control
