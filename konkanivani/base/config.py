@@ -8,6 +8,7 @@ from typing import Literal
 
 AUTO = "auto"
 DEFAULT_EFFECTIVE_BATCH_SIZE = 8
+AudioContext = Literal["window", "speech"]
 OLD_NAMES = {"rir_share": "rir_prob", "noise_share": "noise_prob"}  # in old command lines and checkpoints
 
 
@@ -163,6 +164,9 @@ class PretrainedConfig:
     """Language that it shall write, by a code that it has a token for (Konkani has none: mr or hi)."""
     task: Literal["transcribe", "translate"] = "transcribe"
     """What it shall write: the language itself, or English."""
+    audio_context: AudioContext | None = None
+    """What its encoder hears: a whole window of 30 s, or the speech alone, which takes much less memory and time where
+    utterances are short (None: what its folder says, else window)."""
     timestamp_share: float = 0.0
     """Share of the training utterances, drawn each epoch, whose labels say when speech begins and ends, so that the
     model does not forget to say times."""

@@ -28,7 +28,8 @@ GROUPS_OF_SHAPE = ("text", "features", "model", "pretrained", "tuning")
 # What says nothing without another flag.
 IDLE_WITHOUT = {
     **{"rir_prob": "rir_manifest", "noise_snr": "noise_manifest", "noise_prob": "noise_manifest"},
-    **{"language": "pretrained", "task": "pretrained", "lora_alpha": "lora_rank", "lora_targets": "lora_rank"},
+    **{"language": "pretrained", "task": "pretrained", "audio_context": "pretrained"},
+    **{"lora_alpha": "lora_rank", "lora_targets": "lora_rank"},
 }
 
 

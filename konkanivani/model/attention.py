@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from konkanivani.base.lengths import Lengths
+from konkanivani.base.lengths import Lengths, padding_mask
 from konkanivani.model.kernels.linear import Linear, fused_linear
 from konkanivani.model.kernels.rotary import VarlenAttention, apply_rotary, split_heads
 
@@ -31,6 +31,13 @@ class SequenceLayout:
     def key_mask(self) -> torch.Tensor | None:
         """(B, 1, 1, T), True where attention may see a key; None where it may see all."""
         return None if self.padding is None else ~self.padding[:, None, None, :]
+
+
+def key_mask_of(keys: torch.Tensor, lengths: Lengths) -> torch.Tensor | None:
+    """(B, 1, 1, S) of keys (B, S, D), True where attention may see one; None where it may see all."""
+    if min(lengths) == keys.shape[1]:
+        return None
+    return ~padding_mask(lengths, keys.shape[1], keys.device)[:, None, None, :]
 
 
 class RotaryPositions(torch.nn.Module):

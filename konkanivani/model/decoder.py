@@ -8,8 +8,8 @@ import math
 import torch
 
 from konkanivani.base.config import ModelConfig
-from konkanivani.base.lengths import Lengths, padding_mask
-from konkanivani.model.attention import RotaryPositions, SequenceLayout
+from konkanivani.base.lengths import Lengths
+from konkanivani.model.attention import RotaryPositions, SequenceLayout, key_mask_of
 from konkanivani.model.blocks import BlockRunner, DecoderBlock
 from konkanivani.model.cache import FIRST_ROOM, DecoderCache
 from konkanivani.model.kernels.dropout import Dropout
@@ -39,7 +39,7 @@ class Decoder(torch.nn.Module):
     ) -> torch.Tensor:
         x = self.dropout(self.embedding(tokens))
         layout = SequenceLayout(self.positions(x.shape[1], x))
-        encoded_mask = _mask_of(encoded, encoded_lengths)
+        encoded_mask = key_mask_of(encoded, encoded_lengths)
         for block in self.blocks:
             x = run_block(block, x, layout, encoded, encoded_mask)
         return self.norm(x)
@@ -53,7 +53,7 @@ class Decoder(torch.nn.Module):
         return DecoderCache(
             self_kv=[keys.new_empty(room) for _ in self.blocks],
             cross_kv=cross_kv,
-            encoded_mask=_mask_of(encoded, encoded_lengths),
+            encoded_mask=key_mask_of(encoded, encoded_lengths),
             tables=self.positions(FIRST_ROOM, keys),
         )
 
@@ -71,10 +71,3 @@ class Decoder(torch.nn.Module):
             x = block.step(x, position, kept, cache.length, cross_kv, cache.encoded_mask)
         cache.length += 1
         return self.norm(x)
-
-
-def _mask_of(encoded: torch.Tensor, encoded_lengths: Lengths) -> torch.Tensor | None:
-    """(B, 1, 1, T'), True where a frame may be seen; None where all may be."""
-    if min(encoded_lengths) == encoded.shape[1]:
-        return None
-    return ~padding_mask(encoded_lengths, encoded.shape[1], encoded.device)[:, None, None, :]

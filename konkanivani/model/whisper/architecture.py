@@ -6,22 +6,23 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.base.config import AugmentConfig, LossConfig, TuningConfig
+from konkanivani.base.config import AudioContext, AugmentConfig, LossConfig, TuningConfig
 from konkanivani.model.adapters import lower_parts, merged, tune
 from konkanivani.model.asr import Unfilled
 from konkanivani.model.flops import Layer
 from konkanivani.model.losses import LossTerm, Objective
 from konkanivani.model.whisper.front_end import WhisperFrontEnd
 from konkanivani.model.whisper.network import Whisper
-from konkanivani.model.whisper.shape import WhisperShape, WindowFraming
+from konkanivani.model.whisper.shape import SpeechFraming, WhisperShape, WindowFraming
 
 
 @dataclass(frozen=True)
 class WhisperArchitecture:
-    """An encoder over windows of fixed length and a decoder, without CTC; its features and tokens are given."""
+    """An encoder over windows of fixed length, or speech, and a decoder, without CTC; features and tokens are given."""
 
     model: WhisperShape
     tuning: TuningConfig = TuningConfig()
+    audio_context: AudioContext = "window"
     has_ctc = False
     has_decoder = True
 
@@ -33,7 +34,8 @@ class WhisperArchitecture:
     @property
     def description(self) -> str:
         """Its kind and size for a person."""
-        return f"Whisper {self.model.d_model}, {self.model.encoder_layers}+{self.model.decoder_layers} layers"
+        heard = ", hearing speech alone" if self.audio_context == "speech" else ""
+        return f"Whisper {self.model.d_model}, {self.model.encoder_layers}+{self.model.decoder_layers} layers{heard}"
 
     @property
     def vocab_size(self) -> int:
@@ -51,9 +53,9 @@ class WhisperArchitecture:
         return self.model.target_positions - 1
 
     @property
-    def framing(self) -> WindowFraming:
+    def framing(self) -> SpeechFraming:
         """How many frames so many samples are."""
-        return WindowFraming(self.model)
+        return SpeechFraming() if self.audio_context == "speech" else WindowFraming(self.model)
 
     def objective(self, loss: LossConfig) -> Objective:
         """The mean cross entropy of all labels."""
@@ -61,7 +63,7 @@ class WhisperArchitecture:
 
     def build(self) -> Whisper:
         """The network, initialised from torch's generator; what is not to be trained is frozen."""
-        model = Whisper(self.model)
+        model = Whisper(self.model, self.audio_context)
         tune(model, lower_parts(model.encoder, self.tuning.freeze), self.tuning)
         return model
 
@@ -76,20 +78,21 @@ class WhisperArchitecture:
 
     def build_front_end(self, augment: AugmentConfig) -> WhisperFrontEnd:
         """Waveforms to the features that the network hears."""
-        return WhisperFrontEnd(self.model, augment)
+        return WhisperFrontEnd(self.model, augment, self.audio_context)
 
     def forward_layers(self, samples: tuple[int, ...], tokens: int) -> tuple[Layer, ...]:
-        """Every product of a forward pass over so many windows, `tokens` tokens each.
+        """Every product of a forward pass over utterances of so many samples, `tokens` tokens each.
 
-        B windows of T feature and T' encoder frames, U tokens, F mel bins, D width, I inner width, V vocabulary, L and
-        M layers.
+        B utterances, as long as the longest or a window, of T feature and T' encoder frames, U tokens, F mel bins,
+        D width, I inner width, V vocabulary, L and M layers.
         """
-        shape, frames = self.model, self.model.source_positions
+        shape, longest = self.model, max(samples)
+        features, frames = self.framing.feature_length(longest), self.framing.encoded_length(longest)
         width, inner = shape.d_model, shape.feedforward_dim
         blocks, decoders = shape.encoder_layers, shape.decoder_layers
         rows, spoken = len(samples) * frames, len(samples) * (tokens + 1)
         return (
-            Layer("first convolution", "2 B T 3 F D", 2 * 2 * rows * 3 * shape.mel_bins * width, 1),
+            Layer("first convolution", "2 B T 3 F D", 2 * len(samples) * features * 3 * shape.mel_bins * width, 1),
             Layer("second convolution", "2 B T' 3 D^2", 2 * rows * 3 * width**2),
             Layer("feed-forward", "L 4 B T' D I", blocks * 4 * rows * width * inner),
             Layer("attention's projections", "L 8 B T' D^2", blocks * 8 * rows * width**2),

@@ -1,4 +1,6 @@
-"""The blocks of a Whisper model: every residual branch starts with a LayerNorm, nothing is dropped or masked.
+"""The blocks of a Whisper model: every residual branch starts with a LayerNorm, nothing is dropped.
+
+Masks are for utterances that are shorter than others of their batch, and None where there are none.
 
 B batch, T frames or tokens, S encoder frames, D model width, H heads, E = D / H head width, F mel bins.
 """
@@ -12,20 +14,33 @@ from konkanivani.model.whisper.shape import STRIDE, WhisperShape
 
 
 class Subsampling(torch.nn.Module):
-    """Features (B, T, F) -> (B, T / 2, D) by two convolutions over three frames each, then their fixed positions."""
+    """Features (B, T, F) -> (B, T / 2, D) by two convolutions over three frames each, then their fixed positions.
+
+    Frames where `padding` (B, 1, T) is True are silence to both convolutions, as what is behind the last frame is.
+    """
 
     def __init__(self, shape: WhisperShape) -> None:
         super().__init__()
         self.first = torch.nn.Conv1d(shape.mel_bins, shape.d_model, 3, padding=1)
         self.second = torch.nn.Conv1d(shape.d_model, shape.d_model, 3, stride=STRIDE, padding=1)
 
-    def forward(self, features: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        x = F.gelu(self.second(F.gelu(self.first(features.transpose(1, 2)))))
-        return x.transpose(1, 2) + positions
+    def forward(
+        self, features: torch.Tensor, positions: torch.Tensor, padding: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x = features.transpose(1, 2)
+        if padding is not None:
+            x = x.masked_fill(padding, 0.0)
+        x = F.gelu(self.first(x))
+        if padding is not None:
+            x = x.masked_fill_(padding, 0.0)  # nothing is kept of it for the backward pass
+        return F.gelu(self.second(x)).transpose(1, 2) + positions
 
 
 class Attention(torch.nn.Module):
-    """Multi-head attention of x (B, T, D) over itself or encoded frames -> (B, T, D); keys have no bias."""
+    """Multi-head attention of x (B, T, D) over itself or encoded frames -> (B, T, D); keys have no bias.
+
+    A `key_mask` (B, 1, 1, S) is True where a key may be seen.
+    """
 
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
@@ -35,14 +50,24 @@ class Attention(torch.nn.Module):
         self.value = Linear(d_model, d_model)
         self.output = Linear(d_model, d_model)
 
-    def over_itself(self, x: torch.Tensor, norm: torch.nn.LayerNorm, causal: bool) -> torch.Tensor:
+    def over_itself(
+        self, x: torch.Tensor, norm: torch.nn.LayerNorm, causal: bool, key_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """norm(x) over norm(x); causal: a token sees none after it."""
         query, key, value = (self._heads_of(x, linear, norm) for linear in (self.query, self.key, self.value))
-        return self._joined(F.scaled_dot_product_attention(query, key, value, is_causal=causal))
+        return self._joined(F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask, is_causal=causal))
 
-    def over(self, x: torch.Tensor, norm: torch.nn.LayerNorm, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def over(
+        self,
+        x: torch.Tensor,
+        norm: torch.nn.LayerNorm,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """norm(x) over given keys and values (B, H, S, E)."""
-        return self._joined(F.scaled_dot_product_attention(self._heads_of(x, self.query, norm), key, value))
+        query = self._heads_of(x, self.query, norm)
+        return self._joined(F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask))
 
     def keys_and_values(self, encoded: torch.Tensor) -> KeysAndValues:
         """Those of encoded (B, S, D), each (B, H, S, E)."""
@@ -87,13 +112,16 @@ class EncoderBlock(torch.nn.Module):
         self.self_attention = Attention(shape.d_model, shape.attention_heads)
         self.feedforward = FeedForward(shape.d_model, shape.feedforward_dim)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.self_attention.over_itself(x, self.self_attention_norm, causal=False)
+    def forward(self, x: torch.Tensor, key_mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = x + self.self_attention.over_itself(x, self.self_attention_norm, causal=False, key_mask=key_mask)
         return self.feedforward(x)
 
 
 class DecoderBlock(torch.nn.Module):
-    """(B, T, D) -> (B, T, D): causal self-attention, attention over encoded (B, S, D), feed-forward."""
+    """(B, T, D) -> (B, T, D): causal self-attention, attention over encoded (B, S, D), feed-forward.
+
+    `encoded_mask` (B, 1, 1, S) is True where a frame may be seen.
+    """
 
     def __init__(self, shape: WhisperShape) -> None:
         super().__init__()
@@ -103,11 +131,18 @@ class DecoderBlock(torch.nn.Module):
         self.cross_attention = Attention(shape.d_model, shape.attention_heads)
         self.feedforward = FeedForward(shape.d_model, shape.feedforward_dim)
 
-    def forward(self, x: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, encoded: torch.Tensor, encoded_mask: torch.Tensor | None = None) -> torch.Tensor:
         x = x + self.self_attention.over_itself(x, self.self_attention_norm, causal=True)
-        return self._with_encoded(x, self.cross_attention.keys_and_values(encoded))
+        return self._with_encoded(x, self.cross_attention.keys_and_values(encoded), encoded_mask)
 
-    def step(self, x: torch.Tensor, kept: torch.Tensor, length: int, cross_kv: KeysAndValues) -> torch.Tensor:
+    def step(
+        self,
+        x: torch.Tensor,
+        kept: torch.Tensor,
+        length: int,
+        cross_kv: KeysAndValues,
+        encoded_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The last tokens of K hypotheses an utterance (B, K, D) -> (B, K, D).
 
         `kept` (2, B, K, H, U, E) holds the keys and values of the `length` tokens before; hypotheses see the encoded
@@ -115,8 +150,10 @@ class DecoderBlock(torch.nn.Module):
         """
         rows = x.flatten(0, 1)[:, None]
         attended = self.self_attention.step(rows, self.self_attention_norm, kept.flatten(1, 2), length)
-        return self._with_encoded(x + attended.view_as(x), cross_kv)
+        return self._with_encoded(x + attended.view_as(x), cross_kv, encoded_mask)
 
-    def _with_encoded(self, x: torch.Tensor, cross_kv: KeysAndValues) -> torch.Tensor:
-        x = x + self.cross_attention.over(x, self.cross_attention_norm, *cross_kv)
+    def _with_encoded(
+        self, x: torch.Tensor, cross_kv: KeysAndValues, encoded_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        x = x + self.cross_attention.over(x, self.cross_attention_norm, *cross_kv, encoded_mask)
         return self.feedforward(x)

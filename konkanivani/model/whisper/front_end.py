@@ -1,6 +1,6 @@
-"""From waveforms to what Whisper hears: the logarithm of mel bands over a window that is padded with silence.
+"""From waveforms to what Whisper hears: the logarithm of mel bands over speech, or a window padded with silence.
 
-Nothing is computed for the padding: all its frames are one constant.
+Nothing is computed for the window's padding: all its frames are one constant.
 
 B batch, S samples, T feature frames, F mel bins.
 """
@@ -9,11 +9,11 @@ import math
 
 import torch
 
-from konkanivani.base.config import AugmentConfig
+from konkanivani.base.config import AudioContext, AugmentConfig
 from konkanivani.base.errors import DataError
 from konkanivani.base.lengths import SAMPLE_RATE, Lengths, padding_mask
 from konkanivani.model.front_end import SpecAugment
-from konkanivani.model.whisper.shape import HOP_SAMPLES, WhisperShape
+from konkanivani.model.whisper.shape import HOP_SAMPLES, SpeechFraming, WhisperShape
 
 FFT_SAMPLES = 400
 MIN_POWER = 1e-10
@@ -73,15 +73,16 @@ def mel_bands(count: int) -> torch.Tensor:
 
 
 class WhisperFrontEnd(torch.nn.Module):
-    """Waveforms (B, S) -> features (B, T, F) of whole windows and their lengths, in full precision.
+    """Waveforms (B, S) -> features (B, T, F) of whole windows, or of speech, and their lengths, in full precision.
 
+    Of speech they are the first ones of the window's; T is that of the longest utterance.
     `augment_seeds` holds one seed an utterance while training and is None in evaluation; what SpecAugment masks, of the
     frames that hold speech, is as silent as the padding.
     """
 
-    def __init__(self, shape: WhisperShape, augment: AugmentConfig) -> None:
+    def __init__(self, shape: WhisperShape, augment: AugmentConfig, audio_context: AudioContext = "window") -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.audio_context = shape, audio_context
         self.log_mel = WhisperLogMel(shape)
         self.spec_augment = SpecAugment(augment, shape.mel_bins)
 
@@ -93,6 +94,9 @@ class WhisperFrontEnd(torch.nn.Module):
             heard, floor = self.log_mel(waveforms, sample_lengths)
         if augment_seeds is not None:
             heard = self._masked(heard, floor, augment_seeds, sample_lengths)
+        if self.audio_context == "speech":
+            spoken = _spoken(sample_lengths)
+            return heard[:, :, : max(spoken)].transpose(1, 2), spoken
         features = floor.expand(-1, self.shape.mel_bins, self.shape.window_frames).contiguous()
         features[:, :, : heard.shape[2]] = heard
         return features.transpose(1, 2), (self.shape.window_frames,) * len(sample_lengths)
@@ -100,8 +104,12 @@ class WhisperFrontEnd(torch.nn.Module):
     def _masked(
         self, heard: torch.Tensor, floor: torch.Tensor, seeds: tuple[int, ...], sample_lengths: Lengths
     ) -> torch.Tensor:
-        spoken = tuple(-(-samples // HOP_SAMPLES) for samples in sample_lengths)
-        time, frequency = self.spec_augment.draw_masks(seeds, spoken)
+        time, frequency = self.spec_augment.draw_masks(seeds, _spoken(sample_lengths))
         time = torch.nn.functional.pad(time, (0, heard.shape[2] - time.shape[1])).to(heard.device, non_blocking=True)
         frequency = frequency.to(heard.device, non_blocking=True)
         return torch.where(time[:, None, :] | frequency[:, :, None], floor, heard)
+
+
+def _spoken(sample_lengths: Lengths) -> Lengths:
+    """Feature frames of the speech of each utterance."""
+    return tuple(map(SpeechFraming().feature_length, sample_lengths))

@@ -1,4 +1,4 @@
-"""Whisper (Radford et al., 2022): features of a padded window to encoded frames, and those to tokens.
+"""Whisper (Radford et al., 2022): features of a padded window, or of speech, to encoded frames, those to tokens.
 
 B batch, T feature frames, T' encoder frames, U tokens, K hypotheses, F mel bins, D model width, V vocabulary.
 """
@@ -7,9 +7,11 @@ import math
 
 import torch
 
+from konkanivani.base.config import AudioContext
 from konkanivani.base.errors import DataError
-from konkanivani.base.lengths import CHUNK_FRAMES, Lengths
+from konkanivani.base.lengths import CHUNK_FRAMES, Lengths, padding_mask
 from konkanivani.model.asr import ASROutput
+from konkanivani.model.attention import key_mask_of
 from konkanivani.model.blocks import BlockRunner, run_directly
 from konkanivani.model.cache import FIRST_ROOM, DecoderCache
 from konkanivani.model.kernels.linear import fused_linear
@@ -22,10 +24,15 @@ INITIAL_DEVIATION = 0.02  # of weights that are not read from a file
 
 
 class Encoder(torch.nn.Module):
-    """Features (B, T, F) of whole windows with their lengths -> encoded (B, T / 2, D) with theirs."""
+    """Features (B, T, F) with their lengths -> encoded (B, T / 2, D) with theirs, the halves rounded up.
 
-    def __init__(self, shape: WhisperShape) -> None:
+    In the audio context "window" all have the length of a window; in "speech" what is behind an utterance's end is
+    neither heard nor seen.
+    """
+
+    def __init__(self, shape: WhisperShape, audio_context: AudioContext = "window") -> None:
         super().__init__()
+        self.audio_context = audio_context
         self.subsampling = Subsampling(shape)
         positions = torch.empty(shape.source_positions, shape.d_model)
         self.positions = torch.nn.Parameter(positions, requires_grad=False)
@@ -35,13 +42,19 @@ class Encoder(torch.nn.Module):
     def forward(
         self, features: torch.Tensor, feature_lengths: Lengths, run_block: BlockRunner, chunk_frames: int = CHUNK_FRAMES
     ) -> tuple[torch.Tensor, Lengths]:
-        """A ValueError where the features are no whole windows: what is shorter has no meaning to these weights."""
-        if {features.shape[1], *feature_lengths} != {STRIDE * len(self.positions)}:
-            raise ValueError(f"features of {features.shape[1]} frames are no window of {STRIDE * len(self.positions)}")
-        x = run_block(self.subsampling, features, self.positions)
+        """A ValueError where the features are no whole windows, or longer than one: weights know nothing of such."""
+        longest, window = features.shape[1], STRIDE * len(self.positions)
+        if longest > window or (self.audio_context == "window" and {longest, *feature_lengths} != {window}):
+            raise ValueError(f"features of {longest} frames are no window of {window}")
+        padding = None
+        if min(feature_lengths) < longest:
+            padding = padding_mask(feature_lengths, longest, features.device)[:, None, :]
+        x = run_block(self.subsampling, features, self.positions[: -(-longest // STRIDE)], padding)
+        encoded_lengths = tuple(-(-length // STRIDE) for length in feature_lengths)
+        key_mask = key_mask_of(x, encoded_lengths)
         for block in self.blocks:
-            x = run_block(block, x)
-        return self.norm(x), (len(self.positions),) * len(feature_lengths)
+            x = run_block(block, x, key_mask)
+        return self.norm(x), encoded_lengths
 
 
 class TiedEmbedding(torch.nn.Embedding):
@@ -51,7 +64,10 @@ class TiedEmbedding(torch.nn.Embedding):
 
 
 class Decoder(torch.nn.Module):
-    """Tokens (B, U), encoded (B, T', D) -> decoded (B, U, D); `output` makes logits (B, U, V) of it."""
+    """Tokens (B, U), encoded (B, T', D) -> decoded (B, U, D); `output` makes logits (B, U, V) of it.
+
+    `encoded_mask` (B, 1, 1, T') is True where a frame may be seen, None where all may be.
+    """
 
     def __init__(self, shape: WhisperShape) -> None:
         super().__init__()
@@ -60,7 +76,13 @@ class Decoder(torch.nn.Module):
         self.blocks = torch.nn.ModuleList(DecoderBlock(shape) for _ in range(shape.decoder_layers))
         self.norm = torch.nn.LayerNorm(shape.d_model)
 
-    def forward(self, tokens: torch.Tensor, encoded: torch.Tensor, run_block: BlockRunner) -> torch.Tensor:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        encoded: torch.Tensor,
+        run_block: BlockRunner,
+        encoded_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         if tokens.shape[1] > len(self.positions):
             raise DataError(
                 f"A transcript of {tokens.shape[1] - 1} tokens is longer than the {self.most_tokens} that the model "
@@ -68,7 +90,7 @@ class Decoder(torch.nn.Module):
             )
         x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
         for block in self.blocks:
-            x = run_block(block, x, encoded)
+            x = run_block(block, x, encoded, encoded_mask)
         return self.norm(x)
 
     def output(self, decoded: torch.Tensor) -> torch.Tensor:
@@ -86,7 +108,8 @@ class Decoder(torch.nn.Module):
         keys, _ = cross_kv[0]
         batch, heads, _, head_width = keys.shape
         room = (2, batch, beam, heads, FIRST_ROOM, head_width)
-        return DecoderCache([keys.new_empty(room) for _ in self.blocks], cross_kv, encoded_mask=None)
+        encoded_mask = key_mask_of(encoded, encoded_lengths)
+        return DecoderCache([keys.new_empty(room) for _ in self.blocks], cross_kv, encoded_mask)
 
     def step(self, tokens: torch.Tensor, cache: DecoderCache) -> torch.Tensor:
         """The next tokens (B, K) of the hypotheses in `cache` -> decoded (B, K, D); they are in the cache then.
@@ -96,7 +119,7 @@ class Decoder(torch.nn.Module):
         cache.grow()
         x = self.embedding(tokens) + self.positions[cache.length]
         for block, kept, cross_kv in zip(self.blocks, cache.self_kv, cache.cross_kv, strict=True):
-            x = block.step(x, kept, cache.length, cross_kv)
+            x = block.step(x, kept, cache.length, cross_kv, cache.encoded_mask)
         cache.length += 1
         return self.norm(x)
 
@@ -106,10 +129,10 @@ class Whisper(torch.nn.Module):
 
     ctc_head = None
 
-    def __init__(self, shape: WhisperShape) -> None:
+    def __init__(self, shape: WhisperShape, audio_context: AudioContext = "window") -> None:
         super().__init__()
         self.shape = shape
-        self.encoder = Encoder(shape)
+        self.encoder = Encoder(shape, audio_context)
         self.decoder = Decoder(shape)
         self._initialise()
         for number, block in enumerate(self.blocks):
@@ -128,9 +151,10 @@ class Whisper(torch.nn.Module):
         run_block: BlockRunner = run_directly,
         chunk_frames: int = CHUNK_FRAMES,
     ) -> ASROutput:
-        """Teacher forcing: features (B, T, F) of whole windows, decoder_tokens (B, U + 1) from the start token on."""
+        """Teacher forcing: features (B, T, F) with their lengths, decoder_tokens (B, U + 1) from the start token on."""
         encoded, encoded_lengths = self.encoder(features, feature_lengths, run_block, chunk_frames)
-        return ASROutput(encoded, None, encoded_lengths, self.decoder(decoder_tokens, encoded, run_block))
+        decoded = self.decoder(decoder_tokens, encoded, run_block, key_mask_of(encoded, encoded_lengths))
+        return ASROutput(encoded, None, encoded_lengths, decoded)
 
     def loss_sums(self, output: ASROutput, spoken: Spoken, objective: Objective, chunk_frames: int) -> LossSums:
         """The one term of the objective, summed over all labels of the utterances."""

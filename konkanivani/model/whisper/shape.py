@@ -42,7 +42,29 @@ class WhisperShape:
 
 
 @dataclass(frozen=True)
-class WindowFraming:
+class SpeechFraming:
+    """The frames of the speech alone, as many as it begins."""
+
+    def feature_length(self, samples: Count) -> Count:
+        """Feature frames: 300 of 3 s."""
+        return -(-samples // HOP_SAMPLES)
+
+    def encoded_length(self, samples: Count) -> Count:
+        """Encoder frames: 150 of 3 s."""
+        return -(-self.feature_length(samples) // STRIDE)
+
+    @property
+    def encoder_hop(self) -> int:
+        """Samples from one encoder frame to the next: 20 ms."""
+        return STRIDE * HOP_SAMPLES
+
+    def encoder_frame_seconds(self, frame: float) -> float:
+        """Where the middle of what an encoder frame sees lies, in seconds."""
+        return frame * self.encoder_hop / SAMPLE_RATE
+
+
+@dataclass(frozen=True)
+class WindowFraming(SpeechFraming):
     """As many frames as a window has, however short the speech in it."""
 
     shape: WhisperShape
@@ -54,12 +76,3 @@ class WindowFraming:
     def encoded_length(self, samples: Count) -> Count:
         """Encoder frames: 1500 of a window of 30 s."""
         return 0 * samples + self.shape.source_positions
-
-    @property
-    def encoder_hop(self) -> int:
-        """Samples from one encoder frame to the next: 20 ms."""
-        return STRIDE * HOP_SAMPLES
-
-    def encoder_frame_seconds(self, frame: float) -> float:
-        """Where the middle of what an encoder frame sees lies, in seconds."""
-        return frame * self.encoder_hop / SAMPLE_RATE
