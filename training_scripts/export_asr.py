@@ -161,6 +161,8 @@ def export_folders(flags: Flags, checkpoint: "Checkpoint") -> list["Exported"]:
     if flags.adapter is not None:
         export_adapter(tuned, base, Path(flags.adapter))
         print(f"{flags.adapter}: {size_in_words(size_of(Path(flags.adapter)))}", flush=True)
+    if tuned.note():
+        print(tuned.note(), flush=True)
     if flags.whisper is not None:
         out = Path(flags.whisper)
         print(f"{export_whisper(tuned, base, out).sentence()}\n{out}: {size_in_words(size_of(out))}", flush=True)

@@ -96,7 +96,8 @@ def _differences(one: Checkpoint, other: Checkpoint) -> list[str]:
     found = [
         f"--{mine.name} is {mine.value} in the one and {theirs.value} in the other"
         for mine, theirs in pairs
-        if mine.group == "model" and mine.name != "dropout" and mine.value != theirs.value
+        if mine.value != theirs.value
+        and (mine.name == "audio_context" or (mine.group == "model" and mine.name != "dropout"))
     ]
     if one.tokenizer != other.tokenizer or one.vocab_size != other.vocab_size:
         found.append(f"their tokenizers differ ({one.vocab_size} and {other.vocab_size} tokens)")

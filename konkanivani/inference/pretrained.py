@@ -26,7 +26,10 @@ class Pretrained(Protocol):
 
     path: Path
 
-    def architecture(self, tuning: TuningConfig) -> Architecture:
+    def settled(self, config: PretrainedConfig) -> PretrainedConfig:
+        """The settings with what its folder says where nobody says otherwise."""
+
+    def architecture(self, tuning: TuningConfig, config: PretrainedConfig) -> Architecture:
         """Which recogniser it is; a UsageError where `tuning` asks for what it has not."""
 
     def vocabulary(self, config: PretrainedConfig) -> Vocabulary:
@@ -99,7 +102,7 @@ def restored_architecture(checkpoint: Checkpoint, config: TrainConfig) -> Archit
         )
     if type(state.get("frozen")) is not str:
         raise CheckpointError("The checkpoint does not say which weights it leaves out. Use another checkpoint.")
-    return WhisperArchitecture(restored_shape(state), config.tuning)
+    return WhisperArchitecture(restored_shape(state), config.tuning, config.pretrained.audio_context or "window")
 
 
 def tuned_whisper(checkpoint: Checkpoint, config: TrainConfig) -> TunedWhisper:

@@ -70,7 +70,7 @@ def build_speech_model(checkpoint: Checkpoint, device: torch.device) -> SpeechMo
 
 def build_pretrained_model(pretrained: Pretrained, asked: PretrainedConfig, device: torch.device) -> SpeechModel:
     """The model of a folder that others have trained, as it is."""
-    architecture, tokenizer = pretrained.architecture(TuningConfig()), pretrained.vocabulary(asked)
+    architecture, tokenizer = pretrained.architecture(TuningConfig(), asked), pretrained.vocabulary(asked)
     model = architecture.build_without_values()
     model.load_state_dict(pretrained.weights(), assign=True)
     front_end = architecture.build_front_end(AugmentConfig()).to(device)

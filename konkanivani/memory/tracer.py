@@ -10,6 +10,7 @@ module, which the step does not need, and does not survive from one PyTorch to t
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -208,14 +209,16 @@ class _Phases:
 def _greedy_on_the_device(model: KonkaniVaniASR, encoded: torch.Tensor, lengths: Lengths) -> list[list[int]]:
     """What greedy decoding does on the device; the rest of it is the host's.
 
-    Without CTC it is the decoder's, whose cache grows until a hypothesis has as many tokens as there are frames.
+    Without CTC it is the decoder's, whose cache grows until a hypothesis has as many tokens as it takes, or, where it
+    takes any number, as there are frames.
     """
     if model.ctc_head is not None:
         argmax_tokens(model, encoded)
         return []
     cache = model.decoder.begin(encoded, lengths, beam=1)
     tokens = torch.empty(len(encoded), 1, dtype=torch.long)
-    while cache.length < min(encoded.shape[1], model.decoder.most_tokens):
+    most = encoded.shape[1] if math.isinf(model.decoder.most_tokens) else model.decoder.most_tokens
+    while cache.length < most:
         model.decoder.output(model.decoder.step(tokens, cache)).double().log_softmax(dim=-1)
         cache.length = max(FIRST_ROOM, 2 * cache.length - 2)  # to where there is no more room
     return []

@@ -66,7 +66,7 @@ def load_pretrained_evaluation(
     """The model of the folder that is asked for, as it is; what is not of it has its defaults."""
     config = resolve(dataclasses.replace(defaults_beside(TrainConfig(pretrained=asked)), pretrained=asked))
     pretrained = read_pretrained(asked.pretrained)
-    forward = build_forward(config, pretrained.architecture(config.tuning), device)
+    forward = build_forward(config, pretrained.architecture(config.tuning, asked), device)
     forward.model.load_state_dict(pretrained.weights())
     return EvaluationModel(0, config, pretrained.vocabulary(asked), forward, topology)
 
@@ -131,7 +131,8 @@ def score_forgetting(config: TrainConfig, checkpoint: Path, topology: Topology) 
     asked, device = config.pretrained, choose_device(config.run.device)
     if asked.forgetting_manifest is None:
         return None
-    asked = dataclasses.replace(asked, language=asked.forgetting_language or asked.language)
+    # Before, it hears what its folder says, not what it was trained to hear since.
+    asked = dataclasses.replace(asked, language=asked.forgetting_language or asked.language, audio_context=None)
     tokenizer = read_pretrained(asked.pretrained).vocabulary(asked)
     before = _kept_rates(load_pretrained_evaluation(asked, device, topology), config)
     trained = dataclasses.replace(load_evaluation_model(checkpoint, device, topology), tokenizer=tokenizer)

@@ -18,20 +18,20 @@ from konkanivani.inference.pretrained import (
 )
 from konkanivani.model.adapters import LOW_RANK_TENSORS
 from konkanivani.model.architecture import Architecture, architecture_of
-from konkanivani.model.whisper.architecture import WhisperArchitecture
-from konkanivani.model.whisper.folder import read_whisper_shape
+from konkanivani.model.whisper.folder import read_whisper_architecture
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
 
 
 def begin_pretrained(asked: Asked, config: TrainConfig) -> tuple[TrainConfig, Pretrained | None]:
-    """The folder that a run begins with, if it does, and the settings with the rate that suits its size.
+    """The folder that a run begins with, if it does, and the settings with what suits it: its rate, what it hears.
 
     Whatever it does not have for what is asked for is told before any folder is made.
     """
     if config.pretrained.pretrained is None:
         return config, None
     pretrained = read_pretrained(config.pretrained.pretrained)
-    pretrained.architecture(config.tuning).build_without_values()
+    config = dataclasses.replace(config, pretrained=pretrained.settled(config.pretrained))
+    pretrained.architecture(config.tuning, config.pretrained).build_without_values()
     tokenizer = pretrained.vocabulary(config.pretrained)
     if config.pretrained.timestamp_share:
         tokenizer.encode_with_times("", 0.0, None)
@@ -89,12 +89,14 @@ def architecture_for(
 ) -> Architecture:
     """Which recogniser a run trains; one of our own has as many tokens as are given here."""
     if pretrained is not None:
-        return pretrained.architecture(config.tuning)
+        return pretrained.architecture(config.tuning, config.pretrained)
     return architecture_of(config, vocab_size) if resumed is None else restored_architecture(resumed, config)
 
 
 def planned_architecture(config: TrainConfig) -> Architecture:
-    """Which recogniser these settings ask for, before there is a corpus; of a folder only its dimensions are read."""
+    """Which recogniser these settings ask for, before there is a corpus; of a folder only its settings are read."""
     if config.pretrained.pretrained is None:
         return architecture_of(config, config.text.vocab_size)
-    return WhisperArchitecture(read_whisper_shape(Path(config.pretrained.pretrained)), config.tuning)
+    read = read_whisper_architecture(Path(config.pretrained.pretrained))
+    context = config.pretrained.audio_context or read.audio_context
+    return dataclasses.replace(read, tuning=config.tuning, audio_context=context)

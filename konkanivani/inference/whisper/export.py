@@ -8,6 +8,7 @@ import torch
 
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.errors import CheckpointError, NumericsError, UsageError
+from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.inference.whisper.pretrained import PretrainedWhisper, read_pretrained_whisper
 from konkanivani.model.whisper.adapter import write_adapter
 from konkanivani.model.whisper.architecture import WhisperArchitecture
@@ -23,6 +24,16 @@ class TunedWhisper:
     architecture: WhisperArchitecture
     weights: Mapping[str, torch.Tensor]
     tokenizer: bytes
+
+    def note(self) -> str | None:
+        """What a person has to tell other programs of it, if anything."""
+        if self.architecture.audio_context == "window":
+            return None
+        seconds, rate = self.architecture.longest_seconds, SAMPLE_RATE / self.architecture.framing.encoder_hop
+        return (
+            f"It was trained to hear the speech alone, and not windows of {seconds:g} s. Tell other programs how long "
+            f"the speech is, as whisper.cpp by --audio-ctx: {rate:g} frames a second."
+        )
 
 
 def read_base(tuned: TunedWhisper, folder: str | None, outputs: Iterable[Path]) -> PretrainedWhisper:
@@ -61,7 +72,7 @@ def export_whisper(tuned: TunedWhisper, base: PretrainedWhisper, out: Path) -> W
     Errors are those of `write_whisper_folder`; a NumericsError where what is read again is something else.
     """
     _, weights = tuned.architecture.plain(tuned.weights)
-    written = write_whisper_folder(base.folder, weights, out)
+    written = write_whisper_folder(base.folder, weights, out, tuned.architecture.audio_context)
     read = read_whisper_folder(out).weights()
     for name, weight in weights.items():
         farthest = (read[name] - weight).abs().max()

@@ -32,9 +32,13 @@ class PretrainedWhisper:
         """The folder's."""
         return self.folder.path
 
-    def architecture(self, tuning: TuningConfig) -> WhisperArchitecture:
-        """The folder's, of which so much is to be trained."""
-        return dataclasses.replace(self.folder.architecture, tuning=tuning)
+    def settled(self, config: PretrainedConfig) -> PretrainedConfig:
+        """The settings with the folder's audio context where they name none."""
+        return dataclasses.replace(config, audio_context=config.audio_context or self.folder.audio_context)
+
+    def architecture(self, tuning: TuningConfig, config: PretrainedConfig) -> WhisperArchitecture:
+        """The folder's, of which so much is to be trained, hearing what is asked for."""
+        return WhisperArchitecture(self.folder.shape, tuning, self.settled(config).audio_context)
 
     def vocabulary(self, config: PretrainedConfig) -> PromptedVocabulary:
         """The folder's tokens, their labels of the language and task that are asked for."""

@@ -11,9 +11,10 @@ import safetensors
 import safetensors.torch
 import torch
 
+from konkanivani.base.config import AudioContext
 from konkanivani.base.errors import CheckpointError, ResourceError
 from konkanivani.model.whisper.files import INDEX, check_finite, read_json, read_tensors, write_json
-from konkanivani.model.whisper.folder import CONFIG, HEAD, WhisperFolder
+from konkanivani.model.whisper.folder import AUDIO_CONTEXT, CONFIG, HEAD, WhisperFolder
 from konkanivani.model.whisper.whole_folder import check_is_new, whole_folder
 
 # What else holds weights: those of the base, which the written folder must not have beside its own.
@@ -42,9 +43,12 @@ class WrittenFolder:
         return said
 
 
-def write_whisper_folder(base: WhisperFolder, weights: Mapping[str, torch.Tensor], out: Path) -> WrittenFolder:
+def write_whisper_folder(
+    base: WhisperFolder, weights: Mapping[str, torch.Tensor], out: Path, audio_context: AudioContext | None = None
+) -> WrittenFolder:
     """Writes the folder `out` with these weights, by our names; it is whole or not there.
 
+    It is marked with what they were trained to hear where that is not what the base's were (None: it is).
     A UsageError where `out` is there and not empty, a CheckpointError where the weights are not those of the base's
     network or not finite, a ResourceError where they cannot be written.
     """
@@ -60,6 +64,9 @@ def write_whisper_folder(base: WhisperFolder, weights: Mapping[str, torch.Tensor
         rewritten = [name for name in base.files if _write_weights(base.path / name, named, partial / name, in_full)]
         if in_full:
             _tell_of_full_precision(partial)
+        if audio_context not in (None, base.audio_context):
+            said = read_json(partial / base.marked_file)
+            write_json(partial / base.marked_file, said | {AUDIO_CONTEXT: audio_context})
     return WrittenFolder(tuple(rewritten), left_out, in_full)
 
 

@@ -3,13 +3,16 @@
 Nothing in it is run: JSON and safetensors are read, pickle is refused.
 """
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import torch
 
+from konkanivani.base.config import AudioContext
 from konkanivani.base.errors import UsageError
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.model.whisper.architecture import WhisperArchitecture
@@ -20,6 +23,7 @@ from konkanivani.model.whisper.shape import HOP_SAMPLES, WhisperShape
 
 CONFIG, GENERATION, PREPROCESSOR = "config.json", "generation_config.json", "preprocessor_config.json"
 PROCESSOR = "processor_config.json"  # in which newer programs keep the preprocessor's settings too
+AUDIO_CONTEXT = "audio_context"  # our mark in a folder: what its weights were trained to hear
 EMBEDDING = "model.decoder.embed_tokens.weight"
 HEAD = "proj_out.weight"  # the embedding once more, where a file has it
 NUMBER_FORMATS = frozenset({"F16", "BF16", "F32"})
@@ -79,9 +83,19 @@ class WhisperFolder:
     files: Mapping[str, tuple[str, ...]]
 
     @property
+    def marked_file(self) -> str:
+        """Which of its files says what its weights were trained to hear: one that it has."""
+        return GENERATION if self.generation else CONFIG
+
+    @property
+    def audio_context(self) -> AudioContext:
+        """What its weights were trained to hear; windows, where nothing is said of it."""
+        return {**self.config, **self.generation}.get(AUDIO_CONTEXT, "window")
+
+    @property
     def architecture(self) -> WhisperArchitecture:
         """The recogniser that the folder describes."""
-        return WhisperArchitecture(self.shape)
+        return WhisperArchitecture(self.shape, audio_context=self.audio_context)
 
     def our_names(self) -> dict[str, str]:
         """The tensors of the network by their names in the files."""
@@ -123,23 +137,31 @@ def read_whisper_folder(path: Path) -> WhisperFolder:
     A UsageError where there is no folder, a CheckpointError that says what is wrong with it, a ResourceError where it
     may not be read.
     """
-    if not path.is_dir():
-        raise UsageError(_no_folder(path))
-    config = read_json(path / CONFIG)
-    shape = _shape_of(path, config)
-    _check_preprocessor(path, shape)
-    generation = read_json(path / GENERATION) if (path / GENERATION).exists() else {}
-    _check_ids(path, generation, shape)
-    folder = WhisperFolder(path, shape, config, generation, files_of(path))
+    described = _described(path)
+    _check_preprocessor(path, described.shape)
+    _check_ids(path, described.generation, described.shape)
+    folder = dataclasses.replace(described, files=files_of(path))
     _check_tensors(folder)
     return folder
 
 
-def read_whisper_shape(path: Path) -> WhisperShape:
-    """The dimensions in a folder's config.json, of which nothing else need be there: enough to plan with."""
+def read_whisper_architecture(path: Path) -> WhisperArchitecture:
+    """The recogniser that a folder's config.json describes; nothing else need be there: enough to plan with."""
+    return _described(path).architecture
+
+
+def _described(path: Path) -> WhisperFolder:
+    """The folder by its settings alone, as if it had no weights."""
     if not path.is_dir():
         raise UsageError(_no_folder(path))
-    return _shape_of(path, read_json(path / CONFIG))
+    config = read_json(path / CONFIG)
+    shape = _shape_of(path, config)
+    generation = read_json(path / GENERATION) if (path / GENERATION).exists() else {}
+    folder = WhisperFolder(path, shape, config, generation, {})
+    if folder.audio_context not in get_args(AudioContext):
+        said = f"{AUDIO_CONTEXT} in its {folder.marked_file} is {folder.audio_context!r:.40}"
+        raise refused(path, f"{said} and must be {' or '.join(get_args(AudioContext))}")
+    return folder
 
 
 def _no_folder(path: Path) -> str:
