@@ -125,5 +125,6 @@ def test_validation_takes_no_more_than_is_planned(mode, half, shape):
     measured = validated(parts_of(mode, "never", half, dimensions), dimensions.window_seconds)
     tracer = tracer_of(mode, half, dimensions)
     planned = tracer.trace_validation(BatchShape(3, dimensions.window_seconds, 20))
-    assert 0.999 * measured <= planned <= 1.1 * measured
+    # What search keeps of its own, some numbers a hypothesis, is the host's: no device holds it.
+    assert 0.997 * measured <= planned <= 1.1 * measured
     assert tracer.trace_validation(BatchShape(2, dimensions.window_seconds, 20)) < measured  # the negative control

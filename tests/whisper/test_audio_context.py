@@ -1,0 +1,257 @@
+"""Whisper that hears speech alone: padding is invisible, memory follows the speech, and a folder says that it does."""
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from konkanivani.base.config import AugmentConfig, PretrainedConfig, TrainConfig, TuningConfig
+from konkanivani.base.errors import CheckpointError, UsageError
+from konkanivani.base.flags import config_from_text, config_to_text, contradictions, parse_flags
+from konkanivani.data.batch import Speech
+from konkanivani.decoding.decode import greedy_decode
+from konkanivani.inference.whisper.export import TunedWhisper
+from konkanivani.inference.whisper.pretrained import PretrainedWhisper
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.tracer import BatchShape
+from konkanivani.model.blocks import run_directly
+from konkanivani.model.flops import step_flop
+from konkanivani.model.whisper import network
+from konkanivani.model.whisper.architecture import WhisperArchitecture
+from konkanivani.model.whisper.export import write_whisper_folder
+from konkanivani.model.whisper.folder import read_whisper_architecture, read_whisper_folder
+from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.recipe.origin import planned_architecture
+from konkanivani.recipe.plan import build_tracer
+from konkanivani.training.parts import StepParts
+from konkanivani.training.step import train_step
+from tests.laws.parts import measured_peak, relative_difference
+from tests.whisper.folders import KINDS, read_reference
+from tests.whisper.test_training import (
+    ARCHITECTURE,
+    CPU,
+    MATRIX_PRODUCTS,
+    ONLY_TENSORS,
+    SHAPE,
+    FreeTokens,
+    configured,
+    gradients,
+    speeches,
+    window,
+)
+
+SPEECH = dataclasses.replace(ARCHITECTURE, audio_context="speech")
+BOUND = 1e-9
+GENERATION = "generation_config.json"
+
+
+def parts_of(
+    architecture: WhisperArchitecture = SPEECH, dtype: torch.dtype = torch.float64, recompute: str = "never"
+) -> StepParts:
+    torch.set_default_dtype(dtype)
+    try:
+        torch.manual_seed(0)
+        return build_step_parts(configured(recompute), architecture, CPU, 100)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def outputs(parts: StepParts, spoken: list[Speech], size: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Encoded frames and logits of each utterance's valid positions."""
+    found = {}
+    with torch.no_grad():
+        for batch in window(size, spoken).micro_batches:
+            output, _ = parts.forward(batch)
+            logits = parts.model.decoder.output(output.decoded)
+            for row, name in enumerate(batch.utterance_ids):
+                frames, tokens = output.encoded_lengths[row], batch.token_lengths[row] + 1
+                found[name] = output.encoded[row, :frames], logits[row, :tokens]
+    return found
+
+
+def apart(one: dict, other: dict) -> float:
+    """The largest relative difference of what two ways make of the same utterances."""
+    assert one.keys() == other.keys()
+    pairs = [pair for name in one for pair in zip(one[name], other[name], strict=True)]
+    assert all(mine.shape == theirs.shape for mine, theirs in pairs)
+    return max(relative_difference(mine, theirs) for mine, theirs in pairs)
+
+
+# ------------------------------------------------------------------------------------------------ padding is invisible
+
+
+@pytest.mark.parametrize("augmented", [False, True])
+def test_an_utterance_is_the_same_alone_and_in_any_batch(augmented):
+    parts, spoken = parts_of(), speeches(6, augmented=augmented)
+    alone = outputs(parts, spoken, 1)
+    assert [len(alone[one.utterance_id][0]) for one in spoken] == [math.ceil(len(one.waveform) / 320) for one in spoken]
+    assert max(apart(alone, outputs(parts, spoken, size)) for size in (2, 6)) < BOUND
+
+
+@pytest.mark.parametrize("hidden", ["padding_mask", "key_mask_of"])
+def test_negative_control_without_a_mask_padding_shows(hidden, monkeypatch):
+    parts, spoken = parts_of(), speeches(6)
+    alone = outputs(parts, spoken, 1)
+    nothing = {"padding_mask": lambda lengths, longest, device: torch.zeros(len(lengths), longest, dtype=torch.bool)}
+    monkeypatch.setattr(network, hidden, nothing.get(hidden, lambda keys, lengths: None))
+    assert apart(alone, outputs(parts, spoken, 6)) > 1e-6
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_how_a_window_is_cut_never_changes_the_gradient(recompute):
+    parts = parts_of(recompute=recompute)
+    whole = gradients(parts, window(5, speeches(5)))
+    for size in (1, 2):
+        cut = gradients(parts, window(size, speeches(5)))
+        assert max(relative_difference(whole[name], cut[name]) for name in whole) < BOUND
+    other = gradients(parts_of(ARCHITECTURE), window(5, speeches(5)))
+    assert max(relative_difference(whole[name], other[name]) for name in whole) > 1e-3  # windows are something else
+
+
+def test_greedy_search_says_the_same_alone_and_in_a_batch():
+    parts, decode, said = parts_of(), greedy_decode(SPEECH, FreeTokens()), []
+    for parameter in parts.model.parameters():
+        parameter.data.mul_(8 if parameter.dim() > 1 else 1)
+    spoken = speeches(6, augmented=False)
+    for size in (1, 6):
+        found = {}
+        for batch in window(size, spoken).micro_batches:
+            features, lengths = parts.forward.front_end(batch.waveforms, batch.sample_lengths, None)
+            with torch.no_grad():
+                encoded = parts.model.encoder(features, lengths, run_directly)
+            found |= dict(zip(batch.utterance_ids, decode(parts.model, *encoded), strict=True))
+        said.append(found)
+    assert said[0] == said[1] and len({tuple(tokens) for tokens in said[0].values()}) > 1
+
+
+# ------------------------------------------------------------------------------------------- what is computed, and when
+
+
+@pytest.mark.parametrize("samples", [5_001, 6_400, 16_000])
+def test_it_is_transformers_layers_over_the_frames_of_the_speech(samples, whisper_folders):
+    folder = read_whisper_folder(whisper_folders["tiny"])
+    theirs = read_reference(folder.path).double().model.encoder
+    architecture = dataclasses.replace(folder.architecture, audio_context="speech")
+    model = architecture.build().double().eval()
+    model.load_state_dict(folder.weights())
+    features, lengths = architecture.build_front_end(AugmentConfig())(torch.randn(1, samples), (samples,), None)
+    assert lengths == (-(-samples // 160),) == features.shape[1:2]
+    features = features.double()
+    with torch.no_grad():
+        x = F.gelu(theirs.conv2(F.gelu(theirs.conv1(features.transpose(1, 2))))).transpose(1, 2)
+        x = x + theirs.embed_positions.weight[: x.shape[1]]
+        for layer in theirs.layers:
+            found = layer(x, None)
+            x = found[0] if isinstance(found, tuple) else found
+        encoded, encoded_lengths = model.encoder(features, lengths, run_directly)
+    assert encoded_lengths == (encoded.shape[1],) == (-(-lengths[0] // 2),)
+    assert relative_difference(theirs.layer_norm(x), encoded) < 1e-12
+
+
+def test_features_of_speech_are_the_first_of_its_window_and_a_window_makes_no_mask(monkeypatch):
+    waves, lengths = torch.randn(2, 9_000), (9_000, 8_000)
+    whole, _ = ARCHITECTURE.build_front_end(AugmentConfig())(waves, lengths, None)
+    speech, frames = SPEECH.build_front_end(AugmentConfig())(waves, lengths, None)
+    assert frames == (57, 50) and torch.equal(speech, whole[:, :57])
+    monkeypatch.setattr(network, "padding_mask", None)
+    window_model, model = ARCHITECTURE.build(), SPEECH.build()
+    model.load_state_dict(window_model.state_dict())
+    (plain, _), (same, _) = (each.encoder(whole, (100, 100), run_directly) for each in (window_model, model))
+    assert torch.equal(plain, same)  # a whole window is one, and no mask was asked for
+    with pytest.raises(TypeError):
+        model.encoder(speech, frames, run_directly)
+    with pytest.raises(ValueError, match="57 frames are no window of 100"):
+        window_model.encoder(speech, frames, run_directly)
+    with pytest.raises(ValueError, match="102 frames are no window of 100"):
+        model.encoder(torch.randn(1, 102, 80), (102,), run_directly)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_a_traced_peak_is_the_measured_one(recompute):
+    config, cut = configured(recompute), window(2, speeches(4, torch.float32, augmented=False))
+    measured = measured_peak(parts_of(SPEECH, torch.float32, recompute), cut)
+    planned = build_tracer(config, SPEECH, ONLY_TENSORS).trace_window(cut, RecomputePolicy(recompute)).bytes
+    assert 0.999 * measured <= planned <= 1.02 * measured
+
+
+def test_three_seconds_are_planned_for_far_less_than_a_window():
+    shape = dataclasses.replace(SHAPE, source_positions=1500)
+    peaks = []
+    for context in ("window", "speech"):
+        tracer = build_tracer(configured(), WhisperArchitecture(shape, audio_context=context), ONLY_TENSORS)
+        peak = tracer.trace(BatchShape(2, 3.0, 20), RecomputePolicy("never"))
+        peaks.append(peak.bytes - peak.state)
+    assert peaks[1] < 0.25 * peaks[0]
+
+
+def test_products_of_a_step_are_what_the_formulas_say():
+    spoken = speeches(3, torch.float32, augmented=False)
+    with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
+        train_step(parts_of(SPEECH, torch.float32), window(3, spoken), 0)
+    counts = counter.get_flop_counts()["Global"]
+    counted = sum(flop for kind, flop in counts.items() if kind in MATRIX_PRODUCTS)
+    samples = tuple(len(one.waveform) for one in spoken)
+    layers = SPEECH.forward_layers(samples, 20)
+    dense = tuple(layer for layer in layers if layer.is_dense and "convolution" not in layer.name)
+    heard, _ = SPEECH.build_front_end(AugmentConfig()).log_mel(torch.zeros(1, max(samples)), (max(samples),))
+    assert counted == step_flop(dense, False) + 3 * 2 * heard.shape[2] * SHAPE.mel_bins * 201
+    assert step_flop(layers, False) < step_flop(ARCHITECTURE.forward_layers(samples, 20), False)
+
+
+# ------------------------------------------------------------------------------------------------ flags, folders, marks
+
+
+def test_it_is_the_flags_or_the_folders_and_a_run_keeps_it(whisper_folders, tmp_path):
+    plain, marked = whisper_folders["tiny"], tmp_path / "marked"
+    base = read_whisper_folder(plain)
+    write_whisper_folder(base, base.weights(), marked, "speech")
+    before, after = (json.loads((path / GENERATION).read_text()) for path in (plain, marked))
+    assert after == before | {"audio_context": "speech"} and "audio_context" not in before
+    read_reference(marked)
+    for folder, asked, expected in (
+        (plain, None, "window"),
+        (plain, "speech", "speech"),
+        (marked, None, "speech"),
+        (marked, "window", "window"),
+    ):
+        config = PretrainedConfig(pretrained=str(folder), audio_context=asked)
+        pretrained = PretrainedWhisper(read_whisper_folder(folder))
+        assert pretrained.settled(config).audio_context == expected
+        assert pretrained.architecture(TuningConfig(), config).audio_context == expected
+        assert planned_architecture(TrainConfig(pretrained=config)).audio_context == expected
+    write_whisper_folder(read_whisper_folder(marked), base.weights(), tmp_path / "back", "window")
+    assert read_whisper_architecture(tmp_path / "back").audio_context == "window"
+    stored = parse_flags(["--pretrained", str(marked), "--audio_context", "speech"])
+    assert config_from_text(config_to_text(stored)) == stored and contradictions(stored, stored) == []
+    other = dataclasses.replace(stored, pretrained=dataclasses.replace(stored.pretrained, audio_context="window"))
+    assert contradictions(stored, other) == ["--audio_context is window here and speech in the checkpoint"]
+
+
+def test_without_generation_config_the_mark_is_beside_the_dimensions(whisper_folders, tmp_path):
+    shutil.copytree(whisper_folders["tiny"], tmp_path / "base")
+    (tmp_path / "base" / GENERATION).unlink()
+    base = read_whisper_folder(tmp_path / "base")
+    write_whisper_folder(base, base.weights(), tmp_path / "out", "speech")
+    assert not (tmp_path / "out" / GENERATION).exists()
+    assert read_whisper_folder(tmp_path / "out").architecture.audio_context == "speech"
+
+
+def test_what_cannot_be_is_refused_and_a_person_is_told(whisper_folders, tmp_path):
+    folder = Path(shutil.copytree(whisper_folders["tiny"], tmp_path / "folder"))
+    said = json.loads((folder / GENERATION).read_text())
+    (folder / GENERATION).write_text(json.dumps(said | {"audio_context": ["speech"]}))
+    with pytest.raises(CheckpointError, match=r"audio_context in its generation_config\.json is \['speech'\]"):
+        read_whisper_folder(folder)
+    with pytest.raises(UsageError, match="--audio_context does nothing without --pretrained"):
+        parse_flags(["--audio_context", "speech"])
+    note = TunedWhisper(TrainConfig(), SPEECH, {}, b"").note()
+    assert (
+        "--audio-ctx: 50 frames a second" in note and TunedWhisper(TrainConfig(), ARCHITECTURE, {}, b"").note() is None
+    )
+    assert KINDS["tiny"].mel_bins == SHAPE.mel_bins
