@@ -177,7 +177,8 @@ def run_with(monitor: MemoryMonitor, splits: int = 0) -> SimpleNamespace:
         SimpleNamespace(monitor=monitor),
         SimpleNamespace(audio_seconds_per_second=lambda: 1.0, waiting_share=lambda: 0.0),
     )
-    step = SimpleNamespace(forward=forward)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1, bias=False).requires_grad_(False))
+    step = SimpleNamespace(forward=forward, model=model)
     state = TrainState(splits=splits)
     return SimpleNamespace(state=state, step=step, validation=None, progress=progress, topology=ALONE)
 
@@ -204,6 +205,7 @@ def test_the_summary_has_the_splits_and_the_retries(allocator):
     forward_with(monitor, allocator, allocated=10, peak=30, reserved=80, retries=2)
     summary = json.loads(summary_line(run_with(monitor, splits=4), {}, None, "checkpoint", "runs"))
     assert (summary["memory_splits"], summary["allocator_retries"], summary["peak_memory_mib"]) == (4, 2, 30)
+    assert (summary["parameters"], summary["trained_parameters"]) == (10, 8)
 
 
 def test_the_table_at_the_end_on_a_cpu_has_no_empty_columns():

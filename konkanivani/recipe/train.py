@@ -16,6 +16,7 @@ from konkanivani.decoding.decode import build_decode, ways_to_decode
 from konkanivani.memory.monitor import PhaseMemory
 from konkanivani.memory.oom_history import write_sizes
 from konkanivani.memory.recovery import DidNotFit
+from konkanivani.model.asr import frozen_count, parameter_count
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.evaluation_model import (
     Forgetting,
@@ -174,6 +175,8 @@ def summary_line(
             rates |= {f"forgetting_wer_{when}": found.wer, f"forgetting_cer_{when}": found.cer}
     summary = {
         **rates,
+        "parameters": parameter_count(run.step.model) + frozen_count(run.step.model),
+        "trained_parameters": parameter_count(run.step.model),
         "steps": run.state.step,
         "epochs": run.state.epochs_finished,
         "best_valid_score": run.state.best_score if run.validation else None,

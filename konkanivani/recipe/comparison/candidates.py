@@ -1,0 +1,145 @@
+"""The models of a comparison: their names, the trainer's flags for each, and what is wrong before any is trained."""
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from konkanivani.base.command_line import with_new_name
+from konkanivani.base.config import TrainConfig, TuningConfig
+from konkanivani.base.errors import ErrorCollector, UsageError
+from konkanivani.base.flags import OF_OUR_MODELS, ask
+from konkanivani.base.rules import settings_of
+from konkanivani.base.units import parse_share
+from konkanivani.data.manifest import read_manifest, read_recordings
+from konkanivani.data.rejections import Rejections
+
+# These say where one run's files lie and how it begins, which a comparison says of each model by itself.
+OF_ONE_RUN = frozenset(("preset", "checkpoint_dir", "log_dir", "resume", "fresh", "init_from", "dry_run"))
+OF_PRETRAINED = {"language", "task", *(leaf.name for leaf in dataclasses.fields(TuningConfig))}
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag of a command line: its name of today, and its words as typed."""
+
+    name: str
+    words: tuple[str, ...]
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """What stands behind it, or in its word behind a "="."""
+        _, equals, value = self.words[0].partition("=")
+        return ((value,) if equals else ()) + self.words[1:]
+
+
+def flags_in(arguments: Sequence[str]) -> list[Flag]:
+    """The flags of a command line in their order; words before the first one have a name that no flag has."""
+    found: list[Flag] = []
+    for word in arguments:
+        if word.startswith("--") or not found:
+            name = with_new_name(word).partition("=")[0].removeprefix("--").replace("-", "_")
+            found.append(Flag(name, (word,)))
+        else:
+            found[-1] = dataclasses.replace(found[-1], words=(*found[-1].words, word))
+    return found
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model to be trained: its name in the comparison, and its flags of the trainer.
+
+    `source` is the folder or the preset that it is.
+    """
+
+    name: str
+    source: str
+    flags: tuple[str, ...]
+
+    @property
+    def config(self) -> TrainConfig:
+        """What its flags ask for; a UsageError where they cannot work."""
+        return ask(list(self.flags)).config
+
+
+def choose_candidates(pretrained: Sequence[str], presets: Sequence[str], flags: Sequence[Flag]) -> list[Candidate]:
+    """The models, each with the flags that concern it; a UsageError where that is none, or cannot be compared.
+
+    Where there are models of both kinds, what is for one kind only goes to that one.
+    """
+    if not (pretrained or presets):
+        ask(list(_words(flags, frozenset())))  # what is mistyped is told first: it may have named them
+        raise UsageError("There is nothing to compare: give --pretrained with folders, or --presets.")
+    if single := sorted({flag.name for flag in flags} & OF_ONE_RUN):
+        raise UsageError(
+            f"{', '.join('--' + name for name in single)}: of a single run. Leave it out: --presets names models of "
+            "ours, all runs lie in --folder, and a comparison goes on by itself in the folder where it was stopped."
+        )
+    if absent := [path for path in pretrained if not Path(path).is_dir()]:
+        raise UsageError(f"--pretrained {' '.join(absent)}: not there. Give folders of Whisper models.")
+    is_mixed = bool(pretrained and presets)
+    chosen = [("--pretrained", path, OF_OUR_MODELS) for path in pretrained]
+    chosen += [("--preset", preset, OF_PRETRAINED) for preset in presets]
+    return [
+        Candidate(name, source, (flag, source, *_words(flags, of_others if is_mixed else frozenset())))
+        for name, (flag, source, of_others) in zip(distinct_names(pretrained, presets), chosen, strict=True)
+    ]
+
+
+def _words(flags: Sequence[Flag], left_out: frozenset[str] | set[str]) -> tuple[str, ...]:
+    return tuple(word for flag in flags if flag.name not in left_out for word in flag.words)
+
+
+def distinct_names(folders: Sequence[str], presets: Sequence[str]) -> list[str]:
+    """The last part of each path, with as many of those before it as tell it from the others; a preset's own name.
+
+    A UsageError where a model is given twice.
+    """
+    paths = [*(Path(os.path.abspath(folder)) for folder in folders), *(Path("preset", name) for name in presets)]
+    if twice := sorted({str(path) for path in paths if paths.count(path) > 1}):
+        raise UsageError(f"{', '.join(twice)}: given twice. Give each model once.")
+    parts = [[part for part in path.parts if part != "/"] or ["model"] for path in paths]
+    depths = [1] * len(parts)
+    for _ in range(sum(map(len, parts))):
+        names = ["-".join(part[-depth:]) for part, depth in zip(parts, depths, strict=True)]
+        depths = [depth + (names.count(name) > 1) for name, depth in zip(names, depths, strict=True)]
+    if len(set(names)) < len(names):
+        raise UsageError(f"{', '.join(names)}: not told apart by their paths. Move or name a folder otherwise.")
+    return names
+
+
+def check_data(config: TrainConfig) -> None:
+    """Raises one error for all manifests that are absent or cannot be used; what will be left out is told on stderr."""
+    data, problems = config.data, ErrorCollector()
+    if data.train_manifest is None or data.test_manifest is None:
+        raise UsageError("Give a --train_manifest to train on and a --test_manifest to compare the models by.")
+    rejections = Rejections(None, parse_share(data.max_rejected, "--max_rejected"))
+    with contextlib.redirect_stdout(sys.stderr):
+        for path in filter(None, (data.train_manifest, data.valid_manifest, data.test_manifest)):
+            with problems.collect():
+                rejections.begin(read_manifest(path, data.audio_roots))
+    for path in filter(None, (config.augment.rir_manifest, config.augment.noise_manifest)):
+        with problems.collect():
+            read_recordings(path, data.audio_roots)
+    problems.raise_all()
+
+
+def conditions_of(config: TrainConfig) -> dict[str, str]:
+    """All that a run's outcome follows from, by its name for a person: the flags, and the manifests' content."""
+    found = {f"--{setting.name}": repr(setting.value) for setting in settings_of(config)}
+    for part in ("train_manifest", "valid_manifest", "test_manifest"):
+        if path := getattr(config.data, part):
+            found[f"what --{part} holds"] = _digest(path)
+    return found
+
+
+def _digest(path: str) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        for line in file:
+            digest.update(line)
+    return digest.hexdigest()

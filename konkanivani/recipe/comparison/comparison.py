@@ -1,0 +1,71 @@
+"""Models trained one after another on the same speech, each in its own folder, and what became of them."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from konkanivani.base.console import say
+from konkanivani.base.errors import UsageError
+from konkanivani.base.files import atomic_write
+from konkanivani.recipe.comparison.candidates import Candidate
+from konkanivani.recipe.comparison.outcome import Kept, Outcome, outcome_of, read_kept, write_kept
+from konkanivani.recipe.comparison.trainer import Trainer
+
+REPORT = "comparison.json"
+
+
+def check_conditions(conditions: Mapping[str, Mapping[str, str]], folder: Path) -> None:
+    """Raises a UsageError where the folder holds a run of a model, by its name, under other conditions than these."""
+    for name in conditions:
+        kept = read_kept(folder / name)
+        if other := kept.differences(conditions[name]) if kept else []:
+            raise UsageError(
+                f"{folder / name} holds a run that differs in {', '.join(other)}: its row would not stand beside the "
+                "others. Give the same as then, or another --folder."
+            )
+
+
+def compare(
+    candidates: Sequence[Candidate], conditions: Mapping[str, Mapping[str, str]], folder: Path, trainer: Trainer
+) -> list[Outcome]:
+    """Trains what has not been trained to its end yet; the report is written behind each model.
+
+    Raises Interrupted where a signal has come, once the trainer has saved and ended.
+    """
+    outcomes: list[Outcome] = []
+    for number, candidate in enumerate(candidates, start=1):
+        trainer.check()
+        place, beginning = folder / candidate.name, f"Model {number} of {len(candidates)}, {candidate.name}"
+        kept = read_kept(place)
+        if kept is None or not kept.is_finished:
+            say(f"{beginning}: trained in {place}.", sys.stderr)
+            kept = _train(candidate, conditions[candidate.name], place, trainer)
+        else:
+            say(f"{beginning}: has been trained.", sys.stderr)
+        outcomes.append(kept.outcome)
+        with atomic_write(folder / REPORT) as partial:
+            partial.write_text(report_of(outcomes) + "\n", encoding="utf-8")
+    return outcomes
+
+
+def report_of(outcomes: Sequence[Outcome]) -> str:
+    """One line of JSON."""
+    return json.dumps({"models": [dataclasses.asdict(outcome) for outcome in outcomes]}, ensure_ascii=False)
+
+
+def _train(candidate: Candidate, conditions: Mapping[str, str], place: Path, trainer: Trainer) -> Kept:
+    kept = Kept(conditions)
+    write_kept(place, kept)
+    folders = ("--checkpoint_dir", str(place / "checkpoints"), "--log_dir", str(place / "logs"))
+    ended = trainer.run([*candidate.flags, *folders, "--resume", "auto"])
+    if ended.exit_code == 0:
+        summary = json.loads(ended.said[-1])
+        kept = dataclasses.replace(kept, summary=summary, outcome=outcome_of(candidate.name, candidate.source, summary))
+    else:
+        trainer.check()
+        failed = Outcome(candidate.name, candidate.source, ended.exit_code, ended.reason)
+        kept = dataclasses.replace(kept, outcome=failed)
+    write_kept(place, kept)
+    return kept

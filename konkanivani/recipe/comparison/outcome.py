@@ -1,0 +1,159 @@
+"""What became of one model of a comparison: kept in a file of its folder, and a row of the table."""
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from konkanivani.base.files import atomic_write
+from konkanivani.base.units import MIB
+
+KEPT = "outcome.json"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a model came to: rates are shares, by the best decoding; of one that failed there is only the reason.
+
+    `minutes` are those of all its training steps, without validation; `times_real_time` is how much faster than speech
+    they were.
+    """
+
+    name: str
+    source: str
+    exit_code: int = 0
+    reason: str | None = None
+    trained_parameters: int | None = None
+    parameters: int | None = None
+    decode: str | None = None
+    wer: float | None = None
+    cer: float | None = None
+    minutes: float | None = None
+    seconds_per_step: float | None = None
+    times_real_time: float | None = None
+    peak_memory_mib: float | None = None
+    checkpoint_mib: float | None = None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a model's folder keeps: under which conditions it is trained, the trainer's last line, and its outcome.
+
+    While it is being trained, or where that was stopped, it has no outcome yet.
+    """
+
+    conditions: Mapping[str, str]
+    summary: Mapping[str, object] | None = None
+    outcome: Outcome | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it need not be trained again."""
+        return self.outcome is not None and self.outcome.exit_code == 0
+
+    def differences(self, conditions: Mapping[str, str]) -> list[str]:
+        """In what it differs from a run under other conditions; one that failed may be tried otherwise."""
+        names = sorted(name for name in conditions if self.conditions.get(name) != conditions[name])
+        has_failed = self.outcome is not None and not self.is_finished
+        return [name for name in names if not has_failed or name in ("--pretrained", "--preset")]
+
+
+def write_kept(folder: Path, kept: Kept) -> None:
+    """Writes it as a file of the model's folder, which is made where it is not there."""
+    with atomic_write(folder / KEPT) as partial:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(dataclasses.asdict(kept), ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_kept(folder: Path) -> Kept | None:
+    """What the folder keeps; None where that is nothing, or nothing that can be read: the run is then gone on with."""
+    try:
+        found = json.loads((folder / KEPT).read_text(encoding="utf-8"))
+        outcome = found["outcome"] and Outcome(**found["outcome"])
+        return Kept(dict(found["conditions"]), found["summary"], outcome)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def outcome_of(name: str, source: str, summary: Mapping[str, object]) -> Outcome:
+    """The outcome of a run that has ended well, by its last line, its log and its checkpoint."""
+    way = [key.removeprefix("test_wer_") for key in summary if key.startswith("test_wer_")]
+    by = f"_{way[0]}" if way else ""
+    steps = _logged_steps(Path(summary["tensorboard"], "log.jsonl"))
+    seconds = sum(step["seconds"] for step in steps)
+    spoken = sum(step["audio_seconds_per_second"] * step["seconds"] for step in steps)
+    peaks = [phase["peak_mib"] or 0.0 for step in steps for phase in step["memory"]]  # of what was gone on with, too
+    return Outcome(
+        name,
+        source,
+        trained_parameters=summary["trained_parameters"],
+        parameters=summary["parameters"],
+        decode=way[0] if way else "greedy",
+        wer=summary[f"test_wer{by}"],
+        cer=summary[f"test_cer{by}"],
+        minutes=seconds / 60 if steps else None,
+        seconds_per_step=seconds / len(steps) if steps else None,
+        times_real_time=spoken / seconds if seconds else None,
+        peak_memory_mib=max([summary["peak_memory_mib"], *peaks]),
+        checkpoint_mib=os.path.getsize(summary["checkpoint"]) / MIB,
+    )
+
+
+def _logged_steps(path: Path) -> list[Mapping[str, object]]:
+    """The log's records of steps; none where a disk that was full has kept it from being written."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return [record for record in map(json.loads, file) if record["kind"] == "step"]
+    except (OSError, ValueError):
+        return []
+
+
+def table_of(outcomes: Sequence[Outcome]) -> str:
+    """The models, a line each, in their order; behind one that failed the first sentence of why."""
+    rows = [HEADS, *(_cells(outcome) for outcome in outcomes if outcome.reason is None)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths[0] = max(widths[0], *(len(outcome.name) for outcome in outcomes))
+    finished = iter(rows[1:])
+    lines = [_line(HEADS, widths)]
+    for outcome in outcomes:
+        failed = f"{outcome.name.ljust(widths[0])}  failed: {first_sentence(outcome.reason or '')}"
+        lines.append(_line(next(finished), widths) if outcome.reason is None else failed)
+    return "\n".join(lines)
+
+
+HEADS = (
+    *("model", "trained, M", "of, M", "WER %", "CER %", "by", "minutes", "s/step", "x real time", "peak MiB"),
+    "checkpoint MiB",
+)
+
+
+def _cells(outcome: Outcome) -> tuple[str, ...]:
+    def number(value: float | None, digits: int, unit: float = 1.0) -> str:
+        return "-" if value is None else f"{value / unit:.{digits}f}"
+
+    return (
+        outcome.name,
+        number(outcome.trained_parameters, 1, 1e6),
+        number(outcome.parameters, 1, 1e6),
+        number(outcome.wer, 1, 0.01),
+        number(outcome.cer, 1, 0.01),
+        outcome.decode or "-",
+        number(outcome.minutes, 1),
+        number(outcome.seconds_per_step, 2),
+        number(outcome.times_real_time, 1),
+        number(outcome.peak_memory_mib, 0),
+        number(outcome.checkpoint_mib, 0),
+    )
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    name, *numbers = cells
+    return "  ".join([name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])])
+
+
+def first_sentence(text: str) -> str:
+    """As far as the first full stop behind which a sentence begins."""
+    return re.split(r"(?<=[.!?])\s+(?=[A-Z])", text, maxsplit=1)[0]

@@ -1,0 +1,81 @@
+#!/usr/bin/env python3
+"""Which of these models shall I fine-tune? Trains each on the same speech, one after another, and prints a table.
+
+    python3 training_scripts/compare_models.py --pretrained whisper-tiny whisper-base --presets minimal \
+        --language mr --train_subset 20 --train_manifest train.jsonl --test_manifest test.jsonl --folder comparison
+
+Every other flag is the trainer's (train_konkanivani_asr.py --help lists them) and goes to each run; where there are
+models of both kinds, --language goes to what others have trained alone, and --vocab_size to ours. The same command goes
+on where it was stopped, and trains nothing twice. A model that fails has its reason in the table.
+"""
+
+import bootstrap
+
+bootstrap.rerun_under_venv()
+
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from konkanivani.base.command_line import end_script, ignore_lost_output, read_flags, run_script
+from konkanivani.base.console import say
+from konkanivani.base.errors import AlreadyTold
+from konkanivani.recipe.comparison.candidates import Flag, check_data, choose_candidates, conditions_of, flags_in
+from konkanivani.recipe.comparison.comparison import check_conditions, compare, report_of
+from konkanivani.recipe.comparison.outcome import table_of
+from konkanivani.recipe.comparison.trainer import Trainer
+from konkanivani.training.checkpoint.run_lock import FolderUse, RunLock
+
+TRAINER = Path(__file__).resolve().with_name("train_konkanivani_asr.py")
+COMPARING = FolderUse("comparison", "comparing models in", "--folder")
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What is compared, where, and how the answer is printed."""
+
+    pretrained: tuple[str, ...] = ()
+    """Folders of Whisper models; each is called by the last part of its path."""
+    presets: tuple[Literal["original", "optimized", "minimal"], ...] = ()
+    """Models of ours, trained from nothing."""
+    folder: Path = Path("comparison")
+    """Where a folder for each model goes, and comparison.json."""
+    json: bool = False
+    """Print one line of JSON instead of a table; rates are shares."""
+
+
+OWN = [field.name for field in fields(Flags)]
+
+
+def read_own_flags(given: list[Flag], arguments: list[str]) -> Flags:
+    """This script's flags of a command line, one that is given several times with the values of all."""
+    words = []
+    for name in OWN:
+        if named := [flag for flag in given if flag.name == name]:
+            words += [f"--{name}", *(value for flag in named for value in flag.values)]
+    return read_flags(Flags, ["--help"] if {"-h", "--help"} & set(arguments) else words, Flags())
+
+
+def answer(arguments: list[str]) -> str:
+    """The comparison, as it is to be printed; where every model fails, that, and the first one's exit code."""
+    given = flags_in(arguments)
+    flags = read_own_flags(given, arguments)
+    candidates = choose_candidates(flags.pretrained, flags.presets, [flag for flag in given if flag.name not in OWN])
+    configs = {candidate.name: candidate.config for candidate in candidates}
+    check_data(configs[candidates[0].name])
+    conditions = {name: conditions_of(config) for name, config in configs.items()}
+    check_conditions(conditions, flags.folder)
+    trainer, _lock = Trainer(TRAINER), RunLock(flags.folder, COMPARING)
+    trainer.install()
+    with ignore_lost_output():
+        outcomes = compare(candidates, conditions, flags.folder, trainer)
+    told = report_of(outcomes) if flags.json else table_of(outcomes)
+    if all(outcome.exit_code for outcome in outcomes):
+        say(told)
+        raise AlreadyTold(outcomes[0].exit_code)
+    return told
+
+
+if __name__ == "__main__":
+    end_script(run_script(lambda: answer(sys.argv[1:])))
