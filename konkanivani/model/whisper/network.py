@@ -4,6 +4,7 @@ B batch, T feature frames, T' encoder frames, U tokens, K hypotheses, F mel bins
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -15,9 +16,10 @@ from konkanivani.model.attention import key_mask_of
 from konkanivani.model.blocks import BlockRunner, run_directly
 from konkanivani.model.cache import FIRST_ROOM, DecoderCache
 from konkanivani.model.kernels.linear import fused_linear
-from konkanivani.model.losses import LossSums, Objective, Spoken, attention_loss_sum
+from konkanivani.model.losses import LossSums, Objective, Spoken
 from konkanivani.model.whisper.blocks import DecoderBlock, EncoderBlock, Subsampling
 from konkanivani.model.whisper.shape import STRIDE, WhisperShape
+from konkanivani.model.whisper.vocabulary_loss import vocabulary_loss_sum
 
 LONGEST_WAVE = 10_000.0  # of the encoder's fixed positions, over 2 pi
 INITIAL_DEVIATION = 0.02  # of weights that are not read from a file
@@ -62,9 +64,27 @@ class TiedEmbedding(torch.nn.Embedding):
 
     bias = None
 
+    def with_head(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Vectors (B, U, D) of tokens (B, U), and the head (V, D): used together, they have one gradient."""
+        return _Tied.apply(self.weight, tokens)
+
+
+class _Tied(torch.autograd.Function):
+    """Two uses of a weight, of which autograd would hold two gradients of its size, and their sum."""
+
+    @staticmethod
+    def forward(ctx, weight: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(tokens)
+        return torch.nn.functional.embedding(tokens, weight), weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, by_vectors: torch.Tensor, by_head: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (tokens,) = ctx.saved_tensors
+        return by_head.index_put_((tokens,), by_vectors.to(by_head.dtype), accumulate=True), None
+
 
 class Decoder(torch.nn.Module):
-    """Tokens (B, U), encoded (B, T', D) -> decoded (B, U, D); `output` makes logits (B, U, V) of it.
+    """Tokens' vectors (B, U, D), encoded (B, T', D) -> decoded (B, U, D); `output` makes logits (B, U, V) of it.
 
     `encoded_mask` (B, 1, 1, T') is True where a frame may be seen, None where all may be.
     """
@@ -78,17 +98,17 @@ class Decoder(torch.nn.Module):
 
     def forward(
         self,
-        tokens: torch.Tensor,
+        vectors: torch.Tensor,
         encoded: torch.Tensor,
         run_block: BlockRunner,
         encoded_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if tokens.shape[1] > len(self.positions):
+        if vectors.shape[1] > len(self.positions):
             raise DataError(
-                f"A transcript of {tokens.shape[1] - 1} tokens is longer than the {self.most_tokens} that the model "
+                f"A transcript of {vectors.shape[1] - 1} tokens is longer than the {self.most_tokens} that the model "
                 "takes. Leave it out (--max_tokens), or cut it."
             )
-        x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
+        x = vectors + self.positions[: vectors.shape[1]]
         for block in self.blocks:
             x = run_block(block, x, encoded, encoded_mask)
         return self.norm(x)
@@ -124,6 +144,13 @@ class Decoder(torch.nn.Module):
         return self.norm(x)
 
 
+@dataclass(frozen=True)
+class WhisperOutput(ASROutput):
+    """What one forward pass gives; `head` (V, D) is the weight that logits are products with."""
+
+    head: torch.Tensor
+
+
 class Whisper(torch.nn.Module):
     """Encoder and decoder, without any dropout; its one loss is the cross entropy of every label."""
 
@@ -150,16 +177,16 @@ class Whisper(torch.nn.Module):
         decoder_tokens: torch.Tensor,
         run_block: BlockRunner = run_directly,
         chunk_frames: int = CHUNK_FRAMES,
-    ) -> ASROutput:
+    ) -> WhisperOutput:
         """Teacher forcing: features (B, T, F) with their lengths, decoder_tokens (B, U + 1) from the start token on."""
         encoded, encoded_lengths = self.encoder(features, feature_lengths, run_block, chunk_frames)
-        decoded = self.decoder(decoder_tokens, encoded, run_block, key_mask_of(encoded, encoded_lengths))
-        return ASROutput(encoded, None, encoded_lengths, decoded)
+        vectors, head = self.decoder.embedding.with_head(decoder_tokens)
+        decoded = self.decoder(vectors, encoded, run_block, key_mask_of(encoded, encoded_lengths))
+        return WhisperOutput(encoded, None, encoded_lengths, decoded, head)
 
-    def loss_sums(self, output: ASROutput, spoken: Spoken, objective: Objective, chunk_frames: int) -> LossSums:
-        """The one term of the objective, summed over all labels of the utterances."""
-        smoothing = objective.label_smoothing
-        return (attention_loss_sum(output.decoded, self.decoder.output, spoken.targets, smoothing, chunk_frames),)
+    def loss_sums(self, output: WhisperOutput, spoken: Spoken, objective: Objective, chunk_frames: int) -> LossSums:
+        """The one term of the objective, summed over all labels, of which no number is too large to be run at once."""
+        return (vocabulary_loss_sum(output.decoded, output.head, spoken.targets, objective.label_smoothing),)
 
     def _initialise(self) -> None:
         for module in self.modules():

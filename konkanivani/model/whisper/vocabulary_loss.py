@@ -1,0 +1,112 @@
+"""Cross entropy over a large vocabulary of which no more than a slice's logits are ever there.
+
+The logits of 448 labels over 51,865 tokens are 89 MiB in fp32; a softmax and a gradient of that size lie beside them,
+more than all that a recomputed model of Whisper's smaller sizes keeps. Here the forward pass keeps a number for each
+label, the logarithm of the softmax's denominator, and the backward pass makes each slice's logits again and then its
+part of the gradients: a fourth product of this head in place of three.
+
+N labels, D width, V vocabulary, W columns of a slice.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from konkanivani.model.kernels.matmul import fast_linear, weight_gradient
+from konkanivani.model.kernels.precision import in_own_precision
+from konkanivani.model.losses import TARGET_PADDING
+
+SLICE_NUMBERS = 2**21  # logits at a time: 8 MiB in fp32
+MIN_COLUMNS = 1024  # of fewer, a product is no longer worth its start
+
+
+def vocabulary_loss_sum(
+    decoded: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, label_smoothing: float
+) -> torch.Tensor:
+    """The summed, smoothed cross entropy of logits decoded (B, U, D) @ weight (V, D)ᵀ against targets (B, U).
+
+    Padding is -1. At least in fp32 whatever the autocast, in which the products are in half precision.
+    """
+    return _VocabularyLoss.apply(decoded.flatten(0, 1), weight, targets.flatten(), label_smoothing)
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:
+        found = _Scores(rows, weight, targets)
+        chosen, sums = 0.0, []
+        for columns in found.slices():
+            logits = found.logits(columns)
+            chosen = chosen + (1 - smoothing) * found.of_targets(logits, columns)
+            if smoothing:
+                chosen = chosen + smoothing / len(weight) * logits.sum(1)
+            sums.append(logits.logsumexp(1))
+        denominators = torch.stack(sums).logsumexp(0)
+        losses = denominators - chosen
+        ctx.save_for_backward(rows, weight, targets, denominators)
+        ctx.smoothing, ctx.dtype = smoothing, found.dtype
+        return torch.where(found.counts, losses, 0.0).sum()
+
+    @staticmethod
+    @in_own_precision
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight, targets, denominators = ctx.saved_tensors
+        found = _Scores(rows.to(ctx.dtype), weight, targets)
+        by_loss = torch.where(found.counts, gradient, 0.0)[:, None]
+        by_rows = torch.zeros_like(rows)
+        by_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        for columns in found.slices():
+            by_logits = found.logits(columns).sub_(denominators[:, None]).exp_()
+            if ctx.smoothing:
+                by_logits -= ctx.smoothing / len(weight)
+            found.add_at_targets(by_logits, columns, ctx.smoothing - 1)
+            by_logits = by_logits.mul_(by_loss).to(found.dtype)
+            by_rows += fast_linear(by_logits, found.part(columns).t())
+            if by_weight is not None:
+                by_weight[columns] = weight_gradient(by_logits, found.rows)
+        return by_rows, by_weight, None, None
+
+
+class _Scores:
+    """Logits of rows (N, D) over a weight (V, D), a slice of the vocabulary at a time.
+
+    `dtype` is that of the products, `counts` (N,) says which labels are no padding.
+    """
+
+    def __init__(self, rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> None:
+        device = rows.device.type
+        in_half = torch.is_autocast_enabled(device)
+        self.dtype = torch.get_autocast_dtype(device) if in_half else rows.dtype
+        self.rows, self.counts = rows.to(self.dtype), targets != TARGET_PADDING
+        self._weight, self._targets = weight, targets
+        self._width = max(MIN_COLUMNS, SLICE_NUMBERS // max(1, len(rows)))
+
+    def slices(self) -> Iterator[slice]:
+        """Of the vocabulary, in order."""
+        for start in range(0, len(self._weight), self._width):
+            yield slice(start, min(start + self._width, len(self._weight)))
+
+    def part(self, columns: slice) -> torch.Tensor:
+        """The slice's weight (W, D), as it is multiplied."""
+        return self._weight[columns].to(self.dtype)
+
+    def logits(self, columns: slice) -> torch.Tensor:
+        """(N, W), in at least fp32; nobody else has them."""
+        made = fast_linear(self.rows, self.part(columns))
+        return made.to(torch.promote_types(made.dtype, torch.float32))
+
+    def of_targets(self, logits: torch.Tensor, columns: slice) -> torch.Tensor:
+        """(N,): those of the targets that lie in the slice, 0 for others."""
+        places, is_inside = self._places(columns)
+        return torch.where(is_inside, logits.gather(1, places).squeeze(1), 0.0)
+
+    def add_at_targets(self, values: torch.Tensor, columns: slice, summand: float) -> None:
+        """Adds to values (N, W), in place, where a target lies in the slice."""
+        places, is_inside = self._places(columns)
+        values.scatter_add_(1, places, (summand * is_inside.to(values.dtype))[:, None])
+
+    def _places(self, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Columns (N, 1) of the slice, any where the target is in another one, and whether it is in this one (N,)."""
+        places = self._targets - columns.start
+        is_inside = (places >= 0) & (self._targets < columns.stop)
+        return places.clamp(0, columns.stop - columns.start - 1)[:, None], is_inside

@@ -1,0 +1,106 @@
+"""The loss by slices of the vocabulary is PyTorch's, with its gradients, in a fraction of the memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.model.whisper import vocabulary_loss
+from konkanivani.model.whisper.network import TiedEmbedding
+from konkanivani.model.whisper.vocabulary_loss import vocabulary_loss_sum
+
+VOCABULARY = 300
+
+
+@pytest.fixture(params=[16, 100, 2**21], ids=["19 slices", "3 slices", "1 slice"])
+def columns(request, monkeypatch) -> int:
+    monkeypatch.setattr(vocabulary_loss, "MIN_COLUMNS", request.param)
+    monkeypatch.setattr(vocabulary_loss, "SLICE_NUMBERS", 1)
+    return request.param
+
+
+def given(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Decoded (2, 7, 8), a head, targets of which the second row's end is padding; first and last token are there."""
+    generator = torch.Generator().manual_seed(0)
+    decoded = torch.randn(2, 7, 8, generator=generator, dtype=dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, 8, generator=generator, dtype=dtype).requires_grad_()
+    targets = torch.randint(VOCABULARY, (2, 7), generator=generator)
+    targets[0, 0], targets[0, 1], targets[1, 4:] = 0, VOCABULARY - 1, -1
+    return decoded, weight, targets
+
+
+def plain(decoded: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:
+    logits = F.linear(decoded, weight).flatten(0, 1)
+    return F.cross_entropy(
+        logits.float() if logits.dtype == torch.bfloat16 else logits,
+        targets.flatten(),
+        reduction="sum",
+        ignore_index=-1,
+        label_smoothing=smoothing,
+    )
+
+
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).detach().norm() / other.detach().norm())
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss_and_gradients_are_pytorchs(smoothing, columns):
+    decoded, weight, targets = given()
+    found, expected = (loss(decoded, weight, targets, smoothing) for loss in (vocabulary_loss_sum, plain))
+    gradients = zip(*(torch.autograd.grad(loss / 7, (decoded, weight)) for loss in (found, expected)), strict=True)
+    assert apart(found, expected) < 1e-14 and all(apart(ours, theirs) < 1e-13 for ours, theirs in gradients)
+    with torch.no_grad():
+        assert torch.equal(vocabulary_loss_sum(decoded, weight, targets, smoothing), found)
+        weight[VOCABULARY - 1] += 0.01  # the negative control
+        assert apart(vocabulary_loss_sum(decoded, weight, targets, smoothing), expected) > 1e-5
+
+
+def test_a_frozen_head_has_no_gradient_and_the_rest_has_the_same(columns):
+    decoded, weight, targets = given()
+    expected, _ = torch.autograd.grad(vocabulary_loss_sum(decoded, weight, targets, 0.0), (decoded, weight))
+    vocabulary_loss_sum(decoded, weight.detach(), targets, 0.0).backward()
+    assert torch.equal(decoded.grad, expected)
+
+
+def test_in_half_precision_products_are_rounded_and_the_loss_is_not(columns):
+    decoded, weight, targets = given(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = (loss(decoded, weight, targets, 0.0) for loss in (vocabulary_loss_sum, plain))
+    exact = plain(decoded, weight, targets, 0.0)
+    assert found.dtype == torch.float32 and apart(found, expected) < 1e-5 < apart(found, exact) < 0.01
+    for name, ours, theirs in zip(
+        ("decoded", "weight"), *(torch.autograd.grad(loss, (decoded, weight)) for loss in (found, exact)), strict=True
+    ):
+        assert ours.dtype == torch.float32 and 1e-4 < apart(ours, theirs) < 0.02, name
+
+
+def test_logits_are_never_there_all_at_once():
+    decoded, weight = torch.randn(1, 400, 16, requires_grad=True), torch.randn(51_865, 16, requires_grad=True)
+    targets, peaks = torch.randint(51_865, (1, 400)), []
+    for loss in (vocabulary_loss_sum, plain):
+        live = LiveBytes()
+        with live:
+            loss(decoded, weight, targets, 0.0).backward()
+        peaks.append(live.peak - weight.nbytes)
+        decoded.grad = weight.grad = None
+    logits = 4 * 400 * 51_865
+    assert peaks[0] < 0.4 * logits and peaks[1] > 1.9 * logits
+
+
+def test_an_embedding_that_is_the_head_too_has_the_sum_of_both_gradients():
+    generator = torch.Generator().manual_seed(0)
+    embedding = TiedEmbedding(VOCABULARY, 8).double()
+    tokens = torch.tensor([[5, 5, 299, 0]])  # one of them twice
+    factors = torch.randn(1, 4, 8, generator=generator, dtype=torch.float64)
+    head_factors = torch.randn(VOCABULARY, 8, generator=generator, dtype=torch.float64)
+    vectors, head = embedding.with_head(tokens)
+    assert torch.equal(vectors, embedding(tokens)) and torch.equal(head, embedding.weight)
+    (found,) = torch.autograd.grad((vectors * factors).sum() + (head * head_factors).sum(), embedding.weight)
+    expected = head_factors.clone()
+    for token, factor in zip(tokens[0], factors[0], strict=True):
+        expected[token] += factor
+    assert apart(found, expected) < 1e-15
+    vectors, _ = embedding.with_head(tokens)
+    (alone,) = torch.autograd.grad((vectors * factors).sum(), embedding.weight)
+    assert apart(alone, expected - head_factors) < 1e-14
