@@ -35,6 +35,13 @@ class Entry:
         return " ".join(filter(None, (self.toolkit, self.setting, side_by_side, limit)))
 
 
+class Work(Protocol):
+    """What all entries of a race do: a step of so many utterances, on a device."""
+
+    utterances: int
+    device: str
+
+
 @dataclass(frozen=True)
 class Terms:
     """The work: utterances in the step, their seconds, the model's width, dropout on its residual branches, where."""

@@ -9,20 +9,22 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import bootstrap
 
-from benchmarks.measuring.peers.contest import Entry, Terms
+from benchmarks.measuring.peers.contest import Entry, Work
 from benchmarks.measuring.peers.machine_rate import MachineRate, mean_of, take_rate
 from benchmarks.measuring.steal import Steal
 from konkanivani.base.errors import ResourceError
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 REST_SECONDS = 0.3  # a process's idle threads spin for a moment after its step
+CONTESTANTS = "benchmarks.measuring.peers.contestants"
 TRIES = 3  # of a step: the host takes cores away for some seconds at a time
 
 
@@ -30,17 +32,21 @@ TRIES = 3  # of a step: the host takes cores away for some seconds at a time
 class Result:
     """What one contestant took: seconds of each round's step, memory in MiB, the loss of its last step.
 
-    `rates` are the machine's about each step, from products made right before and after it.
+    `cpu_seconds` are those of all its threads on a core, which say more on a machine that others use as well.
+    `rates` are the machine's about each step, from products made right before and after it; `aside` has the seconds of
+    what else was timed in each round.
     """
 
     entry: Entry
     version: str
     parameters: int
     seconds: tuple[float, ...]
+    cpu_seconds: tuple[float, ...]
     rates: tuple[MachineRate, ...]
     peak_mib: float
     growth_mib: float
     loss: float
+    aside: Mapping[str, tuple[float, ...]]
 
     @property
     def median(self) -> float:
@@ -51,13 +57,14 @@ class Result:
 class Runner:
     """A contestant's process."""
 
-    def __init__(self, python: Path, entry: Entry, terms: Terms) -> None:
-        asked = json.dumps({"entry": asdict(entry), "terms": asdict(terms)})
+    def __init__(self, python: Path, entry: Entry, terms: Work, module: str) -> None:
+        asked = json.dumps({"module": module, "entry": asdict(entry), "terms": asdict(terms)})
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "training_scripts")])}
         if entry.toolkit == "konkanivani":
             bootstrap.set_process_defaults(environment)
             bootstrap.add_huge_pages(environment)
-        self.entry, self.seconds, self.rates = entry, [], []
+        self.entry, self.seconds, self.cpu_seconds, self.rates = entry, [], [], []
+        self.aside = defaultdict(list)
         self.process = subprocess.Popen(
             [str(python), "-m", "benchmarks.measuring.peers.child", asked],
             cwd=ROOT,
@@ -98,9 +105,9 @@ class Runner:
 
 
 @contextmanager
-def running(python: Path, entry: Entry, terms: Terms) -> Iterator[Runner]:
+def running(python: Path, entry: Entry, terms: Work, module: str) -> Iterator[Runner]:
     """The contestant's process, ended when all is done."""
-    runner = Runner(python, entry, terms)
+    runner = Runner(python, entry, terms, module)
     try:
         yield runner
     finally:
@@ -108,12 +115,22 @@ def running(python: Path, entry: Entry, terms: Terms) -> Iterator[Runner]:
         runner.process.communicate()
 
 
-def race(entries: tuple[Entry, ...], pythons: dict[str, Path], terms: Terms, rounds: int) -> tuple[Result, ...]:
-    """Every entry's result, in their order; `pythons` has each toolkit's interpreter."""
+def race(
+    entries: tuple[Entry, ...],
+    pythons: dict[str, Path],
+    terms: Work,
+    rounds: int,
+    module: str = CONTESTANTS,
+    aside: tuple[str, ...] = (),
+) -> tuple[Result, ...]:
+    """Every entry's result, in their order; `pythons` has each toolkit's interpreter.
+
+    The module builds the contestants, of whom each is timed for what `aside` names too, behind its step.
+    """
     with ExitStack() as stack:
         runners, ready = [], []
         for entry in entries:  # one by one: each warms up alone
-            runners.append(stack.enter_context(running(pythons[entry.toolkit], entry, terms)))
+            runners.append(stack.enter_context(running(pythons[entry.toolkit], entry, terms, module)))
             ready.append(runners[-1].hear())
             print(f"{entry.name}, {terms.utterances // entry.micro_batches} at once: ready", file=sys.stderr)
         before = take_rate(terms.device)
@@ -123,6 +140,9 @@ def race(entries: tuple[Entry, ...], pythons: dict[str, Path], terms: Terms, rou
                 time.sleep(REST_SECONDS)
                 answers.append(runner.step())
                 runner.seconds.append(answers[-1]["seconds"])
+                runner.cpu_seconds.append(answers[-1]["cpu_seconds"])
+                for command in aside:
+                    runner.aside[command].append(runner.ask(command)["seconds"])
                 time.sleep(REST_SECONDS)
                 after = take_rate(terms.device)
                 runner.rates.append(mean_of(before, after))
@@ -136,10 +156,12 @@ def race(entries: tuple[Entry, ...], pythons: dict[str, Path], terms: Terms, rou
             version=born["version"],
             parameters=born["parameters"],
             seconds=tuple(runner.seconds),
+            cpu_seconds=tuple(runner.cpu_seconds),
             rates=tuple(runner.rates),
             peak_mib=peak["peak_mib"],
             growth_mib=peak["growth_mib"],
             loss=last["loss"],
+            aside={command: tuple(seconds) for command, seconds in runner.aside.items()},
         )
         for runner, born, peak, last in zip(runners, ready, peaks, answers, strict=True)
     )

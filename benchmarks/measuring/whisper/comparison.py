@@ -1,0 +1,112 @@
+"""A step of ours beside transformers': tables of time and memory, and the ratios of the two."""
+
+import os
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.measuring.peers.contest import Entry
+from benchmarks.measuring.peers.environment import OURS
+from benchmarks.measuring.peers.race import Result, race
+from benchmarks.measuring.whisper.work import WhisperTerms
+from konkanivani.base.errors import NumericsError
+from konkanivani.base.units import MIB
+from konkanivani.memory.plan import STATE_BYTES
+
+THEIRS = "transformers"
+CONTESTANTS = "benchmarks.measuring.whisper.contestants"
+LOSS_SHARE = 0.001  # that the last losses may lie apart: both sides do the same work (half precision: ten times that)
+TRAINED = {"all": "all weights", "decoder": "the decoder alone", "lora": "LoRA of rank 32 on q and v"}
+
+
+@dataclass(frozen=True)
+class WhisperComparison:
+    """What was measured; the last result is theirs."""
+
+    terms: WhisperTerms
+    rounds: int
+    machine: str
+    results: tuple[Result, ...]
+
+    def markdown(self) -> str:
+        """The tables, with what they were measured on above them."""
+        terms, theirs = self.terms, self.results[-1]
+        return "\n".join(
+            [
+                f"Whisper {terms.size}, {TRAINED[terms.train]} ({theirs.parameters / 1e6:.1f} M parameters trained); "
+                f"{terms.utterances} windows of 30 s, one a micro-batch, with {min(terms.seconds):.1f} to "
+                f"{max(terms.seconds):.1f} s of speech and {min(terms.labels)} to {max(terms.labels)} labels; every "
+                f"block recomputed; {_precision(terms)}; {self.machine}; {self.rounds} rounds of a step each.",
+                "",
+                "| | step, s: median | least | most | CPU s | its features, s | peak, MiB | above state | growth |",
+                "|---|---|---|---|---|---|---|---|---|",
+                *(_row(result) for result in self.results),
+                "",
+                f"| ours over {THEIRS}' | median | least | CPU s | features | peak | above state | growth |",
+                "|---|---|---|---|---|---|---|---|",
+                *(_ratios(result, theirs) for result in self.results[:-1]),
+            ]
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """Everything, for a program."""
+        return asdict(self)
+
+
+def compare(terms: WhisperTerms, rounds: int, at_once: tuple[int, ...]) -> WhisperComparison:
+    """Ours, so many micro-batches at once in each of these ways, and transformers.
+
+    A NumericsError where the losses say that the two do not do the same.
+    """
+    entries = (
+        *(Entry(OURS, "", terms.utterances, at_once=count) for count in at_once),
+        Entry(THEIRS, "", terms.utterances),
+    )
+    pythons = dict.fromkeys((OURS, THEIRS), Path(sys.executable))
+    results = race(entries, pythons, terms, rounds, CONTESTANTS, aside=("features",))
+    losses = [result.loss for result in results]
+    if max(losses) - min(losses) > (10 if terms.mixed_precision else 1) * LOSS_SHARE * max(losses):
+        raise NumericsError(f"The losses {losses} are not those of one step: nothing is comparable. Mend a contestant.")
+    return WhisperComparison(terms, rounds, _machine(terms.device), results)
+
+
+def _machine(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def _precision(terms: WhisperTerms) -> str:
+    half = "fp16" if terms.device == "cuda" else "bf16"
+    return f"autocast to {half}" if terms.mixed_precision else "fp32"
+
+
+def _above_state(result: Result) -> float:
+    """What a step takes beside weights, gradients and moments of what is trained, in MiB."""
+    return result.peak_mib - STATE_BYTES * result.parameters / MIB
+
+
+def _row(result: Result) -> str:
+    times, features = result.seconds, statistics.median(result.aside["features"])
+    cpu = statistics.median(result.cpu_seconds)
+    cells = (f"{result.median:.2f}", f"{min(times):.2f}", f"{max(times):.2f}", f"{cpu:.2f}", f"{features:.3f}")
+    sizes = (f"{result.peak_mib:.0f}", f"{_above_state(result):.0f}", f"{result.growth_mib:.0f}")
+    return f"| {result.entry.name} {result.version} | {' | '.join((*cells, *sizes))} |"
+
+
+def _ratios(ours: Result, theirs: Result) -> str:
+    features = [statistics.median(result.aside["features"]) for result in (ours, theirs)]
+    cpu = [statistics.median(result.cpu_seconds) for result in (ours, theirs)]
+    pairs = (
+        (ours.median, theirs.median),
+        (min(ours.seconds), min(theirs.seconds)),
+        cpu,
+        features,
+        (ours.peak_mib, theirs.peak_mib),
+        (_above_state(ours), _above_state(theirs)),
+        (ours.growth_mib, theirs.growth_mib),
+    )
+    return f"| {ours.entry.name} | {' | '.join(f'{one / other:.2f}' for one, other in pairs)} |"

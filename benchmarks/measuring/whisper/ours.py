@@ -1,0 +1,89 @@
+"""The product's own step of a Whisper model as a contestant."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.measuring.fixed_step import peak_mib, warm_up
+from benchmarks.measuring.peers.contest import Entry
+from benchmarks.measuring.whisper.work import (
+    LORA_RANK,
+    SCHEDULE,
+    SPECIAL,
+    TOTAL_STEPS,
+    WhisperTerms,
+    build_speech,
+    fill,
+)
+from konkanivani.base.config import DataConfig, LossConfig, MemoryConfig, TrainConfig, TuningConfig
+from konkanivani.base.device import choose_device
+from konkanivani.base.units import MIB
+from konkanivani.data.batching import cut_window, same_size
+from konkanivani.memory.monitor import resident_mib
+from konkanivani.model.adapters import TENSORS
+from konkanivani.model.asr import trained_parameters
+from konkanivani.model.whisper.architecture import WhisperArchitecture
+from konkanivani.model.whisper.folder import name_in_file
+from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.training.step import train_step
+
+TUNINGS = {
+    "all": TuningConfig(),
+    "decoder": TuningConfig(freeze="encoder"),
+    "lora": TuningConfig(lora_rank=LORA_RANK, lora_targets=("query", "value")),
+}
+
+
+class KonkaniVani:
+    """`train_step` with every block recomputed, an utterance a micro-batch."""
+
+    version = "this tree"
+
+    def __init__(self, entry: Entry, terms: WhisperTerms) -> None:
+        config = dataclasses.replace(
+            TrainConfig(),
+            data=DataConfig(
+                batch_size=1, gradient_accumulation_steps=terms.utterances, micro_batches_at_once=entry.at_once
+            ),
+            loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0),
+            optimizer=SCHEDULE,
+            memory=MemoryConfig(mixed_precision=terms.mixed_precision, gradient_checkpointing="always"),
+        )
+        self.window = cut_window(build_speech(terms), same_size(1), SPECIAL)
+        self.resident_before = resident_mib()
+        architecture = WhisperArchitecture(terms.shape, TUNINGS[terms.train])
+        self.parts = build_step_parts(config, architecture, choose_device(terms.device), TOTAL_STEPS)
+        fill(_named_as_in_files(self.parts.model))
+        self.parameters = sum(parameter.numel() for parameter in trained_parameters(self.parts.model))
+        self.steps = 0
+        warm_up(self.parts, self.window)
+
+    def step(self) -> float:
+        """One optimizer step; the loss in nats a label."""
+        self.steps += 1
+        return train_step(self.parts, self.window, self.steps).loss
+
+    def features(self) -> float:
+        """The features of the step alone; their mean."""
+        means = []
+        for batch in self.window.micro_batches:
+            batch = batch.to(self.parts.forward.device)
+            made, _ = self.parts.forward.front_end(batch.waveforms, batch.sample_lengths, None)
+            means.append(made.mean())
+        return float(torch.stack(means).mean())
+
+    def resident_peak_mib(self) -> float:
+        """The run's, which the monitor begins anew each phase on a CPU."""
+        return self.parts.forward.monitor.overall_peak_mib()
+
+    def peak_bytes(self) -> int:
+        """The peak of one more step."""
+        return round(peak_mib(self.parts, self.window) * MIB)
+
+
+def _named_as_in_files(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    down, up = TENSORS
+    for name, parameter in model.named_parameters():
+        name = name.replace(down, "lora_A").replace(up, "lora_B")
+        yield name_in_file(name), parameter

@@ -1,0 +1,146 @@
+"""A Whisper model of transformers in the loop that its users write, as a contestant; LoRA by peft.
+
+Unlike transformers' Trainer, which divides every micro-batch's loss by its own labels, it divides by the window's.
+"""
+
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
+
+from benchmarks.measuring.fixed_step import MAX_WARM_UP_STEPS
+from benchmarks.measuring.whisper.work import (
+    END,
+    LORA_RANK,
+    SCHEDULE,
+    START,
+    TOTAL_STEPS,
+    WhisperTerms,
+    build_speech,
+    fill,
+)
+from konkanivani.base.lengths import SAMPLE_RATE
+from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.memory.monitor import peak_resident_mib, reset_peak_resident, resident_mib
+from konkanivani.training.optimizer import learning_rate
+
+
+class Transformers:
+    """WhisperForConditionalGeneration, gradient checkpointing, AdamW (fused), an utterance a micro-batch.
+
+    Features are made of each waveform as its turn comes, by transformers' extractor on the device.
+    """
+
+    version = transformers.__version__
+
+    def __init__(self, terms: WhisperTerms) -> None:
+        if terms.train == "lora":
+            import peft  # noqa: F401, so that its code is no part of what training takes
+        self.terms, self.speech = terms, build_speech(terms)
+        self.extractor = WhisperFeatureExtractor(feature_size=terms.shape.mel_bins)
+        self.resident_before = resident_mib()
+        reset_peak_resident()
+        self.model = build_model(terms).to(terms.device).train()
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.trained, self.parameters = trained, sum(parameter.numel() for parameter in trained)
+        decay = SCHEDULE.weight_decay
+        self.optimizer = torch.optim.AdamW(trained, betas=(0.9, 0.98), eps=1e-8, weight_decay=decay, fused=True)
+        self.dtype = torch.float16 if terms.device == "cuda" else torch.bfloat16
+        self.scaler = torch.amp.GradScaler(terms.device, enabled=terms.mixed_precision and self.dtype == torch.float16)
+        self.steps = 0
+        self.warm_up()
+
+    def warm_up(self) -> None:
+        """Steps until one has changed the weights: the first steps in fp16 only find the loss scale."""
+        while not self.optimizer.state and self.steps < MAX_WARM_UP_STEPS:
+            self.step()
+        self.steps = 1  # of those that changed something
+
+    def step(self) -> float:
+        """One optimizer step; the loss in nats a label."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(SCHEDULE, self.steps, TOTAL_STEPS)
+        labels, losses = sum(self.terms.labels), []
+        for one in self.speech:
+            with torch.autocast(self.terms.device, self.dtype, enabled=self.terms.mixed_precision):
+                loss = self.loss_sum(one.tokens, self.features_of(one.waveform)) / labels
+            self.scaler.scale(loss).backward()
+            losses.append(loss.detach())
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.trained, SCHEDULE.max_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        return float(torch.stack(losses).sum())
+
+    def loss_sum(self, tokens: list[int], features: torch.Tensor) -> torch.Tensor:
+        """The cross entropy of all labels of an utterance with features (1, F, T)."""
+        given = torch.tensor([[START, *tokens]], device=self.terms.device)
+        wanted = torch.tensor([*tokens, END], device=self.terms.device)
+        logits = self.model(input_features=features, decoder_input_ids=given, use_cache=False).logits
+        return F.cross_entropy(logits[0].float(), wanted, reduction="sum")
+
+    def features_of(self, waveform: torch.Tensor) -> torch.Tensor:
+        """Features (1, F, T) of a window."""
+        made = self.extractor(
+            waveform.numpy(), sampling_rate=SAMPLE_RATE, return_tensors="pt", device=self.terms.device
+        )
+        return made.input_features.to(self.terms.device)
+
+    def features(self) -> float:
+        """The features of the step alone; their mean."""
+        return float(torch.stack([self.features_of(one.waveform).mean() for one in self.speech]).mean())
+
+    def resident_peak_mib(self) -> float:
+        """VmHWM, on a CPU; nothing begins it anew but the constructor."""
+        return peak_resident_mib()
+
+    def peak_bytes(self) -> int:
+        """The peak of one more step: the allocator's, on a CPU that of live tensors."""
+        if self.terms.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self.step()
+            return torch.cuda.max_memory_allocated()
+        live = LiveBytes()
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        live.count([*self.model.parameters(), *self.model.buffers(), *filter(torch.is_tensor, moments)])
+        with live:
+            self.step()
+        return live.peak
+
+
+def build_model(terms: WhisperTerms) -> torch.nn.Module:
+    """The model with what is not to be trained frozen, recomputing its layers."""
+    shape = terms.shape
+    config = WhisperConfig(
+        vocab_size=shape.vocab_size,
+        num_mel_bins=shape.mel_bins,
+        d_model=shape.d_model,
+        encoder_layers=shape.encoder_layers,
+        decoder_layers=shape.decoder_layers,
+        encoder_attention_heads=shape.attention_heads,
+        decoder_attention_heads=shape.attention_heads,
+        encoder_ffn_dim=shape.feedforward_dim,
+        decoder_ffn_dim=shape.feedforward_dim,
+        max_source_positions=shape.source_positions,
+        max_target_positions=shape.target_positions,
+        use_cache=False,
+    )
+    model = WhisperForConditionalGeneration(config)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if terms.train == "decoder":
+        model.model.freeze_encoder()
+    if terms.train == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        settings = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules=["q_proj", "v_proj"])
+        model = get_peft_model(model, settings)
+    fill((_plain_name(name), parameter) for name, parameter in model.named_parameters())
+    return model
+
+
+def _plain_name(name: str) -> str:
+    """Without what peft puts around a layer's name."""
+    name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+    return name.removesuffix(".default.weight") if ".lora_" in name else name

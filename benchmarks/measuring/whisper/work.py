@@ -1,0 +1,85 @@
+"""The step that both sides take: sizes, speech and labels, and weights that are the same in both.
+
+Speech is noise, since neither side's time depends on what is said.
+"""
+
+import random
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from konkanivani.base.config import OptimizerConfig
+from konkanivani.base.lengths import SAMPLE_RATE
+from konkanivani.data.batch import Speech
+from konkanivani.data.text import SpecialTokens
+from konkanivani.model.whisper.shape import WhisperShape
+
+END, START = 50_257, 50_258
+SPECIAL = SpecialTokens(blank=START, unknown=START, start=START, end=END)
+TINY = WhisperShape(384, 6, 4, 4, 1536, 80, 51_865)
+SHAPES = {
+    "tiny": TINY,
+    "base": replace(TINY, d_model=512, attention_heads=8, encoder_layers=6, decoder_layers=6, feedforward_dim=2048),
+    "small": replace(TINY, d_model=768, attention_heads=12, encoder_layers=12, decoder_layers=12, feedforward_dim=3072),
+}
+SCHEDULE = OptimizerConfig(learning_rate=1e-5)
+TOTAL_STEPS = 1000  # of the run that these steps pretend to begin
+LORA_RANK = 32
+LOUDNESS = 0.1
+DEVIATION = 0.02
+
+
+@dataclass(frozen=True)
+class WhisperTerms:
+    """The work: a model's size, what of it is trained, utterances in a step and their seconds, labels, where."""
+
+    size: Literal["tiny", "base", "small"]
+    train: Literal["all", "decoder", "lora"]
+    utterances: int
+    shortest: float
+    longest: float
+    tokens_per_second: float
+    device: str
+    mixed_precision: bool
+
+    @property
+    def shape(self) -> WhisperShape:
+        """The dimensions of the network."""
+        return SHAPES[self.size]
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each utterance, the longest first; the same on every machine."""
+        lengths = random.Random(0)
+        return sorted((lengths.uniform(self.shortest, self.longest) for _ in range(self.utterances)), reverse=True)
+
+    @property
+    def labels(self) -> list[int]:
+        """Of each utterance, its end token included: as many as the decoder has positions for."""
+        most = self.shape.target_positions
+        return [1 + min(most - 1, max(1, round(self.tokens_per_second * length))) for length in self.seconds]
+
+
+def build_speech(terms: WhisperTerms) -> list[Speech]:
+    """The utterances, the same numbers on every machine."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Speech(
+            utterance_id=str(number),
+            waveform=LOUDNESS * torch.randn(round(seconds * SAMPLE_RATE), generator=generator),
+            tokens=torch.randint(END, (labels - 1,), generator=generator).tolist(),
+            augment_seed=None,  # no SpecAugment, of which the other side has none
+        )
+        for number, (seconds, labels) in enumerate(zip(terms.seconds, terms.labels, strict=True))
+    ]
+
+
+@torch.no_grad()
+def fill(parameters: Iterator[tuple[str, torch.nn.Parameter]]) -> None:
+    """Gives every matrix numbers that follow from its name in the files alone; LoRA's second ones stay 0."""
+    for name, parameter in parameters:
+        if parameter.dim() > 1 and "encoder.embed_positions" not in name and not name.endswith("lora_B"):
+            parameter.normal_(std=DEVIATION, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
