@@ -21,7 +21,7 @@ from konkanivani.base.device import choose_device
 from konkanivani.base.units import MIB
 from konkanivani.data.batching import cut_window, same_size
 from konkanivani.memory.monitor import resident_mib
-from konkanivani.model.adapters import TENSORS
+from konkanivani.model.adapters import LOW_RANK_TENSORS
 from konkanivani.model.asr import trained_parameters
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.folder import name_in_file
@@ -83,7 +83,7 @@ class KonkaniVani:
 
 
 def _named_as_in_files(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    down, up = TENSORS
+    down, up = LOW_RANK_TENSORS
     for name, parameter in model.named_parameters():
         name = name.replace(down, "lora_A").replace(up, "lora_B")
         yield name_in_file(name), parameter

@@ -1,0 +1,32 @@
+"""The benchmark beside transformers takes the same step on both sides, and refuses what it cannot measure."""
+
+import json
+
+import pytest
+
+from tests.conftest import run_script
+
+pytest.importorskip(
+    "transformers", reason="transformers, beside which it measures, is not installed: pip install -e .[test]"
+)
+
+
+def test_both_sides_take_the_same_step(tmp_path):
+    flags = ("--rounds", "1", "--accum", "1", "--shortest", "1", "--longest", "1", "--at_once", "1", "--json")
+    done = run_script("benchmarks/whisper_step.py", *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    ours, theirs = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert ours["parameters"] == theirs["parameters"] == 37_184_640
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    state = 16 * ours["parameters"] / 2**20
+    assert state < ours["peak_mib"] < theirs["peak_mib"]
+    assert all(
+        len(side["seconds"]) == len(side["cpu_seconds"]) == 1 < 1 + side["seconds"][0] for side in (ours, theirs)
+    )
+    assert all(0 < side["aside"]["features"][0] < side["seconds"][0] for side in (ours, theirs))
+
+
+@pytest.mark.parametrize("flags", ["--rounds 0", "--longest 31", "--shortest 9 --longest 8", "--size huge"])
+def test_flags_that_cannot_work_end_with_two(flags, tmp_path):
+    done = run_script("benchmarks/whisper_step.py", *flags.split(), cwd=tmp_path)
+    assert done.returncode == 2 and flags.split()[0] in done.stderr and "Traceback" not in done.stderr
