@@ -1,6 +1,7 @@
 """A small random Whisper model in a folder, with all files that a run begins with, written without transformers."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import safetensors.torch
@@ -9,7 +10,7 @@ import torch
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.folder import name_in_file
 from konkanivani.model.whisper.shape import WhisperShape
-from tests.byte_vocabularies import named_after, vocabulary_of_text, write_files
+from tests.byte_vocabularies import NO_TIMES, named_after, vocabulary_of_text, write_files
 from tests.conftest import WORDS
 
 SECONDS, POSITIONS = 3, 448
@@ -21,13 +22,15 @@ def write_model(
     width: int = 16,
     seed: int = 0,
     positions: int = POSITIONS,
+    seconds: int = SECONDS,
+    words: Sequence[str] = WORDS,
 ) -> Path:
-    """The folder, whose window is of three seconds; without languages a model that knows English alone."""
-    found = vocabulary_of_text(" ".join(WORDS), 300)
+    """The folder, with a window of so many seconds; without languages a model that knows English alone."""
+    found = vocabulary_of_text(" ".join(words), 300)
     named = named_after(found[0], languages)
     write_files(folder, *found, named)
     end, size = len(found[0]) - 1, len(found[0]) + len(named)
-    shape = WhisperShape(width, 2, 2, 1, 2 * width, 80, size, 50 * SECONDS, positions)
+    shape = WhisperShape(width, 2, 2, 1, 2 * width, 80, size, 50 * seconds, positions)
     config = {
         "model_type": "whisper",
         "d_model": width,
@@ -39,17 +42,22 @@ def write_model(
         "decoder_ffn_dim": 2 * width,
         "num_mel_bins": 80,
         "vocab_size": size,
-        "max_source_positions": 50 * SECONDS,
+        "max_source_positions": 50 * seconds,
         "max_target_positions": positions,
         "bos_token_id": end,
+        "pad_token_id": end,
         "eos_token_id": end,
         "decoder_start_token_id": end + 1,
     }
     generation = {"is_multilingual": bool(languages), "suppress_tokens": [], "begin_suppress_tokens": []}
+    if languages:
+        generation["lang_to_id"] = {f"<|{language}|>": named[f"<|{language}|>"] for language in languages}
+        generation["task_to_id"] = {task: named[f"<|{task}|>"] for task in ("transcribe", "translate")}
+        generation["no_timestamps_token_id"] = named[NO_TIMES]
     settings = {
         "config.json": config,
         "generation_config.json": generation | {"decoder_start_token_id": end + 1, "eos_token_id": end},
-        "preprocessor_config.json": {"feature_size": 80, "chunk_length": SECONDS, "sampling_rate": 16_000},
+        "preprocessor_config.json": {"feature_size": 80, "chunk_length": seconds, "sampling_rate": 16_000},
     }
     for name, values in settings.items():
         (folder / name).write_text(json.dumps(values), encoding="utf-8")
