@@ -3,6 +3,7 @@
 B batch, S samples, T' encoder frames, V vocabulary.
 """
 
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -26,7 +27,14 @@ from konkanivani.inference.speech_model import SpeechModel, build_pretrained_mod
 from konkanivani.inference.transcript import Segment, Transcript, Word
 from konkanivani.inference.whisper.generation import FallbackDecode
 from konkanivani.inference.whisper.vocabulary import PromptedVocabulary
-from konkanivani.inference.word_times import EmissionDelay, align_tokens, group_words, spread_words, timed_words
+from konkanivani.inference.word_times import (
+    EmissionDelay,
+    align_tokens,
+    attended_words,
+    group_words,
+    spread_words,
+    timed_words,
+)
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 
 OURS = PretrainedConfig()
@@ -84,12 +92,16 @@ class Recognizer:
         ]
 
     def _words(self, piece: Piece, encoded: torch.Tensor, tokens: list[int], delay: EmissionDelay) -> list[Word]:
-        """The words of encoded (T', D), timed within the piece as CTC says; where there is none, as they say."""
+        """The words of encoded (T', D), timed within it by CTC or Whisper's attention; without either, evenly."""
         heard, seconds = self.speech_model, piece.end - piece.start
+        framing = heard.architecture.framing
+        if isinstance(heard.tokenizer, PromptedVocabulary):
+            frames = max(1, math.ceil(len(piece.waveform) / framing.encoder_hop))
+            return attended_words(heard.model.decoder, encoded[:frames], tokens, heard.tokenizer, framing)
         if not heard.architecture.has_ctc:
-            return spread_words(tokens, heard.tokenizer, heard.architecture.framing, seconds)
+            return spread_words(tokens, heard.tokenizer, framing, seconds)
         aligned = align_tokens(heard.model.ctc_head(encoded).float().log_softmax(dim=-1), tokens)
-        words = group_words(aligned, heard.tokenizer, heard.architecture.framing)
+        words = group_words(aligned, heard.tokenizer, framing)
         delay.learn(words, piece)
         return timed_words(words, delay, seconds)
 

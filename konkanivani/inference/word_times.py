@@ -14,12 +14,15 @@ from dataclasses import dataclass
 import torch
 import torchaudio
 
-from konkanivani.base.lengths import Framing, ctc_frames_needed
+from konkanivani.base.lengths import SAMPLE_RATE, Framing, ctc_frames_needed
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.inference.segmentation import Piece
 from konkanivani.inference.transcript import Word
+from konkanivani.inference.whisper.alignment import attention_spans
 from konkanivani.inference.whisper.segments import timed_segments
+from konkanivani.inference.whisper.vocabulary import PromptedVocabulary
 from konkanivani.model.kernels.ctc import BLANK
+from konkanivani.model.whisper.network import Decoder
 
 # Seconds by which the middle of the frame that says a word's first letter lies after the word's beginning, and by which
 # a word goes on after its last letter was said: those of a model of which nothing is known yet.
@@ -159,12 +162,28 @@ def timed_words(words: list[SpokenTokens], delays: EmissionDelay, seconds: float
     return timed
 
 
-def spread_words(tokens: list[int], tokenizer: Vocabulary, framing: Framing, seconds: float) -> list[Word]:
-    """The words of a hypothesis (U) by its own times: the tokens of a segment evenly over it, or all over `seconds`."""
+def attended_words(
+    decoder: Decoder, encoded: torch.Tensor, tokens: list[int], vocabulary: PromptedVocabulary, framing: Framing
+) -> list[Word]:
+    """The words of a hypothesis (U) by where the decoder's attention is as it says them, in encoded (T', D) of speech.
+
+    Where it has times of its own, no word leaves the stretch that they give it.
+    """
+    each = framing.encoder_hop / SAMPLE_RATE
+    segments = timed_segments(tokens, vocabulary, len(encoded) * each)
+    said = [token for segment in segments for token in segment.tokens]
+    spans = iter(attention_spans(decoder, encoded, said, vocabulary) if said else ())
     timed = []
-    for segment in timed_segments(tokens, tokenizer, seconds):
-        spread = spread_tokens(segment.end - segment.begin, segment.tokens)
-        for word in group_words(spread, tokenizer, framing):
-            first, end = segment.begin + word.tokens[0].first, segment.begin + word.tokens[-1].end
-            timed.append(Word(word.text, first, min(end, segment.end), None))
+    for segment in segments:
+        aligned = [AlignedToken(token, *span) for token, span in zip(segment.tokens, spans, strict=False)]
+        for word in group_words(aligned, vocabulary, framing):
+            ends = (word.tokens[0].first * each, word.tokens[-1].end * each)
+            first, end = (min(max(time, segment.begin), segment.end) for time in ends)
+            timed.append(Word(word.text, first, end, word.confidence))
     return timed
+
+
+def spread_words(tokens: list[int], tokenizer: Vocabulary, framing: Framing, seconds: float) -> list[Word]:
+    """The words of a hypothesis (U) of which nothing says when they were said, evenly over so many seconds."""
+    words = group_words(spread_tokens(seconds, tokens), tokenizer, framing)
+    return [Word(word.text, word.tokens[0].first, word.tokens[-1].end, None) for word in words]

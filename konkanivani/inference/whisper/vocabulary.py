@@ -26,8 +26,8 @@ LATEST_FIRST = 50  # steps: speech begins in the first second, or what is before
 # An English-only model names languages too. It has one token less than the least of the others.
 ENGLISH_ONLY_SIZE = 51_864
 NEAREST = {"kok": "Konkani", "gom": "Konkani"}
-# What of generation_config.json says how a search goes.
-GENERATION = ("suppress_tokens", "begin_suppress_tokens", "max_initial_timestamp_index")
+# What of generation_config.json says how a search goes, and which heads look at the word that is said.
+GENERATION = ("suppress_tokens", "begin_suppress_tokens", "max_initial_timestamp_index", "alignment_heads")
 OTHER = "Use another model, or download its files again."
 
 
@@ -43,7 +43,7 @@ class Prompt:
 class ModelTokens:
     """What a model's files say of its tokens: how many there are, some maybe without a name, and places for them.
 
-    `generation` is what generation_config.json says of a search; the rest of that file is not looked at.
+    `generation` is what generation_config.json says; the rest of that file is not looked at.
     """
 
     size: int
@@ -53,7 +53,7 @@ class ModelTokens:
 
     @property
     def said(self) -> dict[str, object]:
-        """What of `generation` a search goes by."""
+        """What of `generation` is looked at."""
         return {name: self.generation[name] for name in GENERATION if name in self.generation}
 
 
@@ -165,6 +165,19 @@ class PromptedVocabulary:
         """The label of a text said from `begin` to `end` seconds; with `end` None it goes on behind the window."""
         times = [self.time_token(begin)], [] if end is None else [self.time_token(end)]
         return [*self.prefix_with_times, *times[0], *self._pairs.encode(text), *times[1]]
+
+    @property
+    def alignment_heads(self) -> tuple[tuple[int, int], ...]:
+        """Block and number of each of the decoder's heads that look at what is said; none where nobody has found them.
+
+        A DataError where they are no such pairs.
+        """
+        pairs = self._tokens.generation.get("alignment_heads") or []
+        if not isinstance(pairs, list) or any(
+            not isinstance(pair, list) or [type(number) for number in pair] != [int, int] for pair in pairs
+        ):
+            raise DataError(f"generation_config.json: alignment_heads are no pairs of numbers. {OTHER}")
+        return tuple((block, head) for block, head in pairs)
 
     def time_token(self, seconds: float) -> int:
         """The token of a time, of the nearest that there is."""

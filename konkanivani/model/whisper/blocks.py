@@ -5,6 +5,8 @@ Masks are for utterances that are shorter than others of their batch, and None w
 B batch, T frames or tokens, S encoder frames, D model width, H heads, E = D / H head width, F mel bins.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -68,6 +70,11 @@ class Attention(torch.nn.Module):
         """norm(x) over given keys and values (B, H, S, E)."""
         query = self._heads_of(x, self.query, norm)
         return self._joined(F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask))
+
+    def scores(self, x: torch.Tensor, norm: torch.nn.LayerNorm, key: torch.Tensor) -> torch.Tensor:
+        """What a softmax over the keys (B, H, S, E) makes weights of: (B, H, T, S)."""
+        query = self._heads_of(x, self.query, norm)
+        return query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
 
     def keys_and_values(self, encoded: torch.Tensor) -> KeysAndValues:
         """Those of encoded (B, S, D), each (B, H, S, E)."""
@@ -134,6 +141,13 @@ class DecoderBlock(torch.nn.Module):
     def forward(self, x: torch.Tensor, encoded: torch.Tensor, encoded_mask: torch.Tensor | None = None) -> torch.Tensor:
         x = x + self.self_attention.over_itself(x, self.self_attention_norm, causal=True)
         return self._with_encoded(x, self.cross_attention.keys_and_values(encoded), encoded_mask)
+
+    def watched(self, x: torch.Tensor, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward`, and the scores (B, H, T, S) by which its heads look at the encoded frames."""
+        x = x + self.self_attention.over_itself(x, self.self_attention_norm, causal=True)
+        cross_kv = self.cross_attention.keys_and_values(encoded)
+        scores = self.cross_attention.scores(x, self.cross_attention_norm, cross_kv[0])
+        return self._with_encoded(x, cross_kv, None), scores
 
     def step(
         self,

@@ -113,6 +113,14 @@ class Decoder(torch.nn.Module):
             x = run_block(block, x, encoded, encoded_mask)
         return self.norm(x)
 
+    def watched(self, tokens: torch.Tensor, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward` without padding, tokens (B, U) given: decoded, and all blocks' scores (L, B, H, U, T')."""
+        x, scores = self.embedding(tokens) + self.positions[: tokens.shape[1]], []
+        for block in self.blocks:
+            x, seen = block.watched(x, encoded)
+            scores.append(seen)
+        return self.norm(x), torch.stack(scores)
+
     def output(self, decoded: torch.Tensor) -> torch.Tensor:
         """Logits (…, V) of decoded (…, D)."""
         return fused_linear(decoded, self.embedding)
