@@ -33,6 +33,7 @@ MAX_WORDS, PICTURES, MAX_PICTURE_BYTES = 950, 4, 150 * 1024
 SETUP = "./run_training_memory_optimized.sh"
 TOP = (SETUP, "./run_tests.sh")
 # What has tests of its own, names no corpus, or plans the largest preset, which takes minutes.
+COMPARISON = "training_scripts/compare_models.py"
 ELSEWHERE = ("benchmarks/", "--source egs/x", "--source FOLDER", "plan_memory.py --memory_budget", "--world 8")
 FLAGS_IN = (
     "konkanivani/base/config.py",
@@ -68,7 +69,8 @@ def folder(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("sentences.txt", "said.txt", "heard.txt"):
         (folder / name).write_text("एक दोन तीन\nउदक घर\n", encoding="utf-8")
     write_surroundings(folder / "noise")
-    write_model(folder / "whisper-small", positions=64)  # untrained, it says as much as it may
+    for name in ("whisper-small", "whisper-tiny"):
+        write_model(folder / name, positions=64)  # untrained, it says as much as it may
     run(commands(TRAINING)[0], folder, 8)
     return folder
 
@@ -77,8 +79,9 @@ def run(command: str, folder: Path, max_steps: int) -> str:
     """Runs it on this machine's device, few steps of it; what it printed."""
     script, *words = [TRAINER, *shlex.split(command)[1:]] if command.startswith(SETUP) else shlex.split(command)[1:]
     words = ["cpu" if word == "cuda" and not torch.cuda.is_available() else word for word in words]
-    if script == TRAINER:
+    if script in (TRAINER, COMPARISON):
         words += ["--max_steps", str(max_steps), "--num_workers", "0"]
+    if script == TRAINER:
         words += [] if {"--preset", "--resume", "--pretrained"} & set(words) else TINY_MODEL
     done = run_script(script, *words, cwd=folder)
     assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, f"{command}\n{done}"
