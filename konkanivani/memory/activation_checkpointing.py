@@ -28,7 +28,7 @@ class RecomputedBlocks:
         masks = dropout_generator()
         run = block if masks is None else _seeded(block, derive_seed(masks.initial_seed(), block.number))
         if block.number < self.count:
-            return run_recomputed(run, *inputs, keeps_random_state=masks is None)
+            return run_recomputed(run, *inputs, keeps_random_state=masks is None, kept=block.kept)
         return run(*inputs)
 
 

@@ -44,7 +44,7 @@ class KonkaniVaniASR(torch.nn.Module):
         self.ctc_head = Linear(config.d_model, vocab_size) if has_ctc else None
         self.decoder = Decoder(config, vocab_size) if config.decoder_layers else None
         for number, block in enumerate(self.blocks):
-            block.number = number
+            block.number, block.kept = number, frozenset()
 
     @property
     def blocks(self) -> list[torch.nn.Module]:

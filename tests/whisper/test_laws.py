@@ -5,9 +5,11 @@ What each law says is in tests/laws; that a plan bounds the peak and that resumi
 
 import dataclasses
 import time
+from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from konkanivani.data.batch import Batch, Window, order_for_concurrency
@@ -19,6 +21,7 @@ from konkanivani.inference.pretrained import digest_of
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.model.cache import FIRST_ROOM
 from konkanivani.model.losses import LossCounts, LossSums
+from konkanivani.model.whisper import network
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.training import step
 from konkanivani.training.concurrent import OrderedAccumulation
@@ -98,6 +101,34 @@ def test_recomputed_blocks_give_the_same_gradient_bit_for_bit(mode, policy):
     assert are_equal(*found)
     # Below all that is trained nothing is kept, so nothing is to be computed again.
     assert (flop[1] > flop[0]) == (policy(1.0).count > BLOCKS_BELOW[mode])
+
+
+class Calls(TorchDispatchMode):
+    """How often each operation is run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.counts[operation] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+@every_mode
+def test_what_attention_gave_is_kept_where_a_block_is_recomputed(mode, monkeypatch):
+    cut = window([dataclasses.replace(one, waveform=one.waveform.float()) for one in SPOKEN], 2)
+    attention, gelu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, torch.ops.aten.gelu.default
+
+    def calls(policy: str) -> tuple[int, int]:
+        with Calls() as found:
+            gradients(whisper_parts(mode, dtype=torch.float32).recomputing(RecomputePolicy(policy)), cut)
+        return found.counts[attention], found.counts[gelu]
+
+    never, always = calls("never"), calls("always")
+    assert never[0] == always[0] > 0 and never[1] < always[1]
+    monkeypatch.setattr(network, "ATTENTION", frozenset())
+    assert calls("always")[0] > never[0]  # the negative control
 
 
 # ------------------------------------------------------------------------------------ 5: a split step is the same step
