@@ -69,14 +69,16 @@ def build_speech_model(checkpoint: Checkpoint, device: torch.device) -> SpeechMo
 
 
 def build_pretrained_model(pretrained: Pretrained, asked: PretrainedConfig, device: torch.device) -> SpeechModel:
-    """The model of a folder that others have trained, as it is."""
+    """The model of a folder that others have trained, as it is.
+
+    It is not asked for times: who fine-tuned it may have trained without, and the folder does not say so.
+    """
     architecture, tokenizer = pretrained.architecture(TuningConfig(), asked), pretrained.vocabulary(asked)
     model = architecture.build_without_values()
     model.load_state_dict(pretrained.weights(), assign=True)
     front_end = architecture.build_front_end(AugmentConfig()).to(device)
     longest = float(architecture.longest_seconds)
-    times = tokenizer.has_times
-    return SpeechModel(architecture, model.to(device).eval(), front_end, tokenizer, device, longest, "keep", times)
+    return SpeechModel(architecture, model.to(device).eval(), front_end, tokenizer, device, longest, "keep")
 
 
 def settings_of_weights(checkpoint: Checkpoint) -> TrainConfig:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import torch
 from konkanivani.base.config import PretrainedConfig
 from konkanivani.base.errors import DataError
 from konkanivani.inference.pretrained import read_pretrained
+from konkanivani.inference.recognizer import timed
+from konkanivani.inference.speech_model import build_pretrained_model
 from konkanivani.inference.whisper.alignment import alignment_weights, attention_spans, first_frames
 from konkanivani.inference.whisper.vocabulary import vocabulary_of
 from konkanivani.inference.word_times import attended_words
@@ -131,3 +134,10 @@ def test_heads_are_kept_with_the_tokens_and_must_be_pairs(tmp_path):
     tampered = vocabulary_of(vocabulary.model.replace(b"[[0, 1]", b'[[0, "1"]'))
     with pytest.raises(DataError, match="alignment_heads are no pairs"):
         _ = tampered.alignment_heads
+
+
+def test_a_folder_is_not_asked_for_times_that_it_may_have_forgotten(tmp_path):
+    folder = read_pretrained(write_model(tmp_path / "small"))
+    found = build_pretrained_model(folder, PretrainedConfig(language="mr"), torch.device("cpu"))
+    assert found.tokenizer.has_times and timed(found) is found
+    assert timed(replace(found, knows_times=True)).tokenizer.rules.times is not None  # the negative control
