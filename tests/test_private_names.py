@@ -38,6 +38,7 @@ OPERATORS = {
 }
 NAMES = {
     "torch.optim.adamw.adamw",
+    "torch._ops.OpOverload",
     "torch._subclasses.fake_tensor.FakeTensorMode",
     "torch.Tensor._make_wrapper_subclass",
     "torch._C._disabled_torch_function_impl",

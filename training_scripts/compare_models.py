@@ -52,7 +52,8 @@ def read_own_flags(given: list[Flag], arguments: list[str]) -> Flags:
     """This script's flags of a command line, one that is given several times with the values of all."""
     words = []
     for name in OWN:
-        if named := [flag for flag in given if flag.name == name]:
+        named = [flag for flag in given if flag.name == name]
+        if named:  # an old Python must be able to read this file, to say that it is too old
             words += [f"--{name}", *(value for flag in named for value in flag.values)]
     return read_flags(Flags, ["--help"] if {"-h", "--help"} & set(arguments) else words, Flags())
 

@@ -108,8 +108,8 @@ def left_behind(run: LongRun) -> list[str]:
     epochs = len(list(run.checkpoints.glob("checkpoint_epoch_*.pt")))
     if epochs > KEPT_EPOCHS:
         found.append(f"{epochs} epochs were kept")
-    if "Traceback" in run.output.read_text(encoding="utf-8"):
-        found.append("a traceback was printed")
+    if "Traceback" in (printed := run.output.read_text(encoding="utf-8")):
+        found.append(f"a traceback was printed: {printed[printed.index('Traceback') :][:3000]}")
     return found
 
 
