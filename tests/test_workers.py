@@ -1,14 +1,19 @@
 """What audio workers have made comes in order, whatever becomes of those that make what follows."""
 
+import multiprocessing
 import os
 import signal
+import sys
 import time
+from multiprocessing.connection import Client, Connection
+from multiprocessing.reduction import DupFd, recv_handle
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
-from konkanivani.data.loader.workers import Loaded, LoaderConfig, WorkersFailed, load_in_order
+from konkanivani.data.loader.workers import Loaded, LoaderConfig, WorkersFailed, _begin_worker, load_in_order
 from tests.patience import PATIENCE
 
 LONGER_THAN_WORKERS_ARE_LEFT_ALONE = 2.5  # seconds
@@ -55,3 +60,31 @@ def test_what_lies_before_a_deadly_item_comes_although_it_takes_longer(capsys):
 def test_all_come_once_and_in_order_where_workers_die_and_come_back(lives, capsys):
     assert _load(SlowThenDeadly(lives)) == (list(range(6)), None)
     assert capsys.readouterr().out.count("started once more") == lives
+
+
+def _hand_over(pipe: Connection, errors: Path, begins_as_worker: bool) -> None:
+    """A process that has something to hand over, as a worker has its batches."""
+    sys.stderr = errors.open("w", buffering=1)
+    if begins_as_worker:
+        _begin_worker(0)
+    pipe.send([DupFd(2)._id for _ in range(2)])
+    pipe.recv()
+
+
+@pytest.mark.parametrize("begins_as_worker", [True, False], ids=["a worker", "another process"])
+def test_a_worker_keeps_silent_where_the_trainer_goes_while_it_is_handed_a_batch(tmp_path, begins_as_worker):
+    ours, theirs = multiprocessing.get_context("fork").Pipe()
+    hands_over = multiprocessing.get_context("fork").Process(
+        target=_hand_over, args=(theirs, tmp_path / "errors", begins_as_worker)
+    )
+    hands_over.start()
+    (address, _), (_, key) = ours.recv()
+    authkey = multiprocessing.current_process().authkey
+    Client(address, authkey=authkey).close()  # and goes
+    with Client(address, authkey=authkey) as taken:  # is served when the one before has been
+        taken.send((key, os.getpid()))
+        os.close(recv_handle(taken))
+    ours.send("done")
+    hands_over.join(PATIENCE)
+    assert hands_over.exitcode == 0
+    assert ("Traceback" in (tmp_path / "errors").read_text()) != begins_as_worker

@@ -5,6 +5,7 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
+from types import TracebackType
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -281,6 +283,15 @@ def _begin_worker(_worker: int) -> None:
     """
     for number in stopping_signals():
         signal.signal(number, signal.SIG_IGN)
+    sys.excepthook = _tell_unless_the_trainer_has_gone
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != multiprocessing.parent_process().pid:  # it had ended before that was said
         os._exit(1)
+
+
+def _tell_unless_the_trainer_has_gone(
+    kind: type[BaseException], error: BaseException, at: TracebackType | None
+) -> None:
+    """The thread that hands batches over tells here of one whose taker ended in the midst of it: that is no fault."""
+    if not isinstance(error, (EOFError, ConnectionError)):
+        sys.__excepthook__(kind, error, at)
