@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from konkanivani.base.randomness import derive_seed, dropout_generator, dropout_seed
+from konkanivani.memory.placement import PlacedBlock
 from konkanivani.model.kernels.recompute import run_recomputed
 
 ALL_BLOCKS = sys.maxsize
@@ -19,20 +20,21 @@ class RecomputedBlocks:
 
     The first ones, because the backward pass reaches them last: what it recomputes then finds the others' activations
     gone. Dropout draws the same masks again: where a micro-batch's masks have a seed, each block's have one that
-    follows from it, else the generators' state is kept beside the block's input.
+    follows from it, else the generators' state is kept beside the block's input. What is fetched is always recomputed.
     """
 
     count: int
 
-    def __call__(self, block: torch.nn.Module, *inputs: object) -> torch.Tensor:
+    def __call__(self, block: torch.nn.Module | PlacedBlock, *inputs: object) -> torch.Tensor:
         masks = dropout_generator()
         run = block if masks is None else _seeded(block, derive_seed(masks.initial_seed(), block.number))
-        if block.number < self.count:
+        is_fetched = isinstance(block, PlacedBlock) and block.is_fetched
+        if block.number < self.count or is_fetched:
             return run_recomputed(run, *inputs, keeps_random_state=masks is None, kept=block.kept)
         return run(*inputs)
 
 
-def _seeded(block: torch.nn.Module, seed: int) -> Callable[..., torch.Tensor]:
+def _seeded(block: torch.nn.Module | PlacedBlock, seed: int) -> Callable[..., torch.Tensor]:
     """The block with masks of this seed."""
 
     def run(*inputs: object) -> torch.Tensor:

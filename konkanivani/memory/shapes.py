@@ -1,22 +1,26 @@
-"""Tensors without data: a shape, a layout and a storage that takes no memory, on what says that it is a CPU.
+"""Tensors without data: a shape, a layout and a storage that takes no memory, on the card or on the host.
+
+A card's tensors say that they are a CPU's, the host's that they are the meta device's.
 
 What an operation makes of such tensors is asked of PyTorch's own, FakeTensor, but only once for the same layouts: the
 blocks of a model are alike, and FakeTensor takes a fifth of a millisecond to answer, most of it to find its answer
 again. A view, which is cheap, is taken of the meta device's tensor that holds the storage.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 META = torch.device("meta")
+CARD, HOST = torch.device("cpu"), META
 
 
 class Shape(torch.Tensor):
-    """A tensor that says it is a CPU's; `meta`, which has its storage, is the meta device's."""
+    """A tensor of the card or the host; `meta`, which has its storage, is the meta device's."""
 
     __slots__ = ("meta",)
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -30,15 +34,15 @@ class Shape(torch.Tensor):
         raise RuntimeError(f"{operation} was asked of tensors without data outside of their mode.")
 
 
-def shape_of(meta: torch.Tensor) -> Shape:
-    """A Shape on this tensor of the meta device."""
+def shape_of(meta: torch.Tensor, device: torch.device = CARD) -> Shape:
+    """A Shape on this tensor of the meta device, which says that it is on `device`."""
     made = torch.Tensor._make_wrapper_subclass(
         Shape,
         meta.shape,
         strides=meta.stride(),
         storage_offset=meta.storage_offset(),
         dtype=meta.dtype,
-        device="cpu",
+        device=device,
     )
     made.meta = meta
     return made
@@ -60,7 +64,7 @@ class Shapes(TorchDispatchMode):
     def from_tensor(self, tensor: torch.Tensor) -> Shape:
         """The tensor without its data."""
         with no_dispatch():
-            return tensor if isinstance(tensor, Shape) else shape_of(_without_data(tensor))
+            return tensor if isinstance(tensor, Shape) else shape_of(_without_data(tensor), tensor.device)
 
     def __torch_dispatch__(
         self, operation: Callable, types: tuple, args: tuple = (), kwargs: Mapping | None = None
@@ -86,7 +90,7 @@ class Shapes(TorchDispatchMode):
                 given = [_fake_of(value) for value in args]
                 known = _layout_of(operation(*given, **{name: _fake_of(value) for name, value in kwargs.items()}))
             self._known[key] = known
-        return _laid_out(known)
+        return _laid_out(known, kwargs.get("device") or _place_of(args))
 
 
 def _kind_of(operation: Callable) -> str:
@@ -105,7 +109,14 @@ def _kind_of(operation: Callable) -> str:
 def _run(operation: Callable, args: tuple, kwargs: Mapping) -> object:
     given: dict[int, Shape] = {}
     inner = [_inner(value, given) for value in args]
-    return _outer(operation(*inner, **{name: _inner(value, given) for name, value in kwargs.items()}), given)
+    made = operation(*inner, **{name: _inner(value, given) for name, value in kwargs.items()})
+    return _outer(made, given, kwargs.get("device") or _place_of(args))
+
+
+def _place_of(args: Sequence[object]) -> torch.device:
+    """Where the operation's tensors are: those that are more than a number, which may be of any place."""
+    tensors = [leaf for leaf in tree_leaves(list(args)) if isinstance(leaf, torch.Tensor)]
+    return max(tensors, key=lambda tensor: tensor.dim() > 0).device if tensors else CARD
 
 
 def _inner(value: object, given: dict[int, Shape]) -> object:
@@ -122,10 +133,10 @@ def _inner(value: object, given: dict[int, Shape]) -> object:
     return None if isinstance(value, torch.Generator) else value
 
 
-def _outer(value: object, given: dict[int, Shape]) -> object:
+def _outer(value: object, given: dict[int, Shape], device: torch.device) -> object:
     if isinstance(value, torch.Tensor):
-        return given.get(id(value)) if id(value) in given else shape_of(value)
-    return [_outer(one, given) for one in value] if isinstance(value, (list, tuple)) else value
+        return given.get(id(value)) if id(value) in given else shape_of(value, device)
+    return [_outer(one, given, device) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,8 +165,8 @@ def _layout_of(made: object) -> object:
     return [_layout_of(one) for one in made] if isinstance(made, (list, tuple)) else made
 
 
-def _laid_out(layout: object) -> object:
+def _laid_out(layout: object, device: torch.device) -> object:
     if isinstance(layout, tuple):
         size, stride, dtype = layout
-        return shape_of(torch.empty_strided(size, stride, dtype=dtype, device=META))
-    return [_laid_out(one) for one in layout] if isinstance(layout, list) else layout
+        return shape_of(torch.empty_strided(size, stride, dtype=dtype, device=META), device)
+    return [_laid_out(one, device) for one in layout] if isinstance(layout, list) else layout

@@ -37,6 +37,9 @@ class ASROutput:
 class KonkaniVaniASR(torch.nn.Module):
     """Conformer or Transformer encoder; CTC head, Transformer decoder or both."""
 
+    sliced_weights: tuple[torch.Tensor, ...] = ()
+    """Weights outside of the blocks that need not be where the model runs: none."""
+
     def __init__(self, config: ModelConfig, vocab_size: int, mel_bins: int, has_ctc: bool = True) -> None:
         super().__init__()
         self.config = config

@@ -11,6 +11,7 @@ from konkanivani.base.distributed import ALONE, Topology
 from konkanivani.base.randomness import derive_seed
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
+from konkanivani.memory.placement import HOST, ON_CARD, PlacedWeights, Placement
 from konkanivani.memory.recovery import OomHistory
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.front_end import FeatureExtractor
@@ -29,18 +30,21 @@ def build_forward(
     device: torch.device,
     front_end: FeatureExtractor | None = None,
     sharded_over: Topology | None = None,
+    placement: Placement = ON_CARD,
+    host: torch.device = HOST,
 ) -> ForwardPass:
     """The model, freshly initialised from the seed, behind its front end; its weights sharded over ranks if given.
 
-    A front end that is given takes the place of the model's own, as in a trace.
+    A front end that is given takes the place of the model's own, and `host` that of a CPU, as in a trace.
     """
     config = resolve(config)  # what no amount of speech has decided
     torch.manual_seed(derive_seed(config.run.seed, "weights"))
     model = architecture.build()
     if sharded_over is not None:
         shard_model(model, sharded_over, device)
-    elif device.type != "cpu":  # a trace's tensors cannot be moved
+    elif device.type != "cpu" and placement.is_on_card:  # a trace's tensors cannot be moved
         model.to(device)
+    amp_dtype = choose_precision(config.memory, device)
     return ForwardPass(
         architecture=architecture,
         model=model,
@@ -48,9 +52,10 @@ def build_forward(
         recompute=RecomputePolicy(config.memory.gradient_checkpointing),
         monitor=MemoryMonitor(device, config.memory.empty_cache_interval),
         device=device,
-        amp_dtype=choose_precision(config.memory, device),
+        amp_dtype=amp_dtype,
         objective=architecture.objective(config.loss),
-        at_once=choose_at_once(config, device, is_sharded=sharded_over is not None),
+        weights=PlacedWeights(model, placement, device, amp_dtype, host),
+        at_once=choose_at_once(config, device, is_sharded=sharded_over is not None) if placement.is_on_card else 1,
     )
 
 
@@ -70,9 +75,11 @@ def build_step_parts(
     front_end: FeatureExtractor | None = None,
     topology: Topology = ALONE,
     sharded: bool = False,
+    placement: Placement = ON_CARD,
+    host: torch.device = HOST,
 ) -> StepParts:
     """Everything that a step works with, freshly initialised from the seed; `sharded`: sharded over the ranks."""
-    forward = build_forward(config, architecture, device, front_end, topology if sharded else None)
+    forward = build_forward(config, architecture, device, front_end, topology if sharded else None, placement, host)
     return StepParts(
         forward=forward,
         optimizer=build_optimizer(forward.model, config.optimizer),

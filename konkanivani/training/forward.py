@@ -11,6 +11,7 @@ from konkanivani.base.lengths import CHUNK_FRAMES
 from konkanivani.data.batch import Batch, order_for_concurrency, split_batch
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
+from konkanivani.memory.placement import PlacedWeights
 from konkanivani.memory.recovery import Cut
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import ASROutput, KonkaniVaniASR
@@ -36,6 +37,7 @@ class ForwardPass:
     device: torch.device
     amp_dtype: torch.dtype | None
     objective: Objective
+    weights: PlacedWeights
     chunk_frames: int = CHUNK_FRAMES
     at_once: int = 1
 
@@ -44,7 +46,7 @@ class ForwardPass:
         batch = batch.to(self.device)
         features, feature_lengths = self.front_end(batch.waveforms, batch.sample_lengths, batch.augment_seeds)
         with self.autocast():
-            run_block = self.recompute(batch.longest_seconds)
+            run_block = self.weights.around(self.recompute(batch.longest_seconds))
             output = self.model(features, feature_lengths, batch.decoder_tokens, run_block, self.chunk_frames)
             return output, self.model.loss_sums(output, batch, self.objective, self.chunk_frames)
 

@@ -99,6 +99,7 @@ def accumulate(task: GradientTask, cut: Cut) -> torch.Tensor | None:
     parts = dataclasses.replace(task.parts, forward=task.parts.forward.run_as(cut))
     seed_step(parts.seed, task.step, parts.topology.rank)
     parts.model.train()
+    parts.forward.weights.refresh()
     parts.optimizer.zero_grad()
     terms, seed = len(parts.forward.objective.terms), torch.initial_seed()
     totals = torch.zeros(terms, dtype=torch.float64, device=parts.forward.device)
@@ -123,6 +124,7 @@ def finish_gradient(parts: StepParts, totals: torch.Tensor) -> WindowGradient:
     """The gradient in the parameters' `.grad`, unscaled and clipped, of a window of these summed losses (terms,)."""
     parts.scaler.unscale_(parts.optimizer)
     norm = full_tensor(torch.nn.utils.clip_grad_norm_(trained_parameters(parts.model), parts.schedule.max_grad_norm))
+    norm = norm.to(totals.device)
     scale = parts.scaler.scale(torch.ones_like(norm))  # get_scale() would wait for the device once more
     *sums, norm, scale = parts.read(torch.cat([totals, torch.stack([norm.detach(), scale]).double()]))
     return WindowGradient(tuple(sums), norm, scale)

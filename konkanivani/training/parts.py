@@ -76,7 +76,8 @@ class StepParts:
         front_end = self.forward.front_end
         buffers = list(front_end.buffers()) if isinstance(front_end, torch.nn.Module) else []
         moments = [tensor for state in self.optimizer.state.values() for tensor in state.values()]
-        return [*self.model.parameters(), *self.model.buffers(), *buffers, *moments]
+        copies = self.forward.weights.copies
+        return [*self.model.parameters(), *self.model.buffers(), *copies, *buffers, *moments]
 
     def recomputing(self, policy: RecomputePolicy) -> "StepParts":
         """The same step under another policy of what is recomputed in the backward pass."""

@@ -10,6 +10,7 @@ from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, same_size
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.memory.placement import ON_CARD, Placement
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.parts import StepParts
@@ -33,6 +34,7 @@ def double_parts(
     vocab_size: int = VOCAB_SIZE,
     topology: Topology = ALONE,
     sharded: bool = False,
+    placement: Placement = ON_CARD,
 ) -> StepParts:
     """Step parts in float64 on the CPU, micro-batches one after another; SpecAugment as in training."""
     one_after_another = DataConfig(micro_batches_at_once=1)
@@ -42,7 +44,8 @@ def double_parts(
     try:
         cpu = torch.device("cpu")
         architecture = architecture_of(config, vocab_size)
-        return build_step_parts(config, architecture, cpu, 100, topology=topology, sharded=sharded)
+        ranks = {"topology": topology, "sharded": sharded}
+        return build_step_parts(config, architecture, cpu, 100, **ranks, placement=placement)
     finally:
         torch.set_default_dtype(torch.float32)
 

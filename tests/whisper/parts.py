@@ -17,6 +17,7 @@ from konkanivani.base.config import (
 )
 from konkanivani.base.distributed import ALONE, Topology
 from konkanivani.data.batch import Window
+from konkanivani.memory.placement import ON_CARD, Placement
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.folder import DIMENSIONS, TWINS, name_in_file
 from konkanivani.model.whisper.network import Whisper
@@ -79,12 +80,14 @@ def whisper_parts(
     dtype: torch.dtype = torch.float64,
     topology: Topology = ALONE,
     sharded: bool = False,
+    placement: Placement = ON_CARD,
 ) -> StepParts:
     """Step parts on the CPU."""
     torch.set_default_dtype(dtype)
     try:
         architecture = LearntWhisper(SHAPE, MODES[mode])
-        return build_step_parts(config or whisper_config(), architecture, CPU, 100, topology=topology, sharded=sharded)
+        ranks = {"topology": topology, "sharded": sharded}
+        return build_step_parts(config or whisper_config(), architecture, CPU, 100, **ranks, placement=placement)
     finally:
         torch.set_default_dtype(torch.float32)
 

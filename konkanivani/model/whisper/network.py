@@ -66,8 +66,12 @@ class TiedEmbedding(torch.nn.Embedding):
     bias = None
 
     def with_head(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Vectors (B, U, D) of tokens (B, U), and the head (V, D): used together, they have one gradient."""
-        return _Tied.apply(self.weight, tokens)
+        """Vectors (B, U, D) of tokens (B, U), and the head (V, D): used together, they have one gradient.
+
+        The vectors are where the tokens are, the head and the gradient where the weight is.
+        """
+        vectors, head = _Tied.apply(self.weight, tokens.to(self.weight.device))
+        return vectors.to(tokens.device), head
 
 
 class _Tied(torch.autograd.Function):
@@ -178,6 +182,11 @@ class Whisper(torch.nn.Module):
     def blocks(self) -> list[torch.nn.Module]:
         """What can be recomputed in the backward pass, in the order of the forward pass; the convolutions are one."""
         return [self.encoder.subsampling, *self.encoder.blocks, *self.decoder.blocks]
+
+    @property
+    def sliced_weights(self) -> tuple[torch.Tensor, ...]:
+        """Weights outside of the blocks that need not be where the model runs: it takes rows and slices of them."""
+        return (self.decoder.embedding.weight,)
 
     def forward(
         self,

@@ -25,7 +25,8 @@ def vocabulary_loss_sum(
 ) -> torch.Tensor:
     """The summed, smoothed cross entropy of logits decoded (B, U, D) @ weight (V, D)ᵀ against targets (B, U).
 
-    Padding is -1. At least in fp32 whatever the autocast, in which the products are in half precision.
+    The weight may lie elsewhere: slices of it are brought, and its gradient lies beside it. Padding is -1. At least in
+    fp32 whatever the autocast, in which the products are in half precision.
     """
     return _VocabularyLoss.apply(decoded.flatten(0, 1), weight, targets.flatten(), label_smoothing)
 
@@ -88,7 +89,7 @@ class _Scores:
 
     def part(self, columns: slice) -> torch.Tensor:
         """The slice's weight (W, D), as it is multiplied."""
-        return self._weight[columns].to(self.dtype)
+        return self._weight[columns].to(self.rows.device, self.dtype)
 
     def logits(self, columns: slice) -> torch.Tensor:
         """(N, W), in at least fp32; nobody else has them."""

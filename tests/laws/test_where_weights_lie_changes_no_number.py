@@ -1,0 +1,137 @@
+"""Law: weights on the card, in half precision there or on the host: after some steps they are the same, bit for bit.
+
+Of our own recogniser and of Whisper, all weights trained, the encoder frozen, low-rank products; several micro-batches
+a step, every block recomputed or none that need not be, dropout drawn, memory that runs out within a step.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from konkanivani.decoding.decode import Decode
+from konkanivani.memory import placement as placements
+from konkanivani.memory.placement import ON_CARD, Placement
+from konkanivani.training.optimizer import set_learning_rate
+from konkanivani.training.parts import StepParts
+from konkanivani.training.step import train_step
+from konkanivani.training.validation import recognize
+from tests.laws.failing import ERRORS, above, failing_forward
+from tests.laws.parts import MODEL, double_parts, speeches, window, with_dropout
+from tests.whisper.parts import MODES, whisper_config, whisper_parts
+
+ALL, SOME = Placement(fetched=99), Placement(fetched=2)
+HALVED = Placement(halved=True)
+
+
+def weights_after(parts: StepParts, steps: int = 3, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """The weights, the optimizer's moments and the last norm after some steps of other utterances each."""
+    for step in range(steps):
+        spoken = [dataclasses.replace(s, waveform=s.waveform.to(dtype)) for s in speeches(4, seed=step)]
+        report = train_step(parts, window(spoken, 2), step)
+        assert report and not report.is_skipped
+    moments = [state["exp_avg_sq"] for state in parts.optimizer.state.values()]
+    found = {**dict(parts.model.named_parameters()), "norm": torch.tensor(report.gradient_norm)}
+    return found | {f"moment {number}": moment for number, moment in enumerate(moments)}
+
+
+def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """The names of what is not equal, bit for bit."""
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def ours(placement: Placement, recompute: str = "never", dropout: float = 0.1) -> StepParts:
+    """Our own recogniser in float64."""
+    return double_parts(with_dropout(MODEL, dropout), recompute, placement=placement)
+
+
+def whisper_in_half(mode: str, placement: Placement) -> StepParts:
+    """A small Whisper of which the products are in half precision."""
+    return whisper_parts(mode, whisper_config("always", half=True), torch.float32, placement=placement)
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+@pytest.mark.parametrize("placement", [SOME, ALL], ids=["some", "all"])
+def test_our_own_fetched(placement: Placement, recompute: str) -> None:
+    assert not differing(weights_after(ours(ON_CARD, recompute)), weights_after(ours(placement, recompute)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("placement", [SOME, ALL], ids=["some", "all"])
+def test_whisper_fetched(mode: str, placement: Placement) -> None:
+    on_card, fetched = (weights_after(whisper_parts(mode, placement=place)) for place in (ON_CARD, placement))
+    assert not differing(on_card, fetched)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("placement", [ALL, HALVED, Placement(2, halved=True)], ids=["all", "halved", "some, halved"])
+def test_whisper_in_half_precision(mode: str, placement: Placement) -> None:
+    on_card, away = (weights_after(whisper_in_half(mode, place), dtype=torch.float32) for place in (ON_CARD, placement))
+    assert not differing(on_card, away)
+
+
+def test_memory_that_runs_out_on_the_way() -> None:
+    whole = weights_after(ours(ON_CARD, dropout=0.0))
+    split = weights_after(failing_forward(ours(ALL, dropout=0.0), above(1), ERRORS["cpu"]))
+    assert all(torch.allclose(whole[name], split[name], rtol=1e-9, atol=1e-12) for name in whole)
+
+
+def test_halves_that_are_never_refreshed_are_seen() -> None:
+    """The control: what is multiplied by stays as it was at first."""
+    parts = whisper_in_half("full", HALVED)
+    parts.forward.weights.refresh = lambda: None
+    on_card = weights_after(whisper_in_half("full", ON_CARD), dtype=torch.float32)
+    assert differing(on_card, weights_after(parts, dtype=torch.float32))
+
+
+def test_gradients_that_do_not_come_home_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: fetched weights that autograd knows nothing of."""
+    brought = placements.PlacedWeights._brought
+    monkeypatch.setattr(placements.PlacedWeights, "_brought", lambda self, weight: brought(self, weight.detach()))
+    assert differing(weights_after(ours(ON_CARD)), weights_after(ours(ALL)))
+
+
+def test_no_update_is_lost_where_halves_cannot_hold_it() -> None:
+    """Updates a hundred times smaller than half precision's steps add up in the masters."""
+    parts = whisper_parts("full", whisper_config("always"), torch.float32, placement=HALVED)
+    parts = dataclasses.replace(parts, schedule=dataclasses.replace(parts.schedule, learning_rate=1e-7))
+    weight = parts.model.encoder.blocks[0].self_attention.query.weight
+    torch.nn.init.ones_(weight)
+    set_learning_rate(parts.optimizer, 1e-7)
+    weights_after(parts, steps=20, dtype=torch.float32)
+    moved = (weight.detach() - 1).abs()
+    assert 1e-6 < float(moved.mean()) < 4e-6
+    assert weight.detach().to(torch.bfloat16).eq(1).all()  # the control: the halves alone would have stayed
+
+
+def greedy(decode_with: list[torch.Tensor]) -> Decode:
+    """Two tokens by the decoder, whose logits are noted."""
+
+    def decode(model: torch.nn.Module, encoded: torch.Tensor, lengths: tuple[int, ...]) -> list[list[int]]:
+        cache = model.decoder.begin(encoded, lengths, beam=1)
+        tokens = torch.ones(len(encoded), 1, dtype=torch.long)
+        for _ in range(2):
+            logits = model.decoder.output(model.decoder.step(tokens, cache))
+            decode_with.append(logits)
+            tokens = logits.argmax(-1)
+        return []
+
+    return decode
+
+
+@pytest.mark.parametrize("placement", [ALL, HALVED, SOME], ids=["all", "halved", "some"])
+@torch.no_grad()
+def test_recognition_is_the_same(placement: Placement) -> None:
+    logits: dict[Placement, list[torch.Tensor]] = {ON_CARD: [], placement: []}
+    batch = window([dataclasses.replace(s, waveform=s.waveform.float()) for s in speeches(2)], 2).micro_batches[0]
+    for place, found in logits.items():
+        forward = whisper_in_half("full", place).forward
+        forward.model.eval()
+        names = [name for name, _ in forward.model.named_parameters()]
+        before = list(forward.model.parameters())
+        with forward.weights.at_hand(forward.model):
+            found.append(recognize(forward, batch, greedy(found)).loss_sums)
+        assert all(one is other for one, other in zip(before, forward.model.parameters(), strict=True))
+        assert names == [name for name, _ in forward.model.named_parameters()]
+    assert all(torch.equal(one, other) for one, other in zip(*logits.values(), strict=True))
