@@ -13,20 +13,23 @@ class LiveBytes(TorchDispatchMode):
     """Counts every storage that an operation returns while this mode is on, until it is freed.
 
     `live` and `peak` are bytes, each storage rounded up to a multiple of `rounding`, as an allocator hands it out.
-    Views and in-place results share a storage and count once. What existed before must be given to `count`. A kernel's
+    Views and in-place results share a storage and count once; tensors of another device than `place`, where one is
+    given, do not count. What existed before must be given to `count`. A kernel's
     own workspace never reaches the dispatcher and is not counted.
     """
 
-    def __init__(self, rounding: int = 1) -> None:
+    def __init__(self, rounding: int = 1, place: torch.device | None = None) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._rounding = rounding
+        self._rounding, self._place = rounding, place
         self._sizes: dict[int, int] = {}
         self._counting = threading.RLock()  # a storage may be freed by another thread, or while this one counts
 
     def count(self, tensors: Iterable[torch.Tensor]) -> None:
         """Counts the storages of these tensors, unless they are counted already."""
         for tensor in tensors:
+            if self._place is not None and tensor.device != self._place:
+                continue
             storage = tensor.untyped_storage()
             size = -(-storage.nbytes() // self._rounding) * self._rounding
             with self._counting:

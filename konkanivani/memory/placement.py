@@ -45,7 +45,7 @@ ON_CARD = Placement()
 
 
 class PlacedWeights:
-    """A model's weights in their places. The matrices are; norms and biases, which are small, stay on the card."""
+    """A model's weights in their places. Where blocks are halved, what is no matrix stays on the card: it is small."""
 
     def __init__(
         self,
@@ -89,13 +89,14 @@ class PlacedWeights:
         is_fetched = block.number < self.placement.fetched
         if block in self._at_hand or not (is_fetched or self.placement.halved):
             return block
-        return PlacedBlock(block, self._brought, block.number, block.kept, is_fetched)
+        return PlacedBlock(block, self._brought, block.number, is_fetched)
 
     def _brought(self, weight: torch.Tensor) -> torch.Tensor:
         """What is multiplied by in the weight's place, on the card; its gradient is the weight's."""
         half = self._halves.get(weight)
         if half is None:
-            return weight.to(self._device, self._amp_dtype or weight.dtype, copy=True)
+            in_half = self._amp_dtype is not None and is_matrix(weight)
+            return weight.to(self._device, self._amp_dtype if in_half else weight.dtype, copy=True)
         brought = _InPlaceOf.apply(weight, half) if weight.requires_grad else half
         return brought if self._amp_dtype else brought.to(weight.dtype)
 
@@ -128,16 +129,20 @@ class PlacedWeights:
 
 @dataclass(frozen=True)
 class PlacedBlock:
-    """A block that runs with weights that are brought; what is fetched has to be recomputed, or it would stay."""
+    """A block that runs with weights that are brought; what is fetched has to be recomputed, or it would stay.
+
+    Recomputed, it keeps nothing, attention's result neither: who brings weights has no memory to spare.
+    """
 
     block: torch.nn.Module
     brought: Callable[[torch.Tensor], torch.Tensor]
     number: int
-    kept: Set[torch._ops.OpOverload]
     is_fetched: bool
+    kept: Set[torch._ops.OpOverload] = frozenset()
 
     def __call__(self, *inputs: object) -> torch.Tensor:
-        weights = {name: self.brought(w) for name, w in self.block.named_parameters() if w.dim() > 1}
+        named = self.block.named_parameters()
+        weights = {name: self.brought(w) for name, w in named if self.is_fetched or is_matrix(w)}
         return functional_call(self.block, weights, inputs)
 
 
@@ -154,16 +159,23 @@ class _InPlaceOf(torch.autograd.Function):
         return gradient.to(ctx.device, ctx.dtype), None
 
 
+def is_matrix(weight: torch.Tensor) -> bool:
+    """Whether a run in half precision multiplies by it in half precision: no norm, bias or depthwise kernel."""
+    return weight.dim() > 1 and weight.shape[1] > 1
+
+
 def matrices(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The module's weights of more than one axis."""
-    return [weight for weight in module.parameters() if weight.dim() > 1]
+    """The module's matrices, which are nearly all of it."""
+    return [weight for weight in module.parameters() if is_matrix(weight)]
 
 
 def _away(model: torch.nn.Module, placement: Placement) -> set[torch.nn.Parameter]:
     """The weights whose place is the host; what is sliced goes with the last block."""
-    away = placement.fetched if not placement.halved else len(model.blocks)
-    matrices_away = {weight for block in model.blocks[:away] for weight in matrices(block)}
-    return matrices_away | (set(model.sliced_weights) if away >= len(model.blocks) else set())
+    fetched, others = model.blocks[: placement.fetched], model.blocks[placement.fetched :]
+    away = {weight for block in fetched for weight in block.parameters()}
+    if placement.halved:
+        away |= {weight for block in others for weight in matrices(block)}
+    return away if others and not placement.halved else away | set(model.sliced_weights)
 
 
 def _move(model: torch.nn.Module, away: Set[torch.nn.Parameter], device: torch.device, host: torch.device) -> None:

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.plan import model_state_bytes
-from konkanivani.memory.shapes import Shapes
+from konkanivani.memory.shapes import CARD, HOST, Shapes
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import KonkaniVaniASR, trained_parameters
 from konkanivani.model.cache import FIRST_ROOM
@@ -43,12 +44,16 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of tensors: the state (weights, gradients, optimizer) and the peaks of the phases, state included."""
+    """Bytes of tensors: the state (weights, gradients, optimizer) and the peaks of the phases, state included.
+
+    Beside a card, `host` is the peak of what lies on the host because its place is not on the card.
+    """
 
     state: int
     forward: int
     backward: int
     update: int
+    host: int = 0
 
     @property
     def bytes(self) -> int:
@@ -122,8 +127,12 @@ class StepTracer:
         return self._parts.forward.amp_dtype is not None
 
     def state(self) -> int:
-        """Bytes of weights, gradients and optimizer."""
-        return model_state_bytes(self._parts.model)
+        """Bytes of weights, gradients and optimizer, on the device."""
+        if not (self._is_placed and self.costs.is_cuda):
+            return model_state_bytes(self._parts.model)
+        state, _ = self._counted()
+        self._count_state(state, with_gradients=True)
+        return state.live
 
     def trace(self, shape: BatchShape, recompute: RecomputePolicy) -> Peak:
         """The peaks of a step at a micro-batch of this size, not the step's first."""
@@ -133,18 +142,19 @@ class StepTracer:
 
     def trace_window(self, window: Window, recompute: RecomputePolicy) -> Peak:
         """The peaks of a step over a window of real or traced tensors; its other micro-batches wait elsewhere."""
-        live = LiveBytes(self.costs.rounding)
+        live, host = self._counted()
         phases = _Phases(live)
         # One after another: what goes side by side is added up by the planner.
         forward = dataclasses.replace(self._parts.forward, recompute=recompute, monitor=phases, at_once=1)
         parts = dataclasses.replace(self._parts, forward=forward)
-        self._count_state(live, with_gradients=True)
+        for counted in (live, host):
+            self._count_state(counted, with_gradients=True)
         with self._mode:
             batches = tuple(batch.with_each(self._mode.from_tensor) for batch in window.micro_batches)
             inputs = [batch.tensors() for batch in batches]
             live.count(tensor for tensors in inputs for tensor in tensors)
             sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in inputs]
-            with live:
+            with live, host if self._is_placed else nullcontext():
                 self._step.train(parts, dataclasses.replace(window, micro_batches=batches), 0)
         others = sum(sizes) - max(sizes)
         return Peak(
@@ -152,18 +162,28 @@ class StepTracer:
             forward=phases.peaks["forward"] - others,
             backward=phases.peaks["backward"] - others + self._attention_workspace(largest_batch(window.micro_batches)),
             update=phases.peaks["update"] - others,
+            host=host.peak if self.costs.is_cuda else 0,
         )
 
     def trace_validation(self, shape: BatchShape) -> int:
         """Bytes at the peak of recognising such a batch, weights and optimizer included; no gradients are there."""
-        live = LiveBytes(self.costs.rounding)
+        live, _ = self._counted()
         self._count_state(live, with_gradients=False)
         forward = dataclasses.replace(self._parts.forward, monitor=_Phases(live))
         forward.model.eval()
         batch = self._batch(shape)
-        with self._mode, torch.no_grad(), live:
+        with self._mode, torch.no_grad(), live, forward.weights.at_hand(forward.model):
             self._step.recognize(forward, batch, _greedy_on_the_device)
         return live.peak
+
+    @property
+    def _is_placed(self) -> bool:
+        """Whether some weights are on the host."""
+        return not self._parts.forward.weights.placement.is_on_card
+
+    def _counted(self) -> tuple[LiveBytes, LiveBytes]:
+        """Counts of what is on the device, which a CPU shares with the host, and of what is on the host."""
+        return LiveBytes(self.costs.rounding, CARD if self.costs.is_cuda else None), LiveBytes(place=HOST)
 
     def _count_state(self, live: LiveBytes, with_gradients: bool) -> None:
         live.count(self._parts.state_tensors())

@@ -20,8 +20,10 @@ from konkanivani.data.utterance import Utterance
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
 from konkanivani.memory.gpu import measure_context
+from konkanivani.memory.placement import ON_CARD, Placement
 from konkanivani.memory.plan import STATE_BYTES, BucketPlan, MemoryPlan, model_state_bytes, read_plan
 from konkanivani.memory.planner import Planner, plan_bucket
+from konkanivani.memory.shapes import CARD, HOST
 from konkanivani.memory.tracer import BatchShape, StepTracer, TracedStep
 from konkanivani.memory.traces import Traces
 from konkanivani.model.architecture import Architecture, architecture_of
@@ -161,11 +163,13 @@ def device_costs(device: torch.device) -> DeviceCosts:
     return cuda_costs(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), context)
 
 
-def build_tracer(config: TrainConfig, architecture: Architecture, costs: DeviceCosts) -> StepTracer:
+def build_tracer(
+    config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
+) -> StepTracer:
     """A tracer of this configuration's step."""
-    cpu = torch.device("cpu")
+    places = {"placement": placement, "host": HOST}
     step = TracedStep(
-        build=lambda front_end: build_step_parts(config, architecture, cpu, 1, front_end),
+        build=lambda front_end: build_step_parts(config, architecture, CARD, 1, front_end, **places),
         train=train_step,
         recognize=recognize,
     )
@@ -173,11 +177,15 @@ def build_tracer(config: TrainConfig, architecture: Architecture, costs: DeviceC
 
 
 @contextmanager
-def kept_traces(config: TrainConfig, architecture: Architecture, costs: DeviceCosts) -> Iterator[Traces]:
+def kept_traces(
+    config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
+) -> Iterator[Traces]:
     """The traces of this configuration's step: those made before, and all at the end kept for the next one who asks."""
     blocks, hop = len(architecture.build_without_values().blocks), architecture.framing.encoder_hop
-    traces = Traces(lambda: build_tracer(config, architecture, costs), blocks, costs, hop, architecture.longest_seconds)
-    path = traces_path(config, architecture, costs)
+    traces = Traces(
+        lambda: build_tracer(config, architecture, costs, placement), blocks, costs, hop, architecture.longest_seconds
+    )
+    path = traces_path(config, architecture, costs, placement)
     if path is None:
         yield traces
         return
@@ -187,7 +195,9 @@ def kept_traces(config: TrainConfig, architecture: Architecture, costs: DeviceCo
     traces.write(path)
 
 
-def traces_path(config: TrainConfig, architecture: Architecture, costs: DeviceCosts) -> Path | None:
+def traces_path(
+    config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
+) -> Path | None:
     """Where the traces of this configuration's step are kept, by a digest of all that they depend on; None: nowhere."""
     folder = cache_folder()
     if folder is None:
@@ -195,7 +205,7 @@ def traces_path(config: TrainConfig, architecture: Architecture, costs: DeviceCo
     precision = config.memory.mixed_precision, config.memory.amp_dtype
     step = architecture, config.augment, config.loss, config.optimizer, precision
     device = costs.is_cuda, costs.rounding, is_onednn_preferred()
-    depends = repr((step, device, digest_of_code(), torch.__version__))
+    depends = repr((step, device, placement, digest_of_code(), torch.__version__))
     return folder / f"traces_{hashlib.sha256(depends.encode()).hexdigest()[:32]}.json"
 
 

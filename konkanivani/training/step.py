@@ -50,9 +50,10 @@ def train_step(
 def forward_and_backward(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
     """Adds one micro-batch's portion of the window's gradient, scaled, to the parameters' `.grad`.
 
-    The sums that it returns hold nothing of the graph, which would else live on through the next micro-batch.
+    The sums that it returns hold nothing of the graph, which would else live on through the next micro-batch; and the
+    output has no name here, which would hold what was encoded through the backward pass.
     """
-    _, sums = parts.forward(batch)
+    sums = parts.forward(batch)[1]
     parts.forward.monitor.end_phase("forward")
     parts.scaler.scale(parts.forward.objective.total(sums, counts)).backward()
     parts.forward.monitor.end_phase("backward")

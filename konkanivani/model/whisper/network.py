@@ -52,7 +52,8 @@ class Encoder(torch.nn.Module):
         padding = None
         if min(feature_lengths) < longest:
             padding = padding_mask(feature_lengths, longest, features.device)[:, None, :]
-        x = run_block(self.subsampling, features, self.positions[: -(-longest // STRIDE)], padding)
+        positions = self.positions[: -(-longest // STRIDE)].to(features.device)
+        x = run_block(self.subsampling, features, positions, padding)
         encoded_lengths = tuple(-(-length // STRIDE) for length in feature_lengths)
         key_mask = key_mask_of(x, encoded_lengths)
         for block in self.blocks:
@@ -113,7 +114,7 @@ class Decoder(torch.nn.Module):
                 f"A transcript of {vectors.shape[1] - 1} tokens is longer than the {self.most_tokens} that the model "
                 "takes. Leave it out (--max_tokens), or cut it."
             )
-        x = vectors + self.positions[: vectors.shape[1]]
+        x = vectors + self.positions[: vectors.shape[1]].to(vectors.device)
         for block in self.blocks:
             x = run_block(block, x, encoded, encoded_mask)
         return self.norm(x)
@@ -186,7 +187,7 @@ class Whisper(torch.nn.Module):
     @property
     def sliced_weights(self) -> tuple[torch.Tensor, ...]:
         """Weights outside of the blocks that need not be where the model runs: it takes rows and slices of them."""
-        return (self.decoder.embedding.weight,)
+        return self.encoder.positions, self.decoder.positions, self.decoder.embedding.weight
 
     def forward(
         self,
