@@ -57,7 +57,7 @@ def peak_mib(size: str, tuning: TuningConfig, gpu_name: str) -> int:
     from konkanivani.memory.tracer import BatchShape
     from konkanivani.model.whisper.architecture import WhisperArchitecture
     from konkanivani.model.whisper.shape import WhisperShape
-    from konkanivani.recipe.plan import kept_traces
+    from konkanivani.recipe.planning.tracing import kept_traces
 
     memory = MemoryConfig(mixed_precision=True, gradient_checkpointing=AUTO)
     config = resolve(TrainConfig(memory=memory))

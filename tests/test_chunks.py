@@ -18,7 +18,7 @@ from konkanivani.model.architecture import architecture_of
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.model.losses import LossCounts
 from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.recipe.plan import build_tracer
+from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import forward_and_backward, train_step
 from konkanivani.training.validation import recognize

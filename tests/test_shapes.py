@@ -11,7 +11,7 @@ from konkanivani.memory.planner import ALWAYS, NEVER
 from konkanivani.memory.shapes import Shape, Shapes
 from konkanivani.memory.tracer import BatchShape, Peak
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.plan import build_tracer
+from konkanivani.recipe.planning.tracing import build_tracer
 
 MODEL = ModelConfig(d_model=32, encoder_layers=2, decoder_layers=2, attention_heads=2, subsampling_channels=8)
 LOADS = BatchShape(1, 20.0, 90), BatchShape(3, 4.0, 20), BatchShape(1, 61.0, 240)  # the last is in chunks

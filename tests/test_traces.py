@@ -14,9 +14,10 @@ from konkanivani.memory.plan import MemoryPlan
 from konkanivani.memory.planner import ALWAYS, NEVER
 from konkanivani.memory.tracer import BatchShape, Peak
 from konkanivani.memory.traces import Traces
-from konkanivani.recipe import plan as run_plan
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.plan_report import PlanRequest, _answer, _validation_peak
+from konkanivani.recipe.planning import plan as run_plan
+from konkanivani.recipe.planning import tracing
+from konkanivani.recipe.planning.report import PlanRequest, _answer, _validation_peak
 from tests.conftest import TINY_MODEL, Corpus, run_folders
 from tests.starts import begin_run
 
@@ -104,7 +105,7 @@ def test_a_second_fresh_run_plans_without_a_trace(corpus, tmp_path, monkeypatch)
     def no_tracing(*_):
         raise AssertionError("it traces")
 
-    monkeypatch.setattr(run_plan, "build_tracer", no_tracing)
+    monkeypatch.setattr(tracing, "build_tracer", no_tracing)
     assert planned(corpus, tmp_path / "second", "--seed", "5", "--replan") == first
     assert planned(corpus, tmp_path / "roomy", budget="580MiB").buckets == first.buckets
     # Negative controls: another model, another precision, other sources.
@@ -112,7 +113,7 @@ def test_a_second_fresh_run_plans_without_a_trace(corpus, tmp_path, monkeypatch)
         planned(corpus, tmp_path / "third", "--d_model", "64")
     with pytest.raises(AssertionError, match="it traces"):
         planned(corpus, tmp_path / "fourth", "--mixed_precision", "--amp_dtype", "bf16")
-    monkeypatch.setattr(run_plan, "digest_of_code", lambda: "other")
+    monkeypatch.setattr(tracing, "digest_of_code", lambda: "other")
     with pytest.raises(AssertionError, match="it traces"):
         planned(corpus, tmp_path / "fifth")
 
@@ -126,7 +127,7 @@ def test_a_second_question_to_the_planner_is_answered_without_a_trace(tmp_path, 
     def no_tracing(*_):
         raise AssertionError("it traces")
 
-    monkeypatch.setattr(run_plan, "build_tracer", no_tracing)
+    monkeypatch.setattr(tracing, "build_tracer", no_tracing)
     assert (_answer(request), _validation_peak(request)) == first
     with pytest.raises(AssertionError, match="it traces"):  # the negative control
         _answer(dataclasses.replace(request, budget=311 * MIB))
@@ -142,7 +143,7 @@ def test_without_a_home_nothing_is_kept(corpus, tmp_path, monkeypatch):
 
 def test_what_a_card_takes_for_itself_is_no_part_of_a_trace():
     paths = {
-        run_plan.traces_path(TrainConfig(), 100, costs)
+        tracing.traces_path(TrainConfig(), 100, costs)
         for costs in (cpu_costs(), cuda_costs("T4", (7, 5), 2**28), cuda_costs("T4", (7, 5), 2**29))
     }
     assert len(paths) == 2

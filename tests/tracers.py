@@ -7,7 +7,7 @@ from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.tracer import StepTracer
 from konkanivani.memory.traces import Traces
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.plan import build_tracer
+from konkanivani.recipe.planning.tracing import build_tracer
 
 VOCAB_SIZE = 40
 ONLY_TENSORS = DeviceCosts("a device", is_cuda=False, rounding=1, workspace=0, context=0)

@@ -68,8 +68,8 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
     if flags.train.pretrained.pretrained is not None:
         check_pretrained(flags)
     print(f"Tracing steps of training without data: {HOW_LONG}.", file=sys.stderr, flush=True)
-    from konkanivani.recipe.plan import choose_ranks
-    from konkanivani.recipe.plan_report import plan_budget, plan_presets
+    from konkanivani.recipe.planning.plan import choose_ranks
+    from konkanivani.recipe.planning.report import plan_budget, plan_presets
 
     costs = cpu_costs()
     if gpu or flags.train.run.device == "cuda":

@@ -247,6 +247,10 @@ class MemoryConfig:
     memory_budget: str | None = None
     """Memory that training may take, such as 4GiB or 4G (4GB is 7 % less): on a GPU all that the process has there, on
     a CPU all that it adds to itself (None: no bound; with auto, what is free)."""
+    weights: Literal["card", "half", "host", "auto"] = "auto"
+    """On the card, in half precision there with masters on the host, or fetched from there a block at a time."""
+    host_budget: str | None = None
+    """What may lie in the machine's memory beside a card, such as 12GiB (None: what is free)."""
     rehearsal: Literal["always", "auto", "never"] = "auto"
     """Try the costliest batches before the first epoch and undo them; auto: when a budget or auto is given."""
     shard: Literal["always", "auto", "never"] = "auto"

@@ -7,6 +7,7 @@ al., 2020; Rajbhandari et al., 2021). What is fetched equals what is not, bit fo
 half precision where a run is in half precision; in full precision halved weights are rounded ones.
 """
 
+import bisect
 import contextlib
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
@@ -42,6 +43,21 @@ class Placement:
 
 
 ON_CARD = Placement()
+
+
+def choose_placement(asked: str, blocks: int, is_half: bool, fits: Callable[[Placement], bool]) -> Placement:
+    """What is asked for, or, where that is auto, the fastest that fits: the fewest blocks fetched, the first ones.
+
+    Those hide their transfer best: an encoder's, and it is the decoder of which every generated token needs all. In
+    full precision nothing is halved, since that would round. All is fetched where nothing fits.
+    """
+    everything = Placement(fetched=blocks)
+    if asked != "auto":
+        return {"card": ON_CARD, "half": Placement(halved=True), "host": everything}[asked]
+    if fits(ON_CARD):
+        return ON_CARD
+    some = [Placement(count, halved=is_half) for count in range(0 if is_half else 1, blocks)]
+    return [*some, everything][bisect.bisect_left(some, True, key=fits)]
 
 
 class PlacedWeights:

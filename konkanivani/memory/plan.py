@@ -9,6 +9,7 @@ from konkanivani.base.errors import CheckpointError
 from konkanivani.base.units import MIB, budget_text, peak_text
 from konkanivani.data.batching import SizeLimit
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.placement import ON_CARD, Placement
 from konkanivani.model.asr import frozen_count, parameter_count
 
 STATE_BYTES = 16  # a trained parameter's weight, gradient and two moments in fp32
@@ -49,6 +50,10 @@ class MemoryPlan:
     validation: int
     at_once: int = 1
     """Micro-batches that are run side by side."""
+    placement: Placement = ON_CARD
+    """Where the weights are."""
+    host: int = 0
+    """Of the costliest bucket what lies on the host beside a card."""
 
     def size_limits(self) -> tuple[SizeLimit, ...]:
         """How many utterances of what length go at once."""
@@ -80,6 +85,7 @@ class MemoryPlan:
             "validation_seconds": self.validation_seconds,
             "peaks": [self.forward, self.backward, self.update, self.validation],
             "at_once": self.at_once,
+            "placement": [self.placement.fetched, self.placement.halved, self.host],
         }
 
 
@@ -91,12 +97,15 @@ def read_plan(state: Mapping[str, object]) -> MemoryPlan:
             for seconds, tokens, utterances, blocks, peak in state["buckets"]
         )
         peaks = [int(peak) for peak in state["peaks"]]
+        fetched, halved, host = state.get("placement", (0, False, 0))
         plan = MemoryPlan(
             *(int(state[name]) for name in ("conditions", "budget", "context")),
             buckets,
             float(state["validation_seconds"]),
             *peaks,
             at_once=int(state.get("at_once", 1)),  # a checkpoint of before there was a choice
+            placement=Placement(int(fetched), bool(halved)),
+            host=int(host),
         )
     except (KeyError, TypeError, ValueError):
         raise CheckpointError("The checkpoint's memory plan is no plan. Give --replan to make a new one.") from None
@@ -110,6 +119,9 @@ def plan_sentences(plan: MemoryPlan, blocks: int) -> str:
     """The plan for a person."""
     side_by_side = f", {plan.at_once} micro-batches side by side" if plan.at_once > 1 else ""
     lines = [f"Memory plan for {budget_text(plan.budget)}, planned peak {peak_text(plan.peak)}{side_by_side}:"]
+    if not plan.placement.is_on_card:
+        beside = f"; on the host {peak_text(plan.host)}" if plan.host else ""
+        lines.append(f"  {plan.placement.describe(blocks)}{beside}")
     for bucket in plan.buckets:
         recomputed = f", {min(bucket.recomputed_blocks, blocks)} of {blocks} blocks recomputed"
         lines.append(

@@ -30,7 +30,7 @@ from konkanivani.model.asr import KonkaniVaniASR, frozen_count, parameter_count
 from konkanivani.model.transfer import transfer_weights
 from konkanivani.recipe.build_step import build_forward, build_step_parts
 from konkanivani.recipe.origin import load_base, make_origin
-from konkanivani.recipe.plan import Ranks, device_costs, needs_sharding, resolve_plan
+from konkanivani.recipe.planning.plan import Ranks, device_costs, needs_sharding, resolve_placement, resolve_plan
 from konkanivani.recipe.run_folders import REJECTED, keep_rejected, move_aside, move_newer_aside, run_folder
 from konkanivani.recipe.speech import RunSpeech, build_speech, loader_config, more_tokens, speech_sizes
 from konkanivani.recipe.start import Start
@@ -112,7 +112,14 @@ def build_planned_step(
     plan = plan_memory(start, speech, architecture, device, free, sharded) if config.is_planned else None
     report("plan", _plan_sentence(config, plan, planner))
     total_steps = min(config.run.epochs * planner.windows_per_epoch(), config.run.max_steps or sys.maxsize)
-    step = build_step_parts(config, architecture, device, total_steps, topology=topology, sharded=sharded)
+    placement = (
+        plan.placement
+        if plan
+        else resolve_placement(config, architecture, device, Ranks(topology.world, sharded), lambda _: True)
+    )
+    step = build_step_parts(
+        config, architecture, device, total_steps, topology=topology, sharded=sharded, placement=placement
+    )
     if start.pretrained is not None:
         load_base(start.pretrained, whole := whole_model(start, step))
         if whole is not step.model:

@@ -99,4 +99,6 @@ def memory_conditions(config: TrainConfig, architecture: Architecture, device: t
     memory, at_once = config.memory, choose_at_once(config, device, is_sharded=False)
     precision = memory.mixed_precision, memory.amp_dtype
     step = architecture, config.loss, precision, memory.gradient_checkpointing, at_once
+    if memory.weights != AUTO or memory.host_budget is not None:  # else the plan of a run of before goes on
+        step = *step, memory.weights, memory.host_budget
     return zlib.crc32(repr((device.type, size, memory.memory_budget, step)).encode())

@@ -35,7 +35,7 @@ from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.inference.speech_model import load_tokenizer
 from konkanivani.model.architecture import Architecture
 from konkanivani.recipe.corpus import check_corpus, check_spelling, warn_of_shared
-from konkanivani.recipe.plan import SpeechSizes
+from konkanivani.recipe.planning.plan import SpeechSizes
 from konkanivani.recipe.start import Start
 from konkanivani.training.validation import EvaluationSet
 

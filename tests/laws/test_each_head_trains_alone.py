@@ -11,11 +11,12 @@ from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.base.flags import parse_flags
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.devices import cpu_costs
 from konkanivani.memory.tracer import BatchShape
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.recipe.plan import build_tracer, cpu_costs
+from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.gradient import local_gradient
 from konkanivani.training.parts import GradientTask, StepParts
 from konkanivani.training.step import forward_and_backward

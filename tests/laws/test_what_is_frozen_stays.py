@@ -16,7 +16,7 @@ from konkanivani.memory.tracer import BatchShape
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.evaluation_model import load_evaluation_model
-from konkanivani.recipe.plan import build_tracer
+from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train

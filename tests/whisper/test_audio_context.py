@@ -28,7 +28,7 @@ from konkanivani.model.whisper.export import write_whisper_folder
 from konkanivani.model.whisper.folder import read_whisper_architecture, read_whisper_folder
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.origin import planned_architecture
-from konkanivani.recipe.plan import build_tracer
+from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
 from tests.laws.parts import measured_peak, relative_difference

@@ -25,15 +25,15 @@ from konkanivani.memory.planner import ALWAYS, MAX_UTTERANCES, NEVER, Planner
 from konkanivani.memory.tracer import BatchShape
 from konkanivani.model.architecture import Architecture
 from konkanivani.recipe.origin import planned_architecture
-from konkanivani.recipe.plan import (
+from konkanivani.recipe.planning.plan import (
     ONE_RANK,
     Ranks,
     check_state,
     costs_per_rank,
-    kept_traces,
     state_bytes,
     traffic_bytes,
 )
+from konkanivani.recipe.planning.tracing import kept_traces
 
 BUCKETS = (2.0, 5.0, 10.0, 20.0)
 TABLE_BUDGETS = (2.0, 4.0, 8.0, 14.7, 24.0)

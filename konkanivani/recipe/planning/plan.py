@@ -1,12 +1,10 @@
 """The memory plan of a run, from its utterances, its settings and its device; or the checkpoint's again."""
 
 import dataclasses
-import hashlib
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,28 +12,23 @@ import torch
 from konkanivani.base.config import AUTO, PRESETS, TextConfig, TrainConfig
 from konkanivani.base.console import count
 from konkanivani.base.distributed import BUCKET_BYTES
-from konkanivani.base.errors import ResourceError
+from konkanivani.base.errors import ResourceError, UsageError
 from konkanivani.base.units import MIB, budget_text, parse_budget, peak_text
 from konkanivani.data.utterance import Utterance
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.budget import available_bytes
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
 from konkanivani.memory.gpu import measure_context
-from konkanivani.memory.placement import ON_CARD, Placement
+from konkanivani.memory.placement import ON_CARD, Placement, choose_placement
 from konkanivani.memory.plan import STATE_BYTES, BucketPlan, MemoryPlan, model_state_bytes, read_plan
-from konkanivani.memory.planner import Planner, plan_bucket
-from konkanivani.memory.shapes import CARD, HOST
-from konkanivani.memory.tracer import BatchShape, StepTracer, TracedStep
-from konkanivani.memory.traces import Traces
+from konkanivani.memory.planner import ALWAYS, NEVER, Planner, plan_bucket
+from konkanivani.memory.tracer import BatchShape
 from konkanivani.model.architecture import Architecture, architecture_of
 from konkanivani.model.asr import parameter_count
-from konkanivani.model.kernels.matmul import is_onednn_preferred
-from konkanivani.recipe.build_step import build_step_parts, choose_at_once, memory_conditions
+from konkanivani.recipe.build_step import choose_at_once, memory_conditions
 from konkanivani.recipe.origin import planned_architecture
-from konkanivani.recipe.paths import cache_folder
-from konkanivani.recipe.ranks import digest_of_code
+from konkanivani.recipe.planning.tracing import kept_traces
 from konkanivani.training.sharding import bytes_per_rank
-from konkanivani.training.step import train_step
-from konkanivani.training.validation import recognize
 
 BUCKET_RATIO = 0.7  # of the longest utterances of neighbouring buckets
 MAX_BUCKETS = 8
@@ -90,16 +83,72 @@ def resolve_plan(
     budget = parse_budget(budget) if budget else free
     rate = float(train.tokens.sum() / train.seconds.sum())
     costs = costs_per_rank(device_costs(device), architecture, ranks)
-    check_state(config, architecture, costs, budget)
-    with kept_traces(config, architecture, costs) as traces:
+    fits = partial(_fits, config, architecture, costs, budget, train)
+    placement = resolve_placement(config, architecture, device, ranks, fits)
+    if placement.is_on_card:
+        check_state(config, architecture, costs, budget)
+    with kept_traces(config, architecture, costs, placement) as traces:
         plan = _plan_buckets(config, Planner(traces, budget, rate), conditions, train, validation)
-        at_once = choose_at_once(config, device, ranks.sharded)
+        at_once = choose_at_once(config, device, ranks.sharded) if placement.is_on_card else 1
         if at_once > 1:
             side_by_side = _plan_buckets(config, Planner(traces, budget, rate, at_once), conditions, train, validation)
             if _has_room(side_by_side, plan, is_asked_for=config.data.micro_batches_at_once != AUTO):
                 plan = side_by_side
     _check_every_utterance_fits(plan.buckets, train, config, budget)
+    plan = dataclasses.replace(plan, placement=placement)
+    check_host(plan, config, costs)
     return plan
+
+
+def resolve_placement(
+    config: TrainConfig,
+    architecture: Architecture,
+    device: torch.device,
+    ranks: Ranks,
+    fits: Callable[[Placement], bool],
+) -> Placement:
+    """Where the weights are to be: as --weights says, on the card where a card has no memory of its own or is shared.
+
+    A UsageError where several ranks would each fetch their own.
+    """
+    asked = config.memory.weights
+    if ranks.world > 1 and asked not in (AUTO, "card"):
+        raise UsageError(f"--weights {asked} is for one process: leave it out, or give --shard always to several.")
+    if asked == AUTO and (ranks.world > 1 or device.type == "cpu"):
+        return ON_CARD
+    blocks = len(architecture.build_without_values().blocks)
+    return choose_placement(asked, blocks, config.memory.mixed_precision, fits)
+
+
+def _fits(
+    config: TrainConfig,
+    architecture: Architecture,
+    costs: DeviceCosts,
+    budget: int,
+    train: SpeechSizes,
+    placement: Placement,
+) -> bool:
+    """Whether the longest utterance trains alone within the budget, as much recomputed as may be."""
+    if placement.is_on_card and state_bytes(architecture) + costs.beside > budget:
+        return False
+    longest = BatchShape(1, bucket_edges(train.seconds)[-1], int(train.tokens.max()))
+    policy = NEVER if config.memory.gradient_checkpointing == "never" else ALWAYS
+    with kept_traces(config, architecture, costs, placement) as traces:
+        return Planner(traces, budget, 1.0).peak(longest, policy) <= budget
+
+
+def check_host(plan: MemoryPlan, config: TrainConfig, costs: DeviceCosts) -> None:
+    """A ResourceError where what lies on the host beside a card is more than it may take there."""
+    asked = config.memory.host_budget
+    if not costs.is_cuda or plan.placement.is_on_card:
+        return
+    most = parse_budget(asked) if asked else available_bytes(torch.device("cpu"))
+    if plan.host > most:
+        raise ResourceError(
+            f"The weights, gradients and optimizer that lie on the host take {peak_text(plan.host)}, more than the "
+            f"{budget_text(most)} of {'--host_budget' if asked else 'memory that are free'}. "
+            "Give --lora_rank 32 or --freeze encoder, a smaller model, or close other programs."
+        )
 
 
 def _has_room(side_by_side: MemoryPlan, plan: MemoryPlan, is_asked_for: bool) -> bool:
@@ -161,52 +210,6 @@ def device_costs(device: torch.device) -> DeviceCosts:
     context = measure_context(device)
     context = None if context is None else context + LATER_KERNELS
     return cuda_costs(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), context)
-
-
-def build_tracer(
-    config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
-) -> StepTracer:
-    """A tracer of this configuration's step."""
-    places = {"placement": placement, "host": HOST}
-    step = TracedStep(
-        build=lambda front_end: build_step_parts(config, architecture, CARD, 1, front_end, **places),
-        train=train_step,
-        recognize=recognize,
-    )
-    return StepTracer(step, architecture.build_front_end(config.augment), costs)
-
-
-@contextmanager
-def kept_traces(
-    config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
-) -> Iterator[Traces]:
-    """The traces of this configuration's step: those made before, and all at the end kept for the next one who asks."""
-    blocks, hop = len(architecture.build_without_values().blocks), architecture.framing.encoder_hop
-    traces = Traces(
-        lambda: build_tracer(config, architecture, costs, placement), blocks, costs, hop, architecture.longest_seconds
-    )
-    path = traces_path(config, architecture, costs, placement)
-    if path is None:
-        yield traces
-        return
-    traces.read(path)
-    yield traces
-    traces.read(path)  # what others have kept meanwhile
-    traces.write(path)
-
-
-def traces_path(
-    config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
-) -> Path | None:
-    """Where the traces of this configuration's step are kept, by a digest of all that they depend on; None: nowhere."""
-    folder = cache_folder()
-    if folder is None:
-        return None
-    precision = config.memory.mixed_precision, config.memory.amp_dtype
-    step = architecture, config.augment, config.loss, config.optimizer, precision
-    device = costs.is_cuda, costs.rounding, is_onednn_preferred()
-    depends = repr((step, device, placement, digest_of_code(), torch.__version__))
-    return folder / f"traces_{hashlib.sha256(depends.encode()).hexdigest()[:32]}.json"
 
 
 def check_state(config: TrainConfig, architecture: Architecture, costs: DeviceCosts, budget: int) -> None:
@@ -272,6 +275,7 @@ def _plan_buckets(
         update=peak.update + beside,
         validation=max(0, validation_peak - planner.traces.costs.context),
         at_once=planner.at_once,
+        host=peak.host,
     )
 
 

@@ -1,0 +1,68 @@
+"""Tracers of a configuration's step, and the traces that are kept for the next one who asks."""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from konkanivani.base.config import TrainConfig
+from konkanivani.memory.devices import DeviceCosts
+from konkanivani.memory.placement import ON_CARD, Placement
+from konkanivani.memory.shapes import CARD, HOST
+from konkanivani.memory.tracer import StepTracer, TracedStep
+from konkanivani.memory.traces import Traces
+from konkanivani.model.architecture import Architecture
+from konkanivani.model.kernels.matmul import is_onednn_preferred
+from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.recipe.paths import cache_folder
+from konkanivani.recipe.ranks import digest_of_code
+from konkanivani.training.step import train_step
+from konkanivani.training.validation import recognize
+
+
+def build_tracer(
+    config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
+) -> StepTracer:
+    """A tracer of this configuration's step."""
+    places = {"placement": placement, "host": HOST}
+    step = TracedStep(
+        build=lambda front_end: build_step_parts(config, architecture, CARD, 1, front_end, **places),
+        train=train_step,
+        recognize=recognize,
+    )
+    return StepTracer(step, architecture.build_front_end(config.augment), costs)
+
+
+@contextmanager
+def kept_traces(
+    config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
+) -> Iterator[Traces]:
+    """The traces of this configuration's step: those made before, and all at the end kept for the next one who asks."""
+    blocks, hop = len(architecture.build_without_values().blocks), architecture.framing.encoder_hop
+    traces = Traces(
+        lambda: build_tracer(config, architecture, costs, placement), blocks, costs, hop, architecture.longest_seconds
+    )
+    path = traces_path(config, architecture, costs, placement)
+    if path is None:
+        yield traces
+        return
+    traces.read(path)
+    yield traces
+    traces.read(path)  # what others have kept meanwhile
+    traces.write(path)
+
+
+def traces_path(
+    config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
+) -> Path | None:
+    """Where the traces of this configuration's step are kept, by a digest of all that they depend on; None: nowhere."""
+    folder = cache_folder()
+    if folder is None:
+        return None
+    precision = config.memory.mixed_precision, config.memory.amp_dtype
+    step = architecture, config.augment, config.loss, config.optimizer, precision
+    device = costs.is_cuda, costs.rounding, is_onednn_preferred()
+    depends = repr((step, device, placement, digest_of_code(), torch.__version__))
+    return folder / f"traces_{hashlib.sha256(depends.encode()).hexdigest()[:32]}.json"
