@@ -95,9 +95,8 @@ def resolve_plan(
             if _has_room(side_by_side, plan, is_asked_for=config.data.micro_batches_at_once != AUTO):
                 plan = side_by_side
     _check_every_utterance_fits(plan.buckets, train, config, budget)
-    plan = dataclasses.replace(plan, placement=placement)
-    check_host(plan, config, costs)
-    return plan
+    check_host(plan.host, config, costs, placement)
+    return dataclasses.replace(plan, placement=placement)
 
 
 def resolve_placement(
@@ -137,15 +136,15 @@ def _fits(
         return Planner(traces, budget, 1.0).peak(longest, policy) <= budget
 
 
-def check_host(plan: MemoryPlan, config: TrainConfig, costs: DeviceCosts) -> None:
-    """A ResourceError where what lies on the host beside a card is more than it may take there."""
+def check_host(host: int, config: TrainConfig, costs: DeviceCosts, placement: Placement) -> None:
+    """A ResourceError where `host`, bytes on the host beside a card, is more than may be taken there."""
     asked = config.memory.host_budget
-    if not costs.is_cuda or plan.placement.is_on_card:
+    if not costs.is_cuda or placement.is_on_card:
         return
     most = parse_budget(asked) if asked else available_bytes(torch.device("cpu"))
-    if plan.host > most:
+    if host > most:
         raise ResourceError(
-            f"The weights, gradients and optimizer that lie on the host take {peak_text(plan.host)}, more than the "
+            f"The weights, gradients and optimizer that lie on the host take {peak_text(host)}, more than the "
             f"{budget_text(most)} of {'--host_budget' if asked else 'memory that are free'}. "
             "Give --lora_rank 32 or --freeze encoder, a smaller model, or close other programs."
         )

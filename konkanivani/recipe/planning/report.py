@@ -20,16 +20,20 @@ from konkanivani.base.rules import settings_of
 from konkanivani.base.units import GIB, MIB, budget_text, peak_text
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
+from konkanivani.memory.placement import ON_CARD, Placement
 from konkanivani.memory.plan import BucketPlan
 from konkanivani.memory.planner import ALWAYS, MAX_UTTERANCES, NEVER, Planner
-from konkanivani.memory.tracer import BatchShape
+from konkanivani.memory.tracer import BatchShape, Peak
 from konkanivani.model.architecture import Architecture
+from konkanivani.recipe.disk import checkpoint_bytes
 from konkanivani.recipe.origin import planned_architecture
 from konkanivani.recipe.planning.plan import (
     ONE_RANK,
     Ranks,
+    check_host,
     check_state,
     costs_per_rank,
+    resolve_placement,
     state_bytes,
     traffic_bytes,
 )
@@ -68,6 +72,9 @@ class PlanReport:
     sharded: bool = False
     state_of_rank: int = 0
     traffic: int = 0
+    placement: str = ""
+    host: int = 0
+    checkpoint: int = 0
 
     def as_json(self) -> str:
         """One line of JSON."""
@@ -80,6 +87,8 @@ class PlanReport:
             f"Traced for {self.device} in {self.precision}; budget {_mib(self.budget)}.",
             f"State: weights, gradients and optimizer {_mib(self.state)}. Beside the tensors: {beside}.",
             *self._ranks(),
+            f"{self.placement}{f', on the host {_mib(self.host)}' if self.host else ''}; a checkpoint takes "
+            f"{_mib(self.checkpoint)} of the disk.",
             "",
             f"{'':24}{'utterances of':>14}{'at once':>9}{'audio':>9}{'activations':>13}{'peak':>11}",
         ]
@@ -118,13 +127,13 @@ def plan_budget(config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ran
     config = resolve(config)
     architecture = planned_architecture(config)
     costs = costs_per_rank(costs, architecture, ranks)
-    check_state(config, architecture, costs, budget)
-    requests = [PlanRequest(config, costs, budget, mode) for mode in ("never", "always")]
     with _two_processes() as pool:
+        placement, longest = pool.submit(_placed, PlanRequest(config, costs, budget, "always"), ranks).result()
+        requests = [PlanRequest(config, costs, budget, mode, placement) for mode in ("never", "always")]
         awaited = pool.map(_answer, requests)
         validation_peak = pool.submit(_validation_peak, requests[0]).result()  # by the process that is done first
         answers = tuple(awaited)
-    state = state_bytes(architecture)
+    state = state_bytes(architecture) if placement.is_on_card else longest.state
     return PlanReport(
         device=costs.name,
         precision="half precision" if config.memory.mixed_precision else "full precision",
@@ -139,6 +148,9 @@ def plan_budget(config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ran
         sharded=ranks.sharded,
         state_of_rank=state + costs.among_ranks,
         traffic=traffic_bytes(architecture, ranks),
+        placement=placement.describe(len(architecture.build_without_values().blocks)).capitalize(),
+        host=longest.host,
+        checkpoint=checkpoint_bytes(architecture),
     )
 
 
@@ -150,13 +162,32 @@ class PlanRequest:
     costs: DeviceCosts
     budget: int
     mode: str
+    placement: Placement = ON_CARD
+
+    def placed(self, placement: Placement) -> "PlanRequest":
+        """The same question about weights elsewhere."""
+        return dataclasses.replace(self, placement=placement)
+
+    def fits(self, placement: Placement) -> bool:
+        """Whether one utterance of the longest that are planned for fits, with the weights there."""
+        if placement.is_on_card and state_bytes(self.architecture) + self.costs.beside > self.budget:
+            return False
+        return self.placed(placement).longest_peak().bytes + self.costs.beside <= self.budget
+
+    def longest_peak(self) -> Peak:
+        """The peaks of one of the longest utterances that are planned for."""
+        window = self.architecture.longest_seconds
+        longest = BUCKETS[-1] if window == math.inf else window
+        with self.planner() as planner:
+            return planner.phases(BatchShape(1, longest, self.tokens(longest)), self.policy)
 
     @contextmanager
     def planner(self) -> Iterator[Planner]:
         """A planner of this configuration, who knows what was traced before."""
         asked = self.config.data.micro_batches_at_once
-        at_once = 1 if self.costs.is_cuda or asked == AUTO else asked  # auto: side by side only where there is room
-        with kept_traces(self.config, self.architecture, self.costs) as traces:
+        is_alone = self.costs.is_cuda or asked == AUTO or not self.placement.is_on_card
+        at_once = 1 if is_alone else asked  # auto: side by side only where there is room
+        with kept_traces(self.config, self.architecture, self.costs, self.placement) as traces:
             yield Planner(traces, self.budget, _tokens_per_second(self.config), at_once)
 
     @property
@@ -185,6 +216,20 @@ class PlanRequest:
     def policy(self) -> RecomputePolicy:
         """What is recomputed."""
         return NEVER if self.mode == "never" else ALWAYS
+
+
+def _placed(request: PlanRequest, ranks: Ranks) -> tuple[Placement, Peak]:
+    """Where the weights are to be, and what one of the longest utterances then takes; a ResourceError where it cannot.
+
+    In a process of its own: who has traced cannot be forked any more.
+    """
+    device = torch.device("cuda" if request.costs.is_cuda else "cpu")
+    placement = resolve_placement(request.config, request.architecture, device, ranks, request.fits)
+    if placement.is_on_card:
+        check_state(request.config, request.architecture, request.costs, request.budget)
+    peak = request.placed(placement).longest_peak()
+    check_host(peak.host, request.config, request.costs, placement)
+    return placement, peak
 
 
 def _validation_peak(request: PlanRequest) -> int:
