@@ -71,14 +71,23 @@ class Corpus:
 
 
 def read_corpus(rows: Iterable[FoundUtterance | RefusedRow], roots: AudioRoots) -> Corpus:
-    """The rows checked, in their order; few of them are in memory before they are."""
+    """The rows checked, in their order; few of them are in memory before they are.
+
+    Refused are those too of which one before it is the same stretch of the same audio.
+    """
     corpus, first_rows = Corpus(), {}
     rows = iter(rows)
     with ThreadPoolExecutor(THREADS) as pool:
         while chunk := list(islice(rows, ROWS_AT_ONCE)):
             for checked in _check_chunk(chunk, roots, pool):
-                checked = _without_twins(checked, first_rows)
-                (corpus.refused if isinstance(checked, RefusedRow) else corpus.utterances).append(checked)
+                if isinstance(checked, CheckedUtterance):
+                    first = first_rows.setdefault(checked.id, checked.where)
+                    if first == checked.where:
+                        corpus.utterances.append(checked)
+                        continue
+                    row, path = checked.utterance.row, checked.utterance.audio_filepath
+                    checked = RefusedRow(checked.file, row, "duplicate", f"it is the same audio as {first}", path)
+                corpus.refused.append(checked)
     return corpus
 
 
@@ -110,16 +119,12 @@ def _place(found: FoundUtterance, roots: AudioRoots) -> FoundUtterance | Refused
     except (OSError, RuntimeError, ValueError) as error:
         return found.refused("missing audio", f"its path cannot be followed: {error}")
     if not path.is_relative_to(roots.inside) and not path.is_relative_to(roots.staged):
-        root = shlex.quote(str(_root_of(path, roots)))
+        # The smallest folder that holds both it and where audio may lie; the file's own where that is too much.
+        shared = Path(os.path.commonpath((roots.inside, path)))
+        root = shlex.quote(str(shared if len(shared.parts) > SHALLOW else path.parent))
         reason = f"its audio lies outside {roots.inside}: give --audio_root {root}, if that is meant"
         return found.refused("outside the corpus", reason)
     return replace(found, audio=path)
-
-
-def _root_of(path: Path, roots: AudioRoots) -> Path:
-    """The smallest folder that holds both `path` and where audio may lie; the file's own where that is too much."""
-    shared = Path(os.path.commonpath((roots.inside, path)))
-    return shared if len(shared.parts) > SHALLOW else path.parent
 
 
 def _file_of(found: FoundUtterance) -> AudioSource:
@@ -158,7 +163,10 @@ def _finish(found: FoundUtterance, header: AudioHeader | str, roots: AudioRoots)
         byte_count=found.byte_count,
         row=found.row,
     )
-    return CheckedUtterance(utterance, found.file, _identity(found, roots), found.split, normalize_text(found.text))
+    root = roots.staged if found.audio.is_relative_to(roots.staged) else roots.inside
+    span = f"@{found.start:.3f}" + ("" if found.seconds is None else f"+{found.seconds:.3f}")
+    identity = f"{found.audio.relative_to(root)}#{found.byte_offset}{span}"
+    return CheckedUtterance(utterance, found.file, identity, found.split, normalize_text(found.text))
 
 
 def _span_reason(found: FoundUtterance, file_seconds: float) -> str:
@@ -179,20 +187,3 @@ def _filepath(audio: Path, roots: AudioRoots) -> str:
         audio = roots.published / audio.relative_to(roots.staged)
     shared = os.path.commonpath((audio, roots.output))
     return str(audio) if shared == os.path.sep else os.path.relpath(audio, roots.output)
-
-
-def _identity(found: FoundUtterance, roots: AudioRoots) -> str:
-    root = roots.staged if found.audio.is_relative_to(roots.staged) else roots.inside
-    span = f"@{found.start:.3f}+{found.seconds:.3f}" if found.seconds is not None else f"@{found.start:.3f}"
-    return f"{found.audio.relative_to(root)}#{found.byte_offset}{span}"
-
-
-def _without_twins(checked: CheckedUtterance | RefusedRow, first_rows: dict[str, str]) -> CheckedUtterance | RefusedRow:
-    """The row, refused where one before it is the same stretch of the same audio."""
-    if isinstance(checked, RefusedRow):
-        return checked
-    first = first_rows.setdefault(checked.id, checked.where)
-    if first == checked.where:
-        return checked
-    row, path = checked.utterance.row, checked.utterance.audio_filepath
-    return RefusedRow(checked.file, row, "duplicate", f"it is the same audio as {first}", path)
