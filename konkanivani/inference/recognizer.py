@@ -81,15 +81,17 @@ class Recognizer:
 
     @torch.no_grad()
     def _recognize(self, pieces: list[Piece], delay: EmissionDelay) -> list[list[Word]]:
-        """The words in each piece's core, their times those of the recording, by the delays of all pieces so far."""
+        """The words whose middle lies in each piece's core, their times the recording's, by all delays so far."""
         lengths = tuple(len(piece.waveform) for piece in pieces)
         waveforms = torch.nn.utils.rnn.pad_sequence([piece.waveform for piece in pieces], batch_first=True)
         encoded, encoded_lengths = self.speech_model.encode(waveforms, lengths)
         hypotheses = self.decode(self.speech_model.model, encoded, encoded_lengths)
-        return [
-            _words_of_core(self._words(piece, row[:length], tokens, delay), piece)
-            for piece, row, length, tokens in zip(pieces, encoded, encoded_lengths, hypotheses, strict=True)
-        ]
+        found = []
+        for piece, row, length, tokens in zip(pieces, encoded, encoded_lengths, hypotheses, strict=True):
+            words = self._words(piece, row[:length], tokens, delay)
+            moved = [Word(w.text, piece.start + w.start, piece.start + w.end, w.confidence) for w in words]
+            found.append([w for w in moved if piece.core_start <= (w.start + w.end) / 2 < piece.core_end])
+        return found
 
     def _words(self, piece: Piece, encoded: torch.Tensor, tokens: list[int], delay: EmissionDelay) -> list[Word]:
         """The words of encoded (T', D), timed within it by CTC or Whisper's attention; without either, evenly."""
@@ -157,12 +159,6 @@ def load_speech_model(path: str | os.PathLike, device: torch.device) -> SpeechMo
     if is_bundle(Path(path)):
         return read_bundle(Path(path), device)
     return build_speech_model(read_checkpoint(path), device)
-
-
-def _words_of_core(words: list[Word], piece: Piece) -> list[Word]:
-    """Those of the piece's words whose middle lies in its core, their times moved to where the piece begins."""
-    moved = [Word(w.text, piece.start + w.start, piece.start + w.end, w.confidence) for w in words]
-    return [word for word in moved if piece.core_start <= (word.start + word.end) / 2 < piece.core_end]
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
