@@ -158,6 +158,10 @@ def build_language_model(
         for first in range(begin, end, NODES_AT_ONCE):
             nodes = slice(first, min(first + NODES_AT_ONCE, end))
             _link(nodes, keys, vocabulary, shorter, log_probabilities, backoffs)
+    # Each of the words is scored as itself, any other token as the unknown one; as blank where the model has none.
+    stand_ins = torch.full((vocabulary,), special.unknown if special.unknown in words else special.blank)
+    stand_ins[words] = torch.from_numpy(words.astype(np.int64))
+    stand_ins[[special.blank, special.start]] = special.blank
     states = len(backoffs)
     unigrams = torch.full((vocabulary,), -math.inf, dtype=torch.float64)
     unigrams[levels[0].tokens] = log_probabilities[: len(words)]
@@ -170,7 +174,7 @@ def build_language_model(
         first_edges=torch.searchsorted(keys, torch.arange(states + 1) * vocabulary).to(device),
         backoffs=backoffs.to(device),
         shorter=shorter[:states].clone().to(device),
-        stand_ins=_stand_ins(words, vocabulary, special).to(device),
+        stand_ins=stand_ins.to(device),
         special=special,
     )
 
@@ -251,11 +255,3 @@ def _link(
     shorter[nodes] = found + 1
     own = log_probabilities[edges]
     own.copy_(torch.where(own.isnan(), weights + log_probabilities[found], own))
-
-
-def _stand_ins(words: np.ndarray, vocabulary: int, special: SpecialTokens) -> torch.Tensor:
-    """(V,): each of the words for itself, for any other token the unknown one; blank where the model has none."""
-    stand_ins = torch.full((vocabulary,), special.unknown if special.unknown in words else special.blank)
-    stand_ins[words] = torch.from_numpy(words.astype(np.int64))
-    stand_ins[[special.blank, special.start]] = special.blank
-    return stand_ins

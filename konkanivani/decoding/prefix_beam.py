@@ -47,24 +47,23 @@ def prefix_beam_search(
     encoded_lengths: Lengths,
     beam: int,
     best: int = 1,
-    tokens_per_frame: int | None = None,
     fusion: Fusion | None = None,
 ) -> list[tuple[Hypothesis, ...]]:
     """Each utterance's `best` likeliest hypotheses of log probabilities (B, T', V), likeliest first.
 
-    Fewer where the beam holds fewer of a probability above zero. Only the `tokens_per_frame` likeliest tokens of a
-    frame are appended (None: all); blank, and repeats of a last token, are never left out. Of equals the smaller token
-    ids come first; at the edge of the beam, those with the likelier prefix, then the prefix itself, then the smaller
-    last token. The result is the same alone and in any batch. Exact where the beam holds every prefix. With a fusion,
-    its score takes the place of the log probability in all of this.
+    Fewer where the beam holds fewer of a probability above zero. Of equals the smaller token ids come first; at the
+    edge of the beam, those with the likelier prefix, then the prefix itself, then the smaller last token. The result is
+    the same alone and in any batch. Exact where the beam holds every prefix. With a fusion, its score takes the place
+    of the log probability in all of this.
     """
-    if min(beam, best) < 1 or (tokens_per_frame is not None and tokens_per_frame < 1):
-        raise ValueError(f"Not all above zero: beam {beam}, best {best}, tokens_per_frame {tokens_per_frame}.")
+    if min(beam, best) < 1:
+        raise ValueError(f"Not all above zero: beam {beam}, best {best}.")
     frames = mask_padding_as_blank(log_probabilities, encoded_lengths)
     prefixes = _empty_beam(frames, beam, fusion)
+    tried = torch.arange(1, frames.shape[2], device=frames.device).expand(len(frames), -1)  # all tokens but blank
     for frame in range(frames.shape[1]):
         emissions = frames[:, frame].double()
-        prefixes = _advance(prefixes, frame, emissions, _tokens_to_try(emissions, tokens_per_frame))
+        prefixes = _advance(prefixes, frame, emissions, tried)
     return _hypotheses(prefixes, best)
 
 
@@ -84,14 +83,6 @@ def _empty_beam(frames: torch.Tensor, beam: int, fusion: Fusion | None) -> _Beam
         in_token=impossible,
         fusion_scores=fusion.begin(batch, beam) if fusion else None,
     )
-
-
-def _tokens_to_try(emissions: torch.Tensor, tokens_per_frame: int | None) -> torch.Tensor:
-    """Token ids (B, C), ascending: the likeliest of emissions (B, V) that are not blank."""
-    batch, vocabulary = emissions.shape
-    if tokens_per_frame is None or tokens_per_frame >= vocabulary - 1:
-        return torch.arange(1, vocabulary, device=emissions.device).expand(batch, -1)
-    return first_best(emissions[:, 1:], tokens_per_frame).sort(dim=1).values + 1
 
 
 def _advance(beam: _Beam, frame: int, emissions: torch.Tensor, tried: torch.Tensor) -> _Beam:
