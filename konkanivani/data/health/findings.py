@@ -210,20 +210,15 @@ def _of_sound(part: PartHealth, sound: SoundHealth, most_rejected: float) -> Ite
 
 
 def _of_levels(name: str, sound: SoundHealth) -> Iterator[Finding]:
+    speakers = [f"{speaker.name} ({speaker.level:.0f})" for speaker in sound.speaker_levels if speaker.level < QUIET]
+    quiet = f"quieter than {QUIET:g} dBFS" + (f", above all {', '.join(speakers[:5])}" if speakers else "")
+    filtered = "Check the microphone or the sound card; a high-pass filter removes it."
     checks = (
         (sound.clipped, "clipped", "Record with less gain: what is cut off cannot be mended."),
-        (
-            sound.quiet,
-            f"quieter than {QUIET:g} dBFS{_quiet_speakers(sound)}",
-            "Go closer to the microphone, or turn it up.",
-        ),
+        (sound.quiet, quiet, "Go closer to the microphone, or turn it up."),
         (sound.loud, f"louder than {LOUD:g} dBFS", "Check for clipping and compression."),
         (sound.silent, f"over {100 * MAX_SILENCE:.0f} % silence", "Trim the pauses; check the transcripts."),
-        (
-            sound.offset,
-            "shifted by a DC offset",
-            "Check the microphone or the sound card; a high-pass filter removes it.",
-        ),
+        (sound.offset, "shifted by a DC offset", filtered),
     )
     for listed, what, remedy in checks:
         if listed.count:
@@ -234,12 +229,6 @@ def _of_levels(name: str, sound: SoundHealth) -> Iterator[Finding]:
                 f"({_first(listed)}).",
                 remedy,
             )
-
-
-def _quiet_speakers(sound: SoundHealth) -> str:
-    """Whose recordings are mostly quiet, as an appendix."""
-    quiet = [f"{speaker.name} ({speaker.level:.0f})" for speaker in sound.speaker_levels if speaker.level < QUIET]
-    return f", above all {', '.join(quiet[:5])}" if quiet else ""
 
 
 def _of_recordings(health: CorpusHealth) -> Iterator[Finding]:
@@ -355,13 +344,9 @@ def _of_characters(text: CharacterHealth, config: TrainConfig) -> Iterator[Findi
 
 
 def _of_marked_characters(text: CharacterHealth) -> Iterator[Finding]:
-    script = text.script.capitalize()
+    foreign = f"of another script than {text.script.capitalize()}"
     checks = (
-        (
-            "foreign script",
-            f"of another script than {script}",
-            "Write them in the script of the rest, or take them out.",
-        ),
+        ("foreign script", foreign, "Write them in the script of the rest, or take them out."),
         ("invisible", "invisible or undefined", "Remove them at their source."),
         ("rare", f"seen fewer than {RARE} times", "Often a slip of the pen, and never learnt: look."),
     )
