@@ -103,18 +103,15 @@ class Espeak:
         if request.wants == "engine":
             version = self._library.espeak_Info(None).decode()
             return json.dumps({"sample_rate": self.sample_rate, "engine": f"espeak-ng {version}"}).encode()
-        self._choose_voice(request.voice)
+        # An unknown variant would be passed over in silence.
+        _, plus, variant = request.voice.partition("+")
+        is_known = not plus or os.path.isfile(os.path.join(self.data_path, "voices", "!v", variant))
+        if not is_known or self._library.espeak_SetVoiceByName(request.voice.encode()) != 0:
+            raise ValueError("there is no such voice")
         if request.wants == "phonemes":
             return self._phonemes(request.text)
         speech = self._speech(request)
         return speech if request.wants == "speech" else json.dumps({"words": self._words, "end": self._end}).encode()
-
-    def _choose_voice(self, voice: str) -> None:
-        # An unknown variant would be passed over in silence.
-        _, plus, variant = voice.partition("+")
-        is_known = not plus or os.path.isfile(os.path.join(self.data_path, "voices", "!v", variant))
-        if not is_known or self._library.espeak_SetVoiceByName(voice.encode()) != 0:
-            raise ValueError("there is no such voice")
 
     def _phonemes(self, text: str) -> bytes:
         buffer = ctypes.create_string_buffer(text.encode())
@@ -146,17 +143,6 @@ def write_answer(status: int, payload: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-def answer_and_exit(espeak: Espeak, request: Request) -> None:
-    """Answers `request` and ends this process, a fork."""
-    signal.alarm(REQUEST_SECONDS)
-    try:
-        status, payload = DONE, espeak.answer(request)
-    except ValueError as error:
-        status, payload = REFUSED, str(error).encode()
-    write_answer(status, payload)
-    os._exit(0)
-
-
 def main() -> None:
     """Answers requests until stdin ends; Ctrl-C is for the process that asks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -168,7 +154,13 @@ def main() -> None:
         request = Request(**json.loads(line))
         process = os.fork()
         if process == 0:
-            answer_and_exit(espeak, request)
+            signal.alarm(REQUEST_SECONDS)
+            try:
+                status, payload = DONE, espeak.answer(request)
+            except ValueError as error:
+                status, payload = REFUSED, str(error).encode()
+            write_answer(status, payload)
+            os._exit(0)
         _, wait_status = os.waitpid(process, 0)
         if wait_status != 0:
             code = os.waitstatus_to_exitcode(wait_status)

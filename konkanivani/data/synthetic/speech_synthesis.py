@@ -4,6 +4,7 @@ What it speaks is synthetic, by default in the Marathi voice `mr`. The voice `ko
 `reads_signs_by_name` tells the two apart.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,7 +15,6 @@ import tempfile
 import unicodedata
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 from konkanivani.base.errors import DataError, ResourceError
@@ -91,9 +91,7 @@ class SpeechSynthesizer:
         self.engine: str = engine["engine"]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def speak(self, text: str, style: SpeakingStyle) -> bytes:
@@ -136,10 +134,8 @@ class SpeechSynthesizer:
 
     def _stop(self) -> None:
         """Ends the process: it stops by itself at the end of its stdin."""
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        except BrokenPipeError:
-            pass
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
