@@ -119,12 +119,8 @@ def open_file(source: AudioSource) -> io.BufferedReader:
         raise UnusableAudio(source, LED_OUTSIDE)
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise UnusableAudio(source, "it is no file")
-    file = open(path, "rb", opener=_open_without_waiting)
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise UnusableAudio(source, "it is no file")
     return file
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
