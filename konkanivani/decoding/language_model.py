@@ -71,21 +71,17 @@ class LanguageModel:
         scores = self.unigrams.repeat(len(states), 1)
         for context in reversed(contexts):
             scores += self.backoffs[context, None]
-            rows, edges = self._edges_of(context)
+            # (rows, edges) of everything that follows one of the contexts but ROOT.
+            first = self.first_edges[context]
+            counts = (self.first_edges[context + 1] - first).masked_fill(context == ROOT, 0)
+            rows = torch.arange(len(context), device=context.device).repeat_interleave(counts)
+            edges = torch.arange(len(rows), device=context.device) + (first - counts.cumsum(0) + counts)[rows]
             scores[rows, self.keys[edges] % len(self.unigrams)] = self.log_probabilities[edges]
         return scores[:, self.stand_ins]
 
     def advance(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """(R,) int64: the states after one token (R,) more."""
         return self._after(states, self.stand_ins[tokens])
-
-    def _edges_of(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows, edges) of everything that follows one of the states (R,) but ROOT."""
-        first = self.first_edges[states]
-        counts = (self.first_edges[states + 1] - first).masked_fill(states == ROOT, 0)
-        ends = counts.cumsum(0)
-        rows = torch.arange(len(states), device=states.device).repeat_interleave(counts)
-        return rows, torch.arange(len(rows), device=states.device) + (first - ends + counts)[rows]
 
     def _after(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """(R,): the longest end of a state's tokens with a token (R,) more that is a state itself."""
