@@ -8,9 +8,9 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from heapq import nsmallest
 from itertools import repeat
@@ -146,21 +146,15 @@ def _scanned(manifest: Path, roots: tuple[str, ...]) -> Iterator[ManifestIndex]:
     """The index of one block of lines after the other, scanned side by side where there are several."""
     edges = _block_edges(manifest)
     lines_before = 0
-    with _processes(len(edges) - 1) as run_each:
+    with ExitStack() as opened:
+        run_each = map
+        if len(edges) > 2:
+            pool = ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork"))
+            run_each = opened.enter_context(pool).map
         for block, lines in run_each(_scan, repeat(str(manifest)), edges[:-1], edges[1:], repeat(roots)):
             broken = tuple(replace(row, row=row.row + lines_before) for row in block.broken)
             yield replace(block, rows=block.rows + np.int32(lines_before), broken=broken)
             lines_before += lines
-
-
-@contextmanager
-def _processes(blocks: int) -> Iterator[Callable[..., Iterator]]:
-    """A `map` over as many processes as there are processors, in this one where there is one block."""
-    if blocks == 1:
-        yield map
-        return
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
-        yield pool.map
 
 
 def _block_edges(manifest: Path) -> list[int]:

@@ -109,17 +109,13 @@ class Espeak:
         if not is_known or self._library.espeak_SetVoiceByName(request.voice.encode()) != 0:
             raise ValueError("there is no such voice")
         if request.wants == "phonemes":
-            return self._phonemes(request.text)
+            buffer = ctypes.create_string_buffer(request.text.encode())
+            position, clauses = ctypes.c_void_p(ctypes.addressof(buffer)), []
+            while position.value:  # espeak-ng moves it from clause to clause
+                clauses.append(self._library.espeak_TextToPhonemes(ctypes.byref(position), UTF8_TEXT, IPA_PHONEMES))
+            return b" ".join(clauses)
         speech = self._speech(request)
         return speech if request.wants == "speech" else json.dumps({"words": self._words, "end": self._end}).encode()
-
-    def _phonemes(self, text: str) -> bytes:
-        buffer = ctypes.create_string_buffer(text.encode())
-        position = ctypes.c_void_p(ctypes.addressof(buffer))
-        clauses = []
-        while position.value:  # espeak-ng moves it from clause to clause
-            clauses.append(self._library.espeak_TextToPhonemes(ctypes.byref(position), UTF8_TEXT, IPA_PHONEMES))
-        return b" ".join(clauses)
 
     def _speech(self, request: Request) -> bytes:
         library = self._library
