@@ -97,17 +97,14 @@ def _cue_words(words: Iterable[Word]) -> Iterator[list[Word]]:
     """The words of a segment, cue by cue: as many as fit, none of them after a pause."""
     cue: list[Word] = []
     for word in words:
-        if cue and not (_fits([*cue, word]) and word.start - cue[-1].end < CUE_PAUSE):
+        lines = _wrapped([each.text for each in (*cue, word)], LINE_CHARACTERS)
+        fits = len(lines) <= CUE_LINES and word.end - (cue or [word])[0].start <= MAX_CUE
+        if cue and not (fits and word.start - cue[-1].end < CUE_PAUSE):
             yield cue
             cue = []
         cue.append(word)
     if cue:
         yield cue
-
-
-def _fits(words: list[Word]) -> bool:
-    lines = _wrapped([word.text for word in words], LINE_CHARACTERS)
-    return len(lines) <= CUE_LINES and words[-1].end - words[0].start <= MAX_CUE
 
 
 def _lines(words: list[str]) -> str:
