@@ -292,7 +292,10 @@ def run_differences(one: Path, other: Path) -> list[str]:
     """What of two runs' logs, skipped windows and last checkpoints is not the same, bit for bit."""
     found = []
     for kind in ("step", "skip", "validation"):
-        logs = [[_trained(record) for record in read_log(directory, kind)] for directory in (one, other)]
+        logs = [
+            [{name: value for name, value in record.items() if name not in MEASURED} for record in read_log(run, kind)]
+            for run in (one, other)
+        ]
         places = [[record["step"] for record in log] for log in logs]
         if places[0] != places[1]:
             found.append(f"the log has {kind} records at {places[1]}, not {places[0]}")
@@ -304,10 +307,6 @@ def run_differences(one: Path, other: Path) -> list[str]:
                 if mine[name] != theirs.get(name)
             ]
     return found + checkpoint_differences(*(last_checkpoint(directory) for directory in (one, other)))
-
-
-def _trained(record: dict) -> dict:
-    return {name: value for name, value in record.items() if name not in MEASURED}
 
 
 def last_checkpoint(directory: Path) -> Checkpoint:
