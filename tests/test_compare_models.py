@@ -50,11 +50,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def flags_of(corpus: Corpus, folder: Path) -> tuple[str, ...]:
-    return (
-        *("--train_manifest", corpus.manifest("train"), "--test_manifest", corpus.manifest("test")),
-        *SMALL,
-        *("--folder", str(folder)),
-    )
+    manifests = ("--train_manifest", corpus.manifest("train"), "--test_manifest", corpus.manifest("test"))
+    return (*manifests, *SMALL, "--folder", str(folder))
 
 
 def test_each_model_has_its_row_and_one_that_fails_its_reason(short, folders, tmp_path):
@@ -149,9 +146,8 @@ def test_flags_go_to_the_models_that_they_concern(tmp_path):
     theirs, ours = choose(*said, pretrained=(folder,), presets=("minimal",))
     assert theirs == ("--pretrained", folder, "--language", "mr", "--audio_roots", "x", "y", "--lora_rank", "2")
     assert ours == ("--preset", "minimal", "--vocab-size=40", "--audio_roots", "x", "y")
-    assert choose(*said, presets=("minimal",)) == [
-        ("--preset", "minimal", *said)
-    ]  # idle ones are the trainer's to tell
+    # Idle ones are the trainer's to tell.
+    assert choose(*said, presets=("minimal",)) == [("--preset", "minimal", *said)]
     for candidate in choose_candidates((folder,), (), flags_in(said)):
         with pytest.raises(UsageError, match="--vocab_size would change it"):
             _ = candidate.config
@@ -218,9 +214,8 @@ def test_what_is_kept_is_read_back_and_a_torn_file_is_nothing(tmp_path):
     kept = Kept({"--seed": "1"}, {"steps": 2}, Outcome("tiny", "a/tiny", wer=0.5))
     write_kept(tmp_path / "tiny", kept)
     assert read_kept(tmp_path / "tiny") == kept and read_kept(tmp_path) is None
-    assert (
-        kept.is_finished and kept.differences({"--seed": "1"}) == [] and kept.differences({"--seed": "2"}) == ["--seed"]
-    )
+    assert kept.is_finished
+    assert kept.differences({"--seed": "1"}) == [] and kept.differences({"--seed": "2"}) == ["--seed"]
     failed = dataclasses.replace(kept, outcome=Outcome("tiny", "a/tiny", exit_code=6, reason="No room."))
     assert not failed.is_finished and failed.differences({"--seed": "2"}) == []
     assert failed.differences({"--pretrained": "'b/tiny'"}) == ["--pretrained"]

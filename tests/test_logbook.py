@@ -64,10 +64,7 @@ def a_step(step: int, loss: float | None = 0.1) -> StepRecord:
         splits=1,
         cache_clearings=2,
         cache_clearing_seconds=0.0123,
-        memory=(
-            PhaseMemory("forward", 1.5, 2.5, 3.5, 4.5, 5.5, 1.0, 3),
-            PhaseMemory("backward", None, None, 7.5, 8.5),
-        ),
+        memory=(PhaseMemory("forward", 1.5, 2.5, 3.5, 4.5, 5.5, 1.0, 3), PhaseMemory("backward", None, None, 7.5, 8.5)),
     )
 
 

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,8 @@ from konkanivani.data.synthetic.sentence_corpus import build_sentence_corpus, pl
 from konkanivani.data.synthetic.speech_synthesis import SpeakingStyle, SpeechSynthesizer, UnspeakableError
 from konkanivani.data.synthetic.spoken_sentences import TEST_VOICES, TRAIN_VOICES, VALID_VOICES
 from konkanivani.data.text import normalize_text
-from tests.conftest import ROOT, TINY_MODEL, run_folders, run_script, run_trainer
-from tests.test_builtin_corpus import file_digests
+from tests.conftest import TINY_MODEL, run_folders, run_script, run_trainer
+from tests.test_builtin_corpus import file_digests, kill_once_it_speaks
 
 SCRIPT = "training_scripts/prepare_builtin_corpus.py"
 SPLITS = (("train", TRAIN_VOICES), ("valid", VALID_VOICES), ("test", TEST_VOICES))
@@ -213,14 +211,7 @@ def test_a_killed_build_leaves_nothing_half_written(synthesizer, tmp_path):
     path, directory = write_sentences(tmp_path / "s.txt", 80), tmp_path / "corpus"
     program = "from konkanivani.data.synthetic.sentence_corpus import *; build_sentence_corpus([%r], %r)"
     program %= (path, str(directory))
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
-    try:
-        while not list(tmp_path.glob(".corpus.partial/audio/*.flac")):
-            assert process.poll() is None
-    finally:
-        process.kill()
-        process.wait()
-    assert not directory.exists()
+    kill_once_it_speaks(program, directory)
     assert build_sentence_corpus([path], directory).is_new
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "s.txt"]
 

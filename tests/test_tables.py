@@ -46,9 +46,7 @@ WAYS: dict[str, Callable[[Table], bytes]] = {
     "sep of tabs": lambda t: lines(t, "\t", first='"sep=\t"\n').encode(),
     "sep of lines": lambda t: lines(t, "|", first="sep=|\r").encode(),
     "Capitals": lambda t: lines(t, ",", ("Audio", "Text", "Speaker", "Split")).encode(),
-    "CAPITALS and blanks": lambda t: (
-        b"\xef\xbb\xbf" + lines(t, ";", (" AUDIO ", "TEXT\t", "Speaker ", " SPLIT")).encode()
-    ),
+    "CAPITALS and blanks": lambda t: ("\ufeff" + lines(t, ";", (" AUDIO ", "TEXT\t", "Speaker ", " SPLIT"))).encode(),
     "blanks everywhere": lambda t: lines(t, " , ").encode(),
 }
 
