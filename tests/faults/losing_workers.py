@@ -74,15 +74,7 @@ def lost_for_good_findings(
         "the utterance is not named": utterance in "".join(ended.output.splitlines()[-3:]),
         "the steps before are not saved": bool(steps) and last_checkpoint(directory).step == steps[-1],
     }
-    return [finding for finding, is_right in checks.items() if not is_right] + resumed_findings(bench, directory)
-
-
-def resumed_findings(bench: ResumeBench, directory: Path) -> list[str]:
-    """What is not as it should be where the run is gone on from."""
-    resumed = run_faulty((*bench.flags(Settings(), directory, 0), "--resume", "auto"), directory / "resumed.txt")
-    if resumed.code:
-        return [f"it could not be gone on from: {resumed.output[-600:]}"]
-    return run_differences(bench.undisturbed(Settings()), directory)
+    return [finding for finding, is_right in checks.items() if not is_right] + bench.gone_on_from(directory)
 
 
 def pipe_findings(bench: ResumeBench, directory: Path) -> list[str]:
@@ -108,4 +100,4 @@ def shared_memory_findings(bench: ResumeBench, directory: Path, kilobytes: int) 
         f"it ended with {ended.code}: {ended.output[-800:]}": ended.code == 6 and "Traceback" not in ended.output,
         "no utterance is named": "audio/train_" in ended.output.splitlines()[-1],
     }
-    return [finding for finding, is_right in checks.items() if not is_right] + resumed_findings(bench, directory)
+    return [finding for finding, is_right in checks.items() if not is_right] + bench.gone_on_from(directory)

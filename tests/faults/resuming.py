@@ -225,6 +225,13 @@ class ResumeBench:
         undisturbed = self.undisturbed(case.settings)
         return self.disturbed(case, directory) + run_differences(undisturbed, directory)
 
+    def gone_on_from(self, directory: Path) -> list[str]:
+        """What is not as it should be where the run of the usual settings in `directory` is gone on from."""
+        resumed = run_faulty((*self.flags(Settings(), directory, 0), "--resume", "auto"), directory / "resumed.txt")
+        if resumed.code:
+            return [f"it could not be gone on from: {resumed.output[-600:]}"]
+        return run_differences(self.undisturbed(Settings()), directory)
+
     def whole_process_differences(self, killed_at: int, workers: tuple[int, int], directory: Path) -> list[str]:
         """The same with two interpreters of their own, the first killed from outside once its log holds a step."""
         undisturbed = self.undisturbed(Settings())

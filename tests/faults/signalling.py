@@ -249,6 +249,4 @@ def _complaints(run: LongRun, life: Life) -> list[str]:
     found = [f"{name} cannot be read" for name in run.aftermath().unsound]
     if left := left_after(life):
         found.append(f"{len(left)} processes were left behind")
-    if "Traceback" in (printed := run.output.read_text(encoding="utf-8")):
-        found.append(f"a traceback was printed: {printed[printed.index('Traceback') :][:3000]}")
-    return found
+    return found + run.tracebacks()
