@@ -72,7 +72,7 @@ def open_index(manifest: Path, named_roots: tuple[str, ...] = ()) -> ManifestInd
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
         raise OSError("it is no file")  # a pipe would be waited for
     if found.st_size < SMALL_BYTES or not manifest.is_file():
-        return _joined(list(_scanned(manifest, roots)), folder=None)
+        return _joined(list(_scanned(manifest, roots)))
     # Inode and time of the change, so that an index that came along with a manifest is never taken for ours.
     identity = {"version": VERSION, "bytes": found.st_size, "inode": found.st_ino, "changed_ns": found.st_ctime_ns}
     identity["roots"] = list(roots)
@@ -85,7 +85,7 @@ def open_index(manifest: Path, named_roots: tuple[str, ...] = ()) -> ManifestInd
         return _write(folder, manifest, identity, roots)
     except OSError as error:
         say(f"The index cannot be kept in {folder} ({error.strerror or error}); it is made at each start.")
-        return _joined(list(_scanned(manifest, roots)), folder=None)
+        return _joined(list(_scanned(manifest, roots)))
 
 
 def _read(folder: Path, manifest: Path, identity: dict[str, object]) -> ManifestIndex | None:
@@ -134,12 +134,12 @@ def _least(marks: set[int]) -> tuple[int, ...]:
     return tuple(nsmallest(SKETCHED, marks))
 
 
-def _joined(blocks: list[ManifestIndex], folder: Path | None) -> ManifestIndex:
+def _joined(blocks: list[ManifestIndex]) -> ManifestIndex:
     empty = {name: np.empty(0, kind) for name, kind in ARRAYS.items()}
     arrays = {name: np.concatenate([empty[name], *(getattr(block, name) for block in blocks)]) for name in ARRAYS}
     broken = tuple(row for block in blocks for row in block.broken)
     sketch = _least({mark for block in blocks for mark in block.sketch})
-    return ManifestIndex(**arrays, broken=broken, sketch=sketch, folder=folder)
+    return ManifestIndex(**arrays, broken=broken, sketch=sketch, folder=None)
 
 
 def _scanned(manifest: Path, roots: tuple[str, ...]) -> Iterator[ManifestIndex]:
