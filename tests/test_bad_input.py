@@ -24,7 +24,7 @@ from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoi
 from konkanivani.training.checkpoint.checkpointer import LAST, Checkpointer
 from konkanivani.training.loop import train
 from konkanivani.training.saving import PeriodicSaver
-from tests.conftest import TINY_MODEL, Corpus, run_folders, run_trainer, write_corpus
+from tests.conftest import TINY_MODEL, Corpus, run_folders, run_trainer, well, write_corpus
 from tests.starts import begin_run
 
 
@@ -231,8 +231,7 @@ def test_unusable_utterances_are_left_out_counted_and_listed_while_training_goes
     path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")  # a blank line counts as a row
     flags = ("--train_manifest", str(path), *SHORT_RUN, "--max_tokens", "150", "--max_steps", "1")
     flags += ("--max_rejected", "10%", "--tokenizer_type", "unigram")
-    done = run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path))
-    assert done.returncode == 0, done.stderr
+    done = well(run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path)))
     assert f"5 utterances of {path} are left out" in done.stdout
     assert "  1 x longer than --max_duration 20 s\n  1 x shorter than --min_duration 0.2 s\n" in done.stdout
     found = [json.loads(line) for line in (tmp_path / "runs/default/rejected.jsonl").read_text().splitlines()]
@@ -280,8 +279,7 @@ def test_a_hostile_corpus_is_trained_on_without_what_is_wrong_with_it(workers, t
     flags += ("--epochs", "2", "--tokenizer_type", "unigram")
     refused = run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path / "no"), "--num_workers", workers)
     assert refused.returncode == 3 and "of the 71 rows" in refused.stderr and "--max_rejected" in refused.stderr
-    done = run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path), "--num_workers", workers, "--max_rejected", "15%")
-    assert done.returncode == 0, done.stderr
+    well(run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path), "--num_workers", workers, "--max_rejected", "15%"))
     found = {}
     for line in (tmp_path / "runs/default/rejected.jsonl").read_text(encoding="utf-8").splitlines():
         rejection = json.loads(line)

@@ -13,7 +13,7 @@ from konkanivani.base.errors import CheckpointError
 from konkanivani.inference.averaging import NamedCheckpoint, average_checkpoints, newest_epochs
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
-from tests.conftest import TINY_MODEL, Corpus, run_folders, run_script, run_trainer
+from tests.conftest import TINY_MODEL, Corpus, run_folders, run_script, run_trainer, well
 
 EVALUATE = "training_scripts/evaluate_konkanivani_asr.py"
 AVERAGE = "training_scripts/average_checkpoints.py"
@@ -53,8 +53,7 @@ def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Trained
 
 
 def evaluate(checkpoint: Path, manifest: str, *more: str) -> dict:
-    done = run_script(EVALUATE, "--checkpoint", str(checkpoint), "--manifest", manifest, "--json", *more)
-    assert done.returncode == 0, done.stderr
+    done = well(run_script(EVALUATE, "--checkpoint", str(checkpoint), "--manifest", manifest, "--json", *more))
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -104,8 +103,7 @@ def test_the_summary_says_how_sure_it_is_and_apart_by_speaker_and_duration(score
 
 def test_what_was_written_scores_the_same_without_the_checkpoint_and_against_it(trained, scored, tmp_path):
     page = tmp_path / "score.html"
-    again = run_script(EVALUATE, "--hypotheses", scored["hypotheses"], "--json")
-    assert again.returncode == 0, again.stderr
+    again = well(run_script(EVALUATE, "--hypotheses", scored["hypotheses"], "--json"))
     told = json.loads(again.stdout)
     assert all(told[name] == scored[name] for name in (*COUNTS, "wer_interval"))
     other = tmp_path / "perfect.jsonl"
@@ -217,8 +215,7 @@ def test_nothing_and_too_few_are_refused(trained):
 
 @pytest.fixture(scope="module")
 def averaged(trained: Trained) -> Path:
-    done = run_script(AVERAGE, "--checkpoint_dir", str(trained.checkpoints), "--last", "2")
-    assert done.returncode == 0, done.stderr
+    done = well(run_script(AVERAGE, "--checkpoint_dir", str(trained.checkpoints), "--last", "2"))
     assert "checkpoint_epoch_1.pt, checkpoint_epoch_2.pt" in done.stdout
     return trained.path("averaged")
 

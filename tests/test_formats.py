@@ -14,7 +14,7 @@ import soundfile
 
 from konkanivani.data.audio.files import read_samples
 from konkanivani.data.manifest import read_manifest
-from tests.conftest import TINY_MODEL, WORDS, run_folders, run_script, run_trainer, speak
+from tests.conftest import TINY_MODEL, WORDS, run_folders, run_script, run_trainer, speak, well
 
 SCRIPT = "training_scripts/prepare_data.py"
 SPLITS = ("train", "valid", "test")
@@ -436,7 +436,6 @@ def test_preparing_imports_no_torch_and_huggingface_says_what_to_install(tmp_pat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("KONKANIVANI_RERUN", "1")
     flags = ("--source", str(tmp_path / "corpus"), "--output", str(tmp_path / "out"))
-    done = run_script(SCRIPT, "--format", "folder", *flags)
-    assert done.returncode == 0, done.stderr
+    well(run_script(SCRIPT, "--format", "folder", *flags))
     done = run_script(SCRIPT, "--format", "huggingface", "--force", *flags)
     assert done.returncode == 6 and "pip install datasets" in done.stderr, done.stderr

@@ -22,7 +22,7 @@ from konkanivani.data.manifest import read_manifest, read_recordings
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpointer import LAST
-from tests.conftest import ROOT, run_trainer
+from tests.conftest import ROOT, run_trainer, well
 from tests.faults.strangers import HOSTILE, configured, exploding, read_sound, use_everywhere
 from tests.faults.watching import watch
 from tests.starts import begin_run
@@ -338,8 +338,7 @@ def test_no_secret_of_the_environment_is_in_anything_that_a_run_says_or_writes(
         monkeypatch.setenv(name, f"{CANARY}-{name}")
     shutil.copytree(small_run, tmp_path, dirs_exist_ok=True)
     last, folders = tmp_path / "checkpoints" / LAST, ("--log_dir", str(tmp_path / "runs"))
-    done = run_trainer("--resume", str(last), "--epochs", "3", *folders)
-    assert done.returncode == 0, done.stderr
+    done = well(run_trainer("--resume", str(last), "--epochs", "3", *folders))
     said = done.stdout + done.stderr
     for arguments in (
         ("--train_manifest", str(tmp_path / "nowhere")),
