@@ -131,13 +131,15 @@ def build_recognizer(
     """The recogniser of the checkpoint or bundle at `path`, or of the folder of `pretrained`, all settings given.
 
     Pieces last `longest_seconds` at most (None: as long as what the model was trained on), and are apart at pauses of
-    `pause_seconds`.
+    `pause_seconds`. A CheckpointError says what is wrong with the file.
     """
-    if pretrained.pretrained is None:
-        speech_model = load_speech_model(path, choose_device(device))
-    else:
+    if pretrained.pretrained is not None:
         folder = read_pretrained(pretrained.pretrained)
         speech_model = build_pretrained_model(folder, pretrained, choose_device(device))
+    elif is_bundle(Path(path)):
+        speech_model = read_bundle(Path(path), choose_device(device))
+    else:
+        speech_model = build_speech_model(read_checkpoint(path), choose_device(device))
     longest = min(speech_model.longest_seconds, MAX_PIECE) if longest_seconds is None else longest_seconds
     speech_model = timed(speech_model)
     decode = build_decode(decoding, speech_model.architecture, speech_model.tokenizer, speech_model.device)
@@ -152,13 +154,6 @@ def timed(speech_model: SpeechModel) -> SpeechModel:
     if not (speech_model.knows_times and isinstance(tokenizer, PromptedVocabulary)):
         return speech_model
     return replace(speech_model, tokenizer=tokenizer.saying_times())
-
-
-def load_speech_model(path: str | os.PathLike, device: torch.device) -> SpeechModel:
-    """The model of the bundle or checkpoint at `path`; a CheckpointError says what is wrong with the file."""
-    if is_bundle(Path(path)):
-        return read_bundle(Path(path), device)
-    return build_speech_model(read_checkpoint(path), device)
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
