@@ -28,6 +28,7 @@ from konkanivani.model.asr import parameter_count
 from konkanivani.recipe.build_step import choose_at_once, memory_conditions
 from konkanivani.recipe.origin import planned_architecture
 from konkanivani.recipe.planning.tracing import kept_traces
+from konkanivani.training.optimizers.build import build_optimizer
 from konkanivani.training.sharding import bytes_per_rank
 
 BUCKET_RATIO = 0.7  # of the longest utterances of neighbouring buckets
@@ -128,7 +129,7 @@ def _fits(
     placement: Placement,
 ) -> bool:
     """Whether the longest utterance trains alone within the budget, as much recomputed as may be."""
-    if placement.is_on_card and state_bytes(architecture) + costs.beside > budget:
+    if placement.is_on_card and state_bytes(config, architecture) + costs.beside > budget:
         return False
     longest = BatchShape(1, bucket_edges(train.seconds)[-1], int(train.tokens.max()))
     policy = NEVER if config.memory.gradient_checkpointing == "never" else ALWAYS
@@ -180,7 +181,7 @@ def costs_per_rank(costs: DeviceCosts, architecture: Architecture, ranks: Ranks)
 def choose_ranks(config: TrainConfig, costs: DeviceCosts, budget: int, world: int) -> Ranks:
     """So many ranks of one budget each, the state sharded over them as --shard says."""
     shard, architecture = config.memory.shard, planned_architecture(config)
-    sharded = shard == "always" or (shard == "auto" and needs_sharding(architecture, costs, budget))
+    sharded = shard == "always" or (shard == "auto" and needs_sharding(config, architecture, costs, budget))
     return Ranks(world, sharded and world > 1)
 
 
@@ -197,9 +198,9 @@ def traffic_bytes(architecture: Architecture, ranks: Ranks) -> int:
     return 4 * halves * (ranks.world - 1) // ranks.world
 
 
-def needs_sharding(architecture: Architecture, costs: DeviceCosts, budget: int) -> bool:
-    """Whether a rank cannot hold the whole state of the model in its budget: what --shard auto asks."""
-    return state_bytes(architecture) + costs.beside > budget
+def needs_sharding(config: TrainConfig, architecture: Architecture, costs: DeviceCosts, budget: int) -> bool:
+    """Whether a rank cannot hold the whole state of the model in its budget: what --shard auto asks. AdamW's only."""
+    return config.optimizer.optimizer == "adamw" and state_bytes(config, architecture) + costs.beside > budget
 
 
 def device_costs(device: torch.device) -> DeviceCosts:
@@ -213,7 +214,7 @@ def device_costs(device: torch.device) -> DeviceCosts:
 
 def check_state(config: TrainConfig, architecture: Architecture, costs: DeviceCosts, budget: int) -> None:
     """A ResourceError where the model's state alone, gradients included, is beyond the budget."""
-    state, beside = state_bytes(architecture) + costs.among_ranks, costs.workspace + costs.context
+    state, beside = state_bytes(config, architecture) + costs.among_ranks, costs.workspace + costs.context
     if state + beside > budget:
         raise ResourceError(
             f"The weights, gradients and optimizer of this model take {state / MIB:.0f} MiB before any audio, and "
@@ -222,9 +223,10 @@ def check_state(config: TrainConfig, architecture: Architecture, costs: DeviceCo
         )
 
 
-def state_bytes(architecture: Architecture) -> int:
+def state_bytes(config: TrainConfig, architecture: Architecture) -> int:
     """Bytes of the model's weights, gradients and optimizer."""
-    return model_state_bytes(architecture.build_without_values())
+    model = architecture.build_without_values()
+    return model_state_bytes(model, build_optimizer(model, config.optimizer).tensors)
 
 
 def _largest_preset(config: TrainConfig, room: int) -> str:
@@ -233,7 +235,7 @@ def _largest_preset(config: TrainConfig, room: int) -> str:
         return "Give --freeze encoder or --lora_rank 32, a smaller model, or a larger budget."
     for name, shape in PRESETS.items():
         architecture = architecture_of(dataclasses.replace(config, model=shape), TextConfig().vocab_size)
-        state = state_bytes(architecture)
+        state = state_bytes(config, architecture)
         if state <= room:
             return f"Give --preset {name}, which takes {state / MIB:.0f} MiB, or a larger budget."
     return "No preset is small enough. Give a larger budget."
