@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.training.optimizer import Optimizer
+from konkanivani.training.optimizer import EPSILON, Optimizer
 
 DECAY = -0.8  # of the step count: the share of the newest gradient in the mean square
-SMALLEST_SQUARE = 1e-30
+# AdamW's epsilon, not the paper's 1e-30: a gradient that is rounding alone (of a bias that a softmax takes out) would
+# move its weight by a whole learning rate, and elsewhere where a step is split.
+SMALLEST_SQUARE = EPSILON**2
 LARGEST_UPDATE = 1.0  # a tensor's root mean square, in learning rates
 SLICE = 2**18  # numbers at a time: what they need stays in a processor's cache
 

@@ -58,7 +58,7 @@ class AdamW8bit(AdamW):
         blocks = -(-parameter.numel() // BLOCK)
         for kind in MOMENTS:
             state[kind] = torch.zeros(blocks, BLOCK, dtype=torch.uint8, device=parameter.device)
-            state[f"{kind}_largest"] = torch.zeros(blocks, device=parameter.device)
+            state[f"{kind}_largest"] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
         return state
 
     @torch.no_grad()

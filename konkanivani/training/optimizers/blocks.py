@@ -26,7 +26,7 @@ class Codebook:
     """
 
     def __init__(self, is_signed: bool, like: torch.Tensor) -> None:
-        shares = torch.tensor(dynamic_shares(is_signed), device=like.device)
+        shares = torch.tensor(dynamic_shares(is_signed), dtype=torch.float32, device=like.device)
         bounds = (shares[1:] + shares[:-1]) / 2
         if not is_signed:
             bounds[0] = 0
@@ -42,10 +42,9 @@ class Codebook:
         `room`, of float32, is as large. A block of zeros has any codes, and 0 as its largest. Of a share s the error is
         at most half of the step that it lies in, and s / 1024.
         """
-        torch.abs(numbers, out=room)
-        torch.amax(room, 1, out=largest)
-        torch.div(numbers, largest[:, None], out=room)
-        patterns = room.view(torch.int32).bitwise_right_shift_(DROPPED_BITS).add_(KEPT)
+        torch.amax(room.copy_(numbers).abs_(), 1, out=largest)
+        shares = room.copy_(numbers).div_(largest[:, None])
+        patterns = shares.view(torch.int32).bitwise_right_shift_(DROPPED_BITS).add_(KEPT)
         torch.index_select(self.nearest, 0, patterns.view(-1), out=codes.view(-1))
 
     def dequantize(self, codes: torch.Tensor, largest: torch.Tensor, room: torch.Tensor, numbers: torch.Tensor) -> None:
