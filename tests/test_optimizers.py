@@ -339,24 +339,25 @@ def test_a_checkpoint_takes_what_was_said(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", SMALLER)
-def test_a_step_neither_waits_for_the_device_nor_loads_pytorchs_compiler(kind):
+def test_an_update_does_not_wait_for_the_device(kind):
     net = network()
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
     with Reads() as mode:
         ours(kind)(net).step()
     assert set(mode.found) <= ({"_local_scalar_dense"} if kind == "adamw8bit" else set())  # fused, on a CPU
-    source = TRAIN.format(before=MAKE_ONE).replace("double_parts()", "one()")
-    ended = subprocess.run(
-        [sys.executable, "-c", source, kind], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert ended.stdout.strip() == "False False", ended.stdout + ended.stderr
 
 
-MAKE_ONE = """
+EIGHT_BITS = """
 from konkanivani.base.config import OptimizerConfig
-one = lambda: double_parts(optimizer=OptimizerConfig(optimizer=sys.argv[1]))
+eight_bits = OptimizerConfig(optimizer="adamw8bit")
 """
+
+
+def test_a_step_does_not_load_pytorchs_compiler():
+    source = TRAIN.format(before=EIGHT_BITS).replace("double_parts()", "double_parts(optimizer=eight_bits)")
+    ended = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.stdout.strip() == "False False", ended.stdout + ended.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------- The laws
@@ -386,8 +387,7 @@ def test_resumed_from_a_file_it_goes_on_bit_for_bit(kind, tmp_path):
     assert differing(undisturbed, resumed("model"))  # the negative control
 
 
-@pytest.mark.parametrize("kind", SMALLER)
-@pytest.mark.parametrize("failing", [failing_forward, failing_backward])
+@pytest.mark.parametrize(("kind", "failing"), [("adamw8bit", failing_forward), ("adafactor", failing_backward)])
 def test_a_step_that_runs_out_of_memory_and_is_split_is_the_same_step(kind, failing):
     whole, parts = in_double(kind), failing(in_double(kind), once_at(1), ERRORS["cuda"])
     for step in range(2):
