@@ -16,14 +16,14 @@ from konkanivani.base.units import budget_text, parse_budget, peak_text
 from konkanivani.data.utterance import Utterance
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
-from konkanivani.memory.placement import ON_CARD, Placement, choose_placement
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
 from konkanivani.memory.planner import ALWAYS, NEVER, Planner, plan_bucket
 from konkanivani.memory.tracer import BatchShape
+from konkanivani.memory.weights.placement import ON_CARD, Placement, choose_placement
 from konkanivani.model.architecture import Architecture
 from konkanivani.recipe.build_step import choose_at_once, memory_conditions
 from konkanivani.recipe.planning.ranks import Ranks, costs_per_rank
-from konkanivani.recipe.planning.state import check_host, check_state, device_costs, state_bytes
+from konkanivani.recipe.planning.state import check_host, check_state, device_costs, has_room, state_bytes
 from konkanivani.recipe.planning.tracing import kept_traces
 
 BUCKET_RATIO = 0.7  # of the longest utterances of neighbouring buckets
@@ -76,7 +76,7 @@ def resolve_plan(
         at_once = choose_at_once(config, device, ranks.sharded) if placement.is_on_card else 1
         if at_once > 1:
             side_by_side = _plan_buckets(config, Planner(traces, budget, rate, at_once), conditions, train, validation)
-            if _has_room(side_by_side, plan, is_asked_for=config.data.micro_batches_at_once != AUTO):
+            if _has_room_for_two(side_by_side, plan, is_asked_for=config.data.micro_batches_at_once != AUTO):
                 plan = side_by_side
     _check_every_utterance_fits(plan.buckets, train, config, budget)
     check_host(plan.host, config, costs, placement)
@@ -100,7 +100,7 @@ def resolve_placement(
     if asked == AUTO and (ranks.world > 1 or device.type == "cpu"):
         return ON_CARD
     blocks = len(architecture.build_without_values().blocks)
-    return choose_placement(asked, blocks, config.memory.mixed_precision, fits)
+    return choose_placement(asked, blocks, config.memory.mixed_precision, device.type == "cuda", fits)
 
 
 def _fits(
@@ -111,16 +111,16 @@ def _fits(
     train: SpeechSizes,
     placement: Placement,
 ) -> bool:
-    """Whether the longest utterance trains alone within the budget, as much recomputed as may be."""
+    """Whether the longest utterance trains alone, as much recomputed as may be."""
     if placement.is_on_card and state_bytes(config, architecture) + costs.beside > budget:
         return False
     longest = BatchShape(1, bucket_edges(train.seconds)[-1], int(train.tokens.max()))
     policy = NEVER if config.memory.gradient_checkpointing == "never" else ALWAYS
     with kept_traces(config, architecture, costs, placement) as traces:
-        return Planner(traces, budget, 1.0).peak(longest, policy) <= budget
+        return has_room(Planner(traces, budget, 1.0).phases(longest, policy), config, costs, budget, placement)
 
 
-def _has_room(side_by_side: MemoryPlan, plan: MemoryPlan, is_asked_for: bool) -> bool:
+def _has_room_for_two(side_by_side: MemoryPlan, plan: MemoryPlan, is_asked_for: bool) -> bool:
     """Whether micro-batches fit side by side; unless it is asked for, without a block more that is recomputed."""
     if not all(bucket.utterances for bucket in side_by_side.buckets):
         return False

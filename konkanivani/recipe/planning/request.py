@@ -15,14 +15,14 @@ import torch
 from konkanivani.base.config import AUTO, TrainConfig
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
-from konkanivani.memory.placement import ON_CARD, Placement
 from konkanivani.memory.planner import ALWAYS, NEVER, Planner
 from konkanivani.memory.tracer import BatchShape, Peak
+from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.architecture import Architecture
 from konkanivani.recipe.origin import planned_architecture
 from konkanivani.recipe.planning.plan import resolve_placement
 from konkanivani.recipe.planning.ranks import Ranks
-from konkanivani.recipe.planning.state import check_host, check_state, state_bytes
+from konkanivani.recipe.planning.state import check_host, check_state, has_room, state_bytes
 from konkanivani.recipe.planning.tracing import kept_traces
 
 BUCKETS = (2.0, 5.0, 10.0, 20.0)
@@ -49,7 +49,8 @@ class PlanRequest:
         """Whether one utterance of the longest that are planned for fits, with the weights there."""
         if placement.is_on_card and state_bytes(self.config, self.architecture) + self.costs.beside > self.budget:
             return False
-        return self.placed(placement).longest_peak().bytes + self.costs.beside <= self.budget
+        peak = self.placed(placement).longest_peak()
+        return has_room(peak, self.config, self.costs, self.budget, placement)
 
     def longest_peak(self) -> Peak:
         """The peaks of one of the longest utterances that are planned for."""

@@ -10,8 +10,9 @@ from konkanivani.base.units import MIB, budget_text, parse_budget, peak_text
 from konkanivani.memory.budget import available_bytes
 from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
 from konkanivani.memory.gpu import measure_context
-from konkanivani.memory.placement import Placement
 from konkanivani.memory.plan import model_state_bytes
+from konkanivani.memory.tracer import Peak
+from konkanivani.memory.weights.placement import Placement
 from konkanivani.model.architecture import Architecture, architecture_of
 from konkanivani.training.optimizers.build import build_optimizer
 
@@ -56,15 +57,22 @@ def _largest_preset(config: TrainConfig, room: int) -> str:
     return "No preset is small enough. Give a larger budget."
 
 
+def has_room(peak: Peak, config: TrainConfig, costs: DeviceCosts, budget: int, placement: Placement) -> bool:
+    """Whether a step of this peak fits the budget, and, where weights come ahead, what that adds on the host."""
+    return peak.bytes + costs.beside <= budget and not (placement.ahead and peak.host > host_budget(config))
+
+
+def host_budget(config: TrainConfig) -> int:
+    """Bytes that may lie on the host beside a card: --host_budget, or what is free."""
+    asked = config.memory.host_budget
+    return parse_budget(asked) if asked else available_bytes(torch.device("cpu"))
+
+
 def check_host(host: int, config: TrainConfig, costs: DeviceCosts, placement: Placement) -> None:
     """A ResourceError where `host`, bytes on the host beside a card, is more than may be taken there."""
-    asked = config.memory.host_budget
-    if not costs.is_cuda or placement.is_on_card:
-        return
-    most = parse_budget(asked) if asked else available_bytes(torch.device("cpu"))
-    if host > most:
+    if costs.is_cuda and not placement.is_on_card and host > (most := host_budget(config)):
         raise ResourceError(
             f"The weights, gradients and optimizer that lie on the host take {peak_text(host)}, more than the "
-            f"{budget_text(most)} of {'--host_budget' if asked else 'memory that are free'}. "
+            f"{budget_text(most)} of {'--host_budget' if config.memory.host_budget else 'memory that are free'}. "
             "Give --lora_rank 32 or --freeze encoder, a smaller model, or close other programs."
         )
