@@ -1,6 +1,7 @@
 """AdamW and what every optimizer has, all allocated beforehand; the learning rate, a pure function of the step."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch.optim.adamw import adamw
