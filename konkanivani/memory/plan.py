@@ -1,6 +1,6 @@
 """What is planned for a run: how its micro-batches are cut and which blocks they recompute, by length."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,8 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.asr import frozen_count, parameter_count
 
-STATE_BYTES = 16  # a trained parameter's weight, gradient and two moments in fp32
+STATE_BYTES = 16  # a trained parameter's weight, gradient and AdamW's two moments in fp32
+TRAINED_BYTES = 8  # its weight and gradient
 FROZEN_BYTES = 4  # a frozen one's weight
 
 
@@ -131,6 +132,10 @@ def plan_sentences(plan: MemoryPlan, blocks: int) -> str:
     return "\n".join(lines)
 
 
-def model_state_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the model's weights, gradients and optimizer; of what is frozen, the weights alone."""
-    return STATE_BYTES * parameter_count(model) + FROZEN_BYTES * frozen_count(model)
+def model_state_bytes(model: torch.nn.Module, optimizer: Iterable[torch.Tensor]) -> int:
+    """Bytes of the model's weights, gradients and the optimizer's tensors, but its counts of steps.
+
+    Of what is frozen, the weights alone.
+    """
+    beside = sum(tensor.nbytes for tensor in optimizer if tensor.dim())
+    return TRAINED_BYTES * parameter_count(model) + FROZEN_BYTES * frozen_count(model) + beside

@@ -202,7 +202,7 @@ def choose_sharding(
         return not topology.is_alone and config.memory.shard == "always"
     budget = config.memory.memory_budget
     budget = parse_budget(budget) if budget else free
-    return from_first(topology, lambda: needs_sharding(architecture, device_costs(device), budget))
+    return from_first(topology, lambda: needs_sharding(config, architecture, device_costs(device), budget))
 
 
 def plan_memory(
