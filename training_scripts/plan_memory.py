@@ -36,6 +36,8 @@ class OwnFlags:
     """Ranks that train together, each with a card of that memory; --shard says whether they share the state."""
     presets: bool = False
     """Print what fits for every preset in 2, 4, 8, 14.7 and 24 GiB."""
+    table: bool = False
+    """Print what each published Whisper takes, trained whole or in part, its weights on the card or off it."""
     json: bool = False
     """Print one line of JSON instead of a table; bytes and seconds."""
 
@@ -70,11 +72,14 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
     print(f"Tracing steps of training without data: {HOW_LONG}.", file=sys.stderr, flush=True)
     from konkanivani.recipe.planning.ranks import choose_ranks
     from konkanivani.recipe.planning.report import plan_budget, plan_presets
+    from konkanivani.recipe.planning.table import plan_whisper
 
     costs = cpu_costs()
     if gpu or flags.train.run.device == "cuda":
         gpu = gpu or Gpu("a CUDA card", size, (7, 5))
         costs = cuda_costs(gpu.name, gpu.capability)
+    if flags.table:
+        return plan_whisper(flags.train, costs, size)
     if flags.presets:
         if flags.world > 1:
             raise UsageError("--presets is for one process: give --world with one --preset.")
@@ -85,8 +90,8 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
 
 def check_pretrained(flags: Flags) -> None:
     """Raises the errors that a plan of this folder would end with, before anything is traced."""
-    if flags.presets:
-        raise UsageError("--presets are models of ours: leave --pretrained out, or ask about it alone.")
+    if flags.presets or flags.table:
+        raise UsageError("--presets and --table ask about other models: leave --pretrained out, or ask about it alone.")
     from konkanivani.recipe.origin import planned_architecture
 
     planned_architecture(flags.train).build_without_values()

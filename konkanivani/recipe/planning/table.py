@@ -1,0 +1,90 @@
+"""What fine-tuning each published Whisper takes of a card, wherever its weights lie: planned without any weights."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from konkanivani.base.amount import resolve
+from konkanivani.base.config import AUTO, TrainConfig, TuningConfig
+from konkanivani.memory.devices import DeviceCosts
+from konkanivani.memory.planner import ALWAYS, Planner
+from konkanivani.memory.tracer import BatchShape
+from konkanivani.memory.weights.placement import ON_CARD, Placement
+from konkanivani.model.whisper.architecture import WhisperArchitecture
+from konkanivani.model.whisper.shape import WhisperShape
+from konkanivani.recipe.planning.request import two_processes
+from konkanivani.recipe.planning.tracing import kept_traces
+
+# Width, heads, blocks of the encoder and of the decoder, inner width, mel bands, tokens (Radford et al., 2022).
+SIZES = {
+    "tiny": WhisperShape(384, 6, 4, 4, 1536, 80, 51_865),
+    "base": WhisperShape(512, 8, 6, 6, 2048, 80, 51_865),
+    "small": WhisperShape(768, 12, 12, 12, 3072, 80, 51_865),
+    "medium": WhisperShape(1024, 16, 24, 24, 4096, 80, 51_865),
+    "turbo": WhisperShape(1280, 20, 32, 4, 5120, 128, 51_866),
+    "large-v3": WhisperShape(1280, 20, 32, 32, 5120, 128, 51_866),
+}
+TRAINED = {
+    "everything": TuningConfig(),
+    "--freeze encoder": TuningConfig(freeze="encoder"),
+    "--lora_rank 32": TuningConfig(lora_rank=32, lora_targets=("query", "value")),
+}
+PLACES = {"card": ON_CARD, "half": Placement(halved=True), "host": Placement(fetched=99)}
+WINDOW = BatchShape(1, 30.0, 444)  # tokens of text behind start and prompt: the longest label
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Bytes on the card, all that the process has there, in training and in validation; and on the host."""
+
+    train: int
+    valid: int
+    host: int
+
+    def words(self, most: int) -> str:
+        """For a person, with a star where both fit a card of so many bytes."""
+        fits = "*" if max(self.train, self.valid) <= most else " "
+        return f"{self.train >> 20:,} / {self.valid >> 20:,}{fits}"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What one cell of the table asks."""
+
+    size: str
+    trained: str
+    place: str
+    config: TrainConfig
+    costs: DeviceCosts
+
+
+def answer_cell(question: Question) -> Cell:
+    """One utterance of 30 s with the longest label, every block recomputed."""
+    config, costs = question.config, question.costs
+    architecture = WhisperArchitecture(SIZES[question.size], TRAINED[question.trained])
+    with kept_traces(config, architecture, costs, PLACES[question.place]) as traces:
+        planner = Planner(traces, 2**50, WINDOW.tokens / WINDOW.seconds)
+        step = planner.phases(WINDOW, ALWAYS)
+        _, valid = planner.validation_seconds(WINDOW.seconds, WINDOW.tokens, WINDOW.seconds)
+    return Cell(step.bytes + costs.beside, valid, step.host)
+
+
+def plan_whisper(config: TrainConfig, costs: DeviceCosts, budget: int, sizes: tuple[str, ...] = tuple(SIZES)) -> str:
+    """The table, a line for each size and for what of it is trained."""
+    memory = dataclasses.replace(config.memory, mixed_precision=True, gradient_checkpointing=AUTO)
+    loss = dataclasses.replace(config.loss, ctc_weight=0.0, label_smoothing=0.0)
+    config = resolve(dataclasses.replace(config, memory=memory, loss=loss))
+    rows = [(size, trained) for size in sizes for trained in TRAINED]
+    with two_processes() as pool:
+        questions = [Question(*row, place, config, costs) for row in rows for place in PLACES]
+        cells = iter(list(pool.map(answer_cell, questions)))
+    lines = [
+        f"MiB on {costs.name}, which has {budget >> 20:,}, in training / validation: one utterance of 30 s with its",
+        "longest label, half precision, every block recomputed, AdamW. A star: it fits. Last, what lies on the host then:",
+        "",
+        f"{'':10}{'trained':18}" + "".join(f"{f'--weights {place}':>19}" for place in PLACES) + f"{'host':>10}",
+    ]
+    for size, trained in rows:
+        found = [next(cells) for _ in PLACES]
+        words = "".join(f"{cell.words(budget):>19}" for cell in found)
+        lines.append(f"{size:10}{trained:18}{words}{found[-1].host >> 20:>10,}")
+    return "\n".join(lines)
