@@ -22,6 +22,7 @@ from konkanivani.base.errors import CheckpointError, DataError, ResourceError, U
 from konkanivani.base.flags import config_from_text
 from konkanivani.base.rules import check_config
 from konkanivani.data.text import Tokenizer
+from konkanivani.inference.provenance import provenance_of
 from konkanivani.inference.speech_model import SpeechModel, check_finite, is_within_bounds
 from konkanivani.model.architecture import HybridArchitecture
 from konkanivani.model.front_end import described
@@ -83,6 +84,8 @@ def bundle_bytes(speech_model: SpeechModel) -> bytes:
         "digits": speech_model.digits,
         "longest_seconds": speech_model.longest_seconds,
     }
+    if speech_model.provenance:
+        description["provenance"] = speech_model.provenance.state_dict()
     entry = description | {"sha256": Contents(description, tensors).checksum}
     return safetensors.torch.save(tensors, {ENTRY: json.dumps(entry, sort_keys=True)})
 
@@ -158,8 +161,9 @@ def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
         raise ValueError("its weights are not those of its dimensions")
     check_finite(str(path), weights)
     model.load_state_dict(weights, assign=True)
-    front_end = architecture.build_front_end(AugmentConfig()).to(device)
-    return SpeechModel(architecture, model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits)
+    front_end, source = architecture.build_front_end(AugmentConfig()).to(device), description.get("provenance")
+    heard = SpeechModel(architecture, model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits)
+    return dataclasses.replace(heard, provenance=provenance_of(source))
 
 
 def _of_format_1(settings: Mapping[str, object]) -> Mapping[str, object]:

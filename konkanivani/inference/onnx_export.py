@@ -94,7 +94,7 @@ def quantize(model: bytes) -> bytes:
 
 
 def _metadata(speech_model: SpeechModel) -> dict[str, str]:
-    tokenizer = speech_model.tokenizer
+    tokenizer, provenance = speech_model.tokenizer, speech_model.provenance
     return {
         "sample_rate": str(SAMPLE_RATE),
         "frame_seconds": str(speech_model.architecture.framing.encoder_hop / SAMPLE_RATE),
@@ -104,7 +104,7 @@ def _metadata(speech_model: SpeechModel) -> dict[str, str]:
         "token_texts": json.dumps(token_texts(tokenizer), ensure_ascii=False),
         "sentencepiece_model": base64.b64encode(tokenizer.model).decode(),
         "features": json.dumps(described(speech_model.architecture.features)),
-    }
+    } | ({"provenance": json.dumps(provenance.state_dict())} if provenance else {})
 
 
 def token_texts(tokenizer: Tokenizer) -> list[str]:

@@ -45,3 +45,9 @@ def read_provenance(checkpoint: Checkpoint | None) -> Provenance | None:
         return provenance_of(checkpoint.states.get(STATE)) if checkpoint else None
     except ValueError as error:
         raise CheckpointError(f"The checkpoint cannot be used: {error}. Use another one.") from None
+
+
+def provenance_part(checkpoint: Checkpoint | None) -> dict[str, Provenance]:
+    """The same as a part of a run, which its checkpoints keep; nothing where there is none."""
+    found = read_provenance(checkpoint)
+    return {STATE: found} if found else {}

@@ -18,6 +18,7 @@ from konkanivani.base.rules import check_config
 from konkanivani.data.text import Tokenizer
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.inference.pretrained import STATE, Pretrained, restored_architecture, whole_weights
+from konkanivani.inference.provenance import Provenance, read_provenance
 from konkanivani.inference.whisper.vocabulary import vocabulary_of
 from konkanivani.model.architecture import Architecture, Dimensions
 from konkanivani.model.asr import KonkaniVaniASR
@@ -44,6 +45,7 @@ class SpeechModel:
     longest_seconds: float
     digits: Literal["keep", "spell"]
     knows_times: bool = False
+    provenance: Provenance | None = None
 
     @torch.no_grad()
     def encode(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
@@ -63,8 +65,9 @@ def build_speech_model(checkpoint: Checkpoint, device: torch.device) -> SpeechMo
     longest_seconds = float(min(config.data.max_duration, architecture.longest_seconds))
     digits = config.text.digits
     times = config.pretrained.timestamp_share > 0
+    source = read_provenance(checkpoint)
     return SpeechModel(
-        architecture, model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits, times
+        architecture, model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits, times, source
     )
 
 

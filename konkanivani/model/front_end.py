@@ -5,6 +5,7 @@ B batch, S samples, T feature frames, F mel bins.
 
 import dataclasses
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,15 +64,17 @@ class LogMel(torch.nn.Module):
     def __init__(self, config: FeatureConfig) -> None:
         super().__init__()
         self.config, self.framing = config, Framing(config)
-        self.power = torchaudio.transforms.MelSpectrogram(
-            SAMPLE_RATE,
-            n_fft=config.fft_samples,
-            win_length=config.window_samples,
-            hop_length=config.hop_samples,
-            n_mels=config.mel_bins,
-            center=False,
-            wkwargs={"periodic": config.window == "periodic"},
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of 128 bands some lie between two bins, and are silent
+            self.power = torchaudio.transforms.MelSpectrogram(
+                SAMPLE_RATE,
+                n_fft=config.fft_samples,
+                win_length=config.window_samples,
+                hop_length=config.hop_samples,
+                n_mels=config.mel_bins,
+                center=False,
+                wkwargs={"periodic": config.window == "periodic"},
+            )
         if config.mel_scale == "slaney":
             self.power.mel_scale.fb.copy_(slaney_bands(config))
 
