@@ -141,13 +141,17 @@ def stateful_parts(start: Start, step: StepParts, state: TrainState) -> Mapping[
     sharded = is_sharded(step.model)
     model = TrainedPart(step.model) if step.architecture.has_base else step.model
     origin = make_origin(start.pretrained, start.resumed, step.architecture, step.model)
-    return ({STATE: origin} if origin else {}) | provenance_part(start.resumed or start.initial) | {
-        "model": FullState(model, step.topology) if sharded else model,
-        "optimizer": FullState(optimizer, step.topology) if sharded else optimizer,
-        "scaler": step.scaler,
-        "progress": state,
-        "splits": step.splits,
-    }
+    return (
+        ({STATE: origin} if origin else {})
+        | provenance_part(start.resumed or start.initial)
+        | {
+            "model": FullState(model, step.topology) if sharded else model,
+            "optimizer": FullState(optimizer, step.topology) if sharded else optimizer,
+            "scaler": step.scaler,
+            "progress": state,
+            "splits": step.splits,
+        }
+    )
 
 
 def load_weights(

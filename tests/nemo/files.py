@@ -58,7 +58,7 @@ def write_members(path: Path, members: Mapping[str, bytes | tarfile.TarInfo], is
             header = content if isinstance(content, tarfile.TarInfo) else tarfile.TarInfo(name)
             if isinstance(content, bytes):
                 header.size = len(content)
-            archive.addfile(header, io.BytesIO(content if isinstance(content, bytes) else b""))
+            archive.addfile(header, io.BytesIO(content) if isinstance(content, bytes) else None)
     path.write_bytes(gzip.compress(data.getvalue(), 1) if is_packed else data.getvalue())
     return path
 

@@ -176,7 +176,10 @@ def test_biases_that_all_blocks_share_are_apart(tmp_path):
 def test_ids_are_the_pieces_of_the_file():
     parts = read_parts()
     (model,) = (data for name, data in parts.others.items() if name.endswith(".model"))
-    theirs, ours = sentencepiece.SentencePieceProcessor(model_proto=model), speech_model(FOLDER / "striding.nemo").tokenizer
+    theirs, ours = (
+        sentencepiece.SentencePieceProcessor(model_proto=model),
+        speech_model(FOLDER / "striding.nemo").tokenizer,
+    )
     assert ours.size == theirs.get_piece_size() + 3 and dataclasses.astuple(ours.special) == (0, 1, 2, 3)
     for text in ("उदक घरांत", "दोन तीन चार", "", "शाळा xyz 12"):
         old = theirs.encode(text)

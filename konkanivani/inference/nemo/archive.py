@@ -1,6 +1,6 @@
 """A .nemo file: a tar, plain or gzipped, of a configuration, weights and tokenizers. Nothing of it is extracted or run.
 
-Members are walked by their headers alone and taken by the last part of their names, so that `../` leads nowhere.
+Members are walked by their headers alone and taken by the last part of their names.
 """
 
 import contextlib
@@ -80,7 +80,9 @@ def _read_members(file: BinaryIO, path: Path, room: BinaryIO | None) -> NemoArch
     found: dict[str, bytes] = {}
     weights, small, most = None, 0, MOST_INFLATED * path.stat().st_size
     for count, member in enumerate(_walk(file, path)):
-        name = member.name.rpartition("/")[2]
+        place, _, name = member.name.rpartition("/")
+        if ".." in place.split("/") or member.name.startswith("/"):
+            raise refused(path, f"its member {member.name!r:.80} leads out of it")
         if member.isdir():
             continue
         if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
