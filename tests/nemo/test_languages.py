@@ -1,4 +1,4 @@
-"""Of a file of several languages, as AI4Bharat saves them, one language's rows of the CTC head are taken, by its name."""
+"""Of a file of several languages, as AI4Bharat saves them, one language's rows of the CTC head are taken by name."""
 
 from pathlib import Path
 

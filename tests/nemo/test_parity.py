@@ -1,4 +1,4 @@
-"""Imported files hear and say what NeMo hears and says with them: golden tensors of its 3.0, and of its 1.23's features.
+"""Imported files hear and say what NeMo does with them: golden tensors of its 3.0, and of the features of its 1.23.
 
 B batch, T feature frames, T' encoder frames, V tokens.
 """
