@@ -6,7 +6,7 @@ B batch, T frames, N queries of a chunk, P distances, D model width, H heads, E 
 import torch
 import torch.nn.functional as F
 
-from konkanivani.base.lengths import Lengths
+from konkanivani.base.lengths import SMALL_CHUNK_FRAMES, Lengths
 from konkanivani.model.attention import Positions, SequenceLayout
 from konkanivani.model.kernels.linear import Linear, fused_linear
 from konkanivani.model.kernels.recompute import run_recomputed
@@ -37,8 +37,9 @@ class RelativeSelfAttention(torch.nn.Module):
 
     Query i scores key j by ((q + u) k + (q + v) W r(i - j)) / sqrt(E), where u and v (D,) are biases of content and of
     position, W a matrix over r, the sines and cosines of a distance. The scores are in fp32 at least, whatever the
-    autocast, since in fp16 they leave its range. Of what a pair of frames has a number for nothing is kept, and no more
-    is there at a time than `chunk_frames` squared a head: the backward pass makes it again.
+    autocast, since in fp16 they leave its range. Of what has a number for each pair of frames nothing is kept: the
+    backward pass makes it again. No more of it is there at a time than `chunk_frames` squared a head, or, of an hour,
+    that of a hundred queries.
     """
 
     def __init__(self, d_model: int, heads: int, biases: bool = True) -> None:
@@ -70,24 +71,24 @@ class RelativeSelfAttention(torch.nn.Module):
         layout: SequenceLayout,
     ) -> torch.Tensor:
         """Queries, keys and values (B, H, T, E), a chunk of queries at a time: (B, H, T, E)."""
-        length, rows = query.shape[2], layout.chunk_frames
-        if length > rows:
-            rows = max(1, rows**2 // length)
+        length, most = query.shape[2], layout.chunk_frames
+        others = key, value, self.content_bias, self.position_bias, layout.padding
+        if length <= most:
+            return run_recomputed(attend_by_distance, query, distances, *others)
         pieces, first = [], 0
-        for chunk in query.split(rows, dim=2) if length > rows else (query,):
+        for chunk in query.split(max(most**2 // length, min(most, SMALL_CHUNK_FRAMES)), dim=2):
             end = first + chunk.shape[2]
             near = distances[length - end : 2 * length - 1 - first]
-            biases = self.content_bias, self.position_bias
-            pieces.append(run_recomputed(attend_by_distance, chunk, key, value, near, *biases, layout.padding))
+            pieces.append(run_recomputed(attend_by_distance, chunk, near, *others))
             first = end
         return torch.cat(pieces, dim=2)
 
 
 def attend_by_distance(
     query: torch.Tensor,
+    distances: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    distances: torch.Tensor,
     content_bias: torch.Tensor,
     position_bias: torch.Tensor,
     padding: torch.Tensor | None,
