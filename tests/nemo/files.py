@@ -42,9 +42,9 @@ class NemoParts:
         return write_members(path, self.members())
 
 
-def read_parts(name: str = "striding") -> NemoParts:
+def read_parts(name: str = "striding", folder: Path = FOLDER) -> NemoParts:
     """Those of one of NeMo's files."""
-    with tarfile.open(FOLDER / f"{name}.nemo", "r:*") as archive:
+    with tarfile.open(folder / f"{name}.nemo", "r:*") as archive:
         read = {m.name.removeprefix("./"): archive.extractfile(m).read() for m in archive if m.isfile()}
     tensors = torch.load(io.BytesIO(read.pop(WEIGHTS)), weights_only=True)  # noqa: TID251
     return NemoParts(yaml.safe_load(read.pop(CONFIG)), tensors, read)
@@ -63,9 +63,9 @@ def write_members(path: Path, members: Mapping[str, bytes | tarfile.TarInfo], is
     return path
 
 
-def changed(change: Callable[[NemoParts], object], path: Path, name: str = "striding") -> Path:
+def changed(change: Callable[[NemoParts], object], path: Path, name: str = "striding", folder: Path = FOLDER) -> Path:
     """One of NeMo's files, changed."""
-    parts = read_parts(name)
+    parts = read_parts(name, folder)
     change(parts)
     return parts.write(path)
 

@@ -10,7 +10,7 @@ from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.inference.nemo.imported import Imported, import_nemo
 from konkanivani.inference.speech_model import build_speech_model
 from tests.nemo.files import NemoParts, changed, in_languages, pieces, read_parts
-from tests.nemo.test_parity import NEAR, golden, in_their_order, sound
+from tests.nemo.goldens import NEAR, golden, in_their_order, sound
 
 SIZES = {"hi": 40, "kok": 50, "mr": 44}  # of other sizes, so that no row fits by chance
 HEAD = "ctc_decoder.decoder_layers.0"

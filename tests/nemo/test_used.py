@@ -20,7 +20,7 @@ from konkanivani.inference.verify import check_signal
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from tests.conftest import TRAINER, Corpus, run_folders, run_script, write_corpus
 from tests.nemo.files import FOLDER
-from tests.nemo.test_parity import hear, sound
+from tests.nemo.goldens import hear, sound
 
 CPU = torch.device("cpu")
 FILES = ("striding", "parakeet")

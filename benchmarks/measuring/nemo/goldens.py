@@ -130,7 +130,7 @@ def disturb(model: torch.nn.Module) -> None:
             elif name.endswith(("bias", "pos_bias_u", "pos_bias_v")):
                 tensor.copy_(0.3 * noise)
             elif "decoder_layers" in name:
-                tensor.copy_(0.3 * noise)
+                tensor.copy_(0.15 * noise)
             elif "pre_encode" in name and name.endswith("weight"):
                 tensor.mul_(3)  # that what is heard is said, not the biases alone
 

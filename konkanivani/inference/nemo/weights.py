@@ -47,7 +47,15 @@ def take_weights(
     shapes = _shapes(needed.values())
     shapes |= {head[0]: (rows[0] + 1, settings.model.d_model, 1), head[1]: (rows[0] + 1,)}
     _check(found, shapes, path)
-    weights = {name: _made(found, source, ours[name].shape) for name, source in needed.items()}
+    for name in found.keys() - shapes.keys():
+        del found[name]
+    weights, places = {}, set()
+    for name, source in needed.items():
+        made = _made(found, source, ours[name].shape)
+        memory = made.untyped_storage()
+        # Biases may be shared in the file; here each tensor has memory of its own, and no more than it needs.
+        weights[name] = made.clone() if memory.data_ptr() in places or memory.nbytes() > made.nbytes else made
+        places.add(memory.data_ptr())
     weights["ctc_head.weight"] = _rows(found[head[0]].float().flatten(1), rows, 0.0)
     weights["ctc_head.bias"] = _rows(found[head[1]].float(), rows, NEVER)
     check_finite(str(path), weights)  # a BatchNorm's variance may be none
@@ -85,7 +93,7 @@ def _made(found: Tensors, source: Source, shape: torch.Size) -> torch.Tensor:
     """
     parts = [found.pop(name).float() for name in source.names]
     if source.norm is None:
-        return torch.cat(parts).reshape(shape)  # a copy always: biases may be shared in the file
+        return (torch.cat(parts) if len(parts) > 1 else parts[0]).reshape(shape)
     weight, bias, mean, variance = (found[f"{source.norm}.{leaf}"].double() for leaf in BATCH_NORM)
     scale = weight / (variance + NORM_EPSILON).sqrt()
     if len(shape) == 3:
