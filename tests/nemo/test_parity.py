@@ -52,7 +52,6 @@ def test_negative_control_with_the_other_versions_edges_it_is_another_model():
     newer = speech_model(FOLDER / "striding.nemo")
     for row, heard in enumerate(hear(newer, *sound())):
         assert max(distances(heard, golden(f"older_{row}"), 0).values()) > 100 * NEAR
-        assert heard.text != texts(golden(f"older_{row}"))[0]
 
 
 @pytest.mark.parametrize(
