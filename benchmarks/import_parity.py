@@ -74,7 +74,7 @@ def run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     if done.returncode:
         last = (done.stderr.strip() or "no output").splitlines()[-1]
-        raise ResourceError(f"The command {' '.join(command)} failed: {last}. See that PyPI can be reached.")
+        raise ResourceError(f"The command {' '.join(command)} failed: {last}. Check that PyPI can be reached.")
 
 
 def measured(folder: Path) -> list[str]:

@@ -27,9 +27,9 @@ from konkanivani.base.errors import ResourceError, UsageError
 class Flags:
     """What is imported, and where to."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str | None, tyro.conf.Positional] = None
     """A .nemo file of a Conformer or FastConformer with a CTC head."""
-    output: Annotated[str, tyro.conf.Positional]
+    output: Annotated[str | None, tyro.conf.Positional] = None
     """Checkpoint to write."""
     language: str | None = None
     """Which language's pieces to take, where the file has several: kok."""
@@ -37,6 +37,8 @@ class Flags:
 
 def check_flags(flags: Flags) -> None:
     """Raises a UsageError or a ResourceError where the checkpoint could not be written, before any work."""
+    if flags.model is None or flags.output is None:
+        raise UsageError("Give the .nemo file to read and the checkpoint to write, such as konkani.nemo konkani.pt.")
     from konkanivani.inference.averaging import is_name_of_a_run
 
     output = Path(flags.output)

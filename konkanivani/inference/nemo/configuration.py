@@ -9,6 +9,7 @@ from konkanivani.base.errors import CheckpointError, ResourceError
 from konkanivani.inference.nemo.archive import refused
 
 MAX_DEPTH = 64
+PACKAGE = "PyYAML"  # the extra `import` of setup.cfg
 
 
 class Section:
@@ -73,8 +74,8 @@ def read_yaml(text: bytes, path: Path) -> object:
     """
     if importlib.util.find_spec("yaml") is None:
         raise ResourceError(
-            "A .nemo file's configuration is YAML, and PyYAML is not installed. Install: "
-            f"{sys.executable} -m pip install PyYAML"
+            f"A .nemo file's configuration is YAML, which needs {PACKAGE}, and that is not installed. Install: "
+            f"{sys.executable} -m pip install {PACKAGE}"
         )
     import yaml
 

@@ -89,8 +89,8 @@ def _pieces(archive: NemoArchive, file: str) -> Pieces:
         raise refused(archive.path, f"it holds no {file:.80}, which its configuration names")
     try:
         return read_pieces(archive.tokenizers[file])
-    except DataError as error:
-        raise refused(archive.path, str(error), "Give another model") from None
+    except (ValueError, DataError) as error:
+        raise refused(archive.path, str(error).rstrip("."), "Give another model") from None
 
 
 def _choose(language: str | None, languages: tuple[str, ...], path: Path) -> str:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import sentencepiece
 
-from konkanivani.base.errors import DataError
 from konkanivani.data.text import OUR_TOKENS, Tokenizer
 
 PIECE, TRAINER, TEXT, KIND, CONTROL = 1, 2, 1, 3, 3
@@ -32,18 +31,18 @@ class Pieces:
 
 
 def read_pieces(model: bytes) -> Pieces:
-    """The pieces of a SentencePiece model whose first is what is unknown; a DataError where it is another one.
+    """The pieces of a SentencePiece model whose first is what is unknown; a ValueError where it is another one.
 
     It may have a start and an end behind that, as ours have, or none at all.
     """
     try:
         old = sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError:
-        raise DataError("its tokenizer is not a SentencePiece model") from None
+        raise ValueError("its tokenizer is not a SentencePiece model") from None
     ids = old.unk_id(), old.bos_id(), old.eos_id(), old.pad_id()
     names = tuple(map(old.id_to_piece, range(old.get_piece_size())))
     if ids not in ((0, -1, -1, -1), (0, 1, 2, -1)) or NAMES[48] in names or not model.startswith(b"\x0a"):
-        raise DataError(
+        raise ValueError(
             f"its tokenizer has the ids {ids} for <unk>, <s>, </s> and <pad>, and only (0, -1, -1, -1) and (0, 1, 2, "
             "-1) are built"
         )
@@ -63,7 +62,7 @@ def _checked(model: bytes, names: tuple[str, ...], old_ids: tuple[int | None, ..
     tokenizer = Tokenizer(model)
     found = tuple(tokenizer.piece(token) for token, old in enumerate(old_ids) if old is not None)
     if tokenizer.size != len(old_ids) or found != names:
-        raise DataError("its tokenizer lists its pieces in another way than SentencePiece writes them")
+        raise ValueError("its tokenizer lists its pieces in another way than SentencePiece writes them")
     return tokenizer
 
 
@@ -93,4 +92,4 @@ def _read_number(data: bytes, start: int) -> tuple[int, int]:
         shift += 7
         if data[place] < 128:
             return value, place + 1
-    raise DataError("its tokenizer is not a SentencePiece model")
+    raise ValueError("its tokenizer is not a SentencePiece model")
