@@ -83,7 +83,7 @@ def subsampled_length(frames: Count, subsampling: str = "valid") -> Count:
     """
     if subsampling == "valid":
         return _at_least_0(((frames - 1) // 2 - 1) // 2)
-    return -(-frames // SUBSAMPLING[subsampling])
+    return (frames - 1) // SUBSAMPLING[subsampling] + 1
 
 
 def _at_least_0(count: Count) -> Count:

@@ -59,8 +59,12 @@ def build_onnx(speech_model: SpeechModel) -> bytes:
     graph = RecognitionGraph(speech_model)
     example = torch.zeros(2, SAMPLE_RATE), torch.tensor([SAMPLE_RATE, SAMPLE_RATE // 2])
     batch, samples = torch.export.Dim("batch"), torch.export.Dim("samples", max=MAX_SAMPLES)
+    shapes = {0: batch, 1: samples}, {0: batch}
     with quietly(), torch.no_grad():
-        traced = torch.export.export(graph, example, dynamic_shapes=({0: batch, 1: samples}, {0: batch}), strict=False)
+        # What the tracer cannot prove of lengths, as that n (n + 1) is a multiple of n, is left open.
+        traced = torch.export.export(
+            graph, example, dynamic_shapes=shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True
+        )
         program = torch.onnx.export(
             traced, (), dynamo=True, verbose=False, opset_version=OPSET, input_names=INPUTS, output_names=OUTPUTS
         )

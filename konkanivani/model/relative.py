@@ -119,5 +119,5 @@ def shifted(scores: torch.Tensor, keys: int) -> torch.Tensor:
     Query n's key t is at distance N - 1 - n + t of its row: rows that are one longer, read as rows of P, lie so.
     """
     batch, heads, queries, distances = scores.shape
-    padded = F.pad(scores, (1, 0)).view(batch, heads, distances + 1, queries)
-    return padded[:, :, 1:].view(batch, heads, queries, distances)[..., :keys]
+    padded = F.pad(scores, (1, 0)).flatten(2)
+    return padded[:, :, queries:].view(batch, heads, queries, distances)[..., :keys]
