@@ -28,7 +28,7 @@ class Flags:
     """What is imported, and where to."""
 
     model: Annotated[str | None, tyro.conf.Positional] = None
-    """A .nemo file of a Conformer or FastConformer with a CTC head."""
+    """A .nemo file of a Conformer or FastConformer with a CTC head, or a folder of transformers' ParakeetForCTC."""
     output: Annotated[str | None, tyro.conf.Positional] = None
     """Checkpoint to write."""
     language: str | None = None

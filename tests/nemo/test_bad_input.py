@@ -241,8 +241,8 @@ def test_what_the_script_says_and_leaves(tmp_path):
     read_checkpoint(out)
     for words, code, said in (
         ((bad, out), 4, "vggnet"),
-        ((tmp_path / "none.nemo", out), 4, "There is no NeMo file at .*Give the path"),
-        ((tmp_path, out), 4, "There is no NeMo file at"),
+        ((tmp_path / "none.nemo", out), 4, "There is no model at .*Give the path"),
+        ((tmp_path, out), 4, "has no config.json"),
         ((sound, out, "--language", "kok"), 2, "Leave it out"),
         ((sound, sound), 2, "Give each its own name"),
         ((sound, tmp_path / "checkpoint_last.pt"), 2, "a run's own checkpoints"),

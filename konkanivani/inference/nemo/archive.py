@@ -41,7 +41,7 @@ class NemoArchive:
 
 def refused(path: Path, reason: str, advice: str = "Download it again, or give another") -> CheckpointError:
     """The error of a file that cannot be used."""
-    return CheckpointError(f"The NeMo file {path} cannot be used: {reason}. {advice}.")
+    return CheckpointError(f"The model {path} cannot be used: {reason}. {advice}.")
 
 
 @contextlib.contextmanager
@@ -51,9 +51,9 @@ def open_nemo(path: Path, folder: Path) -> Iterator[NemoArchive]:
     Gzipped weights are unpacked into a nameless file in `folder`, since they are to be read in any order.
     """
     if not path.is_file():
-        raise CheckpointError(f"There is no NeMo file at {path}. Give the path of a .nemo file.")
+        raise CheckpointError(f"There is no model at {path}. Give the path of a .nemo file.")
     with contextlib.ExitStack() as stack:
-        with explained(ResourceError, f"The NeMo file {path} cannot be read", "Mend that and start again."):
+        with explained(ResourceError, f"The model {path} cannot be read", "Mend that and start again."):
             raw = file = stack.enter_context(open(path, "rb"))
             is_packed, room = raw.read(2) == b"\x1f\x8b", None
             raw.seek(0)

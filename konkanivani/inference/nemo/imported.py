@@ -1,7 +1,7 @@
 """A .nemo file as a checkpoint of ours: from then on nothing knows where it came from."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from konkanivani.base.flags import config_to_text
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.rules import check_config
 from konkanivani.inference.nemo.archive import NemoArchive, digest_of_file, open_nemo, refused
+from konkanivani.inference.nemo.folder import WEIGHTS, read_folder_pieces, read_folder_settings, read_folder_tensors
 from konkanivani.inference.nemo.names import RNNT
 from konkanivani.inference.nemo.pieces import Pieces, read_pieces
 from konkanivani.inference.nemo.settings import NemoSettings, read_settings
@@ -55,23 +56,38 @@ def import_nemo(path: Path, language: str | None, folder: Path) -> Imported:
     A CheckpointError says what is wrong with the file or not built of it, a UsageError that it has not this language.
     Gzipped weights are unpacked into a nameless file in `folder`.
     """
+    if path.is_dir():
+        settings, tokenizers = read_folder_settings(path), {"": read_folder_pieces(path)}
+        config = _config(settings, tokenizers[_choose(language, ("",), path)], path)
+        return _imported(config, settings, tokenizers, read_folder_tensors(path), path / WEIGHTS)
     with open_nemo(path, folder) as archive:
         settings = read_settings(archive.config, path)
         tokenizers = {name: _pieces(archive, file) for name, file in settings.tokenizers.items()}
         chosen = _choose(language, tuple(tokenizers), path)
         _check_vocabulary(settings, tokenizers, path)
-        pieces = tokenizers[chosen]
-        config = _config(settings, pieces, path)
-        architecture = architecture_of(config, pieces.tokenizer.size)
-        found = read_tensors(archive.weights, path)
-        licence = archive.licence or settings.licence
+        config = _config(settings, tokenizers[chosen], path)
+        settings = replace(settings, licence=archive.licence or settings.licence)
+        return _imported(config, settings, tokenizers, read_tensors(archive.weights, path), path, chosen)
+
+
+def _imported(
+    config: TrainConfig,
+    settings: NemoSettings,
+    tokenizers: Mapping[str, Pieces],
+    found: Tensors,
+    path: Path,
+    chosen: str = "",
+) -> Imported:
+    """The checkpoint of the tensors of the file at `path`, whose settings have been read."""
+    pieces = tokenizers[chosen]
+    architecture = architecture_of(config, pieces.tokenizer.size)
     _check_filter_bank(found, architecture, path)
     rnnt = sum(tensor.numel() for name, tensor in found.items() if RNNT.match(name))
     ours = architecture.build_without_values().state_dict()
     weights = take_weights(found, ours, settings, _rows(tokenizers, chosen), path)
     left = [f"an RNNT decoder and joint network, {rnnt / 1e6:.1f} M numbers"] if rnnt else []
     left += [f"the pieces of {len(tokenizers) - 1} other languages"] if len(tokenizers) > 1 else []
-    provenance = Provenance(path.name, digest_of_file(path), licence, f"NeMo {settings.version}", chosen)
+    provenance = Provenance(path.name, digest_of_file(path), settings.licence, settings.saved_by, chosen)
     checkpoint = Checkpoint(
         config=config_to_text(config),
         tokenizer=pieces.tokenizer.model,

@@ -48,11 +48,11 @@ def read_pieces(model: bytes) -> Pieces:
         )
     size, start = _read_number(model, 1)
     is_bare = old.bos_id() < 0
-    added = b"".join(_piece(NAMES[field]) for field in (46, 47)) if is_bare else b""
-    trainer = b"".join(_field(field, number) for field, number in IDS.items())
-    trainer += b"".join(_field(field, name.encode()) for field, name in NAMES.items())
+    added = b"".join(_piece(NAMES[number]) for number in (46, 47)) if is_bare else b""
+    trainer = b"".join(field(number, token) for number, token in IDS.items())
+    trainer += b"".join(field(number, name.encode()) for number, name in NAMES.items())
     unknown, others = model[: start + size], model[start + size :]
-    whole = _piece(NAMES[48]) + unknown + added + others + _field(TRAINER, trainer)
+    whole = _piece(NAMES[48]) + unknown + added + others + field(TRAINER, trainer)
     old_ids = (None, 0, *((None, None) if is_bare else ()), *range(1, len(names)))
     return Pieces(_checked(whole, names, old_ids), old_ids, names)
 
@@ -68,20 +68,21 @@ def _checked(model: bytes, names: tuple[str, ...], old_ids: tuple[int | None, ..
 
 def _piece(name: str) -> bytes:
     """A piece that stands for no text."""
-    return _field(PIECE, _field(TEXT, name.encode()) + _field(KIND, CONTROL))
+    return field(PIECE, field(TEXT, name.encode()) + field(KIND, CONTROL))
 
 
-def _field(number: int, value: int | bytes) -> bytes:
+def field(number: int, value: int | bytes) -> bytes:
+    """A field of a protocol buffer: a number, or bytes."""
     if isinstance(value, int):
-        return _number(number << 3) + _number(value)
-    return _number(number << 3 | 2) + _number(len(value)) + value
+        return _varint(number << 3) + _varint(value)
+    return _varint(number << 3 | 2) + _varint(len(value)) + value
 
 
-def _number(value: int) -> bytes:
+def _varint(value: int) -> bytes:
     """Seven bits a byte, the lowest first, each but the last with its highest bit set."""
     if value < 128:
         return bytes([value])
-    return bytes([value & 127 | 128]) + _number(value >> 7)
+    return bytes([value & 127 | 128]) + _varint(value >> 7)
 
 
 def _read_number(data: bytes, start: int) -> tuple[int, int]:

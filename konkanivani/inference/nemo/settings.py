@@ -65,7 +65,7 @@ class NemoSettings:
     head: str
     tokenizers: Mapping[str, str]
     vocabulary: tuple[object, ...]
-    version: str
+    saved_by: str
     licence: str
 
 
@@ -93,7 +93,7 @@ def read_settings(text: bytes, path: Path) -> NemoSettings:
     tokenizers = _tokenizers(Section(path, "tokenizer", whole.get("tokenizer")), path, has_masks)
     licence = str(whole.get("license") or whole.get("licence") or "")[:200]
     listed = tuple(vocabulary) if isinstance(vocabulary, list) else ()
-    return NemoSettings(model, features, prefix, tokenizers, listed, version, licence)
+    return NemoSettings(model, features, prefix, tokenizers, listed, f"NeMo {version}", licence)
 
 
 def _edges(version: str, path: Path) -> str:

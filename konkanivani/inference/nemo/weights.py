@@ -28,7 +28,7 @@ def read_tensors(file: BinaryIO, path: Path) -> Tensors:
     try:
         return load_tensors(file)
     except MemoryError:
-        raise ResourceError(f"The NeMo file {path} cannot be read: not enough memory. Free some.") from None
+        raise ResourceError(f"The model {path} cannot be read: not enough memory. Free some.") from None
     except Exception as error:  # a damaged zip or pickle can raise nearly anything
         reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
         raise refused(path, f"its weights are damaged or no plain tensors ({reason:.200})") from None

@@ -36,7 +36,7 @@ def load_archive(path: Path) -> object:
     """
     with open(path, "rb") as file:
         _check(file, BUILDING)
-    record = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
+    record = _load(path)
     claimed = _bytes_of(record, set(), MAX_DEPTH)
     if claimed > path.stat().st_size:
         raise ValueError(f"its tensors claim {claimed} bytes, more than it has")
@@ -51,7 +51,7 @@ def load_tensors(file: BinaryIO) -> dict[str, torch.Tensor]:
     _check(file, BUILDING - {"BUILD"})  # of the notes that a module's state carries
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
-    record = torch.load(file, map_location="cpu", weights_only=True)  # noqa: TID251
+    record = _load(file)
     if not isinstance(record, dict):
         raise ValueError("it holds no tensors by name")
     found = dict(dict.items(record))
@@ -61,6 +61,10 @@ def load_tensors(file: BinaryIO) -> dict[str, torch.Tensor]:
     if claimed > 2 * size or not all(tensor.is_contiguous() for tensor in found.values()):
         raise ValueError(f"its tensors claim {claimed} bytes, more than it has")
     return found
+
+
+def _load(source: Path | BinaryIO) -> object:
+    return torch.load(source, map_location="cpu", weights_only=True)  # noqa: TID251
 
 
 def _check(file: BinaryIO, forbidden: frozenset[str]) -> None:
