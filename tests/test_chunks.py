@@ -22,7 +22,7 @@ from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import forward_and_backward, train_step
 from konkanivani.training.validation import recognize
-from tests.laws.parts import MODEL, double_parts, measured_peak, relative_difference, speeches, window, with_dropout
+from tests.laws.parts import KINDS, double_parts, measured_peak, relative_difference, speeches, window, with_dropout
 
 BOUND = 1e-9
 
@@ -49,14 +49,14 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
     chunk_frames=st.integers(1, 60),
     utterances=st.integers(1, 4),
     seed=st.integers(0, 99),
-    encoder_type=st.sampled_from(["conformer", "transformer"]),
+    kind=st.sampled_from([name for name in KINDS if "8" not in name]),
     recompute=st.sampled_from(["always", "never"]),
     dropout=st.sampled_from([0.0, 0.3]),
 )
 def test_any_chunks_give_the_losses_and_gradients_of_one_piece(
-    chunk_frames, utterances, seed, encoder_type, recompute, dropout
+    chunk_frames, utterances, seed, kind, recompute, dropout
 ):
-    model = dataclasses.replace(with_dropout(MODEL, dropout), encoder_type=encoder_type)
+    model = with_dropout(KINDS[kind], dropout)
     cut = window(speeches(utterances, seed), utterances)
     whole = losses_and_gradients(double_parts(model), cut)
     chunked = losses_and_gradients(in_chunks(double_parts(model, recompute), chunk_frames), cut)
@@ -95,9 +95,10 @@ def test_a_minute_is_run_in_one_piece(monkeypatch):
         losses_and_gradients(in_chunks(parts, CHUNK_FRAMES - 10), window([spoken], 1))
 
 
+@pytest.mark.parametrize("model", ["ours", "by distance"])
 @pytest.mark.parametrize("mode", ["always", "never"])
-def test_in_chunks_too_the_traced_peak_is_the_real_steps_peak(mode):
-    config, cpu = TrainConfig(model=SMALL, data=DataConfig(micro_batches_at_once=1)), torch.device("cpu")
+def test_in_chunks_too_the_traced_peak_is_the_real_steps_peak(mode, model):
+    config, cpu = TrainConfig(model=MODELS[model], data=DataConfig(micro_batches_at_once=1)), torch.device("cpu")
     spoken = [dataclasses.replace(s, waveform=s.waveform.float()) for s in speeches(4, augmented=False)]
 
     def build(front_end: FeatureExtractor) -> StepParts:
@@ -115,10 +116,14 @@ def test_in_chunks_too_the_traced_peak_is_the_real_steps_peak(mode):
 SMALL = ModelConfig(d_model=32, encoder_layers=2, decoder_layers=2, attention_heads=2, subsampling_channels=16)
 
 
+MODELS = {"ours": SMALL, "by distance": dataclasses.replace(SMALL, attention_positions="relative")}
+
+
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mode", ["always", "never"])
-def test_the_traced_peak_grows_linearly(mode):
+def test_the_traced_peak_grows_linearly(mode, model):
     """Above the state, from one to ten minutes and from ten to twenty, at 15 tokens a second."""
-    config = TrainConfig(model=SMALL)
+    config = TrainConfig(model=MODELS[model])
     tracer = build_tracer(config, architecture_of(config, 1000), cpu_costs())
     one, ten, twenty = (
         tracer.trace(BatchShape(1, seconds, 15 * seconds), RecomputePolicy(mode)).bytes - tracer.state()

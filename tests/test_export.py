@@ -252,7 +252,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a dimension that is true": (with_dimension("encoder_layers", True), "wrong kind"),
     "a dimension of another name": (with_dimension("mel_bins", 80), "other names"),
     "no dimensions": (with_entry("model", None), "not ours"),
-    "another format": (with_entry("format", 2), "is of format 2; this version reads format 1"),
+    "another format": (with_entry("format", 3), "is of format 3; this version reads formats 1 and 2"),
     "a format that is a book": (with_entry("format", "x" * 10**5), "is of format 'xxx"),
     "other features": (with_entry("features", FEATURES | {"mel_scale": "slaney"}), "mel_scale 'slaney' for 'htk"),
     "more features": (with_entry("features", FEATURES | {"preemphasis": 0.97}), "preemphasis 0.97 for None"),

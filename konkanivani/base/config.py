@@ -31,9 +31,21 @@ class ModelConfig:
     convolution_kernel: int = 31
     """Frames seen by a Conformer block's depthwise convolution (odd)."""
     subsampling_channels: int = 64
-    """Channels of the convolutions that reduce the frame rate by 4."""
+    """Channels of the convolutions that reduce the frame rate."""
     dropout: float = 0.1
     """Dropout on every residual branch."""
+    attention_positions: Literal["rotary", "relative"] = "rotary"
+    """How the encoder's attention knows positions; relative: by sines and cosines of distance, with biases a head."""
+    convolution_norm: Literal["layer", "none"] = "layer"
+    """Norm behind a Conformer block's depthwise convolution; none: where a BatchNorm was folded into it."""
+    subsampling: Literal["valid", "striding", "separable"] = "valid"
+    """How frames become fewer; valid: 4 times, without padding; striding: 4 times; separable: 8 times, both padded."""
+    scaled_input: bool = False
+    """Multiply what enters the encoder's blocks by the root of d_model."""
+    entry_norm: Literal[True, False] = True
+    """Whether a norm stands before the first of a Conformer's blocks, as before each other one."""
+    biases: Literal[True, False] = True
+    """Whether the encoder's blocks' linear layers and convolutions add a bias."""
 
     @property
     def resolved_feedforward_dim(self) -> int:
@@ -54,7 +66,19 @@ class FeatureConfig:
     hop_samples: int = 160
     """Samples from one feature frame to the next (160: 10 ms)."""
     smallest_power: float = 1e-10
-    """A band's power is taken for at least this, before the logarithm."""
+    """A band's power is taken for at least this before the logarithm, or this is added to it (--power_guard)."""
+    power_guard: Literal["floor", "added"] = "floor"
+    """How --smallest_power keeps the logarithm finite."""
+    preemphasis: float = 0.0
+    """So much of each sample is taken from the next one (0: none)."""
+    window: Literal["periodic", "symmetric"] = "periodic"
+    """Kind of Hann window."""
+    edges: Literal["none", "zeros", "reflected"] = "none"
+    """What a frame hears beyond the ends of the waveform; none: no frame reaches there."""
+    mel_scale: Literal["htk", "slaney"] = "htk"
+    """Where the mel bands lie; slaney: each is divided by its width, too."""
+    deviation: Literal["population", "sample"] = "population"
+    """Normalise by the standard deviation with n frames in the divisor, or n - 1."""
 
 
 @dataclass(frozen=True)

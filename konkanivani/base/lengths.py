@@ -13,8 +13,8 @@ import torch
 from konkanivani.base.config import FeatureConfig
 
 SAMPLE_RATE = 16_000
-SUBSAMPLING = 4  # feature frames an encoder frame
-SUBSAMPLING_REACH = 7  # feature frames that an encoder frame sees: 4 t' to 4 t' + 6
+SUBSAMPLING = {"valid": 4, "striding": 4, "separable": 8}  # feature frames an encoder frame, by the kind of it
+SUBSAMPLING_REACH = 7  # feature frames that an encoder frame sees without padding: 4 t' to 4 t' + 6
 
 Lengths = tuple[int, ...]
 Count = TypeVar("Count", int, np.ndarray, torch.Tensor)
@@ -38,32 +38,52 @@ class FrameLengths(Protocol):
 
 @dataclass(frozen=True)
 class Framing:
-    """How many frames so many samples are in a recogniser of ours; no frame reaches beyond the waveform's ends."""
+    """How many frames so many samples are in a recogniser of ours, by its features and its kind of subsampling."""
 
     features: FeatureConfig
+    subsampling: str = "valid"
+
+    @property
+    def margins(self) -> tuple[int, int]:
+        """Samples that are heard before and after the waveform's: half a transform, where edges are not left out.
+
+        With zeros there the last frame is the one that begins a hop before the waveform ends: S // hop frames.
+        """
+        half, hop = self.features.fft_samples // 2, self.features.hop_samples
+        return {"none": (0, 0), "zeros": (half, half - hop), "reflected": (half, half)}[self.features.edges]
 
     def feature_length(self, samples: Count) -> Count:
         """Feature frames, at least 0: 1 + (samples - 512) // 160 by default."""
-        return _at_least_0(1 + (samples - self.features.fft_samples) // self.features.hop_samples)
+        unheard = self.features.fft_samples - sum(self.margins)
+        frames = _at_least_0(1 + (samples - unheard) // self.features.hop_samples)
+        # What is to be reflected has to be there.
+        return frames * (samples > self.margins[0]) if self.features.edges == "reflected" else frames
 
     def encoded_length(self, samples: Count) -> Count:
         """Encoder frames, at least 0."""
-        return subsampled_length(self.feature_length(samples))
+        return subsampled_length(self.feature_length(samples), self.subsampling)
 
     @property
     def encoder_hop(self) -> int:
         """Samples from one encoder frame to the next."""
-        return SUBSAMPLING * self.features.hop_samples
+        return SUBSAMPLING[self.subsampling] * self.features.hop_samples
 
     def encoder_frame_seconds(self, frame: float) -> float:
         """Where the middle of what an encoder frame sees lies, in seconds: by default 46 ms, then every 40 ms."""
-        middle_feature = SUBSAMPLING * frame + (SUBSAMPLING_REACH - 1) / 2
-        return (self.features.hop_samples * middle_feature + self.features.fft_samples / 2) / SAMPLE_RATE
+        first_middle = (SUBSAMPLING_REACH - 1) / 2 if self.subsampling == "valid" else 0.0
+        middle_feature = SUBSAMPLING[self.subsampling] * frame + first_middle
+        first_sample = self.features.fft_samples / 2 - self.margins[0]
+        return (self.features.hop_samples * middle_feature + first_sample) / SAMPLE_RATE
 
 
-def subsampled_length(frames: Count) -> Count:
-    """Encoder frames after two convolutions of kernel 3 and stride 2 without padding, at least 0."""
-    return _at_least_0(((frames - 1) // 2 - 1) // 2)
+def subsampled_length(frames: Count, subsampling: str = "valid") -> Count:
+    """Encoder frames after two or three convolutions of kernel 3 and stride 2, at least 0.
+
+    Without padding, where `subsampling` is valid; else padded by 1, so that each one leaves half, rounded up.
+    """
+    if subsampling == "valid":
+        return _at_least_0(((frames - 1) // 2 - 1) // 2)
+    return (frames - 1) // SUBSAMPLING[subsampling] + 1
 
 
 def _at_least_0(count: Count) -> Count:

@@ -67,9 +67,8 @@ def training_limits(config: TrainConfig, framing: FrameLengths | None = None) ->
     """
     data, speeds = config.data, config.augment.speed_perturbation
     limits = Limits(data.min_duration, data.max_duration, data.max_tokens, max(speeds))
-    return dataclasses.replace(
-        limits, framing=framing or Framing(config.features), is_aligned=config.loss.ctc_weight != 0
-    )
+    framing = framing or Framing(config.features, config.model.subsampling)
+    return dataclasses.replace(limits, framing=framing, is_aligned=config.loss.ctc_weight != 0)
 
 
 def evaluation_limits(config: TrainConfig, framing: FrameLengths | None = None) -> Limits:

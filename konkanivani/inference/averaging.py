@@ -14,6 +14,7 @@ from konkanivani.base.errors import CheckpointError
 from konkanivani.base.flags import config_from_text
 from konkanivani.base.rules import settings_of
 from konkanivani.inference.pretrained import STATE
+from konkanivani.inference.provenance import STATE as PROVENANCE
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
 from konkanivani.training.checkpoint.checkpointer import BEST, EPOCH_NAME, LAST, PREVIOUS, epochs_in
 
@@ -86,7 +87,7 @@ def _model_alone(named: NamedCheckpoint) -> NamedCheckpoint:
     weights = [tensor for tensor in model.values() if tensor.is_floating_point()]
     if not all(torch.isfinite(tensor).all() for tensor in weights):
         raise CheckpointError(f"The checkpoint {named.name} holds weights that are not finite. Leave it out.")
-    states = {name: state for name, state in named.checkpoint.states.items() if name in ("model", STATE)}
+    states = {name: state for name, state in named.checkpoint.states.items() if name in ("model", STATE, PROVENANCE)}
     return dataclasses.replace(named, checkpoint=dataclasses.replace(named.checkpoint, states=states))
 
 

@@ -22,15 +22,23 @@ from konkanivani.base.errors import CheckpointError, DataError, ResourceError, U
 from konkanivani.base.flags import config_from_text
 from konkanivani.base.rules import check_config
 from konkanivani.data.text import Tokenizer
+from konkanivani.inference.provenance import provenance_of
 from konkanivani.inference.speech_model import SpeechModel, check_finite, is_within_bounds
 from konkanivani.model.architecture import HybridArchitecture
-from konkanivani.model.front_end import FIXED_FEATURES, described
+from konkanivani.model.front_end import described
 
-FORMAT = 1
+FORMAT = 2
+# What format 1 says nothing of, which is written where all of that is as it always was.
+SINCE_FORMAT_2 = {
+    *("attention_positions", "convolution_norm", "subsampling", "scaled_input", "entry_norm", "biases"),
+    *("power_guard", "preemphasis", "window", "edges", "mel_scale", "deviation"),
+}
 SUFFIX = ".safetensors"
 ENTRY = "konkanivani"  # of the file's metadata
 TOKENIZER = "tokenizer"  # the name of its tensor
 MAX_HEADER_BYTES = 2**21  # some 130 a tensor, of which the largest preset has 500; safetensors would take 100 MB
+
+MODEL, FEATURES = dataclasses.asdict(ModelConfig()), dataclasses.asdict(FeatureConfig())  # as they are by default
 
 
 @dataclass(frozen=True)
@@ -66,13 +74,18 @@ def bundle_bytes(speech_model: SpeechModel) -> bytes:
     tensors = {name: tensor.cpu().contiguous() for name, tensor in speech_model.model.state_dict().items()}
     check_finite("the model to export", tensors)
     tensors[TOKENIZER] = torch.frombuffer(bytearray(speech_model.tokenizer.model), dtype=torch.uint8)
+    shape = speech_model.architecture
+    model, features = dataclasses.asdict(shape.model), dataclasses.asdict(shape.features)
+    is_first = MODEL | FEATURES | _of_format_1(model | features) == model | features
     description = {
-        "format": FORMAT,
-        "model": dataclasses.asdict(speech_model.architecture.model),
-        "features": described(speech_model.architecture.features),
+        "format": 1 if is_first else FORMAT,
+        "model": _of_format_1(model) if is_first else model,
+        "features": described(shape.features) if is_first else features,
         "digits": speech_model.digits,
         "longest_seconds": speech_model.longest_seconds,
     }
+    if speech_model.provenance:
+        description["provenance"] = speech_model.provenance.state_dict()
     entry = description | {"sha256": Contents(description, tensors).checksum}
     return safetensors.torch.save(tensors, {ENTRY: json.dumps(entry, sort_keys=True)})
 
@@ -108,10 +121,10 @@ def _read_contents(path: Path) -> Contents:
         entry = json.loads((file.metadata() or {}).get(ENTRY, "null"))
         if not isinstance(entry, dict):
             raise CheckpointError(f"The file {path} is no bundle of ours. Give one that export_asr.py wrote.")
-        if entry.get("format") != FORMAT:
+        if entry.get("format") not in (1, FORMAT):
             raise CheckpointError(
-                f"The bundle {path} is of format {entry.get('format')!r:.40}; this version reads format {FORMAT}. "
-                "Use the version that wrote it, or export it again."
+                f"The bundle {path} is of format {entry.get('format')!r:.40}; this version reads formats 1 and "
+                f"{FORMAT}. Use the version that wrote it, or export it again."
             )
         # Copies: what is read lies in a file that another program may change.
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
@@ -125,11 +138,15 @@ def _read_contents(path: Path) -> Contents:
 def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
     """The model of the contents; nothing of the size that they claim exists before the weights are seen to have it."""
     description, weights = contents.description, dict(contents.tensors)
-    features = _features(description["features"], path)
+    is_first, dimensions = description["format"] == 1, description["model"]
+    features = _features(description["features"], path) if is_first else description["features"]
+    wanted = [_of_format_1(usual) if is_first else usual for usual in (MODEL, FEATURES)]
+    if [set(dimensions), set(features)] != list(map(set, wanted)):
+        raise ValueError("its dimensions have other names than ours")
     longest_seconds, digits = description["longest_seconds"], description["digits"]
     if type(longest_seconds) is not float or not 0 < longest_seconds < math.inf:
         raise ValueError(f"longest_seconds is {longest_seconds}")
-    config = _config(description["model"], features, digits)
+    config = _config({**dimensions, **features, "digits": digits})
     tokenizer = _tokenizer(weights.pop(TOKENIZER))
     has_ctc = "ctc_head.weight" in weights
     architecture = HybridArchitecture(config.model, config.features, tokenizer.size, has_ctc)
@@ -139,15 +156,18 @@ def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:
         raise ValueError("its weights are not those of its dimensions")
     check_finite(str(path), weights)
     model.load_state_dict(weights, assign=True)
-    front_end = architecture.build_front_end(AugmentConfig()).to(device)
-    return SpeechModel(architecture, model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits)
+    front_end, source = architecture.build_front_end(AugmentConfig()).to(device), description.get("provenance")
+    heard = SpeechModel(architecture, model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits)
+    return dataclasses.replace(heard, provenance=provenance_of(source))
 
 
-def _config(dimensions: Mapping[str, object], features: Mapping[str, object], digits: object) -> TrainConfig:
-    """The settings of these dimensions and features, of the right kinds and within bounds."""
-    if set(dimensions) != {field.name for field in dataclasses.fields(ModelConfig)}:
-        raise ValueError("its dimensions have other names than ours")
-    settings = {**dimensions, **features, "digits": digits}
+def _of_format_1(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """What of the settings it has."""
+    return {name: value for name, value in settings.items() if name not in SINCE_FORMAT_2}
+
+
+def _config(settings: Mapping[str, object]) -> TrainConfig:
+    """These settings, of the right kinds and within bounds."""
     try:
         config = config_from_text("".join(f"--{name} {value!r}\n" for name, value in settings.items()))
         check_config(config)
@@ -172,11 +192,12 @@ def _tokenizer(model: torch.Tensor) -> Tokenizer:
 def _features(found: object, path: Path) -> Mapping[str, object]:
     """The settings of the features; a CheckpointError where there is anything that this version does not build."""
     found, ours = found if isinstance(found, dict) else {}, described(FeatureConfig())
-    names = sorted({*found} ^ {*ours} | {name for name in FIXED_FEATURES if found.get(name) != ours[name]})
+    fixed = ours.keys() - _of_format_1(FEATURES).keys()
+    names = sorted({*found} ^ {*ours} | {name for name in fixed if found.get(name) != ours[name]})
     if names:
         told = [f"{name} {found.get(name)!r:.40} for {ours.get(name)!r}" for name in names[:3]]
         raise CheckpointError(
             f"The bundle {path} was made for other features than this version's: "
             f"{', '.join(told + ['…'] * (len(names) > 3))}. Use the version that wrote it."
         )
-    return {name: value for name, value in found.items() if name not in FIXED_FEATURES}
+    return {name: value for name, value in found.items() if name not in fixed}

@@ -59,8 +59,12 @@ def build_onnx(speech_model: SpeechModel) -> bytes:
     graph = RecognitionGraph(speech_model)
     example = torch.zeros(2, SAMPLE_RATE), torch.tensor([SAMPLE_RATE, SAMPLE_RATE // 2])
     batch, samples = torch.export.Dim("batch"), torch.export.Dim("samples", max=MAX_SAMPLES)
+    shapes = {0: batch, 1: samples}, {0: batch}
     with quietly(), torch.no_grad():
-        traced = torch.export.export(graph, example, dynamic_shapes=({0: batch, 1: samples}, {0: batch}), strict=False)
+        # What the tracer cannot prove of lengths, as that n (n + 1) is a multiple of n, is left open.
+        traced = torch.export.export(
+            graph, example, dynamic_shapes=shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True
+        )
         program = torch.onnx.export(
             traced, (), dynamo=True, verbose=False, opset_version=OPSET, input_names=INPUTS, output_names=OUTPUTS
         )
@@ -94,7 +98,7 @@ def quantize(model: bytes) -> bytes:
 
 
 def _metadata(speech_model: SpeechModel) -> dict[str, str]:
-    tokenizer = speech_model.tokenizer
+    tokenizer, provenance = speech_model.tokenizer, speech_model.provenance
     return {
         "sample_rate": str(SAMPLE_RATE),
         "frame_seconds": str(speech_model.architecture.framing.encoder_hop / SAMPLE_RATE),
@@ -104,7 +108,7 @@ def _metadata(speech_model: SpeechModel) -> dict[str, str]:
         "token_texts": json.dumps(token_texts(tokenizer), ensure_ascii=False),
         "sentencepiece_model": base64.b64encode(tokenizer.model).decode(),
         "features": json.dumps(described(speech_model.architecture.features)),
-    }
+    } | ({"provenance": json.dumps(provenance.state_dict())} if provenance else {})
 
 
 def token_texts(tokenizer: Tokenizer) -> list[str]:

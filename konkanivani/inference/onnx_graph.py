@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from konkanivani.base.lengths import SUBSAMPLING, beyond, subsampled_length
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.model.blocks import run_directly
-from konkanivani.model.front_end import LogMel, normalize_features
+from konkanivani.model.front_end import LogMel, has_margins, log_power, normalize_features, with_margins
 
 
 class MatrixLogMel(torch.nn.Module):
@@ -39,9 +39,9 @@ class MatrixLogMel(torch.nn.Module):
         framed = waveforms[:, None, self.before : -self.after or None]
         cosines, sines = F.conv1d(framed, self.waves, stride=self.config.hop_samples).chunk(2, dim=1)
         power = F.conv1d(cosines.square() + sines.square(), self.filters)
-        features = power.clamp_min(self.config.smallest_power).log().transpose(1, 2)
-        padding = beyond(frames, features.shape[1])
-        return normalize_features(features, padding, frames.clamp_min(1).to(features.dtype))
+        features = log_power(power, self.config).transpose(1, 2)
+        padding, frames = beyond(frames, features.shape[1]), frames.clamp_min(1).to(features.dtype)
+        return normalize_features(features, padding, frames, self.config.deviation)
 
 
 class RecognitionGraph(torch.nn.Module):
@@ -56,14 +56,17 @@ class RecognitionGraph(torch.nn.Module):
         self.encoder = speech_model.model.encoder
         self.ctc_head = speech_model.model.ctc_head
         # Two frames of the encoder: so a waveform of any length, none included, has an axis of time.
-        config = speech_model.architecture.features
-        self.zeros_after = config.fft_samples + (3 * SUBSAMPLING - 2) * config.hop_samples
+        config, self.subsampling = speech_model.architecture.features, self.framing.subsampling
+        self.zeros_after = config.fft_samples + (3 * SUBSAMPLING[self.subsampling] - 2) * config.hop_samples
 
     def forward(self, waveforms: torch.Tensor, sample_lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        frames = self.framing.feature_length(sample_lengths)
-        features = self.log_mel(F.pad(waveforms, (0, self.zeros_after)), frames)
-        encoded_lengths = subsampled_length(frames)
+        frames, waveforms = self.framing.feature_length(sample_lengths), F.pad(waveforms, (0, self.zeros_after))
+        if has_margins(self.framing.features):
+            waveforms = with_margins(waveforms, sample_lengths, self.framing)
+        features = self.log_mel(waveforms, frames)
+        encoded_lengths = subsampled_length(frames, self.subsampling)
         # Attention over no frame at all would not be a number, so that one stays in sight.
-        padding = beyond(encoded_lengths.clamp_min(1), subsampled_length(features.shape[1]))
-        encoded, _ = self.encoder.encode(features, padding, run_directly, chunk_frames=sys.maxsize)
+        padding = beyond(encoded_lengths.clamp_min(1), subsampled_length(features.shape[1], self.subsampling))
+        feature_padding = beyond(frames, features.shape[1]) if self.encoder.subsampling.pads else None
+        encoded, _ = self.encoder.encode(padding, features, feature_padding, run_directly, sys.maxsize)
         return self.ctc_head(encoded).log_softmax(dim=-1), encoded_lengths

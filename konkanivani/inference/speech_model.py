@@ -18,9 +18,10 @@ from konkanivani.base.rules import check_config
 from konkanivani.data.text import Tokenizer
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.inference.pretrained import STATE, Pretrained, restored_architecture, whole_weights
+from konkanivani.inference.provenance import Provenance, read_provenance
 from konkanivani.inference.whisper.vocabulary import vocabulary_of
 from konkanivani.model.architecture import Architecture, Dimensions
-from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.model.asr import KonkaniVaniASR, Unfilled
 from konkanivani.model.blocks import run_directly
 from konkanivani.model.front_end import FrontEnd
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states
@@ -44,6 +45,7 @@ class SpeechModel:
     longest_seconds: float
     digits: Literal["keep", "spell"]
     knows_times: bool = False
+    provenance: Provenance | None = None
 
     @torch.no_grad()
     def encode(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
@@ -58,13 +60,16 @@ def build_speech_model(checkpoint: Checkpoint, device: torch.device) -> SpeechMo
     trained = restored_architecture(checkpoint, config)
     names = set(trained.build_without_values().state_dict())
     architecture, weights = trained.plain(whole_weights(checkpoint, config, names))
-    model, front_end = architecture.build(), architecture.build_front_end(config.augment).to(device)
+    with Unfilled():
+        model = architecture.build()
+    front_end = architecture.build_front_end(config.augment).to(device)
     load_states(dataclasses.replace(checkpoint, states={"model": weights}), {"model": model})
     longest_seconds = float(min(config.data.max_duration, architecture.longest_seconds))
     digits = config.text.digits
     times = config.pretrained.timestamp_share > 0
+    source = read_provenance(checkpoint)
     return SpeechModel(
-        architecture, model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits, times
+        architecture, model.to(device).eval(), front_end, tokenizer, device, longest_seconds, digits, times, source
     )
 
 

@@ -99,7 +99,7 @@ class HybridArchitecture:
     @property
     def framing(self) -> Framing:
         """How many frames so many samples are."""
-        return Framing(self.features)
+        return Framing(self.features, self.model.subsampling)
 
     def build(self) -> KonkaniVaniASR:
         """The network, initialised from torch's generator; what is not to be trained is frozen."""

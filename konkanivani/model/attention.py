@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from konkanivani.base.lengths import Lengths, padding_mask
+from konkanivani.base.lengths import CHUNK_FRAMES, Lengths, padding_mask
 from konkanivani.model.kernels.linear import Linear, fused_linear
 from konkanivani.model.kernels.rotary import VarlenAttention, apply_rotary, split_heads
 
-Positions = tuple[torch.Tensor, torch.Tensor]
+Positions = tuple[torch.Tensor, ...]
+"""What attention knows positions by: cosines and sines of a place, or a table of distances."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,14 @@ class SequenceLayout:
     """How the T frames, or tokens, of x (B, T, D) lie, the same for all blocks of a stack.
 
     `padding` (B, T) is True beyond an utterance's end, None where nothing is; with `lengths`, which add up to T, the
-    frames of B = 1 are spans of so many, of an utterance each.
+    frames of B = 1 are spans of so many, of an utterance each. `chunk_frames` bound what attention holds at a time,
+    where it holds a score for each pair of frames.
     """
 
     positions: Positions
     padding: torch.Tensor | None = None
     lengths: Lengths | None = None
+    chunk_frames: int = CHUNK_FRAMES
 
     @property
     def key_mask(self) -> torch.Tensor | None:
@@ -56,15 +59,20 @@ class RotaryPositions(torch.nn.Module):
         angles = torch.arange(length, device=like.device, dtype=dtype)[:, None] * (10_000.0**-exponents)[None, :]
         return angles.cos(), angles.sin()
 
+    def of_spans(self, lengths: Lengths, like: torch.Tensor) -> Positions:
+        """Those of spans of these lengths, one after another."""
+        tables = self(max(lengths), like)
+        return tuple(torch.cat([table[:length] for length in lengths]) for table in tables)
+
 
 class SelfAttention(torch.nn.Module):
     """(B, T, D) -> (B, T, D): rotary self-attention that sees no padding; each span sees itself alone."""
 
-    def __init__(self, d_model: int, heads: int, causal: bool) -> None:
+    def __init__(self, d_model: int, heads: int, causal: bool, biases: bool = True) -> None:
         super().__init__()
         self.heads, self.causal = heads, causal
-        self.query_key_value = Linear(d_model, 3 * d_model)
-        self.output = Linear(d_model, d_model)
+        self.query_key_value = Linear(d_model, 3 * d_model, bias=biases)
+        self.output = Linear(d_model, d_model, bias=biases)
 
     def forward(self, x: torch.Tensor, norm: torch.nn.LayerNorm, layout: SequenceLayout) -> torch.Tensor:
         if layout.lengths:

@@ -14,6 +14,7 @@ from konkanivani.model.attention import CrossAttention, Positions, SelfAttention
 from konkanivani.model.kernels.depthwise import depthwise_conv
 from konkanivani.model.kernels.dropout import Dropout
 from konkanivani.model.kernels.linear import Linear, fused_linear
+from konkanivani.model.relative import RelativeSelfAttention
 
 
 class BlockRunner(Protocol):
@@ -33,11 +34,11 @@ def run_directly(block: Callable[..., torch.Tensor], *inputs: object) -> torch.T
 class FeedForward(torch.nn.Module):
     """x (B, T, D) and `weight` times its LayerNorm, D -> inner, SiLU, inner -> D."""
 
-    def __init__(self, d_model: int, inner: int, dropout: float) -> None:
+    def __init__(self, d_model: int, inner: int, dropout: float, biases: bool = True) -> None:
         super().__init__()
         self.norm = torch.nn.LayerNorm(d_model)
-        self.expand = Linear(d_model, inner)
-        self.contract = Linear(inner, d_model)
+        self.expand = Linear(d_model, inner, bias=biases)
+        self.contract = Linear(inner, d_model, bias=biases)
         self.dropout = Dropout(dropout)
 
     def forward(self, x: torch.Tensor, weight: float) -> torch.Tensor:
@@ -49,16 +50,20 @@ class ConvolutionModule(torch.nn.Module):
     """x (B, T, D) and the Conformer's convolution of it (Gulati et al., 2020), with LayerNorm for BatchNorm.
 
     Padding is zeroed before the depthwise convolution, so that a short utterance sees the same neighbourhood in any
-    batch; spans are convolved alone.
+    batch; spans are convolved alone. Where the norm was folded into the depthwise convolution, that one has a bias in
+    any case: the norm's.
     """
 
-    def __init__(self, d_model: int, kernel: int, dropout: float) -> None:
+    def __init__(
+        self, d_model: int, kernel: int, dropout: float, biases: bool = True, has_depthwise_norm: bool = True
+    ) -> None:
         super().__init__()
         self.norm = torch.nn.LayerNorm(d_model)
-        self.gate = Linear(d_model, 2 * d_model)
-        self.depthwise = torch.nn.Conv1d(d_model, d_model, kernel, padding=kernel // 2, groups=d_model)
-        self.depthwise_norm = torch.nn.LayerNorm(d_model)
-        self.output = Linear(d_model, d_model)
+        self.gate = Linear(d_model, 2 * d_model, bias=biases)
+        reach, is_shifted = kernel // 2, biases or not has_depthwise_norm
+        self.depthwise = torch.nn.Conv1d(d_model, d_model, kernel, padding=reach, groups=d_model, bias=is_shifted)
+        self.depthwise_norm = torch.nn.LayerNorm(d_model) if has_depthwise_norm else None
+        self.output = Linear(d_model, d_model, bias=biases)
         self.dropout = Dropout(dropout)
 
     def forward(self, x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
@@ -69,26 +74,35 @@ class ConvolutionModule(torch.nn.Module):
         return self.dropout.onto(x, fused_linear(whole, self.output, self.depthwise_norm, activation=F.silu))
 
 
+def encoder_attention(config: ModelConfig) -> SelfAttention | RelativeSelfAttention:
+    """The self-attention of an encoder's block, by how it knows positions."""
+    if config.attention_positions == "relative":
+        return RelativeSelfAttention(config.d_model, config.attention_heads, config.biases)
+    return SelfAttention(config.d_model, config.attention_heads, causal=False, biases=config.biases)
+
+
 class ConformerBlock(torch.nn.Module):
     """(B, T, D) -> (B, T, D): LayerNorm, half a feed-forward, self-attention, convolution, half a feed-forward.
 
     The norm with which a published Conformer's block ends stands at the beginning of the next one, as the files of
-    weights have it.
+    weights have it; so a published one's first block begins without.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, is_first: bool) -> None:
         super().__init__()
         d_model, inner = config.d_model, config.resolved_feedforward_dim
-        self.entry_norm = torch.nn.LayerNorm(d_model)
-        self.first_feedforward = FeedForward(d_model, inner, config.dropout)
+        self.entry_norm = torch.nn.LayerNorm(d_model) if config.entry_norm or not is_first else None
+        self.first_feedforward = FeedForward(d_model, inner, config.dropout, config.biases)
         self.attention_norm = torch.nn.LayerNorm(d_model)
-        self.attention = SelfAttention(d_model, config.attention_heads, causal=False)
+        self.attention = encoder_attention(config)
         self.dropout = Dropout(config.dropout)
-        self.convolution = ConvolutionModule(d_model, config.convolution_kernel, config.dropout)
-        self.second_feedforward = FeedForward(d_model, inner, config.dropout)
+        self.convolution = ConvolutionModule(
+            d_model, config.convolution_kernel, config.dropout, config.biases, config.convolution_norm == "layer"
+        )
+        self.second_feedforward = FeedForward(d_model, inner, config.dropout, config.biases)
 
     def forward(self, x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
-        x = self.entry_norm(x)
+        x = x if self.entry_norm is None else self.entry_norm(x)
         x = self.first_feedforward(x, weight=0.5)
         x = self.dropout.onto(x, self.attention(x, self.attention_norm, layout))
         x = self.convolution(x, layout)
@@ -100,10 +114,11 @@ class TransformerBlock(torch.nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        inner = config.resolved_feedforward_dim
         self.attention_norm = torch.nn.LayerNorm(config.d_model)
-        self.attention = SelfAttention(config.d_model, config.attention_heads, causal=False)
+        self.attention = encoder_attention(config)
         self.dropout = Dropout(config.dropout)
-        self.feedforward = FeedForward(config.d_model, config.resolved_feedforward_dim, config.dropout)
+        self.feedforward = FeedForward(config.d_model, inner, config.dropout, config.biases)
 
     def forward(self, x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
         x = self.dropout.onto(x, self.attention(x, self.attention_norm, layout))

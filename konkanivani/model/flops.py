@@ -40,35 +40,37 @@ def forward_layers(
 
     The encoder's blocks take N encoder frames, without padding, as they do on a CPU; all else takes B T'.
     """
-    width, inner, channels, kernel = (
+    width, inner, kernel, kind = (
         config.d_model,
         config.resolved_feedforward_dim,
-        config.subsampling_channels,
         config.convolution_kernel,
+        config.subsampling,
     )
-    batch, lengths = len(frames), tuple(map(subsampled_length, frames))
-    halved, bins_halved = (max(frames) - 3) // 2 + 1, (mel_bins - 3) // 2 + 1
-    encoded, bins = max(lengths), subsampled_length(mel_bins)
+    batch, lengths = len(frames), tuple(subsampled_length(length, kind) for length in frames)
+    encoded = max(lengths)
     rows, packed, spoken = batch * encoded, sum(lengths), batch * (tokens + 1)
     pairs = sum(length**2 for length in lengths)
     blocks, decoders = config.encoder_layers, config.decoder_layers
     feed_forward = Layer("feed-forward", "L 4 N D I", blocks * 4 * packed * width * inner)
-    convolution: tuple[Layer, ...] = ()
+    more: tuple[Layer, ...] = ()
     if config.encoder_type == "conformer":
         feed_forward = Layer("feed-forward", "L 2 (4 N D I)", blocks * 2 * 4 * packed * width * inner)
-        convolution = (
+        more = (
             Layer("convolution's gate, output", "L 6 N D^2", blocks * 6 * packed * width**2),
             Layer("depthwise along time", "L 2 N K D", blocks * 2 * packed * kernel * width, is_dense=False),
         )
+    if config.attention_positions == "relative":
+        by_distance = blocks * 2 * sum(length * (2 * length - 1) for length in lengths) * width
+        more += (
+            Layer("distances' projection", "L 2 (2 T' - 1) D^2", blocks * 2 * (2 * encoded - 1) * width**2, 1),
+            Layer("attention by distance", "L 2 sum T' (2 T' - 1) D", by_distance, is_dense=False),
+        )
     return (
-        Layer("first convolution", "2 B T/2 F/2 9 C", 2 * batch * halved * bins_halved * 9 * channels, 1),
-        Layer("depthwise convolution", "2 B T' F' 9 C", 2 * rows * bins * 9 * channels, is_dense=False),
-        Layer("pointwise convolution", "2 B T' F' C^2", 2 * rows * bins * channels**2),
-        Layer("subsampling's output", "2 B T' C F' D", 2 * rows * channels * bins * width),
+        *_subsampling_layers(config, mel_bins, batch, max(frames)),
         feed_forward,
         Layer("attention's projections", "L 8 N D^2", blocks * 8 * packed * width**2),
         Layer("attention", "L 4 sum T'^2 D", blocks * 4 * pairs * width, is_dense=False),
-        *convolution,
+        *more,
         Layer(CTC_HEAD, "2 B T' D V", 2 * rows * width * vocab_size),
         Layer("decoder's self-attention", "M 8 B U D^2", decoders * 8 * spoken * width**2),
         Layer("its products", "M 4 B U^2 D", decoders * 4 * spoken * (tokens + 1) * width, is_dense=False),
@@ -77,6 +79,24 @@ def forward_layers(
         Layer("decoder's feed-forward", "M 4 B U D I", decoders * 4 * spoken * width * inner),
         Layer("decoder's output", "2 B U D V", bool(decoders) * 2 * spoken * width * vocab_size),
     )
+
+
+def _subsampling_layers(config: ModelConfig, mel_bins: int, batch: int, frames: int) -> tuple[Layer, ...]:
+    """Those before the blocks; what they make of a map of T frames and F bins is S, half of each."""
+    channels, kind = config.subsampling_channels, config.subsampling
+    sizes, made = [], (frames, mel_bins)
+    for _ in range(3 if kind == "separable" else 2):
+        made = tuple((size - 3) // 2 + 1 if kind == "valid" else -(-size // 2) for size in made)
+        sizes.append(batch * made[0] * made[1])
+    layers = [Layer("first convolution", "2 B T/2 F/2 9 C", 2 * sizes[0] * 9 * channels, 1)]
+    for size in sizes[1:]:
+        if kind == "striding":
+            layers.append(Layer("second convolution", "2 B T' F' 9 C^2", 2 * size * 9 * channels**2))
+            continue
+        layers.append(Layer("depthwise convolution", "2 B T' F' 9 C", 2 * size * 9 * channels, is_dense=False))
+        layers.append(Layer("pointwise convolution", "2 B T' F' C^2", 2 * size * channels**2))
+    output = 2 * sizes[-1] * channels * config.d_model
+    return (*layers, Layer("subsampling's output", "2 B T' C F' D", output))
 
 
 def step_flop(layers: tuple[Layer, ...], recomputes: bool) -> float:

@@ -4,28 +4,45 @@ B batch, S samples, T feature frames, F mel bins.
 """
 
 import dataclasses
+import math
+import warnings
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 import torchaudio
 
 from konkanivani.base.config import AugmentConfig, FeatureConfig
-from konkanivani.base.lengths import SAMPLE_RATE, Framing, Lengths, padding_mask
+from konkanivani.base.lengths import SAMPLE_RATE, Framing, Lengths, beyond, padding_mask
 
-# What features depend on beside the settings, as exported models describe it.
-FIXED_FEATURES = {
-    "sample_rate": SAMPLE_RATE,
-    "window": "hann, periodic, in the middle of the transform",
-    "mel_scale": "htk, 0 Hz to half the sample rate, not normalised",
-    "edges": "no padding",
-    "normalisation": "mean 0 and variance 1 of each bin over the utterance",
+# How exported models describe the settings that are words.
+DESCRIPTIONS = {
+    "window": {kind: f"hann, {kind}, in the middle of the transform" for kind in ("periodic", "symmetric")},
+    "mel_scale": {
+        "htk": "htk, 0 Hz to half the sample rate, not normalised",
+        "slaney": "slaney, 0 Hz to half the sample rate, each divided by its width in Hz",
+    },
+    "edges": {
+        "none": "no padding",
+        "zeros": "half a transform of zeros before, as much less a hop after",
+        "reflected": "half a transform reflected at both ends",
+    },
+    "deviation": {
+        "population": "mean 0 and variance 1 of each bin over the utterance",
+        "sample": "mean 0 and variance 1, of n frames with n - 1, of each bin over the utterance",
+    },
 }
+UNSAID = {"preemphasis": 0.0, "power_guard": "floor"}  # where they have these values
 
 
 def described(config: FeatureConfig) -> dict[str, object]:
     """All that features depend on, by name, for a file that goes to other programs."""
-    return FIXED_FEATURES | dataclasses.asdict(config)
+    settings = dataclasses.asdict(config)
+    words = {name: kinds[settings[name]] for name, kinds in DESCRIPTIONS.items()}
+    numbers = {name: value for name, value in settings.items() if name not in words and UNSAID.get(name) != value}
+    words["normalisation"] = words.pop("deviation")
+    return {"sample_rate": SAMPLE_RATE, **words, **numbers}
 
 
 class FeatureExtractor(Protocol):
@@ -39,31 +56,84 @@ class FeatureExtractor(Protocol):
 class LogMel(torch.nn.Module):
     """Waveforms (B, S) with their lengths -> features (B, T, F) and their lengths.
 
-    No frame reaches past the waveform's ends (`center=False`), so nothing of the padding enters a valid frame. Each bin
-    is brought to mean 0 and variance 1 over the utterance's valid frames.
+    No frame reaches past the waveform's ends (`center=False`) but into margins that are made of the waveform alone, so
+    nothing of the padding enters a valid frame. Each bin is brought to mean 0 and variance 1 over the utterance's valid
+    frames. Noise under the waveform (NeMo's dither, 1e-5 and in training alone) is not built.
     """
 
     def __init__(self, config: FeatureConfig) -> None:
         super().__init__()
         self.config, self.framing = config, Framing(config)
-        self.power = torchaudio.transforms.MelSpectrogram(
-            SAMPLE_RATE,
-            n_fft=config.fft_samples,
-            win_length=config.window_samples,
-            hop_length=config.hop_samples,
-            n_mels=config.mel_bins,
-            center=False,
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of 128 bands some lie between two bins, and are silent
+            self.power = torchaudio.transforms.MelSpectrogram(
+                SAMPLE_RATE,
+                n_fft=config.fft_samples,
+                win_length=config.window_samples,
+                hop_length=config.hop_samples,
+                n_mels=config.mel_bins,
+                center=False,
+                wkwargs={"periodic": config.window == "periodic"},
+            )
+        if config.mel_scale == "slaney":
+            self.power.mel_scale.fb.copy_(slaney_bands(config))
 
     def forward(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
-        features = self.power(waveforms).clamp_min_(self.config.smallest_power).log_().transpose(1, 2)
+        if has_margins(self.config):
+            ends = torch.tensor(sample_lengths).to(waveforms.device, non_blocking=True)
+            waveforms = with_margins(waveforms, ends, self.framing)
+        power = self.power(waveforms)
+        features = log_power(power, self.config, out=power).transpose(1, 2)
         feature_lengths = tuple(map(self.framing.feature_length, sample_lengths))
         padding = padding_mask(feature_lengths, features.shape[1], features.device)
         frames = torch.tensor(feature_lengths, dtype=features.dtype).to(features.device)
-        return normalize_features(features, padding, frames), feature_lengths
+        return normalize_features(features, padding, frames, self.config.deviation), feature_lengths
 
 
-def normalize_features(features: torch.Tensor, padding: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
+def has_margins(config: FeatureConfig) -> bool:
+    """Whether waveforms are heard otherwise than as they are."""
+    return config.preemphasis > 0 or config.edges != "none"
+
+
+def with_margins(waveforms: torch.Tensor, ends: torch.Tensor, framing: Framing) -> torch.Tensor:
+    """Waveforms (B, S) with their ends (B,), pre-emphasised, zero beyond them, between the margins that are heard."""
+    config, (before, after) = framing.features, framing.margins
+    if config.preemphasis:  # the first sample is kept
+        waveforms = waveforms - config.preemphasis * F.pad(waveforms, (1, 0))[:, :-1]
+    waveforms = waveforms.masked_fill(beyond(ends, waveforms.shape[1]), 0.0)
+    if config.edges != "reflected":
+        return F.pad(waveforms, (before, after))
+    times = torch.arange(-before, waveforms.shape[1] + after, device=waveforms.device).abs()[None, :]
+    last = ends[:, None] - 1
+    times = torch.where(times > last, 2 * last - times, times)  # each at its own end, whatever batch it is in
+    return waveforms.gather(1, times.clamp(min=0))
+
+
+def log_power(power: torch.Tensor, config: FeatureConfig, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The logarithm of bands, kept finite; in `out`, where it is given."""
+    guard = torch.clamp_min if config.power_guard == "floor" else torch.add
+    return torch.log(guard(power, config.smallest_power, out=out), out=out)
+
+
+def slaney_bands(config: FeatureConfig) -> torch.Tensor:
+    """Filters (K, F) in float64 over the K bins of a transform: triangles of area 1 Hz, as librosa makes them.
+
+    Even steps up to 1000 Hz at 15, then of ln(6.4) / 27. Made in fp32, as torchaudio does, they are off by 1e-5, which
+    is 1e-4 in a feature.
+    """
+    steepness, double = math.log(6.4) / 27, {"dtype": torch.float64}
+    highest = 15 + math.log(SAMPLE_RATE / 2 / 1000) / steepness
+    mels = torch.linspace(0, highest, config.mel_bins + 2, **double)
+    hertz = torch.where(mels < 15, mels * 200 / 3, 1000 * ((mels - 15) * steepness).exp())
+    bins = torch.linspace(0, SAMPLE_RATE / 2, config.fft_samples // 2 + 1, **double)[:, None]
+    low, middle, high = hertz[:-2], hertz[1:-1], hertz[2:]
+    rising, falling = (bins - low) / (middle - low), (high - bins) / (high - middle)
+    return torch.minimum(rising, falling).clamp_min(0) * 2 / (high - low)
+
+
+def normalize_features(
+    features: torch.Tensor, padding: torch.Tensor, frames: torch.Tensor, deviation: str = "population"
+) -> torch.Tensor:
     """Features (B, T, F), each bin of mean 0 and variance 1 over the utterance's valid frames, 0 in the padding.
 
     `padding` (B, T) is True beyond an utterance's end, `frames` (B,) counts the valid ones, a float tensor.
@@ -72,8 +142,10 @@ def normalize_features(features: torch.Tensor, padding: torch.Tensor, frames: to
     features = features.masked_fill(padding, 0.0)
     features = features - features.sum(dim=1, keepdim=True) / frames
     features = features.masked_fill(padding, 0.0)
-    deviation = (features.square().sum(dim=1, keepdim=True) / frames).sqrt()
-    return features / (deviation + 1e-5)
+    if deviation == "sample":
+        frames = (frames - 1).clamp_min(1)
+    spread = (features.square().sum(dim=1, keepdim=True) / frames).sqrt()
+    return features / (spread + 1e-5)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from konkanivani.base.config import ModelConfig
 from konkanivani.model.asr import KonkaniVaniASR
 
+POSITIONS = "attention.position.weight"  # over sines and cosines of distances
 LAYER = re.compile(r"(encoder|decoder)\.blocks\.(\d+)\.(.*)")
 
 
@@ -100,8 +101,11 @@ def _factors(name: str, axis: int, length: int, layers: Layers) -> tuple[int, ..
             return 3, layers.heads, 2, length // (6 * layers.heads)
         if "key_value" in name and axis == 0:
             return 2, layers.heads, 2, length // (4 * layers.heads)
-        if ("query" in name and axis == 0) or ("output.weight" in name and axis == 1):
+        is_of_heads = "query" in name or POSITIONS in name or "_bias" in name
+        if (is_of_heads and axis == 0) or ("output.weight" in name and axis == 1):
             return layers.heads, 2, length // (2 * layers.heads)
+        if POSITIONS in name:
+            return length // 2, 2
     if "convolution.gate" in name and axis == 0:
         return 2, length // 2
     if name == "encoder.subsampling.output.weight" and axis == 1:
@@ -120,9 +124,12 @@ def _cut_to(name: str, source: torch.Tensor, shape: torch.Size, whole: Layers, p
             return None
         indices = torch.zeros(1, dtype=torch.long)
         for level, (h, w) in enumerate(zip(have, want, strict=True)):
-            # Within a head, evenly spaced components keep the frequencies of the rotary positions.
-            is_head = "attention" in name and level == len(have) - 1 and level > 0
-            chosen = torch.arange(w) * h // w if is_head else torch.arange(w)
+            # Within a head, evenly spaced components keep the frequencies of the rotary positions, and evenly spaced
+            # pairs of a sine and a cosine those of distances.
+            spread = len(have) - 1 if "attention" in name and len(have) > 1 else None
+            if POSITIONS in name and axis == 1:
+                spread = 0
+            chosen = torch.arange(w) * h // w if level == spread else torch.arange(w)
             if name.endswith("convolution.depthwise.weight") and axis == 2:
                 chosen = chosen + (h - w) // 2  # the taps around the frame itself
             indices = (indices[:, None] * h + chosen[None, :]).flatten()

@@ -19,6 +19,7 @@ from konkanivani.data.loader.loading import WindowStream
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.decoding.decode import greedy_decode
 from konkanivani.inference.pretrained import STATE
+from konkanivani.inference.provenance import provenance_part
 from konkanivani.memory.budget import BudgetWatch, available_bytes, enforce_budget
 from konkanivani.memory.gpu import announce_card
 from konkanivani.memory.monitor import resident_mib, set_mmap_threshold
@@ -141,13 +142,17 @@ def stateful_parts(start: Start, step: StepParts, state: TrainState) -> Mapping[
     sharded = is_sharded(step.model)
     model = TrainedPart(step.model) if step.architecture.has_base else step.model
     origin = make_origin(start.pretrained, start.resumed, step.architecture, step.model)
-    return ({STATE: origin} if origin else {}) | {
-        "model": FullState(model, step.topology) if sharded else model,
-        "optimizer": FullState(optimizer, step.topology) if sharded else optimizer,
-        "scaler": step.scaler,
-        "progress": state,
-        "splits": step.splits,
-    }
+    return (
+        ({STATE: origin} if origin else {})
+        | provenance_part(start.resumed or start.initial)
+        | {
+            "model": FullState(model, step.topology) if sharded else model,
+            "optimizer": FullState(optimizer, step.topology) if sharded else optimizer,
+            "scaler": step.scaler,
+            "progress": state,
+            "splits": step.splits,
+        }
+    )
 
 
 def load_weights(

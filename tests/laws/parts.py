@@ -4,7 +4,15 @@ import dataclasses
 
 import torch
 
-from konkanivani.base.config import DataConfig, MemoryConfig, ModelConfig, OptimizerConfig, TrainConfig
+from konkanivani.base.config import (
+    AugmentConfig,
+    DataConfig,
+    FeatureConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 from konkanivani.base.distributed import ALONE, Topology
 from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, same_size
@@ -27,6 +35,38 @@ MODEL = ModelConfig(
     subsampling_channels=4,
     dropout=0.0,
 )
+# The parts that NeMo's Conformers have in the place of ours, and its front end.
+OTHER_PARTS = dataclasses.replace(
+    MODEL,
+    attention_positions="relative",
+    convolution_norm="none",
+    subsampling="striding",
+    scaled_input=True,
+    entry_norm=False,
+    biases=False,
+)
+OTHER_FEATURES = FeatureConfig(
+    smallest_power=2**-24,
+    power_guard="added",
+    preemphasis=0.97,
+    window="symmetric",
+    edges="reflected",
+    mel_scale="slaney",
+    deviation="sample",
+)
+KINDS = {
+    "conformer": MODEL,
+    "transformer": dataclasses.replace(MODEL, encoder_type="transformer"),
+    "other parts": OTHER_PARTS,
+    "other parts, by 8": dataclasses.replace(OTHER_PARTS, subsampling="separable", biases=True),
+}
+
+
+def features_of(model: ModelConfig) -> FeatureConfig:
+    """What the model hears: with NeMo's parts NeMo's features, at the edges of the audio in both of its ways."""
+    if model.subsampling == "valid":
+        return FeatureConfig()
+    return dataclasses.replace(OTHER_FEATURES, edges="zeros" if model.biases else "reflected")
 
 
 def double_parts(
@@ -41,7 +81,14 @@ def double_parts(
     """Step parts in float64 on the CPU, micro-batches one after another; SpecAugment as in training."""
     one_after_another = DataConfig(micro_batches_at_once=1)
     memory = MemoryConfig(gradient_checkpointing=recompute)
-    config = TrainConfig(model=model, data=one_after_another, memory=memory, optimizer=optimizer)
+    config = TrainConfig(
+        model=model,
+        features=features_of(model),
+        data=one_after_another,
+        memory=memory,
+        augment=AugmentConfig(),
+        optimizer=optimizer,
+    )
     torch.set_default_dtype(torch.float64)
     try:
         cpu = torch.device("cpu")

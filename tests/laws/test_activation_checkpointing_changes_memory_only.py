@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -11,7 +12,7 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.model.encoder import Encoder
 from konkanivani.training.parts import StepParts, loss_counts
 from konkanivani.training.step import forward_and_backward
-from tests.laws.parts import MODEL, double_parts, speeches, window, with_dropout
+from tests.laws.parts import KINDS, MODEL, double_parts, speeches, window, with_dropout
 
 
 class CountProducts(TorchDispatchMode):
@@ -40,8 +41,9 @@ def trained(parts: StepParts) -> tuple[list[torch.Tensor], int]:
     return tensors, count.products
 
 
-def test_bit_for_bit_with_dropout_and_really_recomputed():
-    model = with_dropout(MODEL, 0.3)
+@pytest.mark.parametrize("kind", ["conformer", "other parts"])
+def test_bit_for_bit_with_dropout_and_really_recomputed(kind):
+    model = with_dropout(KINDS[kind], 0.3)
     kept, products = trained(double_parts(model, "never"))
     recomputed, more_products = trained(double_parts(model, "always"))
     assert all(torch.equal(one, other) for one, other in zip(kept, recomputed, strict=True))

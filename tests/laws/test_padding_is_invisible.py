@@ -21,7 +21,7 @@ from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import train_tokenizer
 from konkanivani.training.parts import StepParts
 from tests.conftest import Corpus, write_shards, write_surroundings
-from tests.laws.parts import MODEL, double_parts, relative_difference, speeches, window
+from tests.laws.parts import KINDS, double_parts, relative_difference, speeches, window
 
 BOUND = 1e-9
 
@@ -47,10 +47,18 @@ def batch_outputs(parts: StepParts, spoken: Window) -> dict[str, tuple[torch.Ten
     return found
 
 
+def parts_of(kind: str) -> StepParts:
+    """Step parts in which a convolution makes something of nothing, as one's bias does."""
+    parts = double_parts(KINDS[kind])
+    for stage in getattr(parts.model.encoder.subsampling, "stages", ()):
+        torch.nn.init.constant_(stage[-1].bias, 0.5)
+    return parts
+
+
 @pytest.mark.parametrize("augmented", [False, True])
-@pytest.mark.parametrize("encoder_type", ["conformer", "transformer"])
-def test_alone_and_in_a_batch(encoder_type, augmented):
-    parts = double_parts(dataclasses.replace(MODEL, encoder_type=encoder_type))
+@pytest.mark.parametrize("kind", KINDS)
+def test_alone_and_in_a_batch(kind, augmented):
+    parts = parts_of(kind)
     spoken = speeches(7, augmented=augmented)
     alone, together = outputs(parts, spoken, 1), outputs(parts, spoken, 7)
     for name, pair in alone.items():
@@ -111,8 +119,9 @@ def test_a_cpu_computes_nothing_for_padding(is_packed):
     assert shapes == [(1, frames) if is_packed else (5, max(output.encoded_lengths))] and frames < 5 * shapes[0][1]
 
 
-def test_what_lies_in_the_padding_does_not_matter():
-    parts = double_parts()
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_lies_in_the_padding_does_not_matter(kind):
+    parts = parts_of(kind)
     batch = window(speeches(4), 4).micro_batches[0]
     filled = batch.waveforms.clone()
     for row, length in enumerate(batch.sample_lengths):
@@ -135,5 +144,15 @@ def test_negative_control_without_the_convolutions_mask_padding_shows(monkeypatc
             "forward",
             lambda x, layout, forward=forward: forward(x, dataclasses.replace(layout, padding=None, lengths=None)),
         )
+    together = outputs(parts, spoken, 7)
+    assert max(relative_difference(alone[name][0], together[name][0]) for name in alone) > 1e-6
+
+
+@pytest.mark.parametrize("kind", ["other parts", "other parts, by 8"])
+def test_negative_control_without_the_subsamplings_mask_padding_shows(kind, monkeypatch):
+    parts, spoken = parts_of(kind), speeches(7)
+    alone, subsampling = outputs(parts, spoken, 1), parts.model.encoder.subsampling
+    forward = subsampling.forward
+    monkeypatch.setattr(subsampling, "forward", lambda features, chunk_frames, _: forward(features, chunk_frames))
     together = outputs(parts, spoken, 7)
     assert max(relative_difference(alone[name][0], together[name][0]) for name in alone) > 1e-6

@@ -23,7 +23,7 @@ from konkanivani.training.optimizer import OptimizerState
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import StepReport, train_step
 from tests.laws.failing import ERRORS, above, failing_forward
-from tests.laws.parts import MODEL, VOCAB_SIZE, double_parts, relative_difference, speeches, window, with_dropout
+from tests.laws.parts import KINDS, MODEL, VOCAB_SIZE, double_parts, relative_difference, speeches, window, with_dropout
 from tests.patience import PATIENCE
 
 BOUND = 1e-9
@@ -84,9 +84,9 @@ def held_up(monkeypatch: pytest.MonkeyPatch, number: int, seconds: float = 0.5) 
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-@pytest.mark.parametrize("encoder_type", ["conformer", "transformer"])
-def test_bit_for_bit_with_dropout(encoder_type, recompute):
-    model = dataclasses.replace(MODEL, encoder_type=encoder_type)
+@pytest.mark.parametrize("kind", ["conformer", "transformer", "other parts"])
+def test_bit_for_bit_with_dropout(kind, recompute):
+    model = KINDS[kind]
     one_by_one = trained(parts_of(1, recompute, model), threads=1)
     assert are_equal(trained(parts_of(2, recompute, model)), one_by_one)
 

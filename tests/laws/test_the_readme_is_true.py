@@ -23,6 +23,7 @@ from konkanivani.base.config import PRESETS, TrainConfig
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
 from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, run_script, write_surroundings
+from tests.nemo.files import changed, in_languages
 from tests.patience import PATIENCE
 from tests.test_formats import common_voice
 from tests.whisper.small_model import write_model
@@ -71,6 +72,7 @@ def folder(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_surroundings(folder / "noise")
     for name in ("whisper-small", "whisper-tiny"):
         write_model(folder / name, positions=64)  # untrained, it says as much as it may
+    changed(in_languages({"hi": 40, "kok": 50, "mr": 44}), folder / "indicconformer_kok.nemo")
     run(commands(TRAINING)[0], folder, 8)
     return folder
 

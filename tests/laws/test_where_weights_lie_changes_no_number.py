@@ -18,7 +18,7 @@ from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
 from konkanivani.training.validation import recognize
 from tests.laws.failing import ERRORS, above, failing_forward
-from tests.laws.parts import MODEL, double_parts, speeches, window, with_dropout
+from tests.laws.parts import KINDS, double_parts, speeches, window, with_dropout
 from tests.whisper.parts import MODES, whisper_config, whisper_parts
 
 ALL, SOME, AHEAD = Placement(fetched=99), Placement(fetched=2), Placement(fetched=99, ahead=True)
@@ -43,9 +43,9 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-def ours(placement: Placement, recompute: str = "never", dropout: float = 0.1) -> StepParts:
+def ours(placement: Placement, recompute: str = "never", dropout: float = 0.1, kind: str = "conformer") -> StepParts:
     """Our own recogniser in float64."""
-    return double_parts(with_dropout(MODEL, dropout), recompute, placement=placement)
+    return double_parts(with_dropout(KINDS[kind], dropout), recompute, placement=placement)
 
 
 def whisper_in_half(mode: str, placement: Placement) -> StepParts:
@@ -53,10 +53,12 @@ def whisper_in_half(mode: str, placement: Placement) -> StepParts:
     return whisper_parts(mode, whisper_config("always", half=True), torch.float32, placement=placement)
 
 
+@pytest.mark.parametrize("kind", ["conformer", "other parts"])
 @pytest.mark.parametrize("recompute", ["always", "never"])
 @pytest.mark.parametrize("placement", [SOME, ALL, AHEAD], ids=["some", "all", "ahead"])
-def test_our_own_fetched(placement: Placement, recompute: str) -> None:
-    assert not differing(weights_after(ours(ON_CARD, recompute)), weights_after(ours(placement, recompute)))
+def test_our_own_fetched(placement: Placement, recompute: str, kind: str) -> None:
+    on_card, fetched = (weights_after(ours(place, recompute, kind=kind)) for place in (ON_CARD, placement))
+    assert not differing(on_card, fetched)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -79,7 +79,7 @@ def plan_whisper(config: TrainConfig, costs: DeviceCosts, budget: int, sizes: tu
         cells = iter(list(pool.map(answer_cell, questions)))
     lines = [
         f"MiB on {costs.name}, which has {budget >> 20:,}, in training / validation: one utterance of 30 s with its",
-        "longest label, half precision, every block recomputed, AdamW. A star: it fits. Last, what lies on the host then:",
+        "longest label, half precision, every block recomputed, AdamW. A star: it fits. Last, what lies on the host:",
         "",
         f"{'':10}{'trained':18}" + "".join(f"{f'--weights {place}':>19}" for place in PLACES) + f"{'host':>10}",
     ]

@@ -12,6 +12,7 @@ import re
 import struct
 import zipfile
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -33,16 +34,46 @@ def load_archive(path: Path) -> object:
 
     A tree of dicts, lists and tuples, with plain numbers, strings and tensors that take no more memory than the file.
     """
-    _check_end(path)
-    with zipfile.ZipFile(path) as archive:
-        _check_records(archive.infolist())
-        _check_sums(archive)
-        _check_pickle(archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl"))))
-    record = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
+    with open(path, "rb") as file:
+        _check(file, BUILDING)
+    record = _load(path)
     claimed = _bytes_of(record, set(), MAX_DEPTH)
     if claimed > path.stat().st_size:
         raise ValueError(f"its tensors claim {claimed} bytes, more than it has")
     return record
+
+
+def load_tensors(file: BinaryIO) -> dict[str, torch.Tensor]:
+    """The tensors by name that torch.save wrote of another program's module to `file`, on the CPU.
+
+    Nearly any exception where the file is not as it wrote it. A parameter that is in two places has two names.
+    """
+    _check(file, BUILDING - {"BUILD"})  # of the notes that a module's state carries
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    record = _load(file)
+    if not isinstance(record, dict):
+        raise ValueError("it holds no tensors by name")
+    found = dict(dict.items(record))
+    if not all(type(name) is str and isinstance(value, torch.Tensor) for name, value in found.items()):
+        raise ValueError("it holds more than tensors by name")
+    claimed = sum(_bytes_of(tensor, set(), 0) for tensor in found.values())
+    if claimed > 2 * size or not all(tensor.is_contiguous() for tensor in found.values()):
+        raise ValueError(f"its tensors claim {claimed} bytes, more than it has")
+    return found
+
+
+def _load(source: Path | BinaryIO) -> object:
+    return torch.load(source, map_location="cpu", weights_only=True)  # noqa: TID251
+
+
+def _check(file: BinaryIO, forbidden: frozenset[str]) -> None:
+    """Reads the whole file once and refuses what torch.save never writes; `forbidden` are orders of its pickle."""
+    _check_end(file)
+    with zipfile.ZipFile(file) as archive:
+        _check_records(archive.infolist())
+        _check_sums(archive)
+        _check_pickle(archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl"))), forbidden)
 
 
 def is_whole(path: Path) -> bool:
@@ -51,22 +82,23 @@ def is_whole(path: Path) -> bool:
     The disk is asked, not what the system still holds in memory of the file, where that lets itself be forgotten.
     """
     try:
-        with open(path, "rb") as file, contextlib.suppress(OSError):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        _check_end(path)
-        with zipfile.ZipFile(path) as archive:
-            _check_records(archive.infolist())
-            _check_sums(archive)
+        with open(path, "rb") as file:
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            _check_end(file)
+            with zipfile.ZipFile(file) as archive:
+                _check_records(archive.infolist())
+                _check_sums(archive)
     except Exception:  # a damaged zip can raise nearly anything
         return False
     return True
 
 
-def _check_end(path: Path) -> None:
+def _check_end(file: BinaryIO) -> None:
     """Refuses a list of records that alone would fill the memory."""
-    with open(path, "rb") as file:
-        file.seek(-min(LOCATOR_BYTES + END.size + END_64.size, path.stat().st_size), os.SEEK_END)
-        tail = file.read()
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - LOCATOR_BYTES - END.size - END_64.size))
+    tail = file.read()
     if len(tail) < END.size:
         raise ValueError("it breaks off")
     signature, size = END.unpack(tail[-END.size :])
@@ -101,9 +133,9 @@ def _check_sums(archive: zipfile.ZipFile) -> None:
         raise ValueError(f"the CRC of its record {damaged} does not match")
 
 
-def _check_pickle(pickled: bytes) -> None:
+def _check_pickle(pickled: bytes, forbidden: frozenset[str]) -> None:
     for opcode, argument, _ in pickletools.genops(pickled):
-        if opcode.name in BUILDING or (opcode.name == "GLOBAL" and not GLOBAL.fullmatch(argument)):
+        if opcode.name in forbidden or (opcode.name == "GLOBAL" and not GLOBAL.fullmatch(argument)):
             raise ValueError(f"its pickle asks for {argument or opcode.name!r:.80}")
 
 

@@ -1,0 +1,178 @@
+"""A .nemo file: a tar, plain or gzipped, of a configuration, weights and tokenizers. Nothing of it is extracted or run.
+
+Members are walked by their headers alone and taken by the last part of their names.
+"""
+
+import contextlib
+import gzip
+import hashlib
+import io
+import re
+import shutil
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from konkanivani.base.errors import CheckpointError, ResourceError, explained
+
+CONFIG, WEIGHTS, TOKENIZER = "model_config.yaml", "model_weights.ckpt", "tokenizer.model"
+LICENCE, BLOCK = re.compile("LICEN[CS]E"), tarfile.BLOCKSIZE
+MOST_MEMBER_BYTES, MOST_CONFIG_BYTES, MOST_SMALL_BYTES = 2**33, 2**20, 2**25
+MOST_MEMBERS, MOST_NOTES_BYTES = 1000, 2**16
+MOST_INFLATED = 100  # times the file's bytes; weights hardly become less when they are gzipped
+# What of a member's notes would change what its header says.
+CHANGES = re.compile(rb"\d+ (path|linkpath|size|GNU\.[^=]*)=")
+
+
+@dataclass(frozen=True)
+class NemoArchive:
+    """What a file holds: its configuration's text, its tokenizers by name, its first licence line, its weights."""
+
+    path: Path
+    config: bytes
+    tokenizers: dict[str, bytes]
+    licence: str
+    weights: BinaryIO
+
+
+def refused(path: Path, reason: str, advice: str = "Download it again, or give another") -> CheckpointError:
+    """The error of a file that cannot be used."""
+    return CheckpointError(f"The model {path} cannot be used: {reason}. {advice}.")
+
+
+@contextlib.contextmanager
+def open_nemo(path: Path, folder: Path) -> Iterator[NemoArchive]:
+    """The file's contents, its weights to be read as long as the block lasts; a CheckpointError says what is wrong.
+
+    Gzipped weights are unpacked into a nameless file in `folder`, since they are to be read in any order.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"There is no model at {path}. Give the path of a .nemo file.")
+    with contextlib.ExitStack() as stack:
+        with explained(ResourceError, f"The model {path} cannot be read", "Mend that and start again."):
+            raw = file = stack.enter_context(open(path, "rb"))
+            is_packed, room = raw.read(2) == b"\x1f\x8b", None
+            raw.seek(0)
+            if is_packed:
+                file, room = gzip.open(raw), stack.enter_context(tempfile.TemporaryFile(dir=folder))
+            try:
+                found = _read_members(file, path, room)
+            except (gzip.BadGzipFile, EOFError, zlib.error):
+                raise refused(path, "it breaks off, or is damaged") from None
+        yield found
+
+
+def digest_of_file(path: Path) -> str:
+    """The SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with explained(ResourceError, f"{path} cannot be read", "Mend that and start again."), open(path, "rb") as file:
+        while part := file.read(2**20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _read_members(file: BinaryIO, path: Path, room: BinaryIO | None) -> NemoArchive:
+    """The members that are needed; of a packed file the weights are written to `room`."""
+    found: dict[str, bytes] = {}
+    weights, small, most = None, 0, MOST_INFLATED * path.stat().st_size
+    for count, member in enumerate(_walk(file, path)):
+        place, _, name = member.name.rpartition("/")
+        if ".." in place.split("/") or member.name.startswith("/"):
+            raise refused(path, f"its member {member.name!r:.80} leads out of it")
+        if member.isdir():
+            continue
+        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
+            raise refused(path, f"its member {name!r:.80} is a link or a device, of which a model has none")
+        if name in found or count == MOST_MEMBERS:
+            raise refused(path, f"its member {name!r:.80} is there twice, or it has more than {MOST_MEMBERS}")
+        if member.size > MOST_MEMBER_BYTES or file.tell() + member.size > most:
+            raise refused(path, f"its member {name!r:.80} claims {member.size} bytes")
+        found[name] = b""
+        if name == WEIGHTS:
+            weights = _weights(file, member.size, room)
+        elif name == CONFIG or name.endswith(TOKENIZER) or LICENCE.match(name):
+            small += member.size
+            if small > MOST_SMALL_BYTES or (name == CONFIG and member.size > MOST_CONFIG_BYTES):
+                raise refused(path, f"its {name:.80} has {member.size} bytes, more than any model's")
+            found[name] = _whole(file, member.size)
+    for name in (CONFIG, WEIGHTS):
+        if name not in found:
+            raise refused(path, f"it holds no {name}", "Give a file that NeMo has saved")
+    licence = next((text for name, text in found.items() if LICENCE.match(name)), b"").decode(errors="replace")
+    tokenizers = {name: text for name, text in found.items() if name.endswith(TOKENIZER)}
+    first = next((line.strip() for line in licence.splitlines() if line.strip()), "")
+    return NemoArchive(path, found[CONFIG], tokenizers, first[:200], weights)
+
+
+def _walk(file: BinaryIO, path: Path) -> Iterator[tarfile.TarInfo]:
+    """Every member's header, the file standing at its bytes; nothing but headers and notes is read.
+
+    The standard library's own walk would take as much memory as a note claims to be long.
+    """
+    while True:
+        try:
+            member = tarfile.TarInfo.frombuf(file.read(BLOCK), "utf-8", "surrogateescape")
+        except tarfile.EOFHeaderError:  # a block of zeros: the end
+            while file.read(2**20):  # what is behind it, for a gzipped file's sum
+                pass
+            return
+        except (tarfile.HeaderError, ValueError):
+            raise refused(path, "it breaks off, or is no tar", "Download it again, or give a .nemo file") from None
+        start = file.tell()
+        if member.size < 0:
+            raise refused(path, f"its member {member.name!r:.80} claims {member.size} bytes")
+        if member.type in (tarfile.XHDTYPE, tarfile.XGLTYPE):
+            if member.size > MOST_NOTES_BYTES or CHANGES.search(_whole(file, member.size)):
+                raise refused(path, "a note before one of its members changes its name or size")
+        else:
+            yield member
+        file.seek(start + -(-member.size // BLOCK) * BLOCK)
+
+
+def _whole(file: BinaryIO, size: int) -> bytes:
+    data = file.read(size)
+    if len(data) < size:
+        raise EOFError
+    return data
+
+
+def _weights(file: BinaryIO, size: int, room: BinaryIO | None) -> BinaryIO:
+    """The weights as a file of their own, which lies in `file` or, of a packed one, has been copied to `room`."""
+    if room is None:
+        return io.BufferedReader(_Part(file, file.tell(), size))
+    shutil.copyfileobj(io.BufferedReader(_Part(file, file.tell(), size)), room, 2**20)
+    if room.tell() < size:
+        raise EOFError
+    return room
+
+
+class _Part(io.RawIOBase):
+    """The bytes from `start` on, `size` of them, of a file that is open."""
+
+    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
+        super().__init__()
+        self._file, self._start, self._size, self._place = file, start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, buffer: memoryview) -> int:
+        self._file.seek(self._start + self._place)
+        data = self._file.read(max(0, min(len(buffer), self._size - self._place)))
+        buffer[: len(data)] = data
+        self._place += len(data)
+        return len(data)

@@ -1,0 +1,168 @@
+"""A .nemo file as a checkpoint of ours: from then on nothing knows where it came from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from konkanivani.base.amount import resolve
+from konkanivani.base.config import AugmentConfig, LossConfig, TextConfig, TrainConfig
+from konkanivani.base.errors import DataError, UsageError
+from konkanivani.base.flags import config_to_text
+from konkanivani.base.lengths import SAMPLE_RATE
+from konkanivani.base.rules import check_config
+from konkanivani.inference.nemo.archive import NemoArchive, digest_of_file, open_nemo, refused
+from konkanivani.inference.nemo.folder import WEIGHTS, read_folder_pieces, read_folder_settings, read_folder_tensors
+from konkanivani.inference.nemo.names import RNNT
+from konkanivani.inference.nemo.pieces import Pieces, read_pieces
+from konkanivani.inference.nemo.settings import NemoSettings, read_settings
+from konkanivani.inference.nemo.weights import Tensors, read_tensors, take_weights
+from konkanivani.inference.provenance import STATE, Provenance
+from konkanivani.inference.speech_model import is_within_bounds
+from konkanivani.model.architecture import HybridArchitecture, architecture_of
+from konkanivani.training.checkpoint.checkpoint import Checkpoint
+
+FILTER_BANK = "preprocessor.featurizer.fb"
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What a file has become; `left` says what of it is not in the checkpoint."""
+
+    checkpoint: Checkpoint
+    architecture: HybridArchitecture
+    numbers: int
+    provenance: Provenance
+    left: str
+
+    def sentences(self) -> str:
+        """All of it for a person."""
+        model, features, framing = self.architecture.model, self.architecture.features, self.architecture.framing
+        said, known = self.provenance, [f"SHA-256 {self.provenance.sha256}", f"saved by {self.provenance.saved_by}"]
+        known += [f"licence: {said.licence}" if said.licence else "no licence in the file: see where you have it from"]
+        numbers, tokens = f"{self.numbers / 1e6:.1f} M numbers", f"{self.checkpoint.vocab_size} tokens"
+        tokens += f" of {said.language}" if said.language else ""
+        return (
+            f"In: {model.encoder_layers} blocks of width {model.d_model} and a CTC head, {numbers}; {tokens}; "
+            f"{features.mel_bins} mel bins, a frame every {1000 * framing.encoder_hop // SAMPLE_RATE} ms.\n"
+            f"Left: {self.left}.\nFrom: {said.file}, {', '.join(known)}."
+        )
+
+
+def import_nemo(path: Path, language: str | None, folder: Path) -> Imported:
+    """The checkpoint that a .nemo file makes, the model of one language where it has several.
+
+    A CheckpointError says what is wrong with the file or not built of it, a UsageError that it has not this language.
+    Gzipped weights are unpacked into a nameless file in `folder`.
+    """
+    if path.is_dir():
+        settings, tokenizers = read_folder_settings(path), {"": read_folder_pieces(path)}
+        config = _config(settings, tokenizers[_choose(language, ("",), path)], path)
+        return _imported(config, settings, tokenizers, read_folder_tensors(path), path / WEIGHTS)
+    with open_nemo(path, folder) as archive:
+        settings = read_settings(archive.config, path)
+        tokenizers = {name: _pieces(archive, file) for name, file in settings.tokenizers.items()}
+        chosen = _choose(language, tuple(tokenizers), path)
+        _check_vocabulary(settings, tokenizers, path)
+        config = _config(settings, tokenizers[chosen], path)
+        settings = replace(settings, licence=archive.licence or settings.licence)
+        return _imported(config, settings, tokenizers, read_tensors(archive.weights, path), path, chosen)
+
+
+def _imported(
+    config: TrainConfig,
+    settings: NemoSettings,
+    tokenizers: Mapping[str, Pieces],
+    found: Tensors,
+    path: Path,
+    chosen: str = "",
+) -> Imported:
+    """The checkpoint of the tensors of the file at `path`, whose settings have been read."""
+    pieces = tokenizers[chosen]
+    architecture = architecture_of(config, pieces.tokenizer.size)
+    _check_filter_bank(found, architecture, path)
+    rnnt = sum(tensor.numel() for name, tensor in found.items() if RNNT.match(name))
+    ours = architecture.build_without_values().state_dict()
+    weights = take_weights(found, ours, settings, _rows(tokenizers, chosen), path)
+    left = [f"an RNNT decoder and joint network, {rnnt / 1e6:.1f} M numbers"] if rnnt else []
+    left += [f"the pieces of {len(tokenizers) - 1} other languages"] if len(tokenizers) > 1 else []
+    provenance = Provenance(path.name, digest_of_file(path), settings.licence, settings.saved_by, chosen)
+    checkpoint = Checkpoint(
+        config=config_to_text(config),
+        tokenizer=pieces.tokenizer.model,
+        vocab_size=pieces.tokenizer.size,
+        step=0,
+        plan_digest=0,
+        states={"model": weights, STATE: provenance.state_dict()},
+    )
+    numbers = sum(tensor.numel() for tensor in weights.values())
+    return Imported(checkpoint, architecture, numbers, provenance, " and ".join(left) or "nothing")
+
+
+def _pieces(archive: NemoArchive, file: str) -> Pieces:
+    if file not in archive.tokenizers:
+        raise refused(archive.path, f"it holds no {file:.80}, which its configuration names")
+    try:
+        return read_pieces(archive.tokenizers[file])
+    except (ValueError, DataError) as error:
+        raise refused(archive.path, str(error).rstrip("."), "Give another model") from None
+
+
+def _choose(language: str | None, languages: tuple[str, ...], path: Path) -> str:
+    """The language of which a model is made."""
+    if languages == ("",):
+        if language is not None:
+            raise UsageError(f"--language {language}: {path} has one tokenizer for all that is said. Leave it out.")
+        return ""
+    if language is None and len(languages) > 1:
+        raise UsageError(f"{path} has several languages. Give --language with one of {', '.join(languages)}.")
+    if language is not None and language not in languages:
+        raise UsageError(f"--language {language} is none of those of {path}. Give one of {', '.join(languages)}.")
+    return language or languages[0]
+
+
+def _check_vocabulary(settings: NemoSettings, tokenizers: Mapping[str, Pieces], path: Path) -> None:
+    """Raises a CheckpointError where the head's rows stand for other pieces than the tokenizers'."""
+    names = tuple(name for pieces in tokenizers.values() for name in pieces.names)
+    if settings.vocabulary and settings.vocabulary != names:
+        raise refused(path, "its head's vocabulary is not that of its tokenizers, in this order", "Give another model")
+
+
+def _config(settings: NemoSettings, pieces: Pieces, path: Path) -> TrainConfig:
+    """The settings of the checkpoint; what is not the file's has its defaults."""
+    config = TrainConfig(
+        model=settings.model,
+        features=settings.features,
+        text=TextConfig(tokenizer_type="bpe", vocab_size=pieces.tokenizer.size),
+        loss=LossConfig(ctc_weight=1.0),
+    )
+    config = resolve(config)
+    try:
+        check_config(config)
+    except UsageError as error:
+        raise refused(path, f"its configuration cannot work. {str(error).rstrip('.')}", "Give another model") from None
+    if not is_within_bounds(config.model):
+        raise refused(path, "its dimensions are beyond any model's", "Give another model")
+    return config
+
+
+def _rows(tokenizers: Mapping[str, Pieces], chosen: str) -> list[int | None]:
+    """For each token of ours the row of the file's CTC head: a language's rows lie in the order of its tokenizers."""
+    before = 0
+    for language, pieces in tokenizers.items():
+        if language == chosen:
+            rows = [None if old is None else before + old for old in pieces.old_ids]
+        before += pieces.size
+    return [before, *rows[1:]]  # the blank is the last one
+
+
+def _check_filter_bank(found: Tensors, architecture: HybridArchitecture, path: Path) -> None:
+    """Raises a CheckpointError where the file's filter bank is not the one that we make of its settings."""
+    theirs = found.get(FILTER_BANK)
+    ours = architecture.build_front_end(AugmentConfig()).log_mel.power.mel_scale.fb.T
+    if theirs is None:
+        return
+    nearness = 1e-5 if theirs.dtype == torch.float32 else 1e-3
+    if theirs.shape[1:] != ours.shape or not (theirs[0].float() - ours).abs().max() < nearness * ours.max():
+        raise refused(path, f"its {FILTER_BANK} is not that of its own settings", "Give another model")

@@ -1,0 +1,207 @@
+"""What a NeMo configuration says, as settings of ours; whatever is not built is refused by its name and value.
+
+Defaults are those of NeMo's own classes (ConformerEncoder, AudioToMelSpectrogramPreprocessor, ConvASRDecoder of 3.0).
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from konkanivani.base.config import FeatureConfig, ModelConfig
+from konkanivani.base.lengths import SAMPLE_RATE
+from konkanivani.inference.nemo.archive import refused
+from konkanivani.inference.nemo.configuration import Section, read_yaml
+
+# By the last part of `target`: the sections that lead to the CTC head's, and its tensors' prefix.
+HEADS = {
+    "EncDecCTCModelBPE": (("decoder",), "decoder.decoder_layers.0"),
+    "EncDecHybridRNNTCTCBPEModel": (("aux_ctc", "decoder"), "ctc_decoder.decoder_layers.0"),
+}
+# A frame hears zeros beyond the waveform's ends since 2.5.0, and there is one less; 2.4.1 and all before have it hear a
+# reflection, whatever the table of their own documentation says: found by comparing the releases' code.
+ZEROS_SINCE, KNOWN_MAJORS = (2, 5), (1, 2, 3)
+GUARDS = {"tiny": 2.0**-126, "eps": 2.0**-23}  # of fp32
+NYQUIST = SAMPLE_RATE // 2
+FEATURES = {  # what is built, the default first
+    **{"sample_rate": (SAMPLE_RATE,), "window": ("hann",), "normalize": ("per_feature",), "log": (True,)},
+    **{
+        "mel_norm": ("slaney",),
+        "lowfreq": (0, 0.0),
+        "highfreq": (None, NYQUIST, float(NYQUIST)),
+        "mag_power": (2.0, 2),
+    },
+    **{"frame_splicing": (1,), "pad_value": (0, 0.0), "exact_pad": (False,), "stft_exact_pad": (False,)},
+    **{"stft_conv": (False,), "use_torchaudio": (False,)},
+}
+# `pad_to` adds frames that are masked; dither and narrow bands are of training alone.
+FEATURES_UNUSED = ("_target_", "dither", "pad_to", "rng", "nb_augmentation_prob", "nb_max_freq")
+ENCODER = {
+    **{"self_attention_model": ("rel_pos",), "att_context_style": ("regular",), "conv_context_style": ("regular",)},
+    **{"att_context_size": (None, [-1, -1], [[-1, -1]]), "att_chunk_context_size": (None,), "reduction": (None,)},
+    **{"reduction_position": (None,), "reduction_factor": (1,), "conv_norm_type": ("batch_norm",)},
+    **{"causal_downsampling": (False,), "global_tokens": (0,), "global_attn_separate": (False,)},
+    **{"untie_biases": (True, False)},  # those that all blocks share are in the file once a block
+}
+SUBSAMPLINGS = {("striding", 4): "striding", ("dw_striding", 8): "separable"}
+ENCODER_UNUSED = (
+    *("_target_", "global_tokens_spacing", "pos_emb_max_len", "subsampling_conv_chunking_factor", "use_pytorch_sdpa"),
+    *("use_pytorch_sdpa_backends", "sync_max_audio_length", "dropout_pre_encoder", "dropout_emb", "dropout_att"),
+    *("att_context_probs", "stochastic_depth_drop_prob", "stochastic_depth_mode", "stochastic_depth_start_layer"),
+)
+
+
+@dataclass(frozen=True)
+class NemoSettings:
+    """What is built of a file: network and features, its head's tensors, the tokenizer of each language by its file.
+
+    Where one tokenizer is for all that is said, it is that of the language "". `vocabulary` is what the head's rows
+    stand for, empty where the file does not say it.
+    """
+
+    model: ModelConfig
+    features: FeatureConfig
+    head: str
+    tokenizers: Mapping[str, str]
+    vocabulary: tuple[object, ...]
+    saved_by: str
+    licence: str
+
+
+def read_settings(text: bytes, path: Path) -> NemoSettings:
+    """The settings of a configuration's text; a CheckpointError names what of it is not built."""
+    values = read_yaml(text, path)
+    whole = Section(path, "configuration", values)
+    target, version = str(whole.get("target")).rpartition(".")[2], str(whole.get("nemo_version"))
+    if target not in HEADS:
+        reason = f"its target is {target!r:.80}, and only {' or '.join(HEADS)} is built"
+        raise refused(path, reason, "Give another model")
+    names, prefix = HEADS[target]
+    features = _features(Section(path, "preprocessor", values.get("preprocessor")), _edges(version, path))
+    model = _encoder(Section(path, "encoder", values.get("encoder")), features.mel_bins)
+    has_masks = isinstance(values.get("decoder"), dict) and values["decoder"].get("multisoftmax") is True
+    for name in names:
+        values = Section(path, ".".join(names), values).get(name)
+    head = Section(path, ".".join(names), values)
+    has_masks |= head.only("multisoftmax", False, True)
+    head.ignore("_target_", "init_mode", "num_classes", "language_masks")  # the tensors say how many
+    head.only("feat_in", None, -1, model.d_model)
+    head.only("add_blank", True)
+    vocabulary = head.get("vocabulary")
+    head.finish()
+    tokenizers = _tokenizers(Section(path, "tokenizer", whole.get("tokenizer")), path, has_masks)
+    licence = str(whole.get("license") or whole.get("licence") or "")[:200]
+    listed = tuple(vocabulary) if isinstance(vocabulary, list) else ()
+    return NemoSettings(model, features, prefix, tokenizers, listed, f"NeMo {version}", licence)
+
+
+def _edges(version: str, path: Path) -> str:
+    """What a frame hears beyond the waveform's ends, in the version that saved the file."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or int(found[1]) not in KNOWN_MAJORS:
+        reason = f"its nemo_version is {version!r:.80}, and how that one makes features is not known here"
+        raise refused(path, reason, "Use a newer version, or save it with NeMo 1, 2 or 3")
+    return "zeros" if (int(found[1]), int(found[2])) >= ZEROS_SINCE else "reflected"
+
+
+def _features(section: Section, edges: str) -> FeatureConfig:
+    section.ignore(*FEATURES_UNUSED)
+    section.only_all(FEATURES)
+    window, transform = _samples(section, "window_size", 0.02), section.get("n_fft")
+    transform = 2 ** math.ceil(math.log2(window)) if transform is None else transform
+    if type(transform) is not int or not window <= transform <= 2**16:
+        raise section.unbuilt("n_fft", transform, f"a number from {window} to {2**16}")
+    preemphasis = section.get("preemph", 0.97)
+    if preemphasis is not None and (type(preemphasis) not in (int, float) or not 0 <= preemphasis < 1):
+        raise section.unbuilt("preemph", preemphasis, "a number from 0 to below 1")
+    guard, smallest = section.only("log_zero_guard_type", "add", "clamp"), section.get("log_zero_guard_value", 2.0**-24)
+    smallest = GUARDS.get(smallest) if isinstance(smallest, str) else smallest
+    if type(smallest) is not float or not 0 < smallest < 1:
+        raise section.unbuilt("log_zero_guard_value", smallest, "a number between 0 and 1, tiny or eps")
+    found = FeatureConfig(
+        mel_bins=section.count("features", 64),
+        fft_samples=transform,
+        window_samples=window,
+        hop_samples=_samples(section, "window_stride", 0.01),
+        smallest_power=smallest,
+        power_guard={"add": "added", "clamp": "floor"}[guard],
+        preemphasis=float(preemphasis or 0),
+        window="symmetric",
+        edges=edges,
+        mel_scale="slaney",
+        deviation="sample",
+    )
+    section.finish()
+    return found
+
+
+def _samples(section: Section, key: str, default: float) -> int:
+    """A length in samples, which may be given in seconds."""
+    seconds, samples = section.get(key, default), section.get(f"n_{key}")
+    if samples is None and type(seconds) in (int, float) and 0 < seconds < 1:
+        samples = int(seconds * SAMPLE_RATE)
+    if type(samples) is not int or not 0 < samples < SAMPLE_RATE:
+        raise section.unbuilt(key, seconds if samples is None else samples, "a length below a second")
+    return samples
+
+
+def _encoder(section: Section, mel_bins: int) -> ModelConfig:
+    section.ignore(*ENCODER_UNUSED)
+    section.only_all(ENCODER)
+    section.only("feat_in", mel_bins)
+    width, kernel = section.count("d_model", None), section.count("conv_kernel_size", 31)
+    section.only("feat_out", -1, 0, None, width)
+    section.only("conv_context_size", None, [kernel // 2, kernel // 2])
+    kind, factor = section.get("subsampling", "striding"), section.get("subsampling_factor", 4)
+    if not isinstance(kind, str) or not isinstance(factor, int) or (kind, factor) not in SUBSAMPLINGS:
+        built = " or ".join(f"{kind} by {factor}" for kind, factor in SUBSAMPLINGS)
+        raise section.unbuilt("subsampling", f"{kind} by {factor}", built)
+    channels = section.count("subsampling_conv_channels", -1, least=-1)
+    found = ModelConfig(
+        d_model=width,
+        encoder_layers=section.count("n_layers", None),
+        decoder_layers=0,
+        attention_heads=section.count("n_heads", 4),
+        feedforward_dim=width * section.count("ff_expansion_factor", 4),
+        convolution_kernel=kernel,
+        subsampling_channels=width if channels == -1 else channels,
+        dropout=float(section.number("dropout", 0.1, 0, 0.999)),
+        attention_positions="relative",
+        convolution_norm="none",
+        subsampling=SUBSAMPLINGS[kind, factor],
+        scaled_input=section.only("xscaling", True, False),
+        entry_norm=False,
+        biases=section.only("use_bias", True, False),
+    )
+    section.finish()
+    return found
+
+
+def _tokenizers(section: Section, path: Path, has_masks: bool) -> dict[str, str]:
+    """The file of each language's tokenizer, in the order of the head's rows."""
+    section.ignore("dir", "update_tokenizer", "hf_kwargs")
+    kind, languages = str(section.get("type")).lower(), section.get("langs")
+    if not languages:
+        return {"": _tokenizer(section, path, kind)}
+    if kind not in ("multilingual", "agg") or not has_masks:
+        reason = f"its tokenizer.type is {kind!r:.80} with the pieces of several languages"
+        raise refused(path, f"{reason}, and only a softmax of each language's own is built", "Give another model")
+    section.finish()
+    found = {}
+    for language, values in Section(path, "tokenizer.langs", languages).left.items():
+        one = Section(path, f"tokenizer.langs.{language}", values)
+        one.ignore("dir", "hf_kwargs")
+        found[str(language)] = _tokenizer(one, path, str(one.get("type", "bpe")).lower())
+    return found
+
+
+def _tokenizer(section: Section, path: Path, kind: str) -> str:
+    if kind != "bpe":
+        raise section.unbuilt("type", kind, "bpe, a SentencePiece model,")
+    section.ignore("vocab_path", "spe_tokenizer_vocab", "special_tokens")
+    found = section.get("model_path")
+    section.finish()
+    if not isinstance(found, str):
+        raise refused(path, "its configuration names no tokenizer", "Give a file that NeMo has saved")
+    return found.removeprefix("nemo:").rpartition("/")[2]

@@ -1,0 +1,53 @@
+"""A tokenizer.json of byte pairs as the SentencePiece model that it was made of."""
+
+import base64
+import re
+import struct
+
+from konkanivani.inference.nemo.pieces import PIECE, TEXT, TRAINER, field
+
+SCORE, KIND, NORMALIZER, MODEL_TYPE, SIZE, BYTES, CHARACTERS = 2, 3, 3, 3, 4, 35, 2
+UNKNOWN, BYTE, BYTE_PAIRS = 2, 6, 2
+UNCHANGING = {"Strip", "Replace"}  # SentencePiece does as much with spaces by itself
+
+
+def sentencepiece_of(tokenizer: object) -> bytes:
+    """The model's bytes; a ValueError where the tokenizer is of another kind.
+
+    Of two pieces that could be merged SentencePiece takes the one with the higher score, and byte pairs the one that
+    was merged earlier in training.
+    """
+    try:
+        model, added = tokenizer["model"], tokenizer["normalizer"]
+        kind, names, merges = model["type"], sorted(model["vocab"], key=model["vocab"].get), model["merges"]
+        are_bytes = bool(model.get("byte_fallback"))
+        spaces = tokenizer["pre_tokenizer"]["type"], tokenizer["pre_tokenizer"].get("prepend_scheme")
+        characters = _characters(added)
+        ranks = {}
+        for rank, pair in enumerate(merges):
+            pair = pair.split(" ") if isinstance(pair, str) else pair
+            ranks.setdefault("".join(pair), rank)
+    except (TypeError, KeyError, AttributeError, ValueError):
+        raise ValueError("its tokenizer.json is not one of byte pairs with spaces marked") from None
+    if kind != "BPE" or spaces != ("Metaspace", "always") or list(model["vocab"].values()).count(0) != 1:
+        raise ValueError("its tokenizer.json is not one of byte pairs with spaces marked")
+    if [model["vocab"][name] for name in names] != list(range(len(names))) or names[0] != model.get("unk_token"):
+        raise ValueError("its tokenizer.json has gaps between its tokens, or does not begin with what is unknown")
+    pieces = b""
+    for number, name in enumerate(names):
+        score = field(TEXT, name.encode()) + b"\x15" + struct.pack("<f", -ranks.get(name, len(merges) + number))
+        is_byte = are_bytes and re.fullmatch("<0x[0-9A-F]{2}>", name)
+        special = UNKNOWN if number == 0 else BYTE if is_byte else 1
+        pieces += field(PIECE, score + field(KIND, special))
+    has_bytes = field(BYTES, 1) if are_bytes and "<0x00>" in names else b""
+    trainer = field(MODEL_TYPE, BYTE_PAIRS) + field(SIZE, len(names)) + has_bytes + field(45, names[0].encode())
+    return pieces + field(TRAINER, trainer) + field(NORMALIZER, field(CHARACTERS, characters))
+
+
+def _characters(normalizer: object) -> bytes:
+    """The table by which characters are replaced first."""
+    steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
+    kinds = [step["type"] for step in steps]
+    if not set(kinds) <= {*UNCHANGING, "Precompiled"}:
+        raise ValueError(f"its tokenizer.json normalises by {kinds}")
+    return b"".join(base64.b64decode(s["precompiled_charsmap"]) for s in steps if s["type"] == "Precompiled")

@@ -1,0 +1,108 @@
+"""A .nemo file's tensors as a model of ours: every name and shape is checked before one is taken.
+
+V tokens of ours, D width, K kernel.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from konkanivani.base.errors import ResourceError
+from konkanivani.inference.nemo.archive import refused
+from konkanivani.inference.nemo.names import BATCH_NORM, LEFT, Source, sources
+from konkanivani.inference.nemo.settings import NemoSettings
+from konkanivani.inference.speech_model import check_finite
+from konkanivani.training.checkpoint.archive import load_tensors
+
+NEVER = -1e4  # the logit of a token that the file's head does not have: its probability is 0
+NORM_EPSILON = 1e-5
+
+Tensors = dict[str, torch.Tensor]
+Shapes = dict[str, tuple[int, ...]]
+
+
+def read_tensors(file: BinaryIO, path: Path) -> Tensors:
+    """The file's tensors by its own names; a CheckpointError where they are damaged or not what torch.save writes."""
+    try:
+        return load_tensors(file)
+    except MemoryError:
+        raise ResourceError(f"The model {path} cannot be read: not enough memory. Free some.") from None
+    except Exception as error:  # a damaged zip or pickle can raise nearly anything
+        reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+        raise refused(path, f"its weights are damaged or no plain tensors ({reason:.200})") from None
+
+
+def take_weights(
+    found: Tensors, ours: Mapping[str, torch.Tensor], settings: NemoSettings, rows: Sequence[int | None], path: Path
+) -> Tensors:
+    """The weights of a model of ours, in fp32; `found` is emptied as they are made, so that there is one of each.
+
+    `ours` are the model's without values. `rows` are those of the file's CTC head, its last one the blank, that ours is
+    made of; None for a token that it does not have.
+    """
+    needed = sources(ours, settings.model)
+    head = [f"{settings.head}.{leaf}" for leaf in ("weight", "bias")]
+    shapes = _shapes(needed.values())
+    shapes |= {head[0]: (rows[0] + 1, settings.model.d_model, 1), head[1]: (rows[0] + 1,)}
+    _check(found, shapes, path)
+    for name in found.keys() - shapes.keys():
+        del found[name]
+    weights, places = {}, set()
+    for name, source in needed.items():
+        made = _made(found, source, ours[name].shape)
+        memory = made.untyped_storage()
+        # Biases may be shared in the file; here each tensor has memory of its own, and no more than it needs.
+        weights[name] = made.clone() if memory.data_ptr() in places or memory.nbytes() > made.nbytes else made
+        places.add(memory.data_ptr())
+    weights["ctc_head.weight"] = _rows(found[head[0]].float().flatten(1), rows, 0.0)
+    weights["ctc_head.bias"] = _rows(found[head[1]].float(), rows, NEVER)
+    check_finite(str(path), weights)  # a BatchNorm's variance may be none
+    return weights
+
+
+def _shapes(needed: Sequence[Source]) -> Shapes:
+    """The shape of every tensor that the encoder is made of, by the file's name."""
+    shapes = {name: source.shape for source in needed for name in source.names}
+    norms = {source.norm: source.shape[:1] for source in needed if source.norm}
+    return shapes | {f"{norm}.{leaf}": shape for norm, shape in norms.items() for leaf in BATCH_NORM}
+
+
+def _check(found: Tensors, shapes: Shapes, path: Path) -> None:
+    """Raises a CheckpointError that names a tensor which is missing, of another shape, no number, or not known."""
+    for name, shape in shapes.items():
+        tensor = found.get(name)
+        if tensor is None:
+            raise refused(path, f"it has no tensor {name}, which its configuration asks for")
+        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+            kind = f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+            raise refused(path, f"its tensor {name} is {kind}, and its configuration asks for {shape} of floats")
+    unknown = sorted(name for name in found if name not in shapes and not LEFT.fullmatch(name))
+    if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        reason = f"it has a tensor {unknown[0]!r:.120}{more} that no part of its configuration asks for"
+        raise refused(path, reason, "Give another model, or use a newer version")
+    check_finite(str(path), {name: found[name] for name in shapes})
+
+
+def _made(found: Tensors, source: Source, shape: torch.Size) -> torch.Tensor:
+    """A tensor of ours; a BatchNorm is folded into the convolution before it, of which the statistics are fixed then.
+
+    y = (conv(x) - mean) / sqrt(variance + 1e-5) * weight + bias is a convolution too.
+    """
+    parts = [found.pop(name).float() for name in source.names]
+    if source.norm is None:
+        return (torch.cat(parts) if len(parts) > 1 else parts[0]).reshape(shape)
+    weight, bias, mean, variance = (found[f"{source.norm}.{leaf}"].double() for leaf in BATCH_NORM)
+    scale = weight / (variance + NORM_EPSILON).sqrt()
+    if len(shape) == 3:
+        return (parts[0].double() * scale[:, None, None]).float()
+    return (((parts[0].double() if parts else 0.0) - mean) * scale + bias).float()
+
+
+def _rows(head: torch.Tensor, rows: Sequence[int | None], otherwise: float) -> torch.Tensor:
+    """Rows of a tensor, in this order; filled where there is none."""
+    made = head[torch.tensor([row or 0 for row in rows])]
+    made[torch.tensor([row is None for row in rows])] = otherwise
+    return made

@@ -1,0 +1,123 @@
+"""Self-attention by content and by distance, as Transformer-XL (Dai et al., 2019) and NeMo's Conformers have it.
+
+B batch, T frames, N queries of a chunk, P distances, D model width, H heads, E = D / H head width.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from konkanivani.base.lengths import SMALL_CHUNK_FRAMES, Lengths
+from konkanivani.model.attention import Positions, SequenceLayout
+from konkanivani.model.kernels.linear import Linear, fused_linear
+from konkanivani.model.kernels.recompute import run_recomputed
+from konkanivani.model.kernels.rotary import split_heads
+
+
+class RelativePositions(torch.nn.Module):
+    """Sines and cosines (2 T - 1, D), in turn, of the distances T - 1, ..., -(T - 1), base 10000; nothing is stored."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.d_model = d_model
+
+    def forward(self, length: int, like: torch.Tensor) -> Positions:
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        exponents = torch.arange(0, self.d_model, 2, device=like.device, dtype=dtype) / self.d_model
+        distances = torch.arange(length - 1, -length, -1, device=like.device, dtype=dtype)
+        angles = distances[:, None] * (10_000.0**-exponents)[None, :]
+        return (torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1),)
+
+    def of_spans(self, lengths: Lengths, like: torch.Tensor) -> Positions:
+        """Those of spans of these lengths: the longest one's, of which each other one takes the middle."""
+        return self(max(lengths), like)
+
+
+class RelativeSelfAttention(torch.nn.Module):
+    """(B, T, D) -> (B, T, D): self-attention that sees no padding; each span sees itself alone.
+
+    Query i scores key j by ((q + u) k + (q + v) W r(i - j)) / sqrt(E), where u and v (D,) are biases of content and of
+    position, W a matrix over r, the sines and cosines of a distance. The scores are in fp32 at least, whatever the
+    autocast, since in fp16 they leave its range. Of what has a number for each pair of frames nothing is kept: the
+    backward pass makes it again. No more of it is there at a time than `chunk_frames` squared a head, or, of an hour,
+    that of a hundred queries.
+    """
+
+    def __init__(self, d_model: int, heads: int, biases: bool = True) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query_key_value = Linear(d_model, 3 * d_model, bias=biases)
+        self.position = Linear(d_model, d_model, bias=False)
+        self.content_bias = torch.nn.Parameter(torch.zeros(d_model))
+        self.position_bias = torch.nn.Parameter(torch.zeros(d_model))
+        self.output = Linear(d_model, d_model, bias=biases)
+
+    def forward(self, x: torch.Tensor, norm: torch.nn.LayerNorm, layout: SequenceLayout) -> torch.Tensor:
+        heads = split_heads(fused_linear(x, self.query_key_value, norm), self.heads)
+        distances, lengths = self.position(*layout.positions), layout.lengths
+        if not lengths:
+            return self.output(self._attend(*heads, distances, layout).transpose(1, 2).flatten(2))
+        attended, longest = [], max(lengths)
+        for span in zip(*(vectors.split(lengths, dim=2) for vectors in heads), strict=True):
+            length = span[0].shape[2]
+            attended.append(self._attend(*span, distances[longest - length : longest + length - 1], layout))
+        return self.output(torch.cat(attended, dim=2).transpose(1, 2).flatten(2))
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        distances: torch.Tensor,
+        layout: SequenceLayout,
+    ) -> torch.Tensor:
+        """Queries, keys and values (B, H, T, E), a chunk of queries at a time: (B, H, T, E)."""
+        length, most = query.shape[2], layout.chunk_frames
+        others = key, value, self.content_bias, self.position_bias, layout.padding
+        if length <= most:
+            return run_recomputed(attend_by_distance, query, distances, *others)
+        pieces, first = [], 0
+        for chunk in query.split(max(most**2 // length, min(most, SMALL_CHUNK_FRAMES)), dim=2):
+            end = first + chunk.shape[2]
+            near = distances[length - end : 2 * length - 1 - first]
+            pieces.append(run_recomputed(attend_by_distance, chunk, near, *others))
+            first = end
+        return torch.cat(pieces, dim=2)
+
+
+def attend_by_distance(
+    query: torch.Tensor,
+    distances: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    content_bias: torch.Tensor,
+    position_bias: torch.Tensor,
+    padding: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of queries (B, H, N, E) over keys and values (B, H, T, E): (B, H, N, E).
+
+    `distances` (N + T - 1, D) are those from the last query to the first key and down to the first query to the last
+    key, multiplied by their matrix; `padding` (B, T) is True where there is no key.
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    with torch.autocast(query.device.type, enabled=False):
+        full = [vectors.to(dtype) for vectors in (query, key, value)]
+        heads, width = query.shape[1], query.shape[3]
+        by_content, by_position = (
+            full[0] + bias.to(dtype).view(heads, 1, width) for bias in (content_bias, position_bias)
+        )
+        by_distance = distances.to(dtype).view(-1, heads, width).permute(1, 2, 0)
+        bias = shifted((by_position * width**-0.5) @ by_distance, key.shape[2])
+        if padding is not None:
+            bias = bias.masked_fill(padding[:, None, None, :], -torch.inf)
+        attended = F.scaled_dot_product_attention(by_content, *full[1:], attn_mask=bias)
+    return attended.to(query.dtype)
+
+
+def shifted(scores: torch.Tensor, keys: int) -> torch.Tensor:
+    """Scores (B, H, N, P) of a query and a distance, P = N + T - 1 -> (B, H, N, T) of a query and a key.
+
+    Query n's key t is at distance N - 1 - n + t of its row: rows that are one longer, read as rows of P, lie so.
+    """
+    batch, heads, queries, distances = scores.shape
+    padded = F.pad(scores, (1, 0)).flatten(2)
+    return padded[:, :, queries:].view(batch, heads, queries, distances)[..., :keys]

@@ -1,0 +1,116 @@
+"""NeMo's own tiny files and what it heard with them (benchmarks/import_parity.py makes them anew), and changed ones."""
+
+import gzip
+import io
+import tarfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import sentencepiece
+import torch
+import yaml
+
+FOLDER = Path(__file__).parent
+CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
+WORDS = "उदक घरांत आसा आनी शाळा बाजारा लागीं एक दोन तीन चार पांच आवय घरा वता कोण खंय सकाळ रात फूल".split()
+
+Settings = dict[str, object]
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class NemoParts:
+    """What a .nemo file holds, to be changed: its configuration, its tensors, its other members by their names."""
+
+    config: Settings
+    tensors: Tensors
+    others: dict[str, bytes]
+
+    def members(self) -> dict[str, bytes]:
+        """The bytes of each member."""
+        weights = io.BytesIO()
+        torch.save(self.tensors, weights)
+        return {
+            **{f"./{name}": data for name, data in self.others.items()},
+            f"./{CONFIG}": yaml.safe_dump(self.config, allow_unicode=True, sort_keys=False).encode(),
+            f"./{WEIGHTS}": weights.getvalue(),
+        }
+
+    def write(self, path: Path) -> Path:
+        """The file, as NeMo would save it."""
+        return write_members(path, self.members())
+
+
+def read_parts(name: str = "striding", folder: Path = FOLDER) -> NemoParts:
+    """Those of one of NeMo's files."""
+    with tarfile.open(folder / f"{name}.nemo", "r:*") as archive:
+        read = {m.name.removeprefix("./"): archive.extractfile(m).read() for m in archive if m.isfile()}
+    tensors = torch.load(io.BytesIO(read.pop(WEIGHTS)), weights_only=True)  # noqa: TID251
+    return NemoParts(yaml.safe_load(read.pop(CONFIG)), tensors, read)
+
+
+def write_members(path: Path, members: Mapping[str, bytes | tarfile.TarInfo], is_packed: bool = False) -> Path:
+    """A tar of these members; of one given by its header there are no bytes."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as archive:
+        for name, content in members.items():
+            header = content if isinstance(content, tarfile.TarInfo) else tarfile.TarInfo(name)
+            if isinstance(content, bytes):
+                header.size = len(content)
+            archive.addfile(header, io.BytesIO(content) if isinstance(content, bytes) else None)
+    path.write_bytes(gzip.compress(data.getvalue(), 1) if is_packed else data.getvalue())
+    return path
+
+
+def changed(change: Callable[[NemoParts], object], path: Path, name: str = "striding", folder: Path = FOLDER) -> Path:
+    """One of NeMo's files, changed."""
+    parts = read_parts(name, folder)
+    change(parts)
+    return parts.write(path)
+
+
+def pieces(words: list[str], size: int, **settings: object) -> bytes:
+    """A SentencePiece model as NeMo's scripts train it: `<unk>` first and no other special token."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([f"{first} {second}" for first in words for second in words]),
+        model_writer=model,
+        vocab_size=size,
+        **{"model_type": "bpe", "unk_id": 0, "bos_id": -1, "eos_id": -1, "pad_id": -1, "num_threads": 1} | settings,
+        character_coverage=1.0,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+def in_languages(sizes: Mapping[str, int]) -> Callable[[NemoParts], None]:
+    """Makes of a file one as AI4Bharat's fork saves it: a tokenizer and rows of the CTC head for each language.
+
+    The joint's list of languages is in another order than the tokenizers, as the published files may have it.
+    """
+
+    def change(parts: NemoParts) -> None:
+        for name in [name for name in parts.others if "tokenizer" in name or "vocab" in name]:
+            del parts.others[name]
+        languages, vocabulary = {}, []
+        for number, (language, size) in enumerate(sizes.items()):
+            model, file = pieces(WORDS[number : number + 9], size), f"{number:032x}_tokenizer.model"
+            parts.others[file] = model
+            languages[language] = {"dir": "/x", "type": "bpe", "model_path": f"nemo:{file}"}
+            processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+            vocabulary += map(processor.id_to_piece, range(processor.get_piece_size()))
+        parts.config["nemo_version"] = "1.23.0rc0"
+        parts.config["tokenizer"] = {"type": "multilingual", "dir": None, "langs": languages}
+        parts.config["decoder"]["multisoftmax"] = True
+        parts.config["joint"] |= {"multilingual": True, "language_keys": sorted(sizes, reverse=True)}
+        parts.config["aux_ctc"]["decoder"] |= {
+            **{"vocabulary": vocabulary, "num_classes": len(vocabulary), "multisoftmax": True},
+        }
+        generator = torch.Generator().manual_seed(5)
+        width = parts.config["encoder"]["d_model"]
+        head = {"weight": (len(vocabulary) + 1, width, 1), "bias": (len(vocabulary) + 1,)}
+        for leaf, shape in head.items():
+            parts.tensors[f"ctc_decoder.decoder_layers.0.{leaf}"] = 0.3 * torch.randn(shape, generator=generator)
+
+    return change

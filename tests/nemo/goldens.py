@@ -1,0 +1,111 @@
+"""What an imported model hears beside golden tensors of NeMo's (benchmarks/import_parity.py makes them anew).
+
+B batch, T feature frames, T' encoder frames, V tokens.
+"""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from konkanivani.decoding.decode import greedy_decode
+from konkanivani.inference.nemo.imported import import_nemo
+from konkanivani.inference.speech_model import SpeechModel, build_speech_model
+from tests.nemo.files import FOLDER, NemoParts, changed
+
+NEAR = 1e-5
+FILES = ("striding", "separable", "parakeet")
+Golden = dict[str, torch.Tensor]
+Change = Callable[[NemoParts], None]
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a model makes of an utterance: features (T, F), encoded (T', D), log probabilities (T', V), its text."""
+
+    features: torch.Tensor
+    encoded: torch.Tensor
+    log_probabilities: torch.Tensor
+    tokens: list[int]
+    text: str
+
+
+def speech_model(path: Path) -> SpeechModel:
+    return build_speech_model(import_nemo(path, None, path.parent).checkpoint, torch.device("cpu"))
+
+
+def golden(name: str, folder: Path = FOLDER) -> Golden:
+    return safetensors.torch.load_file(folder / f"{name}.safetensors")
+
+
+def sound(folder: Path = FOLDER) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Two utterances of odd lengths (2, S), the second one shorter."""
+    found = golden("sound", folder)
+    return found["sound"].float() / 2**15, tuple(found["samples"].tolist())
+
+
+@torch.no_grad()
+def hear(model: SpeechModel, waveforms: torch.Tensor, lengths: tuple[int, ...]) -> list[Heard]:
+    features, frames = model.front_end(waveforms, lengths, None)
+    encoded, encoded_lengths = model.encode(waveforms, lengths)
+    log_probabilities = model.model.ctc_head(encoded).log_softmax(dim=-1)
+    tokens = greedy_decode(model.architecture, model.tokenizer)(model.model, encoded, encoded_lengths)
+    return [
+        Heard(features[row, :t], encoded[row, :n], log_probabilities[row, :n], said, model.tokenizer.decode(said))
+        for row, (t, n, said) in enumerate(zip(frames, encoded_lengths, tokens, strict=True))
+    ]
+
+
+def distances(heard: Heard, wanted: Golden, row: int) -> dict[str, float]:
+    """How far each is from what NeMo has; infinitely where another number of frames is heard."""
+    found = {"encoded": heard.encoded, "log_probabilities": in_their_order(heard.log_probabilities)}
+    if "features" in wanted:
+        found["features"] = heard.features
+    counts = {"features": wanted["feature_lengths"][row], "encoded": wanted["encoded_lengths"][row]}
+    counts["log_probabilities"] = counts["encoded"]
+    return {
+        name: float((tensor - wanted[name][row, :count]).abs().max()) if len(tensor) == count else float("inf")
+        for name, tensor in found.items()
+        for count in [int(counts[name])]
+    }
+
+
+def in_their_order(log_probabilities: torch.Tensor) -> torch.Tensor:
+    """(T', V): `<unk>` and the pieces first, the blank last; start and end are never said, and not there."""
+    assert float(log_probabilities[:, 2:4].max()) < -1000
+    return torch.cat([log_probabilities[:, 1:2], log_probabilities[:, 4:], log_probabilities[:, :1]], dim=1)
+
+
+def texts(wanted: Golden) -> list[str]:
+    return bytes(wanted["texts"].tolist()).decode().split("\n")
+
+
+def of_version(version: str) -> Change:
+    """Makes of a file one that this version has saved."""
+
+    def change(parts: NemoParts) -> None:
+        parts.config["nemo_version"] = version
+
+    return change
+
+
+def distances_of(folder: Path, name: str) -> tuple[dict[str, float], bool]:
+    """The largest distance of each part for a folder's file, and whether the greedy texts are NeMo's.
+
+    "older" is its first file with the front end of NeMo 1.23, a batch of one: there the edges of an utterance depend on
+    its batch.
+    """
+    path, rows = folder / f"{name}.nemo", [(golden(name, folder), row) for row in (0, 1)] if name != "older" else []
+    with tempfile.TemporaryDirectory() as scratch:
+        if name == "older":
+            path = changed(of_version("1.23.0"), Path(scratch) / "older.nemo", folder=folder)
+            rows = [(golden(f"older_{row}", folder), 0) for row in (0, 1)]
+        heard = hear(speech_model(path), *sound(folder))
+    found: dict[str, float] = {}
+    for each, (wanted, row) in zip(heard, rows, strict=True):
+        for part, distance in distances(each, wanted, row).items():
+            found[part] = max(distance, found.get(part, 0.0))
+    return found, all(each.text == texts(wanted)[row] for each, (wanted, row) in zip(heard, rows, strict=True))

@@ -1,0 +1,157 @@
+"""A folder of transformers' Parakeet is imported like NeMo's file, and held against transformers itself, live."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from konkanivani.base.errors import CheckpointError, UsageError
+from konkanivani.inference.nemo.imported import import_nemo
+from konkanivani.inference.speech_model import SpeechModel, build_speech_model
+from tests.conftest import run_script
+from tests.nemo.files import read_parts
+from tests.nemo.goldens import NEAR, hear, in_their_order, sound
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e .[test]")
+PIECES = 60
+
+
+def model_of(has_biases: bool) -> "transformers.ParakeetForCTC":
+    """A random one, with statistics, norms and biases that are not where they begin."""
+    encoder = {
+        **{"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 2},
+        **{"conv_kernel_size": 9, "subsampling_conv_channels": 8, "num_mel_bins": 80, "scale_input": has_biases},
+        **{"attention_bias": has_biases, "convolution_bias": has_biases},
+    }
+    torch.manual_seed(int(has_biases))
+    config = transformers.ParakeetCTCConfig(vocab_size=PIECES + 1, pad_token_id=PIECES, encoder_config=encoder)
+    model = transformers.ParakeetForCTC(config).eval()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            noise = torch.randn(tensor.shape)
+            if name.endswith("running_var"):
+                tensor.copy_(0.2 + noise.square())
+            elif name.endswith(("running_mean", "bias", "bias_u", "bias_v")):
+                tensor.copy_(0.3 * noise)
+            elif "subsampling" in name:
+                tensor.copy_(3 * noise / tensor[0].numel() ** 0.5)
+            elif name == "ctc_head.weight":
+                tensor.copy_(0.2 * noise)
+    return model
+
+
+def save(model: "transformers.ParakeetForCTC", folder: Path) -> Path:
+    """The model with a tokenizer that transformers makes of a SentencePiece model, as its own converter does."""
+    from transformers.convert_slow_tokenizer import ParakeetConverter
+
+    folder.mkdir()
+    model.save_pretrained(folder)
+    (data,) = (data for name, data in read_parts("parakeet").others.items() if name.endswith("tokenizer.model"))
+    (folder.parent / "x.model").write_bytes(data)
+    tokens = transformers.ParakeetTokenizer(
+        tokenizer_object=ParakeetConverter(str(folder.parent / "x.model")).converted()
+    )
+    tokens.add_special_tokens({"unk_token": "<unk>", "pad_token": "<pad>"})
+    tokens.save_pretrained(folder)
+    transformers.ParakeetFeatureExtractor(feature_size=80).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(model_of(True), tmp_path_factory.mktemp("parakeet") / "model")
+
+
+def imported(folder: Path) -> SpeechModel:
+    return build_speech_model(import_nemo(folder, None, folder.parent).checkpoint, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("has_biases", [True, False])
+def test_features_probabilities_and_tokens_are_parakeets(has_biases, tmp_path):
+    folder = save(model_of(has_biases), tmp_path / "model")
+    theirs = transformers.ParakeetForCTC.from_pretrained(folder).eval()
+    extract = transformers.ParakeetFeatureExtractor.from_pretrained(folder)
+    waveforms, lengths = sound()
+    batch = [row[:length].numpy() for row, length in zip(waveforms, lengths, strict=True)]
+    features = extract(batch, sampling_rate=16_000, return_tensors="pt")
+    with torch.no_grad():
+        wanted = theirs(**features).logits.log_softmax(dim=-1)
+    for row, heard in enumerate(hear(imported(folder), waveforms, lengths)):
+        found, count = in_their_order(heard.log_probabilities), len(heard.log_probabilities)
+        assert (heard.features - features["input_features"][row, : len(heard.features)]).abs().max() <= NEAR
+        assert (found - wanted[row, :count]).abs().max() <= NEAR
+        assert len(set(found.argmax(dim=-1).tolist())) > 2
+
+
+def test_texts_become_the_tokens_that_theirs_are(folder):
+    ours, theirs = imported(folder).tokenizer, transformers.AutoTokenizer.from_pretrained(folder)
+    words = "उदक घरांत आसा शाळा बाजारा लागीं एक दोन तीन चार पांच आवय घरा वता रसा लाचागीं".split()
+    texts = [" ".join(words[first:last]) for first in range(len(words)) for last in range(first + 1, len(words) + 1)]
+    for text in [*texts, "xyz उदक"]:
+        assert ours.encode(text) == [1 if token == 0 else token + 3 for token in theirs.encode(text)], text
+
+
+def test_the_script_takes_it_and_says_so(folder, tmp_path):
+    done = run_script("training_scripts/import_asr.py", str(folder), str(tmp_path / "out.pt"))
+    assert done.returncode == 0, done.stderr
+    assert "Left: nothing" in done.stdout and f"saved by transformers {transformers.__version__}" in done.stdout
+    assert "a frame every 80 ms" in done.stdout
+
+
+def setting(name: str, *keys: str, value: object):
+    def change(folder: Path) -> None:
+        whole = part = json.loads((folder / name).read_text())
+        for key in keys[:-1]:
+            part = part[key]
+        part[keys[-1]] = value
+        (folder / name).write_text(json.dumps(whole))
+
+    return change
+
+
+def without_a_tensor(folder: Path) -> None:
+    tensors = safetensors.torch.load((folder / "model.safetensors").read_bytes())
+    del tensors["ctc_head.bias"]
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+
+
+def cut(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+BAD = {
+    "no configuration": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "no JSON": (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json cannot be read as JSON"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors cannot be read"),
+    "cut": (cut, "model.safetensors cannot be read"),
+    "a long header": (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 99), "header is too long"),
+    "a tensor less": (without_a_tensor, "no tensor decoder.decoder_layers.0.bias"),
+    "another model": (setting("config.json", "model_type", value="wav2vec2"), "model_type is 'wav2vec2'"),
+    "another rate": (
+        setting("config.json", "encoder_config", "subsampling_factor", value=4),
+        "subsampling_factor is 4",
+    ),
+    "a part unknown": (setting("config.json", "encoder_config", "gate", value=1), "encoder_config.gate is 1"),
+    "unigrams": (setting("tokenizer.json", "model", "type", value="Unigram"), "not one of byte pairs"),
+    "no pieces": (setting("tokenizer.json", "model", "vocab", value=[1]), "not one of byte pairs"),
+    "gaps": (setting("tokenizer.json", "model", "vocab", "एक", value=900), "has gaps between its tokens"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_folder_ends_with_its_sentence(name, folder, tmp_path):
+    change, said = BAD[name]
+    shutil.copytree(folder, tmp_path / "bad")
+    change(tmp_path / "bad")
+    with pytest.raises(CheckpointError, match=said) as error:
+        import_nemo(tmp_path / "bad", None, tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_it_has_one_language(folder):
+    with pytest.raises(UsageError, match="Leave it out"):
+        import_nemo(folder, "kok", folder.parent)

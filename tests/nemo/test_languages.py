@@ -1,0 +1,141 @@
+"""Of a file of several languages, as AI4Bharat saves them, one language's rows of the CTC head are taken by name."""
+
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import torch
+
+from konkanivani.base.errors import CheckpointError, UsageError
+from konkanivani.inference.nemo.imported import Imported, import_nemo
+from konkanivani.inference.speech_model import build_speech_model
+from tests.nemo.files import NemoParts, changed, in_languages, pieces, read_parts
+from tests.nemo.goldens import NEAR, golden, in_their_order, sound
+
+SIZES = {"hi": 40, "kok": 50, "mr": 44}  # of other sizes, so that no row fits by chance
+HEAD = "ctc_decoder.decoder_layers.0"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return changed(in_languages(SIZES), tmp_path_factory.mktemp("languages") / "three.nemo")
+
+
+@pytest.fixture(scope="module")
+def parts() -> NemoParts:
+    found = read_parts()
+    in_languages(SIZES)(found)
+    return found
+
+
+def rows_of(parts: NemoParts, language: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the fork's mask leaves of the head: the language's rows and the blank's, (V + 1, D) and (V + 1,)."""
+    mask = torch.zeros(sum(SIZES.values()) + 1, dtype=torch.bool)
+    before = sum(size for name, size in SIZES.items() if list(SIZES).index(name) < list(SIZES).index(language))
+    mask[before : before + SIZES[language]] = mask[-1] = True
+    weight, bias = (parts.tensors[f"{HEAD}.{leaf}"] for leaf in ("weight", "bias"))
+    return weight[mask, :, 0], bias[mask]
+
+
+@pytest.mark.parametrize("language", SIZES)
+def test_the_softmax_is_over_the_languages_own_pieces(language, path, parts):
+    imported = import_nemo(path, language, path.parent)
+    model = build_speech_model(imported.checkpoint, torch.device("cpu"))
+    weight, bias = rows_of(parts, language)
+    assert len(weight) == SIZES[language] + 1
+    waveforms, lengths = sound()
+    with torch.no_grad():
+        encoded, encoded_lengths = model.encode(waveforms, lengths)
+        found = model.model.ctc_head(encoded).log_softmax(dim=-1)
+        wanted = torch.nn.functional.linear(encoded, weight, bias).log_softmax(dim=-1)
+    for row, count in enumerate(encoded_lengths):
+        assert (in_their_order(found[row, :count]) - wanted[row, :count]).abs().max() <= NEAR
+    assert imported.provenance.language == language and f"tokens of {language}" in imported.sentences()
+
+
+def test_the_encoder_is_the_files(path):
+    """Whatever the head: it is NeMo's, with the features of the version that saved the file."""
+    model = build_speech_model(import_nemo(path, "kok", path.parent).checkpoint, torch.device("cpu"))
+    waveforms, lengths = sound()
+    encoded, encoded_lengths = model.encode(waveforms, lengths)
+    for row, count in enumerate(encoded_lengths):
+        assert (encoded[row, :count] - golden(f"older_{row}")["encoded"][0]).abs().max() <= NEAR
+
+
+def test_its_tokenizer_is_the_languages(path, parts):
+    model = parts.others[parts.config["tokenizer"]["langs"]["kok"]["model_path"].removeprefix("nemo:")]
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=model)
+    tokenizer = build_speech_model(import_nemo(path, "kok", path.parent).checkpoint, torch.device("cpu")).tokenizer
+    assert [tokenizer.piece(token) for token in range(4, tokenizer.size)] == [
+        theirs.id_to_piece(token) for token in range(1, SIZES["kok"])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("language", "said"),
+    [
+        (None, "has several languages. Give --language with one of hi, kok, mr"),
+        ("gom", "--language gom is none of those of .*three.nemo. Give one of hi, kok, mr"),
+        ("", "--language  is none"),
+    ],
+)
+def test_another_language_is_told_which_there_are(language, said, path):
+    with pytest.raises(UsageError, match=said):
+        import_nemo(path, language, path.parent)
+
+
+def test_a_language_where_there_is_none_is_told(tmp_path):
+    path = read_parts().write(tmp_path / "one.nemo")
+    with pytest.raises(UsageError, match="has one tokenizer for all that is said. Leave it out"):
+        import_nemo(path, "kok", tmp_path)
+
+
+def test_the_only_language_need_not_be_named(tmp_path):
+    path = changed(in_languages({"kok": 50}), tmp_path / "one.nemo")
+    assert import_nemo(path, None, tmp_path).provenance.language == "kok"
+
+
+def swapped(parts: NemoParts) -> None:
+    """Negative control: tokenizers in another order than the head's rows."""
+    in_languages(SIZES)(parts)
+    parts.config["tokenizer"]["langs"] = dict(sorted(parts.config["tokenizer"]["langs"].items(), reverse=True))
+
+
+def unmasked(parts: NemoParts) -> None:
+    in_languages(SIZES)(parts)
+    parts.config["decoder"]["multisoftmax"] = parts.config["aux_ctc"]["decoder"]["multisoftmax"] = False
+
+
+def with_a_row_more(parts: NemoParts) -> None:
+    in_languages(SIZES)(parts)
+    parts.config["aux_ctc"]["decoder"]["vocabulary"] = []
+    parts.tensors[f"{HEAD}.bias"] = torch.zeros(sum(SIZES.values()) + 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (swapped, "head's vocabulary is not that of its tokenizers, in this order"),
+        (unmasked, "only a softmax of each language's own is built"),
+        (with_a_row_more, r"ctc_decoder.decoder_layers.0.bias is \(136,\) .* asks for \(135,\)"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(change, said, tmp_path):
+    with pytest.raises(CheckpointError, match=said):
+        import_nemo(changed(change, tmp_path / "x.nemo"), "kok", tmp_path)
+
+
+def test_a_tokenizer_with_a_start_and_an_end_of_its_own_keeps_their_rows(tmp_path):
+    """Ids of the published kind are (0, none, none, none); of this one nothing is added but the blank."""
+
+    def change(parts: NemoParts) -> None:
+        file = parts.config["tokenizer"]["model_path"].removeprefix("nemo:")
+        model = pieces("उदक घर शाळा बाजार एक दोन तीन चार".split(), 30, bos_id=1, eos_id=2)
+        parts.others[file], processor = model, sentencepiece.SentencePieceProcessor(model_proto=model)
+        parts.config["aux_ctc"]["decoder"]["vocabulary"] = [processor.id_to_piece(number) for number in range(30)]
+        for leaf in ("weight", "bias"):
+            parts.tensors[f"{HEAD}.{leaf}"] = parts.tensors[f"{HEAD}.{leaf}"][:31].clone()
+
+    imported: Imported = import_nemo(changed(change, tmp_path / "x.nemo"), None, tmp_path)
+    old, new = read_parts().tensors[f"{HEAD}.bias"][:31], imported.checkpoint.states["model"]["ctc_head.bias"]
+    assert imported.checkpoint.vocab_size == 31 and torch.equal(new, torch.cat([old[30:], old[:30]]))

@@ -1,0 +1,142 @@
+"""What was imported is used as any other checkpoint: scored, heard with, written for elsewhere, trained on."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors
+import torch
+
+from konkanivani.base.flags import config_from_text
+from konkanivani.base.rules import settings_of
+from konkanivani.inference.averaging import NamedCheckpoint, average_checkpoints
+from konkanivani.inference.bundle import read_bundle
+from konkanivani.inference.onnx_export import read_onnx
+from konkanivani.inference.provenance import STATE, provenance_of, read_provenance
+from konkanivani.inference.recognizer import load_recognizer, load_speech_model
+from konkanivani.inference.verify import check_signal
+from konkanivani.training.checkpoint.checkpoint import read_checkpoint
+from tests.conftest import TRAINER, Corpus, run_folders, run_script, write_corpus
+from tests.nemo.files import FOLDER
+from tests.nemo.goldens import hear, sound
+
+CPU = torch.device("cpu")
+FILES = ("striding", "parakeet")
+NEAR = 1e-4
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "tones", {"train": 6, "valid": 2, "test": 3})
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of each file."""
+    folder = tmp_path_factory.mktemp("imported")
+    for name in FILES:
+        done = run_script("training_scripts/import_asr.py", str(FOLDER / f"{name}.nemo"), str(folder / f"{name}.pt"))
+        assert done.returncode == 0, done.stderr
+        assert "In: 2 blocks" in done.stdout and f"From: {name}.nemo, SHA-256" in done.stdout
+        assert ("Left: an RNNT decoder" in done.stdout) == (name == "striding")
+        assert (
+            all(script in done.stdout for script in ("evaluate_", "transcribe.py", "--init_from")) and not done.stderr
+        )
+    return folder
+
+
+def run(script: str, *words: str) -> str:
+    done = run_script(f"training_scripts/{script}.py", *words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_it_is_scored_and_heard_with_alike(name, imported, corpus, tmp_path):
+    checkpoint, heard = str(imported / f"{name}.pt"), tmp_path / "heard.jsonl"
+    words = ("--checkpoint", checkpoint, "--manifest", corpus.manifest("test"), "--output", str(heard), "--json")
+    report = json.loads(run("evaluate_konkanivani_asr", *words, "--device", "cpu"))
+    assert report["wer"] > 0.5  # it has learnt nothing
+    rows = [json.loads(line) for line in heard.read_text(encoding="utf-8").splitlines()]
+    recognizer = load_recognizer(checkpoint, device="cpu")
+    said = [recognizer.transcribe(corpus.directory / "audio" / f"test_{n:03d}.flac").text for n in range(len(rows))]
+    assert said == [row["hypothesis"] for row in rows] and all(said)
+    audio = str(corpus.directory / "audio" / "test_001.flac")
+    assert run("transcribe", audio, "--checkpoint", checkpoint, "--device", "cpu").strip() == said[1]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_bundle_and_an_onnx_file_say_the_same_and_where_they_come_from(name, imported, tmp_path):
+    checkpoint, bundle, onnx = imported / f"{name}.pt", tmp_path / "a.safetensors", tmp_path / "a.onnx"
+    run("export_asr", "--checkpoint", str(checkpoint), "--bundle", str(bundle), "--onnx", str(onnx))
+    model, signal = load_speech_model(checkpoint, CPU), sound()
+    wanted, read = hear(model, *signal), read_bundle(bundle, CPU)
+    for mine, theirs in zip(hear(read, *signal), wanted, strict=True):
+        assert torch.equal(mine.log_probabilities, theirs.log_probabilities) and mine.text == theirs.text
+    again = read_onnx(onnx)
+    assert again.recognize(*signal) == [heard.text for heard in wanted]
+    for waveforms, lengths in (signal, check_signal()):
+        found, found_lengths = again.log_probabilities(waveforms, lengths)
+        for row, heard in enumerate(hear(model, waveforms, lengths)):
+            probabilities = torch.as_tensor(found[row, : found_lengths[row]])
+            torch.testing.assert_close(probabilities, heard.log_probabilities, rtol=0, atol=NEAR)
+    provenance = read_provenance(read_checkpoint(checkpoint))
+    assert provenance.file == f"{name}.nemo" and len(provenance.sha256) == 64 and provenance.saved_by == "NeMo 3.0.0"
+    assert read.provenance == model.provenance == provenance
+    with safetensors.safe_open(bundle, "pt") as file:
+        assert json.loads(file.metadata()["konkanivani"])["provenance"] == provenance.state_dict()
+
+
+def test_a_prefix_beam_with_a_language_model_takes_its_tokens(imported, corpus, tmp_path):
+    checkpoint, arpa = str(imported / "striding.pt"), str(tmp_path / "lm.arpa")
+    run("train_language_model", "--checkpoint", checkpoint, "--manifest", corpus.manifest("train"), "--output", arpa)
+    audio = str(corpus.directory / "audio" / "test_001.flac")
+    words = (audio, "--checkpoint", checkpoint, "--device", "cpu", "--decode", "prefix")
+    assert run("transcribe", *words) != run("transcribe", *words, "--language_model", arpa)
+
+
+def test_long_audio_goes_in_pieces(imported):
+    """Three minutes, of which no piece is longer than what the model may hear at once."""
+    recognizer = load_recognizer(imported / "parakeet.pt", device="cpu")
+    waveforms, lengths = sound()
+    words = recognizer.transcribe(np.tile(waveforms[0, : lengths[0]].numpy(), 180)).words
+    assert words[-1].end > 170 and len(words) > 180
+
+
+def test_a_run_that_begins_with_it_takes_all_of_it_and_keeps_where_it_comes_from(imported, corpus, tmp_path):
+    initial = read_checkpoint(imported / "striding.pt")
+    shape = [s for s in settings_of(config_from_text(initial.config)) if s.group in ("model", "features")]
+    flags = [word for s in shape if s.name != "scaled_input" for word in (f"--{s.name}", str(s.value))]
+    flags += ["--scaled_input", "--tokenizer_type", "bpe", "--vocab_size", str(initial.vocab_size)]
+    words = [*corpus.flags(), *run_folders(tmp_path), "--max_steps", "2", "--device", "cpu", "--num_workers", "0"]
+    done = run_script(TRAINER, *words, *flags, "--init_from", str(imported / "striding.pt"))
+    assert done.returncode == 0, done.stderr
+    assert f"taken whole: {len(initial.states['model'])} tensors" in done.stdout
+    last = tmp_path / "checkpoints" / "checkpoint_last.pt"
+    going_on = ("--checkpoint_dir", str(last.parent), "--resume", "auto", "--max_steps", "4", "--log_dir", words[7])
+    done = run_script(TRAINER, *going_on)
+    assert done.returncode == 0, done.stderr
+    trained = read_checkpoint(last)
+    assert trained.step == 4 and trained.tokenizer == initial.tokenizer
+    averaged = average_checkpoints([NamedCheckpoint("a", trained)])
+    assert read_provenance(trained) == read_provenance(averaged) == read_provenance(initial)
+    # What the file's head does not have is never said, whatever is learnt.
+    before, bias = (checkpoint.states["model"]["ctc_head.bias"] for checkpoint in (initial, trained))
+    assert torch.equal(bias[2:4], torch.full((2,), -1e4)) and not torch.equal(bias[4:], before[4:])
+
+
+def test_words_of_another_kind_are_no_provenance(imported):
+    words = read_checkpoint(imported / "striding.pt").states[STATE]
+    assert provenance_of(dict(words)) and provenance_of(None) is None
+    for wrong in ([], {}, {**words, "more": "x"}, {**words, "file": 3}):
+        with pytest.raises(ValueError, match="not in words of ours"):
+            provenance_of(wrong)
+
+
+def test_a_checkpoint_of_other_provenance_does_not_go_on(imported):
+    found = read_provenance(read_checkpoint(imported / "striding.pt"))
+    found.load_state_dict(found.state_dict())
+    with pytest.raises(Exception, match="began with another model"):
+        dataclasses.replace(found, sha256="0" * 64).load_state_dict(found.state_dict())

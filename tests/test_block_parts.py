@@ -1,0 +1,409 @@
+"""The parts that NeMo's Conformers and FastConformers have: each against what defines it, together against Parakeet's.
+
+transformers' Parakeet is NeMo's FastConformer under other names; a random one is made, nothing is downloaded.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from konkanivani.base.config import FeatureConfig, ModelConfig, TrainConfig
+from konkanivani.base.flags import config_from_text, config_to_text, contradictions, parse_flags
+from konkanivani.base.lengths import SMALL_CHUNK_FRAMES, Framing, subsampled_length
+from konkanivani.base.rules import settings_of
+from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.model.architecture import HybridArchitecture
+from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.model.attention import SequenceLayout
+from konkanivani.model.blocks import run_directly
+from konkanivani.model.encoder import Encoder
+from konkanivani.model.front_end import LogMel
+from konkanivani.model.relative import RelativePositions, RelativeSelfAttention
+from konkanivani.model.subsampling import PaddedSubsampling
+from konkanivani.model.transfer import transfer_weights
+from tests.laws.parts import OTHER_FEATURES, OTHER_PARTS, relative_difference
+from tests.test_convolutions import differences, gradients
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e .[test]")
+
+WIDTH, HEADS, LAYERS, KERNEL, CHANNELS, VOCABULARY = 32, 4, 3, 9, 8, 31
+PARAKEET = ModelConfig(
+    d_model=WIDTH,
+    encoder_layers=LAYERS,
+    decoder_layers=0,
+    attention_heads=HEADS,
+    feedforward_dim=48,
+    convolution_kernel=KERNEL,
+    subsampling_channels=CHANNELS,
+    dropout=0.0,
+    attention_positions="relative",
+    convolution_norm="none",
+    subsampling="separable",
+    scaled_input=True,
+    entry_norm=False,
+)
+FEATURES = dataclasses.replace(OTHER_FEATURES, edges="zeros")
+BLOCK = {  # ours -> Parakeet's; a block's closing norm is the next one's entry norm
+    **{"first_feedforward.norm": "norm_feed_forward1", "second_feedforward.norm": "norm_feed_forward2"},
+    **{"first_feedforward.expand": "feed_forward1.linear1", "first_feedforward.contract": "feed_forward1.linear2"},
+    **{"second_feedforward.expand": "feed_forward2.linear1", "second_feedforward.contract": "feed_forward2.linear2"},
+    **{"attention_norm": "norm_self_att", "attention.output": "self_attn.o_proj"},
+    **{"attention.position": "self_attn.relative_k_proj", "convolution.norm": "norm_conv"},
+    **{"convolution.gate": "conv.pointwise_conv1", "convolution.output": "conv.pointwise_conv2"},
+}
+STAGES = {"0.0": 0, "1.0": 2, "1.1": 3, "2.0": 5, "2.1": 6}
+
+
+def parakeet(biases: bool) -> torch.nn.Module:
+    """A random one in evaluation mode, its BatchNorms as after a training."""
+    encoder = transformers.ParakeetEncoderConfig(
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        intermediate_size=48,
+        attention_bias=biases,
+        convolution_bias=biases,
+        conv_kernel_size=KERNEL,
+        subsampling_conv_channels=CHANNELS,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    settings = transformers.ParakeetCTCConfig(vocab_size=VOCABULARY, encoder_config=encoder, pad_token_id=30)
+    model = transformers.ParakeetForCTC(settings).eval()
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if "running_var" in name:
+                tensor.uniform_(0.5, 2.0)
+            elif tensor.is_floating_point() and ("norm" in name or "bias" in name):
+                tensor.add_(0.3 * torch.randn_like(tensor))
+    return model
+
+
+def as_ours(theirs: dict[str, torch.Tensor], folds: bool = True) -> dict[str, torch.Tensor]:
+    """Their weights under our names, the BatchNorm folded into the convolution before it."""
+    names = {"ctc_head": "ctc_head", "encoder.subsampling.output": "encoder.subsampling.linear"}
+    names |= {f"encoder.subsampling.stages.{ours}": f"encoder.subsampling.layers.{n}" for ours, n in STAGES.items()}
+    found = {}
+    for number in range(LAYERS):
+        block, layer = f"encoder.blocks.{number}", f"encoder.layers.{number}"
+        names |= {f"{block}.{ours}": f"{layer}.{name}" for ours, name in BLOCK.items()}
+        closing = "encoder.norm" if number == LAYERS - 1 else f"encoder.blocks.{number + 1}.entry_norm"
+        names[closing] = f"{layer}.norm_out"
+        for kind in ("weight", "bias"):
+            parts = [theirs.get(f"{layer}.self_attn.{part}_proj.{kind}") for part in "qkv"]
+            if parts[0] is not None:
+                found[f"{block}.attention.query_key_value.{kind}"] = torch.cat(parts)
+        found[f"{block}.attention.content_bias"] = theirs[f"{layer}.self_attn.bias_u"].flatten()
+        found[f"{block}.attention.position_bias"] = theirs[f"{layer}.self_attn.bias_v"].flatten()
+        norm = {name: theirs[f"{layer}.conv.norm.{name}"] for name in ("weight", "bias", "running_mean", "running_var")}
+        scale = norm["weight"] / (norm["running_var"] + 1e-5).sqrt() if folds else torch.ones(WIDTH)
+        bias = theirs.get(f"{layer}.conv.depthwise_conv.bias", torch.zeros_like(scale))
+        weight = theirs[f"{layer}.conv.depthwise_conv.weight"]
+        found[f"{block}.convolution.depthwise.weight"] = weight * scale[:, None, None]
+        found[f"{block}.convolution.depthwise.bias"] = norm["bias"] + (bias - norm["running_mean"]) * scale
+    for ours, name in names.items():
+        for kind in ("weight", "bias"):
+            tensor = theirs.get(f"{name}.{kind}")
+            if tensor is not None:
+                found[f"{ours}.{kind}"] = tensor.squeeze(-1) if tensor.dim() == 3 else tensor
+    return found
+
+
+def pair(biases: bool, dtype: torch.dtype, folds: bool = True) -> tuple[torch.nn.Module, KonkaniVaniASR]:
+    """Theirs, and ours with its weights."""
+    theirs = parakeet(biases).to(dtype)
+    ours = HybridArchitecture(dataclasses.replace(PARAKEET, biases=biases), FEATURES, VOCABULARY).build().to(dtype)
+    ours.load_state_dict(as_ours(theirs.state_dict(), folds))
+    return theirs, ours.eval()
+
+
+def two_utterances() -> tuple[torch.Tensor, tuple[int, int], list[torch.Tensor]]:
+    """Waveforms (2, S) of odd lengths, padded with zeros, and each alone."""
+    own = torch.Generator().manual_seed(3)
+    alone = [0.1 * torch.randn(samples, generator=own) for samples in (30_011, 41_237)]
+    return torch.nn.utils.rnn.pad_sequence(alone, batch_first=True), (30_011, 41_237), alone
+
+
+@pytest.mark.parametrize("packs", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("biases", [True, False], ids=["biases", "none"])
+@torch.no_grad()
+def test_our_parts_together_are_parakeets_encoder(biases, dtype, packs, monkeypatch):
+    """In float64 too the sines of Parakeet's distances are those of fp32."""
+    monkeypatch.setattr(Encoder, "packs", packs)
+    bound = 1e-5 if dtype == torch.float32 else 1e-7
+    theirs, ours = pair(biases, dtype)
+    waveforms, samples, alone = two_utterances()
+    log_mel = LogMel(FEATURES)
+    features, lengths = log_mel(waveforms, samples)
+    mask = torch.arange(features.shape[1])[None] < torch.tensor(lengths)[:, None]
+    wanted = theirs.encoder(features.to(dtype), attention_mask=mask).last_hidden_state
+    logits = theirs(features.to(dtype), attention_mask=mask).logits.log_softmax(-1)
+    found, encoded_lengths = ours.encoder(features.to(dtype), lengths, run_directly)
+    assert encoded_lengths == tuple(subsampled_length(n, "separable") for n in lengths) and wanted.std() > 0.3
+    for row, length in enumerate(encoded_lengths):
+        assert float((found[row, :length] - wanted[row, :length]).abs().max()) < bound
+        heads = ours.ctc_head(found[row, :length]).log_softmax(-1)
+        assert float((heads - logits[row, :length]).abs().max()) < bound
+        own, own_lengths = log_mel(alone[row][None], samples[row : row + 1])
+        assert float((own[0] - features[row, : lengths[row]]).abs().max()) < bound or dtype == torch.float64
+        by_itself, _ = ours.encoder(features[row : row + 1, : lengths[row]].to(dtype), own_lengths, run_directly)
+        assert float((by_itself[0] - found[row, :length]).abs().max()) < bound
+
+
+@torch.no_grad()
+def test_negative_control_another_part_is_another_encoder():
+    theirs, ours = pair(True, torch.float64)
+    _, unfolded = pair(True, torch.float64, folds=False)
+    features = torch.randn(1, 133, 80, dtype=torch.float64)
+    wanted, mask = theirs.encoder(features).last_hidden_state, (133,)
+    assert relative_difference(wanted, ours.encoder(features, mask, run_directly)[0]) < 1e-6
+    assert relative_difference(wanted, unfolded.encoder(features, mask, run_directly)[0]) > 1e-2
+    for change in ({"scaled_input": False}, {"entry_norm": True}, {"convolution_norm": "layer"}):
+        other = Encoder(dataclasses.replace(PARAKEET, **change), 80).double().eval()
+        other.load_state_dict(ours.encoder.state_dict(), strict=False)
+        assert relative_difference(wanted, other(features, mask, run_directly)[0]) > 1e-3
+
+
+def test_features_are_parakeets():
+    waveforms, samples, alone = two_utterances()
+    extractor = transformers.ParakeetFeatureExtractor()
+    given = extractor([one.numpy() for one in alone], sampling_rate=16_000, return_tensors="pt")
+    found, lengths = LogMel(FEATURES)(waveforms, samples)
+    assert lengths == tuple(given.attention_mask.sum(1).tolist()) == tuple(n // 160 for n in samples)
+    assert float((found - given.input_features[:, : found.shape[1]]).abs().max()) < 1e-5
+    for name, value in {
+        "preemphasis": 0.0,
+        "window": "periodic",
+        "mel_scale": "htk",
+        "deviation": "population",
+    }.items():
+        other, _ = LogMel(dataclasses.replace(FEATURES, **{name: value}))(waveforms, samples)
+        assert float((found - other).abs().max()) > 1e-3, name
+
+
+def by_definition(waveform: torch.Tensor, config: FeatureConfig) -> torch.Tensor:
+    """Features (T, F) of a waveform alone (S,), its frames centred by torch.stft itself."""
+    emphasised = torch.cat([waveform[:1], waveform[1:] - config.preemphasis * waveform[:-1]])
+    spectrum = torch.stft(
+        emphasised,
+        512,
+        160,
+        400,
+        torch.hann_window(400, periodic=False, dtype=waveform.dtype),
+        center=True,
+        pad_mode={"zeros": "constant", "reflected": "reflect"}[config.edges],
+        return_complex=True,
+    )
+    bands = LogMel(config).power.mel_scale.fb.to(waveform.dtype)
+    features = (spectrum.abs().square().T @ bands + 2**-24).log()[: len(waveform) // 160 + (config.edges != "zeros")]
+    return (features - features.mean(0)) / (features.std(0) + 1e-5)
+
+
+@pytest.mark.parametrize("edges", ["zeros", "reflected"])
+def test_frames_at_the_edges_are_those_of_the_utterance_alone(edges):
+    config = dataclasses.replace(OTHER_FEATURES, edges=edges)
+    own = torch.Generator().manual_seed(1)
+    alone = [torch.randn(n, generator=own, dtype=torch.float64) for n in (400, 4_801, 3_999, 4_800, 4_959, 9_000)]
+    lengths = tuple(map(len, alone))
+    waveforms = torch.nn.utils.rnn.pad_sequence(alone, batch_first=True)
+    for row, length in zip(waveforms, lengths, strict=True):
+        row[length:] = 1e3  # nothing of it is to be heard
+    log_mel = LogMel(config).double()
+    log_mel.power.spectrogram.window = torch.hann_window(400, periodic=False, dtype=torch.float64)
+    found, frames = log_mel(waveforms, lengths)
+    for row, waveform, count in zip(found, alone, frames, strict=True):
+        wanted = by_definition(waveform, config)
+        assert count == len(wanted) == Framing(config).feature_length(len(waveform))
+        assert relative_difference(wanted, row[:count]) < 1e-12 and not row[count:].any()
+    other = LogMel(dataclasses.replace(config, edges="zeros" if edges == "reflected" else "reflected")).double()
+    assert relative_difference(found[1, 1:20], other(waveforms, lengths)[0][1, 1:20]) > 1e-3  # the negative control
+
+
+def test_lengths_are_those_of_the_convolutions_for_numbers_arrays_and_tensors():
+    for kind, count in (("striding", 2), ("separable", 3)):
+        for edges in ("none", "zeros", "reflected"):
+            framing = Framing(dataclasses.replace(OTHER_FEATURES, edges=edges), kind)
+            samples = list(range(0, 4_000, 7))
+            encoded = [framing.encoded_length(n) for n in samples]
+            assert framing.encoded_length(np.array(samples)).tolist() == encoded
+            assert framing.encoded_length(torch.tensor(samples)).tolist() == encoded and min(encoded) == 0
+            for n in samples:
+                frames = framing.feature_length(n)
+                for _ in range(count):
+                    frames = (frames - 1) // 2 + 1
+                assert frames == framing.encoded_length(n)
+        assert framing.encoder_hop == 160 * 2**count and framing.encoder_frame_seconds(3) == 3 * 0.01 * 2**count
+    assert Framing(FeatureConfig(), "striding").encoder_frame_seconds(1) == 0.04 + 256 / 16_000
+    assert Framing(OTHER_FEATURES).feature_length(256) == 0 < Framing(OTHER_FEATURES).feature_length(257)
+
+
+def plain_attention(
+    attention: RelativeSelfAttention, x: torch.Tensor, norm: torch.nn.LayerNorm, padding: torch.Tensor
+) -> torch.Tensor:
+    """The same of x (B, T, D), a pair of frames at a time."""
+    batch, length, width = x.shape
+    each = width // attention.heads
+    query, key, value = attention.query_key_value(norm(x)).view(batch, length, 3, attention.heads, each).unbind(2)
+    u, v = (bias.view(attention.heads, each) for bias in (attention.content_bias, attention.position_bias))
+    rates = torch.tensor([10_000.0 ** (-2 * (i // 2) / width) for i in range(width)], dtype=x.dtype)
+    scores = x.new_full((batch, attention.heads, length, length), -math.inf)
+    for i in range(length):
+        for j in range(length):
+            angle = (i - j) * rates
+            place = torch.where(torch.arange(width) % 2 == 0, angle.sin(), angle.cos())
+            place = (attention.position.weight @ place).view(attention.heads, each)
+            score = ((query[:, i] + u) * key[:, j]).sum(-1) + ((query[:, i] + v) * place).sum(-1)
+            scores[:, :, i, j] = (score / each**0.5).masked_fill(padding[:, j, None], -math.inf)
+    attended = torch.einsum("bhij,bjhe->bihe", scores.softmax(-1), value)
+    return attention.output(attended.flatten(2))
+
+
+def random_attention(width: int = 12, heads: int = 3) -> tuple[RelativeSelfAttention, torch.nn.LayerNorm]:
+    torch.manual_seed(2)
+    attention = RelativeSelfAttention(width, heads).double()
+    torch.nn.init.normal_(attention.content_bias)
+    torch.nn.init.normal_(attention.position_bias)
+    return attention, torch.nn.LayerNorm(width).double()
+
+
+def laid_out(x: torch.Tensor, padding: torch.Tensor | None, **more: object) -> SequenceLayout:
+    return SequenceLayout(RelativePositions(x.shape[2])(x.shape[1], x), padding, **more)
+
+
+@pytest.mark.parametrize("chunk_frames", [1, 3, 4, 9, 1500])
+def test_attention_by_distance_is_what_is_written_down_and_so_is_its_gradient(chunk_frames):
+    attention, norm = random_attention()
+    x = torch.randn(2, 9, 12, dtype=torch.float64, requires_grad=True)
+    padding = torch.arange(9)[None] >= torch.tensor([9, 6])[:, None]
+    parameters = [x, *attention.parameters(), *norm.parameters()]
+    wanted = plain_attention(attention, x, norm, padding)
+    found = attention(x, norm, laid_out(x, padding, chunk_frames=chunk_frames))
+    assert differences([wanted, *gradients(wanted, parameters)], [found, *gradients(found, parameters)]) < 1e-12
+    with torch.no_grad():
+        assert relative_difference(wanted, attention(x, norm, laid_out(x, padding))) < 1e-12
+        backwards = SequenceLayout((laid_out(x, None).positions[0].flip(0),), padding)
+        assert relative_difference(wanted, attention(x, norm, backwards)) > 1e-3  # the negative control
+
+
+def test_spans_attend_within_themselves_alone():
+    attention, norm = random_attention()
+    lengths = (7, 1, 4)
+    x = torch.randn(1, sum(lengths), 12, dtype=torch.float64, requires_grad=True)
+    spans = SequenceLayout(RelativePositions(12).of_spans(lengths, x), lengths=lengths, chunk_frames=3)
+    found = attention(x, norm, spans)
+    wanted = torch.cat([attention(span, norm, laid_out(span, None)) for span in x.split(lengths, dim=1)], dim=1)
+    parameters = [x, *attention.parameters()]
+    assert differences([wanted, *gradients(wanted, parameters)], [found, *gradients(found, parameters)]) < 1e-12
+    assert relative_difference(wanted, attention(x, norm, laid_out(x, None))) > 1e-3  # the negative control
+
+
+def test_scores_are_in_full_precision_whatever_the_autocast(monkeypatch):
+    attention, norm = (module.float() for module in random_attention())
+    seen, attend = [], F.scaled_dot_product_attention
+
+    def noted(*vectors: torch.Tensor, attn_mask: torch.Tensor) -> torch.Tensor:
+        seen.extend(tensor.dtype for tensor in (*vectors, attn_mask))
+        return attend(*vectors, attn_mask=attn_mask)
+
+    monkeypatch.setattr("konkanivani.model.relative.F.scaled_dot_product_attention", noted)
+    x = torch.randn(1, 9, 12)
+    full = attention(x, norm, laid_out(x, None))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = attention(x, norm, laid_out(x, None))
+    assert half.dtype == torch.bfloat16 and set(seen) == {torch.float32}
+    assert 0 < relative_difference(full, half.float()) < 2e-2
+
+
+def test_of_long_audio_no_more_pairs_are_there_at_once_than_chunks_allow():
+    """From 400 frames to 1600, sixteen times the pairs, it takes no more than four times, which is linear."""
+    attention, norm = (module.float() for module in random_attention())
+
+    def taken(frames: int, chunk_frames: int) -> int:
+        x = torch.randn(1, frames, 12, requires_grad=True)
+        layout = laid_out(x, None, chunk_frames=chunk_frames)
+        with LiveBytes() as live:
+            attention(x, norm, layout).sum().backward()
+        return live.peak
+
+    assert taken(1600, SMALL_CHUNK_FRAMES) < 4.2 * taken(400, SMALL_CHUNK_FRAMES) < taken(400, 400) * 2.5
+    assert taken(1600, 1600) > 12 * taken(400, 400)  # the negative control
+
+
+def test_striding_is_two_full_convolutions():
+    torch.manual_seed(0)
+    ours = PaddedSubsampling(80, 4, 8, "striding").double()
+    first, second = (stage[0] for stage in ours.stages)
+    features = torch.randn(2, 43, 80, dtype=torch.float64, requires_grad=True)
+    x = F.conv2d(features[:, None], first.weight, first.bias, stride=2, padding=1).relu()
+    x = F.conv2d(x, second.weight, second.bias, stride=2, padding=1).relu()
+    wanted = F.linear(x.permute(0, 2, 1, 3).reshape(2, 11, 80), ours.output.weight, ours.output.bias)
+    parameters = [features, *ours.parameters()]
+    found = ours(features)
+    assert differences([wanted, *gradients(wanted, parameters)], [found, *gradients(found, parameters)]) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["striding", "separable"])
+def test_padded_subsampling_in_chunks_and_in_a_batch_is_that_of_each_utterance_alone(kind):
+    torch.manual_seed(0)
+    ours = PaddedSubsampling(80, 4, 8, kind).double()
+    for stage in ours.stages:
+        torch.nn.init.constant_(stage[-1].bias, 0.5)  # of nothing something is made
+    for longest in (*range(1, 20), 33, 64):
+        lengths = tuple(sorted({longest, max(1, longest - 1), max(1, longest - 2), 1 + longest // 2}))
+        padding = torch.arange(longest)[None] >= torch.tensor(lengths)[:, None]
+        features = torch.randn(len(lengths), longest, 80, dtype=torch.float64).masked_fill(padding[:, :, None], 0.0)
+        for chunk_frames in (1, 2, 3, 100):
+            found = ours(features, chunk_frames, padding)
+            for row, length in enumerate(lengths):
+                alone = ours(features[row : row + 1, :length])[0]
+                assert len(alone) == subsampled_length(length, kind)
+                assert relative_difference(alone, found[row, : len(alone)]) < 1e-12
+
+
+def test_negative_control_chunks_that_do_not_see_back_are_another_subsampling():
+    ours, features = PaddedSubsampling(80, 4, 8, "separable").double(), torch.randn(1, 64, 80, dtype=torch.float64)
+    pieces = torch.cat([ours(piece) for piece in features.split(16, dim=1)], dim=1)
+    assert (
+        relative_difference(ours(features), ours(features, 2))
+        < 1e-12
+        < 1e-3
+        < relative_difference(ours(features), pieces)
+    )
+
+
+def test_a_checkpoint_of_before_says_nothing_of_the_parts_and_a_run_cannot_go_on_with_others():
+    config = TrainConfig(model=OTHER_PARTS, features=OTHER_FEATURES)
+    pairs = zip(settings_of(TrainConfig()), settings_of(config), strict=True)
+    changed = [one.name for one, other in pairs if one.group in ("model", "features") and one.value != other.value]
+    parts = [name for name in changed if not hasattr(TrainConfig().run, name)]
+    assert {"attention_positions", "biases", "edges", "deviation"} < set(parts)
+    text = config_to_text(TrainConfig())
+    newer = ("attention_pos", "convolution_norm", "subsampling ", "scaled_", "entry_", "biases", "power_", "preemph")
+    newer += ("window ", "edges", "mel_scale", "deviation")
+    older = "".join(f"{line}\n" for line in text.splitlines() if not line.startswith(tuple("--" + n for n in newer)))
+    assert older.count("\n") == text.count("\n") - 12 and config_from_text(older) == TrainConfig()
+    flags = "--attention_positions relative --biases False --entry_norm False --edges zeros".split()
+    assert len(contradictions(TrainConfig(), parse_flags(flags))) == 4
+
+
+def test_a_narrower_model_by_distance_keeps_its_frequencies():
+    wide = dataclasses.replace(PARAKEET, subsampling_channels=4)
+    narrow = dataclasses.replace(wide, d_model=16)
+    source, model = (KonkaniVaniASR(shape, VOCABULARY, 80).double() for shape in (wide, narrow))
+    weights = {name: torch.arange(w.numel()).double().view(w.shape) for name, w in source.state_dict().items()}
+    transfer = transfer_weights(model, weights, wide, is_same_vocabulary=True)
+    assert not transfer.left_out
+    like = torch.zeros(1, dtype=torch.float64)
+    (large,), (small,) = (RelativePositions(width)(50, like) for width in (32, 16))
+    attention = model.encoder.blocks[0].attention
+    columns = (attention.position.weight[0] % 32).long()
+    assert torch.allclose(small, large[:, columns], rtol=0, atol=1e-12)
+    assert not torch.allclose(small, large[:, :16], atol=1e-2)  # the leading ones would not
+    rows = attention.query_key_value.bias[:16]
+    assert torch.equal(rows, attention.content_bias) and torch.equal(rows, attention.position_bias)
+    assert torch.equal(rows, attention.position.weight[:, 0] // 32)

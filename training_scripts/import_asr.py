@@ -1,0 +1,78 @@
+#!/usr/bin/env python3
+"""Makes a checkpoint of ours of a recogniser that others have trained: a Conformer or FastConformer of NeMo with CTC.
+
+    python3 training_scripts/import_asr.py indicconformer_stt_kok_hybrid_ctc_rnnt_large.nemo konkani.pt --language kok
+
+Nothing of the file is run or extracted. Evaluate, transcribe, export and --init_from take what is written as any other
+checkpoint (docs/pretrained.md).
+"""
+
+import bootstrap
+
+bootstrap.rerun_under_venv()
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from konkanivani.base.command_line import read_flags, run_script
+from konkanivani.base.errors import ResourceError, UsageError
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What is imported, and where to."""
+
+    model: Annotated[str | None, tyro.conf.Positional] = None
+    """A .nemo file of a Conformer or FastConformer with a CTC head, or a folder of transformers' ParakeetForCTC."""
+    output: Annotated[str | None, tyro.conf.Positional] = None
+    """Checkpoint to write."""
+    language: str | None = None
+    """Which language's pieces to take, where the file has several: kok."""
+
+
+def check_flags(flags: Flags) -> None:
+    """Raises a UsageError or a ResourceError where the checkpoint could not be written, before any work."""
+    if flags.model is None or flags.output is None:
+        raise UsageError("Give the .nemo file to read and the checkpoint to write, such as konkani.nemo konkani.pt.")
+    from konkanivani.inference.averaging import is_name_of_a_run
+
+    output = Path(flags.output)
+    if output.resolve() == Path(flags.model).resolve():
+        raise UsageError("What is read and what is written are files of their own. Give each its own name.")
+    if is_name_of_a_run(output):
+        raise UsageError(f"{output} is a name of a run's own checkpoints, which --resume takes. Name it imported.pt.")
+    if (
+        (output.exists() and not output.is_file())
+        or not output.parent.is_dir()
+        or not os.access(output.parent, os.W_OK)
+    ):
+        raise ResourceError(f"{output} cannot be written. Name a file in a folder of yours that exists.")
+
+
+def run_import(flags: Flags) -> str:
+    """Writes the checkpoint; returns what came in, what was left, and what to do next."""
+    check_flags(flags)
+    from konkanivani.base.files import atomic_write
+    from konkanivani.inference.nemo.imported import import_nemo
+    from konkanivani.training.checkpoint.checkpoint import write_checkpoint
+
+    output = Path(flags.output)
+    found = import_nemo(Path(flags.model), flags.language, output.parent)
+    with atomic_write(output) as partial:
+        write_checkpoint(partial, found.checkpoint)
+    return (
+        f"{found.sentences()}\n{output}: {output.stat().st_size / 1e6:.1f} MB. Next, each with what it is to work on:\n"
+        f"  python3 training_scripts/evaluate_konkanivani_asr.py --checkpoint {output} --manifest test.jsonl\n"
+        f"  python3 training_scripts/transcribe.py recordings --checkpoint {output}\n"
+        f"  python3 training_scripts/train_konkanivani_asr.py --init_from {output} --train_manifest train.jsonl"
+    )
+
+
+if __name__ == "__main__":
+    flags = read_flags(Flags, sys.argv[1:])
+    sys.exit(run_script(lambda: run_import(flags)))
