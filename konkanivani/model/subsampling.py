@@ -8,7 +8,7 @@ import torch
 from konkanivani.base.config import ModelConfig
 from konkanivani.base.lengths import CHUNK_FRAMES, SUBSAMPLING, subsampled_length
 from konkanivani.model.kernels.linear import Linear
-from konkanivani.model.kernels.recompute import run_recomputed
+from konkanivani.model.kernels.recompute import as_it_is_now, run_recomputed
 
 
 class Subsampling(torch.nn.Module):
@@ -39,7 +39,8 @@ class Subsampling(torch.nn.Module):
             return self._one_piece(features)
         starts = range(0, frames, chunk_frames)
         spans = [(4 * start, 4 * min(start + chunk_frames, frames) + 3) for start in starts]
-        return torch.cat([run_recomputed(self._one_piece, features[:, first:end]) for first, end in spans], dim=1)
+        one_piece = as_it_is_now(self)._one_piece
+        return torch.cat([run_recomputed(one_piece, features[:, first:end]) for first, end in spans], dim=1)
 
     def _one_piece(self, features: torch.Tensor) -> torch.Tensor:
         # Not in half precision on a CPU: there oneDNN's depthwise convolution may never end (kernels/depthwise.py).
@@ -82,12 +83,12 @@ class PaddedSubsampling(torch.nn.Module):
         frames = subsampled_length(features.shape[1], self.kind)
         if frames <= chunk_frames:
             return self._one_piece(features, padding, 0)
-        pieces = []
+        pieces, one_piece = [], as_it_is_now(self)._one_piece
         for start in range(0, frames, chunk_frames):
             before = min(start, 1)
             span = slice(self.stride * (start - before), self.stride * (start + chunk_frames))
             inputs = features[:, span], None if padding is None else padding[:, span], before
-            pieces.append(run_recomputed(self._one_piece, *inputs))
+            pieces.append(run_recomputed(one_piece, *inputs))
         return torch.cat(pieces, dim=1)
 
     def _one_piece(self, features: torch.Tensor, padding: torch.Tensor | None, before: int) -> torch.Tensor:

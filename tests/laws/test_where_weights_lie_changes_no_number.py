@@ -9,16 +9,22 @@ import dataclasses
 import pytest
 import torch
 
+from konkanivani.base.config import TrainConfig
 from konkanivani.decoding.decode import Decode
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.devices import cuda_costs
+from konkanivani.memory.tracer import BatchShape
 from konkanivani.memory.weights import placement as placements
 from konkanivani.memory.weights.fetching import Fetcher
 from konkanivani.memory.weights.placement import ON_CARD, Placement
+from konkanivani.model.architecture import architecture_of
+from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.optimizer import set_learning_rate
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
 from konkanivani.training.validation import recognize
 from tests.laws.failing import ERRORS, above, failing_forward
-from tests.laws.parts import KINDS, double_parts, speeches, window, with_dropout
+from tests.laws.parts import KINDS, double_parts, features_of, speeches, window, with_dropout
 from tests.whisper.parts import MODES, whisper_config, whisper_parts
 
 ALL, SOME, AHEAD = Placement(fetched=99), Placement(fetched=2), Placement(fetched=99, ahead=True)
@@ -73,6 +79,27 @@ def test_whisper_fetched(mode: str, placement: Placement) -> None:
 def test_whisper_in_half_precision(mode: str, placement: Placement) -> None:
     on_card, away = (weights_after(whisper_in_half(mode, place), dtype=torch.float32) for place in (ON_CARD, placement))
     assert not differing(on_card, away)
+
+
+@pytest.mark.parametrize("kind", ["conformer", "other parts"])
+def test_in_chunks(kind: str) -> None:
+    """What is recomputed within a block that is recomputed finds the weights that were brought for it."""
+    found = []
+    for place in (ON_CARD, ALL):
+        parts = ours(place, "always", kind=kind)
+        parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, chunk_frames=7))
+        found.append(weights_after(parts))
+    assert not differing(*found)
+
+
+@pytest.mark.parametrize("kind", ["conformer", "other parts"])
+def test_a_long_utterance_is_planned_with_its_weights_on_the_host(kind: str) -> None:
+    """The card's place and the host's are two to a trace: what it multiplies by must all be on the card."""
+    config = TrainConfig(model=KINDS[kind], features=features_of(KINDS[kind]))
+    tracer = build_tracer(config, architecture_of(config, 40), cuda_costs("a card", (7, 5)), ALL)
+    peak = tracer.trace(BatchShape(1, 130.0, 300), RecomputePolicy("always"))
+    on_card = build_tracer(config, architecture_of(config, 40), cuda_costs("a card", (7, 5)))
+    assert peak.host > 0 and peak.bytes < on_card.trace(BatchShape(1, 130.0, 300), RecomputePolicy("always")).bytes
 
 
 def test_memory_that_runs_out_on_the_way() -> None:

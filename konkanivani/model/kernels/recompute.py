@@ -1,5 +1,6 @@
 """Activation checkpointing: what is computed on the way is not kept, but computed again in the backward pass."""
 
+import copy
 from collections.abc import Callable, Set
 from functools import partial
 from typing import TypeVar
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import (
 )
 
 Result = TypeVar("Result")
+Part = TypeVar("Part", bound=torch.nn.Module)
 
 
 # Attention on a CPU and on CUDA: a third of a block's work whose result is as small as the block's input.
@@ -46,3 +48,13 @@ def run_recomputed(
 
     contexts = {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if kept else {}
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=keeps_random_state, **contexts)
+
+
+def as_it_is_now(module: Part) -> Part:
+    """The module with the weights that it has at this moment, for a part of it that is recomputed later.
+
+    By then those that were put in for the time of one call (torch.func.functional_call) are out again.
+    """
+    if all(isinstance(weight, torch.nn.Parameter) for weight in module.parameters()):
+        return module
+    return copy.deepcopy(module, {id(weight): weight for weight in module.parameters()})
