@@ -17,7 +17,7 @@ from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.inference.verify import check_bundle, recognize_with
 from konkanivani.model.architecture import HybridArchitecture
-from konkanivani.model.front_end import described
+from konkanivani.model.front_end import FrontEnd, described
 from konkanivani.model.kernels.ctc import BLANK
 from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
@@ -33,10 +33,11 @@ FLAGS = (
     *("--smallest_power", "5.96e-8", "--preemphasis", "0.97", "--window", "symmetric", "--edges", "zeros"),
     *("--mel_scale", "slaney", "--deviation", "sample"),
 )
+PARTS = dataclasses.replace(OTHER_PARTS, d_model=32, subsampling_channels=8)
 SHAPES = {  # by 4, as AI4Bharat's Conformers, and by 8, as FastConformers
-    "striding": (OTHER_PARTS, OTHER_FEATURES),
+    "striding": (PARTS, OTHER_FEATURES),
     "separable": (
-        dataclasses.replace(OTHER_PARTS, subsampling="separable", biases=True),
+        dataclasses.replace(PARTS, subsampling="separable", biases=True),
         dataclasses.replace(OTHER_FEATURES, edges="zeros", mel_bins=128),
     ),
 }
@@ -45,7 +46,7 @@ SHAPES = {  # by 4, as AI4Bharat's Conformers, and by 8, as FastConformers
 def speech_model_of(shape: ModelConfig, features: FeatureConfig) -> SpeechModel:
     """A model that learnt nothing, whose best path goes through many tokens all the same."""
     tokenizer = speech_model_of_shape(SHAPE).tokenizer
-    torch.manual_seed(1)
+    torch.manual_seed(4)
     architecture = HybridArchitecture(shape, features, tokenizer.size)
     model = architecture.build().eval()
     with torch.no_grad():
@@ -87,9 +88,9 @@ def test_bundles_hold_the_settings_and_are_built_from_them(kind, tmp_path):
     assert (found.architecture.model, found.architecture.features) == SHAPES[kind]
     check_bundle(found, wanted, tmp_path / "a")
     assert bundle_bytes(found) == (tmp_path / "a").read_bytes()
-    with pytest.raises(AssertionError):  # the negative control: built from what is usual it would not be the same
-        usual = dataclasses.replace(found.architecture, features=dataclasses.replace(FeatureConfig(), mel_bins=128))
-        assert usual.build_front_end(AugmentConfig())(spoken(1.0)[None], (16_000,), None)[0].shape == (1, 100, 128)
+    hear = (found.front_end, FrontEnd(FeatureConfig(), AugmentConfig()))  # the second: the negative control
+    lengths = [front_end(spoken(1.0)[None], (16_000,), None)[1] for front_end in hear]
+    assert lengths == [(wanted.architecture.framing.feature_length(16_000),), (97,)] and lengths[0] != lengths[1]
 
 
 def test_what_has_always_been_is_written_as_it_always_was():
