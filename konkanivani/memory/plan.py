@@ -1,6 +1,6 @@
 """What is planned for a run: how its micro-batches are cut and which blocks they recompute, by length."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +9,11 @@ from konkanivani.base.errors import CheckpointError
 from konkanivani.base.units import MIB, budget_text, peak_text
 from konkanivani.data.batching import SizeLimit
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.placement import ON_CARD, Placement
+from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.asr import frozen_count, parameter_count
 
-STATE_BYTES = 16  # a trained parameter's weight, gradient and two moments in fp32
+STATE_BYTES = 16  # a trained parameter's weight, gradient and AdamW's two moments in fp32
+TRAINED_BYTES = 8  # its weight and gradient
 FROZEN_BYTES = 4  # a frozen one's weight
 
 
@@ -85,7 +86,7 @@ class MemoryPlan:
             "validation_seconds": self.validation_seconds,
             "peaks": [self.forward, self.backward, self.update, self.validation],
             "at_once": self.at_once,
-            "placement": [self.placement.fetched, self.placement.halved, self.host],
+            "placement": [self.placement.fetched, self.placement.halved, self.host, self.placement.ahead],
         }
 
 
@@ -97,14 +98,14 @@ def read_plan(state: Mapping[str, object]) -> MemoryPlan:
             for seconds, tokens, utterances, blocks, peak in state["buckets"]
         )
         peaks = [int(peak) for peak in state["peaks"]]
-        fetched, halved, host = state.get("placement", (0, False, 0))
+        fetched, halved, host, ahead = state.get("placement", (0, False, 0, False))
         plan = MemoryPlan(
             *(int(state[name]) for name in ("conditions", "budget", "context")),
             buckets,
             float(state["validation_seconds"]),
             *peaks,
             at_once=int(state.get("at_once", 1)),  # a checkpoint of before there was a choice
-            placement=Placement(int(fetched), bool(halved)),
+            placement=Placement(int(fetched), bool(halved), bool(ahead)),
             host=int(host),
         )
     except (KeyError, TypeError, ValueError):
@@ -131,6 +132,10 @@ def plan_sentences(plan: MemoryPlan, blocks: int) -> str:
     return "\n".join(lines)
 
 
-def model_state_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the model's weights, gradients and optimizer; of what is frozen, the weights alone."""
-    return STATE_BYTES * parameter_count(model) + FROZEN_BYTES * frozen_count(model)
+def model_state_bytes(model: torch.nn.Module, optimizer: Iterable[torch.Tensor]) -> int:
+    """Bytes of the model's weights, gradients and the optimizer's tensors, but its counts of steps.
+
+    Of what is frozen, the weights alone.
+    """
+    beside = sum(tensor.nbytes for tensor in optimizer if tensor.dim())
+    return TRAINED_BYTES * parameter_count(model) + FROZEN_BYTES * frozen_count(model) + beside

@@ -1,4 +1,4 @@
-"""AdamW with its state allocated beforehand, and the learning rate as a pure function of the step."""
+"""AdamW and what every optimizer has, all allocated beforehand; the learning rate, a pure function of the step."""
 
 import math
 from collections.abc import Mapping
@@ -8,9 +8,10 @@ from torch.optim.adamw import adamw
 
 from konkanivani.base.config import AUTO, OptimizerConfig
 from konkanivani.base.errors import CheckpointError
-from konkanivani.model.asr import trained_parameters
 
 MAX_WARMUP_STEPS = 500
+MOMENTS = "exp_avg", "exp_avg_sq"
+BETAS, EPSILON = (0.9, 0.98), 1e-8
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -35,13 +36,11 @@ def resolve_warmup(config: OptimizerConfig, total_steps: int) -> int:
     return max(1, min(config.warmup_steps, total_steps // 3))
 
 
-class AdamW:
-    """AdamW (Loshchilov and Hutter, 2019) by PyTorch's fused kernel, weight decay on matrices only.
+class Optimizer:
+    """What every optimizer has: two groups of parameters, weight decay on matrices only, and state of its own for each.
 
-    Both moments and the step count are allocated already: a first step that allocates could run out of memory half
-    done; this one cannot. The kernel without torch.optim's own class, which loads PyTorch's compiler: a hundred
-    megabytes and more than a second, of which a run has no use. `param_groups` and `state` are laid out as that one's,
-    as a GradScaler expects it.
+    All of it is allocated already, and so is the room in which an update computes: one that allocates could run out of
+    memory half done; these cannot. `param_groups` and `state` are laid out as torch.optim's, as a GradScaler expects.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], learning_rate: float, weight_decay: float) -> None:
@@ -51,52 +50,69 @@ class AdamW:
             {"params": matrices, "lr": learning_rate, "weight_decay": weight_decay},
             {"params": others, "lr": learning_rate, "weight_decay": 0.0},
         ]
-        self.state = {
-            parameter: {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            }
-            for parameter in (*matrices, *others)
-        }
+        self.state = {parameter: self.new_state(parameter) for parameter in (*matrices, *others)}
+        self.workspace: list[torch.Tensor] = []
 
-    @torch.no_grad()
+    def new_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """The parameter's state before the first update, of which `step` counts the updates."""
+        return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+
     def step(self) -> None:
         """Updates every parameter that has a gradient."""
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not parameters:
-                continue
-            states = [self.state[parameter] for parameter in parameters]
-            adamw(
-                parameters,
-                [parameter.grad for parameter in parameters],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                [state["step"] for state in states],
-                fused=True,
-                amsgrad=False,
-                beta1=0.9,
-                beta2=0.98,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=1e-8,
-                maximize=False,
-            )
+        raise NotImplementedError
 
     def zero_grad(self) -> None:
         """Frees every gradient."""
         for parameter in self.state:
             parameter.grad = None
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that lies in memory from step to step."""
+        return [tensor for state in self.state.values() for tensor in state.values()] + self.workspace
 
-def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> AdamW:
-    """AdamW over the parameters of `model` that are trained."""
-    return AdamW(trained_parameters(model), config.learning_rate, config.weight_decay)
+
+class AdamW(Optimizer):
+    """AdamW (Loshchilov and Hutter, 2019) by PyTorch's fused kernel.
+
+    The kernel without torch.optim's own class, which loads PyTorch's compiler: a hundred megabytes and more than a
+    second, of which a run has no use.
+    """
+
+    def new_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """Both moments, as the parameter is laid out."""
+        moments = {kind: torch.zeros_like(parameter, memory_format=torch.preserve_format) for kind in MOMENTS}
+        return super().new_state(parameter) | moments
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Updates every parameter that has a gradient."""
+        for group in self.param_groups:
+            self.update(group, [parameter for parameter in group["params"] if parameter.grad is not None])
+
+    def update(self, group: Mapping[str, float], parameters: list[torch.nn.Parameter]) -> None:
+        """Updates some of a group, whose moments are whole."""
+        if not parameters:
+            return
+        states = [self.state[parameter] for parameter in parameters]
+        adamw(
+            parameters,
+            [parameter.grad for parameter in parameters],
+            *([state[kind] for state in states] for kind in MOMENTS),
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=EPSILON,
+            maximize=False,
+        )
 
 
-def set_learning_rate(optimizer: AdamW, rate: float) -> None:
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
     """Gives every parameter group the rate of the coming update."""
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -105,10 +121,11 @@ def set_learning_rate(optimizer: AdamW, rate: float) -> None:
 class OptimizerState:
     """The optimizer's moments and step counts under their parameters' names, for the checkpoint.
 
-    Loading copies into the tensors that exist, so it allocates nothing and keeps the fused layout.
+    Loading copies into the tensors that exist, so it allocates nothing and keeps the fused layout; each is taken out of
+    the state when it has been copied.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: AdamW) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
         self._tensors = {
             f"{name}/{kind}": tensor
             for name, parameter in model.named_parameters()
@@ -120,14 +137,14 @@ class OptimizerState:
         """The tensors themselves, by `parameter/moment`."""
         return dict(self._tensors)
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         """Copies every tensor in; a CheckpointError where names or shapes are not this optimizer's."""
         if state.keys() != self._tensors.keys():
             raise CheckpointError(
                 "The checkpoint's optimizer is of another model. Use --init_from to take its weights."
             )
         for name, tensor in self._tensors.items():
-            stored = state[name]
+            stored = state.pop(name)
             if not isinstance(stored, torch.Tensor) or stored.shape != tensor.shape:
                 raise CheckpointError(
                     f"The checkpoint's optimizer has another shape at {name}. Use another checkpoint."

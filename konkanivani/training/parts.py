@@ -16,7 +16,7 @@ from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.losses import LossCounts, LossSums
 from konkanivani.training.forward import ForwardPass
-from konkanivani.training.optimizer import AdamW
+from konkanivani.training.optimizer import Optimizer
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class StepParts:
     """Everything that a step works with."""
 
     forward: ForwardPass
-    optimizer: AdamW
+    optimizer: Optimizer
     scaler: torch.amp.GradScaler
     schedule: OptimizerConfig
     total_steps: int
@@ -75,9 +75,8 @@ class StepParts:
         """What stays in memory from step to step: weights, buffers, the front end's, the optimizer's state."""
         front_end = self.forward.front_end
         buffers = list(front_end.buffers()) if isinstance(front_end, torch.nn.Module) else []
-        moments = [tensor for state in self.optimizer.state.values() for tensor in state.values()]
         copies = self.forward.weights.copies
-        return [*self.model.parameters(), *self.model.buffers(), *copies, *buffers, *moments]
+        return [*self.model.parameters(), *self.model.buffers(), *copies, *buffers, *self.optimizer.tensors]
 
     def recomputing(self, policy: RecomputePolicy) -> "StepParts":
         """The same step under another policy of what is recomputed in the backward pass."""

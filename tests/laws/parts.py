@@ -5,11 +5,11 @@ import dataclasses
 import torch
 
 from konkanivani.base.config import (
-    AugmentConfig,
     DataConfig,
     FeatureConfig,
     MemoryConfig,
     ModelConfig,
+    OptimizerConfig,
     TrainConfig,
 )
 from konkanivani.base.distributed import ALONE, Topology
@@ -17,13 +17,14 @@ from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, same_size
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.live_bytes import LiveBytes
-from konkanivani.memory.placement import ON_CARD, Placement
+from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
 
 VOCAB_SIZE = 20
+ADAMW = OptimizerConfig()
 MODEL = ModelConfig(
     d_model=16,
     encoder_layers=2,
@@ -74,13 +75,13 @@ def double_parts(
     topology: Topology = ALONE,
     sharded: bool = False,
     placement: Placement = ON_CARD,
+    optimizer: OptimizerConfig = ADAMW,
 ) -> StepParts:
     """Step parts in float64 on the CPU, micro-batches one after another; SpecAugment as in training."""
     one_after_another = DataConfig(micro_batches_at_once=1)
     memory = MemoryConfig(gradient_checkpointing=recompute)
-    config = TrainConfig(
-        model=model, features=features_of(model), data=one_after_another, memory=memory, augment=AugmentConfig()
-    )
+    features = features_of(model)
+    config = TrainConfig(model=model, features=features, data=one_after_another, memory=memory, optimizer=optimizer)
     torch.set_default_dtype(torch.float64)
     try:
         cpu = torch.device("cpu")
