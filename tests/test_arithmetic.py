@@ -10,7 +10,7 @@ from benchmarks.measuring.fixed_step import build_speech, build_window, take_fea
 from konkanivani.base.config import DataConfig, FeatureConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.model.architecture import HybridArchitecture, architecture_of
 from konkanivani.model.flops import forward_layers, step_flop
-from konkanivani.model.subsampling import Subsampling
+from konkanivani.model.subsampling import Subsampling, build_subsampling
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.logs.utilisation import Utilisation
 from konkanivani.training.step import train_step
@@ -21,15 +21,17 @@ MEL_BINS = FeatureConfig().mel_bins
 VOCABULARY = 1000
 SHAPE = ModelConfig(d_model=48, encoder_layers=2, decoder_layers=1, attention_heads=2, subsampling_channels=16)
 ARCHITECTURE = HybridArchitecture(SHAPE, FeatureConfig(), VOCABULARY)
-CONVOLUTIONS = ("first convolution", "depthwise convolution", "pointwise convolution")
+OTHER_PARTS = {"attention_positions": "relative", "subsampling": "separable", "biases": False}
 MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
 
 
 @pytest.mark.parametrize("seconds", [(3.0, 3.0), (2.0, 6.0)])
 @pytest.mark.parametrize("recompute", ["never", "always"])
-@pytest.mark.parametrize("encoder_type", ["conformer", "transformer"])
-def test_matrix_products_of_a_step_are_what_the_formulas_say(encoder_type, recompute, seconds):
-    shape = dataclasses.replace(SHAPE, encoder_type=encoder_type)
+@pytest.mark.parametrize(
+    "change", [{}, {"encoder_type": "transformer"}, OTHER_PARTS], ids=["ours", "transformer", "other"]
+)
+def test_matrix_products_of_a_step_are_what_the_formulas_say(change, recompute, seconds):
+    shape = dataclasses.replace(SHAPE, **change)
     # One at a time: PyTorch's counter sees only its own thread's products.
     data, memory = DataConfig(micro_batches_at_once=1), MemoryConfig(gradient_checkpointing=recompute)
     config = TrainConfig(model=shape, memory=memory, data=data)
@@ -42,12 +44,29 @@ def test_matrix_products_of_a_step_are_what_the_formulas_say(encoder_type, recom
         train_step(parts, window, 0)
     counted = sum(flop for kind, flop in counter.get_flop_counts()["Global"].items() if kind in MATRIX_PRODUCTS)
     layers = forward_layers(shape, VOCABULARY, MEL_BINS, tuple(speech.frames.tolist()), int(speech.token_lengths.max()))
-    dense = tuple(layer for layer in layers if layer.is_dense and layer.name not in CONVOLUTIONS)
+    dense = tuple(layer for layer in layers if layer.is_dense and not layer.name.endswith(" convolution"))
     expected = step_flop(dense, recompute == "always")
+    if (
+        change == OTHER_PARTS
+    ):  # whose attention is of PyTorch's products, made again in the backward pass but for the last
+        flop = {layer.name: layer.flop for layer in layers}
+        again = 1 if recompute == "never" else 2
+        expected += (3 + again) * (flop["attention"] + flop["attention by distance"]) - flop["attention"] / 2
     if recompute == "never":
         assert counted == expected
     else:  # the heads are not in a block
         assert step_flop(dense, False) < counted < expected
+
+
+@pytest.mark.parametrize("kind", ["striding", "separable"])
+def test_padded_convolutions_are_what_pytorch_counts(kind):
+    shape = dataclasses.replace(SHAPE, subsampling=kind)
+    subsampling = build_subsampling(shape, MEL_BINS)
+    with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
+        subsampling(torch.randn(2, 301, MEL_BINS))
+    layers = forward_layers(shape, VOCABULARY, MEL_BINS, (301, 301), 5)
+    own = [layer for layer in layers if layer.name.endswith(" convolution") or layer.name == "subsampling's output"]
+    assert counter.get_total_flops() == sum(layer.flop for layer in own)
 
 
 def test_dense_convolutions_are_what_pytorch_counts():

@@ -74,6 +74,8 @@ class LogMel(torch.nn.Module):
                 n_mels=config.mel_bins,
                 center=False,
                 wkwargs={"periodic": config.window == "periodic"},
+                norm="slaney" if config.mel_scale == "slaney" else None,
+                mel_scale=config.mel_scale,
             )
         if config.mel_scale == "slaney":
             self.power.mel_scale.fb.copy_(slaney_bands(config))

@@ -5,7 +5,6 @@ import dataclasses
 import torch
 
 from konkanivani.base.config import (
-    AugmentConfig,
     DataConfig,
     FeatureConfig,
     MemoryConfig,
@@ -81,14 +80,8 @@ def double_parts(
     """Step parts in float64 on the CPU, micro-batches one after another; SpecAugment as in training."""
     one_after_another = DataConfig(micro_batches_at_once=1)
     memory = MemoryConfig(gradient_checkpointing=recompute)
-    config = TrainConfig(
-        model=model,
-        features=features_of(model),
-        data=one_after_another,
-        memory=memory,
-        augment=AugmentConfig(),
-        optimizer=optimizer,
-    )
+    features = features_of(model)
+    config = TrainConfig(model=model, features=features, data=one_after_another, memory=memory, optimizer=optimizer)
     torch.set_default_dtype(torch.float64)
     try:
         cpu = torch.device("cpu")

@@ -28,7 +28,7 @@ from konkanivani.training.parts import StepParts
 from konkanivani.training.sharding import FullState
 from konkanivani.training.step import train_step
 from tests.laws.failing import ERRORS, failing_forward, once_at
-from tests.laws.parts import MODEL, double_parts, speeches, window
+from tests.laws.parts import KINDS, double_parts, speeches, window
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -39,7 +39,7 @@ class Case:
     """A run of so many steps: cut into micro-batches of `batch_size`, its weights sharded over the ranks or not.
 
     `recompute` as --gradient_checkpointing. `out_of_memory_rank` runs out of memory in its third micro-batch.
-    `own_divisor` is the negative control: each rank divides its losses by its own tokens.
+    `own_divisor` is the negative control: each rank divides its losses by its own tokens. `kind` is one of KINDS.
     """
 
     steps: int
@@ -48,6 +48,7 @@ class Case:
     recompute: str = "never"
     out_of_memory_rank: int | None = None
     own_divisor: bool = False
+    kind: str = "conformer"
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def share_of(step: int, case: Case, topology: Topology) -> Window:
 
 def parts_of(case: Case, topology: Topology) -> StepParts:
     """The case's step parts, freshly initialised."""
-    parts = double_parts(MODEL, case.recompute, topology=topology, sharded=case.sharded)
+    parts = double_parts(KINDS[case.kind], case.recompute, topology=topology, sharded=case.sharded)
     if case.out_of_memory_rank == topology.rank and not topology.is_alone:
         return failing_forward(parts, once_at(2), ERRORS["cpu"])
     return parts

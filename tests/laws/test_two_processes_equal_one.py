@@ -18,6 +18,7 @@ CASES = {
     "sharded weights": Case(FEW, batch_size=8, sharded=True),
     "sharded weights, accumulated": Case(MANY, batch_size=2, sharded=True),
     "sharded weights, recomputed": Case(FEW, batch_size=2, sharded=True, recompute="always"),
+    "sharded weights of other parts": Case(FEW, batch_size=2, sharded=True, recompute="always", kind="other parts"),
 }
 OWN_DIVISOR = Case(FEW, batch_size=2, own_divisor=True)
 
@@ -29,9 +30,9 @@ def trained_by_two(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Train
 
 
 @pytest.fixture(scope="module")
-def trained_alone() -> dict[tuple[int, int], Trained]:
-    shapes = {(case.steps, case.batch_size) for case in CASES.values()}
-    return {shape: train_case(Case(*shape)) for shape in shapes}
+def trained_alone() -> dict[tuple[int, int, str], Trained]:
+    shapes = {(case.steps, case.batch_size, case.kind) for case in CASES.values()}
+    return {(steps, size, kind): train_case(Case(steps, size, kind=kind)) for steps, size, kind in shapes}
 
 
 def weight_difference(one: Trained, other: Trained) -> float:
@@ -43,14 +44,14 @@ def weight_difference(one: Trained, other: Trained) -> float:
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_make_the_weights_and_losses_of_one(name, trained_by_two, trained_alone):
     case = CASES[name]
-    one, two = trained_alone[case.steps, case.batch_size], trained_by_two[case]
+    one, two = trained_alone[case.steps, case.batch_size, case.kind], trained_by_two[case]
     assert weight_difference(one, two) < BOUND
     assert two.losses == pytest.approx(one.losses, rel=BOUND, abs=0)
     assert two.splits == (1 if case.out_of_memory_rank is not None else 0)
 
 
 def test_negative_control_a_divisor_of_each_ranks_own_makes_other_weights(trained_by_two, trained_alone):
-    one = trained_alone[OWN_DIVISOR.steps, OWN_DIVISOR.batch_size]
+    one = trained_alone[OWN_DIVISOR.steps, OWN_DIVISOR.batch_size, OWN_DIVISOR.kind]
     assert weight_difference(one, trained_by_two[OWN_DIVISOR]) > 1e-3
 
 

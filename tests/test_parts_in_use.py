@@ -1,0 +1,142 @@
+"""A model of NeMo's parts as any other: trained and resumed, bundled, exported, heard, its frames counted."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from konkanivani.base.config import AugmentConfig, FeatureConfig, ModelConfig, TrainConfig
+from konkanivani.data.checking import training_limits
+from konkanivani.inference.bundle import bundle_bytes, read_bundle
+from konkanivani.inference.onnx_export import build_onnx, read_onnx
+from konkanivani.inference.recognizer import load_recognizer
+from konkanivani.inference.speech_model import SpeechModel
+from konkanivani.inference.verify import check_bundle, recognize_with
+from konkanivani.model.architecture import HybridArchitecture
+from konkanivani.model.front_end import FrontEnd, described
+from konkanivani.model.kernels.ctc import BLANK
+from konkanivani.recipe.build import build_run
+from konkanivani.training.checkpoint.checkpoint import read_checkpoint
+from konkanivani.training.loop import train
+from tests.conftest import TINY_MODEL, Corpus, run_folders, run_script
+from tests.laws.parts import OTHER_FEATURES, OTHER_PARTS
+from tests.starts import begin_run
+from tests.test_export import CPU, EXPORT, SHAPE, speech_model_of_shape, spoken
+
+FLAGS = (
+    *("--attention_positions", "relative", "--convolution_norm", "none", "--subsampling", "striding"),
+    *("--scaled_input", "--entry_norm", "False", "--biases", "False", "--power_guard", "added"),
+    *("--smallest_power", "5.96e-8", "--preemphasis", "0.97", "--window", "symmetric", "--edges", "zeros"),
+    *("--mel_scale", "slaney", "--deviation", "sample"),
+)
+PARTS = dataclasses.replace(OTHER_PARTS, d_model=32, subsampling_channels=8)
+SHAPES = {  # by 4, as AI4Bharat's Conformers, and by 8, as FastConformers
+    "striding": (PARTS, OTHER_FEATURES),
+    "separable": (
+        dataclasses.replace(PARTS, subsampling="separable", biases=True),
+        dataclasses.replace(OTHER_FEATURES, edges="zeros", mel_bins=128),
+    ),
+}
+
+
+def speech_model_of(shape: ModelConfig, features: FeatureConfig) -> SpeechModel:
+    """A model that learnt nothing, whose best path goes through many tokens all the same."""
+    tokenizer = speech_model_of_shape(SHAPE).tokenizer
+    torch.manual_seed(4)
+    architecture = HybridArchitecture(shape, features, tokenizer.size)
+    model = architecture.build().eval()
+    with torch.no_grad():
+        model.ctc_head.weight.mul_(2.0)
+        model.ctc_head.bias[BLANK] = -1.0
+    front_end = architecture.build_front_end(AugmentConfig())
+    return SpeechModel(architecture, model, front_end, tokenizer, CPU, 20.0, "keep")
+
+
+def test_trained_resumed_exported_and_heard(corpus: Corpus, tmp_path: Path):
+    folder = (*run_folders(tmp_path), "--max_steps", "6", "--save_steps", "3", "--num_workers", "0")
+    train(build_run(begin_run([*TINY_MODEL, *FLAGS, *corpus.flags(), *folder])))
+    whole = read_checkpoint(tmp_path / "checkpoints" / "checkpoint_last.pt")
+    (tmp_path / "again").mkdir()
+    shutil.copy(tmp_path / "checkpoints" / "checkpoint_previous.pt", tmp_path / "again" / "half.pt")
+    assert 0 < read_checkpoint(tmp_path / "again" / "half.pt").step < whole.step == 6
+    train(build_run(begin_run(["--resume", str(tmp_path / "again" / "half.pt")])))
+    again = read_checkpoint(tmp_path / "again" / "checkpoint_last.pt")
+    weights, others = whole.states["model"], again.states["model"]
+    assert again.step == 6 and all(torch.equal(tensor, others[name]) for name, tensor in weights.items())
+    assert "encoder.blocks.0.entry_norm.weight" not in weights and "encoder.blocks.1.entry_norm.weight" in weights
+
+    checkpoint, bundle = str(tmp_path / "checkpoints" / "checkpoint_last.pt"), tmp_path / "m.safetensors"
+    files = ("--bundle", str(bundle), "--onnx", str(tmp_path / "m.onnx"), "--manifest", corpus.manifest("test"))
+    done = run_script(EXPORT, "--checkpoint", checkpoint, *files)
+    assert done.returncode == 0, done.stderr
+    assert "0 of 5" in done.stdout.splitlines()[-1]
+    heard = [load_recognizer(path, device="cpu").transcribe(spoken(3.0).numpy()).text for path in (checkpoint, bundle)]
+    assert heard[0] == heard[1]
+    other = run_script("training_scripts/train_konkanivani_asr.py", "--resume", checkpoint, "--edges", "none", *folder)
+    assert other.returncode == 4 and "--edges is none here and zeros in the checkpoint" in other.stderr
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_bundles_hold_the_settings_and_are_built_from_them(kind, tmp_path):
+    wanted = speech_model_of(*SHAPES[kind])
+    (tmp_path / "a").write_bytes(bundle_bytes(wanted))
+    found = read_bundle(tmp_path / "a", CPU)
+    assert (found.architecture.model, found.architecture.features) == SHAPES[kind]
+    check_bundle(found, wanted, tmp_path / "a")
+    assert bundle_bytes(found) == (tmp_path / "a").read_bytes()
+    hear = (found.front_end, FrontEnd(FeatureConfig(), AugmentConfig()))  # the second: the negative control
+    lengths = [front_end(spoken(1.0)[None], (16_000,), None)[1] for front_end in hear]
+    assert lengths == [(wanted.architecture.framing.feature_length(16_000),), (97,)] and lengths[0] != lengths[1]
+
+
+def test_what_has_always_been_is_written_as_it_always_was():
+    data = bundle_bytes(speech_model_of_shape(SHAPE))
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    entry = json.loads(header["__metadata__"]["konkanivani"])
+    assert entry["format"] == 1 and "attention_positions" not in entry["model"]
+    assert list(described(FeatureConfig())) == [
+        *("sample_rate", "window", "mel_scale", "edges", "normalisation"),
+        *("mel_bins", "fft_samples", "window_samples", "hop_samples", "smallest_power"),
+    ]
+    told = described(OTHER_FEATURES)
+    assert "reflected" in told["edges"] and (told["preemphasis"], told["power_guard"]) == (0.97, "added")
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_onnx_files_say_what_the_model_says(kind, tmp_path):
+    speech_model = speech_model_of(*SHAPES[kind])
+    (tmp_path / "m.onnx").write_bytes(build_onnx(speech_model))
+    onnx_model, framing = read_onnx(tmp_path / "m.onnx"), speech_model.architecture.framing
+    alone = [spoken(seconds, seed) for seed, seconds in enumerate((0.41, 3.0, 1.3, 2.23, 7.001))]
+    lengths = tuple(map(len, alone))
+    waveforms = 0.3 * torch.randn(len(lengths), max(lengths) + 5000, generator=torch.Generator().manual_seed(4))
+    for row, waveform in zip(waveforms, alone, strict=True):
+        row[: len(waveform)] = waveform
+    found, encoded_lengths = onnx_model.log_probabilities(waveforms, lengths)
+    assert encoded_lengths == tuple(map(framing.encoded_length, lengths))
+    with torch.no_grad():
+        for row, waveform, length in zip(found, alone, encoded_lengths, strict=True):
+            encoded, _ = speech_model.encode(waveform[None], (len(waveform),))
+            wanted = speech_model.model.ctc_head(encoded).log_softmax(dim=-1)[0]
+            assert float((row[:length] - wanted).abs().max()) < 1e-4
+    recognize = recognize_with(speech_model)
+    texts = [recognize(waveform[None], (len(waveform),))[0] for waveform in alone]
+    assert onnx_model.recognize(waveforms, lengths) == texts and len(set(texts)) == len(texts)
+    silent, none = onnx_model.log_probabilities(waveforms[:1, :100], (100,))
+    assert none == (0,) and silent.isfinite().all()
+    assert float(onnx_model.session.get_modelmeta().custom_metadata_map["frame_seconds"]) == framing.encoder_hop / 16e3
+
+
+def test_ctc_needs_as_many_frames_as_the_subsampling_leaves():
+    """A second is 25 frames of 40 ms, and 13 of 80 ms, whose last one reaches beyond it."""
+    shapes = [TrainConfig(model=shape, features=features) for shape, features in SHAPES.values()]
+    augment = AugmentConfig(speed_perturbation=(1.0,))
+    by_4, by_8 = (training_limits(dataclasses.replace(config, augment=augment)) for config in shapes)
+    assert (int(by_4.encoder_frames(0.99)), int(by_8.encoder_frames(1.0))) == (25, 13)
+    needed = np.array([13, 14, 25, 26])
+    assert by_8.frames_missing(np.full(4, 1.0), needed).tolist() == [False, True, True, True]
+    assert by_4.frames_missing(np.full(4, 0.99), needed).tolist() == [False, False, False, True]
