@@ -10,10 +10,9 @@ from konkanivani.base.units import MIB, budget_text, peak_text
 from konkanivani.data.batching import SizeLimit
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.placement import ON_CARD, Placement
-from konkanivani.model.asr import frozen_count, parameter_count
+from konkanivani.model.asr import parameter_count
 
 STATE_BYTES = 16  # a trained parameter's weight, gradient and two moments in fp32
-FROZEN_BYTES = 4  # a frozen one's weight
 
 
 @dataclass(frozen=True)
@@ -132,5 +131,6 @@ def plan_sentences(plan: MemoryPlan, blocks: int) -> str:
 
 
 def model_state_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the model's weights, gradients and optimizer; of what is frozen, the weights alone."""
-    return STATE_BYTES * parameter_count(model) + FROZEN_BYTES * frozen_count(model)
+    """Bytes of the model's weights, gradients and optimizer; of what is frozen, the weights alone, 2 or 4 a number."""
+    frozen = sum(weight.nbytes for weight in model.parameters() if not weight.requires_grad)
+    return STATE_BYTES * parameter_count(model) + frozen

@@ -1,6 +1,5 @@
 """Composition root: every part of a run, built from its settings and the checkpoint that it begins with."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +10,12 @@ from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import Report, count, duration_words, silent
 from konkanivani.base.device import choose_device
 from konkanivani.base.distributed import Topology, agree, from_first, gather
-from konkanivani.base.errors import ResourceError
-from konkanivani.base.flags import config_from_text, config_to_text
+from konkanivani.base.errors import ResourceError, UsageError
+from konkanivani.base.flags import config_to_text
 from konkanivani.base.units import MIB, budget_text, parse_budget, peak_text
 from konkanivani.data.batching import EpochPlanner, same_size
 from konkanivani.data.dataset import TrainingSpeech
 from konkanivani.data.loader.loading import WindowStream
-from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.decoding.decode import greedy_decode
 from konkanivani.inference.pretrained import STATE
 from konkanivani.memory.budget import BudgetWatch, available_bytes, enforce_budget
@@ -25,16 +23,16 @@ from konkanivani.memory.gpu import announce_card
 from konkanivani.memory.monitor import resident_mib, set_mmap_threshold
 from konkanivani.memory.oom_history import forget_sizes, read_sizes
 from konkanivani.memory.plan import MemoryPlan, plan_sentences
-from konkanivani.model.architecture import Architecture, architecture_of
-from konkanivani.model.asr import KonkaniVaniASR, frozen_count, parameter_count
-from konkanivani.model.transfer import transfer_weights
-from konkanivani.recipe.build_step import build_forward, build_step_parts
+from konkanivani.model.architecture import Architecture
+from konkanivani.model.asr import frozen_count, parameter_count
+from konkanivani.recipe.beginning import count_steps, load_weights, settle_stages, whole_model
+from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.origin import load_base, make_origin
 from konkanivani.recipe.planning.plan import Ranks, device_costs, needs_sharding, resolve_placement, resolve_plan
 from konkanivani.recipe.run_folders import REJECTED, keep_rejected, move_aside, move_newer_aside, run_folder
 from konkanivani.recipe.speech import RunSpeech, build_speech, loader_config, more_tokens, speech_sizes
 from konkanivani.recipe.start import Start
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, Stateful, check_states, load_states
+from konkanivani.training.checkpoint.checkpoint import Stateful
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from konkanivani.training.checkpoint.trained_part import TrainedPart
 from konkanivani.training.interruption import Interruption
@@ -62,9 +60,10 @@ def build_run(start: Start, report: Report = silent) -> Run:
     if rejected and not start.resumed:
         keep_rejected(run_directory)
     speech = build_speech(start, device, rejected)
-    start, config = replace(start, config=speech.config), speech.config
     report("data", speech.sentence())
-    planner = EpochPlanner(speech.train.utterances.durations, config.window_size, config.run.seed)
+    planner = EpochPlanner(speech.train.utterances.durations, speech.config.window_size, speech.config.run.seed)
+    start = replace(start, config=settle_stages(speech.config, planner))
+    config = start.config
     step, plan = build_planned_step(start, device, speech, planner, resident_before, report)
     state = TrainState()
     stateful = stateful_parts(start, step, state)
@@ -111,12 +110,12 @@ def build_planned_step(
     sharded = choose_sharding(config, architecture, device, free, topology)
     plan = plan_memory(start, speech, architecture, device, free, sharded) if config.is_planned else None
     report("plan", _plan_sentence(config, plan, planner))
-    total_steps = min(config.run.epochs * planner.windows_per_epoch(), config.run.max_steps or sys.maxsize)
     placement = (
         plan.placement
         if plan
         else resolve_placement(config, architecture, device, Ranks(topology.world, sharded), lambda _: True)
     )
+    total_steps = count_steps(config, planner)
     step = build_step_parts(
         config, architecture, device, total_steps, topology=topology, sharded=sharded, placement=placement
     )
@@ -125,13 +124,6 @@ def build_planned_step(
         if whole is not step.model:
             FullState(step.model, topology).load_state_dict(whole.state_dict())
     return (keep_to_plan(step, plan, resident_before) if plan else step), plan
-
-
-def whole_model(start: Start, step: StepParts) -> torch.nn.Module:
-    """The step's model, or where that is sharded a whole one of the same architecture on the CPU."""
-    if not is_sharded(step.model):
-        return step.model
-    return build_forward(start.config, step.architecture, torch.device("cpu")).model
 
 
 def stateful_parts(start: Start, step: StepParts, state: TrainState) -> Mapping[str, Stateful]:
@@ -147,24 +139,6 @@ def stateful_parts(start: Start, step: StepParts, state: TrainState) -> Mapping[
         "progress": state,
         "splits": step.splits,
     }
-
-
-def load_weights(
-    start: Start,
-    tokenizer: Vocabulary,
-    planner: EpochPlanner,
-    step: StepParts,
-    state: TrainState,
-    stateful: Mapping[str, Stateful],
-) -> None:
-    """Loads what the run goes on from, or the weights that it begins with, where it names a checkpoint."""
-    if start.resumed:
-        check_states(start.resumed, {*stateful, "plan", "corpus"})
-        forgotten = {"splits"} if start.config.memory.replan else set()
-        load_states(start.resumed, {name: part for name, part in stateful.items() if name not in forgotten})
-        _fit_cursor(state, start.resumed, planner)
-    if start.initial:
-        _take_weights(start.initial, stateful["model"], whole_model(start, step), tokenizer)
 
 
 def take_checkpoint_folder(start: Start, run_directory: Path | None) -> Checkpointer:
@@ -197,11 +171,17 @@ def choose_sharding(
     config: TrainConfig, architecture: Architecture, device: torch.device, free: int, topology: Topology
 ) -> bool:
     """Whether weights, gradients and optimizer are sharded over the ranks, as --shard says."""
-    if topology.is_alone or config.memory.shard != "auto":
-        return not topology.is_alone and config.memory.shard == "always"
-    budget = config.memory.memory_budget
-    budget = parse_budget(budget) if budget else free
-    return from_first(topology, lambda: needs_sharding(architecture, device_costs(device), budget))
+    is_asked, tuning = config.memory.shard == "always", config.tuning
+    if topology.is_alone or config.memory.shard == "never":
+        return False
+    budget = parse_budget(config.memory.memory_budget) if config.memory.memory_budget else free
+    sharded = is_asked or from_first(topology, lambda: needs_sharding(architecture, device_costs(device), budget))
+    if sharded and (tuning.freeze_steps or tuning.frozen_dtype == "half"):
+        raise UsageError(
+            "--freeze_steps and --frozen_dtype half are for weights that each rank has whole, and these are sharded: "
+            "give --freeze_steps 0 and --frozen_dtype fp32, or --shard never."
+        )
+    return sharded
 
 
 def plan_memory(
@@ -249,26 +229,6 @@ def make_run_directory(config: TrainConfig) -> Path:
             f"The log folder {directory} cannot be made: {error.strerror}. Give another --log_dir."
         ) from None
     return directory
-
-
-def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner) -> None:
-    """Begins the epoch again where the data is not what the cursor was counted in."""
-    if checkpoint.plan_digest != planner.digest() and state.window:
-        print(
-            f"The training data or its order has changed since the checkpoint: epoch {state.epoch + 1} begins again.",
-            flush=True,
-        )
-        state.begin_epoch()
-
-
-def _take_weights(initial: Checkpoint, stateful: Stateful, whole: KonkaniVaniASR, tokenizer: Vocabulary) -> None:
-    """Takes what fits of a checkpoint's weights into the whole model, and the part `stateful` takes that model's."""
-    config = config_from_text(initial.config)
-    _, weights = architecture_of(config, initial.vocab_size).plain(initial.states["model"])
-    transfer = transfer_weights(whole, weights, config.model, initial.tokenizer == tokenizer.model)
-    if stateful is not whole:
-        stateful.load_state_dict(whole.state_dict())
-    print(f"Weights from the checkpoint of step {initial.step}:\n{transfer.summary()}", flush=True)
 
 
 def _plan_sentence(config: TrainConfig, plan: MemoryPlan | None, planner: EpochPlanner) -> str:

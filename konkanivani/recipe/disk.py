@@ -79,7 +79,7 @@ def checkpoint_bytes(architecture: Architecture) -> int:
     tensors = [*model.parameters(), *model.buffers()]
     if architecture.has_base:
         tensors = [tensor for tensor in tensors if tensor.requires_grad]
-    return moments + sum(4 * tensor.numel() + 4 * RECORD_BYTES for tensor in tensors) + SETTINGS_BYTES
+    return moments + sum(tensor.nbytes + 4 * RECORD_BYTES for tensor in tensors) + SETTINGS_BYTES
 
 
 def free_disk(folder: Path) -> int:

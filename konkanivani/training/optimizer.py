@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.optim.adamw import adamw
 
-from konkanivani.base.config import AUTO, OptimizerConfig
+from konkanivani.base.config import AUTO, OptimizerConfig, TuningConfig
 from konkanivani.base.errors import CheckpointError
-from konkanivani.model.asr import trained_parameters
+from konkanivani.model.adapters import OVER_TOKENS
 
 MAX_WARMUP_STEPS = 500
+WHOLE = TuningConfig()  # of a model of which all is trained alike
+Group = dict[str, Any]  # of parameters, laid out as torch's optimizers have it
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -44,20 +47,16 @@ class AdamW:
     as a GradScaler expects it.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], learning_rate: float, weight_decay: float) -> None:
-        matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
-        others = [parameter for parameter in parameters if parameter.dim() < 2]
-        self.param_groups = [
-            {"params": matrices, "lr": learning_rate, "weight_decay": weight_decay},
-            {"params": others, "lr": learning_rate, "weight_decay": 0.0},
-        ]
+    def __init__(self, groups: list[Group]) -> None:
+        self.param_groups = groups
         self.state = {
             parameter: {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
                 "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
             }
-            for parameter in (*matrices, *others)
+            for group in groups
+            for parameter in group["params"]
         }
 
     @torch.no_grad()
@@ -91,15 +90,47 @@ class AdamW:
             parameter.grad = None
 
 
-def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> AdamW:
+def build_optimizer(model: torch.nn.Module, config: OptimizerConfig, tuning: TuningConfig = WHOLE) -> AdamW:
     """AdamW over the parameters of `model` that are trained."""
-    return AdamW(trained_parameters(model), config.learning_rate, config.weight_decay)
+    return AdamW(parameter_groups(model, config, tuning))
 
 
-def set_learning_rate(optimizer: AdamW, rate: float) -> None:
-    """Gives every parameter group the rate of the coming update."""
+def parameter_groups(model: torch.nn.Module, config: OptimizerConfig, tuning: TuningConfig) -> list[Group]:
+    """The trained parameters of `model`, matrices with weight decay before others without, by what their rate is.
+
+    `factor` is what the schedule's rate is multiplied by; what is `later` stands still while the head is trained alone.
+    """
+    later, groups = set(later_parameters(model)), {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            factor = tuning.encoder_factor if name.startswith("encoder.") else 1.0
+            is_later = bool(tuning.freeze_steps) and parameter in later
+            groups.setdefault((factor, is_later, parameter.dim() < 2), []).append(parameter)
+    rate, decay = config.learning_rate, config.weight_decay
+    return [
+        {"params": found, "lr": rate, "weight_decay": 0.0 if is_flat else decay, "factor": factor, "later": is_later}
+        for (factor, is_later, is_flat), found in sorted(groups.items(), key=lambda pair: pair[0][::-1])
+    ]
+
+
+def later_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The trained parameters that are no head's: what --freeze_steps leaves as it is at first."""
+    named = model.named_parameters()
+    return [weight for name, weight in named if weight.requires_grad and not name.startswith(OVER_TOKENS)]
+
+
+def begun_share(config: OptimizerConfig, tuning: TuningConfig, step: int, total_steps: int) -> float:
+    """What later parameters' rates are of what they will be: they warm up when they begin, as long as the others do."""
+    first = tuning.freeze_steps or 0
+    if not first:
+        return 1.0
+    return min(1.0, max(0, step + 1 - first) / resolve_warmup(config, total_steps))
+
+
+def set_learning_rate(optimizer: AdamW, rate: float, begun: float = 1.0) -> None:
+    """Gives every parameter group its rate of the coming update; `begun` is the share of those that are later."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group["factor"] * (begun if group["later"] else 1.0)
 
 
 class OptimizerState:
