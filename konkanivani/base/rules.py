@@ -264,6 +264,11 @@ def _tuning_rules(config: TrainConfig) -> list[Rule]:
             "--frozen_dtype half is for weights that stay as they are: give --freeze, --train_layers or --lora_rank",
         ),
         (0 <= tuning.lora_rank <= 1024, "--lora_rank must be between 0 and 1024"),
+        (
+            tuning.lora_rank == 0 or tuning.new_tokenizer or not tuning.freeze_steps,
+            "--freeze_steps trains the head alone at first, which --lora_rank keeps: leave it out, or give "
+            "--new_tokenizer",
+        ),
         (tuning.lora_alpha >= 0, "--lora_alpha must be at least 0"),
         (
             tuning.lora_rank == 0 or (tuning.freeze == "none" and tuning.train_layers is None),

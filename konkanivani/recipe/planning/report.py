@@ -315,7 +315,7 @@ def _tokens_per_second(config: TrainConfig) -> int:
 
 
 def _name(config: TrainConfig) -> str:
-    return config.run.preset if config.pretrained.pretrained is None else config.pretrained.pretrained
+    return config.pretrained.pretrained or config.run.init_from or config.run.preset
 
 
 def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int) -> str:
@@ -324,8 +324,10 @@ def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int) -> str
     pairs = zip(settings_of(config), settings_of(TrainConfig()), strict=True)
     asked = [one for one, default in pairs if one.group in ("pretrained", "tuning") and one.value != default.value]
     words = ["--preset", config.run.preset] if config.pretrained.pretrained is None else []
+    words = ["--init_from", config.run.init_from] if config.run.init_from else words
     for setting in asked:
-        words += [f"--{setting.name}", *map(str, setting.value if setting.name == "lora_targets" else [setting.value])]
+        values = setting.value if isinstance(setting.value, tuple) else [setting.value]
+        words += [f"--{setting.name}", *(str(value) for value in values if value is not True)]
     words += ["--memory_budget", budget_text(budget)]
     words += ["--batch_size", "auto", "--effective_batch_size", str(config.window_size)]
     words += ["--gradient_checkpointing", "auto", "--max_duration", f"{longest:g}"]
