@@ -18,8 +18,8 @@ from konkanivani.memory.planner import ALWAYS, NEVER, Planner, plan_bucket
 from konkanivani.memory.tracer import BatchShape
 from konkanivani.memory.traces import Traces
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.planning.plan import check_state
 from konkanivani.recipe.planning.report import plan_budget, plan_presets
+from konkanivani.recipe.planning.state import check_state
 from tests.conftest import TINY_MODEL, run_script
 from tests.patience import PATIENCE
 from tests.tracers import ONLY_TENSORS, traces_of

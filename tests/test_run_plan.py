@@ -16,12 +16,14 @@ from konkanivani.data.batch import Speech
 from konkanivani.data.batching import SizeLimit, cut_window
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.budget import BudgetWatch, available_bytes
+from konkanivani.memory.devices import cpu_costs
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.planning import plan as run_plan
 from konkanivani.recipe.planning import tracing
 from konkanivani.recipe.planning.plan import bucket_edges
+from konkanivani.recipe.planning.ranks import ONE_RANK
 from konkanivani.recipe.train import is_rehearsed
 from konkanivani.training import rehearsal
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
@@ -124,7 +126,7 @@ def test_a_smaller_budget_cuts_smaller_and_then_recomputes(corpus, tmp_path):
     auto = ("--batch_size", "auto", "--gradient_checkpointing", "auto", "--max_steps", "1", *deep)
     roomy = built(corpus, tmp_path / "roomy", *auto, "--memory_budget", "480MiB")
     config = parse_flags([*TINY_MODEL, *deep])
-    one = tracing.build_tracer(config, architecture_of(config, 30), run_plan.cpu_costs())
+    one = tracing.build_tracer(config, architecture_of(config, 30), cpu_costs())
     longest = roomy.plan.buckets[-1]
     needed = one.trace(run_plan.BatchShape(1, longest.seconds, longest.tokens), run_plan.RecomputePolicy.first(1))
     tight_budget = f"{(needed.bytes + one.costs.workspace) // 1024 + 1}KiB"
@@ -181,7 +183,7 @@ def test_a_resumed_run_reuses_its_plan_and_replan_makes_a_new_one(corpus, tmp_pa
 def test_a_plan_holds_while_all_that_it_depends_on_does(flag, value, matters):
     def conditions(*more: str) -> int:
         given = parse_flags(["--batch_size", "auto", "--memory_budget", "480MiB", *more])
-        return run_plan.plan_conditions(given, architecture_of(given, 30), torch.device("cpu"), run_plan.ONE_RANK)
+        return run_plan.plan_conditions(given, architecture_of(given, 30), torch.device("cpu"), ONE_RANK)
 
     other = conditions(f"--{flag}", *([value] if value else []))
     assert (other != conditions()) is matters

@@ -17,7 +17,8 @@ from konkanivani.memory.traces import Traces
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.planning import plan as run_plan
 from konkanivani.recipe.planning import tracing
-from konkanivani.recipe.planning.report import PlanRequest, _answer, _validation_peak
+from konkanivani.recipe.planning.report import answer
+from konkanivani.recipe.planning.request import PlanRequest, peak_of_validation
 from tests.conftest import TINY_MODEL, Corpus, run_folders
 from tests.starts import begin_run
 
@@ -122,15 +123,15 @@ def test_a_second_question_to_the_planner_is_answered_without_a_trace(tmp_path, 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = resolve(TrainConfig(model=SMALL))
     request = PlanRequest(config, cpu_costs(), 312 * MIB, "always")
-    first = _answer(request), _validation_peak(request)
+    first = answer(request), peak_of_validation(request)
 
     def no_tracing(*_):
         raise AssertionError("it traces")
 
     monkeypatch.setattr(tracing, "build_tracer", no_tracing)
-    assert (_answer(request), _validation_peak(request)) == first
+    assert (answer(request), peak_of_validation(request)) == first
     with pytest.raises(AssertionError, match="it traces"):  # the negative control
-        _answer(dataclasses.replace(request, budget=311 * MIB))
+        answer(dataclasses.replace(request, budget=311 * MIB))
 
 
 def test_without_a_home_nothing_is_kept(corpus, tmp_path, monkeypatch):

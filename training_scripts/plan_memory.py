@@ -72,7 +72,7 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
     if flags.train.pretrained.pretrained is not None:
         check_pretrained(flags)
     print(f"Tracing steps of training without data: {HOW_LONG}.", file=sys.stderr, flush=True)
-    from konkanivani.recipe.planning.plan import choose_ranks
+    from konkanivani.recipe.planning.ranks import choose_ranks
     from konkanivani.recipe.planning.report import plan_budget, plan_presets
 
     costs = cpu_costs()

@@ -18,7 +18,7 @@ from konkanivani.memory.monitor import MIB, reset_peak_resident, resident_mib, s
 from konkanivani.memory.tracer import BatchShape
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.recipe.planning.plan import device_costs
+from konkanivani.recipe.planning.state import device_costs
 from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step

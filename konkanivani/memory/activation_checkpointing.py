@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from konkanivani.base.randomness import derive_seed, dropout_generator, dropout_seed
-from konkanivani.memory.placement import PlacedBlock
+from konkanivani.memory.weights.placement import PlacedBlock
 from konkanivani.model.kernels.recompute import run_recomputed
 
 ALL_BLOCKS = sys.maxsize

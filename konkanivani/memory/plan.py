@@ -9,7 +9,7 @@ from konkanivani.base.errors import CheckpointError
 from konkanivani.base.units import MIB, budget_text, peak_text
 from konkanivani.data.batching import SizeLimit
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.placement import ON_CARD, Placement
+from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.asr import parameter_count
 
 STATE_BYTES = 16  # a trained parameter's weight, gradient and two moments in fp32
@@ -84,7 +84,7 @@ class MemoryPlan:
             "validation_seconds": self.validation_seconds,
             "peaks": [self.forward, self.backward, self.update, self.validation],
             "at_once": self.at_once,
-            "placement": [self.placement.fetched, self.placement.halved, self.host],
+            "placement": [self.placement.fetched, self.placement.halved, self.host, self.placement.ahead],
         }
 
 
@@ -96,14 +96,14 @@ def read_plan(state: Mapping[str, object]) -> MemoryPlan:
             for seconds, tokens, utterances, blocks, peak in state["buckets"]
         )
         peaks = [int(peak) for peak in state["peaks"]]
-        fetched, halved, host = state.get("placement", (0, False, 0))
+        fetched, halved, host, ahead = state.get("placement", (0, False, 0, False))
         plan = MemoryPlan(
             *(int(state[name]) for name in ("conditions", "budget", "context")),
             buckets,
             float(state["validation_seconds"]),
             *peaks,
             at_once=int(state.get("at_once", 1)),  # a checkpoint of before there was a choice
-            placement=Placement(int(fetched), bool(halved)),
+            placement=Placement(int(fetched), bool(halved), bool(ahead)),
             host=int(host),
         )
     except (KeyError, TypeError, ValueError):

@@ -10,7 +10,7 @@ from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import Report, count, duration_words, silent
 from konkanivani.base.device import choose_device
 from konkanivani.base.distributed import Topology, agree, from_first, gather
-from konkanivani.base.errors import ResourceError, UsageError
+from konkanivani.base.errors import UsageError
 from konkanivani.base.flags import config_to_text
 from konkanivani.base.units import MIB, budget_text, parse_budget, peak_text
 from konkanivani.data.batching import EpochPlanner, same_size
@@ -28,8 +28,10 @@ from konkanivani.model.asr import frozen_count, parameter_count
 from konkanivani.recipe.beginning import count_steps, load_weights, settle_stages, whole_model
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.origin import load_base, make_origin
-from konkanivani.recipe.planning.plan import Ranks, device_costs, needs_sharding, resolve_placement, resolve_plan
-from konkanivani.recipe.run_folders import REJECTED, keep_rejected, move_aside, move_newer_aside, run_folder
+from konkanivani.recipe.planning.plan import resolve_placement, resolve_plan
+from konkanivani.recipe.planning.ranks import Ranks, needs_sharding
+from konkanivani.recipe.planning.state import device_costs
+from konkanivani.recipe.run_folders import REJECTED, keep_rejected, make_run_directory, move_aside, move_newer_aside
 from konkanivani.recipe.speech import RunSpeech, build_speech, loader_config, more_tokens, speech_sizes
 from konkanivani.recipe.start import Start
 from konkanivani.training.checkpoint.checkpoint import Stateful
@@ -54,7 +56,7 @@ def build_run(start: Start, report: Report = silent) -> Run:
     """
     topology, resident_before, device = start.topology, resident_mib(), choose_device(start.config.run.device)
     announce_card(device)
-    run_directory = make_run_directory(start.config) if topology.is_first else None
+    run_directory = make_run_directory(start.config.run) if topology.is_first else None
     # A dry run lists nowhere what it leaves out; a run keeps an earlier one's list.
     rejected = None if run_directory is None or start.config.run.dry_run else run_directory / REJECTED
     if rejected and not start.resumed:
@@ -217,18 +219,6 @@ def keep_to_plan(step: StepParts, plan: MemoryPlan, resident_before: float) -> S
     enforce_budget(device, plan.budget, plan.context)
     step = step.recomputing(plan.recompute_policy())
     return replace(step, forward=replace(step.forward, at_once=plan.at_once))
-
-
-def make_run_directory(config: TrainConfig) -> Path:
-    """The run's log folder, made."""
-    directory = run_folder(config.run)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ResourceError(
-            f"The log folder {directory} cannot be made: {error.strerror}. Give another --log_dir."
-        ) from None
-    return directory
 
 
 def _plan_sentence(config: TrainConfig, plan: MemoryPlan | None, planner: EpochPlanner) -> str:

@@ -11,8 +11,8 @@ from konkanivani.base.distributed import ALONE, Topology
 from konkanivani.base.randomness import derive_seed
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
-from konkanivani.memory.placement import HOST, ON_CARD, PlacedWeights, Placement
 from konkanivani.memory.recovery import OomHistory
+from konkanivani.memory.weights.placement import HOST, ON_CARD, PlacedWeights, Placement
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.training.forward import ForwardPass

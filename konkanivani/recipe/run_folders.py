@@ -163,3 +163,15 @@ def _copy_aside(run_directory: Path) -> Path | None:
             f"The log in {run_directory} cannot be copied to {aside}: {error.strerror or error}. Free space there."
         ) from None
     return aside
+
+
+def make_run_directory(run: RunConfig) -> Path:
+    """The run's log folder, made."""
+    directory = run_folder(run)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResourceError(
+            f"The log folder {directory} cannot be made: {error.strerror}. Give another --log_dir."
+        ) from None
+    return directory

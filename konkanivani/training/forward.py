@@ -11,8 +11,8 @@ from konkanivani.base.lengths import CHUNK_FRAMES
 from konkanivani.data.batch import Batch, order_for_concurrency, split_batch
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
-from konkanivani.memory.placement import PlacedWeights
 from konkanivani.memory.recovery import Cut
+from konkanivani.memory.weights.placement import PlacedWeights
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import ASROutput, KonkaniVaniASR
 from konkanivani.model.blocks import BlockRunner

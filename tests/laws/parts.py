@@ -10,7 +10,7 @@ from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, same_size
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.live_bytes import LiveBytes
-from konkanivani.memory.placement import ON_CARD, Placement
+from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.parts import StepParts

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from konkanivani.decoding.decode import Decode
-from konkanivani.memory import placement as placements
-from konkanivani.memory.placement import ON_CARD, Placement
+from konkanivani.memory.weights import placement as placements
+from konkanivani.memory.weights.fetching import Fetcher
+from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.training.optimizer import set_learning_rate
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
@@ -20,7 +21,8 @@ from tests.laws.failing import ERRORS, above, failing_forward
 from tests.laws.parts import MODEL, double_parts, speeches, window, with_dropout
 from tests.whisper.parts import MODES, whisper_config, whisper_parts
 
-ALL, SOME = Placement(fetched=99), Placement(fetched=2)
+ALL, SOME, AHEAD = Placement(fetched=99), Placement(fetched=2), Placement(fetched=99, ahead=True)
+BOTH = Placement(fetched=2, halved=True)
 HALVED = Placement(halved=True)
 
 
@@ -52,20 +54,20 @@ def whisper_in_half(mode: str, placement: Placement) -> StepParts:
 
 
 @pytest.mark.parametrize("recompute", ["always", "never"])
-@pytest.mark.parametrize("placement", [SOME, ALL], ids=["some", "all"])
+@pytest.mark.parametrize("placement", [SOME, ALL, AHEAD], ids=["some", "all", "ahead"])
 def test_our_own_fetched(placement: Placement, recompute: str) -> None:
     assert not differing(weights_after(ours(ON_CARD, recompute)), weights_after(ours(placement, recompute)))
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("placement", [SOME, ALL], ids=["some", "all"])
+@pytest.mark.parametrize("placement", [SOME, ALL, AHEAD], ids=["some", "all", "ahead"])
 def test_whisper_fetched(mode: str, placement: Placement) -> None:
     on_card, fetched = (weights_after(whisper_parts(mode, placement=place)) for place in (ON_CARD, placement))
     assert not differing(on_card, fetched)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("placement", [ALL, HALVED, Placement(2, halved=True)], ids=["all", "halved", "some, halved"])
+@pytest.mark.parametrize("placement", [ALL, AHEAD, HALVED, BOTH], ids=["all", "ahead", "halved", "both"])
 def test_whisper_in_half_precision(mode: str, placement: Placement) -> None:
     on_card, away = (weights_after(whisper_in_half(mode, place), dtype=torch.float32) for place in (ON_CARD, placement))
     assert not differing(on_card, away)
@@ -87,9 +89,21 @@ def test_halves_that_are_never_refreshed_are_seen() -> None:
 
 def test_gradients_that_do_not_come_home_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: fetched weights that autograd knows nothing of."""
-    brought = placements.PlacedWeights._brought
-    monkeypatch.setattr(placements.PlacedWeights, "_brought", lambda self, weight: brought(self, weight.detach()))
+    monkeypatch.setattr(placements.PlacedWeights, "_in_place_of", lambda self, master, copy: copy)
     assert differing(weights_after(ours(ON_CARD)), weights_after(ours(ALL)))
+
+
+def test_what_came_ahead_and_is_never_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a block that was brought before an update, and is worked with after it."""
+    monkeypatch.setattr(Fetcher, "forget", lambda self: None)
+    monkeypatch.setattr(Fetcher, "bring", bring_once)
+    assert differing(weights_after(ours(ON_CARD)), weights_after(ours(AHEAD)))
+
+
+def bring_once(self: Fetcher, number: int) -> dict[str, torch.Tensor]:
+    """What was brought first, again."""
+    kept = self.__dict__.setdefault("kept", {})
+    return kept.setdefault(number, self._start(number).weights)
 
 
 def test_no_update_is_lost_where_halves_cannot_hold_it() -> None:

@@ -17,7 +17,7 @@ from konkanivani.base.config import (
 )
 from konkanivani.base.distributed import ALONE, Topology
 from konkanivani.data.batch import Window
-from konkanivani.memory.placement import ON_CARD, Placement
+from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.folder import DIMENSIONS, TWINS, name_in_file
 from konkanivani.model.whisper.network import Whisper

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.measuring.faults.effort import Effort, FaultTable
 from konkanivani.base.config import PRESETS, TrainConfig
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.planning.plan import Ranks, traffic_bytes
+from konkanivani.recipe.planning.ranks import Ranks, traffic_bytes
 from tests.laws.ranks import start_and_wait
 
 UTTERANCES = 32

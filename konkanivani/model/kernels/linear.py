@@ -13,8 +13,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from konkanivani.model.kernels.matmul import fast_linear, weight_gradient
-from konkanivani.model.kernels.precision import in_own_precision
+from konkanivani.model.kernels.matmul import fast_linear, in_own_precision, weight_gradient
 
 Backward = tuple[torch.Tensor | None, ...]
 Activation = Callable[[torch.Tensor], torch.Tensor]

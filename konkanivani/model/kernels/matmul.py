@@ -7,13 +7,16 @@ M rows, K inputs, N outputs.
 """
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 HAS_OPERATOR = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # PyTorch's own, without a public name
 MIN_ROWS = 64  # with fewer, laying out the matrix for oneDNN takes as long as it saves
+Gradients = Any  # what autograd takes: one, or a tuple of which each may be None
 
 
 def fast_linear(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -49,3 +52,21 @@ def _is_onednn_faster() -> bool:
         return False
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text(encoding="utf-8", errors="replace")
+
+
+def in_own_precision(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
+    """A Function's `backward` in the precision of what it is given, whether or not it is called inside of autocast.
+
+    PyTorch advises against calling it there, and does not refuse it: every product of fp32 would be rounded to bf16,
+    and on a CPU a convolution of ours in bf16 may never end (depthwise.py).
+    """
+
+    @functools.wraps(backward)
+    def unsurrounded(ctx: Any, *gradients: torch.Tensor) -> Gradients:
+        device = gradients[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return backward(ctx, *gradients)
+        with torch.autocast(device, enabled=False):
+            return backward(ctx, *gradients)
+
+    return unsurrounded

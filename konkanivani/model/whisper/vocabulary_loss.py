@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from konkanivani.model.kernels.matmul import fast_linear, weight_gradient
-from konkanivani.model.kernels.precision import in_own_precision
+from konkanivani.model.kernels.matmul import fast_linear, in_own_precision, weight_gradient
 from konkanivani.model.losses import TARGET_PADDING
 
 SLICE_NUMBERS = 2**21  # logits at a time: 8 MiB in fp32

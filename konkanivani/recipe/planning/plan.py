@@ -9,44 +9,28 @@ from functools import partial
 import numpy as np
 import torch
 
-from konkanivani.base.config import AUTO, PRESETS, TextConfig, TrainConfig
+from konkanivani.base.config import AUTO, TrainConfig
 from konkanivani.base.console import count
-from konkanivani.base.distributed import BUCKET_BYTES
 from konkanivani.base.errors import ResourceError, UsageError
-from konkanivani.base.units import MIB, budget_text, parse_budget, peak_text
+from konkanivani.base.units import budget_text, parse_budget, peak_text
 from konkanivani.data.utterance import Utterance
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.budget import available_bytes
-from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
-from konkanivani.memory.gpu import measure_context
-from konkanivani.memory.placement import ON_CARD, Placement, choose_placement
-from konkanivani.memory.plan import STATE_BYTES, BucketPlan, MemoryPlan, model_state_bytes, read_plan
+from konkanivani.memory.devices import DeviceCosts
+from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
 from konkanivani.memory.planner import ALWAYS, NEVER, Planner, plan_bucket
 from konkanivani.memory.tracer import BatchShape
-from konkanivani.model.architecture import Architecture, architecture_of
-from konkanivani.model.asr import parameter_count
+from konkanivani.memory.weights.placement import ON_CARD, Placement, choose_placement
+from konkanivani.model.architecture import Architecture
 from konkanivani.recipe.build_step import choose_at_once, memory_conditions
-from konkanivani.recipe.origin import planned_architecture
+from konkanivani.recipe.planning.ranks import Ranks, costs_per_rank
+from konkanivani.recipe.planning.state import check_host, check_state, device_costs, has_room, state_bytes
 from konkanivani.recipe.planning.tracing import kept_traces
-from konkanivani.training.sharding import bytes_per_rank
 
 BUCKET_RATIO = 0.7  # of the longest utterances of neighbouring buckets
 MAX_BUCKETS = 8
 # Longer micro-batches only cost a CPU more padding (4 x 2 beats 1 x 8: docs/performance.md); a GPU is the faster the
 # fuller it is.
 MAX_CPU_SECONDS = 24.0
-LATER_KERNELS = 64 * MIB  # the driver loads a library's kernels when they are first used
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """How many train together, and whether the model's state is sharded over them."""
-
-    world: int = 1
-    sharded: bool = False
-
-
-ONE_RANK = Ranks()
 
 
 @dataclass(frozen=True)
@@ -92,7 +76,7 @@ def resolve_plan(
         at_once = choose_at_once(config, device, ranks.sharded) if placement.is_on_card else 1
         if at_once > 1:
             side_by_side = _plan_buckets(config, Planner(traces, budget, rate, at_once), conditions, train, validation)
-            if _has_room(side_by_side, plan, is_asked_for=config.data.micro_batches_at_once != AUTO):
+            if _has_room_for_two(side_by_side, plan, is_asked_for=config.data.micro_batches_at_once != AUTO):
                 plan = side_by_side
     _check_every_utterance_fits(plan.buckets, train, config, budget)
     check_host(plan.host, config, costs, placement)
@@ -116,7 +100,7 @@ def resolve_placement(
     if asked == AUTO and (ranks.world > 1 or device.type == "cpu"):
         return ON_CARD
     blocks = len(architecture.build_without_values().blocks)
-    return choose_placement(asked, blocks, config.memory.mixed_precision, fits)
+    return choose_placement(asked, blocks, config.memory.mixed_precision, device.type == "cuda", fits)
 
 
 def _fits(
@@ -127,30 +111,16 @@ def _fits(
     train: SpeechSizes,
     placement: Placement,
 ) -> bool:
-    """Whether the longest utterance trains alone within the budget, as much recomputed as may be."""
+    """Whether the longest utterance trains alone, as much recomputed as may be."""
     if placement.is_on_card and state_bytes(architecture) + costs.beside > budget:
         return False
     longest = BatchShape(1, bucket_edges(train.seconds)[-1], int(train.tokens.max()))
     policy = NEVER if config.memory.gradient_checkpointing == "never" else ALWAYS
     with kept_traces(config, architecture, costs, placement) as traces:
-        return Planner(traces, budget, 1.0).peak(longest, policy) <= budget
+        return has_room(Planner(traces, budget, 1.0).phases(longest, policy), config, costs, budget, placement)
 
 
-def check_host(host: int, config: TrainConfig, costs: DeviceCosts, placement: Placement) -> None:
-    """A ResourceError where `host`, bytes on the host beside a card, is more than may be taken there."""
-    asked = config.memory.host_budget
-    if not costs.is_cuda or placement.is_on_card:
-        return
-    most = parse_budget(asked) if asked else available_bytes(torch.device("cpu"))
-    if host > most:
-        raise ResourceError(
-            f"The weights, gradients and optimizer that lie on the host take {peak_text(host)}, more than the "
-            f"{budget_text(most)} of {'--host_budget' if asked else 'memory that are free'}. "
-            "Give --lora_rank 32 or --freeze encoder, a smaller model, or close other programs."
-        )
-
-
-def _has_room(side_by_side: MemoryPlan, plan: MemoryPlan, is_asked_for: bool) -> bool:
+def _has_room_for_two(side_by_side: MemoryPlan, plan: MemoryPlan, is_asked_for: bool) -> bool:
     """Whether micro-batches fit side by side; unless it is asked for, without a block more that is recomputed."""
     if not all(bucket.utterances for bucket in side_by_side.buckets):
         return False
@@ -162,81 +132,6 @@ def plan_conditions(config: TrainConfig, architecture: Architecture, device: tor
     """A number that changes with everything that a plan depends on, but the data."""
     asked = config.data.batch_size, config.window_size, config.data.validation_batch_seconds
     return zlib.crc32(repr((memory_conditions(config, architecture, device), asked, ranks)).encode())
-
-
-def costs_per_rank(costs: DeviceCosts, architecture: Architecture, ranks: Ranks) -> DeviceCosts:
-    """What training takes beside the tensors of a model on one device where it is one of these ranks.
-
-    The bucket in which gradients are summed over ranks more, or, where the state is sharded, the others' less.
-    """
-    if ranks.world == 1:
-        return costs
-    model = architecture.build_without_values()
-    whole = parameter_count(model)
-    more = bytes_per_rank(model, ranks.world) - STATE_BYTES * whole if ranks.sharded else min(4 * whole, BUCKET_BYTES)
-    return dataclasses.replace(costs, among_ranks=more)
-
-
-def choose_ranks(config: TrainConfig, costs: DeviceCosts, budget: int, world: int) -> Ranks:
-    """So many ranks of one budget each, the state sharded over them as --shard says."""
-    shard, architecture = config.memory.shard, planned_architecture(config)
-    sharded = shard == "always" or (shard == "auto" and needs_sharding(architecture, costs, budget))
-    return Ranks(world, sharded and world > 1)
-
-
-def traffic_bytes(architecture: Architecture, ranks: Ranks) -> int:
-    """Bytes in fp32 that one rank sends: a step, or, where the state is sharded over the ranks, a micro-batch.
-
-    A sum over N ranks sends each number 2 (N - 1) / N times, half to sum it and half to hand it round (Patarasuk and
-    Yuan, 2009); sharded weights go round for the forward and for the backward pass, and gradients are summed only: 3
-    halves, but what lies between the blocks goes round once.
-    """
-    model = architecture.build_without_values()
-    whole, blocks = parameter_count(model), sum(map(parameter_count, model.blocks))
-    halves = 3 * blocks + 2 * (whole - blocks) if ranks.sharded else 2 * whole
-    return 4 * halves * (ranks.world - 1) // ranks.world
-
-
-def needs_sharding(architecture: Architecture, costs: DeviceCosts, budget: int) -> bool:
-    """Whether a rank cannot hold the whole state of the model in its budget: what --shard auto asks."""
-    return state_bytes(architecture) + costs.beside > budget
-
-
-def device_costs(device: torch.device) -> DeviceCosts:
-    """What training takes on this device beside its tensors; the context as the driver tells it, where it does."""
-    if device.type == "cpu":
-        return cpu_costs()
-    context = measure_context(device)
-    context = None if context is None else context + LATER_KERNELS
-    return cuda_costs(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), context)
-
-
-def check_state(config: TrainConfig, architecture: Architecture, costs: DeviceCosts, budget: int) -> None:
-    """A ResourceError where the model's state alone, gradients included, is beyond the budget."""
-    state, beside = state_bytes(architecture) + costs.among_ranks, costs.workspace + costs.context
-    if state + beside > budget:
-        raise ResourceError(
-            f"The weights, gradients and optimizer of this model take {state / MIB:.0f} MiB before any audio, and "
-            f"{costs.name} takes {beside / MIB:.0f} MiB for itself: more than the budget of {budget / MIB:.0f} MiB. "
-            f"{_largest_preset(config, budget - beside)}"
-        )
-
-
-def state_bytes(architecture: Architecture) -> int:
-    """Bytes of the model's weights, gradients and optimizer."""
-    return model_state_bytes(architecture.build_without_values())
-
-
-def _largest_preset(config: TrainConfig, room: int) -> str:
-    """A sentence about the largest preset whose state is within the room."""
-    if config.pretrained.pretrained is not None:
-        return "Give --freeze encoder or --lora_rank 32, a smaller model, or a larger budget."
-    for name, shape in PRESETS.items():
-        architecture = architecture_of(dataclasses.replace(config, model=shape), TextConfig().vocab_size)
-        state = state_bytes(architecture)
-        if state <= room:
-            return f"Give --preset {name}, which takes {state / MIB:.0f} MiB, or a larger budget."
-    return "No preset is small enough. Give a larger budget."
 
 
 def bucket_edges(seconds: np.ndarray) -> list[float]:

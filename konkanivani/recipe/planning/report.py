@@ -1,49 +1,31 @@
 """What fits a memory budget, as a table for a person or as JSON, before anything is trained."""
 
 import dataclasses
-import gc
 import json
-import math
-import sys
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import repeat
-from multiprocessing import get_context
-
-import torch
 
 from konkanivani.base.amount import resolve
 from konkanivani.base.config import AUTO, PRESETS, ModelConfig, TrainConfig
 from konkanivani.base.rules import settings_of
 from konkanivani.base.units import GIB, MIB, budget_text, peak_text
-from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import DeviceCosts
-from konkanivani.memory.placement import ON_CARD, Placement
 from konkanivani.memory.plan import BucketPlan
-from konkanivani.memory.planner import ALWAYS, MAX_UTTERANCES, NEVER, Planner
-from konkanivani.memory.tracer import BatchShape, Peak
-from konkanivani.model.architecture import Architecture
+from konkanivani.memory.planner import MAX_UTTERANCES
 from konkanivani.recipe.disk import checkpoint_bytes
 from konkanivani.recipe.origin import planned_architecture
-from konkanivani.recipe.planning.plan import (
-    ONE_RANK,
-    Ranks,
-    check_host,
-    check_state,
-    costs_per_rank,
-    resolve_placement,
-    state_bytes,
-    traffic_bytes,
+from konkanivani.recipe.planning.ranks import ONE_RANK, Ranks, costs_per_rank, traffic_bytes
+from konkanivani.recipe.planning.request import (
+    BUCKETS,
+    PlanRequest,
+    peak_of_validation,
+    settle_placement,
+    two_processes,
 )
-from konkanivani.recipe.planning.tracing import kept_traces
+from konkanivani.recipe.planning.state import state_bytes
 
-BUCKETS = (2.0, 5.0, 10.0, 20.0)
 TABLE_BUDGETS = (2.0, 4.0, 8.0, 14.7, 24.0)
-# Of Konkani read aloud: 15 characters a second at the most, and a subword holds at least two and a half of them.
-TOKENS_PER_SECOND = {"char": 15, "bpe": 6, "unigram": 6}
-BYTE_PAIRS_PER_SECOND = 17  # 1.13 of Whisper's a character of Konkani
 
 
 @dataclass(frozen=True)
@@ -127,11 +109,11 @@ def plan_budget(config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ran
     config = resolve(config)
     architecture = planned_architecture(config)
     costs = costs_per_rank(costs, architecture, ranks)
-    with _two_processes() as pool:
-        placement, longest = pool.submit(_placed, PlanRequest(config, costs, budget, "always"), ranks).result()
+    with two_processes() as pool:
+        placement, longest = pool.submit(settle_placement, PlanRequest(config, costs, budget, "always"), ranks).result()
         requests = [PlanRequest(config, costs, budget, mode, placement) for mode in ("never", "always")]
-        awaited = pool.map(_answer, requests)
-        validation_peak = pool.submit(_validation_peak, requests[0]).result()  # by the process that is done first
+        awaited = pool.map(answer, requests)
+        validation_peak = pool.submit(peak_of_validation, requests[0]).result()  # by the process that is done first
         answers = tuple(awaited)
     state = state_bytes(architecture) if placement.is_on_card else longest.state
     return PlanReport(
@@ -154,109 +136,7 @@ def plan_budget(config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ran
     )
 
 
-@dataclass(frozen=True)
-class PlanRequest:
-    """What fits, with or without recomputing every block: what a process of its own needs to answer it."""
-
-    config: TrainConfig
-    costs: DeviceCosts
-    budget: int
-    mode: str
-    placement: Placement = ON_CARD
-
-    def placed(self, placement: Placement) -> "PlanRequest":
-        """The same question about weights elsewhere."""
-        return dataclasses.replace(self, placement=placement)
-
-    def fits(self, placement: Placement) -> bool:
-        """Whether one utterance of the longest that are planned for fits, with the weights there."""
-        if placement.is_on_card and state_bytes(self.architecture) + self.costs.beside > self.budget:
-            return False
-        return self.placed(placement).longest_peak().bytes + self.costs.beside <= self.budget
-
-    def longest_peak(self) -> Peak:
-        """The peaks of one of the longest utterances that are planned for."""
-        window = self.architecture.longest_seconds
-        longest = BUCKETS[-1] if window == math.inf else window
-        with self.planner() as planner:
-            return planner.phases(BatchShape(1, longest, self.tokens(longest)), self.policy)
-
-    @contextmanager
-    def planner(self) -> Iterator[Planner]:
-        """A planner of this configuration, who knows what was traced before."""
-        asked = self.config.data.micro_batches_at_once
-        is_alone = self.costs.is_cuda or asked == AUTO or not self.placement.is_on_card
-        at_once = 1 if is_alone else asked  # auto: side by side only where there is room
-        with kept_traces(self.config, self.architecture, self.costs, self.placement) as traces:
-            yield Planner(traces, self.budget, _tokens_per_second(self.config), at_once)
-
-    @property
-    def architecture(self) -> Architecture:
-        """Which recogniser is asked about."""
-        return planned_architecture(self.config)
-
-    def tokens(self, seconds: float) -> int:
-        """Of an utterance of so many seconds, as many as Konkani read aloud has at the most and the decoder takes."""
-        return int(min(max(1, round(seconds * _tokens_per_second(self.config))), self.architecture.most_tokens))
-
-    def longest_utterance(self, planner: Planner) -> float:
-        """The longest utterance that trains alone, in seconds; 0 where none does. Of a window all cost the same."""
-        window = self.architecture.longest_seconds
-        if window == math.inf:
-            return planner.longest_utterance(self.tokens, self.policy)
-        fits = planner.peak(BatchShape(1, window, self.tokens(window)), self.policy) <= planner.budget
-        return window if fits else 0.0
-
-    def tell(self, found: str) -> None:
-        """Says on the screen, and not where the answer goes, what has been found so far."""
-        way = "keeping activations" if self.mode == "never" else "recomputing all"
-        sys.stderr.write(f"  {_name(self.config)}, {way}: {found}\n")  # in one piece: two processes do so
-
-    @property
-    def policy(self) -> RecomputePolicy:
-        """What is recomputed."""
-        return NEVER if self.mode == "never" else ALWAYS
-
-
-def _placed(request: PlanRequest, ranks: Ranks) -> tuple[Placement, Peak]:
-    """Where the weights are to be, and what one of the longest utterances then takes; a ResourceError where it cannot.
-
-    In a process of its own: who has traced cannot be forked any more.
-    """
-    device = torch.device("cuda" if request.costs.is_cuda else "cpu")
-    placement = resolve_placement(request.config, request.architecture, device, ranks, request.fits)
-    if placement.is_on_card:
-        check_state(request.config, request.architecture, request.costs, request.budget)
-    peak = request.placed(placement).longest_peak()
-    check_host(peak.host, request.config, request.costs, placement)
-    return placement, peak
-
-
-def _validation_peak(request: PlanRequest) -> int:
-    """Bytes at the peak of validation, which recomputes nothing."""
-    config = request.config
-    longest = min(config.data.max_validation_duration, request.architecture.longest_seconds)
-    at_once = config.data.validation_batch_seconds
-    with request.planner() as planner:
-        _, peak = planner.validation_seconds(longest, request.tokens(longest), at_once)
-    return peak
-
-
-def _two_processes() -> ProcessPoolExecutor:
-    """Tracing is one thread of Python, so two of them take half the time."""
-    return ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=_settle)
-
-
-def _settle() -> None:
-    """What a forked process must do first: OpenMP's threads were not forked with it, and to wait for them has no end.
-
-    What is there at the fork is there to stay: frozen, the garbage collector need not walk through it.
-    """
-    torch.set_num_threads(1)
-    gc.freeze()
-
-
-def _answer(request: PlanRequest) -> Answer:
+def answer(request: PlanRequest) -> Answer:
     policy, buckets = request.policy, []
     with request.planner() as planner:
         for seconds in sorted({min(seconds, request.architecture.longest_seconds) for seconds in BUCKETS}):
@@ -278,7 +158,7 @@ def plan_presets(
     runs = [(dataclasses.replace(config.run, preset=name), shape) for name, shape in presets.items()]
     shaped = [dataclasses.replace(config, run=run, model=shape) for run, shape in runs]
     requests = [PlanRequest(shape, costs, 0, mode) for shape in shaped for mode in ("never", "always")]
-    with _two_processes() as pool:
+    with two_processes() as pool:
         cells = list(pool.map(_cells, requests, repeat(budgets)))
     lines = [
         f"Traced for {costs.name}, {config.text.vocab_size} tokens: utterances of 10 s at once / longest utterance, in "
@@ -307,15 +187,6 @@ def _cells(request: PlanRequest, budgets: tuple[float, ...]) -> list[str]:
             cells.append(f"{at_once}{'+' if at_once == MAX_UTTERANCES else ''} / {longest:g}")
             request.tell(f"{gib:g} GiB, {cells[-1]}")
     return cells
-
-
-def _tokens_per_second(config: TrainConfig) -> int:
-    is_ours = config.pretrained.pretrained is None
-    return TOKENS_PER_SECOND[config.text.tokenizer_type] if is_ours else BYTE_PAIRS_PER_SECOND
-
-
-def _name(config: TrainConfig) -> str:
-    return config.pretrained.pretrained or config.run.init_from or config.run.preset
 
 
 def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int) -> str:

@@ -10,10 +10,10 @@ import torch
 
 from konkanivani.base.config import TrainConfig
 from konkanivani.memory.devices import DeviceCosts
-from konkanivani.memory.placement import ON_CARD, Placement
 from konkanivani.memory.shapes import CARD, HOST
 from konkanivani.memory.tracer import StepTracer, TracedStep
 from konkanivani.memory.traces import Traces
+from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.kernels.matmul import is_onednn_preferred
 from konkanivani.recipe.build_step import build_step_parts

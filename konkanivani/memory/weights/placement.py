@@ -9,12 +9,14 @@ half precision where a run is in half precision; in full precision halved weight
 
 import bisect
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 
 import torch
 from torch.func import functional_call
 
+from konkanivani.memory.weights.fetching import Fetcher, is_matrix
 from konkanivani.model.blocks import BlockRunner
 
 HOST = torch.device("cpu")
@@ -24,11 +26,14 @@ HOST = torch.device("cpu")
 class Placement:
     """The first `fetched` blocks have their weights on the host, the others on the card, as they are or `halved`.
 
-    Halved, they are there in half precision, and their masters on the host.
+    Halved, they are there in half precision, and their masters on the host. Fetched `ahead`, the next block's weights
+    come while one is worked with, of copies in the precision that is multiplied in: less time, a block more on the
+    card, in half precision two bytes a number more on the host.
     """
 
     fetched: int = 0
     halved: bool = False
+    ahead: bool = False
 
     @property
     def is_on_card(self) -> bool:
@@ -45,19 +50,23 @@ class Placement:
 ON_CARD = Placement()
 
 
-def choose_placement(asked: str, blocks: int, is_half: bool, fits: Callable[[Placement], bool]) -> Placement:
+def choose_placement(
+    asked: str, blocks: int, is_half: bool, is_cuda: bool, fits: Callable[[Placement], bool]
+) -> Placement:
     """What is asked for, or, where that is auto, the fastest that fits: the fewest blocks fetched, the first ones.
 
     Those hide their transfer best: an encoder's, and it is the decoder of which every generated token needs all. In
-    full precision nothing is halved, since that would round. All is fetched where nothing fits.
+    full precision nothing is halved, since that would round. All is fetched where nothing fits. Where a card has a
+    stream for it and there is room, what is fetched comes ahead.
     """
     everything = Placement(fetched=blocks)
-    if asked != "auto":
-        return {"card": ON_CARD, "half": Placement(halved=True), "host": everything}[asked]
-    if fits(ON_CARD):
-        return ON_CARD
-    some = [Placement(count, halved=is_half) for count in range(0 if is_half else 1, blocks)]
-    return [*some, everything][bisect.bisect_left(some, True, key=fits)]
+    if asked in ("card", "half") or (asked == "auto" and fits(ON_CARD)):
+        return Placement(halved=asked == "half")
+    least = blocks if asked == "host" else 0 if is_half else 1
+    some = [Placement(count, halved=is_half) for count in range(least, blocks)]
+    chosen = [*some, everything][bisect.bisect_left(some, True, key=fits)]
+    ahead = dataclasses.replace(chosen, ahead=chosen.fetched > 0)
+    return ahead if is_cuda and ahead.ahead and fits(ahead) else chosen
 
 
 class PlacedWeights:
@@ -75,25 +84,36 @@ class PlacedWeights:
         self.placement, self._device, self._amp_dtype = placement, device, amp_dtype
         self._at_hand: set[torch.nn.Module] = set()
         self._halves: dict[torch.Tensor, torch.Tensor] = {}
+        self._fetcher: Fetcher | None = None
         if placement.is_on_card:
             return
         _move(model, _away(model, placement), device, host)
+        fetched, others = model.blocks[: placement.fetched], model.blocks[placement.fetched :]
+        if amp_dtype is not None and placement.ahead:
+            self._add_halves(fetched, amp_dtype, host)
         if placement.halved:
-            stored = torch.float16 if amp_dtype is None else amp_dtype
-            for block in model.blocks[placement.fetched :]:
-                self._halves |= {w: torch.empty_like(w, dtype=stored, device=device) for w in matrices(block)}
+            self._add_halves(others, torch.float16 if amp_dtype is None else amp_dtype, device)
+        sources = [{name: self._halves.get(w, w).detach() for name, w in b.named_parameters()} for b in fetched]
+        trains = [any(weight.requires_grad for weight in block.parameters()) for block in fetched]
+        self._fetcher = Fetcher(sources, device, amp_dtype, placement.ahead, trains)
         self.refresh()
 
     @property
     def copies(self) -> list[torch.Tensor]:
-        """What lies on the card from step to step in the place of masters."""
+        """What lies, from step to step, on the card in the place of masters, and on the host beside them."""
         return list(self._halves.values())
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Takes over what the masters are by now: before each window, and before anything is recognised."""
+        if self._fetcher is not None:
+            self._fetcher.forget()
         for master, half in self._halves.items():
             half.copy_(master)
+
+    def _add_halves(self, blocks: list[torch.nn.Module], dtype: torch.dtype, place: torch.device) -> None:
+        for block in blocks:
+            self._halves |= {w: torch.empty_like(w, dtype=dtype, device=place) for w in matrices(block)}
 
     def around(self, run_block: BlockRunner) -> BlockRunner:
         """The block runner, with the weights that each block needs brought to the card while it runs."""
@@ -107,14 +127,18 @@ class PlacedWeights:
             return block
         return PlacedBlock(block, self._brought, block.number, is_fetched)
 
-    def _brought(self, weight: torch.Tensor) -> torch.Tensor:
-        """What is multiplied by in the weight's place, on the card; its gradient is the weight's."""
-        half = self._halves.get(weight)
-        if half is None:
-            in_half = self._amp_dtype is not None and is_matrix(weight)
-            return weight.to(self._device, self._amp_dtype if in_half else weight.dtype, copy=True)
-        brought = _InPlaceOf.apply(weight, half) if weight.requires_grad else half
-        return brought if self._amp_dtype else brought.to(weight.dtype)
+    def _brought(self, block: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """What is multiplied by in the block's weights' places, on the card; its gradients are the weights'."""
+        masters = dict(block.named_parameters())
+        if block.number < self.placement.fetched:
+            brought = self._fetcher.bring(block.number)
+        else:
+            brought = {name: self._halves[weight] for name, weight in masters.items() if weight in self._halves}
+        return {name: self._in_place_of(masters[name], copy) for name, copy in brought.items()}
+
+    def _in_place_of(self, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        copy = _InPlaceOf.apply(master, copy) if master.requires_grad else copy
+        return copy if self._amp_dtype else copy.to(master.dtype)
 
     @contextlib.contextmanager
     def at_hand(self, model: torch.nn.Module) -> Iterator[None]:
@@ -134,8 +158,10 @@ class PlacedWeights:
         self._at_hand = set(decoder.blocks)
         try:
             for module, name, weight in places:
-                here = weight.to(self._device, copy=True) if weight in in_slices else self._brought(weight)
-                module._parameters[name] = here
+                is_half = self._amp_dtype is not None and is_matrix(weight) and weight not in in_slices
+                brought = self._halves.get(weight, weight)
+                dtype = self._amp_dtype if is_half else weight.dtype
+                module._parameters[name] = brought.to(self._device, dtype, copy=brought is weight)
             yield
         finally:
             for module, name, weight in places:
@@ -151,15 +177,13 @@ class PlacedBlock:
     """
 
     block: torch.nn.Module
-    brought: Callable[[torch.Tensor], torch.Tensor]
+    brought: Callable[[torch.nn.Module], dict[str, torch.Tensor]]
     number: int
     is_fetched: bool
     kept: Set[torch._ops.OpOverload] = frozenset()
 
     def __call__(self, *inputs: object) -> torch.Tensor:
-        named = self.block.named_parameters()
-        weights = {name: self.brought(w) for name, w in named if self.is_fetched or is_matrix(w)}
-        return functional_call(self.block, weights, inputs)
+        return functional_call(self.block, self.brought(self.block), inputs)
 
 
 class _InPlaceOf(torch.autograd.Function):
@@ -173,11 +197,6 @@ class _InPlaceOf(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient.to(ctx.device, ctx.dtype), None
-
-
-def is_matrix(weight: torch.Tensor) -> bool:
-    """Whether a run in half precision multiplies by it in half precision: no norm, bias or depthwise kernel."""
-    return weight.dim() > 1 and weight.shape[1] > 1
 
 
 def matrices(module: torch.nn.Module) -> list[torch.nn.Parameter]:

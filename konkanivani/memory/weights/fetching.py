@@ -1,0 +1,87 @@
+"""Brings the weights of blocks from the host to the card, those of the next block while one is worked with.
+
+On CUDA the host's side of it is page-locked and a second stream carries it, so that the transfer hides behind the
+block's products (Rajbhandari et al., 2021). Elsewhere the same copies are made in the same order, at once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Sources = Sequence[Mapping[str, torch.Tensor]]
+"""What each fetched block is brought as, by name, on the host: the masters, or their copies in half precision."""
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """A block's weights on their way; `arrived` is CUDA's mark that they are all there, None where they are already."""
+
+    number: int
+    weights: dict[str, torch.Tensor]
+    arrived: torch.cuda.Event | None
+
+
+class Fetcher:
+    """Copies of blocks' weights on the card, each made when it is asked for or, `ahead`, one block before."""
+
+    def __init__(
+        self, sources: Sources, device: torch.device, amp_dtype: torch.dtype | None, ahead: bool, trains: Sequence[bool]
+    ) -> None:
+        """Matrices come in `amp_dtype`, if any; `trains` says of each block whether the backward pass goes there."""
+        self._sources, self._device, self._amp_dtype = sources, device, amp_dtype
+        self._ahead, self._trains = ahead, trains
+        self._stream: torch.cuda.Stream | None = None
+        self._coming: _Coming | None = None
+        self._last = -1
+        if device.type == "cuda" and ahead:
+            self._stream = torch.cuda.Stream(device)
+            for weight in (weight for weights in sources for weight in weights.values()):
+                _lock_pages(weight)
+
+    def bring(self, number: int) -> dict[str, torch.Tensor]:
+        """The block's weights on the card; the next one's are on their way then, in the direction of this pass."""
+        coming, self._coming = self._coming, None
+        found = coming if coming is not None and coming.number == number else self._start(number)
+        if found.arrived is not None:
+            torch.cuda.current_stream(self._device).wait_event(found.arrived)
+        following = number + 1 if number > self._last else number - 1
+        self._last = number
+        if self._ahead and 0 <= following < len(self._sources) and (following > number or self._trains[following]):
+            self._coming = self._start(following)
+        return found.weights
+
+    def forget(self) -> None:
+        """Drops what is on its way: the weights that it is a copy of may have changed."""
+        self._coming, self._last = None, -1
+
+    @torch.no_grad()
+    def _start(self, number: int) -> _Coming:
+        sources = self._sources[number]
+        types = {name: self._type_of(source) for name, source in sources.items()}
+        if self._stream is None:
+            brought = {name: source.to(self._device, types[name], copy=True) for name, source in sources.items()}
+            return _Coming(number, brought, None)
+        # Memory of the main stream: what that has freed it may still be reading, so the copies wait for it.
+        weights = {name: torch.empty_like(s, dtype=types[name], device=self._device) for name, s in sources.items()}
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for name, source in sources.items():
+                weights[name].copy_(source, non_blocking=True)
+        return _Coming(number, weights, self._stream.record_event())
+
+    def _type_of(self, weight: torch.Tensor) -> torch.dtype:
+        return self._amp_dtype if self._amp_dtype is not None and is_matrix(weight) else weight.dtype
+
+
+def is_matrix(weight: torch.Tensor) -> bool:
+    """Whether a run in half precision multiplies by it in half precision: no norm, bias or depthwise kernel."""
+    return weight.dim() > 1 and weight.shape[1] > 1
+
+
+def _lock_pages(tensor: torch.Tensor) -> None:
+    """Has the system keep the tensor's pages in memory, where a card reads them by itself; where it refuses, slower.
+
+    PyTorch's own page-locked memory is handed out in powers of two: up to twice as much.
+    """
+    torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)

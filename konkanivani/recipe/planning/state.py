@@ -1,0 +1,76 @@
+"""What a model's state takes of a device and of the host, and whether that is there."""
+
+import dataclasses
+
+import torch
+
+from konkanivani.base.config import PRESETS, TextConfig, TrainConfig
+from konkanivani.base.errors import ResourceError
+from konkanivani.base.units import MIB, budget_text, parse_budget, peak_text
+from konkanivani.memory.budget import available_bytes
+from konkanivani.memory.devices import DeviceCosts, cpu_costs, cuda_costs
+from konkanivani.memory.gpu import measure_context
+from konkanivani.memory.plan import model_state_bytes
+from konkanivani.memory.tracer import Peak
+from konkanivani.memory.weights.placement import Placement
+from konkanivani.model.architecture import Architecture, architecture_of
+
+LATER_KERNELS = 64 * MIB  # the driver loads a library's kernels when they are first used
+
+
+def device_costs(device: torch.device) -> DeviceCosts:
+    """What training takes on this device beside its tensors; the context as the driver tells it, where it does."""
+    if device.type == "cpu":
+        return cpu_costs()
+    context = measure_context(device)
+    context = None if context is None else context + LATER_KERNELS
+    return cuda_costs(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), context)
+
+
+def state_bytes(architecture: Architecture) -> int:
+    """Bytes of the model's weights, gradients and optimizer."""
+    return model_state_bytes(architecture.build_without_values())
+
+
+def check_state(config: TrainConfig, architecture: Architecture, costs: DeviceCosts, budget: int) -> None:
+    """A ResourceError where the model's state alone, gradients included, is beyond the budget."""
+    state, beside = state_bytes(architecture) + costs.among_ranks, costs.workspace + costs.context
+    if state + beside > budget:
+        raise ResourceError(
+            f"The weights, gradients and optimizer of this model take {state / MIB:.0f} MiB before any audio, and "
+            f"{costs.name} takes {beside / MIB:.0f} MiB for itself: more than the budget of {budget / MIB:.0f} MiB. "
+            f"{_largest_preset(config, budget - beside)}"
+        )
+
+
+def _largest_preset(config: TrainConfig, room: int) -> str:
+    """A sentence about the largest preset whose state is within the room."""
+    if config.pretrained.pretrained is not None:
+        return "Give --freeze encoder or --lora_rank 32, a smaller model, or a larger budget."
+    for name, shape in PRESETS.items():
+        architecture = architecture_of(dataclasses.replace(config, model=shape), TextConfig().vocab_size)
+        state = state_bytes(architecture)
+        if state <= room:
+            return f"Give --preset {name}, which takes {state / MIB:.0f} MiB, or a larger budget."
+    return "No preset is small enough. Give a larger budget."
+
+
+def has_room(peak: Peak, config: TrainConfig, costs: DeviceCosts, budget: int, placement: Placement) -> bool:
+    """Whether a step of this peak fits the budget, and, where weights come ahead, what that adds on the host."""
+    return peak.bytes + costs.beside <= budget and not (placement.ahead and peak.host > host_budget(config))
+
+
+def host_budget(config: TrainConfig) -> int:
+    """Bytes that may lie on the host beside a card: --host_budget, or what is free."""
+    asked = config.memory.host_budget
+    return parse_budget(asked) if asked else available_bytes(torch.device("cpu"))
+
+
+def check_host(host: int, config: TrainConfig, costs: DeviceCosts, placement: Placement) -> None:
+    """A ResourceError where `host`, bytes on the host beside a card, is more than may be taken there."""
+    if costs.is_cuda and not placement.is_on_card and host > (most := host_budget(config)):
+        raise ResourceError(
+            f"The weights, gradients and optimizer that lie on the host take {peak_text(host)}, more than the "
+            f"{budget_text(most)} of {'--host_budget' if config.memory.host_budget else 'memory that are free'}. "
+            "Give --lora_rank 32 or --freeze encoder, a smaller model, or close other programs."
+        )
