@@ -37,6 +37,7 @@ OPERATORS = {
     "int[] target_lengths, Tensor neg_log_likelihood, Tensor log_alpha, int blank, bool zero_infinity=False) -> Tensor",
 }
 NAMES = {
+    "torch._fused_adamw_",
     "torch.optim.adamw.adamw",
     "torch._ops.OpOverload",
     "torch._subclasses.fake_tensor.FakeTensorMode",

@@ -236,8 +236,10 @@ class DecodingConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its schedule, a pure function of the step."""
+    """The optimizer and its schedule, a pure function of the step."""
 
+    optimizer: Literal["adamw", "adamw8bit", "adafactor"] = "adamw"
+    """AdamW; with its moments in 8 bits; or Adafactor, which has next to none: 16, 10 and 8 bytes a trained number."""
     learning_rate: float = 1e-3
     """Peak learning rate."""
     schedule: Literal["cosine", "inverse_sqrt"] = "cosine"

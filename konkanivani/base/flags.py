@@ -194,12 +194,14 @@ def check_idle_flags(config: TrainConfig, given: frozenset[str]) -> None:
 
 
 def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
-    """What in `asked` a run of `stored` cannot go on with: its shape, its tokens, its effective batch."""
+    """What in `asked` a run of `stored` cannot go on with: its shape, tokens, optimizer, effective batch."""
     pairs = zip(settings_of(stored), settings_of(asked), strict=True)
     found = [
         f"--{old.name} is {new.value} here and {old.value} in the checkpoint"
         for old, new in pairs
-        if old.value != new.value and old.group in GROUPS_OF_SHAPE and old.name not in FREE_TO_CHANGE
+        if old.value != new.value
+        and old.name not in FREE_TO_CHANGE
+        and (old.group in GROUPS_OF_SHAPE or old.name == "optimizer")
     ]
     weights = [config.loss.ctc_weight for config in (asked, stored)]
     if 0 in weights and weights[0] != weights[1]:

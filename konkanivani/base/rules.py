@@ -202,6 +202,10 @@ def _learning_rules(config: TrainConfig) -> list[Rule]:
             "--warmup_steps and --weight_decay must be at least 0",
         ),
         (optimizer.max_grad_norm > 0, "--max_grad_norm must be above 0"),
+        (
+            optimizer.optimizer == "adamw" or config.memory.shard != "always",
+            "--shard always divides the state of AdamW alone: leave it out, or give --optimizer adamw",
+        ),
         (config.memory.empty_cache_interval >= 0, "--empty_cache_interval must be at least 0"),
     ]
 

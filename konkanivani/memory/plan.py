@@ -1,6 +1,6 @@
 """What is planned for a run: how its micro-batches are cut and which blocks they recompute, by length."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,8 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.asr import parameter_count
 
-STATE_BYTES = 16  # a trained parameter's weight, gradient and two moments in fp32
+STATE_BYTES = 16  # a trained parameter's weight, gradient and AdamW's two moments in fp32
+TRAINED_BYTES = 8  # its weight and gradient
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,11 @@ def plan_sentences(plan: MemoryPlan, blocks: int) -> str:
     return "\n".join(lines)
 
 
-def model_state_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the model's weights, gradients and optimizer; of what is frozen, the weights alone, 2 or 4 a number."""
+def model_state_bytes(model: torch.nn.Module, optimizer: Iterable[torch.Tensor]) -> int:
+    """Bytes of the model's weights, gradients and the optimizer's tensors, but its counts of steps.
+
+    Of what is frozen, the weights alone: 4 bytes a number, or 2.
+    """
+    beside = sum(tensor.nbytes for tensor in optimizer if tensor.dim())
     frozen = sum(weight.nbytes for weight in model.parameters() if not weight.requires_grad)
-    return STATE_BYTES * parameter_count(model) + frozen
+    return TRAINED_BYTES * parameter_count(model) + frozen + beside

@@ -72,7 +72,7 @@ class TracedParts(Protocol):
     architecture: Architecture
     model: KonkaniVaniASR
     forward: Any
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
 
     def state_tensors(self) -> list[torch.Tensor]:
         """What stays in memory from step to step."""
@@ -129,7 +129,7 @@ class StepTracer:
     def state(self) -> int:
         """Bytes of weights, gradients and optimizer, on the device."""
         if not (self._is_placed and self.costs.is_cuda):
-            return model_state_bytes(self._parts.model)
+            return model_state_bytes(self._parts.model, self._parts.optimizer.tensors)
         state, _ = self._counted()
         self._count_state(state, with_gradients=True)
         return state.live

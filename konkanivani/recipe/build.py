@@ -177,7 +177,8 @@ def choose_sharding(
     if topology.is_alone or config.memory.shard == "never":
         return False
     budget = parse_budget(config.memory.memory_budget) if config.memory.memory_budget else free
-    sharded = is_asked or from_first(topology, lambda: needs_sharding(architecture, device_costs(device), budget))
+    costs = device_costs(device)
+    sharded = is_asked or from_first(topology, lambda: needs_sharding(config, architecture, costs, budget))
     if sharded and (tuning.freeze_steps or tuning.frozen_dtype == "half"):
         raise UsageError(
             "--freeze_steps and --frozen_dtype half are for weights that each rank has whole, and these are sharded: "

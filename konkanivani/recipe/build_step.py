@@ -17,7 +17,7 @@ from konkanivani.model.architecture import Architecture
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.training.forward import ForwardPass
 from konkanivani.training.gradient import local_gradient, sharded_gradient, summed_gradient
-from konkanivani.training.optimizer import build_optimizer
+from konkanivani.training.optimizers.build import build_optimizer
 from konkanivani.training.parts import StepParts
 from konkanivani.training.sharding import shard_model
 
@@ -101,4 +101,6 @@ def memory_conditions(config: TrainConfig, architecture: Architecture, device: t
     step = architecture, config.loss, precision, memory.gradient_checkpointing, at_once
     if memory.weights != AUTO or memory.host_budget is not None:  # else the plan of a run of before goes on
         step = *step, memory.weights, memory.host_budget
+    if config.optimizer.optimizer != "adamw":
+        step = *step, config.optimizer.optimizer
     return zlib.crc32(repr((device.type, size, memory.memory_budget, step)).encode())

@@ -5,17 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from konkanivani.base.amount import MAX_EPOCHS
-from konkanivani.base.config import AUTO, RunConfig, TrainConfig
+from konkanivani.base.config import AUTO, OptimizerConfig, RunConfig, TrainConfig
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.units import MIB
 from konkanivani.model.architecture import Architecture
-from konkanivani.model.asr import parameter_count
 from konkanivani.recipe.paths import nearest_folder
+from konkanivani.training.optimizers.build import build_optimizer
 
-RECORD_BYTES = 400  # name, checksum and alignment of one tensor, of which a parameter has four
+RECORD_BYTES = 400  # name, checksum and alignment of one tensor, of which a parameter has two to six
 SETTINGS_BYTES = MIB  # flags, tokenizer, counters
 BESIDE_EPOCHS = 4  # the last, the previous, the best, and the one that is being written
 DRY_RUN_FILES = 6  # what a dry run goes on from needs as a run that keeps 2 does
+ADAMW = OptimizerConfig()
 LOG_BYTES_AN_EPOCH = MIB  # 2.3 kB a step, the sound and the picture of one utterance; logs that end, end no run
 
 
@@ -39,10 +40,10 @@ def check_disk(config: TrainConfig, architecture: Architecture) -> tuple[DiskRoo
     A quota cannot be seen: one that is reached shows as a full disk does, at a save.
     """
     run = config.run
-    checkpoints = max_checkpoints(run) * checkpoint_bytes(architecture)
+    checkpoints = max_checkpoints(run) * checkpoint_bytes(architecture, config.optimizer)
     if run.resume:
         checkpoints -= _held_bytes(run)  # they make room as they are replaced
-    least = DRY_RUN_FILES * checkpoint_bytes(architecture) if run.dry_run else 0
+    least = DRY_RUN_FILES * checkpoint_bytes(architecture, config.optimizer) if run.dry_run else 0
     checkpoints = max(least, checkpoints)
     needs = (Path(run.checkpoint_dir), checkpoints), (Path(run.log_dir), max_epochs(run) * LOG_BYTES_AN_EPOCH)
     rooms: dict[int, DiskRoom] = {}
@@ -72,14 +73,14 @@ def max_epochs(run: RunConfig) -> int:
     return MAX_EPOCHS if run.epochs == AUTO else run.epochs
 
 
-def checkpoint_bytes(architecture: Architecture) -> int:
+def checkpoint_bytes(architecture: Architecture, optimizer: OptimizerConfig = ADAMW) -> int:
     """At most so many bytes does a checkpoint of this model take."""
     model = architecture.build_without_values()
-    moments = 8 * parameter_count(model)
+    state = [tensor for kinds in build_optimizer(model, optimizer).state.values() for tensor in kinds.values()]
     tensors = [*model.parameters(), *model.buffers()]
     if architecture.has_base:
         tensors = [tensor for tensor in tensors if tensor.requires_grad]
-    return moments + sum(tensor.nbytes + 4 * RECORD_BYTES for tensor in tensors) + SETTINGS_BYTES
+    return sum(tensor.nbytes + RECORD_BYTES for tensor in [*tensors, *state]) + SETTINGS_BYTES
 
 
 def free_disk(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""AdamW with its state allocated beforehand, and the learning rate as a pure function of the step."""
+"""AdamW and what every optimizer has, all allocated beforehand; the learning rate, a pure function of the step."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,8 @@ from konkanivani.base.errors import CheckpointError
 from konkanivani.model.adapters import OVER_TOKENS
 
 MAX_WARMUP_STEPS = 500
-WHOLE = TuningConfig()  # of a model of which all is trained alike
+MOMENTS = "exp_avg", "exp_avg_sq"
+BETAS, EPSILON = (0.9, 0.98), 1e-8
 Group = dict[str, Any]  # of parameters, laid out as torch's optimizers have it
 
 
@@ -38,61 +39,75 @@ def resolve_warmup(config: OptimizerConfig, total_steps: int) -> int:
     return max(1, min(config.warmup_steps, total_steps // 3))
 
 
-class AdamW:
-    """AdamW (Loshchilov and Hutter, 2019) by PyTorch's fused kernel, weight decay on matrices only.
+class Optimizer:
+    """What every optimizer has: groups of parameters, weight decay on matrices only, and state of its own for each.
 
-    Both moments and the step count are allocated already: a first step that allocates could run out of memory half
-    done; this one cannot. The kernel without torch.optim's own class, which loads PyTorch's compiler: a hundred
-    megabytes and more than a second, of which a run has no use. `param_groups` and `state` are laid out as that one's,
-    as a GradScaler expects it.
+    All of it is allocated already, and so is the room in which an update computes: one that allocates could run out of
+    memory half done; these cannot. `param_groups` and `state` are laid out as torch.optim's, as a GradScaler expects.
     """
 
     def __init__(self, groups: list[Group]) -> None:
         self.param_groups = groups
-        self.state = {
-            parameter: {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            }
-            for group in groups
-            for parameter in group["params"]
-        }
+        self.state = {parameter: self.new_state(parameter) for group in groups for parameter in group["params"]}
+        self.workspace: list[torch.Tensor] = []
 
-    @torch.no_grad()
+    def new_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """The parameter's state before the first update, of which `step` counts the updates."""
+        return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+
     def step(self) -> None:
         """Updates every parameter that has a gradient."""
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not parameters:
-                continue
-            states = [self.state[parameter] for parameter in parameters]
-            adamw(
-                parameters,
-                [parameter.grad for parameter in parameters],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                [state["step"] for state in states],
-                fused=True,
-                amsgrad=False,
-                beta1=0.9,
-                beta2=0.98,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=1e-8,
-                maximize=False,
-            )
+        raise NotImplementedError
 
     def zero_grad(self) -> None:
         """Frees every gradient."""
         for parameter in self.state:
             parameter.grad = None
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that lies in memory from step to step."""
+        return [tensor for state in self.state.values() for tensor in state.values()] + self.workspace
 
-def build_optimizer(model: torch.nn.Module, config: OptimizerConfig, tuning: TuningConfig = WHOLE) -> AdamW:
-    """AdamW over the parameters of `model` that are trained."""
-    return AdamW(parameter_groups(model, config, tuning))
+
+class AdamW(Optimizer):
+    """AdamW (Loshchilov and Hutter, 2019) by PyTorch's fused kernel.
+
+    The kernel without torch.optim's own class, which loads PyTorch's compiler: a hundred megabytes and more than a
+    second, of which a run has no use.
+    """
+
+    def new_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """Both moments, as the parameter is laid out."""
+        moments = {kind: torch.zeros_like(parameter, memory_format=torch.preserve_format) for kind in MOMENTS}
+        return super().new_state(parameter) | moments
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Updates every parameter that has a gradient."""
+        for group in self.param_groups:
+            self.update(group, [parameter for parameter in group["params"] if parameter.grad is not None])
+
+    def update(self, group: Group, parameters: list[torch.nn.Parameter]) -> None:
+        """Updates some of a group, whose moments are whole."""
+        if not parameters:
+            return
+        states = [self.state[parameter] for parameter in parameters]
+        adamw(
+            parameters,
+            [parameter.grad for parameter in parameters],
+            *([state[kind] for state in states] for kind in MOMENTS),
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=EPSILON,
+            maximize=False,
+        )
 
 
 def parameter_groups(model: torch.nn.Module, config: OptimizerConfig, tuning: TuningConfig) -> list[Group]:
@@ -127,7 +142,7 @@ def begun_share(config: OptimizerConfig, tuning: TuningConfig, step: int, total_
     return min(1.0, max(0, step + 1 - first) / resolve_warmup(config, total_steps))
 
 
-def set_learning_rate(optimizer: AdamW, rate: float, begun: float = 1.0) -> None:
+def set_learning_rate(optimizer: Optimizer, rate: float, begun: float = 1.0) -> None:
     """Gives every parameter group its rate of the coming update; `begun` is the share of those that are later."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["factor"] * (begun if group["later"] else 1.0)
@@ -139,7 +154,7 @@ class OptimizerState:
     Loading copies into the tensors that exist, so it allocates nothing and keeps the fused layout.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: AdamW) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
         self._tensors = {
             f"{name}/{kind}": tensor
             for name, parameter in model.named_parameters()

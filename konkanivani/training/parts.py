@@ -17,7 +17,7 @@ from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.losses import LossCounts, LossSums
 from konkanivani.training.forward import ForwardPass
-from konkanivani.training.optimizer import AdamW, later_parameters
+from konkanivani.training.optimizer import Optimizer, later_parameters
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class StepParts:
     """Everything that a step works with."""
 
     forward: ForwardPass
-    optimizer: AdamW
+    optimizer: Optimizer
     scaler: torch.amp.GradScaler
     schedule: OptimizerConfig
     total_steps: int
@@ -76,9 +76,8 @@ class StepParts:
         """What stays in memory from step to step: weights, buffers, the front end's, the optimizer's state."""
         front_end = self.forward.front_end
         buffers = list(front_end.buffers()) if isinstance(front_end, torch.nn.Module) else []
-        moments = [tensor for state in self.optimizer.state.values() for tensor in state.values()]
         copies = self.forward.weights.copies
-        return [*self.model.parameters(), *self.model.buffers(), *copies, *buffers, *moments]
+        return [*self.model.parameters(), *self.model.buffers(), *copies, *buffers, *self.optimizer.tensors]
 
     @contextmanager
     def stage(self, step: int) -> Iterator[None]:

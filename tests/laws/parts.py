@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from konkanivani.base.config import AugmentConfig, DataConfig, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.base.config import DataConfig, MemoryConfig, ModelConfig, OptimizerConfig, TrainConfig
 from konkanivani.base.distributed import ALONE, Topology
 from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, same_size
@@ -17,6 +17,7 @@ from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
 
 VOCAB_SIZE = 20
+ADAMW = OptimizerConfig()
 MODEL = ModelConfig(
     d_model=16,
     encoder_layers=2,
@@ -35,11 +36,12 @@ def double_parts(
     topology: Topology = ALONE,
     sharded: bool = False,
     placement: Placement = ON_CARD,
+    optimizer: OptimizerConfig = ADAMW,
 ) -> StepParts:
     """Step parts in float64 on the CPU, micro-batches one after another; SpecAugment as in training."""
     one_after_another = DataConfig(micro_batches_at_once=1)
     memory = MemoryConfig(gradient_checkpointing=recompute)
-    config = TrainConfig(model=model, data=one_after_another, memory=memory, augment=AugmentConfig())
+    config = TrainConfig(model=model, data=one_after_another, memory=memory, optimizer=optimizer)
     torch.set_default_dtype(torch.float64)
     try:
         cpu = torch.device("cpu")

@@ -11,7 +11,8 @@ import torch
 
 from konkanivani.model.asr import trained_parameters
 from konkanivani.model.kernels import linear
-from konkanivani.training.optimizer import OptimizerState, build_optimizer
+from konkanivani.training.optimizer import OptimizerState
+from konkanivani.training.optimizers.build import build_optimizer
 from konkanivani.training.parts import StepParts, loss_counts
 from konkanivani.training.step import forward_and_backward, train_step
 from tests.laws.parts import double_parts, speeches, window

@@ -64,6 +64,22 @@ def test_a_killed_run_resumes_bit_for_bit_with_another_worker_count(corpus, undi
     assert checkpoint_differences(last_checkpoint(tmp_path), last_checkpoint(undisturbed)) == []
 
 
+@pytest.mark.parametrize("kind", ["adamw8bit", "adafactor"])
+def test_an_optimizer_of_smaller_state_resumes_as_exactly(kind, corpus, undisturbed, tmp_path):
+    """The undisturbed run of six steps, and one that is killed in them."""
+    asked = ("--optimizer", kind, "--max_steps", "6")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    done = run_trainer(*flags(corpus, whole, 0, *asked))
+    assert done.returncode == 0, done.stderr
+    run = start_script(TRAINER, *flags(corpus, killed, 0, *asked), output=tmp_path / "output.txt")
+    assert signal_after(killed, 4, run, signal.SIGKILL) == -signal.SIGKILL
+    resumed = run_trainer(*flags(corpus, killed, 1, "--resume", "auto"), "--max_steps", "6")
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(killed) == losses(whole)
+    assert checkpoint_differences(last_checkpoint(killed), last_checkpoint(whole)) == []
+    assert losses(whole)[1:] != losses(undisturbed)[1:6]  # the negative control: it is another run
+
+
 @pytest.fixture(scope="module")
 def surrounded(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[Corpus, tuple[str, ...], Path]:
     """The corpus in shards, the flags of noise and rooms, and a run on both without a worker."""

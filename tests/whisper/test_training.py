@@ -25,7 +25,7 @@ from konkanivani.model.whisper.front_end import WhisperFrontEnd
 from konkanivani.model.whisper.shape import WhisperShape
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.planning.tracing import build_tracer
-from konkanivani.training.optimizer import build_optimizer
+from konkanivani.training.optimizers.build import build_optimizer
 from konkanivani.training.parts import StepParts, loss_counts
 from konkanivani.training.step import forward_and_backward, train_step
 from tests.conftest import ROOT

@@ -112,7 +112,7 @@ def _fits(
     placement: Placement,
 ) -> bool:
     """Whether the longest utterance trains alone, as much recomputed as may be."""
-    if placement.is_on_card and state_bytes(architecture) + costs.beside > budget:
+    if placement.is_on_card and state_bytes(config, architecture) + costs.beside > budget:
         return False
     longest = BatchShape(1, bucket_edges(train.seconds)[-1], int(train.tokens.max()))
     policy = NEVER if config.memory.gradient_checkpointing == "never" else ALWAYS

@@ -41,13 +41,13 @@ def costs_per_rank(costs: DeviceCosts, architecture: Architecture, ranks: Ranks)
 def choose_ranks(config: TrainConfig, costs: DeviceCosts, budget: int, world: int) -> Ranks:
     """So many ranks of one budget each, the state sharded over them as --shard says."""
     shard, architecture = config.memory.shard, planned_architecture(config)
-    sharded = shard == "always" or (shard == "auto" and needs_sharding(architecture, costs, budget))
+    sharded = shard == "always" or (shard == "auto" and needs_sharding(config, architecture, costs, budget))
     return Ranks(world, sharded and world > 1)
 
 
-def needs_sharding(architecture: Architecture, costs: DeviceCosts, budget: int) -> bool:
-    """Whether a rank cannot hold the whole state of the model in its budget: what --shard auto asks."""
-    return state_bytes(architecture) + costs.beside > budget
+def needs_sharding(config: TrainConfig, architecture: Architecture, costs: DeviceCosts, budget: int) -> bool:
+    """Whether a rank cannot hold the whole state of the model in its budget: what --shard auto asks. AdamW's only."""
+    return config.optimizer.optimizer == "adamw" and state_bytes(config, architecture) + costs.beside > budget
 
 
 def traffic_bytes(architecture: Architecture, ranks: Ranks) -> int:

@@ -115,7 +115,7 @@ def plan_budget(config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ran
         awaited = pool.map(answer, requests)
         validation_peak = pool.submit(peak_of_validation, requests[0]).result()  # by the process that is done first
         answers = tuple(awaited)
-    state = state_bytes(architecture) if placement.is_on_card else longest.state
+    state = state_bytes(config, architecture) if placement.is_on_card else longest.state
     return PlanReport(
         device=costs.name,
         precision="half precision" if config.memory.mixed_precision else "full precision",
@@ -132,7 +132,7 @@ def plan_budget(config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ran
         traffic=traffic_bytes(architecture, ranks),
         placement=placement.describe(len(architecture.build_without_values().blocks)).capitalize(),
         host=longest.host,
-        checkpoint=checkpoint_bytes(architecture),
+        checkpoint=checkpoint_bytes(architecture, config.optimizer),
     )
 
 
@@ -175,7 +175,7 @@ def plan_presets(
 def _cells(request: PlanRequest, budgets: tuple[float, ...]) -> list[str]:
     """The question's cell for each budget in GiB."""
     policy, cells = request.policy, []
-    state = state_bytes(request.architecture)
+    state = state_bytes(request.config, request.architecture)
     with request.planner() as planner:
         for gib in budgets:
             planner.budget = int(gib * GIB)
@@ -193,7 +193,8 @@ def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int) -> str
     """The flags with which the trainer keeps to the budget, at the duration asked for or the longest that trains."""
     longest = min(config.data.max_duration, answers[-1].longest_seconds * min(config.augment.speed_perturbation))
     pairs = zip(settings_of(config), settings_of(TrainConfig()), strict=True)
-    asked = [one for one, default in pairs if one.group in ("pretrained", "tuning") and one.value != default.value]
+    changed = [one for one, default in pairs if one.value != default.value]
+    asked = [one for one in changed if one.group in ("pretrained", "tuning") or one.name == "optimizer"]
     words = ["--preset", config.run.preset] if config.pretrained.pretrained is None else []
     words = ["--init_from", config.run.init_from] if config.run.init_from else words
     for setting in asked:

@@ -47,7 +47,7 @@ class PlanRequest:
 
     def fits(self, placement: Placement) -> bool:
         """Whether one utterance of the longest that are planned for fits, with the weights there."""
-        if placement.is_on_card and state_bytes(self.architecture) + self.costs.beside > self.budget:
+        if placement.is_on_card and state_bytes(self.config, self.architecture) + self.costs.beside > self.budget:
             return False
         peak = self.placed(placement).longest_peak()
         return has_room(peak, self.config, self.costs, self.budget, placement)

@@ -14,6 +14,7 @@ from konkanivani.memory.plan import model_state_bytes
 from konkanivani.memory.tracer import Peak
 from konkanivani.memory.weights.placement import Placement
 from konkanivani.model.architecture import Architecture, architecture_of
+from konkanivani.training.optimizers.build import build_optimizer
 
 LATER_KERNELS = 64 * MIB  # the driver loads a library's kernels when they are first used
 
@@ -27,14 +28,15 @@ def device_costs(device: torch.device) -> DeviceCosts:
     return cuda_costs(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), context)
 
 
-def state_bytes(architecture: Architecture) -> int:
+def state_bytes(config: TrainConfig, architecture: Architecture) -> int:
     """Bytes of the model's weights, gradients and optimizer."""
-    return model_state_bytes(architecture.build_without_values())
+    model = architecture.build_without_values()
+    return model_state_bytes(model, build_optimizer(model, config.optimizer).tensors)
 
 
 def check_state(config: TrainConfig, architecture: Architecture, costs: DeviceCosts, budget: int) -> None:
     """A ResourceError where the model's state alone, gradients included, is beyond the budget."""
-    state, beside = state_bytes(architecture) + costs.among_ranks, costs.workspace + costs.context
+    state, beside = state_bytes(config, architecture) + costs.among_ranks, costs.workspace + costs.context
     if state + beside > budget:
         raise ResourceError(
             f"The weights, gradients and optimizer of this model take {state / MIB:.0f} MiB before any audio, and "
@@ -49,7 +51,7 @@ def _largest_preset(config: TrainConfig, room: int) -> str:
         return "Give --freeze encoder or --lora_rank 32, a smaller model, or a larger budget."
     for name, shape in PRESETS.items():
         architecture = architecture_of(dataclasses.replace(config, model=shape), TextConfig().vocab_size)
-        state = state_bytes(architecture)
+        state = state_bytes(config, architecture)
         if state <= room:
             return f"Give --preset {name}, which takes {state / MIB:.0f} MiB, or a larger budget."
     return "No preset is small enough. Give a larger budget."

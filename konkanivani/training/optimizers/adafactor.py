@@ -1,0 +1,117 @@
+"""Adafactor: 8 bytes a trained number, its weight and gradient, and next to nothing beside them.
+
+torch.optim's and transformers' were looked at and not taken: both make tensors as large as a parameter in each update,
+and their state in the first; torch.optim's waits for the card twice a tensor and loads PyTorch's compiler.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from konkanivani.training.optimizer import EPSILON, Group, Optimizer
+
+DECAY = -0.8  # of the step count: the share of the newest gradient in the mean square
+# AdamW's epsilon, not the paper's 1e-30: a gradient that is rounding alone (of a bias that a softmax takes out) would
+# move its weight by a whole learning rate, and elsewhere where a step is split.
+SMALLEST_SQUARE = EPSILON**2
+LARGEST_UPDATE = 1.0  # a tensor's root mean square, in learning rates
+SLICE = 2**18  # numbers at a time: what they need stays in a processor's cache
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where a tensor is updated, on one device: a slice of it, one number each row and column, and a few numbers."""
+
+    slice: torch.Tensor
+    rows: torch.Tensor
+    columns: torch.Tensor
+    more_columns: torch.Tensor
+    newest: torch.Tensor
+    mean: torch.Tensor
+    squares: torch.Tensor
+    more_squares: torch.Tensor
+
+
+class Adafactor(Optimizer):
+    """Adafactor (Shazeer and Stern, 2018), without a first moment: of the squared gradient's mean, rows and columns.
+
+    The learning rate is the schedule's: no relative step, and none in proportion to the weights. A kernel is a matrix
+    with a row for each channel that it makes, a vector one of a single row, of which nothing is lost.
+    """
+
+    def __init__(self, groups: list[Group]) -> None:
+        super().__init__(groups)
+        parameters = list(self.state)
+        devices = dict.fromkeys(parameter.device for parameter in parameters)
+        self._rooms = {device: new_room([p for p in parameters if p.device == device]) for device in devices}
+        self.workspace = [tensor for room in self._rooms.values() for tensor in vars(room).values()]
+
+    def new_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """The means of each row and each column of the squared gradient."""
+        rows, columns = matrix_shape(parameter)
+        return super().new_state(parameter) | {"row": parameter.new_zeros(rows), "column": parameter.new_zeros(columns)}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Updates every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(group, parameter)
+
+    def _update(self, group: Group, parameter: torch.nn.Parameter) -> None:
+        state, room = self.state[parameter], self._rooms[parameter.device]
+        rows, columns = shape = matrix_shape(parameter)
+        weights, gradient = parameter.view(shape), parameter.grad.reshape(shape)
+        per_slice = rows_of_a_slice(columns)
+        slices = gradient.split(per_slice)
+        row, column, more = room.rows[:rows], room.columns[:columns], room.more_columns[:columns]
+
+        torch.pow(state["step"].add_(1), DECAY, out=room.newest)
+        column.zero_()
+        for part, mean in zip(slices, row.split(per_slice), strict=True):
+            squares = torch.mul(part, part, out=place_of(part, room)).add_(SMALLEST_SQUARE)
+            torch.mean(squares, 1, out=mean)
+            column.add_(torch.sum(squares, 0, out=more))
+        state["row"].lerp_(row, room.newest)
+        state["column"].lerp_(column.div_(rows), room.newest)
+
+        torch.mean(state["row"], 0, out=room.mean)
+        torch.div(state["row"], room.mean, out=row).rsqrt_()
+        torch.rsqrt(state["column"], out=column)
+        room.squares.zero_()
+        for part, factor in zip(slices, row.split(per_slice), strict=True):
+            change = torch.mul(part, column, out=place_of(part, room)).mul_(factor[:, None]).view(-1)
+            room.squares.add_(torch.dot(change, change, out=room.more_squares))
+        room.squares.div_(parameter.numel()).sqrt_().div_(LARGEST_UPDATE).clamp_(min=1)
+
+        weights.mul_(1 - group["lr"] * group["weight_decay"])
+        row.div_(room.squares)
+        for part, factor, weight in zip(slices, row.split(per_slice), weights.split(per_slice), strict=True):
+            change = torch.mul(part, column, out=place_of(part, room)).mul_(factor[:, None])
+            weight.add_(change, alpha=-group["lr"])
+
+
+def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:
+    """The rows and columns that a parameter counts as."""
+    rows = len(parameter) if parameter.dim() >= 2 else 1
+    return rows, parameter.numel() // rows
+
+
+def rows_of_a_slice(columns: int) -> int:
+    """How many rows of so many columns are updated at a time."""
+    return max(1, SLICE // columns)
+
+
+def place_of(part: torch.Tensor, room: Room) -> torch.Tensor:
+    """The place for what is computed of a slice (rows, columns)."""
+    return room.slice[: part.numel()].view(part.shape)
+
+
+def new_room(parameters: list[torch.nn.Parameter]) -> Room:
+    """Room for the largest of the parameters, which are on one device."""
+    shapes = [matrix_shape(parameter) for parameter in parameters]
+    largest = max(min(rows, rows_of_a_slice(columns)) * columns for rows, columns in shapes)
+    rows, columns = map(max, zip(*shapes, strict=True))
+    sizes = (largest,), (rows,), (columns,), (columns,), (), (), (), ()
+    return Room(*(parameters[0].new_empty(size) for size in sizes))

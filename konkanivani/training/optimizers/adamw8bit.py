@@ -1,0 +1,106 @@
+"""AdamW whose moments take 8 bits: 10 bytes a trained number with its weight and gradient, in place of 16.
+
+bitsandbytes and torchao were looked at and not taken, of each the sources: both make their state in the first step, the
+one waits for the card after each tensor, the other compiles each update, and both load PyTorch's compiler.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from konkanivani.training.optimizer import BETAS, EPSILON, MOMENTS, AdamW, Group
+from konkanivani.training.optimizers.blocks import BLOCK, Codebook
+
+SMALLEST = 4096  # numbers of a tensor with moments in 8 bits: norms and biases are few, and the most sensitive
+SLICE = 1024  # blocks at a time: what they need stays in a processor's cache
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where a slice of a tensor is updated, on one device: both moments (blocks, 256), and as much beside them."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+    beside: torch.Tensor
+    signed: Codebook
+    unsigned: Codebook
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it takes."""
+        books = self.signed, self.unsigned
+        return [self.first, self.second, self.beside, *(part for book in books for part in (book.nearest, book.shares))]
+
+
+class AdamW8bit(AdamW):
+    """AdamW with moments in blocks of 8 bits (Dettmers et al., 2022): a slice of them at a time becomes what it was.
+
+    The same kernel updates the slice, so nothing but the rounding of the moments differs from AdamW. Tensors of fewer
+    than 4096 numbers have whole moments.
+    """
+
+    def __init__(self, groups: list[Group]) -> None:
+        super().__init__(groups)
+        parameters = list(self.state)
+        self._rooms: dict[torch.device, Room] = {}
+        for device in dict.fromkeys(parameter.device for parameter in parameters):
+            large = [p for p in parameters if p.device == device and p.numel() >= SMALLEST]
+            if large:
+                blocks = min(SLICE, max(len(self.state[parameter]["exp_avg"]) for parameter in large))
+                self._rooms[device] = new_room(blocks, large[0])
+        self.workspace = [tensor for room in self._rooms.values() for tensor in room.tensors]
+
+    def new_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """Of each moment the codes (blocks, 256) and the blocks' largest (blocks,); the last block is filled with 0."""
+        state = super().new_state(parameter)
+        if parameter.numel() < SMALLEST:
+            return state
+        blocks = -(-parameter.numel() // BLOCK)
+        for kind in MOMENTS:
+            state[kind] = torch.zeros(blocks, BLOCK, dtype=torch.uint8, device=parameter.device)
+            state[f"{kind}_largest"] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
+        return state
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Updates every parameter that has a gradient."""
+        for group in self.param_groups:
+            updated = [parameter for parameter in group["params"] if parameter.grad is not None]
+            self.update(group, [parameter for parameter in updated if parameter.numel() < SMALLEST])
+            for parameter in updated:
+                if parameter.numel() >= SMALLEST:
+                    self._update_in_slices(group, parameter)
+
+    def _update_in_slices(self, group: Group, parameter: torch.nn.Parameter) -> None:
+        state, room = self.state[parameter], self._rooms[parameter.device]
+        state["step"].add_(1)
+        weights, gradient = parameter.view(-1).split(SLICE * BLOCK), parameter.grad.reshape(-1).split(SLICE * BLOCK)
+        stored = zip(*(state[kind + of].split(SLICE) for kind in MOMENTS for of in ("", "_largest")), strict=True)
+        for weight, slope, (codes, largest, codes_sq, largest_sq) in zip(weights, gradient, stored, strict=True):
+            first, second, beside = (one[: len(codes)] for one in (room.first, room.second, room.beside))
+            room.signed.dequantize(codes, largest, beside, first)
+            room.unsigned.dequantize(codes_sq, largest_sq, beside, second)
+            torch._fused_adamw_(
+                [weight],
+                [slope],
+                [first.view(-1)[: len(weight)]],
+                [second.view(-1)[: len(weight)]],
+                [],
+                [state["step"]],
+                lr=group["lr"],
+                beta1=BETAS[0],
+                beta2=BETAS[1],
+                weight_decay=group["weight_decay"],
+                eps=EPSILON,
+                amsgrad=False,
+                maximize=False,
+            )
+            room.signed.quantize(first, codes, largest, beside)
+            room.unsigned.quantize(second, codes_sq, largest_sq, beside)
+
+
+def new_room(blocks: int, like: torch.Tensor) -> Room:
+    """Room for so many blocks on the device of `like`, in its precision."""
+    first, second = (torch.empty(blocks, BLOCK, dtype=like.dtype, device=like.device) for _ in range(2))
+    beside = torch.empty(blocks, BLOCK, dtype=torch.float32, device=like.device)
+    return Room(first, second, beside, Codebook(True, like), Codebook(False, like))

@@ -1,0 +1,456 @@
+"""Optimizers of smaller state: their arithmetic against plain references, what they take, and the laws they keep."""
+
+import dataclasses
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from konkanivani.memory.placement import ON_CARD, Placement
+
+from konkanivani.base.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from konkanivani.base.errors import UsageError
+from konkanivani.base.flags import config_from_text, config_to_text, contradictions, parse_flags
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.model.architecture import architecture_of
+from konkanivani.model.asr import parameter_count
+from konkanivani.recipe.build_step import build_step_parts, memory_conditions
+from konkanivani.recipe.disk import checkpoint_bytes
+from konkanivani.recipe.planning.ranks import needs_sharding
+from konkanivani.recipe.planning.state import state_bytes
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states, read_checkpoint, write_checkpoint
+from konkanivani.training.optimizer import Optimizer, OptimizerState
+from konkanivani.training.optimizers import adafactor, adamw8bit
+from konkanivani.training.optimizers.blocks import BLOCK, Codebook, dynamic_shares
+from konkanivani.training.optimizers.build import KINDS, build_optimizer
+from konkanivani.training.parts import StepParts
+from konkanivani.training.step import train_step
+from tests.conftest import ROOT
+from tests.laws.failing import ERRORS, failing_backward, failing_forward, once_at
+from tests.laws.parts import MODEL, double_parts, measured_peak, relative_difference, speeches, window
+from tests.patience import PATIENCE
+from tests.test_host_reads import Reads
+from tests.test_step import TRAIN
+from tests.tracers import ONLY_TENSORS, VOCAB_SIZE, tracer_of
+
+SMALLER = ["adamw8bit", "adafactor"]
+WIDE = dataclasses.replace(MODEL, d_model=32)  # of which some matrices have 4096 numbers
+CPU = torch.device("cpu")
+RATE, DECAY = 1e-2, 0.1
+
+
+def config_of(kind: str, model: ModelConfig = WIDE) -> TrainConfig:
+    one_after_another = DataConfig(micro_batches_at_once=1)
+    return TrainConfig(model=model, data=one_after_another, optimizer=OptimizerConfig(optimizer=kind))
+
+
+def parts_of(kind: str, model: ModelConfig = WIDE, placement: Placement = ON_CARD) -> StepParts:
+    config = config_of(kind, model)
+    return build_step_parts(config, architecture_of(config, VOCAB_SIZE), CPU, 100, placement=placement)
+
+
+def in_double(kind: str) -> StepParts:
+    return double_parts(WIDE, optimizer=OptimizerConfig(optimizer=kind))
+
+
+def window_of(step: int, seed: int = 0):
+    spoken = speeches(4, seed=100 * seed + step, augmented=False)
+    return window([dataclasses.replace(speech, waveform=speech.waveform.float()) for speech in spoken], 2)
+
+
+def state_of(parts: StepParts) -> dict[str, torch.Tensor]:
+    tensors = dict(parts.model.named_parameters()) | OptimizerState(parts.model, parts.optimizer).state_dict()
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def differing(one: StepParts, other: StepParts) -> list[str]:
+    mine, theirs = state_of(one), state_of(other)
+    assert mine.keys() == theirs.keys()
+    return [name for name in mine if not torch.equal(mine[name], theirs[name])]
+
+
+def network(seed: int = 0) -> torch.nn.Sequential:
+    """A matrix of several slices with an odd number of numbers, vectors, kernels."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(91, 67), torch.nn.LayerNorm(67), torch.nn.Conv1d(67, 67, 3, groups=67))
+
+
+def updated(build, steps: int = 5) -> torch.nn.Sequential:
+    """The network after updates by gradients that are the same for all, of very different sizes."""
+    net = network()
+    optimizer, generator = build(net), torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for parameter in net.parameters():
+            size = 10.0 ** torch.randint(-3, 0, (len(parameter),), generator=generator)
+            shape = (-1, *[1] * (parameter.dim() - 1))
+            parameter.grad = torch.randn(parameter.shape, generator=generator) * size.view(shape)
+        optimizer.step()
+    return net
+
+
+def ours(kind: str):
+    config = OptimizerConfig(learning_rate=RATE, weight_decay=DECAY, optimizer=kind)
+    return lambda net: build_optimizer(net, config)
+
+
+def distance(one: torch.nn.Module, other: torch.nn.Module) -> float:
+    """The largest relative difference of two networks' parameters."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(relative_difference(mine.double(), theirs.double()) for mine, theirs in pairs)
+
+
+# ------------------------------------------------------------------------------------------------------------- 8 bits
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_the_shares_are_the_papers(is_signed):
+    shares = np.array(dynamic_shares(is_signed))
+    assert len(shares) == len(set(shares)) == 256 and {0.0, 1.0} <= set(shares) and (np.diff(shares) > 0).all()
+    assert (shares < 0).sum() == (127 if is_signed else 0)
+    for power in range(7):  # the number of steps doubles with each power of ten
+        between = (shares > 10.0 ** (power - 7)) & (shares < 10.0 ** (power - 6))
+        assert between.sum() == 2 ** (power if is_signed else power + 1)
+
+
+def there_and_back(numbers: torch.Tensor, is_signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers (blocks, 256) out of 8 bits again, and their codes."""
+    book, room, again = Codebook(is_signed, numbers), torch.empty(numbers.shape), torch.empty_like(numbers)
+    codes, largest = torch.empty(numbers.shape, dtype=torch.uint8), torch.empty(len(numbers))
+    book.quantize(numbers, codes, largest, room)
+    book.dequantize(codes, largest, room, again)
+    return again, codes
+
+
+def numbers_of(is_signed: bool) -> torch.Tensor:
+    torch.manual_seed(0)
+    numbers = torch.randn(64, BLOCK) * 10.0 ** torch.randint(-12, 3, (64, 1)) * 10.0 ** -(5 * torch.rand(64, BLOCK))
+    return numbers if is_signed else numbers.abs()
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_each_number_becomes_the_nearest_share_of_its_blocks_largest(is_signed):
+    numbers, shares = numbers_of(is_signed), np.array(dynamic_shares(is_signed))
+    again, codes = there_and_back(numbers, is_signed)
+    exact = numbers.double().numpy()
+    largest = np.abs(exact).max(1, keepdims=True)
+    nearest = np.abs((exact / largest)[..., None] - shares).argmin(-1)
+    if not is_signed:
+        nearest = np.maximum(nearest, 1)  # nothing above 0 becomes 0
+    assert (codes.numpy() == nearest).mean() > 0.98 and np.abs(codes.numpy().astype(int) - nearest).max() <= 1
+    # Half of the step that it lies in, and what is left of its mantissa.
+    place = np.searchsorted(shares, exact / largest).clip(1, 255)
+    bound = (shares[place] - shares[place - 1]) * (0.5 if is_signed else np.where(place == 1, 1, 0.5))
+    error = np.abs(again.double().numpy() - exact) / largest
+    assert (error <= bound + np.abs(exact / largest) / 1024 + 1e-7).all()
+    others, _ = there_and_back(numbers, not is_signed)  # the negative control
+    assert (np.abs(others.double().numpy() - exact) / largest > 1.5 * bound + 1e-3).any()
+
+
+def test_zeros_stay_zeros_and_what_is_above_never_becomes_zero():
+    numbers = torch.zeros(3, BLOCK)
+    numbers[1, ::2], numbers[2, 0], numbers[2, 1] = 1.0, 1.0, 1e-30
+    again, _ = there_and_back(numbers, is_signed=False)
+    assert torch.equal(again == 0, numbers == 0)
+    signed, _ = there_and_back(numbers, is_signed=True)
+    assert torch.equal(signed[:2] == 0, numbers[:2] == 0) and signed[2, 1] == 0  # the negative control
+
+
+def adamw8bit_by_hand(net: torch.nn.Sequential):
+    """Rounded moments, and the formula of AdamW in float64."""
+    moments = {parameter: [torch.zeros_like(parameter) for _ in range(2)] for parameter in net.parameters()}
+    steps = []
+
+    def rounded(moment: torch.Tensor, is_signed: bool) -> torch.Tensor:
+        if moment.numel() < 4096:
+            return moment.float()
+        blocks = torch.nn.functional.pad(moment.flatten(), (0, -moment.numel() % BLOCK)).view(-1, BLOCK)
+        return there_and_back(blocks.float(), is_signed)[0].flatten()[: moment.numel()].view(moment.shape)
+
+    @torch.no_grad()
+    def step() -> None:
+        steps.append(1)
+        for parameter, stored in moments.items():
+            first, second = (moment.double() for moment in stored)
+            weight, gradient = parameter.double(), parameter.grad.double()
+            first = 0.9 * first + 0.1 * gradient
+            second = 0.98 * second + 0.02 * gradient**2
+            weight *= 1 - RATE * DECAY * (parameter.dim() > 1)
+            mean, square = first / (1 - 0.9 ** len(steps)), second / (1 - 0.98 ** len(steps))
+            parameter.copy_(weight - RATE * mean / (square.sqrt() + 1e-8))
+            moments[parameter] = [rounded(first, True), rounded(second, False)]
+
+    return type("ByHand", (), {"step": staticmethod(step)})
+
+
+def test_an_update_with_moments_of_8_bits_is_adamw_on_rounded_moments():
+    net = updated(ours("adamw8bit"))
+    by_hand, whole = updated(adamw8bit_by_hand), updated(ours("adamw"))
+    assert distance(by_hand, net) < 1e-5
+    small = [name for name, parameter in whole.named_parameters() if parameter.numel() < adamw8bit.SMALLEST]
+    assert len(small) == 5
+    assert all(torch.equal(whole.get_parameter(name), net.get_parameter(name)) for name in small)
+    assert 1e-4 < distance(whole, net) < 1e-1  # the negative control: they are rounded
+
+
+def test_the_first_update_is_adamws(monkeypatch):
+    """Its moments are rounded only behind it."""
+    assert distance(updated(ours("adamw"), 1), updated(ours("adamw8bit"), 1)) == 0
+
+
+def test_slices_of_8_bits_change_nothing(monkeypatch):
+    whole = updated(ours("adamw8bit"))
+    monkeypatch.setattr(adamw8bit, "SLICE", 5)
+    assert distance(whole, updated(ours("adamw8bit"))) == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- Adafactor
+
+
+def adafactor_by_hand(net: torch.nn.Sequential):
+    """The paper's algorithm in float64, each tensor as a matrix of rows."""
+    means, steps = {parameter: (0.0, 0.0) for parameter in net.parameters()}, []
+
+    @torch.no_grad()
+    def step() -> None:
+        steps.append(1)
+        keep = 1 - len(steps) ** -0.8
+        for parameter, (row, column) in means.items():
+            gradient = parameter.grad.double().flatten(1) if parameter.dim() > 1 else parameter.grad.double()[None]
+            square = gradient**2 + 1e-16
+            row = keep * row + (1 - keep) * square.mean(1, keepdim=True)
+            column = keep * column + (1 - keep) * square.mean(0, keepdim=True)
+            means[parameter] = row, column
+            change = gradient / (row * column / row.mean()).sqrt()
+            change /= max(1.0, change.square().mean().sqrt())
+            weight = parameter.double() * (1 - RATE * DECAY * (parameter.dim() > 1))
+            parameter.copy_(weight - RATE * change.view(parameter.shape))
+
+    return type("ByHand", (), {"step": staticmethod(step)})
+
+
+def adafactor_of_transformers(net: torch.nn.Sequential):
+    groups = [
+        {"params": [p for p in net.parameters() if p.dim() > 1], "weight_decay": DECAY},
+        {"params": [p for p in net.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    settings = {"scale_parameter": False, "relative_step": False, "warmup_init": False}
+    return transformers.Adafactor(groups, lr=RATE, eps=(1e-16, 1.0), **settings)
+
+
+def adafactor_of_torch(net: torch.nn.Sequential):
+    """Its steps are in proportion to the weights, or to 1 where they are smaller, as here."""
+    groups = [
+        {"params": [p for p in net.parameters() if p.dim() > 1], "weight_decay": DECAY},
+        {"params": [p for p in net.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.Adafactor(groups, lr=RATE, eps=(1e-8, 1.0))
+
+
+@pytest.mark.parametrize("build", [adafactor_by_hand, adafactor_of_transformers, adafactor_of_torch])
+def test_adafactor_is_the_papers(build):
+    mine, theirs = updated(ours("adafactor")), updated(build)
+    # A kernel the others factor by its last two axes; of a norm, what torch's steps are in proportion to is above 1.
+    same = {adafactor_by_hand: 3, adafactor_of_transformers: 2, adafactor_of_torch: 1}[build]
+    mine, theirs = mine[:same], theirs[:same]
+    assert distance(theirs, mine) < 1e-6
+    assert distance(theirs, updated(ours("adamw"))[: len(theirs)]) > 1e-2  # the negative control
+
+
+def test_slices_of_adafactor_change_nothing(monkeypatch):
+    whole = updated(ours("adafactor"))
+    monkeypatch.setattr(adafactor, "SLICE", 300)
+    assert 0 < distance(whole, updated(ours("adafactor"))) < 1e-6
+
+
+def test_an_update_of_adafactor_is_clipped():
+    """Once gradients grow a hundredfold, each update is at most of the learning rate's size."""
+    net = torch.nn.Linear(20, 30, bias=False)
+    optimizer = build_optimizer(net, OptimizerConfig(learning_rate=RATE, weight_decay=0.0, optimizer="adafactor"))
+    for size in (1e-3, 1e-3, 1e-3, 1e-1):
+        net.weight.grad, before = size * torch.ones_like(net.weight), net.weight.detach().clone()
+        optimizer.step()
+        assert float((net.weight.detach() - before).square().mean().sqrt()) == pytest.approx(RATE, rel=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------------- What they take
+
+
+def grown_by_an_update(optimizer: Optimizer, net: torch.nn.Module) -> int:
+    """Bytes that an update takes beside what was there."""
+    live = LiveBytes()
+    live.count([*net.parameters(), *(parameter.grad for parameter in net.parameters()), *optimizer.tensors])
+    before = live.live
+    with live:
+        optimizer.step()
+    return live.peak - before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_allocates_nothing_not_even_the_first(kind):
+    net = network()
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = ours(kind)(net)
+    assert [grown_by_an_update(optimizer, net) for _ in range(2)] == [0, 0]
+    monitored = transformers.Adafactor(net.parameters(), lr=RATE, relative_step=False)  # the negative control
+    monitored.tensors = []
+    assert grown_by_an_update(monitored, net) > 4 * 67 * 91
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_planned_state_is_the_real_one_to_the_byte(kind):
+    config = config_of(kind, ModelConfig())
+    architecture = architecture_of(config, VOCAB_SIZE)
+    parts = build_step_parts(config, architecture, CPU, 100)
+    counts = sum(tensor.dim() == 0 for tensor in parts.optimizer.tensors)
+    taken = sum(tensor.nbytes for tensor in [*parts.model.parameters(), *parts.optimizer.tensors])
+    trained = parameter_count(parts.model)
+    assert state_bytes(config, architecture) == taken + 4 * trained - 4 * counts
+    assert state_bytes(config, architecture) / trained == pytest.approx(
+        {"adamw": 16, "adamw8bit": 10.3, "adafactor": 8.1}[kind], abs=0.1
+    )
+
+
+@pytest.mark.parametrize("kind", SMALLER)
+@pytest.mark.parametrize("policy", ["never", "always"])
+def test_a_planned_peak_bounds_the_measured_one(kind, policy):
+    model = ModelConfig(d_model=128, encoder_layers=1, decoder_layers=1)
+    config, recompute = config_of(kind, model), RecomputePolicy(policy)
+    measured = measured_peak(parts_of(kind, model).recomputing(recompute), window_of(0))
+    planned = tracer_of(config).trace_window(window_of(0), recompute).bytes
+    assert 0.999 * measured <= planned <= 1.02 * measured
+    others = tracer_of(config_of("adamw", model)).trace_window(window_of(0), recompute).bytes
+    assert others > 1.02 * measured  # the negative control
+
+
+@pytest.mark.parametrize("kind", SMALLER)
+def test_a_checkpoint_takes_what_was_said(kind, tmp_path):
+    parts = parts_of(kind, ModelConfig(encoder_layers=2, decoder_layers=1))
+    config = config_of(kind, parts.architecture.model)
+    states = {"model": parts.model.state_dict(), "optimizer": OptimizerState(parts.model, parts.optimizer).state_dict()}
+    write_checkpoint(tmp_path / "one.pt", Checkpoint(config_to_text(config), b"tokens", VOCAB_SIZE, 1, 7, states))
+    size = (tmp_path / "one.pt").stat().st_size
+    assert size <= checkpoint_bytes(parts.architecture, config.optimizer) < size + 1.5 * 2**20
+    assert checkpoint_bytes(parts.architecture) > 1.3 * size  # the negative control: that of AdamW
+
+
+@pytest.mark.parametrize("kind", SMALLER)
+def test_an_update_does_not_wait_for_the_device(kind):
+    net = network()
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with Reads() as mode:
+        ours(kind)(net).step()
+    assert set(mode.found) <= ({"_local_scalar_dense"} if kind == "adamw8bit" else set())  # fused, on a CPU
+
+
+EIGHT_BITS = """
+from konkanivani.base.config import OptimizerConfig
+eight_bits = OptimizerConfig(optimizer="adamw8bit")
+"""
+
+
+def test_a_step_does_not_load_pytorchs_compiler():
+    source = TRAIN.format(before=EIGHT_BITS).replace("double_parts()", "double_parts(optimizer=eight_bits)")
+    ended = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.stdout.strip() == "False False", ended.stdout + ended.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------- The laws
+
+
+def trained(kind: str, steps: range, parts: StepParts | None = None) -> StepParts:
+    parts = parts or parts_of(kind)
+    for step in steps:
+        assert not train_step(parts, window_of(step), step).is_skipped
+    return parts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumed_from_a_file_it_goes_on_bit_for_bit(kind, tmp_path):
+    undisturbed = trained(kind, range(6))
+    first, path = trained(kind, range(3)), tmp_path / "checkpoint.pt"
+    states = {"model": first.model.state_dict(), "optimizer": OptimizerState(first.model, first.optimizer).state_dict()}
+    write_checkpoint(path, Checkpoint("", b"tokens", 1, 3, 0, states))
+
+    def resumed(*parts_loaded: str) -> StepParts:
+        parts = parts_of(kind)
+        stateful = {"model": parts.model, "optimizer": OptimizerState(parts.model, parts.optimizer)}
+        load_states(read_checkpoint(path), {name: stateful[name] for name in parts_loaded})
+        return trained(kind, range(3, 6), parts)
+
+    assert not differing(undisturbed, resumed("model", "optimizer"))
+    assert differing(undisturbed, resumed("model"))  # the negative control
+
+
+@pytest.mark.parametrize(("kind", "failing"), [("adamw8bit", failing_forward), ("adafactor", failing_backward)])
+def test_a_step_that_runs_out_of_memory_and_is_split_is_the_same_step(kind, failing):
+    whole, parts = in_double(kind), failing(in_double(kind), once_at(1), ERRORS["cuda"])
+    for step in range(2):
+        reports = [train_step(each, window(speeches(6, seed=step), 2), step) for each in (whole, parts)]
+        assert reports[0].splits == 0 and reports[1].splits == (step == 0)
+    other = in_double(kind)
+    train_step(other, window(speeches(6, seed=0), 2), 0)
+
+    def furthest(one: StepParts) -> float:
+        mine = {name: tensor for name, tensor in state_of(one).items() if tensor.is_floating_point()}
+        return max(relative_difference(state_of(whole)[name], tensor) for name, tensor in mine.items())
+
+    assert furthest(parts) < 1e-9
+    assert furthest(other) > 1e-3  # the negative control
+
+
+@pytest.mark.parametrize("kind", SMALLER)
+def test_a_step_that_is_not_finite_changes_nothing(kind):
+    parts = trained(kind, range(2))
+    before, spoken = state_of(parts), speeches(3, seed=1)
+    spoken = [dataclasses.replace(speech, waveform=math.inf * speech.waveform.float()) for speech in spoken]
+    assert train_step(parts, window(spoken, 1), 2).is_skipped
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state_of(parts).items())
+    assert not train_step(parts, window_of(2), 2).is_skipped
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in state_of(parts).items())
+
+
+@pytest.mark.parametrize("kind", SMALLER)
+def test_scaled_gradients_give_the_update_of_unscaled_ones(kind):
+    plain, scaled = parts_of(kind), parts_of(kind)
+    scaled = dataclasses.replace(scaled, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    for parts in (plain, scaled):
+        trained(kind, range(2), parts)
+    assert not differing(plain, scaled)  # a power of two rounds nothing
+
+
+@pytest.mark.parametrize("kind", SMALLER)
+def test_weights_on_the_host_are_updated_alike(kind):
+    assert not differing(trained(kind, range(2)), trained(kind, range(2), parts_of(kind, placement=Placement(99))))
+
+
+# --------------------------------------------------------------------------------------------------------- Its flag
+
+
+def test_a_run_cannot_go_on_with_another_optimizer_and_older_checkpoints_are_adamws():
+    stored = parse_flags(["--optimizer", "adafactor"])
+    assert parse_flags(["--resume", "auto"], stored).optimizer.optimizer == "adafactor"
+    other = parse_flags(["--resume", "auto", "--optimizer", "adamw"], stored)
+    assert contradictions(stored, other) == ["--optimizer is adamw here and adafactor in the checkpoint"]
+    older = "".join(line for line in config_to_text(stored).splitlines(True) if not line.startswith("--optimizer "))
+    assert config_from_text(older).optimizer.optimizer == "adamw"
+
+
+def test_sharded_over_ranks_is_adamw_alone():
+    with pytest.raises(UsageError, match="--shard always divides the state of AdamW alone"):
+        parse_flags(["--optimizer", "adamw8bit", "--shard", "always"])
+    assert parse_flags(["--shard", "always"]).memory.shard == "always"
+    for kind in KINDS:  # auto: not even where a rank cannot hold it
+        config = config_of(kind)
+        is_sharded = needs_sharding(config, architecture_of(config, VOCAB_SIZE), ONLY_TENSORS, budget=1)
+        assert is_sharded == (kind == "adamw")
+
+
+def test_a_plan_and_what_did_not_fit_are_of_one_optimizer():
+    conditions = [memory_conditions(config_of(kind), architecture_of(config_of(kind), 9), CPU) for kind in KINDS]
+    assert len(set(conditions)) == len(KINDS)
