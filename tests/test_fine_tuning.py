@@ -15,13 +15,14 @@ from konkanivani.inference.speech_model import build_speech_model
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
 from konkanivani.memory.plan import model_state_bytes
+from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.adapters import BLANK_BIAS, OVER_TOKENS
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.evaluation_model import evaluate_manifest, load_evaluation_model
 from konkanivani.recipe.planning.tracing import build_tracer
-from konkanivani.training.checkpoint.checkpoint import read_checkpoint
+from konkanivani.training.checkpoint.checkpoint import read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from konkanivani.training.optimizer import begun_share
@@ -33,6 +34,7 @@ from tests.starts import begin_run
 
 CPU = torch.device("cpu")
 STEADY = "--epochs 20 --schedule inverse_sqrt --warmup_steps 1 --num_workers 0 --device cpu".split()
+HALF = ("--frozen_dtype", "half")
 HEADS = {name for head in ("ctc_head", "decoder.output") for name in (f"{head}.weight", f"{head}.bias")}
 WIDE = ModelConfig(d_model=96, encoder_layers=4, decoder_layers=1, subsampling_channels=8)
 Weights = dict[str, torch.Tensor]
@@ -204,6 +206,27 @@ def test_rounded_weights_give_nearly_the_same_losses(precision):
     assert losses[1][-1] < losses[1][0]
 
 
+@pytest.mark.parametrize("placement", [Placement(fetched=3), Placement(halved=True)], ids=["fetched", "halved"])
+def test_rounded_weights_give_the_same_steps_wherever_they_lie(placement):
+    rounded = dataclasses.replace(LORA, frozen_dtype="half")
+    # In full precision what is halved on the card is rounded, trained or not.
+    config, losses = tuned_config(rounded, mixed_precision=placement.halved, amp_dtype="bf16"), []
+    for place in (ON_CARD, placement):
+        parts = build_step_parts(config, architecture_of(config, 20), CPU, 100, placement=place)
+        losses.append([train_step(parts, window(spoken(), 2), number).loss for number in range(3)])
+    assert losses[0] == losses[1]
+
+
+def test_weights_that_no_half_holds_are_refused(base, corpus, tmp_path):
+    checkpoint = read_checkpoint(base)
+    checkpoint.states["model"]["encoder.blocks.0.convolution.gate.weight"][0, 0] = 1e6
+    write_checkpoint(tmp_path / "large.pt", checkpoint)
+    flags = [*corpus.flags(), *run_folders(tmp_path), "--init_from", str(tmp_path / "large.pt"), "--lora_rank", "2"]
+    with pytest.raises(CheckpointError, match="rounded to half precision, are not finite numbers"):
+        build_run(begin_run([*flags, *HALF]))
+    build_run(begin_run([*flags, "--fresh"]))
+
+
 def test_beside_rounded_weights_low_rank_products_merge_and_every_script_takes_them(base, corpus, tmp_path):
     flags = ("--lora_rank", "4", "--frozen_dtype", "half", "--learning_rate", "0.05")
     after = tuned(corpus, base, tmp_path, 8, *flags)
@@ -309,9 +332,6 @@ def test_the_planner_plans_the_checkpoints_shape(base):
     planned = [json.loads(run_script("training_scripts/plan_memory.py", *flags, *more).stdout) for more in ((), HALF)]
     assert planned[1]["state"] < planned[0]["state"] < 2**21
     assert f"--init_from {base} --train_layers 1 --frozen_dtype half" in planned[1]["flags"]
-
-
-HALF = ("--frozen_dtype", "half")
 
 
 # --------------------------------------------------------------------------------------------- the score at the start

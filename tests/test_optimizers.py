@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from konkanivani.memory.placement import ON_CARD, Placement
 
 from konkanivani.base.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from konkanivani.base.errors import UsageError
 from konkanivani.base.flags import config_from_text, config_to_text, contradictions, parse_flags
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
 from konkanivani.recipe.build_step import build_step_parts, memory_conditions

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from konkanivani.base.config import TrainConfig
+from konkanivani.base.config import TrainConfig, TuningConfig
 from konkanivani.base.flags import config_from_text
 from konkanivani.data.batching import EpochPlanner
 from konkanivani.data.vocabulary import Vocabulary
+from konkanivani.inference.speech_model import check_finite
 from konkanivani.model.adapters import begin_head
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import KonkaniVaniASR
@@ -58,8 +59,7 @@ def load_weights(
         load_states(start.resumed, {name: part for name, part in stateful.items() if name not in forgotten})
         _fit_cursor(state, start.resumed, planner)
     if start.initial:
-        is_new = start.config.tuning.new_tokenizer
-        _take_weights(start.initial, stateful["model"], whole_model(start, step), tokenizer, is_new)
+        _take_weights(start.initial, start.config.tuning, stateful["model"], whole_model(start, step), tokenizer)
 
 
 def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner) -> None:
@@ -73,14 +73,18 @@ def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner
 
 
 def _take_weights(
-    initial: Checkpoint, stateful: Stateful, whole: KonkaniVaniASR, tokenizer: Vocabulary, is_new: bool
+    initial: Checkpoint, tuning: TuningConfig, stateful: Stateful, whole: KonkaniVaniASR, tokenizer: Vocabulary
 ) -> None:
     """Takes what fits of a checkpoint's weights into the whole model, and the part `stateful` takes that model's."""
     config = config_from_text(initial.config)
     _, weights = architecture_of(config, initial.vocab_size).plain(initial.states["model"])
-    transfer = transfer_weights(whole, weights, config.model, initial.tokenizer == tokenizer.model and not is_new)
-    if is_new:
+    transfer = transfer_weights(
+        whole, weights, config.model, initial.tokenizer == tokenizer.model and not tuning.new_tokenizer
+    )
+    if tuning.new_tokenizer:
         begin_head(whole)
+    if tuning.frozen_dtype == "half":
+        check_finite(f"the checkpoint of step {initial.step}, rounded to half precision,", whole.state_dict())
     if stateful is not whole:
         stateful.load_state_dict(whole.state_dict())
     print(f"Weights from the checkpoint of step {initial.step}:\n{transfer.summary()}", flush=True)
