@@ -187,7 +187,8 @@ def test_a_frozen_number_takes_two_bytes_and_the_plan_bounds_what_is_measured(tu
     numbers = sum(weight.numel() for weight in matrices)
     assert numbers > 0.6 * sum(weight.numel() for weight in half.model.parameters())
     assert not any(weight.requires_grad for weight in matrices)
-    assert model_state_bytes(fp32.model) - model_state_bytes(half.model) == 2 * numbers
+    states = [model_state_bytes(parts.model, parts.optimizer.tensors) for parts in (fp32, half)]
+    assert states[0] - states[1] == 2 * numbers
     cut, config = window(spoken(), 2), tuned_config(rounded)
     tracer, measured = build_tracer(config, architecture_of(config, 20), cpu_costs()), measured_peak(half, cut)
     planned = tracer.trace_window(cut, RecomputePolicy("never")).bytes
