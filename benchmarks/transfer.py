@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How much sooner a model learns that begins with what another one has learnt, with a new tokenizer and head.
 
-    python3 benchmarks/transfer.py --voices ../shared/data/digits_en --folder /tmp/transfer --minutes 10 --epochs 25
+    python3 benchmarks/transfer.py --voices ../shared/data/digits_en --folder /tmp/transfer
 
 A first model is trained on half of the people of the training part, or on --sentences that espeak-ng's Marathi voices
 speak; then the other half is learnt twice, from nothing and with `--init_from FIRST --new_tokenizer`, validated and
@@ -39,7 +39,9 @@ class Flags:
     sentences: tuple[str, ...] = ()
     """Files of sentences, spoken for the first model in the place of half of the voices."""
     minutes: float = 10.0
-    """Minutes of training speech for each model."""
+    """Minutes of the second set's training speech."""
+    first_minutes: float = 20.0
+    """Minutes of the first one's."""
     epochs: int = 25
     """Of every run."""
     validated: int = 60
@@ -64,8 +66,8 @@ class Learnt:
 
 def measure(flags: Flags) -> str:
     """Makes the sets and trains what has not been trained; the table."""
-    if min(flags.minutes, flags.epochs, flags.validated) <= 0:
-        raise UsageError("--minutes, --epochs and --validated must be above 0.")
+    if min(flags.minutes, flags.first_minutes, flags.epochs, flags.validated) <= 0:
+        raise UsageError("--minutes, --first_minutes, --epochs and --validated must be above 0.")
     folder = Path(flags.folder).resolve()
     first, second = make_sets(flags, folder / "sets")
     name = f"seed_{flags.seed}"
@@ -97,8 +99,7 @@ def make_sets(flags: Flags, folder: Path) -> tuple[Path, Path]:
     if flags.sentences:
         files = tuple(str(Path(file).resolve()) for file in flags.sentences)
         made[0] = Sources(voices, files).make("sentences", folder)
-    first, second = (cut_training(place, flags.minutes) for place in made)
-    return first, second
+    return cut_training(made[0], flags.first_minutes), cut_training(made[1], flags.minutes)
 
 
 def learn(flags: Flags, made: Path, place: Path, begun: str) -> Learnt:
@@ -120,7 +121,8 @@ def learn(flags: Flags, made: Path, place: Path, begun: str) -> Learnt:
         print(shlex.join(command), file=sys.stderr, flush=True)
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise DataError(f"It ended with exit code {done.returncode}: {done.stderr[-500:]}")
+            said = done.stderr.strip().splitlines()[-1]
+            raise DataError(f"It ended with exit code {done.returncode}: {said} Run the command above by itself.")
         ended.write_text(done.stdout.splitlines()[-1], encoding="utf-8")
     log = (place / "runs" / "default" / "log.jsonl").read_text(encoding="utf-8").splitlines()
     found = [record for line in log if (record := json.loads(line))["kind"] == "validation"]
