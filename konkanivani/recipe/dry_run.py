@@ -114,7 +114,7 @@ def _try_going_on(folder: Path, clock: StageClock) -> float:
     with silence_output():  # it has been told
         start = resolve_start(ask(["--resume", str(folder / SECOND), "--keep_checkpoints", "2"]))
         run = build_run(start)
-    check_equal(run.checkpoint(), start.resumed, "What was resumed is not what was saved")
+    check_equal(run.checkpoint(), read_checkpoint(start.resumed_path), "What was resumed is not what was saved")
     with run.logbook:
         train(_until(run, run.state.step + 1))
     undisturbed, resumed = (read_checkpoint(folder / name) for name in (THIRD, LAST))

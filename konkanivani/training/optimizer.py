@@ -1,7 +1,6 @@
 """AdamW and what every optimizer has, all allocated beforehand; the learning rate, a pure function of the step."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -151,7 +150,8 @@ def set_learning_rate(optimizer: Optimizer, rate: float, begun: float = 1.0) -> 
 class OptimizerState:
     """The optimizer's moments and step counts under their parameters' names, for the checkpoint.
 
-    Loading copies into the tensors that exist, so it allocates nothing and keeps the fused layout.
+    Loading copies into the tensors that exist, so it allocates nothing and keeps the fused layout; each is taken out of
+    the state when it has been copied.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
@@ -166,14 +166,14 @@ class OptimizerState:
         """The tensors themselves, by `parameter/moment`."""
         return dict(self._tensors)
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         """Copies every tensor in; a CheckpointError where names or shapes are not this optimizer's."""
         if state.keys() != self._tensors.keys():
             raise CheckpointError(
                 "The checkpoint's optimizer is of another model. Use --init_from to take its weights."
             )
         for name, tensor in self._tensors.items():
-            stored = state[name]
+            stored = state.pop(name)
             if not isinstance(stored, torch.Tensor) or stored.shape != tensor.shape:
                 raise CheckpointError(
                     f"The checkpoint's optimizer has another shape at {name}. Use another checkpoint."

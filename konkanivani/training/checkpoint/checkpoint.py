@@ -41,7 +41,7 @@ class Checkpoint:
     vocab_size: int
     step: int
     plan_digest: int
-    states: Mapping[str, Mapping[str, object]]
+    states: dict[str, dict[str, object]]
 
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
@@ -143,7 +143,10 @@ def check_states(checkpoint: Checkpoint, known: Collection[str]) -> None:
 
 
 def load_states(checkpoint: Checkpoint, stateful: Mapping[str, Stateful]) -> None:
-    """Loads every part's state; a CheckpointError where one is missing or does not fit."""
+    """Loads every part's state; a CheckpointError where one is missing or does not fit.
+
+    Its tensors are taken out of the checkpoint then: of a large model there is no memory for both.
+    """
     for name, part in stateful.items():
         if name == "splits" and name not in checkpoint.states:
             continue  # of a version that remembered none
@@ -155,7 +158,9 @@ def load_states(checkpoint: Checkpoint, stateful: Mapping[str, Stateful]) -> Non
         try:
             if name == "scaler" and not checkpoint.states[name]:
                 continue  # saved without loss scaling, gone on with it
-            part.load_state_dict(checkpoint.states[name])
+            part.load_state_dict(state := checkpoint.states[name])
+            for key in [key for key, value in state.items() if isinstance(value, torch.Tensor)]:
+                del state[key]
         except (RuntimeError, TypeError, AttributeError) as error:
             # Of a model the first line says no more than that, the second one what is missing or beyond.
             reason = (str(error) or type(error).__name__).splitlines()[:2][-1].strip().rstrip(".")
