@@ -102,7 +102,8 @@ def log_validation(run: Run, evaluation: Evaluation, learning: EpochLearning) ->
         rank_peaks_mib=run.rank_peaks_mib(),
     )
     run.logbook.log(record)
-    log_spectrogram(run, shown[0].utterance.id)
+    if run.state.step:  # sharded weights must have run whole before a part of them does, on each rank
+        log_spectrogram(run, shown[0].utterance.id)
 
 
 @torch.no_grad()
