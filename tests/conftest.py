@@ -197,6 +197,12 @@ def run_script(
         return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=PATIENCE, stdin=read)
 
 
+def well(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+    """A process that must have ended with 0."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
 def run_trainer(*arguments: str, cwd: Path = ROOT, is_cold: bool = False) -> subprocess.CompletedProcess[str]:
     """Runs the training script to its end."""
     return run_script(TRAINER, *arguments, cwd=cwd, is_cold=is_cold)

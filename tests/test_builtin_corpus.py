@@ -170,17 +170,22 @@ def test_a_whole_corpus_is_left_alone_and_any_other_is_made_anew(miniature, tmp_
     assert len(list(read_manifest(directory / "train.jsonl"))) == 13
 
 
-def test_a_killed_build_leaves_nothing_half_written(miniature, tmp_path):
-    directory = tmp_path / "builtin"
-    program = "from konkanivani.data.synthetic.builtin_corpus import *; build_builtin_corpus(r'%s')" % directory
+def kill_once_it_speaks(program: str, directory: Path) -> None:
+    """Runs a program that puts a corpus at the directory, and kills it when some of its audio is there."""
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     try:
-        while not list(tmp_path.glob(".builtin.partial/audio/*.flac")):
+        while not list(directory.parent.glob(f".{directory.name}.partial/audio/*.flac")):
             assert process.poll() is None
     finally:
         process.kill()
         process.wait()
     assert not directory.exists()
+
+
+def test_a_killed_build_leaves_nothing_half_written(miniature, tmp_path):
+    directory = tmp_path / "builtin"
+    program = "from konkanivani.data.synthetic.builtin_corpus import *; build_builtin_corpus(r'%s')" % directory
+    kill_once_it_speaks(program, directory)
     assert build_builtin_corpus(directory, MINIATURE)
     assert file_digests(directory) == file_digests(miniature)
     assert [path.name for path in tmp_path.iterdir()] == ["builtin"]

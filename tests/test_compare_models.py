@@ -14,7 +14,7 @@ from konkanivani.recipe.comparison.candidates import check_data, choose_candidat
 from konkanivani.recipe.comparison.outcome import KEPT, Kept, Outcome, read_kept, table_of, write_kept
 from konkanivani.recipe.comparison.trainer import Ended
 from tests.byte_vocabularies import named_after, vocabulary_of_text, write_files
-from tests.conftest import TINY_MODEL, WORDS, Corpus, run_script, script_command, start_cold, write_corpus
+from tests.conftest import TINY_MODEL, WORDS, Corpus, run_script, script_command, start_cold, well, write_corpus
 from tests.patience import PATIENCE
 
 SCRIPT = "training_scripts/compare_models.py"
@@ -50,18 +50,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def flags_of(corpus: Corpus, folder: Path) -> tuple[str, ...]:
-    return (
-        *("--train_manifest", corpus.manifest("train"), "--test_manifest", corpus.manifest("test")),
-        *SMALL,
-        *("--folder", str(folder)),
-    )
+    manifests = ("--train_manifest", corpus.manifest("train"), "--test_manifest", corpus.manifest("test"))
+    return (*manifests, *SMALL, "--folder", str(folder))
 
 
 def test_each_model_has_its_row_and_one_that_fails_its_reason(short, folders, tmp_path):
     sound, broken = map(str, folders)
     flags = (*flags_of(short, tmp_path / "c"), "--language", "mr", "--json", *TINY_MODEL[:-2])
-    done = run_script(SCRIPT, "--pretrained", broken, "--pretrained", sound, "--presets", "minimal", *flags)
-    assert done.returncode == 0, done.stderr
+    done = well(run_script(SCRIPT, "--pretrained", broken, "--pretrained", sound, "--presets", "minimal", *flags))
     rows = json.loads(done.stdout)["models"]
     assert json.loads((tmp_path / "c" / "comparison.json").read_text()) == {"models": rows}
     failed, whisper, ours = rows
@@ -119,8 +115,7 @@ def test_a_stopped_comparison_has_saved_and_goes_on(corpus, tmp_path):
     refused = run_script(SCRIPT, *flags)
     assert refused.returncode == 2 and "differs in --max_steps" in refused.stderr
     write_kept(folder / "minimal", dataclasses.replace(kept, conditions={**kept.conditions, "--max_steps": "2"}))
-    gone_on = run_script(SCRIPT, *flags)
-    assert gone_on.returncode == 0, gone_on.stderr
+    gone_on = well(run_script(SCRIPT, *flags))
     assert f"step {len(steps)}" in gone_on.stderr and "training begins" not in gone_on.stderr
     made = read_log_of(folder / "minimal")  # what was made before the stop is not made again
     assert made[: len(steps)] == steps and len(made) == max(2, len(steps)) and read_kept(folder / "minimal").is_finished
@@ -149,9 +144,8 @@ def test_flags_go_to_the_models_that_they_concern(tmp_path):
     theirs, ours = choose(*said, pretrained=(folder,), presets=("minimal",))
     assert theirs == ("--pretrained", folder, "--language", "mr", "--audio_roots", "x", "y", "--lora_rank", "2")
     assert ours == ("--preset", "minimal", "--vocab-size=40", "--audio_roots", "x", "y")
-    assert choose(*said, presets=("minimal",)) == [
-        ("--preset", "minimal", *said)
-    ]  # idle ones are the trainer's to tell
+    # Idle ones are the trainer's to tell.
+    assert choose(*said, presets=("minimal",)) == [("--preset", "minimal", *said)]
     for candidate in choose_candidates((folder,), (), flags_in(said)):
         with pytest.raises(UsageError, match="--vocab_size would change it"):
             _ = candidate.config
@@ -218,9 +212,8 @@ def test_what_is_kept_is_read_back_and_a_torn_file_is_nothing(tmp_path):
     kept = Kept({"--seed": "1"}, {"steps": 2}, Outcome("tiny", "a/tiny", wer=0.5))
     write_kept(tmp_path / "tiny", kept)
     assert read_kept(tmp_path / "tiny") == kept and read_kept(tmp_path) is None
-    assert (
-        kept.is_finished and kept.differences({"--seed": "1"}) == [] and kept.differences({"--seed": "2"}) == ["--seed"]
-    )
+    assert kept.is_finished
+    assert kept.differences({"--seed": "1"}) == [] and kept.differences({"--seed": "2"}) == ["--seed"]
     failed = dataclasses.replace(kept, outcome=Outcome("tiny", "a/tiny", exit_code=6, reason="No room."))
     assert not failed.is_finished and failed.differences({"--seed": "2"}) == []
     assert failed.differences({"--pretrained": "'b/tiny'"}) == ["--pretrained"]

@@ -106,13 +106,12 @@ def test_a_beam_of_every_prefix_is_exact(frames, vocabulary, impossible):
         assert is_exact(hypotheses, all_sequences(log_probabilities[0]))
 
 
-@pytest.mark.parametrize("tokens_per_frame", [None, 2])
 @pytest.mark.parametrize("beam", [1, 2, 5])
-def test_a_narrow_beam_never_exceeds_the_truth(beam, tokens_per_frame):
+def test_a_narrow_beam_never_exceeds_the_truth(beam):
     for seed in range(20):
         log_probabilities = problem(seed, (5,), 4, impossible=0.2)
         sequences = all_sequences(log_probabilities[0])
-        (hypotheses,) = prefix_beam_search(log_probabilities, (5,), beam, beam, tokens_per_frame)
+        (hypotheses,) = prefix_beam_search(log_probabilities, (5,), beam, beam)
         assert 1 <= len(hypotheses) <= beam
         assert len({hypothesis.tokens for hypothesis in hypotheses}) == len(hypotheses)
         for hypothesis in hypotheses:
@@ -174,13 +173,13 @@ def test_equals_come_in_the_order_of_token_ids():
 
 
 @pytest.mark.parametrize("lengths", [(9, 9), (9, 0, 4, 1), (1, 30, 17)])
-@pytest.mark.parametrize("beam, tokens_per_frame", [(1, None), (4, None), (7, 3)])
-def test_a_batch_is_one_by_one(lengths, beam, tokens_per_frame):
+@pytest.mark.parametrize("beam", [1, 4, 7])
+def test_a_batch_is_one_by_one(lengths, beam):
     log_probabilities = problem(1, lengths, 6, impossible=0.1)
     log_probabilities[0, :, 3:5] = log_probabilities[0, :, 2:3]  # equals, too
-    together = prefix_beam_search(log_probabilities, lengths, beam, beam, tokens_per_frame)
+    together = prefix_beam_search(log_probabilities, lengths, beam, beam)
     for row, length in enumerate(lengths):
-        alone = prefix_beam_search(log_probabilities[row : row + 1, :length], (length,), beam, beam, tokens_per_frame)
+        alone = prefix_beam_search(log_probabilities[row : row + 1, :length], (length,), beam, beam)
         assert [h.tokens for h in alone[0]] == [h.tokens for h in together[row]]
         for one, other in zip(alone[0], together[row], strict=True):
             assert is_close(one.log_probability, other.log_probability)
@@ -223,7 +222,7 @@ def test_half_precision_is_decoded_in_at_least_single():
     assert prefix_beam_search(halves, (30,), 5) == prefix_beam_search(halves.double(), (30,), 5)
 
 
-@pytest.mark.parametrize("wrong", [{"beam": 0}, {"beam": 2, "best": 0}, {"beam": 2, "tokens_per_frame": 0}])
+@pytest.mark.parametrize("wrong", [{"beam": 0}, {"beam": 2, "best": 0}])
 def test_no_beam_is_an_error(wrong):
     with pytest.raises(ValueError, match="above zero"):
         prefix_beam_search(torch.zeros(1, 2, 3), (2,), **wrong)

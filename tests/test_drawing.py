@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import run_script
+from tests.conftest import run_script, well
 from tests.test_formats import SCRIPT, SPLITS, openslr_mucs, sentence, webdataset, write_sentence
 from tests.test_prepare_data import Table, prepare, table, twelve  # noqa: F401 - fixtures
 
@@ -28,8 +28,7 @@ def split_in_two(table: Table) -> None:  # noqa: F811
 @pytest.mark.parametrize("flags", [(), ("--split_by", "given")])
 def test_valid_is_drawn_from_train_and_the_given_test_is_kept(flags, tmp_path):
     spoken = openslr_mucs(tmp_path / "corpus")
-    done = prepare(tmp_path, "openslr", *flags)
-    assert done.returncode == 0, done.stderr
+    done = well(prepare(tmp_path, "openslr", *flags))
     assert "split by given; valid drawn from its train, by utterance:" in done.stdout
     assert "--valid_manifest" in done.stdout and "--test_manifest" in done.stdout
     assert sorted(texts(tmp_path, "test")) == sorted(found.text for found in spoken if found.split == "test")

@@ -14,7 +14,7 @@ from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import StepReport
-from tests.conftest import run_script
+from tests.conftest import run_script, well
 
 CPU = torch.device("cpu")
 SMALL = ModelConfig(d_model=32, encoder_layers=1, decoder_layers=1, attention_heads=2, subsampling_channels=8)
@@ -42,8 +42,7 @@ class KeptWindows:
 
 def test_the_script_finds_no_growth():
     flags = ("--steps", "6", *SMALL_FLAGS, "--subsampling_channels", "8", "--shortest", "0.5", "--longest", "1.5")
-    done = run_script("benchmarks/drift.py", *flags, "--json")
-    assert done.returncode == 0, done.stderr
+    done = well(run_script("benchmarks/drift.py", *flags, "--json"))
     found = json.loads(done.stdout.splitlines()[-1])
     weights_and_moments = 3 * 4 * found["params"]
     assert weights_and_moments < found["live_first"] < weights_and_moments + 2**20

@@ -41,12 +41,7 @@ FRAMING, FEATURES = Framing(FeatureConfig()), described(FeatureConfig())
 CPU = torch.device("cpu")
 EXPORT = "training_scripts/export_asr.py"
 SHAPE = ModelConfig(
-    d_model=32,
-    encoder_layers=1,
-    decoder_layers=1,
-    attention_heads=2,
-    convolution_kernel=7,
-    subsampling_channels=8,
+    d_model=32, encoder_layers=1, decoder_layers=1, attention_heads=2, convolution_kernel=7, subsampling_channels=8
 )
 TEXTS = [f"{first} {second}" for first in WORDS for second in WORDS]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, run_script
+from tests.conftest import ROOT, run_script, well
 from tests.test_formats import SCRIPT, sentence, write_sentence, write_table
 from tests.test_prepare_data import prepare, rejected
 
@@ -77,8 +77,7 @@ def test_the_data_folder_comes_before_audio_root_and_that_before_the_folders_abo
         for name in range(6):
             write_sentence(place / "downloads" / f"rec{name}.flac", number + name)
     for place, root in zip(places, (tmp_path, tmp_path / "given", tmp_path), strict=True):
-        done = prepare_there(recipe, "--force", "--audio_root", str(root))
-        assert done.returncode == 0, done.stderr
+        well(prepare_there(recipe, "--force", "--audio_root", str(root)))
         paths = {
             str((recipe / "out" / json.loads(line)["audio_filepath"]).resolve().parent.parent)
             for line in (recipe / "out" / "train.jsonl").read_text(encoding="utf-8").splitlines()

@@ -65,10 +65,7 @@ def a_step(step: int, loss: float | None = 0.1) -> StepRecord:
         splits=1,
         cache_clearings=2,
         cache_clearing_seconds=0.0123,
-        memory=(
-            PhaseMemory("forward", 1.5, 2.5, 3.5, 4.5, 5.5, 1.0, 3),
-            PhaseMemory("backward", None, None, 7.5, 8.5),
-        ),
+        memory=(PhaseMemory("forward", 1.5, 2.5, 3.5, 4.5, 5.5, 1.0, 3), PhaseMemory("backward", None, None, 7.5, 8.5)),
     )
 
 
@@ -82,6 +79,13 @@ def a_spectrogram(step: int) -> SpectrogramRecord:
     seconds = 2
     posteriors = torch.rand(seconds * 25, 40).softmax(-1)
     return SpectrogramRecord(step, "u1", torch.randn(seconds * 16000), torch.randn(seconds * 100, 80), posteriors)
+
+
+def log_all(folder: Path, *records: StepRecord | ValidationRecord | SpectrogramRecord, **options: object) -> None:
+    """A life of a logbook in which these are logged."""
+    with Logbook(folder, **options) as logbook:
+        for record in records:
+            logbook.log(record)
 
 
 def lines_of(directory: Path) -> list[dict]:
@@ -121,9 +125,7 @@ def warnings_heard() -> list[str]:
 
 
 def test_every_number_of_a_step_and_a_validation_comes_back_from_jsonl_exactly(tmp_path):
-    with Logbook(tmp_path) as logbook:
-        logbook.log(a_step(1))
-        logbook.log(a_validation(1))
+    log_all(tmp_path, a_step(1), a_validation(1))
     step, validation = lines_of(tmp_path)
     # Through JSON once more, since JSON knows lists only; the floats are compared bit for bit all the same.
     assert step == {"kind": "step"} | json.loads(json.dumps(asdict(a_step(1))))
@@ -132,9 +134,8 @@ def test_every_number_of_a_step_and_a_validation_comes_back_from_jsonl_exactly(t
 
 
 def test_every_tagged_number_comes_back_from_tensorboard(tmp_path):
-    with Logbook(tmp_path) as logbook:
-        logbook.log(a_step(7))
-        logbook.log(validation := replace(a_validation(7), initial_wer=0.5, initial_cer=0.25))
+    validation = replace(a_validation(7), initial_wer=0.5, initial_cer=0.25)
+    log_all(tmp_path, a_step(7), validation)
     drawn = {}
     for curve in CURVES:
         expected = [*tagged_numbers(a_step(7), curve), *tagged_numbers(validation, curve)]
@@ -155,9 +156,7 @@ def test_the_first_charts_are_error_rates_then_losses_and_a_cpu_has_none_that_st
     """As TensorBoard sorts its groups, of which it opens the first two."""
     phases = [PhaseMemory(phase, None, None, 7.5, 8.5) for phase in ("data", "forward", "backward", "update", "log")]
     on_a_cpu = replace(a_step(1), cache_clearings=None, cache_clearing_seconds=None, memory=tuple(phases))
-    with Logbook(tmp_path) as logbook:
-        logbook.log(on_a_cpu)
-        logbook.log(a_validation(1))
+    log_all(tmp_path, on_a_cpu, a_validation(1))
     events = events_of(tmp_path), events_of(tmp_path / VALIDATION)
     tags = sorted({tag for some in events for tag in some.Tags()["scalars"]})
     groups = list(dict.fromkeys(tag.split("/")[0] for tag in tags))
@@ -213,19 +212,14 @@ def test_lines_past_the_resumed_step_and_torn_lines_are_cut(tmp_path):
 
 def test_a_validation_that_no_checkpoint_knows_of_is_made_and_logged_anew(tmp_path):
     """A process that was killed between logging its third epoch's validation and saving it."""
-    with Logbook(tmp_path) as logbook:
-        logbook.log(a_step(6))
-        logbook.log(replace(a_validation(6), epoch=2))
-        logbook.log(a_validation(6))
-    with Logbook(tmp_path, resumed=Resumed(step=6, epochs_finished=2)) as logbook:
-        logbook.log(a_validation(6))
+    log_all(tmp_path, a_step(6), replace(a_validation(6), epoch=2), a_validation(6))
+    log_all(tmp_path, a_validation(6), resumed=Resumed(step=6, epochs_finished=2))
     assert [(line["kind"], line["epoch"]) for line in lines_of(tmp_path)][1:] == [("validation", 2), ("validation", 3)]
 
 
 def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"kind": "step", "step": 1}')
-    with Logbook(tmp_path, resumed=Resumed(step=1)) as logbook:
-        logbook.log(a_step(2))
+    log_all(tmp_path, a_step(2), resumed=Resumed(step=1))
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
 
 
@@ -263,11 +257,9 @@ def test_each_step_is_in_the_curves_once_after_kills_and_resumes(tmp_path):
 
 def test_a_resumed_file_sorts_after_one_from_a_clock_that_ran_ahead(tmp_path):
     ahead = tmp_path / "events.out.tfevents.4000000000.host.1.0"
-    with Logbook(tmp_path) as logbook:
-        logbook.log(a_step(1))
+    log_all(tmp_path, a_step(1))
     next(tmp_path.glob("*.konkanivani")).rename(ahead)
-    with Logbook(tmp_path, resumed=FROM_NOTHING) as logbook:
-        logbook.log(a_step(1, loss=5.0))
+    log_all(tmp_path, a_step(1, loss=5.0), resumed=FROM_NOTHING)
     assert [event.value for event in events_of(tmp_path).Scalars("2 loss/all")] == [5.0]
 
 
@@ -362,8 +354,7 @@ def test_a_closed_terminal_and_a_failing_warning_stop_nothing(tmp_path, monkeypa
         raise BrokenPipeError
 
     monkeypatch.setattr(logbook_module.tqdm, "write", broken)
-    with Logbook(tmp_path, warn=broken) as logbook:
-        logbook.log(a_validation(1))
+    log_all(tmp_path, a_validation(1), warn=broken)
     assert len(lines_of(tmp_path)) == 1
 
 
@@ -417,9 +408,7 @@ def test_no_curve_of_a_full_disk_is_torn(small_disk, warnings_heard):
 
 
 def test_a_read_only_disk_stops_nothing_and_a_late_cut_is_made_up_for(small_disk, warnings_heard):
-    with Logbook(small_disk) as logbook:
-        for step in (1, 2, 3):
-            logbook.log(a_step(step))
+    log_all(small_disk, *map(a_step, (1, 2, 3)))
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with Logbook(small_disk, resumed=Resumed(step=2), warn=warnings_heard.append) as logbook:
         logbook.log(a_step(3, loss=7.0))
@@ -465,9 +454,7 @@ def test_what_is_no_record_is_refused(tmp_path):
 
 
 def test_a_validation_is_a_line_and_five_pairs_on_the_console(tmp_path, capsys):
-    with Logbook(tmp_path) as logbook:
-        logbook.log(replace(a_validation(480), epoch=3))
-        logbook.log(a_step(481))
+    log_all(tmp_path, replace(a_validation(480), epoch=3), a_step(481))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "epoch 3 · step 480 · valid loss 1.234 · WER 34.5 % · CER 12.1 %"
     assert len(lines) == 11 and lines[1].split(maxsplit=1) == ["reference", "हांव गोंयांत रावतां 0"]
@@ -485,8 +472,7 @@ def test_hypotheses_are_a_table_that_nothing_in_them_breaks(tmp_path):
         "| u&#95;1 | <strong>a&#124;b</strong> <strong>c</strong> d "
         "| <strong>&#60;unk&#62;</strong> <strong>&#42;x&#42;</strong> d |"
     )
-    with Logbook(tmp_path) as logbook:
-        logbook.log(a_validation(5))
+    log_all(tmp_path, a_validation(5))
     (event,) = events_of(tmp_path / VALIDATION).Tensors("hypotheses/text_summary")
     text = event.tensor_proto.string_val[0].decode()
     assert text.startswith("Epoch 3, WER 34.5 %, CER 12.1 %. Words that differ are bold.\n\n| utterance |")
@@ -548,8 +534,7 @@ def test_any_length_and_any_number_can_be_drawn(frames):
 
 
 def test_a_spectrogram_record_is_one_picture_and_one_sound(tmp_path, capsys):
-    with Logbook(tmp_path) as logbook:
-        logbook.log(a_spectrogram(3))
+    log_all(tmp_path, a_spectrogram(3))
     events = events_of(tmp_path / VALIDATION)
     (picture,), (sound,) = events.Images("7 picture/u1"), events.Audio("audio/u1")
     assert (picture.width, picture.step) == (900, 3)

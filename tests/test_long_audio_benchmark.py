@@ -4,14 +4,13 @@ import json
 
 import pytest
 
-from tests.conftest import run_script
+from tests.conftest import run_script, well
 
 MINIMAL = ("--preset", "minimal", "--tokens_per_second", "2")
 
 
 def test_two_lengths_each_for_itself():
-    done = run_script("benchmarks/long_audio.py", *MINIMAL, "--seconds", "4", "62", "--json")
-    assert done.returncode == 0, done.stderr
+    done = well(run_script("benchmarks/long_audio.py", *MINIMAL, "--seconds", "4", "62", "--json"))
     found = json.loads(done.stdout.splitlines()[-1])
     short, long = found["steps"]
     assert [(step["seconds"], step["tokens"], step["splits"]) for step in (short, long)] == [(4, 8, 0), (62, 124, 0)]

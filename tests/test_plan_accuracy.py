@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.measuring.cells import GIB, MIB, Case, CpuCell, CudaCell, Planned, full_grid, grid, table
 from benchmarks.measuring.planned_step import build_window
-from tests.conftest import run_script
+from tests.conftest import run_script, well
 
 CASE = Case("minimal", 20.0, 1, 8, "never", False, "cpu")
 PLANNED = Planned(100 * MIB, 200 * MIB, 0)
@@ -17,8 +17,7 @@ CUDA_CELL = CudaCell(replace(CASE, device="cuda"), PLANNED, 300 * MIB, reserved=
 
 def test_a_cell_is_planned_and_measured():
     flags = ("--seconds", "2", "--recompute", "never", "--precisions", "fp32", "--json")
-    done = run_script("benchmarks/plan_accuracy.py", *flags)
-    assert done.returncode == 0, done.stderr
+    done = well(run_script("benchmarks/plan_accuracy.py", *flags))
     found = json.loads(done.stdout.splitlines()[-1])
     (cell,) = found["cells"]
     assert (cell["case"]["preset"], cell["case"]["seconds"], cell["limit"]) == ("minimal", 2.0, None)

@@ -20,7 +20,7 @@ from konkanivani.memory.traces import Traces
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.planning.report import plan_budget, plan_presets
 from konkanivani.recipe.planning.state import check_state
-from tests.conftest import TINY_MODEL, run_script
+from tests.conftest import TINY_MODEL, run_script, well
 from tests.patience import PATIENCE
 from tests.tracers import ONLY_TENSORS, traces_of
 
@@ -193,8 +193,7 @@ def test_a_card_that_is_not_known_is_refused_with_a_way_on(written, said):
 def test_the_plan_from_the_command_line_and_the_trainer_takes_its_flags(corpus, tmp_path):
     model = (*TINY_MODEL, "--encoder_layers", "6")
     flags = ("--memory_budget", "318MiB", *model)
-    done = run_script("training_scripts/plan_memory.py", *flags, "--json")
-    assert done.returncode == 0, done.stderr
+    done = well(run_script("training_scripts/plan_memory.py", *flags, "--json"))
     report = json.loads(done.stdout)
     never, always = report["answers"]
     assert (never["gradient_checkpointing"], always["gradient_checkpointing"]) == ("never", "always")

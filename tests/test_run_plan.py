@@ -30,7 +30,7 @@ from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
-from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer
+from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer, well
 from tests.starts import begin_run
 
 PLAN = MemoryPlan(
@@ -191,8 +191,7 @@ def test_a_plan_holds_while_all_that_it_depends_on_does(flag, value, matters):
 
 def weights_after(corpus: Corpus, directory: Path, *more: str) -> dict[str, torch.Tensor]:
     flags = ("--batch_size", "auto", "--memory_budget", "480MiB", "--max_steps", "3", *more)
-    done = run_trainer(*TINY_MODEL, *corpus.flags(), *run_folders(directory), *flags)
-    assert done.returncode == 0, done.stderr
+    done = well(run_trainer(*TINY_MODEL, *corpus.flags(), *run_folders(directory), *flags))
     assert ("Rehearsed and undone: the longest utterances" in done.stdout) == ("never" not in more)
     return read_checkpoint(directory / "checkpoints" / LAST).states
 

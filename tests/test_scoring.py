@@ -34,7 +34,7 @@ from konkanivani.evaluation.reports.score_page import draw_score_page
 from konkanivani.evaluation.reports.score_text import display_width, score_lines
 from konkanivani.evaluation.score import BUCKETS, ScoreReport, build_report
 from konkanivani.evaluation.transcripts import MAX_CHARACTERS, ScoredText, read_transcripts
-from tests.conftest import ROOT, run_script
+from tests.conftest import ROOT, run_script, well
 from tests.page_parts import PageParts
 
 SCRIPT = "training_scripts/evaluate_konkanivani_asr.py"
@@ -494,7 +494,6 @@ def test_reading_a_file_without_ids_says_so(tmp_path):
 
 def test_the_simulated_coverage_is_far_too_small_of_two_speakers():
     flags = ("--trials", "60", "--utterances", "40", "--speakers", "2", "20", "--spreads", "0")
-    done = run_script("benchmarks/interval_coverage.py", *flags)
-    assert done.returncode == 0, done.stderr
+    done = well(run_script("benchmarks/interval_coverage.py", *flags))
     [of_two, of_twenty] = [list(map(float, re.findall(r"([\d.]+)%", line))) for line in done.stdout.splitlines()[1:]]
     assert of_two[1] < 75 < of_twenty[1] and min(of_two[0], of_twenty[0]) > 80

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,8 @@ from konkanivani.data.synthetic.sentence_corpus import build_sentence_corpus, pl
 from konkanivani.data.synthetic.speech_synthesis import SpeakingStyle, SpeechSynthesizer, UnspeakableError
 from konkanivani.data.synthetic.spoken_sentences import TEST_VOICES, TRAIN_VOICES, VALID_VOICES
 from konkanivani.data.text import normalize_text
-from tests.conftest import ROOT, TINY_MODEL, run_folders, run_script, run_trainer
-from tests.test_builtin_corpus import file_digests
+from tests.conftest import TINY_MODEL, run_folders, run_script, run_trainer, well
+from tests.test_builtin_corpus import file_digests, kill_once_it_speaks
 
 SCRIPT = "training_scripts/prepare_builtin_corpus.py"
 SPLITS = (("train", TRAIN_VOICES), ("valid", VALID_VOICES), ("test", TEST_VOICES))
@@ -213,14 +211,7 @@ def test_a_killed_build_leaves_nothing_half_written(synthesizer, tmp_path):
     path, directory = write_sentences(tmp_path / "s.txt", 80), tmp_path / "corpus"
     program = "from konkanivani.data.synthetic.sentence_corpus import *; build_sentence_corpus([%r], %r)"
     program %= (path, str(directory))
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
-    try:
-        while not list(tmp_path.glob(".corpus.partial/audio/*.flac")):
-            assert process.poll() is None
-    finally:
-        process.kill()
-        process.wait()
-    assert not directory.exists()
+    kill_once_it_speaks(program, directory)
     assert build_sentence_corpus([path], directory).is_new
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "s.txt"]
 
@@ -230,15 +221,13 @@ def test_a_killed_build_leaves_nothing_half_written(synthesizer, tmp_path):
 
 def test_from_a_text_file_to_two_steps_of_training(students, tmp_path):
     more, corpus = write_sentences(tmp_path / "more.txt"), tmp_path / "corpus"
-    done = run_script(SCRIPT, "--sentences", students, more, "--output", str(corpus), "--valid_utterances", "2")
-    assert done.returncode == 0, done.stderr
+    done = well(run_script(SCRIPT, "--sentences", students, more, "--output", str(corpus), "--valid_utterances", "2"))
     assert "17 utterances written in " in done.stdout and "(synthetic, Marathi voice)" in done.stdout
     assert "1 blank and 1 repeated lines dropped; 5 lines left out" in done.stdout
     assert f"{students}, line 7: its speech is longer than 30 s" in done.stdout
     manifests = ("--train_manifest", str(corpus / "train.jsonl"), "--valid_manifest", str(corpus / "valid.jsonl"))
     shape = (*TINY_MODEL, "--vocab_size", "200", "--max_steps", "2", "--num_workers", "0")
-    trained = run_trainer(*shape, *manifests, *run_folders(tmp_path))
-    assert trained.returncode == 0, trained.stderr
+    trained = well(run_trainer(*shape, *manifests, *run_folders(tmp_path)))
     assert json.loads(trained.stdout.splitlines()[-1])["steps"] == 2
 
 

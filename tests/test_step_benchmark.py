@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.measuring.fixed_step import build_speech, build_window
 from konkanivani.memory.live_bytes import LiveBytes
-from tests.conftest import ROOT, run_script
+from tests.conftest import ROOT, run_script, well
 
 PEERS = ROOT.parent / "shared" / "peers" / "step_bench.py"
 SMALL = ("--preset", "minimal", "--batch", "2", "--accum", "2", "--steps", "1")
@@ -25,8 +25,7 @@ def run_benchmark(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    done = run_benchmark(tmp_path_factory.mktemp("elsewhere"), *SMALL, "--json")
-    assert done.returncode == 0, done.stderr
+    done = well(run_benchmark(tmp_path_factory.mktemp("elsewhere"), *SMALL, "--json"))
     return json.loads(done.stdout.splitlines()[-1])
 
 

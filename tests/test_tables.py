@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from konkanivani.data.formats.tables import Record
 from konkanivani.data.formats.torn_rows import mend_rows
 from konkanivani.data.manifest import read_manifest
+from tests.conftest import well
 from tests.test_formats import CV_HEAD, SPLITS, sentence, sound_bytes, split_of, write_sentence, write_table
 from tests.test_prepare_data import ALL, COLUMNS, Table, prepare, rejected, table, twelve  # noqa: F401 - fixtures
 
@@ -46,9 +47,7 @@ WAYS: dict[str, Callable[[Table], bytes]] = {
     "sep of tabs": lambda t: lines(t, "\t", first='"sep=\t"\n').encode(),
     "sep of lines": lambda t: lines(t, "|", first="sep=|\r").encode(),
     "Capitals": lambda t: lines(t, ",", ("Audio", "Text", "Speaker", "Split")).encode(),
-    "CAPITALS and blanks": lambda t: (
-        b"\xef\xbb\xbf" + lines(t, ";", (" AUDIO ", "TEXT\t", "Speaker ", " SPLIT")).encode()
-    ),
+    "CAPITALS and blanks": lambda t: ("\ufeff" + lines(t, ";", (" AUDIO ", "TEXT\t", "Speaker ", " SPLIT"))).encode(),
     "blanks everywhere": lambda t: lines(t, " , ").encode(),
 }
 
@@ -166,8 +165,7 @@ def test_a_row_of_which_it_cannot_be_told_where_it_ends_is_left_out_with_both_ro
     rows[3] = (*rows[3][:3], str(rows[3][3]) + '"', *rows[3][4:])
     write_common_voice(tmp_path / "corpus", [])
     write_table(tmp_path / "corpus" / "train.tsv", CV_HEAD, rows)
-    done = prepare(tmp_path, "common_voice", *SPLIT_FLAGS, *ALL)
-    assert done.returncode == 0, done.stderr
+    well(prepare(tmp_path, "common_voice", *SPLIT_FLAGS, *ALL))
     (row,) = rejected(tmp_path)
     assert row["row"] == 4 and "it opens a quote that row 5 closes" in row["reason"], row
     assert len(texts(tmp_path)) == 5

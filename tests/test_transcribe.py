@@ -30,7 +30,7 @@ from konkanivani.inference.transcript import Segment, Word
 from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpointer import BEST
 from konkanivani.training.loop import train
-from tests.conftest import ROOT, TINY_MODEL, run_folders, run_script, script_command, speak, write_corpus
+from tests.conftest import ROOT, TINY_MODEL, run_folders, run_script, script_command, speak, well, write_corpus
 from tests.patience import PATIENCE
 from tests.starts import begin_run
 
@@ -432,8 +432,7 @@ def test_a_recording_is_loaded_as_in_training(trained):
 def test_the_benchmark_of_a_long_file_says_what_it_took(trained):
     manifest = trained.recordings.parent / "test.jsonl"
     given = ("--checkpoint", str(trained.checkpoint), "--manifest", str(manifest), "--minutes", "0.5", "--json")
-    done = run_script("benchmarks/long_file.py", *given)
-    assert done.returncode == 0, done.stderr
+    done = well(run_script("benchmarks/long_file.py", *given))
     found = json.loads(done.stdout)
     assert found["audio_seconds"] >= 30 and found["segments"] == found["utterances"] > 10
     assert 0 <= found["rss_growth_mib"] < 600 and found["times_real_time"] > 0 and found["cer"] < 0.5

@@ -3,12 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from konkanivani.base.config import (
-    AUTO,
-    DEFAULT_EFFECTIVE_BATCH_SIZE,
-    DataConfig,
-    TrainConfig,
-)
+from konkanivani.base.config import AUTO, DEFAULT_EFFECTIVE_BATCH_SIZE, DataConfig, TrainConfig
 from konkanivani.base.rules import settings_of, with_setting
 
 DECIDED = ("tokenizer_type", "ctc_weight", "epochs", "speed_perturbation", "gradient_accumulation_steps")
@@ -78,11 +73,8 @@ def decisions(asked: TrainConfig, config: TrainConfig) -> str:
     """What has been decided, as flags; empty where all was said."""
     pairs = zip(settings_of(asked), settings_of(config), strict=True)
     decided = [new for old, new in pairs if old.value != new.value]
-    return " ".join(f"--{new.name} {_as_typed(new.value)}" for new in decided)
-
-
-def _as_typed(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    typed = (new.value if isinstance(new.value, tuple) else (new.value,) for new in decided)
+    return " ".join(f"--{new.name} {' '.join(map(str, values))}" for new, values in zip(decided, typed, strict=True))
 
 
 def as_stored(config: TrainConfig, stored: TrainConfig, names: tuple[str, ...] = DECIDED) -> TrainConfig:

@@ -51,7 +51,11 @@ def with_new_name(flag: str) -> str:
 
 def run_script(action: Callable[[], str]) -> int:
     """Prints what `action` returns, if anything; the exit code, after a sentence on stderr where it failed."""
-    _give_signals_a_stack()
+    # Python's signal handlers run on a stack of their own, and a crash in native code says where it was. oneDNN before
+    # 3.11.2 lets the stack register point into its heap while it multiplies (its pull request 4855): what the system
+    # puts on the stack for a handler would overwrite what lies there.
+    if not faulthandler.is_enabled():
+        faulthandler.enable(STDERR)
     try:
         if text := action():
             say(text)
@@ -82,16 +86,6 @@ def _leave_pipe() -> int:
     """The exit code where the reader of stdout, such as head, has ended; what is left is not flushed into the pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
-
-
-def _give_signals_a_stack() -> None:
-    """Has Python's signal handlers run on a stack of their own; a crash in native code says where it was.
-
-    oneDNN before 3.11.2 lets the stack register point into its heap while it multiplies (its pull request 4855): what
-    the system puts on the stack for a handler would overwrite what lies there.
-    """
-    if not faulthandler.is_enabled():
-        faulthandler.enable(STDERR)
 
 
 @contextlib.contextmanager

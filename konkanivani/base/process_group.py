@@ -38,8 +38,11 @@ def process_group(topology: Topology, timeout: float) -> Iterator[None]:
         yield
     except BaseException as error:
         cause = _cause_of(error, topology, store, timeout)
-        if topology.is_first:
-            _keep_for_the_others(store, topology.world)
+        if topology.is_first:  # without torchrun the store ends with it: a moment until all ranks have asked
+            until = time.monotonic() + GRACE_SECONDS / 2
+            with contextlib.suppress(RuntimeError):
+                while store.add(ASKED, 0) < topology.world and time.monotonic() < until:
+                    time.sleep(0.02)
         if isinstance(cause, AlreadyTold):
             # torchrun ends all ranks at once when it sees the first one end: that should be the one that tells.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -94,14 +97,6 @@ def _cause_of(error: BaseException, topology: Topology, store: dist.Store, timeo
             cause = _told_by_another(store, topology.rank, code) or error
         store.add(ASKED, 1)
     return cause
-
-
-def _keep_for_the_others(store: dist.Store, world: int) -> None:
-    """Waits a moment until all ranks have asked for the cause: without torchrun the store ends with the first rank."""
-    until = time.monotonic() + GRACE_SECONDS / 2
-    with contextlib.suppress(RuntimeError):
-        while store.add(ASKED, 0) < world and time.monotonic() < until:
-            time.sleep(0.02)
 
 
 def _cause_of_loss(error: RankLost, topology: Topology, store: dist.Store, timeout: float) -> KonkaniVaniError:

@@ -63,10 +63,6 @@ class Batch:
         """The batch with its tensors, on `device`; a copy from pinned memory is not waited for."""
         return self.with_each(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pin_memory(self) -> Batch:
-        """The batch in page-locked memory (the DataLoader calls this for CUDA)."""
-        return self.with_each(torch.Tensor.pin_memory)
-
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return tuple(getattr(self, name) for name in TENSORS)
 
@@ -91,10 +87,6 @@ class Window:
     def utterance_ids(self) -> tuple[str, ...]:
         """The names of the utterances in the micro-batches."""
         return tuple(name for batch in self.micro_batches for name in batch.utterance_ids)
-
-    def pin_memory(self) -> Window:
-        """The window in page-locked memory."""
-        return self.with_each(torch.Tensor.pin_memory)
 
     def with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Window:
         return dataclasses.replace(self, micro_batches=tuple(batch.with_each(change) for batch in self.micro_batches))

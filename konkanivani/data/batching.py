@@ -57,7 +57,12 @@ class EpochPlanner:
         out bucket by bucket; the windows are then shuffled, the ragged one last.
         """
         generator = np.random.default_rng(derive_seed(self.seed, "plan", epoch))
-        buckets = self._buckets()
+        # Buckets hold about equally many, at least four windows' worth.
+        count = int(np.clip(len(self.durations) // (4 * self.window_size), 1, MAX_BUCKETS))
+        ordered = np.sort(self.durations.astype(np.float32))  # half the memory; any edges serve
+        edges = ordered[len(ordered) * np.arange(1, count) // count]
+        parts = np.array_split(self.durations, 16)
+        buckets = np.concatenate([np.searchsorted(edges, part, side="right").astype(np.uint8) for part in parts])
         order = np.argsort(buckets, kind="stable").astype(np.int32)
         ends = np.cumsum(np.bincount(buckets, minlength=MAX_BUCKETS))
         for first, end in zip([0, *ends], ends, strict=False):
@@ -79,15 +84,6 @@ class EpochPlanner:
         """A number that changes when any plan does."""
         recipe = repr((PLAN_VERSION, self.window_size, self.seed))
         return zlib.crc32(recipe.encode(), zlib.crc32(np.ascontiguousarray(self.durations)))
-
-    def _buckets(self) -> np.ndarray:
-        """The bucket (N,) of each utterance: buckets hold about equally many, at least four windows' worth."""
-        count = int(np.clip(len(self.durations) // (4 * self.window_size), 1, MAX_BUCKETS))
-        ordered = np.sort(self.durations.astype(np.float32))  # half the memory; any edges serve
-        edges = ordered[len(ordered) * np.arange(1, count) // count]
-        return np.concatenate(
-            [np.searchsorted(edges, part, side="right").astype(np.uint8) for part in np.array_split(self.durations, 16)]
-        )
 
 
 def partition(costs: np.ndarray, ranks: int) -> list[np.ndarray]:

@@ -44,14 +44,12 @@ class TrainingSpeech(Dataset):
         clean = perturb_speed(waveform, speed)
         waveform = self.noise_reverb(clean, epoch, utterance.id)
         seed = derive_seed(self.seed, epoch, "specaugment", utterance.id)
-        return Speech(utterance.id, waveform, self._tokens(utterance, clean, epoch), seed)
-
-    def _tokens(self, utterance: Utterance, clean: torch.Tensor, epoch: int) -> list[int]:
-        if self.timed_share:
-            drawn = torch.rand((), generator=utterance_generator(self.seed, epoch, utterance.id, "times"))
-            if drawn < self.timed_share:
-                return self.tokenizer.encode_with_times(utterance.text, *speech_span(clean))
-        return self.tokenizer.encode(utterance.text)
+        drawn = torch.rand((), generator=utterance_generator(self.seed, epoch, utterance.id, "times"))
+        if drawn < self.timed_share:
+            tokens = self.tokenizer.encode_with_times(utterance.text, *speech_span(clean))
+        else:
+            tokens = self.tokenizer.encode(utterance.text)
+        return Speech(utterance.id, waveform, tokens, seed)
 
 
 @dataclass(frozen=True)

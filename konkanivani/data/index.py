@@ -8,9 +8,9 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from heapq import nsmallest
 from itertools import repeat
@@ -72,7 +72,7 @@ def open_index(manifest: Path, named_roots: tuple[str, ...] = ()) -> ManifestInd
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
         raise OSError("it is no file")  # a pipe would be waited for
     if found.st_size < SMALL_BYTES or not manifest.is_file():
-        return _joined(list(_scanned(manifest, roots)), folder=None)
+        return _joined(list(_scanned(manifest, roots)))
     # Inode and time of the change, so that an index that came along with a manifest is never taken for ours.
     identity = {"version": VERSION, "bytes": found.st_size, "inode": found.st_ino, "changed_ns": found.st_ctime_ns}
     identity["roots"] = list(roots)
@@ -85,7 +85,7 @@ def open_index(manifest: Path, named_roots: tuple[str, ...] = ()) -> ManifestInd
         return _write(folder, manifest, identity, roots)
     except OSError as error:
         say(f"The index cannot be kept in {folder} ({error.strerror or error}); it is made at each start.")
-        return _joined(list(_scanned(manifest, roots)), folder=None)
+        return _joined(list(_scanned(manifest, roots)))
 
 
 def _read(folder: Path, manifest: Path, identity: dict[str, object]) -> ManifestIndex | None:
@@ -134,33 +134,27 @@ def _least(marks: set[int]) -> tuple[int, ...]:
     return tuple(nsmallest(SKETCHED, marks))
 
 
-def _joined(blocks: list[ManifestIndex], folder: Path | None) -> ManifestIndex:
+def _joined(blocks: list[ManifestIndex]) -> ManifestIndex:
     empty = {name: np.empty(0, kind) for name, kind in ARRAYS.items()}
     arrays = {name: np.concatenate([empty[name], *(getattr(block, name) for block in blocks)]) for name in ARRAYS}
     broken = tuple(row for block in blocks for row in block.broken)
     sketch = _least({mark for block in blocks for mark in block.sketch})
-    return ManifestIndex(**arrays, broken=broken, sketch=sketch, folder=folder)
+    return ManifestIndex(**arrays, broken=broken, sketch=sketch, folder=None)
 
 
 def _scanned(manifest: Path, roots: tuple[str, ...]) -> Iterator[ManifestIndex]:
     """The index of one block of lines after the other, scanned side by side where there are several."""
     edges = _block_edges(manifest)
     lines_before = 0
-    with _processes(len(edges) - 1) as run_each:
+    with ExitStack() as opened:
+        run_each = map
+        if len(edges) > 2:
+            pool = ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork"))
+            run_each = opened.enter_context(pool).map
         for block, lines in run_each(_scan, repeat(str(manifest)), edges[:-1], edges[1:], repeat(roots)):
             broken = tuple(replace(row, row=row.row + lines_before) for row in block.broken)
             yield replace(block, rows=block.rows + np.int32(lines_before), broken=broken)
             lines_before += lines
-
-
-@contextmanager
-def _processes(blocks: int) -> Iterator[Callable[..., Iterator]]:
-    """A `map` over as many processes as there are processors, in this one where there is one block."""
-    if blocks == 1:
-        yield map
-        return
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
-        yield pool.map
 
 
 def _block_edges(manifest: Path) -> list[int]:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from konkanivani.data.index import BrokenRow, ManifestIndex, open_index
 from konkanivani.data.utterance import BadRow, Utterance, parse_row, row_of
 
 MAX_TOKENIZER_TEXTS = 500_000
+ADVICE = "Give the path of a JSONL manifest."
 
 
 class Manifest(Sequence[Utterance]):
@@ -86,7 +86,7 @@ def read_manifest(path: str | Path, named_roots: tuple[str, ...] = ()) -> Manife
 
     Its audio must lie in its own folder or in one of the `named_roots`: rows that name another place are broken.
     """
-    with _explained(path):
+    with explained(DataError, f"The manifest {path} cannot be read", ADVICE):
         index = open_index(Path(path), named_roots)
     if not len(index.starts) and not index.broken:
         raise DataError(
@@ -95,16 +95,12 @@ def read_manifest(path: str | Path, named_roots: tuple[str, ...] = ()) -> Manife
     return Manifest(str(path), index, named_roots)
 
 
-def _explained(path: str | Path) -> AbstractContextManager[None]:
-    return explained(DataError, f"The manifest {path} cannot be read", "Give the path of a JSONL manifest.")
-
-
 def read_recordings(path: str | Path, named_roots: tuple[str, ...] = ()) -> list[Utterance]:
     """All rows of a manifest of sounds, whose text may be left out; a DataError names the bad ones.
 
     As in `read_manifest`, audio must lie in the manifest's folder or in one of the `named_roots`.
     """
-    with _explained(path):
+    with explained(DataError, f"The manifest {path} cannot be read", ADVICE):
         if not Path(path).is_file() and Path(path).exists() and not Path(path).is_dir():
             raise OSError("it is no file")
         lines = Path(path).read_bytes().split(b"\n")

@@ -60,7 +60,8 @@ class Rejections:
             where = f", listed in {self._path}" if self._path else ""
             manifest = rejections[0].manifest
             left_out = f"{count(len(rejections), 'utterance')} of {manifest} {is_or_are(len(rejections))} left out"
-            say(f"{left_out}{where}:{_kinds(rejections)}")
+            kinds = Counter(kind_of(rejection.reason) for rejection in rejections)
+            say(f"{left_out}{where}:" + "".join(f"\n  {times:,} x {kind}" for kind, times in kinds.items()))
             self._take(rejections)
 
     def add(self, rejections: Iterable[Rejection]) -> None:
@@ -106,8 +107,3 @@ class Rejections:
 def kind_of(reason: str) -> str:
     """The reason without what is the utterance's own: "longer than --max_duration 20 s", "CTC cannot align it"."""
     return re.split(r": | \(|, not ", re.sub(r"^[\d.]+ \w+ (is|are) ", "", reason))[0]
-
-
-def _kinds(rejections: list[Rejection]) -> str:
-    kinds = Counter(kind_of(rejection.reason) for rejection in rejections)
-    return "".join(f"\n  {times:,} x {kind}" for kind, times in kinds.items())

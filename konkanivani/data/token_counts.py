@@ -39,17 +39,13 @@ def count_tokens(manifest: Manifest, tokenizer: Vocabulary, digits: Digits) -> T
         say(f"The transcripts of {manifest.path} are counted in tokens, once for this tokenizer.")
     counts = np.concatenate(list(_counted(manifest, tokenizer, digits)), axis=1)
     if path:
-        _keep(path, counts)
+        partial = path.with_name(path.name + ".partial")
+        try:
+            counts.tofile(partial)
+            os.replace(partial, path)
+        except OSError as error:
+            say(f"They cannot be kept in {path} ({error.strerror or error}) and are counted at each start.")
     return TokenCounts(counts[0], counts[1])
-
-
-def _keep(path: os.PathLike, counts: np.ndarray) -> None:
-    partial = path.with_name(path.name + ".partial")
-    try:
-        counts.tofile(partial)
-        os.replace(partial, path)
-    except OSError as error:
-        say(f"They cannot be kept in {path} ({error.strerror or error}) and are counted at each start.")
 
 
 def _counted(manifest: Manifest, tokenizer: Vocabulary, digits: Digits) -> list[np.ndarray]:

@@ -107,16 +107,27 @@ def beam_search(
     search = _begin(limits, beam, device)
     while search.places:
         candidates, scores = scorers.score(beam)
-        scores = _allowed(search, candidates, scores, scorers)
+        # With the length's bonus; none for what was no hypothesis, or would be longer than allowed.
+        is_end = candidates == scorers.end
+        scores = scores + scorers.length_bonus * (search.length + (~is_end).double())
+        is_too_long = (search.limits <= search.length)[:, None, None] & ~is_end
+        scores = scores.masked_fill(is_too_long | (search.scores == -math.inf)[:, :, None], -math.inf)
         sources, tokens = _select(search, candidates, scores)
-        _take_ended(search, tokens, scorers.end)
+        # What has the end token now leaves the search, without that token.
+        has_ended = (tokens == scorers.end) & (search.scores > -math.inf)
+        for n, k in has_ended.nonzero().tolist():
+            found = Hypothesis(tuple(search.tokens[n, k, :-1].tolist()), search.scores[n, k].item())
+            search.ended[search.places[n]].append(found)
+        search.scores = search.scores.masked_fill(tokens == scorers.end, -math.inf)
         hopeful = [n for n in range(len(search.places)) if _has_hope(search, n, best, scorers.length_bonus)]
         search.places = [search.places[n] for n in hopeful]
         if not hopeful:
             break
         scorers.follow(sources, tokens)
         if len(hopeful) < len(tokens):
-            _keep(search, scorers, hopeful)
+            rows = torch.tensor(hopeful, device=device)
+            search.limits, search.tokens, search.scores = search.limits[rows], search.tokens[rows], search.scores[rows]
+            scorers.keep(rows)
     return [tuple(sort_hypotheses(ended)[:best]) for ended in search.ended]
 
 
@@ -128,14 +139,6 @@ def _begin(limits: Lengths, beam: int, device: torch.device) -> _Search:
     return _Search(torch.tensor(limits, device=device), list(range(len(limits))), tokens, scores, [[] for _ in limits])
 
 
-def _allowed(search: _Search, candidates: torch.Tensor, scores: torch.Tensor, scorers: Scorers) -> torch.Tensor:
-    """The scores (B, K, C) with the length's bonus; -inf of what was no hypothesis, or would be longer than allowed."""
-    is_end = candidates == scorers.end
-    scores = scores + scorers.length_bonus * (search.length + (~is_end).double())
-    is_too_long = (search.limits <= search.length)[:, None, None] & ~is_end
-    return scores.masked_fill(is_too_long | (search.scores == -math.inf)[:, :, None], -math.inf)
-
-
 def _select(search: _Search, candidates: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The K best of the scores (B, K, C): sources and tokens (B, K), which the search has then."""
     chosen = first_best(scores.flatten(1), search.scores.shape[1])
@@ -145,15 +148,6 @@ def _select(search: _Search, candidates: torch.Tensor, scores: torch.Tensor) -> 
     search.tokens = torch.cat([before, tokens[:, :, None]], dim=2)
     search.scores = scores.flatten(1).gather(1, chosen)
     return sources, tokens
-
-
-def _take_ended(search: _Search, tokens: torch.Tensor, end: int) -> None:
-    """What has the end token now leaves the search, without that token."""
-    has_ended = (tokens == end) & (search.scores > -math.inf)
-    for n, k in has_ended.nonzero().tolist():
-        found = Hypothesis(tuple(search.tokens[n, k, :-1].tolist()), search.scores[n, k].item())
-        search.ended[search.places[n]].append(found)
-    search.scores = search.scores.masked_fill(tokens == end, -math.inf)
 
 
 def _has_hope(search: _Search, n: int, best: int, length_bonus: float) -> bool:
@@ -169,10 +163,3 @@ def _has_hope(search: _Search, n: int, best: int, length_bonus: float) -> bool:
         h.log_probability < ended[0].log_probability - NATS_WITHOUT_HOPE for h in recent
     )
     return not is_hopeless
-
-
-def _keep(search: _Search, scorers: Scorers, hopeful: list[int]) -> None:
-    """Goes on with these utterances alone, by their place among those that were not done."""
-    rows = torch.tensor(hopeful, device=search.scores.device)
-    search.limits, search.tokens, search.scores = search.limits[rows], search.tokens[rows], search.scores[rows]
-    scorers.keep(rows)

@@ -107,10 +107,7 @@ def ways_to_decode(architecture: Architecture) -> list[str]:
 
 
 def build_decode(
-    config: DecodingConfig,
-    architecture: Architecture,
-    tokenizer: Vocabulary,
-    device: torch.device,
+    config: DecodingConfig, architecture: Architecture, tokenizer: Vocabulary, device: torch.device
 ) -> Decode:
     """The decoding that the settings ask for.
 
@@ -131,10 +128,8 @@ def build_decode(
             raise UsageError("--language_model is for a model with a tokenizer of this trainer's: leave it out.")
         language_model = read_language_model(config.language_model, tokenizer, device)
     if config.decode == "prefix":
-        return PrefixDecode(
-            config.beam,
-            Fusion(language_model, weight, config.length_bonus, tokenizer.special) if language_model else None,
-        )
+        fusion = Fusion(language_model, weight, config.length_bonus, tokenizer.special) if language_model else None
+        return PrefixDecode(config.beam, fusion)
     ctc_weight = config.joint_ctc_weight if config.decode == "joint" else 0.0
     return BeamDecode(
         config.beam, ctc_weight, config.length_bonus, language_model, weight, tokenizer.special, tokenizer.rules

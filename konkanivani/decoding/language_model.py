@@ -71,21 +71,17 @@ class LanguageModel:
         scores = self.unigrams.repeat(len(states), 1)
         for context in reversed(contexts):
             scores += self.backoffs[context, None]
-            rows, edges = self._edges_of(context)
+            # (rows, edges) of everything that follows one of the contexts but ROOT.
+            first = self.first_edges[context]
+            counts = (self.first_edges[context + 1] - first).masked_fill(context == ROOT, 0)
+            rows = torch.arange(len(context), device=context.device).repeat_interleave(counts)
+            edges = torch.arange(len(rows), device=context.device) + (first - counts.cumsum(0) + counts)[rows]
             scores[rows, self.keys[edges] % len(self.unigrams)] = self.log_probabilities[edges]
         return scores[:, self.stand_ins]
 
     def advance(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """(R,) int64: the states after one token (R,) more."""
         return self._after(states, self.stand_ins[tokens])
-
-    def _edges_of(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows, edges) of everything that follows one of the states (R,) but ROOT."""
-        first = self.first_edges[states]
-        counts = (self.first_edges[states + 1] - first).masked_fill(states == ROOT, 0)
-        ends = counts.cumsum(0)
-        rows = torch.arange(len(states), device=states.device).repeat_interleave(counts)
-        return rows, torch.arange(len(rows), device=states.device) + (first - ends + counts)[rows]
 
     def _after(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """(R,): the longest end of a state's tokens with a token (R,) more that is a state itself."""
@@ -158,6 +154,10 @@ def build_language_model(
         for first in range(begin, end, NODES_AT_ONCE):
             nodes = slice(first, min(first + NODES_AT_ONCE, end))
             _link(nodes, keys, vocabulary, shorter, log_probabilities, backoffs)
+    # Each of the words is scored as itself, any other token as the unknown one; as blank where the model has none.
+    stand_ins = torch.full((vocabulary,), special.unknown if special.unknown in words else special.blank)
+    stand_ins[words] = torch.from_numpy(words.astype(np.int64))
+    stand_ins[[special.blank, special.start]] = special.blank
     states = len(backoffs)
     unigrams = torch.full((vocabulary,), -math.inf, dtype=torch.float64)
     unigrams[levels[0].tokens] = log_probabilities[: len(words)]
@@ -170,7 +170,7 @@ def build_language_model(
         first_edges=torch.searchsorted(keys, torch.arange(states + 1) * vocabulary).to(device),
         backoffs=backoffs.to(device),
         shorter=shorter[:states].clone().to(device),
-        stand_ins=_stand_ins(words, vocabulary, special).to(device),
+        stand_ins=stand_ins.to(device),
         special=special,
     )
 
@@ -251,11 +251,3 @@ def _link(
     shorter[nodes] = found + 1
     own = log_probabilities[edges]
     own.copy_(torch.where(own.isnan(), weights + log_probabilities[found], own))
-
-
-def _stand_ins(words: np.ndarray, vocabulary: int, special: SpecialTokens) -> torch.Tensor:
-    """(V,): each of the words for itself, for any other token the unknown one; blank where the model has none."""
-    stand_ins = torch.full((vocabulary,), special.unknown if special.unknown in words else special.blank)
-    stand_ins[words] = torch.from_numpy(words.astype(np.int64))
-    stand_ins[[special.blank, special.start]] = special.blank
-    return stand_ins

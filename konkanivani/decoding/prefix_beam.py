@@ -47,51 +47,30 @@ def prefix_beam_search(
     encoded_lengths: Lengths,
     beam: int,
     best: int = 1,
-    tokens_per_frame: int | None = None,
     fusion: Fusion | None = None,
 ) -> list[tuple[Hypothesis, ...]]:
     """Each utterance's `best` likeliest hypotheses of log probabilities (B, T', V), likeliest first.
 
-    Fewer where the beam holds fewer of a probability above zero. Only the `tokens_per_frame` likeliest tokens of a
-    frame are appended (None: all); blank, and repeats of a last token, are never left out. Of equals the smaller token
-    ids come first; at the edge of the beam, those with the likelier prefix, then the prefix itself, then the smaller
-    last token. The result is the same alone and in any batch. Exact where the beam holds every prefix. With a fusion,
-    its score takes the place of the log probability in all of this.
+    Fewer where the beam holds fewer of a probability above zero. Of equals the smaller token ids come first; at the
+    edge of the beam, those with the likelier prefix, then the prefix itself, then the smaller last token. The result is
+    the same alone and in any batch. Exact where the beam holds every prefix. With a fusion, its score takes the place
+    of the log probability in all of this.
     """
-    if min(beam, best) < 1 or (tokens_per_frame is not None and tokens_per_frame < 1):
-        raise ValueError(f"Not all above zero: beam {beam}, best {best}, tokens_per_frame {tokens_per_frame}.")
+    if min(beam, best) < 1:
+        raise ValueError(f"Not all above zero: beam {beam}, best {best}.")
     frames = mask_padding_as_blank(log_probabilities, encoded_lengths)
-    prefixes = _empty_beam(frames, beam, fusion)
+    places = torch.zeros(len(frames), beam, dtype=torch.int64, device=frames.device)
+    impossible = torch.full_like(places, -math.inf, dtype=torch.float64)
+    certain = impossible.clone()  # the empty prefix alone, of probability one
+    certain[:, 0] = 0.0
+    tokens = places[:, :, None].expand(-1, -1, frames.shape[1]).clone().fill_(NO_TOKEN)
+    blanks, fused = places.clone().fill_(BLANK), fusion.begin(*places.shape) if fusion else None
+    prefixes = _Beam(tokens, places, blanks, certain, impossible, fused)
+    tried = torch.arange(1, frames.shape[2], device=frames.device).expand(len(frames), -1)  # all tokens but blank
     for frame in range(frames.shape[1]):
         emissions = frames[:, frame].double()
-        prefixes = _advance(prefixes, frame, emissions, _tokens_to_try(emissions, tokens_per_frame))
+        prefixes = _advance(prefixes, frame, emissions, tried)
     return _hypotheses(prefixes, best)
-
-
-def _empty_beam(frames: torch.Tensor, beam: int, fusion: Fusion | None) -> _Beam:
-    """The empty prefix alone, of probability one."""
-    batch, longest, _ = frames.shape
-    places = torch.zeros(batch, beam, dtype=torch.int64, device=frames.device)
-    impossible = torch.full_like(places, -math.inf, dtype=torch.float64)
-    in_blank = impossible.clone()
-    in_blank[:, 0] = 0.0
-    tokens = places[:, :, None].expand(-1, -1, longest).clone().fill_(NO_TOKEN)
-    return _Beam(
-        tokens,
-        lengths=places,
-        last=places.clone().fill_(BLANK),
-        in_blank=in_blank,
-        in_token=impossible,
-        fusion_scores=fusion.begin(batch, beam) if fusion else None,
-    )
-
-
-def _tokens_to_try(emissions: torch.Tensor, tokens_per_frame: int | None) -> torch.Tensor:
-    """Token ids (B, C), ascending: the likeliest of emissions (B, V) that are not blank."""
-    batch, vocabulary = emissions.shape
-    if tokens_per_frame is None or tokens_per_frame >= vocabulary - 1:
-        return torch.arange(1, vocabulary, device=emissions.device).expand(batch, -1)
-    return first_best(emissions[:, 1:], tokens_per_frame).sort(dim=1).values + 1
 
 
 def _advance(beam: _Beam, frame: int, emissions: torch.Tensor, tried: torch.Tensor) -> _Beam:
@@ -109,18 +88,7 @@ def _advance(beam: _Beam, frame: int, emissions: torch.Tensor, tried: torch.Tens
 
     scores = torch.cat([torch.logaddexp(in_blank, in_token)[:, :, None], extended], dim=2)
     fused = scores if beam.fusion_scores is None else scores + beam.fusion_scores.of(tried)
-    return _followed(beam, first_best(fused.flatten(1), scores.shape[1]), scores, in_blank, in_token, tried)
-
-
-def _followed(
-    beam: _Beam,
-    chosen: torch.Tensor,
-    scores: torch.Tensor,
-    in_blank: torch.Tensor,
-    in_token: torch.Tensor,
-    tried: torch.Tensor,
-) -> _Beam:
-    """The beam of the chosen (B, K) among scores (B, K, 1 + C) flattened: a prefix as it was, or with a token more."""
+    chosen = first_best(fused.flatten(1), scores.shape[1])  # (B, K): a prefix as it was, or with a token more
     sources, columns = chosen // scores.shape[2], chosen % scores.shape[2]
     is_longer = columns > 0
     new = F.pad(tried, (1, 0), value=NO_TOKEN).gather(1, columns)

@@ -57,17 +57,13 @@ def resample_sums(amounts: np.ndarray, blocks: np.ndarray, resamples: int = RESA
     sums = np.stack([np.bincount(blocks, column, count) for column in amounts.T], axis=1)
     generator = np.random.default_rng(seed)
     at_once = max(1, DRAWN_AT_ONCE // count)
-    return np.concatenate(
-        [_draw(generator, min(at_once, resamples - done), sums) for done in range(0, resamples, at_once)]
-    )
-
-
-def _draw(generator: np.random.Generator, resamples: int, sums: np.ndarray) -> np.ndarray:
-    """(resamples, K): how often each block is drawn, times its sums (blocks, K)."""
-    count = len(sums)
-    drawn = generator.integers(count, size=(resamples, count)) + count * np.arange(resamples)[:, None]
-    times = np.bincount(drawn.ravel(), minlength=resamples * count).reshape(resamples, count)
-    return times.astype(np.float64) @ sums
+    found = []
+    for done in range(0, resamples, at_once):
+        rows = min(at_once, resamples - done)
+        drawn = generator.integers(count, size=(rows, count)) + count * np.arange(rows)[:, None]
+        times = np.bincount(drawn.ravel(), minlength=rows * count).reshape(rows, count)  # each block is drawn
+        found.append(times.astype(np.float64) @ sums)
+    return np.concatenate(found)
 
 
 def ratios(numerators: np.ndarray, denominators: np.ndarray) -> np.ndarray:

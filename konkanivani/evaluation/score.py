@@ -111,7 +111,8 @@ def build_report(
     unit = choose_unit(speakers, wish)
     resampled = resample_sums(edits.sums, block_numbers(speakers, unit))
     by_speaker = _slices(texts, edits, wish, speakers) if len(set(speakers)) > 1 else {}
-    by_duration = _slices(texts, edits, wish, [_bucket(text.seconds) for text in texts])
+    known = [None if t.seconds is None else max(start for start in BUCKETS if start <= t.seconds) for t in texts]
+    by_duration = _slices(texts, edits, wish, list(map(BUCKETS.get, known)))
     by_pattern = _slices(texts, edits, wish, [text.pattern or None for text in texts])
     return ScoreReport(
         title=pairs.source.title,
@@ -142,22 +143,14 @@ def _slices(
     for row, name in enumerate(names):
         if name is not None:
             rows_of.setdefault(name, []).append(row)
-    return {
-        name: _slice(name, [texts[row] for row in rows], edits.of(np.array(rows)), wish)
-        for name, rows in rows_of.items()
-    }
-
-
-def _slice(name: str, texts: list[ScoredText], edits: UtteranceEdits, wish: Wish) -> Slice:
-    speakers = [text.speaker for text in texts]
-    resampled = resample_sums(edits.sums[:, :2], block_numbers(speakers, choose_unit(speakers, wish)))
-    interval = percentiles(ratios(resampled[:, 0], resampled[:, 1]))
-    return Slice(name, len(texts), _seconds(texts), edits.rates(), interval)
-
-
-def _bucket(seconds: float | None) -> str | None:
-    """The name of the bucket that so long an utterance falls in; None where it is not known how long it is."""
-    return None if seconds is None else BUCKETS[max(start for start in BUCKETS if start <= seconds)]
+    slices = {}
+    for name, rows in rows_of.items():
+        some, counted = [texts[row] for row in rows], edits.of(np.array(rows))
+        speakers = [text.speaker for text in some]
+        resampled = resample_sums(counted.sums[:, :2], block_numbers(speakers, choose_unit(speakers, wish)))
+        interval = percentiles(ratios(resampled[:, 0], resampled[:, 1]))
+        slices[name] = Slice(name, len(some), _seconds(some), counted.rates(), interval)
+    return slices
 
 
 def _seconds(texts: Sequence[ScoredText]) -> float | None:

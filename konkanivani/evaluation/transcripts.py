@@ -75,7 +75,11 @@ def read_transcripts(path: str, text_format: TextFormat, role: Role) -> Transcri
         if is_json or text_format == "ids":
             if not line.strip():
                 continue
-            row = _parse_json(f"{path}, line {number}", line, role) if is_json else _parse_id(line)
+            if is_json:
+                row = _parse_json(f"{path}, line {number}", line, role)
+            else:
+                name, _, text = line.strip().replace("\t", " ").partition(" ")
+                row = TranscriptRow(text, id=name)
         else:
             row = TranscriptRow(line)
         if len(row.text) > MAX_CHARACTERS:
@@ -117,12 +121,6 @@ def _too_long(path: str, number: int) -> DataError:
     )
 
 
-def _parse_id(line: str) -> TranscriptRow:
-    """What follows the first word, which is the id."""
-    name, _, text = line.strip().replace("\t", " ").partition(" ")
-    return TranscriptRow(text, id=name)
-
-
 def _parse_json(place: str, line: str, role: Role) -> TranscriptRow:
     try:
         fields = json.loads(line)
@@ -134,22 +132,18 @@ def _parse_json(place: str, line: str, role: Role) -> TranscriptRow:
     text = next((fields[name] for name in names if fields.get(name) is not None), None)
     if not isinstance(text, str):
         raise DataError(f"{place} has no {role.removeprefix('own ')}: give it in quotes as {' or '.join(names)}.")
-    row = _row_of(text, fields)
-    if any("\ud800" <= c <= "\udfff" for c in row.text + row.id + row.speaker + row.pattern):
-        raise DataError(f"{place} holds half a character, \\ud800 to \\udfff, which is no text. Mend the row.")
-    return row
-
-
-def _row_of(text: str, fields: dict[str, object]) -> TranscriptRow:
     seconds = fields.get("duration")
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    return TranscriptRow(
+    row = TranscriptRow(
         text,
         id=_id_of(fields),
         speaker=str(fields.get("speaker") or ""),
         seconds=float(seconds) if is_number and 0 <= seconds < math.inf else None,
         pattern=str(fields.get("pattern") or ""),
     )
+    if any("\ud800" <= c <= "\udfff" for c in row.text + row.id + row.speaker + row.pattern):
+        raise DataError(f"{place} holds half a character, \\ud800 to \\udfff, which is no text. Mend the row.")
+    return row
 
 
 def _id_of(fields: dict[str, object]) -> str:

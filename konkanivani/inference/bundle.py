@@ -100,7 +100,10 @@ def read_bundle(path: Path, device: torch.device) -> SpeechModel:
 
 def _read_contents(path: Path) -> Contents:
     """The file's contents on the CPU, checked against their checksum."""
-    _check_header(path)
+    with open(path, "rb") as file:
+        claimed = int.from_bytes(file.read(8), "little")
+    if claimed > MAX_HEADER_BYTES:  # it alone would take gigabytes once it is read
+        raise ValueError(f"its header claims {claimed} bytes")
     with safetensors.safe_open(path, framework="pt") as file:
         entry = json.loads((file.metadata() or {}).get(ENTRY, "null"))
         if not isinstance(entry, dict):
@@ -117,14 +120,6 @@ def _read_contents(path: Path) -> Contents:
     if contents.checksum != checksum:
         raise CheckpointError(f"The bundle {path} is damaged: its checksum does not match. Copy or export it again.")
     return contents
-
-
-def _check_header(path: Path) -> None:
-    """Refuses a header that alone would take gigabytes once it is read."""
-    with open(path, "rb") as file:
-        claimed = int.from_bytes(file.read(8), "little")
-    if claimed > MAX_HEADER_BYTES:
-        raise ValueError(f"its header claims {claimed} bytes")
 
 
 def _build(contents: Contents, path: Path, device: torch.device) -> SpeechModel:

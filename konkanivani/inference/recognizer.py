@@ -81,15 +81,17 @@ class Recognizer:
 
     @torch.no_grad()
     def _recognize(self, pieces: list[Piece], delay: EmissionDelay) -> list[list[Word]]:
-        """The words in each piece's core, their times those of the recording, by the delays of all pieces so far."""
+        """The words whose middle lies in each piece's core, their times the recording's, by all delays so far."""
         lengths = tuple(len(piece.waveform) for piece in pieces)
         waveforms = torch.nn.utils.rnn.pad_sequence([piece.waveform for piece in pieces], batch_first=True)
         encoded, encoded_lengths = self.speech_model.encode(waveforms, lengths)
         hypotheses = self.decode(self.speech_model.model, encoded, encoded_lengths)
-        return [
-            _words_of_core(self._words(piece, row[:length], tokens, delay), piece)
-            for piece, row, length, tokens in zip(pieces, encoded, encoded_lengths, hypotheses, strict=True)
-        ]
+        found = []
+        for piece, row, length, tokens in zip(pieces, encoded, encoded_lengths, hypotheses, strict=True):
+            words = self._words(piece, row[:length], tokens, delay)
+            moved = [Word(w.text, piece.start + w.start, piece.start + w.end, w.confidence) for w in words]
+            found.append([w for w in moved if piece.core_start <= (w.start + w.end) / 2 < piece.core_end])
+        return found
 
     def _words(self, piece: Piece, encoded: torch.Tensor, tokens: list[int], delay: EmissionDelay) -> list[Word]:
         """The words of encoded (T', D), timed within it by CTC or Whisper's attention; without either, evenly."""
@@ -129,13 +131,15 @@ def build_recognizer(
     """The recogniser of the checkpoint or bundle at `path`, or of the folder of `pretrained`, all settings given.
 
     Pieces last `longest_seconds` at most (None: as long as what the model was trained on), and are apart at pauses of
-    `pause_seconds`.
+    `pause_seconds`. A CheckpointError says what is wrong with the file.
     """
-    if pretrained.pretrained is None:
-        speech_model = load_speech_model(path, choose_device(device))
-    else:
+    if pretrained.pretrained is not None:
         folder = read_pretrained(pretrained.pretrained)
         speech_model = build_pretrained_model(folder, pretrained, choose_device(device))
+    elif is_bundle(Path(path)):
+        speech_model = read_bundle(Path(path), choose_device(device))
+    else:
+        speech_model = build_speech_model(read_checkpoint(path), choose_device(device))
     longest = min(speech_model.longest_seconds, MAX_PIECE) if longest_seconds is None else longest_seconds
     speech_model = timed(speech_model)
     decode = build_decode(decoding, speech_model.architecture, speech_model.tokenizer, speech_model.device)
@@ -150,19 +154,6 @@ def timed(speech_model: SpeechModel) -> SpeechModel:
     if not (speech_model.knows_times and isinstance(tokenizer, PromptedVocabulary)):
         return speech_model
     return replace(speech_model, tokenizer=tokenizer.saying_times())
-
-
-def load_speech_model(path: str | os.PathLike, device: torch.device) -> SpeechModel:
-    """The model of the bundle or checkpoint at `path`; a CheckpointError says what is wrong with the file."""
-    if is_bundle(Path(path)):
-        return read_bundle(Path(path), device)
-    return build_speech_model(read_checkpoint(path), device)
-
-
-def _words_of_core(words: list[Word], piece: Piece) -> list[Word]:
-    """Those of the piece's words whose middle lies in its core, their times moved to where the piece begins."""
-    moved = [Word(w.text, piece.start + w.start, piece.start + w.end, w.confidence) for w in words]
-    return [word for word in moved if piece.core_start <= (word.start + word.end) / 2 < piece.core_end]
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

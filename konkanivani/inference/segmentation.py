@@ -86,13 +86,17 @@ def segment_audio(blocks: Iterable[torch.Tensor], segmentation: SegmentationConf
             cut, is_within_speech = stream.end, False
             continue
         if not is_within_speech and int(loud[0]) - cut > MARGIN:  # silence; look again as far from its end
-            cut = stream.sound_before(int(loud[0]), int(loud[0]) - MARGIN)
+            nothing = stream.steps_of_nothing(int(loud[0]) - MARGIN, int(loud[0]))
+            cut = int(nothing[-1]) + 1 if len(nothing) else int(loud[0]) - MARGIN
             continue
         start = cut - overlap if is_within_speech else cut
-        speech_end = _end_of_speech(loud, segmentation.pause)
+        # The step after the last loud one before the first gap that is a pause.
+        before_pauses = loud[:-1][loud.diff() > segmentation.pause]
+        speech_end = int(before_pauses[0] if len(before_pauses) else loud[-1]) + 1
         end = min(speech_end + MARGIN, stream.end)
         if end < stream.end:
-            end = stream.sound_after(speech_end, end)
+            nothing = stream.steps_of_nothing(speech_end, end)
+            end = int(nothing[0]) if len(nothing) else end
         is_cut = end - start > segmentation.longest
         if is_cut:
             end = stream.quietest_step(cut, start + segmentation.longest - overlap)
@@ -106,12 +110,6 @@ def segment_audio(blocks: Iterable[torch.Tensor], segmentation: SegmentationConf
             speech_end=None if is_cut else speech_end / STEPS_A_SECOND,
         )
         cut, is_within_speech = end, is_cut
-
-
-def _end_of_speech(loud: torch.Tensor, pause: int) -> int:
-    """The step after the last of the loud steps before the first gap of more than `pause` steps between them."""
-    before_pauses = loud[:-1][loud.diff() > pause]
-    return int(before_pauses[0] if len(before_pauses) else loud[-1]) + 1
 
 
 class _Stream:
@@ -163,21 +161,12 @@ class _Stream:
             threshold = math.inf
         return torch.nonzero(self._levels[first - self.first :] > threshold)[:, 0] + first
 
-    def sound_before(self, loud: int, first: int) -> int:
-        """The step from `first` on from which there is more than nothing up to step `loud`.
+    def steps_of_nothing(self, begin: int, end: int) -> torch.Tensor:
+        """The steps from `begin` to `end`, ascending, in which there is nothing at all.
 
         A gate's zeros are no silence that a model has learnt: their logarithm would change every normalised feature.
         """
-        nothing = torch.nonzero(self._is_nothing(first, loud))[:, 0]
-        return first + (int(nothing[-1]) + 1 if len(nothing) else 0)
-
-    def sound_after(self, loud_end: int, last: int) -> int:
-        """The step up to `last` until which there is more than nothing from step `loud_end` on."""
-        nothing = torch.nonzero(self._is_nothing(loud_end, last))[:, 0]
-        return loud_end + int(nothing[0]) if len(nothing) else last
-
-    def _is_nothing(self, begin: int, end: int) -> torch.Tensor:
-        return self._power[begin - self.first : end - self.first] < 10 ** (NOTHING / 10)
+        return torch.nonzero(self._power[begin - self.first : end - self.first] < 10 ** (NOTHING / 10))[:, 0] + begin
 
     def quietest_step(self, begin: int, end: int) -> int:
         """The middle of the quietest fifth of a second in the second half of the steps from `begin` to `end`."""

@@ -4,9 +4,10 @@ SubRip has no standard; WebVTT is the W3C's (w3.org/TR/webvtt1). Subtitles keep 
 characters, seven seconds (the limits of Netflix's Timed Text Style Guides).
 """
 
+import html
 import json
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,42 +24,43 @@ Timestamps = Literal["segment", "word"]
 def render(segments: Iterable[Segment], text_format: TextFormat, timestamps: Timestamps, name: str) -> Iterator[str]:
     """The segments of the recording `name` in a text format, piece by piece, each as soon as it is known.
 
-    With timestamps "word" plain text and subtitles have a line or a cue for each word, and JSON lists the words.
+    With timestamps "word" plain text has a line for each word (start and end in seconds, the word), subtitles have a
+    cue for each, and JSON lists the words.
     """
     if text_format == "json":
         yield json_text(Transcript(tuple(segments)), timestamps, name)
     elif text_format == "txt":
         for segment in segments:
-            yield plain_text(segment, timestamps)
+            if timestamps == "segment":
+                yield segment.text + "\n"
+            else:
+                yield "".join(f"{word.start:.3f}\t{word.end:.3f}\t{word.text}\n" for word in segment.words)
     elif text_format == "srt":
         for number, cue in enumerate(build_cues(segments, timestamps), start=1):
-            yield f"{number}\n{_timing(cue, srt_time)}\n{cue.text}\n\n"
+            yield f"{number}\n{srt_time(cue.start)} --> {srt_time(cue.end)}\n{cue.text}\n\n"
     else:
         yield "WEBVTT\n\n"
         for cue in build_cues(segments, timestamps):
-            yield f"{_timing(cue, vtt_time)}\n{_escaped(cue.text)}\n\n"
-
-
-def plain_text(segment: Segment, timestamps: Timestamps) -> str:
-    """The segment on a line, or each word on a line of its own: start and end in seconds, the word."""
-    if timestamps == "segment":
-        return segment.text + "\n"
-    return "".join(f"{word.start:.3f}\t{word.end:.3f}\t{word.text}\n" for word in segment.words)
+            # In a cue's text < and & begin something else, and an arrow would be a timing.
+            text = html.escape(cue.text, quote=False)
+            yield f"{vtt_time(cue.start)} --> {vtt_time(cue.end)}\n{text}\n\n"
 
 
 def json_text(transcript: Transcript, timestamps: Timestamps, name: str) -> str:
     """The transcript as one line of JSON; times in seconds."""
     segments = []
     for segment in transcript.segments:
-        row = {"start": round(segment.start, 3), "end": round(segment.end, 3), "text": segment.text}
-        segments.append(row | ({"words": [_word_row(word) for word in segment.words]} if timestamps == "word" else {}))
+        segments.append(_timed_row(segment))
+        if timestamps == "word":
+            confidences = [None if word.confidence is None else round(word.confidence, 4) for word in segment.words]
+            words = zip(segment.words, confidences, strict=True)
+            segments[-1]["words"] = [_timed_row(word) | {"confidence": confidence} for word, confidence in words]
     record = {"audio_filepath": name, "text": transcript.text, "segments": segments}
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
-def _word_row(word: Word) -> dict[str, object]:
-    confidence = None if word.confidence is None else round(word.confidence, 4)
-    return {"start": round(word.start, 3), "end": round(word.end, 3), "text": word.text, "confidence": confidence}
+def _timed_row(part: Segment | Word) -> dict[str, object]:
+    return {"start": round(part.start, 3), "end": round(part.end, 3), "text": part.text}
 
 
 @dataclass(frozen=True)
@@ -95,17 +97,14 @@ def _cue_words(words: Iterable[Word]) -> Iterator[list[Word]]:
     """The words of a segment, cue by cue: as many as fit, none of them after a pause."""
     cue: list[Word] = []
     for word in words:
-        if cue and not (_fits([*cue, word]) and word.start - cue[-1].end < CUE_PAUSE):
+        lines = _wrapped([each.text for each in (*cue, word)], LINE_CHARACTERS)
+        fits = len(lines) <= CUE_LINES and word.end - (cue or [word])[0].start <= MAX_CUE
+        if cue and not (fits and word.start - cue[-1].end < CUE_PAUSE):
             yield cue
             cue = []
         cue.append(word)
     if cue:
         yield cue
-
-
-def _fits(words: list[Word]) -> bool:
-    lines = _wrapped([word.text for word in words], LINE_CHARACTERS)
-    return len(lines) <= CUE_LINES and words[-1].end - words[0].start <= MAX_CUE
 
 
 def _lines(words: list[str]) -> str:
@@ -120,10 +119,6 @@ def _wrapped(words: list[str], width: int) -> list[str]:
     return textwrap.wrap(" ".join(words), width, break_long_words=False, break_on_hyphens=False)
 
 
-def _timing(cue: Cue, written: Callable[[int], str]) -> str:
-    return f"{written(cue.start)} --> {written(cue.end)}"
-
-
 def srt_time(milliseconds: int) -> str:
     """hh:mm:ss,mmm as SubRip has it."""
     return vtt_time(milliseconds).replace(".", ",")
@@ -135,8 +130,3 @@ def vtt_time(milliseconds: int) -> str:
     minutes, seconds = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours:02d}:{minutes:02d}:{seconds:02d}.{rest:03d}"
-
-
-def _escaped(text: str) -> str:
-    """The text as WebVTT's cue text, in which < and & begin something else, and an arrow would be a timing."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

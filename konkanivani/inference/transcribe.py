@@ -112,7 +112,8 @@ class Transcription:
         """
         is_alone, failed = len(recordings) == 1, 0
         targets = self._targets(recordings)
-        sizes = np.array([_bytes_of(recording.path) for recording in recordings])
+        # Of a file that is not there its reader will tell.
+        sizes = np.array([each.path.stat().st_size if each.path.is_file() else 0 for each in recordings])
         portion = partition(sizes, self.topology.world)[self.topology.rank]
         shown = [recordings[number] for number in portion]
         with _Progress(shown, self.topology) as progress, _short_audio_told(progress):
@@ -229,11 +230,6 @@ def _short_audio_told(progress: _Progress) -> Iterator[None]:
 
         warnings.showwarning = tell
         yield
-
-
-def _bytes_of(path: Path) -> int:
-    """The file's size, by which recordings are divided; 0 where there is none, of which its reader will tell."""
-    return path.stat().st_size if path.is_file() else 0
 
 
 def _seconds(path: Path) -> float:

@@ -49,32 +49,22 @@ def wrap(place: object, name: str, around: Around) -> None:
     setattr(place, name, functools.wraps(original)(around(original)))
 
 
-def before(place: object, name: str, number: int, act: Callable[[], object]) -> None:
+def before(place: object, name: str, number: int, act: Callable[[], object], is_after: bool = False) -> None:
     """Acts before the call of this number, from 1."""
     calls = []
 
-    def around(original: Callable) -> Callable:
-        def wrapped(*arguments, **named):
-            calls.append(None)
-            if len(calls) == number:
-                act()
-            return original(*arguments, **named)
-
-        return wrapped
-
-    wrap(place, name, around)
-
-
-def after(place: object, name: str, number: int, act: Callable[[], object]) -> None:
-    """Acts after the call of this number, from 1."""
-    calls = []
+    def count() -> None:
+        calls.append(None)
+        if len(calls) == number:
+            act()
 
     def around(original: Callable) -> Callable:
         def wrapped(*arguments, **named):
+            if not is_after:
+                count()
             result = original(*arguments, **named)
-            calls.append(None)
-            if len(calls) == number:
-                act()
+            if is_after:
+                count()
             return result
 
         return wrapped
@@ -82,34 +72,34 @@ def after(place: object, name: str, number: int, act: Callable[[], object]) -> N
     wrap(place, name, around)
 
 
+after = functools.partial(before, is_after=True)
+"""Acts after the call of this number that has come to its end."""
+
+
 def die(number: int = signal.SIGKILL) -> None:
     """Ends this process by the signal."""
     os.kill(os.getpid(), number)
 
 
+KILLED_AT = {
+    # Not every window is due; this is where its save would be.
+    "after the save of a window": (after, loop.PeriodicSaver, "save_if_due"),
+    "before the save of a window": (after, loop, "log_step"),
+    "in a step": (after, step, "forward_and_backward"),
+    "in the update": (before, step, "set_learning_rate"),
+    "before a validation": (before, loop, "finish_epoch"),
+    "after a validation": (after, loop, "finish_epoch"),
+    "before a checkpoint is renamed": (after, checkpointer, "write_checkpoint"),
+    "between two names of a checkpoint": (after, checkpointer, "_link"),
+    "behind the log's copy": (after, replaced, "_copy_aside"),
+    "behind the newer checkpoints' move": (before, checkpointer.Checkpointer, "restore_best"),
+}
+
+
 def kill(place: str, number: int) -> None:
     """Kills the process with -9 at the `number`-th visit of a place."""
-    match place:
-        case "after the save of a window":  # not every window is due; this is where it would be
-            after(loop.PeriodicSaver, "save_if_due", number, die)
-        case "before the save of a window":
-            after(loop, "log_step", number, die)
-        case "in a step":
-            after(step, "forward_and_backward", number, die)
-        case "in the update":
-            before(step, "set_learning_rate", number, die)
-        case "before a validation":
-            before(loop, "finish_epoch", number, die)
-        case "after a validation":
-            after(loop, "finish_epoch", number, die)
-        case "before a checkpoint is renamed":
-            after(checkpointer, "write_checkpoint", number, die)
-        case "between two names of a checkpoint":
-            after(checkpointer, "_link", number, die)
-        case "behind the log's copy":
-            after(replaced, "_copy_aside", number, die)
-        case "behind the newer checkpoints' move":
-            before(checkpointer.Checkpointer, "restore_best", number, die)
+    when, owner, name = KILLED_AT[place]
+    when(owner, name, number, die)
 
 
 def terminate(number: int) -> None:
@@ -300,9 +290,8 @@ def small_shared_memory(kilobytes: int) -> None:
     new_mounts = 0x20000
     if ctypes.CDLL(None).unshare(new_mounts):
         raise OSError("no mount namespace")
-    options = f"size={kilobytes}k"
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", "/dev/shm"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", "/dev/shm"], check=True)
 
 
 def pipes_pass_for_files() -> None:

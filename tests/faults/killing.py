@@ -108,9 +108,7 @@ def left_behind(run: LongRun) -> list[str]:
     epochs = len(list(run.checkpoints.glob("checkpoint_epoch_*.pt")))
     if epochs > KEPT_EPOCHS:
         found.append(f"{epochs} epochs were kept")
-    if "Traceback" in (printed := run.output.read_text(encoding="utf-8")):
-        found.append(f"a traceback was printed: {printed[printed.index('Traceback') :][:3000]}")
-    return found
+    return found + run.tracebacks()
 
 
 def kill_at_points(run: LongRun, count: int) -> list[Death]:

@@ -124,6 +124,11 @@ class LongRun:
         """What all its lives have printed."""
         return self.directory / "output.txt"
 
+    def tracebacks(self) -> list[str]:
+        """A sentence on the first one that was printed, if any was."""
+        _, traceback, rest = self.output.read_text(encoding="utf-8").partition("Traceback")
+        return [f"a traceback was printed: {traceback}{rest[:3000]}"] if traceback else []
+
     def logged_step(self) -> int:
         """The last step in the log; 0 where there is none."""
         log = self.directory / "runs" / "default" / "log.jsonl"

@@ -74,12 +74,7 @@ def lost_for_good_findings(
         "the utterance is not named": utterance in "".join(ended.output.splitlines()[-3:]),
         "the steps before are not saved": bool(steps) and last_checkpoint(directory).step == steps[-1],
     }
-    found = [finding for finding, is_right in checks.items() if not is_right]
-    resumed_flags = (*bench.flags(Settings(), directory, 0), "--resume", "auto")
-    resumed = run_faulty(resumed_flags, directory / "resumed.txt")
-    if resumed.code:
-        return [*found, f"it could not be gone on from: {resumed.output[-600:]}"]
-    return found + run_differences(bench.undisturbed(Settings()), directory)
+    return [finding for finding, is_right in checks.items() if not is_right] + bench.gone_on_from(directory)
 
 
 def pipe_findings(bench: ResumeBench, directory: Path) -> list[str]:
@@ -105,9 +100,4 @@ def shared_memory_findings(bench: ResumeBench, directory: Path, kilobytes: int) 
         f"it ended with {ended.code}: {ended.output[-800:]}": ended.code == 6 and "Traceback" not in ended.output,
         "no utterance is named": "audio/train_" in ended.output.splitlines()[-1],
     }
-    found = [finding for finding, is_right in checks.items() if not is_right]
-    resumed_flags = (*bench.flags(Settings(), directory, 0), "--resume", "auto")
-    resumed = run_faulty(resumed_flags, directory / "resumed.txt")
-    if resumed.code:
-        return [*found, f"it could not be gone on from: {resumed.output[-600:]}"]
-    return found + run_differences(bench.undisturbed(Settings()), directory)
+    return [finding for finding, is_right in checks.items() if not is_right] + bench.gone_on_from(directory)

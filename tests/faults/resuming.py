@@ -225,6 +225,13 @@ class ResumeBench:
         undisturbed = self.undisturbed(case.settings)
         return self.disturbed(case, directory) + run_differences(undisturbed, directory)
 
+    def gone_on_from(self, directory: Path) -> list[str]:
+        """What is not as it should be where the run of the usual settings in `directory` is gone on from."""
+        resumed = run_faulty((*self.flags(Settings(), directory, 0), "--resume", "auto"), directory / "resumed.txt")
+        if resumed.code:
+            return [f"it could not be gone on from: {resumed.output[-600:]}"]
+        return run_differences(self.undisturbed(Settings()), directory)
+
     def whole_process_differences(self, killed_at: int, workers: tuple[int, int], directory: Path) -> list[str]:
         """The same with two interpreters of their own, the first killed from outside once its log holds a step."""
         undisturbed = self.undisturbed(Settings())
@@ -292,7 +299,10 @@ def run_differences(one: Path, other: Path) -> list[str]:
     """What of two runs' logs, skipped windows and last checkpoints is not the same, bit for bit."""
     found = []
     for kind in ("step", "skip", "validation"):
-        logs = [[_trained(record) for record in read_log(directory, kind)] for directory in (one, other)]
+        logs = [
+            [{name: value for name, value in record.items() if name not in MEASURED} for record in read_log(run, kind)]
+            for run in (one, other)
+        ]
         places = [[record["step"] for record in log] for log in logs]
         if places[0] != places[1]:
             found.append(f"the log has {kind} records at {places[1]}, not {places[0]}")
@@ -304,10 +314,6 @@ def run_differences(one: Path, other: Path) -> list[str]:
                 if mine[name] != theirs.get(name)
             ]
     return found + checkpoint_differences(*(last_checkpoint(directory) for directory in (one, other)))
-
-
-def _trained(record: dict) -> dict:
-    return {name: value for name, value in record.items() if name not in MEASURED}
 
 
 def last_checkpoint(directory: Path) -> Checkpoint:

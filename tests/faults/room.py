@@ -100,11 +100,7 @@ def _while_full(bench: ResumeBench, case: FullDisk, run: Path) -> list[str]:
     found += [f"{path.name} is left" for path in (run / "checkpoints").glob("*.partial")]
     (run / "checkpoints").chmod(0o755)
     (run / "checkpoints" / "ballast").unlink(missing_ok=True)
-    flags = (*bench.flags(SETTINGS, run, 0), "--resume", "auto")
-    resumed = run_faulty(flags, run / "resumed.txt")
-    if resumed.code:
-        return [*found, f"it could not be gone on from: {resumed.output[-600:]}"]
-    return found + _without_lost_records(case, run_differences(bench.undisturbed(SETTINGS), run))
+    return found + _without_lost_records(case, bench.gone_on_from(run))
 
 
 def _until_the_end(bench: ResumeBench, case: FullDisk, run: Path) -> list[str]:
@@ -127,17 +123,13 @@ def _without_lost_records(case: FullDisk, differences: list[str]) -> list[str]:
 def three_failures_findings(bench: ResumeBench, share: float, directory: Path) -> list[str]:
     """What is not as it should be where three saves in a row fail: an end with 6, and the old checkpoint as it was."""
     size = int(share * (bench.undisturbed(SETTINGS) / "checkpoints" / LAST).stat().st_size)
-    flags = bench.flags(SETTINGS, directory, 0)
-    ended = run_faulty(flags, directory / "output.txt", [("file_limit", size, FIRST, 99)])
+    ended = run_faulty(bench.flags(SETTINGS, directory, 0), directory / "output.txt", [("file_limit", size, FIRST, 99)])
     warnings = ended.output.count("Training goes on; the checkpoint before stays")
     if ended.code != 6 or warnings != 2 or "Traceback" in ended.output:
         return [f"it ended with {ended.code} after {warnings} warnings: {ended.output[-600:]}"]
     step = last_checkpoint(directory).step
-    resumed = run_faulty((*flags, "--resume", "auto"), directory / "resumed.txt")
     found = [] if step == FIRST - 2 else [f"the last checkpoint is of step {step}"]
-    if resumed.code:
-        return [*found, f"it could not be gone on from: {resumed.output[-600:]}"]
-    return found + run_differences(bench.undisturbed(SETTINGS), directory)
+    return found + bench.gone_on_from(directory)
 
 
 def full_log_findings(bench: ResumeBench, directory: Path) -> list[str]:

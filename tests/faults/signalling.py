@@ -67,14 +67,14 @@ def end_by_signal(run: LongRun, number: signal.Signals, target: Target, workers:
     return _told_to_stop(run, life, number, sent)
 
 
-def _told_to_stop(run: LongRun, life: Life, number: signal.Signals, sent: float) -> Ending:
-    """How a life ends that this signal was sent to: every step of it should be saved."""
+def _told_to_stop(run: LongRun, life: Life, number: signal.Signals, sent: float, before: int | None = None) -> Ending:
+    """How a life ends that this signal was sent to: every step of it should be saved, or one from `before` on."""
     code = life.end()
     seconds = time.monotonic() - sent
     found, complaints = run.aftermath(), []
     if code != 128 + number:
         complaints.append(f"the exit code was {code}")
-    if found.steps_lost:
+    if found.steps_lost if before is None else not before <= found.saved <= found.logged:
         complaints.append(f"step {found.logged} was logged and step {found.saved} was saved")
     return Ending(seconds, (*complaints, *_complaints(run, life)))
 
@@ -87,14 +87,7 @@ def end_by_two(run: LongRun, number: signal.Signals, workers: int, delay: float)
     time.sleep(delay)
     sent = time.monotonic()
     send(life, number, "its group")
-    code = life.end()
-    seconds = time.monotonic() - sent
-    found, complaints = run.aftermath(), []
-    if code != 128 + number:
-        complaints.append(f"the exit code was {code}")
-    if not before <= found.saved <= found.logged:  # a save may have fallen due before the first signal
-        complaints.append(f"step {found.saved} was saved, not one of {before} to {found.logged}")
-    return Ending(seconds, (*complaints, *_complaints(run, life)))
+    return _told_to_stop(run, life, number, sent, before)  # a save may have fallen due before the first signal
 
 
 @dataclass
@@ -256,6 +249,4 @@ def _complaints(run: LongRun, life: Life) -> list[str]:
     found = [f"{name} cannot be read" for name in run.aftermath().unsound]
     if left := left_after(life):
         found.append(f"{len(left)} processes were left behind")
-    if "Traceback" in (printed := run.output.read_text(encoding="utf-8")):
-        found.append(f"a traceback was printed: {printed[printed.index('Traceback') :][:3000]}")
-    return found
+    return found + run.tracebacks()

@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZIP_STORED
 
 import torch
 import torch._dynamo  # it makes a folder of its own when it is first loaded, as a model's shape on `meta` does
@@ -45,7 +46,7 @@ def read_sound(path: Path) -> Sound:
         return Sound(path, {name.partition("/")[2]: archive.read(name) for name in archive.namelist()})
 
 
-def write_records(path: Path, records: Mapping[str, bytes], compression: int = zipfile.ZIP_STORED) -> None:
+def write_records(path: Path, records: Mapping[str, bytes], compression: int = ZIP_STORED) -> None:
     """A zip of these records, with the right sums."""
     with zipfile.ZipFile(path, "w", compression) as archive:
         for name, content in records.items():
@@ -55,7 +56,13 @@ def write_records(path: Path, records: Mapping[str, bytes], compression: int = z
 def use_everywhere(path: Path) -> None:
     """Whatever a person may do with a checkpoint that they were given, except to train with it."""
     errors = []
-    for use in (_resume, _begin_from, _transcribe, _average):
+    uses = (
+        lambda path: build_run(begin_run(["--resume", str(path), "--device", "cpu"])),
+        _begin_from,
+        lambda path: load_recognizer(path, device="cpu"),
+        lambda path: average_checkpoints([NamedCheckpoint(str(path), read_checkpoint(path))]),
+    )
+    for use in uses:
         try:
             use(path)
         except Exception as error:
@@ -65,23 +72,11 @@ def use_everywhere(path: Path) -> None:
         raise error
 
 
-def _resume(path: Path) -> None:
-    build_run(begin_run(["--resume", str(path), "--device", "cpu"]))
-
-
 def _begin_from(path: Path) -> None:
     fresh, manifest = path.parent / "fresh", path.parent / "train.jsonl"
     manifest.touch()
     flags = ("--init_from", str(path), "--checkpoint_dir", str(fresh), "--log_dir", str(fresh), "--preset", "minimal")
     begin_run([*flags, "--device", "cpu", "--train_manifest", str(manifest)])
-
-
-def _transcribe(path: Path) -> None:
-    load_recognizer(path, device="cpu")
-
-
-def _average(path: Path) -> None:
-    average_checkpoints([NamedCheckpoint(str(path), read_checkpoint(path))])
 
 
 # --------------------------------------------------------------------------------------------- what pickles may ask for
@@ -165,9 +160,8 @@ def _tensor(size: int, stride: int, claimed: int = 1) -> bytes:
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + _number(claimed) + b"tQK\x00" + shape + rest + b"tR"
 
 
-def _laughs(depth: int) -> bytes:
-    """A list of two of the same list of two of the same list, and so on."""
-    return b"]" + b"".join(b"q%c0](h%ch%ce" % (level, level, level) for level in range(100, 100 + depth))
+# A list of two of the same list of two of the same list, and so on.
+LAUGHS = b"]" + b"".join(b"q%c0](h%ch%ce" % (level, level, level) for level in range(100, 160))
 
 
 # --------------------------------------------------------------------------------------------------- what zips may hold
@@ -179,18 +173,9 @@ def _duplicate(sound: Sound, path: Path) -> None:
         archive.writestr(f"{ROOT_OF_ZIP}/data.pkl", pickle.dumps(Calls(os.system, "touch exploded"), 2))
 
 
-def _inflating(sound: Sound, path: Path) -> None:
-    """A quarter of a megabyte that unpacks to a quarter of a gigabyte."""
-    write_records(path, {**sound.records, "data/0": bytes(2**28)}, zipfile.ZIP_DEFLATED)
-
-
-def _inflating_pickle(sound: Sound, path: Path) -> None:
-    write_records(path, {**sound.records, "data.pkl": b"\x80\x02" + b"]0" * 2**25 + b"]."}, zipfile.ZIP_DEFLATED)
-
-
-def _many_records(sound: Sound, path: Path) -> None:
-    records = {**sound.records} | {f"data/{number}": b"" for number in range(10_000, 60_000)}
-    write_records(path, records)
+def with_records(make: Callable[[], dict[str, bytes]], compression: int = ZIP_STORED) -> Callable[[Sound, Path], None]:
+    """A checkpoint with these records beside its own, or in their place."""
+    return lambda sound, path: write_records(path, {**sound.records, **make()}, compression)
 
 
 def _claims_more_records(sound: Sound, path: Path) -> None:
@@ -211,10 +196,6 @@ def _header_of_another_size(sound: Sound, path: Path) -> None:
     path.write_bytes(bytes(content))
 
 
-def _scripted(sound: Sound, path: Path) -> None:
-    torch.jit.script(torch.nn.Linear(2, 2)).save(str(path))
-
-
 def _old_pickle(sound: Sound, path: Path) -> None:
     torch.save({"format": 1, "config": Calls(os.system, "touch exploded")}, path, _use_new_zipfile_serialization=False)
 
@@ -223,26 +204,8 @@ def _tokenizer(content: bytes) -> Callable[[Sound, Path], None]:
     return changed(tokenizer=torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
 
-def _sparse(sound: Sound, path: Path) -> None:
-    indices, values = torch.zeros(1, 1, dtype=torch.long), torch.ones(1)
-    torch.save(sound.content() | {"more": torch.sparse_coo_tensor(indices, values, (2**40,))}, path)
-
-
-def _meta(sound: Sound, path: Path) -> None:
-    torch.save(sound.content() | {"more": torch.empty(2**50, device="meta")}, path)
-
-
-def _spoil_counters(states: dict) -> None:
-    states["progress"]["epoch"] = -1
-
-
-def _lose_model(states: dict) -> None:
-    del states["model"]
-
-
-def _endless_weight(states: dict) -> None:
-    name = next(iter(states["model"]))
-    states["model"][name] = torch.zeros(1).expand(2**40)
+SPARSE = torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.long), torch.ones(1), (2**40,))
+ENDLESS = torch.zeros(1).expand(2**40)
 
 
 SETTINGS_OF_A_BOMB = ("--d_model 65536", "--attention_heads 2", "--encoder_layers 128", "--decoder_layers 128")
@@ -264,25 +227,25 @@ HOSTILE: dict[str, Callable[[Sound, Path], None]] = {
     "a tensor that stands still": with_part(_tensor(2**40, 0)),
     "a storage beyond its record": with_part(_tensor(2**20, 1, claimed=2**20)),
     "a storage of 2^60": with_part(_tensor(1, 1, claimed=2**60)),
-    "a sparse tensor": _sparse,
-    "a tensor without memory": _meta,
-    "a weight that stands still": states_changed(_endless_weight),
+    "a sparse tensor": changed(more=SPARSE),
+    "a tensor without memory": changed(more=torch.empty(2**50, device="meta")),
+    "a weight that stands still": states_changed(lambda s: s["model"].update({next(iter(s["model"])): ENDLESS})),
     "lists in lists": with_part(b"]" * 100_000 + b"a" * 99_999),
-    "a billion lists": with_part(_laughs(60)),
+    "a billion lists": with_part(LAUGHS),
     "a list in itself": with_part(b"]q\xf0h\xf0a"),
     "half a character": with_part(b"X\x02\x00\x00\x00\xff\xfe"),
     "a string of 4 GiB": with_part(b"X\xff\xff\xff\xff"),
-    "a pickle without an end": lambda sound, path: write_records(path, {**sound.records, "data.pkl": b"\x80\x02}"}),
+    "a pickle without an end": pickled(b"\x80\x02}"),
     "a record twice": _duplicate,
-    "a record outside": lambda sound, path: write_records(path, {**sound.records, "../../exploded": b""}),
-    "a record of a script": lambda sound, path: write_records(path, {**sound.records, "constants.pkl": b"."}),
-    "a compressed bomb": _inflating,
-    "a compressed pickle": _inflating_pickle,
-    "50,000 records": _many_records,
+    "a record outside": with_records(lambda: {"../../exploded": b""}),
+    "a record of a script": with_records(lambda: {"constants.pkl": b"."}),
+    "a compressed bomb": with_records(lambda: {"data/0": bytes(2**28)}, ZIP_DEFLATED),  # a thousand times as much
+    "a compressed pickle": with_records(lambda: {"data.pkl": b"\x80\x02" + b"]0" * 2**25 + b"]."}, ZIP_DEFLATED),
+    "50,000 records": with_records(lambda: {f"data/{number}": b"" for number in range(10_000, 60_000)}),
     "2^60 bytes of directory": _claims_more_records,
     "a record longer than the file": _header_of_another_size,
     "a zip behind another file": lambda sound, path: path.write_bytes(b"#!/bin/sh\n" * 9 + sound.path.read_bytes()),
-    "a TorchScript archive": _scripted,
+    "a TorchScript archive": lambda _, path: torch.jit.script(torch.nn.Linear(2, 2)).save(str(path)),
     "an old pickle": _old_pickle,
     "no fields": pickled(b"\x80\x02}X\x06\x00\x00\x00formatK\x02s."),
     "states in a list": changed(states=[]),
@@ -291,8 +254,8 @@ HOSTILE: dict[str, Callable[[Sound, Path], None]] = {
     "a step of a thousand digits": changed(step=10**600),
     "a vocabulary below zero": changed(vocab_size=-1),
     "a vocabulary of 2^40": changed(vocab_size=2**40),
-    "no model": states_changed(_lose_model),
-    "counters below zero": states_changed(_spoil_counters),
+    "no model": states_changed(lambda states: states.pop("model")),
+    "counters below zero": states_changed(lambda states: states["progress"].update(epoch=-1)),
     "a model of 10^13 weights": configured(*SETTINGS_OF_A_BOMB),
     "a model 2^60 wide": configured(f"--d_model {2**60}"),
     "a million layers": configured("--encoder_layers 1000000"),

@@ -25,7 +25,7 @@ from konkanivani.training.checkpoint.checkpointer import LAST, PREVIOUS
 from konkanivani.training.checkpoint.compare import differences, relative_difference
 from konkanivani.training.checkpoint.run_lock import RunLock
 from konkanivani.training.loop import train
-from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders, run_trainer, script_command
+from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders, run_trainer, script_command, well
 from tests.patience import PATIENCE
 from tests.starts import begin_run
 
@@ -71,8 +71,7 @@ def test_the_script_tells_every_stage_and_leaves_nothing(corpus, tmp_path):
     (tmp_path / "here" / "mine.txt").write_text("mine")
     before = files_of(tmp_path)
     given = flags(corpus, tmp_path / "here" / "deep" / "er", "--dry_run", "--num_workers", "2", "--epochs", "20")
-    done = run_trainer(*given, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = well(run_trainer(*given, cwd=tmp_path))
     assert stages_of(done.stdout) == [*STAGES, "removed"]
     assert "26 utterances to train on" in done.stdout and "7 steps of 4 utterances an epoch" in done.stdout
     assert "the 140 steps to come" in done.stdout and "bit for bit" in done.stdout

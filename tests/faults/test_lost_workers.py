@@ -4,11 +4,7 @@ import signal
 
 import pytest
 
-from tests.faults.losing_workers import (
-    LostWorker,
-    lost_worker_findings,
-    shared_memory_findings,
-)
+from tests.faults.losing_workers import LostWorker, lost_worker_findings, shared_memory_findings
 from tests.faults.resuming import ResumeBench
 from tests.faults.room import small_disk
 

@@ -81,6 +81,13 @@ def sound_steps(folder: Path) -> set[int]:
     return found
 
 
+def of_three_epochs(folder: Path) -> Checkpointer:
+    keeper = Checkpointer(folder, keep=2)
+    for step in (1, 2, 3):
+        keeper.save(small(step), epoch=step)
+    return keeper
+
+
 def rotting_disk(monkeypatch: pytest.MonkeyPatch, bad: set[int]) -> None:
     """Of the checkpoints written from now on, those of these steps are not on the disk as they were written."""
     write = checkpointer.write_checkpoint
@@ -94,9 +101,7 @@ def rotting_disk(monkeypatch: pytest.MonkeyPatch, bad: set[int]) -> None:
 
 
 def test_a_save_that_is_not_on_the_disk_as_written_replaces_and_deletes_nothing(tmp_path, monkeypatch):
-    keeper = Checkpointer(tmp_path, keep=2)
-    for step in (1, 2, 3):
-        keeper.save(small(step), epoch=step)
+    keeper = of_three_epochs(tmp_path)
     rotting_disk(monkeypatch, bad={4, 5, 6})
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     for step in (4, 5, 6):
@@ -109,9 +114,7 @@ def test_a_save_that_is_not_on_the_disk_as_written_replaces_and_deletes_nothing(
 
 
 def test_negative_control_without_reading_back_the_last_sound_one_is_deleted(tmp_path, monkeypatch):
-    keeper = Checkpointer(tmp_path, keep=2)
-    for step in (1, 2, 3):
-        keeper.save(small(step), epoch=step)
+    keeper = of_three_epochs(tmp_path)
     rotting_disk(monkeypatch, bad={4, 5, 6})
     monkeypatch.setattr(checkpointer, "is_whole", lambda path: True)
     for step in (4, 5, 6):
@@ -131,9 +134,7 @@ def test_a_damaged_last_never_takes_the_place_of_a_sound_previous(tmp_path):
 
 
 def test_a_run_that_goes_on_from_an_old_epoch_keeps_it_until_there_is_a_newer_sound_one(tmp_path, monkeypatch):
-    keeper = Checkpointer(tmp_path, keep=2)
-    for step in (1, 2, 3):
-        keeper.save(small(step), epoch=step)
+    keeper = of_three_epochs(tmp_path)
     for name in (LAST, PREVIOUS, "checkpoint_epoch_3.pt"):
         rot(tmp_path / name)
     path, found = keeper.read_newest_sound()

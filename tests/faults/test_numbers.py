@@ -14,13 +14,7 @@ from konkanivani.training.checkpoint.checkpointer import LAST, PREVIOUS, Checkpo
 from konkanivani.training.logs.logbook import Logbook, describe_skip
 from konkanivani.training.logs.records import Resumed, SkipRecord
 from tests.conftest import read_log
-from tests.faults.unfinite import (
-    BROKEN_RUNS,
-    OddBatch,
-    bad_label_findings,
-    broken_run_findings,
-    odd_batch_findings,
-)
+from tests.faults.unfinite import BROKEN_RUNS, OddBatch, bad_label_findings, broken_run_findings, odd_batch_findings
 
 
 @pytest.mark.parametrize("batch", [OddBatch("fp32", "audio"), OddBatch("fp16", "gradient", "inf")], ids=repr)

@@ -18,7 +18,7 @@ from konkanivani.base.distributed import ALONE, Topology, read_topology
 from konkanivani.base.errors import UsageError
 from konkanivani.recipe.ranks import take_card
 from konkanivani.recipe.start import check_ranks
-from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders, run_trainer
+from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders, run_trainer, well
 from tests.faults.under_torchrun import (
     RankRun,
     hold_one_utterance,
@@ -47,14 +47,12 @@ def test_ranks_that_share_and_then_one_process_make_the_run_of_one(corpus, tmp_p
     steady = ("--schedule", "inverse_sqrt", "--warmup_steps", "2", "--batch_size", "2", "--dropout", "0")
     flags = (*TINY_MODEL, *broken.flags(), *steady, "--gradient_accumulation_steps", "2", "--max_rejected", "10%")
     flags += ("--test_manifest", broken.manifest("test"), "--test_decode", "greedy", "--num_workers", "1")
-    one = run_trainer(*flags, *run_folders(tmp_path / "one"), "--max_steps", "12")
-    assert one.returncode == 0, one.stderr
+    well(run_trainer(*flags, *run_folders(tmp_path / "one"), "--max_steps", "12"))
     shared = (*flags, *run_folders(tmp_path / "ranks"), "--resume", "auto")
     said = run_ranks(tmp_path / "output.txt", 2, *shared, "--max_steps", "8", "--shard", "always")
     assert said.count("Left out: ") == 1 and said.count('"test_wer"') == 1
     assert len(read_log(tmp_path / "ranks", "validation")[0]["rank_peaks_mib"]) == 2
-    resumed = run_trainer(*shared, "--max_steps", "12")
-    assert resumed.returncode == 0, resumed.stderr
+    well(run_trainer(*shared, "--max_steps", "12"))
     for kind, name in (("step", "loss"), ("validation", "loss"), ("validation", "cer"), ("step", "tokens")):
         alone, ranks = ([record[name] for record in read_log(tmp_path / run, kind)] for run in ("one", "ranks"))
         assert ranks == pytest.approx(alone, rel=1e-4), name

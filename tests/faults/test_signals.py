@@ -45,11 +45,7 @@ def run(corpus, tmp_path_factory) -> LongRun:
 
 @pytest.mark.parametrize(
     "number, target, workers",
-    [
-        (signal.SIGTERM, "the process", 0),
-        (signal.SIGINT, "its group", 2),
-        (signal.SIGTERM, "the shell script", 2),
-    ],
+    [(signal.SIGTERM, "the process", 0), (signal.SIGINT, "its group", 2), (signal.SIGTERM, "the shell script", 2)],
     ids=["SIGTERM to the process", "SIGINT to the group", "SIGTERM to the shell script"],
 )
 def test_a_signal_saves_every_step_and_leaves_nobody_behind(run, number, target, workers):

@@ -16,12 +16,13 @@ import soundfile
 
 from konkanivani.base.errors import CheckpointError, DataError, KonkaniVaniError
 from konkanivani.data.audio.roots import audio_roots, is_named_inside, resolved_inside
+from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.formats.shards import read_members
 from konkanivani.data.manifest import read_manifest, read_recordings
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpointer import LAST
-from tests.conftest import ROOT, run_trainer
+from tests.conftest import ROOT, run_trainer, well
 from tests.faults.strangers import HOSTILE, configured, exploding, read_sound, use_everywhere
 from tests.faults.watching import watch
 from tests.starts import begin_run
@@ -101,24 +102,9 @@ def downloaded(tmp_path: Path) -> Path:
     return tmp_path / "downloaded"
 
 
-def _link_file(folder: Path) -> str:
-    (folder / "link.wav").symlink_to(folder.parent / "private" / "diary.wav")
-    return "link.wav"
-
-
-def _link_folder(folder: Path) -> str:
-    (folder / "audio").symlink_to(folder.parent / "private")
-    return "audio/diary.wav"
-
-
-def _link_to_zeros(folder: Path) -> str:
-    (folder / "zeros.wav").symlink_to("/dev/zero")
-    return "zeros.wav"
-
-
-def _pipe(folder: Path) -> str:
-    os.mkfifo(folder / "pipe.wav")
-    return "pipe.wav"
+def linked(name: str, to: str, inside: str = "") -> Callable[[Path], str]:
+    """A link in the folder, and the name of what lies behind it."""
+    return lambda folder: (folder / name).symlink_to(folder.parent / to) or name + inside
 
 
 OUTSIDE: dict[str, Callable[[Path], str]] = {
@@ -127,14 +113,14 @@ OUTSIDE: dict[str, Callable[[Path], str]] = {
     "absolute": lambda folder: str(folder.parent / "private" / "diary.wav"),
     "absolute by way of the folder": lambda folder: f"{folder}/../private/diary.wav",
     "a neighbour of the same beginning": lambda folder: f"{folder}_2/diary.wav",
-    "a link": _link_file,
-    "a linked folder": _link_folder,
+    "a link": linked("link.wav", "private/diary.wav"),
+    "a linked folder": linked("audio", "private", "/diary.wav"),
     "passwords": lambda folder: "/etc/passwd",
     "zeros": lambda folder: "/dev/zero",
-    "a link to zeros": _link_to_zeros,
+    "a link to zeros": linked("zeros.wav", "/dev/zero"),
     "a terminal": lambda folder: "/dev/tty",
     "memory": lambda folder: "/proc/self/mem",
-    "a pipe": _pipe,
+    "a pipe": lambda folder: os.mkfifo(folder / "pipe.wav") or "pipe.wav",
     "a URL": lambda folder: "https://example.org/a.wav",
     "a file URL": lambda folder: "file:///etc/passwd",
     "a command": lambda folder: "touch exploded |",
@@ -275,14 +261,8 @@ def test_a_member_that_claims_2_to_the_60_bytes_is_a_broken_row(downloaded):
     manifest = downloaded / "train.jsonl"
     manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for utterance in read_manifest(manifest):
-        verdict = watch(lambda utterance=utterance: _load(utterance), downloaded)
+        verdict = watch(lambda utterance=utterance: load_audio(utterance.source), downloaded)
         assert verdict.outcome == "UnusableAudio" and "its shard ends" in verdict.message and not verdict.fault
-
-
-def _load(utterance: object) -> None:
-    from konkanivani.data.audio.waveform import load_audio
-
-    load_audio(utterance.source)
 
 
 # ----------------------------------------------------------------------------------------------------------- lint rules
@@ -358,8 +338,7 @@ def test_no_secret_of_the_environment_is_in_anything_that_a_run_says_or_writes(
         monkeypatch.setenv(name, f"{CANARY}-{name}")
     shutil.copytree(small_run, tmp_path, dirs_exist_ok=True)
     last, folders = tmp_path / "checkpoints" / LAST, ("--log_dir", str(tmp_path / "runs"))
-    done = run_trainer("--resume", str(last), "--epochs", "3", *folders)
-    assert done.returncode == 0, done.stderr
+    done = well(run_trainer("--resume", str(last), "--epochs", "3", *folders))
     said = done.stdout + done.stderr
     for arguments in (
         ("--train_manifest", str(tmp_path / "nowhere")),

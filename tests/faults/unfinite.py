@@ -52,29 +52,29 @@ def odd_batch_findings(bench: ResumeBench, case: OddBatch, directory: Path) -> l
     rows = [json.loads(line) for line in hashes.read_text(encoding="utf-8").splitlines()]
     skips, steps = read_log(directory, "skip"), read_log(directory)
     named = [skip for skip in skips if POISONED in skip["utterances"]]
+    skipped, made = ([row for row in rows if row["skipped"] == is_skipped] for is_skipped in (True, False))
+    logs = (steps, read_log(bench.undisturbed(Settings())))
+    rates, undisturbed = ([step["learning_rate"] for step in log] for log in logs)
+    said = f"is skipped: its {'loss' if case.what != 'gradient' else 'gradient'}"
     checks = {
         "no window with the utterance was skipped": len(named) >= 2,
         "something else was skipped": case.precision == "fp16" or named == skips,
-        "a skipped window changed a weight, a moment or the rate": all(
-            row["hashes"][0] == row["hashes"][1] for row in rows if row["skipped"]
-        ),
-        "the hash would not see a change": all(
-            row["hashes"][0] != row["hashes"][1] for row in rows if not row["skipped"]
-        ),
-        "a skipped window was not written down once": [row["step"] for row in rows if row["skipped"]]
-        == [skip["step"] for skip in skips],
-        "the steps are not each there once": [step["step"] for step in steps] == list(range(1, len(steps) + 1)),
-        "the learning rate is not that of the step": [step["learning_rate"] for step in steps]
-        == [step["learning_rate"] for step in read_log(bench.undisturbed(Settings()))][: len(steps)],
-        "the counters are wrong": last_checkpoint(directory).states["progress"]["skipped_steps"] == len(skips)
-        and len(steps) == min(STEPS, len(rows) - len(skips)),
-        "the console does not name it": f"is skipped: its {'loss' if case.what != 'gradient' else 'gradient'}"
-        in ended.output
-        and POISONED in ended.output,
+        "a skipped window changed a weight, a moment or the rate": all(len({*row["hashes"]}) == 1 for row in skipped),
+        "the hash would not see a change": all(len({*row["hashes"]}) == 2 for row in made),
+        "a skipped window was not written down once": steps_of(skipped) == steps_of(skips),
+        "the steps are not each there once": steps_of(steps) == list(range(1, len(steps) + 1)),
+        "the learning rate is not that of the step": rates == undisturbed[: len(steps)],
+        "the skipped are not counted": last_checkpoint(directory).states["progress"]["skipped_steps"] == len(skips),
+        "the counters are wrong": len(steps) == min(STEPS, len(rows) - len(skips)),
+        "the console does not name it": said in ended.output and POISONED in ended.output,
         "a skipped window's ids are not a window": all(len(skip["utterances"]) in (2, 4) for skip in skips),
         "something that is not finite was published": are_finite(directory),
     }
     return [finding for finding, is_right in checks.items() if not is_right]
+
+
+def steps_of(records: list[dict]) -> list[int]:
+    return [record["step"] for record in records]
 
 
 def are_finite(directory: Path) -> bool:

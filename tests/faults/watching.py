@@ -114,7 +114,8 @@ def _handled(handle: Callable[[], object], folder: str) -> Verdict:
     sys.dont_write_bytecode = True
     torch.set_num_threads(1)  # the others stayed with the parent
     gc.freeze()  # else a collection would go through, and so copy, all that the parent holds
-    before, started, starved = _forget_peak(), time.monotonic(), _starved()
+    Path("/proc/self/clear_refs").write_text("5")  # the most memory is counted anew from now on
+    before, started, starved = _mib("VmRSS"), time.monotonic(), _starved()
     sys.addaudithook(hear)
     outcome, message = "taken", ""
     try:
@@ -126,7 +127,7 @@ def _handled(handle: Callable[[], object], folder: str) -> Verdict:
     except BaseException:  # anything at all is what is looked for
         outcome, message = "fault", traceback.format_exc()[-1500:]
     is_heard = False
-    seconds, growth = time.monotonic() - started - (_starved() - starved), _peak_mib() - before
+    seconds, growth = time.monotonic() - started - (_starved() - starved), _mib("VmHWM") - before
     return Verdict(outcome, message, seconds, growth, tuple(opened), tuple(touched))
 
 
@@ -139,19 +140,9 @@ def _is_allowed(path: str, folder: str) -> bool:
     return path.startswith((folder + "/", "/dev/null")) or path == folder
 
 
-def _forget_peak() -> float:
-    """The memory resident now in MiB; the most from now on is counted anew."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _mib("VmRSS")
-
-
 def _starved() -> float:
     """Seconds for which this process could have run, and others did."""
     return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
-
-
-def _peak_mib() -> float:
-    return _mib("VmHWM")
 
 
 def _mib(name: str) -> float:

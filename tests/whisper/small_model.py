@@ -10,7 +10,7 @@ import torch
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.folder import name_in_file
 from konkanivani.model.whisper.shape import WhisperShape
-from tests.byte_vocabularies import NO_TIMES, named_after, vocabulary_of_text, write_files
+from tests.byte_vocabularies import NO_TIMES, named_after, real_vocabulary, vocabulary_of_text, write_files
 from tests.conftest import WORDS
 
 SECONDS, POSITIONS = 3, 448
@@ -24,22 +24,30 @@ def write_model(
     positions: int = POSITIONS,
     seconds: int = SECONDS,
     words: Sequence[str] = WORDS,
+    heads: int = 2,
+    layers: tuple[int, int] = (2, 1),
+    inner: int | None = None,
+    real: bool = False,
 ) -> Path:
-    """The folder, with a window of so many seconds; without languages a model that knows English alone."""
-    found = vocabulary_of_text(" ".join(words), 300)
+    """The folder, with a window of so many seconds; without languages a model that knows English alone.
+
+    `real`: with Whisper's own vocabulary in place of one of the words.
+    """
+    found = real_vocabulary() if real else vocabulary_of_text(" ".join(words), 300)
+    inner = inner or 2 * width
     named = named_after(found[0], languages)
     write_files(folder, *found, named)
     end, size = len(found[0]) - 1, len(found[0]) + len(named)
-    shape = WhisperShape(width, 2, 2, 1, 2 * width, 80, size, 50 * seconds, positions)
+    shape = WhisperShape(width, heads, *layers, inner, 80, size, 50 * seconds, positions)
     config = {
         "model_type": "whisper",
         "d_model": width,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_layers": 2,
-        "decoder_layers": 1,
-        "encoder_ffn_dim": 2 * width,
-        "decoder_ffn_dim": 2 * width,
+        "encoder_attention_heads": heads,
+        "decoder_attention_heads": heads,
+        "encoder_layers": layers[0],
+        "decoder_layers": layers[1],
+        "encoder_ffn_dim": inner,
+        "decoder_ffn_dim": inner,
         "num_mel_bins": 80,
         "vocab_size": size,
         "max_source_positions": 50 * seconds,

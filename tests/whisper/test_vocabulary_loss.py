@@ -104,3 +104,18 @@ def test_an_embedding_that_is_the_head_too_has_the_sum_of_both_gradients():
     vectors, _ = embedding.with_head(tokens)
     (alone,) = torch.autograd.grad((vectors * factors).sum(), embedding.weight)
     assert apart(alone, expected - head_factors) < 1e-14
+
+
+def test_a_token_that_is_said_often_has_the_same_gradient_each_time():
+    """As PyTorch's index_put_ on several threads of a CPU has not: a resumed run would be another one."""
+    torch.manual_seed(0)
+    embedding, tokens = TiedEmbedding(2000, 384), torch.randint(50, (1, 445))
+    by_vectors, by_head = torch.randn(1, 445, 384), torch.randn(2000, 384)
+    first = None
+    for _ in range(50):
+        embedding.weight.grad = None
+        torch.autograd.backward(embedding.with_head(tokens), (by_vectors, by_head.clone()))
+        first = embedding.weight.grad if first is None else first
+        assert torch.equal(first, embedding.weight.grad)
+    expected = by_head.double().index_add(0, tokens[0], by_vectors[0].double())
+    assert apart(first.double(), expected) < 1e-6

@@ -79,7 +79,7 @@ def read_samples(source: AudioSource, most_seconds: float = float("inf")) -> tup
     """
     with _open(source) as sound:
         header = sound.header
-        first, count = _span(header, source) if sound.is_counted else _unchecked_span(header, source)
+        first, count = _span(header, source, sound.is_counted)
         kept = int(min(count, most_seconds * header.rate))
         claimed = min(kept, header.frames)
         if 4 * claimed * header.channels > MAX_BYTES:
@@ -135,25 +135,20 @@ def _warn_of_missing(seconds: float, source: AudioSource) -> None:
         warnings.warn(f"The audio file {source} ends {seconds:.1f} s before its header says.", ShortAudio, stacklevel=3)
 
 
-def _span(header: AudioHeader, source: AudioSource) -> tuple[int, int]:
-    """The first frame to read and how many; an UnusableAudio where the file does not hold what is said of it."""
+def _span(header: AudioHeader, source: AudioSource, is_counted: bool) -> tuple[int, int]:
+    """The first frame to read and how many; an UnusableAudio where a counted file does not hold what is said of it."""
+    if source.start is None and not is_counted:
+        longest = MAX_FILE_SECONDS if source.seconds is None else source.seconds + duration_tolerance(source.seconds)
+        return 0, int(longest * header.rate) + 1
     if source.start is None:
         said = header.seconds if source.seconds is None else source.seconds
         if abs(header.seconds - said) > duration_tolerance(said):
             raise _other_length(header.seconds, header.missing, source)
         return 0, header.frames
     first, count = round(source.start * header.rate), round(source.seconds * header.rate)
-    if first >= header.frames or first + count > header.frames + SPAN_ROUNDING * header.rate:
+    if is_counted and (first >= header.frames or first + count > header.frames + SPAN_ROUNDING * header.rate):
         raise UnusableAudio(source, f"it ends at {header.seconds:.2f} s")
-    return first, min(count, header.frames - first)
-
-
-def _unchecked_span(header: AudioHeader, source: AudioSource) -> tuple[int, int]:
-    """The same of a file of which nobody knows yet how long it is."""
-    if source.start is not None:
-        return round(source.start * header.rate), round(source.seconds * header.rate)
-    longest = MAX_FILE_SECONDS if source.seconds is None else source.seconds + duration_tolerance(source.seconds)
-    return 0, int(longest * header.rate) + 1
+    return first, min(count, header.frames - first) if is_counted else count
 
 
 def _check_length(first: int, found: int, header: AudioHeader, source: AudioSource) -> None:

@@ -110,8 +110,9 @@ class Readers:
     """The processes of this one: those at work, and those that have nothing to do."""
 
     def __init__(self) -> None:
+        self._all: set[Reader] = set()
         self._begin_anew()
-        os.register_at_fork(after_in_child=self._forget_all)
+        os.register_at_fork(after_in_child=self._begin_anew)
 
     def take(self) -> Reader:
         """One that is nobody else's until it is given back; a ReaderFailed where none can be started."""
@@ -140,11 +141,9 @@ class Readers:
         reader.close()
 
     def _begin_anew(self) -> None:
-        self._lock, self._idle, self._all = threading.Lock(), [], set()
-
-    def _forget_all(self) -> None:
+        """With none; those of the process that this one was forked from are that one's."""
         readers = self._all
-        self._begin_anew()
+        self._lock, self._idle, self._all = threading.Lock(), [], set()
         for reader in readers:
             reader.forget()
 

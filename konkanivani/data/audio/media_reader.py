@@ -15,6 +15,7 @@ were dropped, `c` it is closed, `e` why it cannot be done. Fewer frames than ask
 import contextlib
 import gc
 import importlib
+import itertools
 import json
 import os
 import resource
@@ -155,8 +156,8 @@ class MediaDecoder:
 
     def _convert(self) -> Iterator[bytes]:
         """The frames as packed float32 of one rate and layout; where a stream changes them, it is resampled."""
-        kind = None
-        for frame in self._all_frames():
+        (first, self.first), kind = (self.first, None), None
+        for frame in itertools.chain([first], self.decoded):
             found = (frame.format.name, frame.layout.name, frame.sample_rate)
             if found != kind:
                 if self.resampler is not None:
@@ -167,11 +168,6 @@ class MediaDecoder:
             yield from map(_bytes_of, self.resampler.resample(frame))
         if self.resampler is not None and not self.resampler.is_passthrough:
             yield from map(_bytes_of, self.resampler.resample(None))
-
-    def _all_frames(self) -> Iterator["av.AudioFrame"]:
-        yield self.first
-        self.first = None
-        yield from self.decoded
 
 
 def _bytes_of(frame: "av.AudioFrame") -> bytes:
@@ -187,7 +183,9 @@ def serve(channel: socket.socket) -> None:
         if not message:
             return
         kind, first, second = REQUEST.unpack(message)
-        allow_seconds(MAX_SECONDS)
+        times = os.times()  # from now on the process may take so many seconds of a processor
+        used = int(times.user + times.system) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (used + MAX_SECONDS, resource.RLIM_INFINITY))
         try:
             if kind == b"o":
                 descriptor = descriptors[0]
@@ -214,13 +212,6 @@ def serve(channel: socket.socket) -> None:
         channel.sendall(content)
 
 
-def allow_seconds(seconds: int) -> None:
-    """From now on the process may take so many seconds of a processor."""
-    times = os.times()
-    used = int(times.user + times.system) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (used + seconds, resource.RLIM_INFINITY))
-
-
 def shut_in(channel: int) -> None:
     """No further file, no writing, little memory; what stops the training process is for that one to hear."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -236,18 +227,13 @@ def shut_in(channel: int) -> None:
         resource.setrlimit(limit, (most, most))
 
 
-def load_what_comes_late() -> None:
-    """Imports what PyAV would where it first meets a stream of a kind: no file can be opened then."""
-    for name in ("video", "audio", "subtitles"):
-        for part in ("stream", "codeccontext"):
-            with contextlib.suppress(ImportError):  # where another version has it elsewhere
-                importlib.import_module(f"av.{name}.{part}")
-
-
 if __name__ == "__main__":
     import av
 
-    load_what_comes_late()
+    for name in ("video", "audio", "subtitles"):  # what PyAV would import later, where no file can be opened any more
+        for part in ("stream", "codeccontext"):
+            with contextlib.suppress(ImportError):  # where another version has it elsewhere
+                importlib.import_module(f"av.{name}.{part}")
     channel = socket.socket(fileno=os.dup2(int(sys.argv[1]), 3))
     if int(sys.argv[1]) != 3:
         os.close(int(sys.argv[1]))

@@ -3,7 +3,8 @@
 import numpy as np
 import soundfile
 
-from konkanivani.data.audio.source import AudioHeader, FileSlice, OpenedAudio, UnusableAudio
+from konkanivani.data.audio.media_reader import FileSlice
+from konkanivani.data.audio.source import AudioHeader, OpenedAudio, UnusableAudio
 
 # An MP3's frame needs bits of those before it. Where libmpg123 jumps into the middle it has none of them, says so on
 # stderr and makes noise of it: so much is decoded before a span, in seconds, and none is jumped over where that is all.
@@ -22,7 +23,7 @@ class SndfileSound:
     def __init__(self, opened: OpenedAudio) -> None:
         """Raises a NotKnown where libsndfile does not know what that is."""
         self.source = opened.source
-        inside = FileSlice(opened.file, opened.begin, opened.size) if self.source.byte_count else None
+        inside = _Member(opened.file.fileno(), opened.begin, opened.size) if self.source.byte_count else None
         try:
             self.file = _Forward(inside or opened.file.fileno(), closefd=False)
         except (OSError, RuntimeError, TypeError, ValueError) as error:  # soundfile's own errors are RuntimeErrors
@@ -55,6 +56,16 @@ class SndfileSound:
 
     def close(self) -> None:
         self.file.close()
+
+
+class _Member(FileSlice):
+    """A shard's member as a file; a disk that fails ends it, for what is raised here cffi prints."""
+
+    def read(self, count: int) -> bytes:
+        try:
+            return super().read(count)
+        except OSError:
+            return b""
 
 
 class _Forward(soundfile.SoundFile):

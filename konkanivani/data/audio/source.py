@@ -109,40 +109,6 @@ def opened_audio(source: AudioSource) -> Iterator[OpenedAudio]:
         yield OpenedAudio(source, file, begin, source.byte_count or size)
 
 
-class FileSlice(io.RawIOBase):
-    """The bytes of a shard's member as a file of their own; only what is asked for is read.
-
-    Positions outside it are moved to its ends, and a disk that fails ends it: what is raised here, cffi prints.
-    """
-
-    def __init__(self, file: io.BufferedReader, begin: int, size: int) -> None:
-        self.file, self.begin, self.size, self.at = file, begin, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
-        self.at = min(max(base + offset, 0), self.size)
-        return self.at
-
-    def readinto(self, target: memoryview) -> int:
-        wanted = memoryview(target)[: self.size - self.at]
-        try:
-            self.file.seek(self.begin + self.at)
-            count = self.file.readinto(wanted)
-        except OSError:
-            count = 0
-        self.at += count
-        return count
-
-
 def open_file(source: AudioSource) -> io.BufferedReader:
     """The regular file that holds the audio; an UnusableAudio or an OSError where there is none, or none allowed.
 
@@ -153,12 +119,8 @@ def open_file(source: AudioSource) -> io.BufferedReader:
         raise UnusableAudio(source, LED_OUTSIDE)
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise UnusableAudio(source, "it is no file")
-    file = open(path, "rb", opener=_open_without_waiting)
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise UnusableAudio(source, "it is no file")
     return file
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)

@@ -13,10 +13,7 @@ import torch
 import torchaudio
 
 from konkanivani.base.errors import DataError
-from konkanivani.base.lengths import (
-    SAMPLE_RATE,
-    resampled_samples,
-)
+from konkanivani.base.lengths import SAMPLE_RATE, resampled_samples
 from konkanivani.data.audio.files import (
     MAX_CHANNELS,
     MAX_RATE,

@@ -21,7 +21,10 @@ GIVEN = ("train.tsv", "dev.tsv", "test.tsv")
 
 def find_utterances(source: SpeechFolder) -> Found:
     folder = _language_folder(source)
-    seconds = _clip_seconds(folder / "clip_durations.tsv")
+    durations = folder / "clip_durations.tsv"  # newer releases have it
+    clips = read_records(durations) if durations.exists() else ()
+    milliseconds = ((record["clip"], as_seconds(record["duration[ms]"])) for record in clips)
+    seconds = {clip: value / 1000 for clip, value in milliseconds if value}
     names = (source.table,) if source.table else GIVEN
     tables = [folder / name for name in names if (folder / name).exists()]
     if not tables:
@@ -64,11 +67,3 @@ def _language_folder(source: SpeechFolder) -> Path:
         f"{source.path} is no Common Voice corpus of one language: it holds {found}. Give --source the folder of the "
         f"language, with clips/ and {wanted} in it."
     )
-
-
-def _clip_seconds(path: Path) -> dict[str, float]:
-    """Seconds by clip, where the release says them."""
-    if not path.exists():
-        return {}
-    milliseconds = ((record["clip"], as_seconds(record["duration[ms]"])) for record in read_records(path))
-    return {clip: value / 1000 for clip, value in milliseconds if value}

@@ -32,18 +32,13 @@ def find_utterances(source: SpeechFolder) -> Found:
         elif not transcript.resolve().is_relative_to(root):
             yield RefusedRow(file, 1, "outside the corpus", "the transcript is a link out of the corpus", str(audio))
         else:
-            yield _read_transcript(source, audio, transcript)
+            split = split_of_path(audio.relative_to(source.path).parts[:-1])
+            try:
+                yield FoundUtterance(file, 1, audio, " ".join(read_text(transcript).split()), split=split)
+            except DataError as error:
+                yield RefusedRow(file, 1, "no transcript", str(error), str(audio))
 
 
 def audio_files(folder: Path) -> Iterator[Path]:
     """Every file below a folder that is named like audio, as `visible_files` finds them."""
     return (path for path in visible_files(folder) if path.suffix.lower() in AUDIO_SUFFIXES)
-
-
-def _read_transcript(source: SpeechFolder, audio: Path, transcript: Path) -> FoundUtterance | RefusedRow:
-    file = source.name_of(transcript)
-    try:
-        text = " ".join(read_text(transcript).split())
-    except DataError as error:
-        return RefusedRow(file, 1, "no transcript", str(error), str(audio))
-    return FoundUtterance(file, 1, audio, text, split=split_of_path(audio.relative_to(source.path).parts[:-1]))

@@ -125,25 +125,18 @@ def _utterance(
     audio = row[audio_column]
     held, named = (audio.get("bytes"), audio.get("path")) if isinstance(audio, dict) else (None, audio)
     if isinstance(held, bytes) and held:
-        path = source.embedded_audio / f"{_safe_name(file)}-{number:07d}{_suffix(held, as_text(named))}"
-        _write(path, held)
+        stem = re.sub(r"[^A-Za-z0-9]+", "-", file.removesuffix(".parquet")).strip("-") or "row"
+        path = source.embedded_audio / f"{stem}-{number:07d}{_suffix(held, as_text(named))}"
+        advice = "Free room there, or give --output a folder that you can write to."
+        with explained(ResourceError, f"The audio of the data set cannot be written to {path}", advice):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(held)
     elif isinstance(named, str) and named:
         path = source.path / named
     else:
         return RefusedRow(file, number, "missing audio", f"its column {audio_column} holds no audio")
     text, speaker = as_text(row[text_column]), as_text(row.get(speaker_column))
     return FoundUtterance(file, number, path, text, speaker=speaker, split=part.split)
-
-
-def _write(path: Path, held: bytes) -> None:
-    advice = "Free room there, or give --output a folder that you can write to."
-    with explained(ResourceError, f"The audio of the data set cannot be written to {path}", advice):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(held)
-
-
-def _safe_name(file: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "-", file.removesuffix(".parquet")).strip("-") or "row"
 
 
 def _suffix(held: bytes, named: str) -> str:

@@ -80,7 +80,11 @@ def _read_manifest(source: SpeechFolder, manifest: Path, folder: Path, split: st
             shard = folder / f"audio_{shard_id}.tar"
             if shard.name not in shards:
                 shards[shard.name] = _index(shard)
-            yield _in_shard(found, shard, name, shards[shard.name])
+            stem, dot, suffix = name.rpartition(".")
+            members = shards[shard.name]
+            member = members.get(name) or members.get(re.sub(r"-sub\d+$", "", stem) + dot + suffix)
+            absent = RefusedRow(file, number, "missing audio", f"{shard.name} has no member {name}", name)
+            yield _of_member(found, shard, member) if member else absent
         else:
             yield found
 
@@ -98,14 +102,6 @@ def _index(shard: Path) -> dict[str, Member]:
             raise DataError(f"{shard} does not exist, but {packed.name} does. Decompress it to {shard.name}.")
         raise DataError(f"{shard} does not exist, and its manifest names it. Download {shard.name} as well.")
     return {member.name: member for member in read_members(shard)}
-
-
-def _in_shard(found: FoundUtterance, shard: Path, name: str, members: dict[str, Member]) -> FoundUtterance | RefusedRow:
-    stem, dot, suffix = name.rpartition(".")
-    member = members.get(name) or members.get(re.sub(r"-sub\d+$", "", stem) + dot + suffix)
-    if member is None:
-        return RefusedRow(found.file, found.row, "missing audio", f"{shard.name} has no member {name}", name)
-    return _of_member(found, shard, member)
 
 
 def _of_member(found: FoundUtterance, shard: Path, member: Member) -> FoundUtterance | RefusedRow:

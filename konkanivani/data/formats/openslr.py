@@ -34,7 +34,9 @@ def find_utterances(source: SpeechFolder) -> Found:
             f"{source.path} holds no index of OpenSLR (line_index.tsv, utt_spk_text.tsv, transcription.txt). "
             "Put it beside the unpacked audio, or name it with --table."
         )
-    audio = _audio_by_name(source.path)
+    audio: dict[str, list[Path]] = {}  # by their names without suffix, the better known kinds first
+    for path in sorted(audio_files(source.path), key=audio_rank):
+        audio.setdefault(path.stem, []).append(path)
     for index in indices:
         if index.suffix == ".txt":
             rows = [Record(row, (), tuple(line.split(maxsplit=1))) for row, line in read_lines(index)]
@@ -60,7 +62,9 @@ def _utterance(
     else:
         speaker, text = "", ", ".join(cells[place + 1 :])
     known = SPEAKER.fullmatch(name)
-    found = _nearest(audio.get(name, []), index) or source.path / f"{name}.wav"
+    # Of files of one name the one that shares most of its folders with the index.
+    alike = [len(os.path.commonpath(map(os.path.abspath, (path, index)))) for path in audio.get(name, [])]
+    found = audio[name][alike.index(max(alike))] if alike else source.path / f"{name}.wav"
     return FoundUtterance(
         file, record.row, found, text, speaker=speaker or (known.group(1) if known else ""), split=split
     )
@@ -69,16 +73,3 @@ def _utterance(
 def _stem(name: str) -> str:
     stem, suffix = os.path.splitext(name)
     return stem if suffix.lower() in AUDIO_SUFFIXES else name
-
-
-def _audio_by_name(folder: Path) -> dict[str, list[Path]]:
-    """The audio files below a folder by their names without suffix, the better known kinds first."""
-    found: dict[str, list[Path]] = {}
-    for path in sorted(audio_files(folder), key=audio_rank):
-        found.setdefault(path.stem, []).append(path)
-    return found
-
-
-def _nearest(paths: list[Path], index: Path) -> Path | None:
-    """Of files of one name the one that shares most of its folders with the index."""
-    return max(paths, key=lambda path: len(os.path.commonpath(map(os.path.abspath, (path, index)))), default=None)

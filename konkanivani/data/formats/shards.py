@@ -14,6 +14,7 @@ from typing import BinaryIO
 from konkanivani.base.errors import DataError
 
 MAX_TEXT_BYTES = 2**20
+COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")  # as gzip, bzip2, xz and zstd begin
 MAX_HEADER_BYTES = 2**13  # of one member, its long name and its PAX records among them
 
 
@@ -29,14 +30,15 @@ class Member:
 def read_members(path: Path) -> Iterator[Member]:
     """The regular files of the tar at `path`, in its order; a DataError where it is compressed or no tar."""
     try:
-        size = path.stat().st_size if stat.S_ISREG(path.stat().st_mode) else 0
-        if is_compressed(path):
-            raise DataError(
-                f"{path} is compressed, so an utterance in it cannot be read without all before it. "
-                "Decompress it (gunzip, unzstd, …) to a plain .tar."
-            )
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError("it is no file")
         with open(path, "rb") as file:
-            yield from _walk(_Headers(file), size)
+            if file.peek(6).startswith(COMPRESSED):
+                raise DataError(
+                    f"{path} is compressed, so an utterance in it cannot be read without all before it. "
+                    "Decompress it (gunzip, unzstd, …) to a plain .tar."
+                )
+            yield from _walk(_Headers(file), path.stat().st_size)
     except (OSError, tarfile.TarError, ValueError) as error:
         raise DataError(f"{path} cannot be read as a tar: {error}. Download it again.") from None
 
@@ -77,15 +79,6 @@ def _walk(headers: _Headers, size: int) -> Iterator[Member]:
         headers.seek(shard.offset)
         if headers.read(tarfile.BLOCKSIZE).strip(b"\0"):
             raise ValueError(f"what stands at byte {shard.offset} is no header, and {size - shard.offset} bytes follow")
-
-
-def is_compressed(path: Path) -> bool:
-    """Whether a file begins as gzip, bzip2, xz or zstd do."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError("it is no file")
-    with open(path, "rb") as file:
-        head = file.read(6)
-    return head.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd"))
 
 
 def read_member_text(path: Path, member: Member) -> str:

@@ -11,6 +11,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TextIO
 
@@ -58,16 +59,11 @@ def open_text(path: Path) -> TextIO:
         head = file.peek(HEAD_BYTES)[:HEAD_BYTES]
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return io.TextIOWrapper(file, encoding="utf-16", newline="")
-    if _is_bare_utf16(head):
+    zeros = head[0::2].count(0), head[1::2].count(0)
+    if min(zeros) == 0 and max(zeros) > len(head) / 20:  # as Latin letters and blanks have them in UTF-16
         file.close()
         raise DataError(f"{path} cannot be read: it looks like UTF-16 without its mark (BOM). Save it as UTF-8.")
     return io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-
-
-def _is_bare_utf16(head: bytes) -> bool:
-    """Whether every other byte is often zero and none between is: Latin letters and blanks in UTF-16."""
-    zeros = head[0::2].count(0), head[1::2].count(0)
-    return min(zeros) == 0 and max(zeros) > len(head) / 20
 
 
 def read_text(path: Path) -> str:
@@ -117,22 +113,14 @@ def named_separator(path: Path) -> str:
     return found.group(1) if found else ""
 
 
-def _without_separator_line(lines: Iterator[str]) -> Iterator[str]:
-    """The lines, the first one empty where it only names the separator: they are counted."""
-    first = next(lines, "")
-    yield "\n" if SEPARATOR_LINE.fullmatch(first) else first
-    yield from lines
-
-
 def read_cells(path: Path, delimiter: str = "\t", quoted: bool = False) -> Iterator[Record]:
     """The rows of a table without a head; a quotation mark is a character like any other unless `quoted`."""
     with open_text(path) as file:
         lines = _bounded_lines(file, path)
-        rows = csv.reader(
-            _without_separator_line(lines) if quoted else lines,
-            delimiter=delimiter,
-            quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE,
-        )
+        if quoted:  # a first line that only names the separator is counted, and empty
+            first = next(lines, "")
+            lines = chain(["\n" if SEPARATOR_LINE.fullmatch(first) else first], lines)
+        rows = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE)
         begin = 1
         try:
             for cells in rows:

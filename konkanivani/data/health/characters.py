@@ -177,26 +177,20 @@ def scripts_of(word: str) -> set[str]:
     return {script_of(character) for character in word} - {""}
 
 
-def unicode_name(code: int) -> str:
-    """Unicode's name of a code point; its category where it has none."""
-    character = chr(code)
-    kinds = {"Cc": "CONTROL", "Co": "PRIVATE USE", "Cn": "UNASSIGNED"}
-    return unicodedata.name(character, kinds.get(unicodedata.category(character), "UNNAMED"))
-
-
 def _describe(character: str, count: int, majority: str) -> Character:
-    script, fate = script_of(character), _fate(character)
+    script, fate, category = script_of(character), _fate(character), unicodedata.category(character)
+    kind = {"Cc": "CONTROL", "Co": "PRIVATE USE", "Cn": "UNASSIGNED"}.get(category, "UNNAMED")
     marks = {
         "foreign script": script not in ("", majority),
         "joiner": character in JOINERS,
         "invisible": is_invisible(character),
-        "digit": unicodedata.category(character) == "Nd",
+        "digit": category == "Nd",
         "removed": fate in ("joiner", "format"),
         "becomes a space": fate == "space",
         "rare": count < RARE and fate in ("kept", "lowered") and character != " ",
     }
     noted = tuple(mark for mark, holds in marks.items() if holds)
-    return Character(ord(character), unicode_name(ord(character)), count, script, noted)
+    return Character(ord(character), unicodedata.name(character, kind), count, script, noted)
 
 
 @cache

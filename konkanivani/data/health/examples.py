@@ -45,6 +45,6 @@ def example(utterance: Utterance, detail: str) -> Example:
     return Example(utterance.row, show_text(utterance.id), show_text(utterance.text), show_text(detail, 300))
 
 
-def tallies(counts: Counter, most: int = MAX_EXAMPLES) -> tuple[Tally, ...]:
+def tallies(counts: Counter) -> tuple[Tally, ...]:
     """The most frequent, first."""
-    return tuple(Tally(str(name), count) for name, count in counts.most_common(most))
+    return tuple(Tally(str(name), count) for name, count in counts.most_common(MAX_EXAMPLES))

@@ -6,6 +6,7 @@ know.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from konkanivani.base.config import TrainConfig
@@ -33,6 +34,9 @@ class Finding:
     severity: Literal["error", "warning", "note"]
     sentence: str
     remedy: str
+
+
+error, warning, note = partial(Finding, "error"), partial(Finding, "warning"), partial(Finding, "note")
 
 
 @dataclass(frozen=True)
@@ -115,29 +119,25 @@ def _of_rows(part: PartHealth, most_rejected: float) -> Iterator[Finding]:
         )
     if not part.usable:
         first, *_ = part.rejected.examples or part.broken.examples
-        yield Finding(
-            "error",
+        yield error(
             f"None of the {count(rows, 'row')} of {name} can be used: {first.detail}.",
             "Check durations, transcripts and the flags --min_duration, --max_duration and --vocab_size.",
         )
     elif limited:
         reasons = "; ".join(f"{tally.count} x {tally.name}" for tally in part.reasons[:3])
-        yield Finding(
-            "warning",
+        yield warning(
             f"{name}: {count(limited, 'utterance')} ({100 * limited / part.utterances:.3g} %) cannot be used: "
             f"{reasons}.",
             "Cut long recordings into sentences, check the transcripts of the others.",
         )
     if part.repeated_rows.count:
-        yield Finding(
-            "warning",
+        yield warning(
             f"{name} lists {count(part.repeated_rows.count, 'recording')} again ({_first(part.repeated_rows)}).",
             "Take the repeated rows out.",
         )
     copies = part.repeated_audio.count - part.repeated_rows.count
     if copies > 0:
-        yield Finding(
-            "warning",
+        yield warning(
             f"{name}: {count(copies, 'file', 'has/have')} the content of another one ({_first(part.repeated_audio)}).",
             "Keep one row of each recording; check that their transcripts agree.",
         )
@@ -146,8 +146,7 @@ def _of_rows(part: PartHealth, most_rejected: float) -> Iterator[Finding]:
 def _of_speakers(part: PartHealth) -> Iterator[Finding]:
     name, speakers = short_name(part.path), part.speakers
     if not speakers.count:
-        yield Finding(
-            "note",
+        yield note(
             f"{name} names no speakers, so it cannot be checked whether one is in training and test.",
             'Add "speaker" to each row.',
         )
@@ -156,14 +155,12 @@ def _of_speakers(part: PartHealth) -> Iterator[Finding]:
             "note", f"{name}: {count(speakers.unnamed, 'row', 'names/name')} no speaker.", 'Add "speaker" to them.'
         )
     if part.is_training and speakers.count == 1 and not speakers.unnamed:
-        yield Finding(
-            "warning",
+        yield warning(
             f"{name} has one speaker only, {speakers.largest}: other voices will be understood worse.",
             "Record more people, a little of each.",
         )
     if part.is_training and speakers.count > 1 and speakers.largest_share > MAX_SPEAKER_SHARE:
-        yield Finding(
-            "warning",
+        yield warning(
             f"{name}: {100 * speakers.largest_share:.0f} % of the speech is of one of {speakers.count} speakers, "
             f"{speakers.largest}.",
             "Record more of the others.",
@@ -173,8 +170,7 @@ def _of_speakers(part: PartHealth) -> Iterator[Finding]:
 def _of_rates(part: PartHealth) -> Iterator[Finding]:
     unusual = part.rates.unusual
     if unusual.count:
-        yield Finding(
-            "warning",
+        yield warning(
             f"{short_name(part.path)}: {count(unusual.count, 'transcript')} may not be what is said, by characters a "
             f"second (row {unusual.examples[0].row}: {unusual.examples[0].detail}).",
             "Listen to the ones listed, worst first.",
@@ -205,8 +201,7 @@ def _of_sound(part: PartHealth, sound: SoundHealth, most_rejected: float) -> Ite
             "Write the files' durations into the manifest.",
         )
     if sound.mute.count:
-        yield Finding(
-            "warning",
+        yield warning(
             f"{name}: {sound.mute.count} of {sound.heard} recordings {is_or_are(sound.mute.count)} empty "
             f"({_first(sound.mute)}).",
             "Record them again, or take the rows out.",
@@ -215,20 +210,15 @@ def _of_sound(part: PartHealth, sound: SoundHealth, most_rejected: float) -> Ite
 
 
 def _of_levels(name: str, sound: SoundHealth) -> Iterator[Finding]:
+    speakers = [f"{speaker.name} ({speaker.level:.0f})" for speaker in sound.speaker_levels if speaker.level < QUIET]
+    quiet = f"quieter than {QUIET:g} dBFS" + (f", above all {', '.join(speakers[:5])}" if speakers else "")
+    filtered = "Check the microphone or the sound card; a high-pass filter removes it."
     checks = (
         (sound.clipped, "clipped", "Record with less gain: what is cut off cannot be mended."),
-        (
-            sound.quiet,
-            f"quieter than {QUIET:g} dBFS{_quiet_speakers(sound)}",
-            "Go closer to the microphone, or turn it up.",
-        ),
+        (sound.quiet, quiet, "Go closer to the microphone, or turn it up."),
         (sound.loud, f"louder than {LOUD:g} dBFS", "Check for clipping and compression."),
         (sound.silent, f"over {100 * MAX_SILENCE:.0f} % silence", "Trim the pauses; check the transcripts."),
-        (
-            sound.offset,
-            "shifted by a DC offset",
-            "Check the microphone or the sound card; a high-pass filter removes it.",
-        ),
+        (sound.offset, "shifted by a DC offset", filtered),
     )
     for listed, what, remedy in checks:
         if listed.count:
@@ -241,33 +231,24 @@ def _of_levels(name: str, sound: SoundHealth) -> Iterator[Finding]:
             )
 
 
-def _quiet_speakers(sound: SoundHealth) -> str:
-    """Whose recordings are mostly quiet, as an appendix."""
-    quiet = [f"{speaker.name} ({speaker.level:.0f})" for speaker in sound.speaker_levels if speaker.level < QUIET]
-    return f", above all {', '.join(quiet[:5])}" if quiet else ""
-
-
 def _of_recordings(health: CorpusHealth) -> Iterator[Finding]:
     """What shows when the recordings of all manifests are compared with those that are trained on."""
     heard = [part for part in health.parts if part.sound and part.sound.heard]
     rates = sorted({int(tally.name) for part in heard for tally in part.sound.rates})
     if len(rates) > 1 or any(rate < SAMPLE_RATE for rate in rates):
-        yield Finding(
-            "note",
+        yield note(
             f"The recordings' sample rates are {', '.join(map(str, rates))} Hz; all become {SAMPLE_RATE} Hz.",
             "From lower rates the upper frequencies stay empty: have the model hear the same kind of audio later.",
         )
     train = next((part for part in heard if part.is_training), None)
     for part in heard:
         if train and not {tally.name for tally in part.sound.rates} & {tally.name for tally in train.sound.rates}:
-            yield Finding(
-                "warning",
+            yield warning(
                 f"No recording of {short_name(part.path)} has a sample rate that {short_name(train.path)} has.",
                 "The model has not heard such audio: train on some, or expect a worse score.",
             )
         if train and abs(part.sound.median_level - train.sound.median_level) > LEVELS_APART:
-            yield Finding(
-                "warning",
+            yield warning(
                 f"{short_name(part.path)} is at {part.sound.median_level:.0f} dBFS where {short_name(train.path)} is "
                 f"at {train.sound.median_level:.0f}.",
                 "Other microphones or rooms: have some of them in training too.",
@@ -277,33 +258,28 @@ def _of_recordings(health: CorpusHealth) -> Iterator[Finding]:
 def _of_size(part: PartHealth) -> Iterator[Finding]:
     name = short_name(part.path)
     if part.is_training and 0 < part.usable_hours < FEW_HOURS:
-        yield Finding(
-            "warning",
+        yield warning(
             f"{name} has {duration_words(part.usable_hours)} of speech: enough to try the machine out.",
             "Begin with a small --preset; record more.",
         )
     if part.is_training and part.usable and part.sentences < FEW_SENTENCES * part.utterances:
-        yield Finding(
-            "warning",
+        yield warning(
             f"{name}: the {part.utterances} utterances say only {part.sentences} different sentences.",
             "The model may learn the sentences by heart: add others.",
         )
     elif part.repeated_sentences.count > OFTEN * part.utterances:
-        yield Finding(
-            "note",
+        yield note(
             f"{name}: {count(part.repeated_sentences.count, 'utterance', 'repeats/repeat')} a sentence "
             f"({_first(part.repeated_sentences)}).",
             "That is well where other people say it.",
         )
     if not part.is_training and 0 < part.words < FEW_WORDS:
-        yield Finding(
-            "note",
+        yield note(
             f"{name} has {count(part.words, 'word')}: one wrong word is {100 / part.words:.3g} % of word error rate.",
             "Differences of a few words say nothing; add utterances.",
         )
     if part.epoch and part.epoch.padding_share > MAX_PADDING:
-        yield Finding(
-            "note",
+        yield note(
             f"{name}: {100 * part.epoch.padding_share:.0f} % of what is computed in an epoch is padding.",
             "A smaller --batch_size with more --gradient_accumulation_steps gives the same result with less of it.",
         )
@@ -335,8 +311,7 @@ def _of_crossing(crossing: Crossing, health: CorpusHealth) -> Iterator[Finding]:
         )
     if crossing.with_training and crossing.unknown_characters:
         shown = ", ".join(f"{tally.name} (U+{ord(tally.name):04X})" for tally in crossing.unknown_characters[:5])
-        yield Finding(
-            "warning",
+        yield warning(
             f"{count(len(crossing.unknown_characters), 'character')} of {second} cannot be found in {first}: {shown}.",
             "They cannot be recognised: mend the spelling, or train on text that has them.",
         )
@@ -346,40 +321,32 @@ def _of_characters(text: CharacterHealth, config: TrainConfig) -> Iterator[Findi
     yield from _of_marked_characters(text)
     if text.mixed_word_count:
         word = text.mixed_words[0]
-        yield Finding(
-            "warning",
+        yield warning(
             f"{count(text.mixed_word_count, 'word', 'mixes/mix')} scripts, such as {word.word} (row {word.row}).",
             "Two letters that look alike are two tokens: write each word in one script.",
         )
     if text.twins:
-        yield Finding(
-            "note",
+        yield note(
             f"{count(len(text.twins), 'character', 'is/are')} written in two ways, such as {text.twins[0].shape}.",
             "Normalisation (NFC) makes them one; other programs may not.",
         )
     changes = text.changes
     if changes.joiners_removed:
-        yield Finding(
-            "note",
+        yield note(
             f"{count(changes.joiners_removed, 'joiner', 'is/are')} removed (ZWJ, ZWNJ).",
             "They are not heard: nothing has to be done.",
         )
     if changes.digits and config.text.digits == "keep":
-        yield Finding(
-            "warning",
+        yield warning(
             f"{count(changes.digits, 'digit', 'stands/stand')} in the transcripts, whose spoken form is not written.",
             "Write numbers as words; --digits spell spells them one by one.",
         )
 
 
 def _of_marked_characters(text: CharacterHealth) -> Iterator[Finding]:
-    script = text.script.capitalize()
+    foreign = f"of another script than {text.script.capitalize()}"
     checks = (
-        (
-            "foreign script",
-            f"of another script than {script}",
-            "Write them in the script of the rest, or take them out.",
-        ),
+        ("foreign script", foreign, "Write them in the script of the rest, or take them out."),
         ("invisible", "invisible or undefined", "Remove them at their source."),
         ("rare", f"seen fewer than {RARE} times", "Often a slip of the pen, and never learnt: look."),
     )
@@ -388,7 +355,7 @@ def _of_marked_characters(text: CharacterHealth) -> Iterator[Finding]:
         if found:
             shown = ", ".join(f"{_shown(c.code)}U+{c.code:04X} {c.name}" for c in found[:4])
             more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-            yield Finding("warning", f"{count(len(found), 'character', 'is/are')} {what}: {shown}{more}.", remedy)
+            yield warning(f"{count(len(found), 'character', 'is/are')} {what}: {shown}{more}.", remedy)
 
 
 def _shown(code: int) -> str:

@@ -201,7 +201,10 @@ def read_rows(part: CorpusPart, request: HealthRequest, text: CharacterCount) ->
         tokens = request.tokenizer.encode(normal.text) if request.tokenizer else []
         reason = reason_to_reject(normal, tokens, limits)
         _take_row(rows, utterance, normal.text, reason)
-        _take_file(rows, utterance)
+        kind = os.path.splitext(utterance.audio_path)[1].lower()
+        rows.formats[show_text(kind, 12) + (" shard" if utterance.byte_count else "") or "no ending"] += 1
+        size = file_size(utterance.source)
+        rows.extents.append(0 if size is None else extent_key(utterance.source, size))
         text.add(utterance.text, normal.text, utterance.row)
         if number in chosen:
             rows.chosen.append((utterance, reason is None))
@@ -235,13 +238,6 @@ def _take_row(rows: RowNumbers, utterance: Utterance, normal: str, reason: str |
             listed.append(example(utterance, reason))
 
 
-def _take_file(rows: RowNumbers, utterance: Utterance) -> None:
-    kind = os.path.splitext(utterance.audio_path)[1].lower()
-    rows.formats[show_text(kind, 12) + (" shard" if utterance.byte_count else "") or "no ending"] += 1
-    size = file_size(utterance.source)
-    rows.extents.append(0 if size is None else extent_key(utterance.source, size))
-
-
 def _measure_part(part: CorpusPart, rows: RowNumbers, request: HealthRequest) -> PartHealth:
     seconds, usable = np.array(rows.seconds), np.array(rows.is_usable, dtype=bool)
     sentences = np.array(rows.sentences)
@@ -259,13 +255,7 @@ def _measure_part(part: CorpusPart, rows: RowNumbers, request: HealthRequest) ->
         rates=_measure_rates(part, rows),
         speakers=_measure_speakers(rows),
         formats=tallies(rows.formats),
-        broken=Listed(
-            len(part.broken),
-            tuple(
-                Example(row.row, show_text(row.audio_filepath), "", show_text(row.reason, 300))
-                for row in part.broken[:MAX_EXAMPLES]
-            ),
-        ),
+        broken=Listed(len(part.broken), tuple(_broken(row) for row in part.broken[:MAX_EXAMPLES])),
         empty=Listed(rows.characters.count(0), tuple(rows.empty)),
         rejected=Listed(int((~usable).sum()), tuple(rows.rejected)),
         reasons=tallies(rows.reasons),
@@ -275,6 +265,10 @@ def _measure_part(part: CorpusPart, rows: RowNumbers, request: HealthRequest) ->
         sound=measure_sound(rows.chosen) if request.audio_utterances else None,
         epoch=_measure_epoch(seconds[usable], request.config) if part.is_training and usable.any() else None,
     )
+
+
+def _broken(row: BrokenRow) -> Example:
+    return Example(row.row, show_text(row.audio_filepath), "", show_text(row.reason, 300))
 
 
 def robust_scores(rates: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """What many recordings sound like together, and which of them stand out."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from konkanivani.base.console import show_text
 from konkanivani.base.errors import DataError
 from konkanivani.data.audio.files import duration_tolerance
-from konkanivani.data.health.examples import MAX_EXAMPLES, Example, Listed, Tally, example, tallies
+from konkanivani.data.health.examples import MAX_EXAMPLES, Listed, Tally, example, tallies
 from konkanivani.data.health.histogram import Histogram, build_histogram
 from konkanivani.data.health.levels import SoundLevels, measure_levels
 from konkanivani.data.utterance import Utterance
@@ -64,8 +64,13 @@ def measure_sound(chosen: list[tuple[Utterance, bool]]) -> SoundHealth:
 
     Beside each stands whether it keeps to the trainer's limits, so that it is opened.
     """
-    unreadable: list[Example] = []
-    heard = list(_measure_each((utterance for utterance, _ in chosen), unreadable))
+    unreadable, heard = [], []
+    for utterance, _ in chosen:
+        try:
+            heard.append((utterance, measure_levels(utterance)))
+        except DataError as error:
+            reason = str(error).split(" cannot be read: ", 1)[-1].removesuffix(" Mend the file or leave it out.")
+            unreadable.append(example(utterance, reason.rstrip(".")))
     deviations = [_deviation(utterance, sound) for utterance, sound in heard]
     as_told = {utterance.row for (utterance, _), deviation in zip(heard, deviations, strict=True) if not deviation}
     levels = np.array([sound.level for _, sound in heard])
@@ -104,17 +109,6 @@ def _speaker_levels(heard: list[tuple[Utterance, SoundLevels]]) -> tuple[Speaker
             levels.setdefault(utterance.speaker, []).append(sound.level)
     found = [SpeakerLevel(show_text(name, 40), len(own), float(np.median(own))) for name, own in levels.items()]
     return tuple(sorted(found, key=lambda speaker: speaker.level)[:MAX_EXAMPLES])
-
-
-def _measure_each(
-    utterances: Iterable[Utterance], unreadable: list[Example]
-) -> Iterator[tuple[Utterance, SoundLevels]]:
-    for utterance in utterances:
-        try:
-            yield utterance, measure_levels(utterance)
-        except DataError as error:
-            reason = str(error).split(" cannot be read: ", 1)[-1].removesuffix(" Mend the file or leave it out.")
-            unreadable.append(example(utterance, reason.rstrip(".")))
 
 
 def _deviation(utterance: Utterance, sound: SoundLevels) -> float:

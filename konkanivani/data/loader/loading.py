@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,23 +19,19 @@ from konkanivani.data.utterance import Utterance
 NO_UTTERANCES = Window((), tokens=0, utterances=0, audio_seconds=0.0, padding_share=0.0)
 
 
+@dataclass(frozen=True)
 class WindowStream:
     """The training data from any cursor onward, epoch after epoch, each window with the cursor behind it.
 
     Every rank of the topology reads its portion of each window; windows and cursor do not depend on the world size.
     """
 
-    def __init__(
-        self,
-        speech: TrainingSpeech,
-        planner: EpochPlanner,
-        limits: tuple[SizeLimit, ...],
-        loader: LoaderConfig,
-        rejections: Rejections,
-        topology: Topology = ALONE,
-    ) -> None:
-        self.speech, self.planner, self.limits, self.loader = speech, planner, limits, loader
-        self.rejections, self.topology = rejections, topology
+    speech: TrainingSpeech
+    planner: EpochPlanner
+    limits: tuple[SizeLimit, ...]
+    loader: LoaderConfig
+    rejections: Rejections
+    topology: Topology = ALONE
 
     def from_cursor(self, cursor: Cursor, check: Callable[[], None] = lambda: None) -> Iterator[tuple[Window, Cursor]]:
         """Endless. Closing the generator ends the workers. A window of which nothing can be read is passed over.
@@ -59,9 +56,6 @@ class WindowStream:
             found, interrupted = next(loaded), None
         except Interrupted as error:
             found, interrupted = Loaded(None, ()), error
-        return self._joined(found, interrupted)
-
-    def _joined(self, found: Loaded, interrupted: Interrupted | None) -> Window | None:
         portion = found.value or NO_UTTERANCES
         padded = sum(batch.waveforms.numel() for batch in portion.micro_batches)
         samples, exit_code = round(portion.audio_seconds * SAMPLE_RATE), interrupted.exit_code if interrupted else 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -45,8 +46,8 @@ class Packed:
         """What was packed; its tensors are views of the memory."""
         return self.hollow.with_each(lambda place: place.of(self.memory))
 
-    def pin_memory(self) -> Packed:
-        return dataclasses.replace(self, memory=self.memory.pin_memory())
+    def with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
+        return dataclasses.replace(self, memory=change(self.memory))
 
 
 def pack(value: Window | Batch) -> Packed:

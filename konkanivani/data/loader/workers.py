@@ -56,7 +56,7 @@ class Loaded:
 
     def pin_memory(self) -> "Loaded":
         """The same in page-locked memory (the DataLoader calls this for CUDA)."""
-        return dataclasses.replace(self, value=self.value and self.value.pin_memory())
+        return dataclasses.replace(self, value=self.value and self.value.with_each(torch.Tensor.pin_memory))
 
     def unpack(self) -> "Loaded":
         """The same as if no worker had made it."""

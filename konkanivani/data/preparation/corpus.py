@@ -4,7 +4,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -71,25 +71,28 @@ class Corpus:
 
 
 def read_corpus(rows: Iterable[FoundUtterance | RefusedRow], roots: AudioRoots) -> Corpus:
-    """The rows checked, in their order; few of them are in memory before they are."""
+    """The rows checked, in their order; few of them are in memory before they are.
+
+    Refused are those too of which one before it is the same stretch of the same audio.
+    """
     corpus, first_rows = Corpus(), {}
     rows = iter(rows)
     with ThreadPoolExecutor(THREADS) as pool:
         while chunk := list(islice(rows, ROWS_AT_ONCE)):
-            for checked in _check_chunk(chunk, roots, pool):
-                checked = _without_twins(checked, first_rows)
-                (corpus.refused if isinstance(checked, RefusedRow) else corpus.utterances).append(checked)
+            placed = [row if isinstance(row, RefusedRow) else _place(row, roots) for row in chunk]
+            files = dict.fromkeys(_file_of(row) for row in placed if isinstance(row, FoundUtterance))
+            headers = dict(zip(files, pool.map(_read_header, files), strict=True))  # once where segments share a file
+            for row in placed:
+                checked = row if isinstance(row, RefusedRow) else _finish(row, headers[_file_of(row)], roots)
+                if isinstance(checked, CheckedUtterance):
+                    first = first_rows.setdefault(checked.id, checked.where)
+                    if first == checked.where:
+                        corpus.utterances.append(checked)
+                        continue
+                    row, path = checked.utterance.row, checked.utterance.audio_filepath
+                    checked = RefusedRow(checked.file, row, "duplicate", f"it is the same audio as {first}", path)
+                corpus.refused.append(checked)
     return corpus
-
-
-def _check_chunk(
-    chunk: list[FoundUtterance | RefusedRow], roots: AudioRoots, pool: ThreadPoolExecutor
-) -> Iterator[CheckedUtterance | RefusedRow]:
-    placed = [row if isinstance(row, RefusedRow) else _place(row, roots) for row in chunk]
-    files = dict.fromkeys(_file_of(row) for row in placed if isinstance(row, FoundUtterance))
-    headers = dict(zip(files, pool.map(_read_header, files), strict=True))  # once where segments share a file
-    for row in placed:
-        yield row if isinstance(row, RefusedRow) else _finish(row, headers[_file_of(row)], roots)
 
 
 def _place(found: FoundUtterance, roots: AudioRoots) -> FoundUtterance | RefusedRow:
@@ -110,16 +113,12 @@ def _place(found: FoundUtterance, roots: AudioRoots) -> FoundUtterance | Refused
     except (OSError, RuntimeError, ValueError) as error:
         return found.refused("missing audio", f"its path cannot be followed: {error}")
     if not path.is_relative_to(roots.inside) and not path.is_relative_to(roots.staged):
-        root = shlex.quote(str(_root_of(path, roots)))
+        # The smallest folder that holds both it and where audio may lie; the file's own where that is too much.
+        shared = Path(os.path.commonpath((roots.inside, path)))
+        root = shlex.quote(str(shared if len(shared.parts) > SHALLOW else path.parent))
         reason = f"its audio lies outside {roots.inside}: give --audio_root {root}, if that is meant"
         return found.refused("outside the corpus", reason)
     return replace(found, audio=path)
-
-
-def _root_of(path: Path, roots: AudioRoots) -> Path:
-    """The smallest folder that holds both `path` and where audio may lie; the file's own where that is too much."""
-    shared = Path(os.path.commonpath((roots.inside, path)))
-    return shared if len(shared.parts) > SHALLOW else path.parent
 
 
 def _file_of(found: FoundUtterance) -> AudioSource:
@@ -145,10 +144,14 @@ def _finish(found: FoundUtterance, header: AudioHeader | str, roots: AudioRoots)
     told = found.file_seconds
     if told is not None and not abs(told - header.seconds) <= max(0.5, 0.1 * told):
         return found.refused("other duration", f"its table says {told:.2f} s, its audio file {header.seconds:.2f} s")
+    # The manifest's path: relative to its folder, absolute where they share only the root.
+    is_staged = found.audio.is_relative_to(roots.staged)
+    audio = roots.published / found.audio.relative_to(roots.staged) if is_staged else found.audio
+    is_far = os.path.commonpath((audio, roots.output)) == os.path.sep
     left = header.seconds - found.start
     is_span = found.start > 0 or found.seconds is not None
     utterance = Utterance(
-        audio_filepath=_filepath(found.audio, roots),
+        audio_filepath=str(audio) if is_far else os.path.relpath(audio, roots.output),
         audio_path=str(found.audio),
         duration=left if found.seconds is None else min(found.seconds, left),
         text=found.text,
@@ -158,7 +161,10 @@ def _finish(found: FoundUtterance, header: AudioHeader | str, roots: AudioRoots)
         byte_count=found.byte_count,
         row=found.row,
     )
-    return CheckedUtterance(utterance, found.file, _identity(found, roots), found.split, normalize_text(found.text))
+    root = roots.staged if is_staged else roots.inside
+    span = f"@{found.start:.3f}" + ("" if found.seconds is None else f"+{found.seconds:.3f}")
+    identity = f"{found.audio.relative_to(root)}#{found.byte_offset}{span}"
+    return CheckedUtterance(utterance, found.file, identity, found.split, normalize_text(found.text))
 
 
 def _span_reason(found: FoundUtterance, file_seconds: float) -> str:
@@ -171,28 +177,3 @@ def _span_reason(found: FoundUtterance, file_seconds: float) -> str:
     if end > file_seconds + ROUNDING or found.start >= file_seconds:
         return f"it reaches to {end:.2f} s, its audio file ends at {file_seconds:.2f} s"
     return ""
-
-
-def _filepath(audio: Path, roots: AudioRoots) -> str:
-    """The path that the manifest gives: relative to its folder, absolute where they share only the root."""
-    if audio.is_relative_to(roots.staged):
-        audio = roots.published / audio.relative_to(roots.staged)
-    shared = os.path.commonpath((audio, roots.output))
-    return str(audio) if shared == os.path.sep else os.path.relpath(audio, roots.output)
-
-
-def _identity(found: FoundUtterance, roots: AudioRoots) -> str:
-    root = roots.staged if found.audio.is_relative_to(roots.staged) else roots.inside
-    span = f"@{found.start:.3f}+{found.seconds:.3f}" if found.seconds is not None else f"@{found.start:.3f}"
-    return f"{found.audio.relative_to(root)}#{found.byte_offset}{span}"
-
-
-def _without_twins(checked: CheckedUtterance | RefusedRow, first_rows: dict[str, str]) -> CheckedUtterance | RefusedRow:
-    """The row, refused where one before it is the same stretch of the same audio."""
-    if isinstance(checked, RefusedRow):
-        return checked
-    first = first_rows.setdefault(checked.id, checked.where)
-    if first == checked.where:
-        return checked
-    row, path = checked.utterance.row, checked.utterance.audio_filepath
-    return RefusedRow(checked.file, row, "duplicate", f"it is the same audio as {first}", path)

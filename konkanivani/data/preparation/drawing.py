@@ -38,12 +38,9 @@ def resolve_split_by(asked: SplitBy, corpus: Corpus, name: str) -> SplitBy:
     has_speakers = any(checked.utterance.speaker for checked in corpus.utterances)
     if asked == "default":
         return "given" if has_given else "speaker" if has_speakers else "utterance"
-    for kind, is_there, what in (
-        ("given", has_given, "gives no splits"),
-        ("speaker", has_speakers, "names no speakers"),
-    ):
-        if asked == kind and not is_there and corpus.utterances:
-            raise UsageError(f"--split_by {kind} cannot be done: {name} {what}. Give --split_by utterance.")
+    missing = {"given": "" if has_given else "gives no splits", "speaker": "" if has_speakers else "names no speakers"}
+    if corpus.utterances and (what := missing.get(asked)):
+        raise UsageError(f"--split_by {asked} cannot be done: {name} {what}. Give --split_by utterance.")
     return asked
 
 

@@ -40,20 +40,11 @@ from konkanivani.data.preparation.drawing import (
 )
 from konkanivani.data.preparation.leaks import Leak, find_leaks
 
-FormatName = Literal[
-    "common_voice", "csv", "folder", "huggingface", "indicvoices", "kaldi", "ljspeech", "nemo", "openslr"
-]
-READERS: dict[FormatName, Callable[[SpeechFolder], Found]] = {
-    "common_voice": common_voice.find_utterances,
-    "csv": csv_table.find_utterances,
-    "folder": folder.find_utterances,
-    "huggingface": huggingface.find_utterances,
-    "indicvoices": indicvoices.find_utterances,
-    "kaldi": kaldi.find_utterances,
-    "ljspeech": ljspeech.find_utterances,
-    "nemo": nemo.find_utterances,
-    "openslr": openslr.find_utterances,
+FORMATS = (common_voice, csv_table, folder, huggingface, indicvoices, kaldi, ljspeech, nemo, openslr)
+READERS: dict[str, Callable[[SpeechFolder], Found]] = {
+    module.__name__.rpartition(".")[2].removesuffix("_table"): module.find_utterances for module in FORMATS
 }
+FormatName = Literal[tuple(READERS)]
 REJECTED, REPORT, AUDIO = "rejected.jsonl", "report.json", "audio"
 
 
@@ -194,8 +185,7 @@ def _told(rows: Found, task: Preparation) -> Iterator[FoundUtterance | RefusedRo
     """The rows, with a bar on stderr where they take long; errors of the disk as DataErrors."""
     from tqdm import tqdm
 
-    what = f"{task.source} cannot be read as {task.format}"
-    with explained(DataError, what, "Check --format and --source."):
+    with explained(DataError, f"{task.source} cannot be read as {task.format}", "Check --format and --source."):
         yield from tqdm(rows, desc="rows", unit="", delay=2, disable=None)
 
 
@@ -229,20 +219,17 @@ def _counts(refused: Iterable[RefusedRow]) -> tuple[RefusalCount, ...]:
 
 
 def _report(task: Preparation, split_by: SplitBy, drawn: Drawn, refused: list[RefusedRow]) -> PreparationReport:
-    utterances = drawn.utterances
-    source = printable(str(task.source))
-    output = str(task.output.resolve())
+    utterances, output = drawn.utterances, str(task.output.resolve())
     is_outside = any(not is_named_inside(u.utterance.audio_filepath, (output,)) for u in utterances)
-    audio_root = str(task.root.resolve()) if is_outside else ""
     return PreparationReport(
         format=task.format,
-        source=source,
+        source=printable(str(task.source)),
         split_by=split_by,
         seed=task.seed,
         splits=tuple(summaries(utterances)),
         refused=_counts(refused),
         leaks=find_leaks(utterances),
-        audio_root=audio_root,
+        audio_root=str(task.root.resolve()) if is_outside else "",
         drawn=drawn.parts,
         drawn_by=drawn.unit,
     )

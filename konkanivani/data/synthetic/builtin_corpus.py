@@ -135,11 +135,16 @@ def publish_corpus(directory: Path, recipe: CorpusRecipe, write: Callable[[Path]
             if is_complete(directory, recipe):
                 return False
             check_replaceable(directory, recipe.name)
-            partial = directory.with_name(f".{directory.name}.partial")
+            partial, outdated = (directory.with_name(f".{directory.name}.{state}") for state in ("partial", "outdated"))
             shutil.rmtree(partial, ignore_errors=True)
             try:
                 write(partial)
-                put_in_place(partial, directory)
+                # What was there goes only when the new folder is whole.
+                shutil.rmtree(outdated, ignore_errors=True)
+                if directory.exists():
+                    os.rename(directory, outdated)
+                os.rename(partial, directory)
+                shutil.rmtree(outdated, ignore_errors=True)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     return True
@@ -209,13 +214,3 @@ def check_replaceable(directory: Path, name: str) -> None:
             f"The {name} cannot be put at {directory}: something else is there, and it would be lost. "
             "Give --output a path where nothing is."
         )
-
-
-def put_in_place(partial: Path, directory: Path) -> None:
-    """Renames `partial` to `directory`; what was there goes only when the new folder is whole."""
-    outdated = directory.with_name(f".{directory.name}.outdated")
-    shutil.rmtree(outdated, ignore_errors=True)
-    if directory.exists():
-        os.rename(directory, outdated)
-    os.rename(partial, directory)
-    shutil.rmtree(outdated, ignore_errors=True)

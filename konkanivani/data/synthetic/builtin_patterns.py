@@ -75,22 +75,18 @@ def interleave_sentences(patterns: Sequence[str], slots: dict[str, tuple[str, ..
     sentences: dict[str, None] = {}
     streams = [pattern_sentences(pattern, slots) for pattern in patterns]
     while streams and len(sentences) < count:
-        streams = [stream for stream in streams if _take_new(stream, sentences)]
+        for stream in tuple(streams):
+            new = next((sentence for sentence in stream if sentence not in sentences), None)
+            if new is None:
+                streams.remove(stream)
+            else:
+                sentences[new] = None
     if len(sentences) < count:
         raise UsageError(
             f"The built-in corpus cannot have {count} different sentences of {len(patterns)} patterns: "
             f"there are {len(sentences)}. Ask for fewer utterances."
         )
     return list(sentences)[:count]
-
-
-def _take_new(stream: Iterator[str], sentences: dict[str, None]) -> bool:
-    """Adds the stream's next sentence that is not in `sentences`; False where there is none."""
-    for sentence in stream:
-        if sentence not in sentences:
-            sentences[sentence] = None
-            return True
-    return False
 
 
 def evenly_spaced(count: int, total: int) -> list[int]:

@@ -1,26 +1,23 @@
 """espeak-ng in a process of its own, and what is said between it and the one that asks.
 
-    python -m konkanivani.data.synthetic.espeak
+    python -m konkanivani.data.synthetic.espeak DESCRIPTOR
 
-is that process: it reads one JSON request a line on stdin and answers each on stdout. espeak-ng comes with the PyPI
-package espeakng-loader and is GPL-3; it is loaded there and nowhere else, and a crash of it ends no training.
+is that process: the fields of a request come over the connection (multiprocessing.connection) of this descriptor, and
+what it wants goes back, or a ValueError that says why it cannot be had. espeak-ng comes with the PyPI package
+espeakng-loader and is GPL-3; it is loaded there and nowhere else, and a crash of it ends no training.
 
-An answer is a status byte (0 done, 1 refused), the payload's length as four bytes (little endian), and the payload.
 Every request is answered by a fork that has spoken nothing yet: espeak-ng carries oscillator phases from one utterance
 into the next, and only so does the audio depend on the request alone.
 """
 
 import ctypes
 import itertools
-import json
 import os
 import signal
-import struct
 import sys
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
-HEADER = struct.Struct("<BI")
-DONE, REFUSED = 0, 1
 MAX_SECONDS = 30.0  # of speech: what validation takes at most by default; longer speech is stopped and refused
 REQUEST_SECONDS = 60  # a request that takes longer is given up: one sentence takes about 5 ms
 
@@ -32,7 +29,7 @@ END_OF_EVENTS, WORD_EVENT, END_EVENT = 0, 1, 5
 
 @dataclass(frozen=True)
 class Request:
-    """One line on the child's stdin; `wants` is `engine`, `speech`, `words` or `phonemes`."""
+    """What is asked of the process; `wants` is `engine`, `speech`, `words` or `phonemes`."""
 
     wants: str
     text: str = ""
@@ -96,33 +93,26 @@ class Espeak:
     def _is_too_long(self) -> bool:
         return self._heard > MAX_SECONDS * self.sample_rate
 
-    def answer(self, request: Request) -> bytes:
+    def answer(self, request: Request) -> bytes | dict[str, object]:
         """What `request` wants; a ValueError says why it cannot be had."""
         if request.wants != "engine" and not any(character.isalnum() for character in request.text):
             raise ValueError("there is no letter in it")
         if request.wants == "engine":
             version = self._library.espeak_Info(None).decode()
-            return json.dumps({"sample_rate": self.sample_rate, "engine": f"espeak-ng {version}"}).encode()
-        self._choose_voice(request.voice)
-        if request.wants == "phonemes":
-            return self._phonemes(request.text)
-        speech = self._speech(request)
-        return speech if request.wants == "speech" else json.dumps({"words": self._words, "end": self._end}).encode()
-
-    def _choose_voice(self, voice: str) -> None:
+            return {"sample_rate": self.sample_rate, "engine": f"espeak-ng {version}"}
         # An unknown variant would be passed over in silence.
-        _, plus, variant = voice.partition("+")
+        _, plus, variant = request.voice.partition("+")
         is_known = not plus or os.path.isfile(os.path.join(self.data_path, "voices", "!v", variant))
-        if not is_known or self._library.espeak_SetVoiceByName(voice.encode()) != 0:
+        if not is_known or self._library.espeak_SetVoiceByName(request.voice.encode()) != 0:
             raise ValueError("there is no such voice")
-
-    def _phonemes(self, text: str) -> bytes:
-        buffer = ctypes.create_string_buffer(text.encode())
-        position = ctypes.c_void_p(ctypes.addressof(buffer))
-        clauses = []
-        while position.value:  # espeak-ng moves it from clause to clause
-            clauses.append(self._library.espeak_TextToPhonemes(ctypes.byref(position), UTF8_TEXT, IPA_PHONEMES))
-        return b" ".join(clauses)
+        if request.wants == "phonemes":
+            buffer = ctypes.create_string_buffer(request.text.encode())
+            position, clauses = ctypes.c_void_p(ctypes.addressof(buffer)), []
+            while position.value:  # espeak-ng moves it from clause to clause
+                clauses.append(self._library.espeak_TextToPhonemes(ctypes.byref(position), UTF8_TEXT, IPA_PHONEMES))
+            return b" ".join(clauses)
+        speech = self._speech(request)
+        return speech if request.wants == "speech" else {"words": self._words, "end": self._end}
 
     def _speech(self, request: Request) -> bytes:
         library = self._library
@@ -141,38 +131,31 @@ class Espeak:
         return b"".join(self._chunks)
 
 
-def write_answer(status: int, payload: bytes) -> None:
-    sys.stdout.buffer.write(HEADER.pack(status, len(payload)) + payload)
-    sys.stdout.buffer.flush()
-
-
-def answer_and_exit(espeak: Espeak, request: Request) -> None:
-    """Answers `request` and ends this process, a fork."""
-    signal.alarm(REQUEST_SECONDS)
-    try:
-        status, payload = DONE, espeak.answer(request)
-    except ValueError as error:
-        status, payload = REFUSED, str(error).encode()
-    write_answer(status, payload)
-    os._exit(0)
-
-
 def main() -> None:
-    """Answers requests until stdin ends; Ctrl-C is for the process that asks."""
+    """Answers requests until the connection is closed; Ctrl-C is for the process that asks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(int(sys.argv[1]))
     try:
         espeak = Espeak()
     except (ImportError, OSError, AttributeError) as error:
         sys.exit(str(error))
-    for line in sys.stdin.buffer:
-        request = Request(**json.loads(line))
+    while True:
+        try:
+            request = Request(**connection.recv())
+        except (EOFError, ConnectionError):
+            return
         process = os.fork()
         if process == 0:
-            answer_and_exit(espeak, request)
+            signal.alarm(REQUEST_SECONDS)
+            try:
+                answer = espeak.answer(request)
+            except ValueError as error:
+                answer = error
+            connection.send(answer)
+            os._exit(0)
         _, wait_status = os.waitpid(process, 0)
         if wait_status != 0:
-            code = os.waitstatus_to_exitcode(wait_status)
-            write_answer(REFUSED, f"it ended with code {code}".encode())
+            connection.send(ValueError(f"it ended with code {os.waitstatus_to_exitcode(wait_status)}"))
 
 
 if __name__ == "__main__":

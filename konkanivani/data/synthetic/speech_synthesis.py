@@ -5,7 +5,7 @@ What it speaks is synthetic, by default in the Marathi voice `mr`. The voice `ko
 """
 
 import importlib.util
-import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -14,11 +14,9 @@ import tempfile
 import unicodedata
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO
 
 from konkanivani.base.errors import DataError, ResourceError
-from konkanivani.data.synthetic.espeak import HEADER, REFUSED, Request
+from konkanivani.data.synthetic.espeak import Request
 
 
 class UnspeakableError(DataError):
@@ -75,15 +73,18 @@ class SpeechSynthesizer:
         package_root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
         self._complaints = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "konkanivani.data.synthetic.espeak"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._complaints,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "konkanivani.data.synthetic.espeak", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._complaints,
+                env={**os.environ, "PYTHONPATH": path},
+            )
         try:
-            engine = json.loads(self._ask(Request("engine")))
+            engine = self._ask(Request("engine"))
         except BaseException:
             self._stop()
             raise
@@ -91,9 +92,7 @@ class SpeechSynthesizer:
         self.engine: str = engine["engine"]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def speak(self, text: str, style: SpeakingStyle) -> bytes:
@@ -107,7 +106,7 @@ class SpeechSynthesizer:
 
         What it speaks in one breath, such as a number of several words or two short words, may be one word to it.
         """
-        events = json.loads(self._ask(Request("words", text, style.voice, style.rate, style.pitch)))
+        events = self._ask(Request("words", text, style.voice, style.rate, style.pitch))
         words = tuple(SpokenWord(character, milliseconds / 1000) for character, milliseconds in events["words"])
         return SpokenWords(words, events["end"] / 1000)
 
@@ -115,13 +114,11 @@ class SpeechSynthesizer:
         """`text` as `voice` reads it, in IPA with stress marks."""
         return self._ask(Request("phonemes", text, voice)).decode("utf-8")
 
-    def _ask(self, request: Request) -> bytes:
+    def _ask(self, request: Request) -> bytes | dict[str, object]:
         try:
-            self._process.stdin.write(json.dumps(asdict(request)).encode() + b"\n")
-            self._process.stdin.flush()
-            status, length = HEADER.unpack(read_exactly(self._process.stdout, HEADER.size))
-            payload = read_exactly(self._process.stdout, length)
-        except (BrokenPipeError, EOFError):
+            self._connection.send(asdict(request))
+            answer = self._connection.recv()
+        except (ConnectionError, EOFError):
             code = self._process.wait()
             self._complaints.seek(0)
             lines = self._complaints.read().decode("utf-8", "replace").split("\n")
@@ -130,31 +127,19 @@ class SpeechSynthesizer:
                 f"The speech synthesis ended with code {code} on {request.text!r}: {reason}. "
                 "Reinstall it with `pip install --force-reinstall espeakng-loader`."
             ) from None
-        if status == REFUSED:
-            raise UnspeakableError(request.text, request.voice, payload.decode("utf-8"))
-        return payload
+        if isinstance(answer, ValueError):
+            raise UnspeakableError(request.text, request.voice, str(answer))
+        return answer
 
     def _stop(self) -> None:
-        """Ends the process: it stops by itself at the end of its stdin."""
-        try:
-            self._process.stdin.close()
-        except BrokenPipeError:
-            pass
+        """Ends the process: it stops by itself where the connection ends."""
+        self._connection.close()
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._process.stdout.close()
         self._complaints.close()
-
-
-def read_exactly(stream: BinaryIO, count: int) -> bytes:
-    """`count` bytes of `stream`; an EOFError where it ends before them."""
-    content = stream.read(count)
-    if len(content) < count:
-        raise EOFError
-    return content
 
 
 def reads_signs_by_name(text: str, phonemes: str) -> bool:

@@ -66,16 +66,8 @@ def write_split(
         except UnspeakableError as error:
             errors.append(error)
             continue
-        utterances.append(
-            Utterance(
-                audio_filepath=f"audio/{path.name}",
-                audio_path=str(path),
-                duration=duration,
-                text=sentence.text,
-                speaker=sentence.style.voice,
-                pattern=sentence.pattern,
-            )
-        )
+        place = f"audio/{path.name}", str(path), duration
+        utterances.append(Utterance(*place, sentence.text, sentence.style.voice, sentence.pattern))
     write_manifest(manifest, utterances)
     return errors
 

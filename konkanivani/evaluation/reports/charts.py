@@ -14,20 +14,18 @@ BAR_WIDTH, BAR_HEIGHT = 160, 16
 
 def draw_histogram(histogram: Histogram, title: str, across: str, up: str, mark: float | None = None) -> str:
     """A figure with its caption; `across` and `up` name the axes, `mark` draws a line at the median."""
-    outside = [
-        f"{amount:,.4g} {where}"
-        for amount, where in (
-            (histogram.below, f"below {histogram.start:g}"),
-            (histogram.beyond, f"beyond {histogram.end:g}"),
-        )
-        if amount
-    ]
+    outside = [f"{histogram.below:,.4g} below {histogram.start:g}"] if histogram.below else []
+    outside += [f"{histogram.beyond:,.4g} beyond {histogram.end:g}"] if histogram.beyond else []
     said = ([] if mark is None else [f"median {mark:.3g}"]) + ([f"not drawn: {', '.join(outside)}"] if outside else [])
     note = f'<span class="outside">{"; ".join(said)}</span>' if said else ""
     caption = f"<figcaption>{html.escape(title)}{note}</figcaption>"
     if not any(histogram.amounts):
         return f'<figure>{caption}<p class="none">nothing to show</p></figure>'
-    label = f"{title}: {_in_words(histogram, across, up)}"
+    fullest = max(range(len(histogram.amounts)), key=histogram.amounts.__getitem__)
+    label = (  # for a reader who cannot see the picture
+        f"{title}: from {histogram.start:g} to {histogram.end:g} {across}, most ({histogram.amounts[fullest]:,.4g} "
+        f"{up}) between {histogram.edge(fullest):g} and {histogram.edge(fullest + 1):g}"
+    )
     drawn = "".join([*_rows(histogram), *_bars(histogram, across, up), *_columns(histogram, across)])
     if mark is not None and histogram.start <= mark <= histogram.end:
         x = _across(histogram, mark)
@@ -35,15 +33,6 @@ def draw_histogram(histogram: Histogram, title: str, across: str, up: str, mark:
     return (
         f'<figure>{caption}<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(label)}">'
         f"{drawn}</svg></figure>"
-    )
-
-
-def _in_words(histogram: Histogram, across: str, up: str) -> str:
-    """Where the fullest bin lies, for a reader who cannot see the picture."""
-    fullest = max(range(len(histogram.amounts)), key=histogram.amounts.__getitem__)
-    return (
-        f"from {histogram.start:g} to {histogram.end:g} {across}, most ({histogram.amounts[fullest]:,.4g} {up}) "
-        f"between {histogram.edge(fullest):g} and {histogram.edge(fullest + 1):g}"
     )
 
 

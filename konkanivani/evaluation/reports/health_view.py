@@ -156,10 +156,13 @@ def _crossings(crossings: tuple[Crossing, ...]) -> Section:
 
 
 def _text(text: CharacterHealth, diagnosis: Diagnosis) -> Section:
+    is_less = diagnosis.vocabulary < diagnosis.vocabulary_asked
+    asked = f", all that it allows of --vocab_size {diagnosis.vocabulary_asked}" if is_less else ""
+    tokens = f"{diagnosis.tokenizer_type} tokens{asked}" if diagnosis.vocabulary else "no vocabulary"
     facts = (
         Fact("script", text.script.capitalize() or "none", "of most letters"),
         Fact("characters", f"{text.different:,}", f"{text.letters:,} after normalisation"),
-        Fact("vocabulary", f"{diagnosis.vocabulary:,}", _vocabulary_words(diagnosis)),
+        Fact("vocabulary", f"{diagnosis.vocabulary:,}", tokens),
         Fact("changed by normalisation", count(text.changes.texts, "text"), _changed_words(text.changes)),
     )
     twins = tuple(
@@ -189,15 +192,6 @@ def _character(character: Character) -> tuple[str | int, ...]:
     elif "SIGN" in character.name and character.script:
         sign = "\u25cc" + sign  # a mark stands on a dotted circle
     return sign, _code_points((character.code,)), character.name, character.count, ", ".join(character.marks)
-
-
-def _vocabulary_words(diagnosis: Diagnosis) -> str:
-    """What the tokens are, and the number asked for where the text allows no more."""
-    if not diagnosis.vocabulary:
-        return "no vocabulary"
-    is_less = diagnosis.vocabulary < diagnosis.vocabulary_asked
-    asked = f", all that it allows of --vocab_size {diagnosis.vocabulary_asked}" if is_less else ""
-    return f"{diagnosis.tokenizer_type} tokens{asked}"
 
 
 def _changed_words(changes: Changes) -> str:

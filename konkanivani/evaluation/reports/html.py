@@ -1,5 +1,6 @@
 """A report as one page of HTML that needs nothing else: no network, no script, light and dark, any width."""
 
+import contextlib
 import html
 import os
 from collections.abc import Collection, Iterable
@@ -92,20 +93,14 @@ def check_page_path(path: str) -> None:
     folder = os.path.dirname(path) or "."
     if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise ResourceError(f"--html {path} cannot be written: give a file in a folder that is there and is writable.")
-    if os.path.exists(path) and not _is_page(path):
+    beginning = b""
+    with contextlib.suppress(OSError):
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                beginning = file.read(len(PAGE_START))
+    if os.path.exists(path) and beginning != PAGE_START.encode():
         # "--html train.jsonl valid.jsonl" must not cost anybody a manifest.
         raise UsageError(f"--html {path} names a file that is no page, and it would be lost: give another path.")
-
-
-def _is_page(path: str) -> bool:
-    """Whether the file is a page, such as a report writes."""
-    if not os.path.isfile(path):
-        return False
-    try:
-        with open(path, "rb") as file:
-            return file.read(len(PAGE_START)) == PAGE_START.encode()
-    except OSError:
-        return False
 
 
 def write_page(path: str, page: str) -> None:

@@ -32,8 +32,7 @@ def score_fields(report: ScoreReport) -> dict[str, object]:
     """What the report says in numbers; rates are shares of one."""
     edits = report.rates
     fields: dict[str, object] = {"wer": edits.wer, "cer": edits.cer, "utterances": report.utterances}
-    fields |= count_fields(edits)
-    fields |= _kind_fields(edits)
+    fields |= count_fields(edits) | _kind_fields(edits)
     fields |= {"wer_interval": _ends(report.wer_interval), "cer_interval": _ends(report.cer_interval)}
     fields |= {"interval_unit": report.unit}
     for part in report.patterns:

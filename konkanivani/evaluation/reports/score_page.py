@@ -18,7 +18,7 @@ from konkanivani.evaluation.reports.score_text import (
     slice_name,
     utterance_words,
 )
-from konkanivani.evaluation.score import AlignedUtterance, Comparison, ScoreReport, Slice
+from konkanivani.evaluation.score import AlignedUtterance, ScoreReport, Slice
 
 MAX_OPEN_ROWS = 15  # rows that a table shows before it is folded
 MAX_WORDS = 1_000
@@ -54,11 +54,13 @@ svg.inline { width: 10rem; height: 1rem; margin-top: .2rem }
 
 def draw_score_page(report: ScoreReport) -> str:
     """The whole page; every text in it is escaped."""
+    sentences = comparison_sentences(report.comparison) if report.comparison else ()
+    compared = [f"<p><bdi>{escape(sentence)}</bdi></p>" for sentence in sentences]
     body = [
         _headline(report),
         _facts(report),
         *(f'<p class="notes"><bdi>{escape(note)}</bdi></p>' for note in report.notes),
-        _comparison(report.comparison) if report.comparison else "",
+        f"<section><h2>Compared</h2>{''.join(compared)}</section>" if compared else "",
         _table("speaker", "By speaker", report.speakers),
         _table("duration", "By duration", report.durations),
         _table("pattern", "By pattern", report.patterns),
@@ -82,11 +84,6 @@ def _headline(report: ScoreReport) -> str:
     speech = "" if report.seconds is None else f"{duration_words(report.seconds / 3600)} of speech"
     utterances = draw_tile("utterances", f"{report.utterances:,}", speech)
     return f'<dl class="tiles">{"".join([*rates, *errors, utterances])}</dl>'
-
-
-def _comparison(compared: Comparison) -> str:
-    sentences = "".join(f"<p><bdi>{escape(sentence)}</bdi></p>" for sentence in comparison_sentences(compared))
-    return f"<section><h2>Compared</h2>{sentences}</section>"
 
 
 def _facts(report: ScoreReport) -> str:
@@ -124,28 +121,21 @@ def _confusions(report: ScoreReport) -> str:
         ("Deleted", ("reference", "count"), report.deletions),
         ("Inserted", ("hypothesis", "count"), report.insertions),
     )
-    tables = "".join(
-        f"<div><h3>{title}</h3>{draw_table(names, [_confusion(names, *c) for c in confusions], NUMBERS)}</div>"
-        for title, names, confusions in kinds
-        if confusions
-    )
+    tables = ""
+    for title, names, confusions in kinds:
+        pairs = [((edit.reference, edit.hypothesis), times) for edit, times in confusions]
+        cells = [(*(show_text(word, 60) for word in words if word), f"{times:,}") for words, times in pairs]
+        rows = [draw_cells(names, row, NUMBERS) for row in cells]
+        tables += f"<div><h3>{title}</h3>{draw_table(names, rows, NUMBERS)}</div>" if rows else ""
     return f'<section><h2>Most frequent word errors</h2><div class="lists">{tables}</div></section>' if tables else ""
-
-
-def _confusion(names: tuple[str, ...], edit: Edit, times: int) -> str:
-    words = [show_text(word, 60) for word in (edit.reference, edit.hypothesis) if word]
-    return draw_cells(names, (*words, f"{times:,}"), NUMBERS)
 
 
 def _worst(worst: Sequence[AlignedUtterance]) -> str:
     if not worst:
         return ""
-    keys: tuple[tuple[EditKind, str], ...] = (
-        ("substitution", "S substituted"),
-        ("deletion", "D deleted: only in the reference"),
-        ("insertion", "I inserted: only in the hypothesis"),
-    )
-    key = " ".join(f'<span class="key {kind}">{words}</span>' for kind, words in keys)
+    keys: dict[EditKind, str] = {"substitution": "S substituted", "deletion": "D deleted: only in the reference"}
+    keys["insertion"] = "I inserted: only in the hypothesis"
+    key = " ".join(f'<span class="key {kind}">{words}</span>' for kind, words in keys.items())
     aligned = "".join(map(_aligned, worst))
     return (
         "<section><h2>Worst utterances</h2><p>By word errors. The reference stands above, the hypothesis below. "

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from konkanivani.base.console import count, duration_words, show_text
 from konkanivani.evaluation.bootstrap import Interval
-from konkanivani.evaluation.metrics import Edit, EditCounts, EditKind
+from konkanivani.evaluation.metrics import EditCounts, EditKind
 from konkanivani.evaluation.score import AlignedUtterance, Comparison, ScoreReport, Slice
 
 MAX_SLICES = 10
@@ -45,9 +45,9 @@ def _lines(report: ScoreReport) -> Iterator[str]:
             yield from _aligned_lines(utterance)
 
 
-def percent(share: float, digits: int = 1) -> str:
+def percent(share: float) -> str:
     """As in "12.3 %"; "undefined" over nothing."""
-    return f"{100 * share:.{digits}f} %" if math.isfinite(share) else "undefined"
+    return f"{100 * share:.1f} %" if math.isfinite(share) else "undefined"
 
 
 def rate_words(rate: float, interval: Interval) -> str:
@@ -90,15 +90,8 @@ def slice_cells(part: Slice) -> tuple[str, ...]:
     edits = part.rates.words
     shares = (part.rates.wer, part.rates.cer)
     wer, cer = (f"{100 * share:.1f}" if math.isfinite(share) else "-" for share in shares)
-    counts = (edits.substitutions, edits.deletions, edits.insertions)
-    return (
-        f"{part.utterances:,}",
-        f"{edits.length:,}",
-        wer,
-        interval_words(part.interval) or "-",
-        cer,
-        *(f"{number:,}" for number in counts),
-    )
+    counts = (f"{number:,}" for number in (edits.substitutions, edits.deletions, edits.insertions))
+    return f"{part.utterances:,}", f"{edits.length:,}", wer, interval_words(part.interval) or "-", cer, *counts
 
 
 def slice_name(part: Slice) -> str:
@@ -125,15 +118,12 @@ def _confusion_lines(report: ScoreReport) -> Iterator[str]:
     if any(confusions for _, confusions in kinds):
         yield from ("", "Most frequent word errors")
     for title, confusions in kinds:
-        if confusions:
-            yield f"  {title:<12} " + ", ".join(
-                _confusion_words(*confusion) for confusion in confusions[:MAX_CONFUSIONS]
-            )
-
-
-def _confusion_words(edit: Edit, times: int) -> str:
-    words = (show_text(word, 40) for word in (edit.reference, edit.hypothesis) if word)
-    return f"{' → '.join(words)} ({times:,})"
+        shown = []
+        for edit, times in confusions[:MAX_CONFUSIONS]:
+            words = (show_text(word, 40) for word in (edit.reference, edit.hypothesis) if word)
+            shown.append(f"{' → '.join(words)} ({times:,})")
+        if shown:
+            yield f"  {title:<12} {', '.join(shown)}"
 
 
 def utterance_words(utterance: AlignedUtterance) -> str:
@@ -148,7 +138,8 @@ def utterance_words(utterance: AlignedUtterance) -> str:
 def _aligned_lines(utterance: AlignedUtterance) -> Iterator[str]:
     """The reference, the hypothesis below it and the marks below that, in as many stretches as the width asks for."""
     yield f"  {show_text(utterance.text.id)}: {utterance_words(utterance)}"
-    columns = [(*_shown_words(edit), SIGNS[edit.kind]) for edit in utterance.edits[:MAX_WORDS]]
+    edits = utterance.edits[:MAX_WORDS]
+    columns = [(show_text(e.reference, 60) or GAP, show_text(e.hypothesis, 60) or GAP, SIGNS[e.kind]) for e in edits]
     for stretch in _stretches(columns):
         for title, row in zip(("reference", "hypothesis", ""), zip(*stretch, strict=True), strict=True):
             widths = [max(map(display_width, column)) for column in stretch]
@@ -156,11 +147,6 @@ def _aligned_lines(utterance: AlignedUtterance) -> Iterator[str]:
             yield f"    {title:<11}{words}".rstrip()
     if len(utterance.edits) > MAX_WORDS:
         yield f"    … and {count(len(utterance.edits) - MAX_WORDS, 'word')} more"
-
-
-def _shown_words(edit: Edit) -> tuple[str, str]:
-    """Both words as they may be shown, stars for none."""
-    return show_text(edit.reference, 60) or GAP, show_text(edit.hypothesis, 60) or GAP
 
 
 def _stretches(columns: list[tuple[str, str, str]]) -> Iterator[list[tuple[str, str, str]]]:
@@ -182,13 +168,8 @@ def display_width(text: str) -> int:
 
     As the C library counts (wcwidth of glibc); a spacing mark such as the vowel sign AA has a column of its own.
     """
-    return sum(map(_width, text))
-
-
-def _width(character: str) -> int:
-    if unicodedata.category(character) in ("Mn", "Me", "Cf"):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+    shown = (character for character in text if unicodedata.category(character) not in ("Mn", "Me", "Cf"))
+    return sum(1 + (unicodedata.east_asian_width(character) in "WF") for character in shown)
 
 
 def _padded(text: str, width: int) -> str:

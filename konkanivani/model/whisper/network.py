@@ -86,7 +86,10 @@ class _Tied(torch.autograd.Function):
     @staticmethod
     def backward(ctx, by_vectors: torch.Tensor, by_head: torch.Tensor) -> tuple[torch.Tensor, None]:
         (tokens,) = ctx.saved_tensors
-        return by_head.index_put_((tokens,), by_vectors.to(by_head.dtype), accumulate=True), None
+        by_vectors = by_vectors.to(by_head.dtype)
+        if by_head.device.type == "cpu":  # there index_put_ adds in the order in which threads come by
+            return by_head.index_add_(0, tokens.flatten(), by_vectors.flatten(0, 1)), None
+        return by_head.index_put_((tokens,), by_vectors, accumulate=True), None
 
 
 class Decoder(torch.nn.Module):

@@ -1,0 +1,162 @@
+#!/usr/bin/env python3
+"""Fine-tunes a random Whisper of a published size whole, its weights on the host; kills it, goes on, compares.
+
+    python3 benchmarks/large_model.py --folder /tmp/large --size medium
+
+Writes a folder of random weights and four recordings of 30 s with labels nearly as long as there may be, trains two
+steps of two utterances each by the training script, and again in another folder, killed (SIGKILL) amid the second step
+and gone on from the first one's checkpoint. Printed: what was planned, the most that a process had resident (VmHWM),
+the seconds of a step, and of how many records of the last two checkpoints the CRC is the same. Takes four checkpoints'
+room at a time: 34 GiB for medium.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "training_scripts"))
+import bootstrap
+
+bootstrap.rerun_under_venv()
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+import zipfile
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import soundfile
+
+from konkanivani.base.command_line import read_flags, run_script
+from konkanivani.base.errors import DataError, ResourceError
+
+TRAINER = Path(__file__).resolve().parent.parent / "training_scripts" / "train_konkanivani_asr.py"
+LAYERS = {"tiny": (384, 6, 4, 4), "base": (512, 8, 6, 6), "small": (768, 12, 12, 12), "medium": (1024, 16, 24, 24)}
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What is trained, and where."""
+
+    folder: str
+    """Folder for all of it; what is there of an earlier run is replaced."""
+    size: Literal["tiny", "base", "small", "medium"] = "medium"
+    """Shape of the model."""
+    weights: Literal["card", "half", "host"] = "host"
+    """Where its weights are."""
+    seconds: float = 29.9
+    """Length of an utterance."""
+    characters: int = 330
+    """Characters of its text: 1.3 tokens each."""
+    budget: str = "15GiB"
+    """--memory_budget of the run."""
+    more: tuple[str, ...] = ()
+    """Further flags of the trainer."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended: what it said, its largest resident memory in MiB."""
+
+    said: str
+    resident_mib: float
+
+
+def write_folder(path: Path, size: str) -> None:
+    """A folder of random weights with Whisper's vocabulary, as large as the published ones'."""
+    from tests.whisper.small_model import write_model
+
+    width, heads, encoder, decoder = LAYERS[size]
+    write_model(path, width=width, heads=heads, layers=(encoder, decoder), inner=4 * width, seconds=30, real=True)
+
+
+def write_speech(path: Path, flags: Flags) -> Path:
+    """A manifest of two windows of noise, with texts of Konkani digits."""
+    path.mkdir(parents=True)
+    generator, rows = np.random.default_rng(0), []
+    for number in range(2 * STEPS):
+        sound = 0.1 * generator.standard_normal(int(16_000 * flags.seconds)).astype(np.float32)
+        soundfile.write(path / f"{number}.wav", sound, 16_000)
+        text = "".join(generator.choice(list("एकदोनतीनचारपांच "), flags.characters))
+        rows.append({"audio_filepath": f"{number}.wav", "duration": flags.seconds, "text": " ".join(text.split())})
+    (path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path / "train.jsonl"
+
+
+def command(flags: Flags, folder: Path, run: str) -> list[str]:
+    """The training script's command line."""
+    words = [sys.executable, str(TRAINER), "--pretrained", str(folder / "base"), "--language", "mr", "--device", "cpu"]
+    words += ["--train_manifest", str(folder / "speech" / "train.jsonl"), "--weights", flags.weights]
+    words += ["--batch_size", "1", "--gradient_accumulation_steps", "2", "--epochs", "1", "--rehearsal", "never"]
+    words += ["--gradient_checkpointing", "always", "--memory_budget", flags.budget, "--num_workers", "0"]
+    words += ["--save_steps", "1", "--keep_checkpoints", "2", "--resume", "auto", *flags.more]
+    return [*words, "--checkpoint_dir", str(folder / run), "--log_dir", str(folder / "runs"), "--run_name", run]
+
+
+def watch(words: list[str], kill_after: Path | None = None) -> Ended:
+    """Runs the command to its end, or kills it a while after a file is there."""
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    if kill_after is not None:
+        while process.poll() is None and not kill_after.exists():
+            time.sleep(0.2)
+        time.sleep(3)
+        process.send_signal(signal.SIGKILL)
+    said = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code != (0 if kill_after is None else -signal.SIGKILL):
+        raise ResourceError(f"The run ended with {code}:\n{said[-2000:]}")
+    return Ended(said, usage.ru_maxrss / 1024)
+
+
+def sums_of(path: Path) -> list[tuple[str, int, int]]:
+    """Of each tensor in a checkpoint its record's name, size and CRC."""
+    with zipfile.ZipFile(path) as archive:
+        records = [(info.filename.partition("/")[2], info.file_size, info.CRC) for info in archive.infolist()]
+    return [record for record in records if record[0].startswith("data/")]
+
+
+def measure(flags: Flags) -> str:
+    """Trains, kills, goes on; the figures."""
+    folder = Path(flags.folder).resolve()
+    for name in ("base", "speech", "whole", "killed", "runs"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_folder(folder / "base", flags.size)
+    write_speech(folder / "speech", flags)
+    whole = watch(command(flags, folder, "whole"))
+    last = sums_of(folder / "whole" / "checkpoint_last.pt")
+    size = (folder / "whole" / "checkpoint_last.pt").stat().st_size
+    shutil.rmtree(folder / "whole")
+    killed = watch(command(flags, folder, "killed"), kill_after=folder / "killed" / "checkpoint_last.pt")
+    gone_on = watch(command(flags, folder, "killed"))
+    again = sums_of(folder / "killed" / "checkpoint_last.pt")
+    if len(last) < 10 or last == sums_of(folder / "killed" / "checkpoint_previous.pt"):
+        raise DataError("The checkpoints of the first and the last step are the same: nothing was trained.")
+    steps = [json.loads(line) for line in (folder / "runs" / "whole" / "log.jsonl").read_text().splitlines()]
+    seconds = [f"{step['seconds']:.0f}" for step in steps if step["kind"] == "step"]
+    planned = re.search(r"planned peak ([\d.]+ \w+)", whole.said)
+    lines = [line for line in whole.said.splitlines() if "weights " in line or "M parameters" in line]
+    return "\n".join(
+        [
+            *lines,
+            f"planned for the step {planned.group(1) if planned else '?'}; resident at the most, MiB: "
+            f"{whole.resident_mib:.0f} undisturbed, {killed.resident_mib:.0f} until killed, "
+            f"{gone_on.resident_mib:.0f} gone on",
+            f"seconds of the steps: {', '.join(seconds)}; a checkpoint of {size / 2**20:.0f} MiB",
+            f"records of the last checkpoint that are equal, bit for bit: "
+            f"{sum(one == other for one, other in zip(last, again, strict=True))} of {len(last)}",
+            whole.said[whole.said.index("Memory in MiB") :].partition("Look at")[0].rstrip(),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    flags = read_flags(Flags, sys.argv[1:])
+    sys.exit(run_script(lambda: measure(flags)))
