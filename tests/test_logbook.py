@@ -24,6 +24,7 @@ from konkanivani.training.logs.logbook import Logbook
 from konkanivani.training.logs.records import (
     CURVES,
     FROM_NOTHING,
+    INITIAL,
     HypothesisPair,
     Resumed,
     SpectrogramRecord,
@@ -133,15 +134,17 @@ def test_every_number_of_a_step_and_a_validation_comes_back_from_jsonl_exactly(t
 
 
 def test_every_tagged_number_comes_back_from_tensorboard(tmp_path):
-    log_all(tmp_path, a_step(7), a_validation(7))
+    validation = replace(a_validation(7), initial_wer=0.5, initial_cer=0.25)
+    log_all(tmp_path, a_step(7), validation)
     drawn = {}
     for curve in CURVES:
-        expected = [*tagged_numbers(a_step(7), curve), *tagged_numbers(a_validation(7), curve)]
+        expected = [*tagged_numbers(a_step(7), curve), *tagged_numbers(validation, curve)]
         events = events_of(tmp_path / curve)
         drawn[curve] = {tag: single(events.Scalars(tag), 7) for tag in events.Tags()["scalars"]}
         assert drawn[curve] == {tag: pytest.approx(number, rel=1e-6) for tag, number in expected}
     assert drawn[VALIDATION].keys() == {"1 error rates/CER", "1 error rates/WER"} | LOSSES
     assert drawn[PLANNED] == {"4 memory/forward_mib": 5.5} and drawn[RESERVED] == {"4 memory/forward_mib": 2.5}
+    assert drawn[INITIAL] == {"1 error rates/WER": 0.5, "1 error rates/CER": 0.25}  # beside validation's
     training = drawn[""]
     assert LOSSES < training.keys() and training["4 memory/backward_mib"] == 7.5
     assert [training[f"8 allocator/{name}"] for name in ("fragmentation_forward_mib", "retries_forward")] == [1.0, 3]

@@ -3,6 +3,7 @@
 
     python3 training_scripts/plan_memory.py --memory_budget 4GiB --preset original
     python3 training_scripts/plan_memory.py --gpu T4 --preset original --world 8 --shard always
+    python3 training_scripts/plan_memory.py --gpu "GTX 980" --init_from model.pt --train_layers 8
 
 takes the trainer's flags too, such as --memory_budget and --preset (train_konkanivani_asr.py --help lists them).
 """
@@ -12,12 +13,13 @@ import bootstrap
 bootstrap.rerun_under_venv()
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from konkanivani.base.command_line import read_flags, run_script
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.errors import UsageError
-from konkanivani.base.flags import check_idle_flags, defaults_beside, given_in
+from konkanivani.base.flags import Asked, check_idle_flags, defaults_beside, given_in
 from konkanivani.base.rules import check_config
 from konkanivani.base.units import parse_budget
 from konkanivani.memory.devices import cpu_costs, cuda_costs
@@ -67,6 +69,8 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
     if gpu and flags.train.run.device == "cpu":
         raise UsageError(f"--device cpu contradicts --gpu {flags.gpu}: give one of them.")
     size = parse_budget(budget) if budget else gpu.memory if gpu else 0
+    if flags.train.run.init_from is not None:
+        flags = replace(flags, train=beginning_with_weights(flags.train, given))
     if flags.train.pretrained.pretrained is not None:
         check_pretrained(flags)
     print(f"Tracing steps of training without data: {HOW_LONG}.", file=sys.stderr, flush=True)
@@ -86,6 +90,15 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
         return plan_presets(flags.train, costs)
     report = plan_budget(flags.train, costs, size, choose_ranks(flags.train, costs, size, flags.world))
     return report.as_json() if flags.json else report.as_table()
+
+
+def beginning_with_weights(train: TrainConfig, given: frozenset[str]) -> TrainConfig:
+    """The settings with the shape of the checkpoint that --init_from names, and as many tokens."""
+    from konkanivani.recipe.start import begin_with
+
+    asked, initial = begin_with(Asked(train, train, given), Path(train.run.init_from))
+    size = train.text.vocab_size if train.tuning.new_tokenizer else initial.vocab_size
+    return replace(asked.config, text=replace(asked.config.text, vocab_size=size))
 
 
 def check_pretrained(flags: Flags) -> None:

@@ -206,6 +206,17 @@ class TuningConfig:
 
     freeze: Literal["none", "encoder"] | int = "none"
     """Keep as it is: the encoder, or so many of its blocks from the input on (with all before them)."""
+    train_layers: int | None = None
+    """Train the last so many of the encoder's blocks and all behind them, and keep what is before (None: all)."""
+    new_tokenizer: bool = False
+    """Make a tokenizer of the corpus's text, and a head for it, in place of the ones of --init_from."""
+    freeze_steps: int | None = None
+    """Train the head alone for so many steps, and then all that is to be trained, which warms up by itself (None: as
+    many as the warm-up with --new_tokenizer, else 0)."""
+    encoder_rate_factor: float | None = None
+    """The encoder's learning rate is so many times the others' (None: 0.1 with --new_tokenizer, else 1)."""
+    frozen_dtype: Literal["fp32", "half"] = "fp32"
+    """Keep the matrices of frozen blocks in fp32, or in half precision, in half the memory."""
     lora_rank: int = 0
     """LoRA: train products of this rank beside frozen layers, and nothing else (0: no LoRA)."""
     lora_alpha: float = 0.0
@@ -216,7 +227,12 @@ class TuningConfig:
     @property
     def is_used(self) -> bool:
         """Whether anything is not to be trained."""
-        return self.freeze not in ("none", 0) or self.lora_rank > 0
+        return self.freeze not in ("none", 0) or self.train_layers is not None or self.lora_rank > 0
+
+    @property
+    def encoder_factor(self) -> float:
+        """What the encoder's learning rate is multiplied by."""
+        return (0.1 if self.new_tokenizer else 1.0) if self.encoder_rate_factor is None else self.encoder_rate_factor
 
     @property
     def scale(self) -> float:
@@ -292,7 +308,8 @@ class RunConfig:
     """How long, where to, and from where."""
 
     preset: Literal["original", "optimized", "minimal"] = "original"
-    """Model shape: original 256, 12+6; optimized 192, 8+4; minimal 128, 6+3. Single flags override it."""
+    """Model shape: original 256, 12+6; optimized 192, 8+4; minimal 128, 6+3. Single flags override it; with --init_from
+    and without this flag the shape is the checkpoint's."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where to train."""
     epochs: int | Literal["auto"] = "auto"
@@ -322,7 +339,7 @@ class RunConfig:
     new_corpus: bool = False
     """Go on with another training corpus than the checkpoint's, which is else refused; with --resume."""
     init_from: str | None = None
-    """Begin anew with what fits of this checkpoint's weights, cut down where they are larger."""
+    """Begin anew with this checkpoint's weights, shape and tokens, cut down where flags ask for less."""
     rank_timeout: float = 600.0
     """Under torchrun: seconds that a rank waits for the others before it takes them for lost."""
     dry_run: bool = False

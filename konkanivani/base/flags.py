@@ -86,6 +86,21 @@ class Asked:
                 base = with_setting(base, setting)
         return _checked(as_stored(_with_given(base, self.parsed, self.given), stored), self.given, stored)
 
+    def beginning_with(self, stored: TrainConfig) -> TrainConfig:
+        """The settings of a run that begins with a checkpoint's weights; a UsageError where they do not go together.
+
+        Features are the checkpoint's where no flag says otherwise, so is the shape unless a preset is given, and so are
+        the tokens unless new ones are asked for.
+        """
+        base = dataclasses.replace(defaults_beside(self.parsed), features=stored.features)
+        if "preset" not in self.given:
+            base = dataclasses.replace(base, model=stored.model)
+            if stored.loss.ctc_weight == 0:  # a part of the shape too
+                base = dataclasses.replace(base, loss=dataclasses.replace(base.loss, ctc_weight=0.0))
+        if not self.parsed.tuning.new_tokenizer:
+            base = dataclasses.replace(base, text=stored.text)
+        return _checked(_with_given(base, self.parsed, self.given), self.given, stored=None)
+
 
 def ask(arguments: list[str]) -> Asked:
     """What a command line asks for; unknown or mistyped flags end the process with exit code 2.

@@ -238,22 +238,47 @@ def _head_rules(config: TrainConfig) -> list[Rule]:
 
 def _tuning_rules(config: TrainConfig) -> list[Rule]:
     tuning, starts = config.tuning, (config.pretrained.pretrained, config.run.init_from, config.run.resume)
-    # Of a pretrained model the encoder's blocks are counted when its folder is read.
-    blocks = config.model.encoder_layers if config.pretrained.pretrained is None else 2**8
+    begins, is_ours = any(start is not None for start in starts), config.pretrained.pretrained is None
+    # Of a model that a run begins with the blocks are counted when it is read.
+    counts = [number for number in (tuning.freeze, tuning.train_layers) if isinstance(number, int)]
     return [
         (
-            not tuning.is_used or any(start is not None for start in starts),
-            "--freeze and --lora_rank keep weights that the model begins with: give --pretrained or --init_from",
+            not tuning.is_used or begins,
+            "--freeze, --train_layers and --lora_rank keep weights that the model begins with: give --pretrained or "
+            "--init_from",
         ),
         (
-            isinstance(tuning.freeze, str) or 0 <= tuning.freeze <= blocks,
-            f"--freeze takes none, encoder, or up to {blocks} blocks",
+            begins or tuning.encoder_rate_factor is None,
+            "--encoder_rate_factor is for an encoder that has learnt already: give --pretrained or --init_from",
+        ),
+        (
+            is_ours and begins or not (tuning.new_tokenizer or tuning.freeze_steps),
+            "--new_tokenizer and --freeze_steps are for the head of a model of ours: give --init_from",
+        ),
+        (all(number >= 0 for number in counts), "--freeze and --train_layers take numbers of blocks, at least 0"),
+        (
+            tuning.freeze == "none" or tuning.train_layers is None,
+            "--train_layers and --freeze say the same from the two ends of the encoder: give one of them",
+        ),
+        (tuning.freeze_steps is None or tuning.freeze_steps >= 0, "--freeze_steps must be at least 0"),
+        (
+            tuning.encoder_rate_factor is None or 0 < tuning.encoder_rate_factor <= 100,
+            "--encoder_rate_factor must be above 0 and at most 100",
+        ),
+        (
+            tuning.is_used or tuning.frozen_dtype == "fp32",
+            "--frozen_dtype half is for weights that stay as they are: give --freeze, --train_layers or --lora_rank",
         ),
         (0 <= tuning.lora_rank <= 1024, "--lora_rank must be between 0 and 1024"),
+        (
+            tuning.lora_rank == 0 or tuning.new_tokenizer or not tuning.freeze_steps,
+            "--freeze_steps trains the head alone at first, which --lora_rank keeps: leave it out, or give "
+            "--new_tokenizer",
+        ),
         (tuning.lora_alpha >= 0, "--lora_alpha must be at least 0"),
         (
-            tuning.lora_rank == 0 or tuning.freeze == "none",
-            "--lora_rank freezes all layers by itself: leave --freeze out",
+            tuning.lora_rank == 0 or (tuning.freeze == "none" and tuning.train_layers is None),
+            "--lora_rank freezes all layers by itself: leave --freeze and --train_layers out",
         ),
         (
             tuning.lora_rank == 0 or set(tuning.lora_targets) <= LORA_LAYERS and len(tuning.lora_targets) > 0,

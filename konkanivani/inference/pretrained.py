@@ -110,23 +110,25 @@ def tuned_whisper(checkpoint: Checkpoint, config: TrainConfig) -> TunedWhisper:
     if STATE not in checkpoint.states:
         raise UsageError("The checkpoint is of a model of ours: export it with --bundle, --onnx or --int8.")
     architecture = restored_architecture(checkpoint, config)
-    weights = whole_weights(checkpoint, config, set(architecture.build_without_values().state_dict()))
+    weights = whole_weights(checkpoint, config, architecture.build_without_values().state_dict())
     return TunedWhisper(config, architecture, weights, checkpoint.tokenizer)
 
 
-def whole_weights(checkpoint: Checkpoint, config: TrainConfig, names: set[str]) -> Mapping[str, torch.Tensor]:
-    """The checkpoint's weights, and those of `names` that it has not from the folder that its run began with.
+def whole_weights(
+    checkpoint: Checkpoint, config: TrainConfig, like: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """The checkpoint's weights, and those of `like` that it has not from the folder that its run began with.
 
-    A CheckpointError where that folder is not there, or is another one.
+    Those are rounded as the run has kept them. A CheckpointError where that folder is not there, or is another one.
     """
     found = checkpoint.states["model"]
-    missing = names - set(found)
+    missing = set(like) - set(found)
     if not missing or STATE not in checkpoint.states:
         return found
     check_base_is_there(config, "Put it there, or start from the folder in which the run was started")
     pretrained = read_pretrained(config.pretrained.pretrained or "")
     base = pretrained.weights()
-    rest = {name: base[name] for name in missing if name in base}
+    rest = {name: base[name].to(like[name].dtype) for name in missing if name in base}
     if digest_of(rest) != checkpoint.states[STATE].get("frozen"):
         raise CheckpointError(
             f"The checkpoint holds only what was trained, and the folder {pretrained.path} is not the one that the run "

@@ -58,8 +58,8 @@ def build_speech_model(checkpoint: Checkpoint, device: torch.device) -> SpeechMo
     """The checkpoint's model on `device`; a CheckpointError where its weights do not fit."""
     config, tokenizer = settings_of_weights(checkpoint), load_tokenizer(checkpoint)
     trained = restored_architecture(checkpoint, config)
-    names = set(trained.build_without_values().state_dict())
-    architecture, weights = trained.plain(whole_weights(checkpoint, config, names))
+    as_trained = trained.build_without_values().state_dict()
+    architecture, weights = trained.plain(whole_weights(checkpoint, config, as_trained))
     with Unfilled():
         model = architecture.build()
     front_end = architecture.build_front_end(config.augment).to(device)

@@ -10,11 +10,10 @@ from konkanivani.base.units import MIB, budget_text, peak_text
 from konkanivani.data.batching import SizeLimit
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.weights.placement import ON_CARD, Placement
-from konkanivani.model.asr import frozen_count, parameter_count
+from konkanivani.model.asr import parameter_count
 
 STATE_BYTES = 16  # a trained parameter's weight, gradient and AdamW's two moments in fp32
 TRAINED_BYTES = 8  # its weight and gradient
-FROZEN_BYTES = 4  # a frozen one's weight
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,8 @@ def plan_sentences(plan: MemoryPlan, blocks: int) -> str:
 def model_state_bytes(model: torch.nn.Module, optimizer: Iterable[torch.Tensor]) -> int:
     """Bytes of the model's weights, gradients and the optimizer's tensors, but its counts of steps.
 
-    Of what is frozen, the weights alone.
+    Of what is frozen, the weights alone: 4 bytes a number, or 2.
     """
     beside = sum(tensor.nbytes for tensor in optimizer if tensor.dim())
-    return TRAINED_BYTES * parameter_count(model) + FROZEN_BYTES * frozen_count(model) + beside
+    frozen = sum(weight.nbytes for weight in model.parameters() if not weight.requires_grad)
+    return TRAINED_BYTES * parameter_count(model) + frozen + beside

@@ -4,7 +4,7 @@ LoRA (Hu et al., 2021): the product of a layer is W x + (alpha / r) B A x with W
 zero, so that the model begins as the one that it was, bit for bit. D, D' are the layer's widths, r the rank.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -13,27 +13,34 @@ from konkanivani.base.errors import UsageError
 from konkanivani.model.kernels.linear import Linear, LowRank
 
 LOW_RANK_TENSORS = ("low_rank.down", "low_rank.up")  # A and B, behind their layer's name
+OVER_TOKENS = ("ctc_head.", "decoder.embedding.", "decoder.output.")  # what another tokenizer has no use for
+BLANK_BIAS = -2.0
 
 
-def lower_parts(encoder: torch.nn.Module, freeze: str | int) -> list[torch.nn.Module]:
-    """What --freeze names: the encoder, or what is before its blocks and the first of them.
+def lower_parts(encoder: torch.nn.Module, config: TuningConfig) -> list[torch.nn.Module]:
+    """What --freeze or --train_layers leave as it is: the encoder, or what is before its blocks and the first of them.
 
     A UsageError where it has not so many.
     """
+    freeze, train, blocks = config.freeze, config.train_layers, len(encoder.blocks)
     if freeze == "encoder":
         return [encoder]
-    if isinstance(freeze, int) and freeze > len(encoder.blocks):
-        raise UsageError(f"--freeze {freeze}: the encoder has {len(encoder.blocks)} blocks. Give fewer, or encoder.")
-    return [encoder.subsampling, *encoder.blocks[:freeze]] if isinstance(freeze, int) and freeze > 0 else []
+    name, number = ("freeze", freeze) if train is None else ("train_layers", train)
+    if isinstance(number, int) and number > blocks:
+        raise UsageError(f"--{name} {number}: the encoder has {blocks} blocks. Give fewer, or --freeze encoder.")
+    kept = 0 if freeze == "none" else freeze
+    if train is not None:
+        kept = blocks - train
+    return [encoder.subsampling, *encoder.blocks[:kept]] if kept or train is not None else []
 
 
-def tune(model: torch.nn.Module, lower: Iterable[torch.nn.Module], config: TuningConfig) -> None:
+def tune(model: torch.nn.Module, config: TuningConfig) -> None:
     """Freezes what the settings say, in place, and adds the low-rank products that they ask for.
 
-    `lower` are the parts that `--freeze` names: they are run without gradient then, and nothing of them is kept. A
-    UsageError where no layer has a name that the settings ask low-rank products for.
+    What --freeze and --train_layers leave is run without gradient then, and nothing of it is kept. A new head is
+    trained whatever is frozen. A UsageError where no layer has a name that the settings ask low-rank products for.
     """
-    for part in lower:
+    for part in lower_parts(model.encoder, config):
         part.requires_grad_(False)
     if config.lora_rank:
         model.requires_grad_(False)
@@ -44,14 +51,41 @@ def tune(model: torch.nn.Module, lower: Iterable[torch.nn.Module], config: Tunin
             raise UsageError(f"--lora_targets names no layer of this model: give some of {', '.join(known)}.")
         for layer in chosen:
             layer.low_rank = LowRank(layer, config.lora_rank, config.scale)
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(weight.requires_grad or (config.new_tokenizer and name.startswith(OVER_TOKENS)))
+    if config.frozen_dtype == "half":
+        for block in model.blocks:
+            for layer in block.modules():
+                if isinstance(layer, Linear) and not layer.weight.requires_grad:
+                    layer.weight = torch.nn.Parameter(layer.weight.detach().half(), requires_grad=False)
+
+
+@torch.no_grad()
+def begin_head(model: torch.nn.Module) -> None:
+    """Gives the heads of a new tokenizer the values to begin with: zeros, but -2 for CTC's blank.
+
+    With zero weights every token is as likely in every frame, and no noise of a random head goes down into an encoder
+    that has learnt already. Of equally likely tokens CTC finds the blank first, since nearly every path goes through
+    it, and a head that says nothing but blanks learns slowly: begun seven times rarer than a token, it comes later.
+    """
+    for head in filter(None, (model.ctc_head, model.decoder and model.decoder.output)):
+        head.weight.zero_()
+        if head.bias is not None:
+            head.bias.zero_()
+    if model.ctc_head is not None:
+        model.ctc_head.bias[0] = BLANK_BIAS  # the blank is token 0
 
 
 def merged(weights: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
     """The weights of a model with low-rank products as those of one without: W + scale B A, in fp32 at least."""
     down, up = LOW_RANK_TENSORS
-    found = {name: weight for name, weight in weights.items() if not name.endswith(LOW_RANK_TENSORS)}
+    found = {name: _in_full(weight) for name, weight in weights.items() if not name.endswith(LOW_RANK_TENSORS)}
     for name in weights:
         if name.endswith(down):
             layer = name.removesuffix(down)
             found[layer + "weight"] = weights[layer + "weight"] + scale * weights[layer + up] @ weights[name]
     return found
+
+
+def _in_full(weight: torch.Tensor) -> torch.Tensor:
+    return weight.float() if weight.dtype == torch.float16 else weight

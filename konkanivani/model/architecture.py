@@ -10,7 +10,7 @@ import torch
 
 from konkanivani.base.config import AugmentConfig, FeatureConfig, LossConfig, ModelConfig, TrainConfig, TuningConfig
 from konkanivani.base.lengths import FrameLengths, Framing
-from konkanivani.model.adapters import lower_parts, merged, tune
+from konkanivani.model.adapters import merged, tune
 from konkanivani.model.asr import KonkaniVaniASR, Unfilled
 from konkanivani.model.flops import CTC_HEAD, Layer, forward_layers
 from konkanivani.model.front_end import FeatureExtractor, FrontEnd
@@ -104,7 +104,7 @@ class HybridArchitecture:
     def build(self) -> KonkaniVaniASR:
         """The network, initialised from torch's generator; what is not to be trained is frozen."""
         model = KonkaniVaniASR(self.model, self.vocab_size, self.features.mel_bins, self.has_ctc)
-        tune(model, lower_parts(model.encoder, self.tuning.freeze), self.tuning)
+        tune(model, self.tuning)
         return model
 
     def plain(self, weights: Mapping[str, torch.Tensor]) -> tuple["HybridArchitecture", Mapping[str, torch.Tensor]]:

@@ -1,6 +1,5 @@
 """Composition root: every part of a run, built from its settings and the checkpoint that it begins with."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +10,12 @@ from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import Report, count, duration_words, silent
 from konkanivani.base.device import choose_device
 from konkanivani.base.distributed import Topology, agree, from_first, gather
-from konkanivani.base.flags import config_from_text, config_to_text
+from konkanivani.base.errors import UsageError
+from konkanivani.base.flags import config_to_text
 from konkanivani.base.units import MIB, budget_text, parse_budget, peak_text
 from konkanivani.data.batching import EpochPlanner, same_size
 from konkanivani.data.dataset import TrainingSpeech
 from konkanivani.data.loader.loading import WindowStream
-from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.decoding.decode import greedy_decode
 from konkanivani.inference.pretrained import STATE
 from konkanivani.inference.provenance import provenance_part
@@ -25,10 +24,10 @@ from konkanivani.memory.gpu import announce_card
 from konkanivani.memory.monitor import resident_mib, set_mmap_threshold
 from konkanivani.memory.oom_history import forget_sizes, read_sizes
 from konkanivani.memory.plan import MemoryPlan, plan_sentences
-from konkanivani.model.architecture import Architecture, architecture_of
-from konkanivani.model.asr import KonkaniVaniASR, frozen_count, parameter_count
-from konkanivani.model.transfer import transfer_weights
-from konkanivani.recipe.build_step import build_forward, build_step_parts
+from konkanivani.model.architecture import Architecture
+from konkanivani.model.asr import frozen_count, parameter_count
+from konkanivani.recipe.beginning import count_steps, load_weights, settle_stages, whole_model
+from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.origin import load_base, make_origin
 from konkanivani.recipe.planning.plan import resolve_placement, resolve_plan
 from konkanivani.recipe.planning.ranks import Ranks, needs_sharding
@@ -36,7 +35,7 @@ from konkanivani.recipe.planning.state import device_costs
 from konkanivani.recipe.run_folders import REJECTED, keep_rejected, make_run_directory, move_aside, move_newer_aside
 from konkanivani.recipe.speech import RunSpeech, build_speech, loader_config, more_tokens, speech_sizes
 from konkanivani.recipe.start import Start
-from konkanivani.training.checkpoint.checkpoint import Checkpoint, Stateful, check_states, load_states
+from konkanivani.training.checkpoint.checkpoint import Stateful
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from konkanivani.training.checkpoint.trained_part import TrainedPart
 from konkanivani.training.interruption import Interruption
@@ -64,9 +63,10 @@ def build_run(start: Start, report: Report = silent) -> Run:
     if rejected and not start.resumed:
         keep_rejected(run_directory)
     speech = build_speech(start, device, rejected)
-    start, config = replace(start, config=speech.config), speech.config
     report("data", speech.sentence())
-    planner = EpochPlanner(speech.train.utterances.durations, config.window_size, config.run.seed)
+    planner = EpochPlanner(speech.train.utterances.durations, speech.config.window_size, speech.config.run.seed)
+    start = replace(start, config=settle_stages(speech.config, planner))
+    config = start.config
     step, plan = build_planned_step(start, device, speech, planner, resident_before, report)
     state = TrainState()
     stateful = stateful_parts(start, step, state)
@@ -113,12 +113,12 @@ def build_planned_step(
     sharded = choose_sharding(config, architecture, device, free, topology)
     plan = plan_memory(start, speech, architecture, device, free, sharded) if config.is_planned else None
     report("plan", _plan_sentence(config, plan, planner))
-    total_steps = min(config.run.epochs * planner.windows_per_epoch(), config.run.max_steps or sys.maxsize)
     placement = (
         plan.placement
         if plan
         else resolve_placement(config, architecture, device, Ranks(topology.world, sharded), lambda _: True)
     )
+    total_steps = count_steps(config, planner)
     step = build_step_parts(
         config, architecture, device, total_steps, topology=topology, sharded=sharded, placement=placement
     )
@@ -127,13 +127,6 @@ def build_planned_step(
         if whole is not step.model:
             FullState(step.model, topology).load_state_dict(whole.state_dict())
     return (keep_to_plan(step, plan, resident_before) if plan else step), plan
-
-
-def whole_model(start: Start, step: StepParts) -> torch.nn.Module:
-    """The step's model, or where that is sharded a whole one of the same architecture on the CPU."""
-    if not is_sharded(step.model):
-        return step.model
-    return build_forward(start.config, step.architecture, torch.device("cpu")).model
 
 
 def stateful_parts(start: Start, step: StepParts, state: TrainState) -> Mapping[str, Stateful]:
@@ -153,24 +146,6 @@ def stateful_parts(start: Start, step: StepParts, state: TrainState) -> Mapping[
             "splits": step.splits,
         }
     )
-
-
-def load_weights(
-    start: Start,
-    tokenizer: Vocabulary,
-    planner: EpochPlanner,
-    step: StepParts,
-    state: TrainState,
-    stateful: Mapping[str, Stateful],
-) -> None:
-    """Loads what the run goes on from, or the weights that it begins with, where it names a checkpoint."""
-    if start.resumed:
-        check_states(start.resumed, {*stateful, "plan", "corpus"})
-        forgotten = {"splits"} if start.config.memory.replan else set()
-        load_states(start.resumed, {name: part for name, part in stateful.items() if name not in forgotten})
-        _fit_cursor(state, start.resumed, planner)
-    if start.initial:
-        _take_weights(start.initial, stateful["model"], whole_model(start, step), tokenizer)
 
 
 def take_checkpoint_folder(start: Start, run_directory: Path | None) -> Checkpointer:
@@ -203,11 +178,18 @@ def choose_sharding(
     config: TrainConfig, architecture: Architecture, device: torch.device, free: int, topology: Topology
 ) -> bool:
     """Whether weights, gradients and optimizer are sharded over the ranks, as --shard says."""
-    if topology.is_alone or config.memory.shard != "auto":
-        return not topology.is_alone and config.memory.shard == "always"
-    budget = config.memory.memory_budget
-    budget = parse_budget(budget) if budget else free
-    return from_first(topology, lambda: needs_sharding(config, architecture, device_costs(device), budget))
+    is_asked, tuning = config.memory.shard == "always", config.tuning
+    if topology.is_alone or config.memory.shard == "never":
+        return False
+    budget = parse_budget(config.memory.memory_budget) if config.memory.memory_budget else free
+    costs = device_costs(device)
+    sharded = is_asked or from_first(topology, lambda: needs_sharding(config, architecture, costs, budget))
+    if sharded and (tuning.freeze_steps or tuning.frozen_dtype == "half"):
+        raise UsageError(
+            "--freeze_steps and --frozen_dtype half are for weights that each rank has whole, and these are sharded: "
+            "give --freeze_steps 0 and --frozen_dtype fp32, or --shard never."
+        )
+    return sharded
 
 
 def plan_memory(
@@ -243,26 +225,6 @@ def keep_to_plan(step: StepParts, plan: MemoryPlan, resident_before: float) -> S
     enforce_budget(device, plan.budget, plan.context)
     step = step.recomputing(plan.recompute_policy())
     return replace(step, forward=replace(step.forward, at_once=plan.at_once))
-
-
-def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner) -> None:
-    """Begins the epoch again where the data is not what the cursor was counted in."""
-    if checkpoint.plan_digest != planner.digest() and state.window:
-        print(
-            f"The training data or its order has changed since the checkpoint: epoch {state.epoch + 1} begins again.",
-            flush=True,
-        )
-        state.begin_epoch()
-
-
-def _take_weights(initial: Checkpoint, stateful: Stateful, whole: KonkaniVaniASR, tokenizer: Vocabulary) -> None:
-    """Takes what fits of a checkpoint's weights into the whole model, and the part `stateful` takes that model's."""
-    config = config_from_text(initial.config)
-    _, weights = architecture_of(config, initial.vocab_size).plain(initial.states["model"])
-    transfer = transfer_weights(whole, weights, config.model, initial.tokenizer == tokenizer.model)
-    if stateful is not whole:
-        stateful.load_state_dict(whole.state_dict())
-    print(f"Weights from the checkpoint of step {initial.step}:\n{transfer.summary()}", flush=True)
 
 
 def _plan_sentence(config: TrainConfig, plan: MemoryPlan | None, planner: EpochPlanner) -> str:

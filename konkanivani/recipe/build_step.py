@@ -82,7 +82,7 @@ def build_step_parts(
     forward = build_forward(config, architecture, device, front_end, topology if sharded else None, placement, host)
     return StepParts(
         forward=forward,
-        optimizer=build_optimizer(forward.model, config.optimizer),
+        optimizer=build_optimizer(forward.model, config.optimizer, architecture.tuning),
         scaler=torch.amp.GradScaler(device.type, enabled=forward.amp_dtype == torch.float16),
         schedule=config.optimizer,
         total_steps=total_steps,

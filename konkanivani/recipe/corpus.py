@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from konkanivani.base.console import say
 from konkanivani.base.errors import CheckpointError, DataError
+from konkanivani.base.flags import config_from_text
 from konkanivani.data.fingerprint import Fingerprint, make_fingerprint, read_fingerprint
 from konkanivani.data.manifest import Manifest
 from konkanivani.data.vocabulary import Vocabulary
@@ -12,7 +13,7 @@ from konkanivani.recipe.start import Start
 
 MIN_SHARED = 0.5  # of the smaller one's utterances: recordings may have been added and taken out
 WARNED_OF = 0.05  # less may be two corpora that number their files alike
-MAX_UNKNOWN = 0.005  # of the characters
+MAX_UNKNOWN = 0.005  # of the tokens
 NAMED_CHARACTERS = 10
 
 
@@ -49,27 +50,41 @@ def warn_of_shared(corpus: Fingerprint, *others: Manifest | None) -> None:
             )
 
 
+def keeps_tokens(start: Start) -> bool:
+    """Whether a run that begins with weights keeps their tokenizer: unless new tokens are asked for, or others."""
+    if start.initial is None or start.config.tuning.new_tokenizer:
+        return False
+    asked, stored = start.config.text, config_from_text(start.initial.config).text
+    return (asked.tokenizer_type, asked.vocab_size) == (stored.tokenizer_type, stored.vocab_size)
+
+
 def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Vocabulary, texts: Iterable[str]) -> None:
-    """Raises a DataError where a checkpoint's tokenizer lacks too many characters of a corpus that has changed.
+    """Raises a DataError where a checkpoint's tokenizer lacks too much of a corpus that it was not made of.
 
     `texts` are the corpus's, normalised.
     """
     remembered = remembered_corpus(start)
-    if not start.resumed or (remembered is not None and remembered.is_unchanged(corpus)):
+    is_changed = start.resumed and (remembered is None or not remembered.is_unchanged(corpus))
+    if not (is_changed or keeps_tokens(start)):
         return
-    counts = Counter(character for text in texts for character in text if character != " ")
-    unknown = {c: number for c, number in counts.items() if tokenizer.special.unknown in tokenizer.encode(c)}
-    part = sum(unknown.values()) / max(1, sum(counts.values()))
+    characters, tokens = Counter(), Counter()
+    for text in texts:
+        characters.update(text)
+        tokens.update(tokenizer.encode(text))
+    unknown = {c: number for c, number in characters.items() if tokenizer.special.unknown in tokenizer.encode(c)}
+    part = tokens[tokenizer.special.unknown] / max(1, tokens.total())
     if not unknown:
         return
     commonest = sorted(unknown, key=unknown.__getitem__, reverse=True)
-    named = " ".join(commonest[:NAMED_CHARACTERS]) + (" …" if len(commonest) > NAMED_CHARACTERS else "")
-    found = f"{part:.2%} of the characters of {corpus.manifest} are none of the checkpoint's tokenizer ({named})"
+    named = ", ".join(f"{character} {unknown[character]:,} times" for character in commonest[:NAMED_CHARACTERS])
+    named += ", …" if len(commonest) > NAMED_CHARACTERS else ""
+    found = f"{part:.2%} of the tokens of {corpus.manifest} are unknown to the checkpoint: its tokenizer has no {named}"
     if part <= MAX_UNKNOWN:
-        say(f"{found}: they are trained on as unknown.")
+        say(f"{found}. They are trained on as unknown.")
         return
-    raise DataError(
-        f"{found}, more than {MAX_UNKNOWN:.1%}: the model could never write them. Begin a run of its own with "
-        "--init_from, which takes the checkpoint's weights and a tokenizer of the new text, and another "
-        "--checkpoint_dir."
-    )
+    spelt = "--digits spell, which writes digits as words, or " if any(map(str.isdecimal, unknown)) else ""
+    spelt = spelt if start.config.text.digits == "keep" and start.initial else ""
+    advice = f"Give {spelt}--new_tokenizer, which makes a tokenizer of this text and a head for it."
+    if start.resumed:
+        advice = "Begin a run of its own with --init_from and --new_tokenizer, and another --checkpoint_dir."
+    raise DataError(f"{found}. More than {MAX_UNKNOWN:.1%} is too much: the model could never write them. {advice}")

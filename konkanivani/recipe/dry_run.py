@@ -177,4 +177,5 @@ def scratch_config(config: TrainConfig) -> Iterator[TrainConfig]:
     run = config.run
     with scratch_folder(Path(run.checkpoint_dir)) as checkpoints, scratch_folder(Path(run.log_dir)) as logs:
         folders = dataclasses.replace(run, checkpoint_dir=str(checkpoints), log_dir=str(logs))
-        yield dataclasses.replace(config, run=folders)
+        tuning = dataclasses.replace(config.tuning, freeze_steps=0)  # as all steps are but the first and cheapest
+        yield dataclasses.replace(config, run=folders, tuning=tuning)

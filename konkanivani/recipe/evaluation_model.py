@@ -55,7 +55,7 @@ def load_evaluation_model(path: str | Path, device: torch.device, topology: Topo
     config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, mixed_precision=False))
     architecture = restored_architecture(checkpoint, config)
     forward = build_forward(config, architecture, device)
-    weights = whole_weights(checkpoint, config, set(forward.model.state_dict()))
+    weights = whole_weights(checkpoint, config, forward.model.state_dict())
     load_states(dataclasses.replace(checkpoint, states={"model": weights}), {"model": forward.model})
     return EvaluationModel(checkpoint.step, config, tokenizer, forward, topology)
 

@@ -34,7 +34,7 @@ from konkanivani.data.text import Digits, normalize_text, train_tokenizer
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.inference.speech_model import load_tokenizer
 from konkanivani.model.architecture import Architecture
-from konkanivani.recipe.corpus import check_corpus, check_spelling, warn_of_shared
+from konkanivani.recipe.corpus import check_corpus, check_spelling, keeps_tokens, warn_of_shared
 from konkanivani.recipe.planning.plan import SpeechSizes
 from konkanivani.recipe.start import Start
 from konkanivani.training.validation import EvaluationSet
@@ -115,7 +115,7 @@ def settle(start: Start, amount: Amount) -> Start:
     config = asked = start.config
     used = asked.data.train_subset / 100
     amount = Amount(amount.hours * used, round(amount.utterances * used), start.topology.world)
-    if start.initial:
+    if start.initial and not config.tuning.new_tokenizer:
         config = as_stored(config, config_from_text(start.initial.config), names=("tokenizer_type",))
     config = resolve(config, amount)
     if decided := decisions(asked, config):
@@ -132,7 +132,7 @@ def _read(path: str | None, named_roots: tuple[str, ...], problems: ErrorCollect
 
 
 def choose_tokenizer(start: Start, manifest: Manifest) -> Vocabulary:
-    """The checkpoint's tokenizer where there is one that serves, else one trained on the manifest's texts."""
+    """The checkpoint's tokenizer where there is one and no other is asked for, else one of the manifest's texts."""
     if start.resumed:
         return load_tokenizer(start.resumed)
     if start.pretrained:
@@ -141,10 +141,8 @@ def choose_tokenizer(start: Start, manifest: Manifest) -> Vocabulary:
     texts = list(normalized_texts(manifest, text.digits))
     if not texts:
         raise no_text(manifest)
-    if start.initial and config_from_text(start.initial.config).text == text:
-        tokenizer = load_tokenizer(start.initial)
-        if not any(tokenizer.special.unknown in tokenizer.encode(text) for text in texts):
-            return tokenizer
+    if keeps_tokens(start):
+        return load_tokenizer(start.initial)
     return train_tokenizer(texts, text.tokenizer_type, text.vocab_size)
 
 

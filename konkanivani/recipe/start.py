@@ -111,15 +111,11 @@ def _resolve(asked: Asked, report: Report) -> Start:
         return _resume_newest(asked, report)
     if config.run.resume:
         return _resume_named(asked, Path(config.run.resume), report)
+    initial = None
+    if config.run.init_from:
+        check_paths(config)
+        asked, initial = begin_with(asked, Path(config.run.init_from))
     config, pretrained = _check_beginning(asked, report)
-    initial = read_checkpoint(config.run.init_from) if config.run.init_from else None
-    if initial:
-        settings_of_weights(initial)
-        if STATE in initial.states:
-            raise UsageError(
-                f"--init_from {config.run.init_from} is of a run that began with --pretrained. Write its model as a "
-                "folder with export_asr.py --whisper, and give that as --pretrained."
-            )
     lock = _take_folder(config.run)
     folder = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints)
     if folder.has_checkpoints() and not config.run.fresh:
@@ -128,6 +124,18 @@ def _resolve(asked: Asked, report: Report) -> Start:
             "(they are moved into a folder beside), or give another --checkpoint_dir."
         )
     return _begin(config, lock, initial=initial, pretrained=pretrained)
+
+
+def begin_with(asked: Asked, path: Path) -> tuple[Asked, Checkpoint]:
+    """What is asked for of a run that begins with the checkpoint at `path`, which brings its shape; and that one."""
+    initial = read_checkpoint(path)
+    stored = settings_of_weights(initial)
+    if STATE in initial.states:
+        raise UsageError(
+            f"--init_from {path} is of a run that began with --pretrained. Write its model as a folder with "
+            "export_asr.py --whisper, and give that as --pretrained."
+        )
+    return dataclasses.replace(asked, config=asked.beginning_with(stored)), initial
 
 
 def _begin(

@@ -1,6 +1,7 @@
 """The training loop: windows in, steps, validation, checkpoints and logs out, in the order in which they happen."""
 
 import gc
+import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -28,6 +29,7 @@ def train(run: Run) -> None:
         closing(run.windows.from_cursor(state.cursor, run.interruption.check)) as windows,
         freeze_gc(),
     ):
+        score_beginning(run, breaking_off)
         while True:
             if state.has_epoch_to_finish:
                 with save_on_error(saver):
@@ -73,6 +75,18 @@ def stop_here(saver: "PeriodicSaver", error: Interrupted) -> None:
     saver.run.progress.close()
     with save_on_error(saver):
         raise error
+
+
+def score_beginning(run: Run, breaking_off: Callable[[], AbstractContextManager[None]]) -> None:
+    """Validates the weights that a run begins with, before its first step: what it loses of them is seen beside."""
+    state, begins = run.state, run.config.init_from or run.settings.pretrained.pretrained
+    if run.validation is None or not begins or state.step or state.initial_cer < math.inf:
+        return
+    with breaking_off():
+        evaluation = run.validation.evaluate(run.step.forward, run.decode, run.interruption.check)
+    state.initial_wer, state.initial_cer = evaluation.rates.wer, evaluation.rates.cer
+    log_validation(run, evaluation, state.learning(run.step.total_steps))
+    run.progress.lap()
 
 
 def finish_epoch(run: Run, breaking_off: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:

@@ -1,17 +1,19 @@
 """AdamW and what every optimizer has, all allocated beforehand; the learning rate, a pure function of the step."""
 
 import math
-from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.optim.adamw import adamw
 
-from konkanivani.base.config import AUTO, OptimizerConfig
+from konkanivani.base.config import AUTO, OptimizerConfig, TuningConfig
 from konkanivani.base.errors import CheckpointError
+from konkanivani.model.adapters import OVER_TOKENS
 
 MAX_WARMUP_STEPS = 500
 MOMENTS = "exp_avg", "exp_avg_sq"
 BETAS, EPSILON = (0.9, 0.98), 1e-8
+Group = dict[str, Any]  # of parameters, laid out as torch's optimizers have it
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -37,20 +39,15 @@ def resolve_warmup(config: OptimizerConfig, total_steps: int) -> int:
 
 
 class Optimizer:
-    """What every optimizer has: two groups of parameters, weight decay on matrices only, and state of its own for each.
+    """What every optimizer has: groups of parameters, weight decay on matrices only, and state of its own for each.
 
     All of it is allocated already, and so is the room in which an update computes: one that allocates could run out of
     memory half done; these cannot. `param_groups` and `state` are laid out as torch.optim's, as a GradScaler expects.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], learning_rate: float, weight_decay: float) -> None:
-        matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
-        others = [parameter for parameter in parameters if parameter.dim() < 2]
-        self.param_groups = [
-            {"params": matrices, "lr": learning_rate, "weight_decay": weight_decay},
-            {"params": others, "lr": learning_rate, "weight_decay": 0.0},
-        ]
-        self.state = {parameter: self.new_state(parameter) for parameter in (*matrices, *others)}
+    def __init__(self, groups: list[Group]) -> None:
+        self.param_groups = groups
+        self.state = {parameter: self.new_state(parameter) for group in groups for parameter in group["params"]}
         self.workspace: list[torch.Tensor] = []
 
     def new_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
@@ -90,7 +87,7 @@ class AdamW(Optimizer):
         for group in self.param_groups:
             self.update(group, [parameter for parameter in group["params"] if parameter.grad is not None])
 
-    def update(self, group: Mapping[str, float], parameters: list[torch.nn.Parameter]) -> None:
+    def update(self, group: Group, parameters: list[torch.nn.Parameter]) -> None:
         """Updates some of a group, whose moments are whole."""
         if not parameters:
             return
@@ -112,10 +109,42 @@ class AdamW(Optimizer):
         )
 
 
-def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Gives every parameter group the rate of the coming update."""
+def parameter_groups(model: torch.nn.Module, config: OptimizerConfig, tuning: TuningConfig) -> list[Group]:
+    """The trained parameters of `model`, matrices with weight decay before others without, by what their rate is.
+
+    `factor` is what the schedule's rate is multiplied by; what is `later` stands still while the head is trained alone.
+    """
+    later, groups = set(later_parameters(model)), {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            factor = tuning.encoder_factor if name.startswith("encoder.") else 1.0
+            is_later = bool(tuning.freeze_steps) and parameter in later
+            groups.setdefault((factor, is_later, parameter.dim() < 2), []).append(parameter)
+    rate, decay = config.learning_rate, config.weight_decay
+    return [
+        {"params": found, "lr": rate, "weight_decay": 0.0 if is_flat else decay, "factor": factor, "later": is_later}
+        for (factor, is_later, is_flat), found in sorted(groups.items(), key=lambda pair: pair[0][::-1])
+    ]
+
+
+def later_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The trained parameters that are no head's: what --freeze_steps leaves as it is at first."""
+    named = model.named_parameters()
+    return [weight for name, weight in named if weight.requires_grad and not name.startswith(OVER_TOKENS)]
+
+
+def begun_share(config: OptimizerConfig, tuning: TuningConfig, step: int, total_steps: int) -> float:
+    """What later parameters' rates are of what they will be: they warm up when they begin, as long as the others do."""
+    first = tuning.freeze_steps or 0
+    if not first:
+        return 1.0
+    return min(1.0, max(0, step + 1 - first) / resolve_warmup(config, total_steps))
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float, begun: float = 1.0) -> None:
+    """Gives every parameter group its rate of the coming update; `begun` is the share of those that are later."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group["factor"] * (begun if group["later"] else 1.0)
 
 
 class OptimizerState:

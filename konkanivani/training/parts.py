@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.losses import LossCounts, LossSums
 from konkanivani.training.forward import ForwardPass
-from konkanivani.training.optimizer import Optimizer
+from konkanivani.training.optimizer import Optimizer, later_parameters
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,19 @@ class StepParts:
         buffers = list(front_end.buffers()) if isinstance(front_end, torch.nn.Module) else []
         copies = self.forward.weights.copies
         return [*self.model.parameters(), *self.model.buffers(), *copies, *buffers, *self.optimizer.tensors]
+
+    @contextmanager
+    def stage(self, step: int) -> Iterator[None]:
+        """While it lasts, no gradient is made for what a step of this number is too early for (--freeze_steps)."""
+        is_early = step < (self.architecture.tuning.freeze_steps or 0)
+        later = later_parameters(self.model) if is_early else []
+        try:
+            for parameter in later:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            for parameter in later:
+                parameter.requires_grad_(True)
 
     def recomputing(self, policy: RecomputePolicy) -> "StepParts":
         """The same step under another policy of what is recomputed in the backward pass."""

@@ -115,7 +115,7 @@ def _readable(run: Run, speech: TrainingSpeech, order: np.ndarray) -> Iterator[S
 def _try_window(run: Run, name: str, window: Window) -> Rehearsal:
     run.interruption.check()
     with run.interruption.breaking_off(run.interruption.stop_unsaved):  # all of it is undone
-        report = train_step(run.step, window, run.state.step)
+        report = train_step(run.step, window, max(run.state.step, run.step.architecture.tuning.freeze_steps or 0))
     largest = largest_batch(window.micro_batches)
     return Rehearsal(name, largest.size, largest.longest_seconds, report.splits)
 

@@ -91,6 +91,8 @@ def log_validation(run: Run, evaluation: Evaluation, learning: EpochLearning) ->
         attention_loss=evaluation.losses.attention,
         wer=evaluation.rates.wer,
         cer=evaluation.rates.cer,
+        initial_wer=run.state.initial_wer if run.state.initial_wer < math.inf else None,
+        initial_cer=run.state.initial_cer if run.state.initial_cer < math.inf else None,
         blank_share=evaluation.blank_share,
         clipped_share=learning.clipped_share,
         utterances=len(evaluation.scored),
@@ -100,7 +102,8 @@ def log_validation(run: Run, evaluation: Evaluation, learning: EpochLearning) ->
         rank_peaks_mib=run.rank_peaks_mib(),
     )
     run.logbook.log(record)
-    log_spectrogram(run, shown[0].utterance.id)
+    if run.state.step:  # sharded weights must have run whole before a part of them does, on each rank
+        log_spectrogram(run, shown[0].utterance.id)
 
 
 @torch.no_grad()

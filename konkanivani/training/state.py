@@ -11,6 +11,7 @@ from konkanivani.training.logs.learning import EpochLearning
 
 # What older versions did not count.
 NOT_COUNTED = {"splits": 0, "epoch_steps": 0, "epoch_clipped": 0, "epoch_loss": 0.0, "first_loss": 0.0}
+NOT_COUNTED |= {"initial_wer": math.inf, "initial_cer": math.inf}
 
 
 @dataclass
@@ -20,7 +21,8 @@ class TrainState:
     `epoch` and `window` are the cursor; `epochs_finished` counts those validated; `best_score` is the lowest
     validation score so far; `splits` counts how often a step ran out of memory and was begun again in smaller pieces.
     Of the epoch so far: its steps, how many of their gradients were clipped, their summed losses; `first_loss` is the
-    mean loss of the first epoch's steps, 0 until it is finished.
+    mean loss of the first epoch's steps, 0 until it is finished. `initial_wer` and `initial_cer` are validation's of
+    the weights that the run began with, inf where it began with none.
     """
 
     step: int = 0
@@ -37,6 +39,8 @@ class TrainState:
     epoch_clipped: int = 0
     epoch_loss: float = 0.0
     first_loss: float = 0.0
+    initial_wer: float = math.inf
+    initial_cer: float = math.inf
 
     @property
     def cursor(self) -> Cursor:

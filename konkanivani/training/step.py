@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from konkanivani.data.batch import Batch, Window
 from konkanivani.model.losses import LossCounts, LossSums
-from konkanivani.training.optimizer import learning_rate, set_learning_rate
+from konkanivani.training.optimizer import begun_share, learning_rate, set_learning_rate
 from konkanivani.training.parts import GradientTask, StepParts, WindowGradient, loss_counts
 
 
@@ -42,7 +42,7 @@ def train_step(
     All but the update is done inside of `breaking_off`: until then no weight has changed. A ResourceError names an
     utterance that does not fit in memory even alone.
     """
-    with breaking_off():
+    with breaking_off(), parts.stage(step):
         gradient = parts.compute_gradient(GradientTask(parts, window, step, forward_and_backward, is_interrupted))
     return None if gradient is None else update(parts, gradient, loss_counts(window), step)
 
@@ -64,7 +64,8 @@ def update(parts: StepParts, gradient: WindowGradient, counts: LossCounts, step:
     """Applies the window's gradient if it is finite. Allocates nothing (see optimizer.py): never half done."""
     rate = learning_rate(parts.schedule, step, parts.total_steps)
     if gradient.is_finite:
-        set_learning_rate(parts.optimizer, rate)
+        begun = begun_share(parts.schedule, parts.architecture.tuning, step, parts.total_steps)
+        set_learning_rate(parts.optimizer, rate, begun)
         parts.optimizer.step()
     parts.optimizer.zero_grad()
     parts.scaler.update()

@@ -128,9 +128,8 @@ def test_what_is_tuned_is_told_by_the_scripts(base, corpus, tmp_path):
     [
         ("--freeze encoder", "or --init_from"),
         ("--lora_rank 4", "or --init_from"),
-        ("--init_from x --freeze 13", "up to 12 blocks"),
-        ("--init_from x --freeze -1", "up to 12 blocks"),
-        ("--init_from x --freeze 2 --lora_rank 4", "leave --freeze out"),
+        ("--init_from x --freeze -1", "numbers of blocks, at least 0"),
+        ("--init_from x --freeze 2 --lora_rank 4", "leave --freeze and --train_layers out"),
         ("--init_from x --lora_rank 4 --lora_targets query keys", "takes some of"),
         ("--init_from x --lora_rank -4", "between 0 and 1024"),
         ("--init_from x --lora_rank 4 --lora_alpha nan", "finite"),

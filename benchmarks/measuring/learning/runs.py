@@ -95,7 +95,7 @@ def _train_ours(order: Order) -> tuple[tuple[Rates, ...], Rates, Rates | None]:
     said = json.loads(printed[-1])
     log = Path(said["tensorboard"]) / "log.jsonl"
     records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    valid = tuple(Rates(r["wer"], r["cer"]) for r in records if r["kind"] == "validation")
+    valid = tuple(Rates(r["wer"], r["cer"]) for r in records if r["kind"] == "validation" and r["epoch"])
     is_joint = "test_wer_joint" in said  # not where --flags ask for another search
     joint = Rates(said["test_wer_joint"], said["test_cer_joint"]) if is_joint else None
     return valid, Rates(said["test_wer"], said["test_cer"]), joint

@@ -43,7 +43,7 @@ def fused_linear(
         normed = x if norm is None else norm(_in_full(x))
         inner = activation(normed) if activation else normed
     if not torch.is_grad_enabled():  # a Function's own time is half of a decoder's step over a few tokens
-        whole = fast_linear(inner, linear.weight, linear.bias)
+        whole = fast_linear(inner, _as_multiplied(linear.weight, inner), linear.bias)
     else:
         scale, shift, epsilon = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
         whole = _Linear.apply(x, linear.weight, linear.bias, scale, shift, epsilon, activation)
@@ -89,7 +89,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight, scale, shift)
         if scale is not None:
             x, _, _ = _normalize(x, scale, shift, epsilon)
-        rows = fast_linear((activation(x) if activation else x).flatten(0, -2), weight, bias)
+        rows = fast_linear((activation(x) if activation else x).flatten(0, -2), _as_multiplied(weight, x), bias)
         # Not a view to autograd, so that the rotation of queries and keys may change it in place.
         return torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], -1])
 
@@ -117,6 +117,13 @@ class _Linear(torch.autograd.Function):
             by_inner, _in_full(x), scale.shape, mean, inverse_deviation, scale, shift, [True, True, True]
         )
         return by_x, by_weight, by_bias, by_scale, by_shift, None, None
+
+
+def _as_multiplied(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The weight in the precision of x where it is kept in another one, for as long as the product takes."""
+    if weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type):  # which sees to it itself
+        return weight
+    return weight.to(x.dtype)
 
 
 def _normalize(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from konkanivani.base.config import AudioContext, AugmentConfig, LossConfig, TuningConfig
-from konkanivani.model.adapters import lower_parts, merged, tune
+from konkanivani.model.adapters import merged, tune
 from konkanivani.model.asr import Unfilled
 from konkanivani.model.flops import Layer
 from konkanivani.model.losses import LossTerm, Objective
@@ -64,7 +64,7 @@ class WhisperArchitecture:
     def build(self) -> Whisper:
         """The network, initialised from torch's generator; what is not to be trained is frozen."""
         model = Whisper(self.model, self.audio_context)
-        tune(model, lower_parts(model.encoder, self.tuning.freeze), self.tuning)
+        tune(model, self.tuning)
         return model
 
     def plain(self, weights: Mapping[str, torch.Tensor]) -> tuple["WhisperArchitecture", Mapping[str, torch.Tensor]]:

@@ -196,8 +196,10 @@ def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int) -> str
     changed = [one for one, default in pairs if one.value != default.value]
     asked = [one for one in changed if one.group in ("pretrained", "tuning") or one.name == "optimizer"]
     words = ["--preset", config.run.preset] if config.pretrained.pretrained is None else []
+    words = ["--init_from", config.run.init_from] if config.run.init_from else words
     for setting in asked:
-        words += [f"--{setting.name}", *map(str, setting.value if setting.name == "lora_targets" else [setting.value])]
+        values = setting.value if isinstance(setting.value, tuple) else [setting.value]
+        words += [f"--{setting.name}", *(str(value) for value in values if value is not True)]
     words += ["--memory_budget", budget_text(budget)]
     words += ["--batch_size", "auto", "--effective_batch_size", str(config.window_size)]
     words += ["--gradient_checkpointing", "auto", "--max_duration", f"{longest:g}"]

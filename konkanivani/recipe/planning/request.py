@@ -140,4 +140,4 @@ def _tokens_per_second(config: TrainConfig) -> int:
 
 
 def _name(config: TrainConfig) -> str:
-    return config.run.preset if config.pretrained.pretrained is None else config.pretrained.pretrained
+    return config.pretrained.pretrained or config.run.init_from or config.run.preset

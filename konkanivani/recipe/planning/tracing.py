@@ -1,5 +1,6 @@
 """Tracers of a configuration's step, and the traces that are kept for the next one who asks."""
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,9 @@ from konkanivani.training.validation import recognize
 def build_tracer(
     config: TrainConfig, architecture: Architecture, costs: DeviceCosts, placement: Placement = ON_CARD
 ) -> StepTracer:
-    """A tracer of this configuration's step."""
+    """A tracer of this configuration's step, of the larger one where the head is trained alone at first."""
+    tuning = dataclasses.replace(architecture.tuning, freeze_steps=0)
+    architecture = dataclasses.replace(architecture, tuning=tuning)
     places = {"placement": placement, "host": HOST}
     step = TracedStep(
         build=lambda front_end: build_step_parts(config, architecture, CARD, 1, front_end, **places),

@@ -134,8 +134,9 @@ def describe_validation(record: ValidationRecord) -> str:
     """One line of numbers, then at most five references with their hypotheses."""
     parts = [f"epoch {record.epoch}", f"step {record.step}"]
     parts += [f"valid loss {record.loss:.3f}"] if record.loss is not None else []
-    rates = (("WER", record.wer), ("CER", record.cer))
-    parts += [f"{name} {100 * rate:.1f} %" for name, rate in rates if rate is not None]
+    for name, rate, initial in (("WER", record.wer, record.initial_wer), ("CER", record.cer, record.initial_cer)):
+        before = f" (at first {100 * initial:.1f} %)" if initial is not None and record.step else ""
+        parts += [f"{name} {100 * rate:.1f} %{before}"] if rate is not None else []
     lines = [" · ".join(parts)]
     for pair in record.hypotheses[:PAIRS_ON_CONSOLE]:
         lines.append(f"  reference   {' '.join(pair.reference.split())}")

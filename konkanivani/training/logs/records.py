@@ -27,7 +27,8 @@ class Resumed:
 FROM_NOTHING = Resumed()
 
 
-CURVES = ("", VALIDATION, PLANNED, RESERVED)
+INITIAL = "initial"
+CURVES = ("", VALIDATION, PLANNED, RESERVED, INITIAL)
 DRAWN_PHASES = ("forward", "backward", "update", "validation")  # for which memory is planned
 
 
@@ -99,6 +100,7 @@ class HypothesisPair:
 class ValidationRecord:
     """One pass over the validation set after `step` steps. WER and CER are fractions (0.345 = 34.5 %).
 
+    `initial_wer` and `initial_cer` are those of the weights that the run began with, None where it began with none.
     `blank_share` is that of its frames on CTC's best paths, `clipped_share` that of the epoch's clipped
     gradients.
     `rank_peaks_mib` are the peaks of memory of all ranks so far, by rank; empty where one process trains alone.
@@ -118,6 +120,8 @@ class ValidationRecord:
     rank_peaks_mib: tuple[float, ...] = ()
     blank_share: float | None = logged_as("1 error rates/blank_frames", VALIDATION, default=None)
     clipped_share: float | None = logged_as("5 optimizer/clipped_share", default=None)
+    initial_wer: float | None = logged_as("1 error rates/WER", INITIAL, default=None)
+    initial_cer: float | None = logged_as("1 error rates/CER", INITIAL, default=None)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,11 @@ torch.optim's and transformers' were looked at and not taken: both make tensors 
 and their state in the first; torch.optim's waits for the card twice a tensor and loads PyTorch's compiler.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from konkanivani.training.optimizer import EPSILON, Optimizer
+from konkanivani.training.optimizer import EPSILON, Group, Optimizer
 
 DECAY = -0.8  # of the step count: the share of the newest gradient in the mean square
 # AdamW's epsilon, not the paper's 1e-30: a gradient that is rounding alone (of a bias that a softmax takes out) would
@@ -40,8 +39,9 @@ class Adafactor(Optimizer):
     with a row for each channel that it makes, a vector one of a single row, of which nothing is lost.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], learning_rate: float, weight_decay: float) -> None:
-        super().__init__(parameters, learning_rate, weight_decay)
+    def __init__(self, groups: list[Group]) -> None:
+        super().__init__(groups)
+        parameters = list(self.state)
         devices = dict.fromkeys(parameter.device for parameter in parameters)
         self._rooms = {device: new_room([p for p in parameters if p.device == device]) for device in devices}
         self.workspace = [tensor for room in self._rooms.values() for tensor in vars(room).values()]
@@ -59,7 +59,7 @@ class Adafactor(Optimizer):
                 if parameter.grad is not None:
                     self._update(group, parameter)
 
-    def _update(self, group: Mapping[str, float], parameter: torch.nn.Parameter) -> None:
+    def _update(self, group: Group, parameter: torch.nn.Parameter) -> None:
         state, room = self.state[parameter], self._rooms[parameter.device]
         rows, columns = shape = matrix_shape(parameter)
         weights, gradient = parameter.view(shape), parameter.grad.reshape(shape)

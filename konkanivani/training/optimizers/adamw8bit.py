@@ -4,12 +4,11 @@ bitsandbytes and torchao were looked at and not taken, of each the sources: both
 one waits for the card after each tensor, the other compiles each update, and both load PyTorch's compiler.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from konkanivani.training.optimizer import BETAS, EPSILON, MOMENTS, AdamW
+from konkanivani.training.optimizer import BETAS, EPSILON, MOMENTS, AdamW, Group
 from konkanivani.training.optimizers.blocks import BLOCK, Codebook
 
 SMALLEST = 4096  # numbers of a tensor with moments in 8 bits: norms and biases are few, and the most sensitive
@@ -40,8 +39,9 @@ class AdamW8bit(AdamW):
     than 4096 numbers have whole moments.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], learning_rate: float, weight_decay: float) -> None:
-        super().__init__(parameters, learning_rate, weight_decay)
+    def __init__(self, groups: list[Group]) -> None:
+        super().__init__(groups)
+        parameters = list(self.state)
         self._rooms: dict[torch.device, Room] = {}
         for device in dict.fromkeys(parameter.device for parameter in parameters):
             large = [p for p in parameters if p.device == device and p.numel() >= SMALLEST]
@@ -71,7 +71,7 @@ class AdamW8bit(AdamW):
                 if parameter.numel() >= SMALLEST:
                     self._update_in_slices(group, parameter)
 
-    def _update_in_slices(self, group: Mapping[str, float], parameter: torch.nn.Parameter) -> None:
+    def _update_in_slices(self, group: Group, parameter: torch.nn.Parameter) -> None:
         state, room = self.state[parameter], self._rooms[parameter.device]
         state["step"].add_(1)
         weights, gradient = parameter.view(-1).split(SLICE * BLOCK), parameter.grad.reshape(-1).split(SLICE * BLOCK)

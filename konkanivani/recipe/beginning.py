@@ -1,0 +1,90 @@
+"""What a run begins with: the state of a checkpoint, or its weights, and for how long their head learns alone."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from konkanivani.base.config import TrainConfig, TuningConfig
+from konkanivani.base.flags import config_from_text
+from konkanivani.data.batching import EpochPlanner
+from konkanivani.data.vocabulary import Vocabulary
+from konkanivani.inference.speech_model import check_finite
+from konkanivani.model.adapters import begin_head
+from konkanivani.model.architecture import architecture_of
+from konkanivani.model.asr import KonkaniVaniASR
+from konkanivani.model.transfer import transfer_weights
+from konkanivani.recipe.build_step import build_forward
+from konkanivani.recipe.start import Start
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, Stateful, check_states, load_states
+from konkanivani.training.optimizer import resolve_warmup
+from konkanivani.training.parts import StepParts
+from konkanivani.training.sharding import is_sharded
+from konkanivani.training.state import TrainState
+
+
+def count_steps(config: TrainConfig, planner: EpochPlanner) -> int:
+    """The steps of the whole run."""
+    return min(config.run.epochs * planner.windows_per_epoch(), config.run.max_steps or sys.maxsize)
+
+
+def settle_stages(config: TrainConfig, planner: EpochPlanner) -> TrainConfig:
+    """The configuration with the steps for which a head is trained alone: a new one as long as it warms up."""
+    if config.tuning.freeze_steps is not None:
+        return config
+    steps = resolve_warmup(config.optimizer, count_steps(config, planner)) if config.tuning.new_tokenizer else 0
+    return replace(config, tuning=replace(config.tuning, freeze_steps=steps))
+
+
+def whole_model(start: Start, step: StepParts) -> torch.nn.Module:
+    """The step's model, or where that is sharded a whole one of the same architecture on the CPU."""
+    if not is_sharded(step.model):
+        return step.model
+    return build_forward(start.config, step.architecture, torch.device("cpu")).model
+
+
+def load_weights(
+    start: Start,
+    tokenizer: Vocabulary,
+    planner: EpochPlanner,
+    step: StepParts,
+    state: TrainState,
+    stateful: Mapping[str, Stateful],
+) -> None:
+    """Loads what the run goes on from, or the weights that it begins with, where it names a checkpoint."""
+    if start.resumed:
+        check_states(start.resumed, {*stateful, "plan", "corpus"})
+        forgotten = {"splits"} if start.config.memory.replan else set()
+        load_states(start.resumed, {name: part for name, part in stateful.items() if name not in forgotten})
+        _fit_cursor(state, start.resumed, planner)
+    if start.initial:
+        _take_weights(start.initial, start.config.tuning, stateful["model"], whole_model(start, step), tokenizer)
+
+
+def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner) -> None:
+    """Begins the epoch again where the data is not what the cursor was counted in."""
+    if checkpoint.plan_digest != planner.digest() and state.window:
+        print(
+            f"The training data or its order has changed since the checkpoint: epoch {state.epoch + 1} begins again.",
+            flush=True,
+        )
+        state.begin_epoch()
+
+
+def _take_weights(
+    initial: Checkpoint, tuning: TuningConfig, stateful: Stateful, whole: KonkaniVaniASR, tokenizer: Vocabulary
+) -> None:
+    """Takes what fits of a checkpoint's weights into the whole model, and the part `stateful` takes that model's."""
+    config = config_from_text(initial.config)
+    _, weights = architecture_of(config, initial.vocab_size).plain(initial.states["model"])
+    transfer = transfer_weights(
+        whole, weights, config.model, initial.tokenizer == tokenizer.model and not tuning.new_tokenizer
+    )
+    if tuning.new_tokenizer:
+        begin_head(whole)
+    if tuning.frozen_dtype == "half":
+        check_finite(f"the checkpoint of step {initial.step}, rounded to half precision,", whole.state_dict())
+    if stateful is not whole:
+        stateful.load_state_dict(whole.state_dict())
+    print(f"Weights from the checkpoint of step {initial.step}:\n{transfer.summary()}", flush=True)

@@ -1,0 +1,404 @@
+"""What is trained of a model that begins with weights: layers, the head at first, rates, beside rounded weights."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from konkanivani.base.config import DataConfig, MemoryConfig, ModelConfig, OptimizerConfig, TrainConfig, TuningConfig
+from konkanivani.base.errors import CheckpointError, DataError, UsageError
+from konkanivani.base.flags import parse_flags
+from konkanivani.decoding.ctc import greedy_ctc
+from konkanivani.inference.speech_model import build_speech_model
+from konkanivani.memory.activation_checkpointing import RecomputePolicy
+from konkanivani.memory.devices import cpu_costs
+from konkanivani.memory.plan import model_state_bytes
+from konkanivani.memory.weights.placement import ON_CARD, Placement
+from konkanivani.model.adapters import BLANK_BIAS, OVER_TOKENS
+from konkanivani.model.architecture import architecture_of
+from konkanivani.recipe.build import build_run
+from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.recipe.evaluation_model import evaluate_manifest, load_evaluation_model
+from konkanivani.recipe.planning.tracing import build_tracer
+from konkanivani.training.checkpoint.checkpoint import read_checkpoint, write_checkpoint
+from konkanivani.training.checkpoint.checkpointer import LAST
+from konkanivani.training.loop import train
+from konkanivani.training.optimizer import begun_share
+from konkanivani.training.parts import StepParts
+from konkanivani.training.step import train_step
+from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_script, run_trainer, write_corpus
+from tests.laws.parts import measured_peak, speeches, window
+from tests.starts import begin_run
+
+CPU = torch.device("cpu")
+STEADY = "--epochs 20 --schedule inverse_sqrt --warmup_steps 1 --num_workers 0 --device cpu".split()
+HALF = ("--frozen_dtype", "half")
+HEADS = {name for head in ("ctc_head", "decoder.output") for name in (f"{head}.weight", f"{head}.bias")}
+WIDE = ModelConfig(d_model=96, encoder_layers=4, decoder_layers=1, subsampling_channels=8)
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def base(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The last checkpoint of a run of three steps, all of it trained."""
+    folder = tmp_path_factory.mktemp("base")
+    flags = (*TINY_MODEL, *corpus.flags(), *run_folders(folder), "--num_workers", "0", "--max_steps", "3")
+    train(build_run(begin_run(list(flags))))
+    return folder / "checkpoints" / LAST
+
+
+def weights_of(folder: Path) -> Weights:
+    return dict(read_checkpoint(folder / "checkpoints" / LAST).states["model"])
+
+
+def tuned(corpus: Corpus, base: Path, folder: Path, steps: int, *flags: str) -> Weights:
+    """What so many steps make of the base's weights."""
+    begun = (*corpus.flags(), *run_folders(folder), *STEADY, "--init_from", str(base), *flags)
+    train(build_run(begin_run([*begun, "--max_steps", str(steps)])))
+    return weights_of(folder)
+
+
+def changed(before: Weights, after: Weights) -> set[str]:
+    return {name for name, weight in after.items() if not torch.equal(weight, before[name])}
+
+
+# ----------------------------------------------------------------------------------------------------- what is trained
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_the_last_layers_and_what_is_behind_them_are_trained_and_no_other_has_moments(count, base, corpus, tmp_path):
+    before = dict(read_checkpoint(base).states["model"])
+    kept = ("encoder.subsampling.", *(f"encoder.blocks.{number}." for number in range(2 - count)))
+    after = tuned(corpus, base, tmp_path, 3, "--train_layers", str(count))
+    assert changed(before, after) == {name for name in before if not name.startswith(kept)}
+    moments = read_checkpoint(tmp_path / "checkpoints" / LAST).states["optimizer"]
+    assert {name.rpartition("/")[0] for name in moments} == changed(before, after)
+    assert "encoder.norm.weight" in changed(before, after)
+
+
+def test_the_last_layers_are_the_complement_of_the_first(base, corpus, tmp_path):
+    first = tuned(corpus, base, tmp_path / "first", 2, "--freeze", "1")
+    last = tuned(corpus, base, tmp_path / "last", 2, "--train_layers", "1")
+    assert all(torch.equal(weight, first[name]) for name, weight in last.items())
+
+
+def test_at_first_the_head_alone_is_trained_and_then_all_with_moments_for_all_from_the_start(base, corpus, tmp_path):
+    before, flags = dict(read_checkpoint(base).states["model"]), ("--freeze_steps", "2")
+    alone = tuned(corpus, base, tmp_path / "alone", 2, *flags)
+    assert changed(before, alone) == {name for name in before if name.startswith(OVER_TOKENS)}
+    moments = read_checkpoint(tmp_path / "alone" / "checkpoints" / LAST).states["optimizer"]
+    assert {name.rpartition("/")[0] for name in moments} == before.keys()
+    assert not any(moment.any() for name, moment in moments.items() if not name.startswith(OVER_TOKENS))
+    assert changed(before, tuned(corpus, base, tmp_path / "all", 3, *flags)) == before.keys()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--freeze_steps", "3", "--encoder_rate_factor", "0.3"),
+        ("--train_layers", "1", "--freeze_steps", "3", "--frozen_dtype", "half"),
+        ("--new_tokenizer", "--lora_rank", "2", "--freeze_steps", "3", "--frozen_dtype", "half"),
+    ],
+)
+def test_stopped_on_either_side_of_the_switch_it_goes_on_bit_for_bit_with_its_rates(flags, base, corpus, tmp_path):
+    flags = (*flags, "--dropout", "0.2")
+    whole = tuned(corpus, base, tmp_path / "whole", 6, *flags)
+    pieces = tmp_path / "pieces"
+    tuned(corpus, base, pieces, 2, *flags)
+    for steps in ("4", "6"):
+        train(build_run(begin_run([*run_folders(pieces), "--resume", "auto", "--max_steps", steps])))
+    one, other = (read_checkpoint(folder / "checkpoints" / LAST) for folder in (tmp_path / "whole", pieces))
+    assert all(torch.equal(weight, weights_of(pieces)[name]) for name, weight in whole.items())
+    moments = one.states["optimizer"]
+    assert all(torch.equal(moment, other.states["optimizer"][name]) for name, moment in moments.items())
+    assert one.states["progress"] == other.states["progress"]
+    rates = [[record["learning_rate"] for record in read_log(folder)] for folder in (tmp_path / "whole", pieces)]
+    assert rates[0] == rates[1] and len(rates[0]) == 6
+    another = tuned(corpus, base, tmp_path / "control", 6, *flags, "--freeze_steps", "4")
+    assert not all(torch.equal(weight, another[name]) for name, weight in whole.items())
+
+
+def test_the_encoder_has_its_own_rate_and_what_begins_later_a_warm_up_of_its_own(base, corpus, tmp_path):
+    flags = (*corpus.flags(), *run_folders(tmp_path), *STEADY, "--init_from", str(base))
+    run = build_run(begin_run([*flags, "--freeze_steps", "5", "--encoder_rate_factor", "0.25"]))
+    schedule, tuning = OptimizerConfig(warmup_steps=2), run.settings.tuning
+    shares = [begun_share(schedule, tuning, step, 100) for step in range(9)]
+    assert shares == [0, 0, 0, 0, 0, 0.5, 1, 1, 1]
+    names = {parameter: name for name, parameter in run.step.model.named_parameters()}
+    for group in run.step.optimizer.param_groups:
+        of_group = {names[parameter] for parameter in group["params"]}
+        assert group["factor"] == (0.25 if all(name.startswith("encoder.") for name in of_group) else 1.0)
+        assert {name.startswith(OVER_TOKENS) for name in of_group} == {not group["later"]}
+        assert len({parameter.dim() >= 2 for parameter in group["params"]}) == 1
+    assert sum(len(group["params"]) for group in run.step.optimizer.param_groups) == len(names)
+
+
+def step_parts(tuning: TuningConfig, **memory: object) -> StepParts:
+    """Those of a model whose blocks take more than its front end."""
+    config = tuned_config(tuning, **memory)
+    torch.manual_seed(0)
+    return build_step_parts(config, architecture_of(config, 20), CPU, 100)
+
+
+def tuned_config(tuning: TuningConfig, **memory: object) -> TrainConfig:
+    data, optimizer = DataConfig(micro_batches_at_once=1), OptimizerConfig(warmup_steps=1)
+    return TrainConfig(model=WIDE, data=data, memory=MemoryConfig(**memory), tuning=tuning, optimizer=optimizer)
+
+
+def spoken() -> list:
+    return [dataclasses.replace(speech, waveform=speech.waveform.float()) for speech in speeches(4, augmented=False)]
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_what_is_frozen_at_first_takes_no_memory_then_and_the_plan_holds_for_what_comes_after(recompute):
+    tuning = TuningConfig(freeze_steps=2)
+    parts, cut = step_parts(tuning, gradient_checkpointing=recompute), window(spoken(), 2)
+    tracer = build_tracer(tuned_config(tuning), architecture_of(tuned_config(tuning), 20), cpu_costs())
+    planned = tracer.trace_window(cut, RecomputePolicy(recompute)).bytes
+    early = measured_peak(parts, cut)
+    assert not any(parameter.grad is not None for parameter in parts.model.parameters())
+    assert all(parameter.requires_grad for parameter in parts.model.parameters())
+    late = measured_peak(
+        dataclasses.replace(
+            parts,
+            forward=dataclasses.replace(
+                parts.forward, architecture=dataclasses.replace(parts.architecture, tuning=TuningConfig())
+            ),
+        ),
+        cut,
+    )
+    assert early < 0.8 * late and 0.999 * late <= planned <= 1.02 * late
+
+
+# ---------------------------------------------------------------------------------------------- rounded frozen weights
+
+
+LORA = TuningConfig(lora_rank=2)
+TOP = TuningConfig(train_layers=1)
+
+
+@pytest.mark.parametrize("tuning", [LORA, TOP], ids=["LoRA", "the last layer"])
+def test_a_frozen_number_takes_two_bytes_and_the_plan_bounds_what_is_measured(tuning):
+    rounded = dataclasses.replace(tuning, frozen_dtype="half")
+    fp32, half = step_parts(tuning), step_parts(rounded)
+    matrices = [weight for weight in half.model.parameters() if weight.dtype == torch.float16]
+    numbers = sum(weight.numel() for weight in matrices)
+    assert numbers > 0.6 * sum(weight.numel() for weight in half.model.parameters())
+    assert not any(weight.requires_grad for weight in matrices)
+    states = [model_state_bytes(parts.model, parts.optimizer.tensors) for parts in (fp32, half)]
+    assert states[0] - states[1] == 2 * numbers
+    cut, config = window(spoken(), 2), tuned_config(rounded)
+    tracer, measured = build_tracer(config, architecture_of(config, 20), cpu_costs()), measured_peak(half, cut)
+    planned = tracer.trace_window(cut, RecomputePolicy("never")).bytes
+    assert 0.999 * measured <= planned <= 1.02 * measured
+    control = build_tracer(tuned_config(tuning), architecture_of(tuned_config(tuning), 20), cpu_costs())
+    assert control.trace_window(cut, RecomputePolicy("never")).state - tracer.state() == 2 * numbers
+
+
+@pytest.mark.parametrize("precision", [{}, {"mixed_precision": True, "amp_dtype": "bf16"}], ids=["fp32", "bf16"])
+def test_rounded_weights_give_nearly_the_same_losses(precision):
+    losses = []
+    for dtype in ("fp32", "half"):
+        parts = step_parts(dataclasses.replace(LORA, frozen_dtype=dtype), **precision)
+        losses.append(torch.tensor([train_step(parts, window(spoken(), 2), number).loss for number in range(5)]))
+    assert not torch.equal(*losses) and torch.allclose(*losses, rtol=2e-3 if not precision else 1e-2)
+    assert losses[1][-1] < losses[1][0]
+
+
+def test_rounded_weights_give_the_same_steps_fetched_from_the_host():
+    config, losses = tuned_config(dataclasses.replace(LORA, frozen_dtype="half")), []
+    for place in (ON_CARD, Placement(fetched=3)):
+        parts = build_step_parts(config, architecture_of(config, 20), CPU, 100, placement=place)
+        losses.append([train_step(parts, window(spoken(), 2), number).loss for number in range(3)])
+    assert losses[0] == losses[1]
+
+
+def test_weights_that_no_half_holds_are_refused(base, corpus, tmp_path):
+    checkpoint = read_checkpoint(base)
+    checkpoint.states["model"]["encoder.blocks.0.convolution.gate.weight"][0, 0] = 1e6
+    write_checkpoint(tmp_path / "large.pt", checkpoint)
+    flags = [*corpus.flags(), *run_folders(tmp_path), "--init_from", str(tmp_path / "large.pt"), "--lora_rank", "2"]
+    with pytest.raises(CheckpointError, match="rounded to half precision, are not finite numbers"):
+        build_run(begin_run([*flags, *HALF]))
+    build_run(begin_run([*flags, "--fresh"]))
+
+
+def test_beside_rounded_weights_low_rank_products_merge_and_every_script_takes_them(base, corpus, tmp_path):
+    flags = ("--lora_rank", "4", "--frozen_dtype", "half", "--learning_rate", "0.05")
+    after = tuned(corpus, base, tmp_path, 8, *flags)
+    assert {after[f"encoder.blocks.0.{part}.weight"].dtype for part in ("attention.output", "convolution.gate")} == {
+        torch.float16
+    }
+    checkpoint, features = tmp_path / "checkpoints" / LAST, torch.randn(1, 90, 80)
+    adapted = load_evaluation_model(checkpoint, CPU).forward.model.eval()
+    merged = build_speech_model(read_checkpoint(checkpoint), CPU).model
+    plain = build_speech_model(read_checkpoint(base), CPU).model
+    with torch.no_grad():
+        ours, theirs, before = (m.ctc_logits(features, (90,))[0].log_softmax(-1) for m in (adapted, merged, plain))
+    assert (ours - theirs).abs().max() <= 1e-5 < (ours - before).abs().max()
+    bundle = str(tmp_path / "model.safetensors")
+    exported = run_script("training_scripts/export_asr.py", "--checkpoint", str(checkpoint), "--bundle", bundle)
+    assert exported.returncode == 0, exported.stderr
+    again = build_run(begin_run([*corpus.flags(), *run_folders(tmp_path / "next"), "--init_from", str(checkpoint)]))
+    assert all(torch.equal(weight, merged.state_dict()[name]) for name, weight in again.step.model.state_dict().items())
+
+
+# ------------------------------------------------------------------------------------------------ tokens, head, shape
+
+
+def texted_corpus(directory: Path, texts: list[str], lengths: range = range(1, 7)) -> Corpus:
+    """A corpus whose transcripts are these, in turn."""
+    written = write_corpus(directory, {"train": 12, "valid": 3}, lengths=lengths)
+    for split in ("train", "valid"):
+        path = Path(written.manifest(split))
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        changed = [row | {"text": texts[number % len(texts)]} for number, row in enumerate(rows)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in changed), encoding="utf-8")
+    return written
+
+
+def test_text_that_the_tokenizer_lacks_is_refused_with_its_characters_and_what_to_do(base, tmp_path):
+    other = texted_corpus(tmp_path / "digits", ["एक 2", "दोन 2 3"])
+    flags = (*other.flags(), *run_folders(tmp_path), "--init_from", str(base), "--max_steps", "1", "--num_workers", "0")
+    done = run_trainer(*flags)
+    assert done.returncode == 3 and "Traceback" not in done.stderr
+    for part in ("% of the tokens of", "2 12 times", "3 6 times", "--digits spell", "--new_tokenizer"):
+        assert part in done.stderr, done.stderr
+    spelt = run_trainer(*flags, "--digits", "spell")
+    assert spelt.returncode == 0 and "left out (begin anew): 0 tensors" in spelt.stdout, spelt.stderr
+    latin = texted_corpus(tmp_path / "latin", ["एक zero", "दोन"])
+    with pytest.raises(DataError, match="--new_tokenizer") as refused:
+        flags = (*latin.flags(), *run_folders(tmp_path / "control"), "--init_from", str(base), "--num_workers", "0")
+        build_run(begin_run(list(flags)))
+    assert "--digits" not in str(refused.value)
+
+
+def test_a_little_that_is_unknown_is_told_and_the_tokenizer_kept(base, tmp_path, capsys):
+    train_texts = ["एक दोन तीन चार पांच उदक"] * 11 + ["एक दोन तीन चार पांच x"]
+    written = texted_corpus(tmp_path / "nearly", train_texts, range(6, 7))
+    flags = (*written.flags(), *run_folders(tmp_path), "--init_from", str(base), "--num_workers", "0")
+    run = build_run(begin_run(list(flags)))
+    assert run.tokenizer.model == read_checkpoint(base).tokenizer
+    said = capsys.readouterr().out
+    assert "x 1 times" in said and "trained on as unknown" in said
+
+
+def test_a_new_tokenizer_has_a_head_that_begins_with_zeros_and_a_rare_blank(base, corpus, tmp_path, capsys):
+    flags = [*corpus.flags(), *run_folders(tmp_path), "--init_from", str(base), "--new_tokenizer", "--num_workers", "0"]
+    run = build_run(begin_run(flags))
+    weights, before = run.step.model.state_dict(), dict(read_checkpoint(base).states["model"])
+    assert BLANK_BIAS == weights["ctc_head.bias"][0] == -2 and not weights["ctc_head.bias"][1:].any()
+    assert not any(weights[name].any() for name in HEADS - {"ctc_head.bias"})
+    assert weights["decoder.embedding.weight"].any()
+    assert all(
+        torch.equal(weight, before[name]) for name, weight in weights.items() if not name.startswith(OVER_TOKENS)
+    )
+    tuning, steps = run.settings.tuning, run.step.total_steps
+    assert tuning.encoder_factor == 0.1 and tuning.freeze_steps == min(500, steps // 10)  # as long as the warm-up
+    assert "left out (begin anew): 5 tensors" in capsys.readouterr().out
+    control = build_run(begin_run([*flags[:-3], "--fresh", "--num_workers", "0"]))
+    assert control.settings.tuning.freeze_steps == 0 and control.settings.tuning.encoder_factor == 1.0
+    assert torch.equal(control.step.model.ctc_head.weight, before["ctc_head.weight"])
+
+
+def test_low_rank_products_are_trained_beside_a_new_head(base, corpus, tmp_path):
+    after = tuned(corpus, base, tmp_path, 4, "--new_tokenizer", "--lora_rank", "2", "--freeze_steps", "1")
+    assert all(after[name].any() for name in HEADS)
+    assert after["encoder.blocks.0.attention.query_key_value.low_rank.up"].any()
+    before = dict(read_checkpoint(base).states["model"])
+    assert torch.equal(after["encoder.norm.weight"], before["encoder.norm.weight"])
+
+
+def test_shape_and_tokens_are_the_checkpoints_unless_flags_say_otherwise(base, corpus, tmp_path):
+    stored = parse_flags(list(TINY_MODEL))
+    flags = [*corpus.flags(), *run_folders(tmp_path), "--init_from", str(base)]
+    assert begin_run(flags).config.model == stored.model and begin_run(flags).config.text.vocab_size == 30
+    cut = begin_run([*flags, "--encoder_layers", "1"]).config
+    assert cut.model == dataclasses.replace(stored.model, encoder_layers=1)
+    preset = begin_run([*flags, "--preset", "minimal"]).config
+    assert (preset.model.d_model, preset.model.encoder_layers, preset.text.vocab_size) == (128, 6, 30)
+    new = begin_run([*flags, "--new_tokenizer"]).config
+    assert new.model == stored.model and new.text == TrainConfig().text
+    with pytest.raises(UsageError, match="--train_layers 3: the encoder has 2 blocks"):
+        begin_run([*flags, "--train_layers", "3"])
+
+
+def test_the_planner_plans_the_checkpoints_shape(base):
+    flags = ("--memory_budget", "1GiB", "--init_from", str(base), "--train_layers", "1", "--json")
+    planned = [json.loads(run_script("training_scripts/plan_memory.py", *flags, *more).stdout) for more in ((), HALF)]
+    assert planned[1]["state"] < planned[0]["state"] < 2**21
+    assert f"--init_from {base} --train_layers 1 --frozen_dtype half" in planned[1]["flags"]
+
+
+# --------------------------------------------------------------------------------------------- the score at the start
+
+
+def test_the_score_at_the_start_stands_beside_every_later_one_and_is_kept_over_a_resume(base, corpus, tmp_path):
+    flags = (*corpus.flags(), *run_folders(tmp_path), *STEADY, "--init_from", str(base), "--max_steps", "6")
+    done = run_trainer(*flags)
+    assert done.returncode == 0, done.stderr
+    assert "(at first " in done.stdout
+    assert run_trainer(*run_folders(tmp_path), "--resume", "auto", "--max_steps", "9").returncode == 0
+    first, *later = read_log(tmp_path, "validation")
+    expected = evaluate_manifest(load_evaluation_model(base, CPU), corpus.manifest("valid"), greedy_ctc)
+    assert (first["step"], first["epoch"], first["cer"], first["wer"], first["loss"]) == (
+        *(0, 0, expected.rates.cer, expected.rates.wer),
+        expected.losses.all,
+    )
+    assert len(later) == 2 and later[0]["epoch"] == 1
+    assert {(record["initial_wer"], record["initial_cer"]) for record in (first, *later)} == {
+        (expected.rates.wer, expected.rates.cer)
+    }
+
+
+def test_negative_control_a_run_from_nothing_or_without_validation_has_no_score_at_the_start(base, corpus, tmp_path):
+    flags = (*STEADY, "--max_steps", "7", "--batch_size", "4")
+    train(build_run(begin_run([*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path / "fresh"), *flags])))
+    assert [record["initial_cer"] for record in read_log(tmp_path / "fresh", "validation")] == [None]
+    only = ("--train_manifest", corpus.manifest("train"), "--init_from", str(base))
+    train(build_run(begin_run([*only, *run_folders(tmp_path / "blind"), *flags])))
+    assert read_log(tmp_path / "blind", "validation") == []
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--train_layers 2", "give --pretrained or --init_from"),
+        ("--encoder_rate_factor 0.1", "give --pretrained or --init_from"),
+        ("--freeze_steps 10", "give --init_from"),
+        ("--new_tokenizer", "give --init_from"),
+        ("--pretrained x --new_tokenizer", "give --init_from"),
+        ("--pretrained x --freeze_steps 10", "give --init_from"),
+        ("--init_from x --train_layers 2 --freeze 2", "give one of them"),
+        ("--init_from x --train_layers 2 --lora_rank 2", "leave --freeze and --train_layers out"),
+        ("--init_from x --lora_rank 2 --freeze_steps 5", "or give --new_tokenizer"),
+        ("--init_from x --train_layers -1", "at least 0"),
+        ("--init_from x --freeze_steps -1", "at least 0"),
+        ("--init_from x --encoder_rate_factor 0", "above 0"),
+        ("--init_from x --encoder_rate_factor nan", "finite"),
+        ("--init_from x --frozen_dtype half", "give --freeze, --train_layers or --lora_rank"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(flags, said):
+    with pytest.raises(UsageError, match=said):
+        parse_flags(flags.split())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--train_layers", "1"),
+        ("--freeze_steps", "7"),
+        ("--encoder_rate_factor", "0.5"),
+        ("--new_tokenizer",),
+    ],
+)
+def test_a_run_does_not_go_on_otherwise_tuned(flags, base, corpus, tmp_path):
+    tuned(corpus, base, tmp_path, 1, "--freeze_steps", "3", "--encoder_rate_factor", "0.2")
+    with pytest.raises(CheckpointError, match=f"{flags[0]} is .* here and .* in the checkpoint"):
+        begin_run([*run_folders(tmp_path), "--resume", "auto", *flags])
