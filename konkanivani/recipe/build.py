@@ -65,8 +65,7 @@ def build_run(start: Start, report: Report = silent) -> Run:
     speech = build_speech(start, device, rejected)
     report("data", speech.sentence())
     planner = EpochPlanner(speech.train.utterances.durations, speech.config.window_size, speech.config.run.seed)
-    start = replace(start, config=settle_stages(speech.config, planner))
-    config = start.config
+    start = replace(start, config=(config := settle_stages(speech.config, planner)))
     step, plan = build_planned_step(start, device, speech, planner, resident_before, report)
     state = TrainState()
     stateful = stateful_parts(start, step, state)
