@@ -19,7 +19,6 @@ import bootstrap
 bootstrap.rerun_under_venv()
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -62,10 +61,14 @@ class Flags:
 
 @dataclass(frozen=True)
 class Ended:
-    """A process that has ended: what it said, its largest resident memory in MiB."""
+    """A process that has ended: what it said, and the resident memory of its largest phase in MiB."""
 
     said: str
-    resident_mib: float
+
+    @property
+    def resident_mib(self) -> float:
+        """The run resets the system's own mark (VmHWM) at each phase, so it is its table that counts."""
+        return json.loads(self.said.splitlines()[-1])["peak_memory_mib"]
 
 
 def write_folder(path: Path, size: str) -> None:
@@ -107,12 +110,11 @@ def watch(words: list[str], kill_after: Path | None = None) -> Ended:
             time.sleep(0.2)
         time.sleep(3)
         process.send_signal(signal.SIGKILL)
-    said = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    code = os.waitstatus_to_exitcode(status)
+    said = process.communicate()[0]
+    code = process.returncode
     if code != (0 if kill_after is None else -signal.SIGKILL):
         raise ResourceError(f"The run ended with {code}:\n{said[-2000:]}")
-    return Ended(said, usage.ru_maxrss / 1024)
+    return Ended(said)
 
 
 def sums_of(path: Path) -> list[tuple[str, int, int]]:
@@ -134,7 +136,7 @@ def measure(flags: Flags) -> str:
     last = sums_of(folder / "whole" / "checkpoint_last.pt")
     size = (folder / "whole" / "checkpoint_last.pt").stat().st_size
     shutil.rmtree(folder / "whole")
-    killed = watch(command(flags, folder, "killed"), kill_after=folder / "killed" / "checkpoint_last.pt")
+    watch(command(flags, folder, "killed"), kill_after=folder / "killed" / "checkpoint_last.pt")
     gone_on = watch(command(flags, folder, "killed"))
     again = sums_of(folder / "killed" / "checkpoint_last.pt")
     if len(last) < 10 or last == sums_of(folder / "killed" / "checkpoint_previous.pt"):
@@ -147,8 +149,7 @@ def measure(flags: Flags) -> str:
         [
             *lines,
             f"planned for the step {planned.group(1) if planned else '?'}; resident at the most, MiB: "
-            f"{whole.resident_mib:.0f} undisturbed, {killed.resident_mib:.0f} until killed, "
-            f"{gone_on.resident_mib:.0f} gone on",
+            f"{whole.resident_mib:.0f} undisturbed, {gone_on.resident_mib:.0f} gone on after the kill",
             f"seconds of the steps: {', '.join(seconds)}; a checkpoint of {size / 2**20:.0f} MiB",
             f"records of the last checkpoint that are equal, bit for bit: "
             f"{sum(one == other for one, other in zip(last, again, strict=True))} of {len(last)}",

@@ -1,7 +1,7 @@
 """A recogniser that others have trained: what a run begins with, and what its checkpoints keep of it."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -40,6 +40,9 @@ class Pretrained(Protocol):
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Its weights in fp32 by our names; a CheckpointError where they are not numbers."""
+
+    def each_weight(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same one by one, so that they are never all there."""
 
     def learning_rate(self, tuning: TuningConfig) -> float:
         """A peak that suits its size."""

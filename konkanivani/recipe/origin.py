@@ -64,9 +64,13 @@ def resume_pretrained(asked: Asked, config: TrainConfig, checkpoint: Checkpoint)
 
 def load_base(pretrained: Pretrained, model: torch.nn.Module) -> None:
     """Loads what others have trained into a model of its architecture; low-rank products stay as they begin."""
-    found = model.load_state_dict(pretrained.weights(), strict=False)
-    if found.unexpected_keys or any(not name.endswith(LOW_RANK_TENSORS) for name in found.missing_keys):
-        raise RuntimeError(f"the folder's weights are not those of its architecture: {found}")
+    own = model.state_dict()
+    missing = {name for name in own if not name.endswith(LOW_RANK_TENSORS)}
+    for name, weight in pretrained.each_weight():
+        own[name].copy_(weight)
+        missing.remove(name)
+    if missing:
+        raise RuntimeError(f"the folder's weights are not those of its architecture: {missing} are not there")
 
 
 def make_origin(

@@ -1,7 +1,7 @@
 """A folder of a Whisper model as what a run begins with: its architecture, its tokens, its weights."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +55,10 @@ class PretrainedWhisper:
     def weights(self) -> dict[str, torch.Tensor]:
         """The folder's, in fp32 by our names."""
         return self.folder.weights()
+
+    def each_weight(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same one by one."""
+        return self.folder.each_weight()
 
     def learning_rate(self, tuning: TuningConfig) -> float:
         """The larger the model the lower; one of its own for low-rank products, which begin at zero."""

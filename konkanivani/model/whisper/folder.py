@@ -103,9 +103,17 @@ class WhisperFolder:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The tensors of the network in fp32 by our names; errors are those of `check_weights`."""
-        found, names = dict(self._tensors()), self.our_names()
-        self._check_head(found)
-        return {names[name]: tensor for name, tensor in found.items() if name != HEAD}
+        return dict(self.each_weight())
+
+    def each_weight(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same one by one, so that they are never all there."""
+        names, twins = self.our_names(), {}
+        for name, tensor in self._tensors():
+            if name in (HEAD, EMBEDDING):
+                twins[name] = tensor
+            if name != HEAD:
+                yield names[name], tensor
+        self._check_head(twins)
 
     def check_weights(self) -> None:
         """Reads all weights and keeps none; a CheckpointError where one is not finite or the head is another matrix."""
