@@ -113,7 +113,7 @@ def watch(words: list[str], kill_after: Path | None = None) -> Ended:
     said = process.communicate()[0]
     code = process.returncode
     if code != (0 if kill_after is None else -signal.SIGKILL):
-        raise ResourceError(f"The run ended with {code}:\n{said[-2000:]}")
+        raise ResourceError(f"The run ended with {code}. Mend what it says and start again:\n{said[-2000:]}")
     return Ended(said)
 
 
@@ -140,7 +140,9 @@ def measure(flags: Flags) -> str:
     gone_on = watch(command(flags, folder, "killed"))
     again = sums_of(folder / "killed" / "checkpoint_last.pt")
     if len(last) < 10 or last == sums_of(folder / "killed" / "checkpoint_previous.pt"):
-        raise DataError("The checkpoints of the first and the last step are the same: nothing was trained.")
+        raise DataError(
+            "The checkpoints of the first and the last step are the same: nothing was trained. Read the run's log."
+        )
     steps = [json.loads(line) for line in (folder / "runs" / "whole" / "log.jsonl").read_text().splitlines()]
     seconds = [f"{step['seconds']:.0f}" for step in steps if step["kind"] == "step"]
     planned = re.search(r"planned peak ([\d.]+ \w+)", whole.said)

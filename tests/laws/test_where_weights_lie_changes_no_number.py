@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 import torch
 
-from konkanivani.base.config import TrainConfig
+from konkanivani.base.config import MemoryConfig, TrainConfig
 from konkanivani.decoding.decode import Decode
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cuda_costs
@@ -18,6 +18,7 @@ from konkanivani.memory.weights import placement as placements
 from konkanivani.memory.weights.fetching import Fetcher
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.architecture import architecture_of
+from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.optimizer import set_learning_rate
 from konkanivani.training.parts import StepParts
@@ -79,6 +80,19 @@ def test_whisper_fetched(mode: str, placement: Placement) -> None:
 def test_whisper_in_half_precision(mode: str, placement: Placement) -> None:
     on_card, away = (weights_after(whisper_in_half(mode, place), dtype=torch.float32) for place in (ON_CARD, placement))
     assert not differing(on_card, away)
+
+
+@pytest.mark.parametrize("kind", ["conformer", "other parts"])
+@pytest.mark.parametrize("placement", [ALL, AHEAD, HALVED, BOTH], ids=["all", "ahead", "halved", "both"])
+def test_our_own_in_half_precision(placement: Placement, kind: str) -> None:
+    memory = MemoryConfig(mixed_precision=True, amp_dtype="bf16", gradient_checkpointing="always")
+    config = TrainConfig(model=KINDS[kind], features=features_of(KINDS[kind]), memory=memory)
+    found = []
+    for place in (ON_CARD, placement):
+        architecture = architecture_of(config, 40)
+        found.append(build_step_parts(config, architecture, torch.device("cpu"), 10, placement=place))
+        found[-1] = dataclasses.replace(found[-1], forward=dataclasses.replace(found[-1].forward, at_once=1))
+    assert not differing(*(weights_after(parts, dtype=torch.float32) for parts in found))
 
 
 @pytest.mark.parametrize("kind", ["conformer", "other parts"])

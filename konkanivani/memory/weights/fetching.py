@@ -75,8 +75,11 @@ class Fetcher:
 
 
 def is_matrix(weight: torch.Tensor) -> bool:
-    """Whether a run in half precision multiplies by it in half precision: no norm, bias or depthwise kernel."""
-    return weight.dim() > 1 and weight.shape[1] > 1
+    """Whether a run in half precision multiplies by it in half precision: no norm, bias or depthwise kernel.
+
+    Nor a kernel over frames and bands, which is small, and on a CPU in full precision.
+    """
+    return weight.dim() in (2, 3) and weight.shape[1] > 1
 
 
 def _lock_pages(tensor: torch.Tensor) -> None:

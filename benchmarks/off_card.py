@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""Tensors that a step of fine-tuning Whisper keeps on the card, ours beside transformers', without card or weights.
+
+    python3 benchmarks/off_card.py --sizes medium large-v3
+
+Both steps are run on tensors that have shapes and no data, and the bytes of the storages that live are counted by the
+same counter: a step of two micro-batches, one utterance of 30 s with 448 labels each, every block recomputed, AdamW.
+transformers' in fp32 as its trainer has it (autocast keeps half weights beside them, which is more), ours with its
+products in half precision, as --weights card, half and host lay the weights. MiB, and how many times less.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "training_scripts"))
+import bootstrap
+
+bootstrap.rerun_under_venv()
+
+import dataclasses
+from dataclasses import dataclass
+
+from konkanivani.base.command_line import read_flags, run_script
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Which models."""
+
+    sizes: tuple[str, ...] = ("tiny", "base", "small", "medium", "turbo", "large-v3")
+    """By their names."""
+
+
+def transformers_peak(size: str) -> int:
+    """Bytes at the peak of transformers' second step."""
+    import torch
+    import transformers
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from konkanivani.memory.live_bytes import LiveBytes
+    from konkanivani.recipe.planning.table import SIZES
+
+    shape = SIZES[size]
+    config = transformers.WhisperConfig(
+        d_model=shape.d_model,
+        encoder_attention_heads=shape.attention_heads,
+        decoder_attention_heads=shape.attention_heads,
+        encoder_layers=shape.encoder_layers,
+        decoder_layers=shape.decoder_layers,
+        encoder_ffn_dim=shape.feedforward_dim,
+        decoder_ffn_dim=shape.feedforward_dim,
+        num_mel_bins=shape.mel_bins,
+        vocab_size=shape.vocab_size,
+        use_cache=False,
+    )
+    live = LiveBytes(rounding=512)
+    with FakeTensorMode(allow_non_fake_inputs=True), live:
+        model = transformers.WhisperForConditionalGeneration(config).train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        live.count([*model.parameters(), *model.buffers()])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        features = torch.zeros(1, shape.mel_bins, 3000)
+        labels = torch.zeros(1, 448, dtype=torch.long)
+        for _ in range(2):
+            live.restart_peak()
+            for _ in range(2):
+                model(input_features=features, labels=labels).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return live.peak
+
+
+def our_peaks(size: str) -> list[int]:
+    """Bytes of our tensors on the card, the weights in each place."""
+    from konkanivani.base.amount import resolve
+    from konkanivani.base.config import AUTO, LossConfig, MemoryConfig, TrainConfig
+    from konkanivani.memory.activation_checkpointing import RecomputePolicy
+    from konkanivani.memory.devices import cuda_costs
+    from konkanivani.memory.tracer import BatchShape
+    from konkanivani.model.whisper.architecture import WhisperArchitecture
+    from konkanivani.recipe.planning.table import PLACES, SIZES
+    from konkanivani.recipe.planning.tracing import build_tracer
+
+    memory = MemoryConfig(mixed_precision=True, gradient_checkpointing=AUTO)
+    config = resolve(TrainConfig(memory=memory, loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0)))
+    # A card whose attention needs no workspace: tensors alone are compared.
+    costs = dataclasses.replace(cuda_costs("a card", (8, 0)), workspace=0, context=0)
+    tracers = (build_tracer(config, WhisperArchitecture(SIZES[size]), costs, place) for place in PLACES.values())
+    return [tracer.trace(BatchShape(1, 30.0, 447), RecomputePolicy("always")).bytes for tracer in tracers]
+
+
+def table(flags: Flags) -> str:
+    """A line a size."""
+    print(f"{'':10}{'transformers':>14}{'card':>16}{'half':>16}{'host':>16}")
+    for size in flags.sizes:
+        theirs = transformers_peak(size)
+        cells = [f"{peak / 2**20:,.0f} (1/{theirs / peak:.1f})" for peak in our_peaks(size)]
+        print(f"{size:10}{theirs / 2**20:>14,.0f}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
+    return ""
+
+
+if __name__ == "__main__":
+    flags = read_flags(Flags, sys.argv[1:], Flags())
+    sys.exit(run_script(lambda: table(flags)))
