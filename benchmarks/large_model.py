@@ -141,7 +141,7 @@ def measure(flags: Flags) -> str:
     again = sums_of(folder / "killed" / "checkpoint_last.pt")
     if len(last) < 10 or last == sums_of(folder / "killed" / "checkpoint_previous.pt"):
         raise DataError(
-            "The checkpoints of the first and the last step are the same: nothing was trained. Read the run's log."
+            "The checkpoints of the first and the last step are the same: nothing was trained. Run it by hand."
         )
     steps = [json.loads(line) for line in (folder / "runs" / "whole" / "log.jsonl").read_text().splitlines()]
     seconds = [f"{step['seconds']:.0f}" for step in steps if step["kind"] == "step"]

@@ -125,7 +125,7 @@ def learn(flags: Flags, made: Path, place: Path, begun: str) -> Learnt:
             raise DataError(f"It ended with exit code {done.returncode}: {said} Run the command above by itself.")
         ended.write_text(done.stdout.splitlines()[-1], encoding="utf-8")
     log = (place / "runs" / "default" / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    found = [record for line in log if (record := json.loads(line))["kind"] == "validation"]
+    found = [record for record in map(json.loads, log) if record["kind"] == "validation"]
     epochs = [record for record in found if record["epoch"]]
     return Learnt(
         steps=tuple(record["step"] for record in epochs),

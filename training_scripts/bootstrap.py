@@ -35,7 +35,7 @@ RERUN_MARK = "KONKANIVANI_RERUN"
 HOW_TO_SET_UP = "Run ./run_training_memory_optimized.sh or python3 training_scripts/bootstrap.py in %s" % ROOT
 
 # The module that a distribution brings, where it is not the distribution's name with "-" turned to "_".
-MODULE_NAMES = {"import-linter": "importlinter", "nvidia-ml-py": "pynvml", "pytest-xdist": "xdist"}
+MODULE_NAMES = {"PyYAML": "yaml", "import-linter": "importlinter", "nvidia-ml-py": "pynvml", "pytest-xdist": "xdist"}
 
 # Bytes: larger blocks are mapped one by one, and go back when they are freed. Smaller ones come faster from the heap;
 # a run under a memory budget sets a lower threshold itself (konkanivani/memory/monitor.py).

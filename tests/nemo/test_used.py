@@ -15,7 +15,8 @@ from konkanivani.inference.averaging import NamedCheckpoint, average_checkpoints
 from konkanivani.inference.bundle import read_bundle
 from konkanivani.inference.onnx_export import read_onnx
 from konkanivani.inference.provenance import STATE, provenance_of, read_provenance
-from konkanivani.inference.recognizer import load_recognizer, load_speech_model
+from konkanivani.inference.recognizer import load_recognizer
+from konkanivani.inference.speech_model import build_speech_model
 from konkanivani.inference.verify import check_signal
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from tests.conftest import TRAINER, Corpus, run_folders, run_script, write_corpus
@@ -71,7 +72,7 @@ def test_it_is_scored_and_heard_with_alike(name, imported, corpus, tmp_path):
 def test_a_bundle_and_an_onnx_file_say_the_same_and_where_they_come_from(name, imported, tmp_path):
     checkpoint, bundle, onnx = imported / f"{name}.pt", tmp_path / "a.safetensors", tmp_path / "a.onnx"
     run("export_asr", "--checkpoint", str(checkpoint), "--bundle", str(bundle), "--onnx", str(onnx))
-    model, signal = load_speech_model(checkpoint, CPU), sound()
+    model, signal = build_speech_model(read_checkpoint(checkpoint), CPU), sound()
     wanted, read = hear(model, *signal), read_bundle(bundle, CPU)
     for mine, theirs in zip(hear(read, *signal), wanted, strict=True):
         assert torch.equal(mine.log_probabilities, theirs.log_probabilities) and mine.text == theirs.text
