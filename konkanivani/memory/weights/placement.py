@@ -125,7 +125,8 @@ class PlacedWeights:
         is_fetched = block.number < self.placement.fetched
         if block in self._at_hand or not (is_fetched or self.placement.halved):
             return block
-        return PlacedBlock(block, self._brought, block.number, is_fetched)
+        kept = block.kept if self.placement.ahead or not is_fetched else frozenset()
+        return PlacedBlock(block, self._brought, block.number, is_fetched, kept)
 
     def _brought(self, block: torch.nn.Module) -> dict[str, torch.Tensor]:
         """What is multiplied by in the block's weights' places, on the card; its gradients are the weights'."""
@@ -173,14 +174,14 @@ class PlacedWeights:
 class PlacedBlock:
     """A block that runs with weights that are brought; what is fetched has to be recomputed, or it would stay.
 
-    Recomputed, it keeps nothing, attention's result neither: who brings weights has no memory to spare.
+    Where weights come ahead there is room, and what attention gave is `kept` as of a block on the card.
     """
 
     block: torch.nn.Module
     brought: Callable[[torch.nn.Module], dict[str, torch.Tensor]]
     number: int
     is_fetched: bool
-    kept: Set[torch._ops.OpOverload] = frozenset()
+    kept: Set[torch._ops.OpOverload]
 
     def __call__(self, *inputs: object) -> torch.Tensor:
         return functional_call(self.block, self.brought(self.block), inputs)
