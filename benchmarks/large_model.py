@@ -3,9 +3,9 @@
 
     python3 benchmarks/large_model.py --folder /tmp/large --size medium
 
-Writes a folder of random weights and four recordings of 30 s with labels nearly as long as there may be, trains two
-steps of two utterances each by the training script, and again in another folder, killed (SIGKILL) amid the second step
-and gone on from the first one's checkpoint. Printed: what was planned, the most that a process had resident (VmHWM),
+Writes a folder of random weights and recordings of 30 s with labels nearly as long as there may be, trains some steps
+of two utterances each by the training script, and again in another folder, killed (SIGKILL) soon after half of them and
+gone on from the checkpoint there. Printed: what was planned, the most that a process had resident (VmHWM),
 the seconds of a step, and of how many records of the last two checkpoints the CRC is the same. Takes four checkpoints'
 room at a time: 34 GiB for medium.
 """
@@ -35,8 +35,13 @@ from konkanivani.base.command_line import read_flags, run_script
 from konkanivani.base.errors import DataError, ResourceError
 
 TRAINER = Path(__file__).resolve().parent.parent / "training_scripts" / "train_konkanivani_asr.py"
-LAYERS = {"tiny": (384, 6, 4, 4), "base": (512, 8, 6, 6), "small": (768, 12, 12, 12), "medium": (1024, 16, 24, 24)}
-STEPS = 2
+LAYERS = {
+    "tiny": (384, 6, 4, 4),
+    "base": (512, 8, 6, 6),
+    "small": (768, 12, 12, 12),
+    "medium": (1024, 16, 24, 24),
+    "large-v3": (1280, 20, 32, 32),
+}
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,12 @@ class Flags:
 
     folder: str
     """Folder for all of it; what is there of an earlier run is replaced."""
-    size: Literal["tiny", "base", "small", "medium"] = "medium"
+    size: Literal["tiny", "base", "small", "medium", "large-v3"] = "medium"
     """Shape of the model."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where it is trained."""
+    steps: int = 2
+    """Steps of a run; half of them are saved before the kill."""
     weights: Literal["card", "half", "host"] = "host"
     """Where its weights are."""
     seconds: float = 29.9
@@ -55,8 +64,8 @@ class Flags:
     """Characters of its text: 1.3 tokens each."""
     budget: str = "15GiB"
     """--memory_budget of the run."""
-    more: tuple[str, ...] = ()
-    """Further flags of the trainer."""
+    mixed_precision: bool = False
+    """Products in half precision: fp16 on CUDA, bf16 on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,7 @@ def write_speech(path: Path, flags: Flags) -> Path:
     """A manifest of two windows of noise, with texts of Konkani digits."""
     path.mkdir(parents=True)
     generator, rows = np.random.default_rng(0), []
-    for number in range(2 * STEPS):
+    for number in range(2 * flags.steps):
         sound = 0.1 * generator.standard_normal(int(16_000 * flags.seconds)).astype(np.float32)
         soundfile.write(path / f"{number}.wav", sound, 16_000)
         text = "".join(generator.choice(list("एकदोनतीनचारपांच "), flags.characters))
@@ -94,11 +103,13 @@ def write_speech(path: Path, flags: Flags) -> Path:
 
 def command(flags: Flags, folder: Path, run: str) -> list[str]:
     """The training script's command line."""
-    words = [sys.executable, str(TRAINER), "--pretrained", str(folder / "base"), "--language", "mr", "--device", "cpu"]
+    words = [sys.executable, str(TRAINER), "--pretrained", str(folder / "base"), "--language", "mr"]
     words += ["--train_manifest", str(folder / "speech" / "train.jsonl"), "--weights", flags.weights]
     words += ["--batch_size", "1", "--gradient_accumulation_steps", "2", "--epochs", "1", "--rehearsal", "never"]
     words += ["--gradient_checkpointing", "always", "--memory_budget", flags.budget, "--num_workers", "0"]
-    words += ["--save_steps", "1", "--keep_checkpoints", "2", "--resume", "auto", *flags.more]
+    words += ["--device", flags.device, "--save_steps", str(max(1, flags.steps // 2))]
+    words += ["--keep_checkpoints", "2", "--resume", "auto"]
+    words += ["--mixed_precision"] if flags.mixed_precision else []
     return [*words, "--checkpoint_dir", str(folder / run), "--log_dir", str(folder / "runs"), "--run_name", run]
 
 

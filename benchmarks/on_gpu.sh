@@ -61,5 +61,15 @@ for shard in never always; do
     done
 done
 
+echo "== Whisper larger than 3.5 GiB, weights on the card (of 16 GiB), half and on the host; 34 to 80 GB of disk"
+python3 benchmarks/large_model.py --folder "$folder/large" --device cuda --steps 20 --weights card --budget 16GiB \
+    --mixed_precision
+for weights in half host; do
+    python3 benchmarks/large_model.py --folder "$folder/large" --device cuda --steps 20 --weights "$weights" \
+        --budget 3.5GiB --mixed_precision
+done
+python3 benchmarks/large_model.py --folder "$folder/large" --device cuda --steps 20 --size large-v3 --weights host \
+    --budget 3.5GiB --mixed_precision
+
 echo "== the law that holds plan and measure together"
 "$(python3 training_scripts/bootstrap.py --extras test)" -m pytest tests/laws/test_a_planned_peak_bounds_the_measured_one.py

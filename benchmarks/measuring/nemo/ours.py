@@ -1,0 +1,72 @@
+"""A step of the same Conformer by this trainer whenever a line comes in; its seconds and live bytes go out."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+from konkanivani.base.amount import resolve
+from konkanivani.base.config import DataConfig, FeatureConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.data.batch import Batch, Window
+from konkanivani.memory.live_bytes import LiveBytes
+from konkanivani.model.architecture import architecture_of
+from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.training.step import train_step
+
+TOKENS = 120
+MODEL = ModelConfig(
+    d_model=512,
+    encoder_layers=17,
+    decoder_layers=0,
+    attention_heads=8,
+    convolution_kernel=31,
+    subsampling_channels=512,
+    attention_positions="relative",
+    convolution_norm="none",
+    subsampling="striding",
+    scaled_input=True,
+    entry_norm=False,
+)
+FEATURES = FeatureConfig(
+    preemphasis=0.97,
+    window="symmetric",
+    edges="zeros",
+    mel_scale="slaney",
+    power_guard="added",
+    smallest_power=2**-24,
+    deviation="sample",
+)
+
+
+def main(seconds: float, threads: int) -> None:
+    torch.set_num_threads(threads)
+    config = resolve(
+        TrainConfig(
+            model=MODEL,
+            features=FEATURES,
+            data=DataConfig(micro_batches_at_once=1),
+            loss=LossConfig(ctc_weight=1.0),
+            memory=MemoryConfig(gradient_checkpointing="always"),
+        )
+    )
+    parts = build_step_parts(config, architecture_of(config, 260), torch.device("cpu"), 1000)
+    tokens, samples = torch.randint(4, 260, (1, TOKENS)), int(16_000 * seconds)
+    empty = torch.zeros(1, TOKENS + 1, dtype=torch.long)
+    batch = Batch(("a",), 0.1 * torch.randn(1, samples), (samples,), tokens, (TOKENS,), empty, empty, (1,))
+    window, step = Window((batch,), TOKENS, 1, seconds, 0.0), 0
+    live = LiveBytes()
+    live.count(parts.state_tensors())
+    for _ in sys.stdin:
+        live.restart_peak()
+        started = time.perf_counter()
+        with live:
+            train_step(parts, window, step)
+        step += 1
+        print(json.dumps({"seconds": time.perf_counter() - started, "peak_mib": live.peak / 2**20}), flush=True)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), int(sys.argv[2]))
