@@ -1,6 +1,6 @@
 """Builds tiny random models with NeMo, saves them as it does, and what it hears in two recordings; run in its Python.
 
-    HF_HUB_OFFLINE=1 /work/envs/nemo/bin/python benchmarks/measuring/nemo/goldens.py OUT OLDER_FEATURES.py
+    HF_HUB_OFFLINE=1 nemo/bin/python benchmarks/measuring/nemo/goldens.py OUT OLDER_FEATURES.py
 
 OLDER_FEATURES.py is nemo/collections/asr/parts/preprocessing/features.py of NeMo 1.23.0's wheel: what it makes is what
 all versions before 2.5 make, AI4Bharat's of 1.23 among them.
