@@ -125,7 +125,7 @@ class PlacedWeights:
         is_fetched = block.number < self.placement.fetched
         if block in self._at_hand or not (is_fetched or self.placement.halved):
             return block
-        kept = block.kept if self.placement.ahead or not is_fetched else frozenset()
+        kept = block.kept if self.placement.ahead else frozenset()
         return PlacedBlock(block, self._brought, block.number, is_fetched, kept)
 
     def _brought(self, block: torch.nn.Module) -> dict[str, torch.Tensor]:
