@@ -58,7 +58,7 @@ class Fetcher:
     @torch.no_grad()
     def _start(self, number: int) -> _Coming:
         sources = self._sources[number]
-        types = {name: self._type_of(source) for name, source in sources.items()}
+        types = {name: type_on_card(source, self._amp_dtype) for name, source in sources.items()}
         if self._stream is None:
             brought = {name: source.to(self._device, types[name], copy=True) for name, source in sources.items()}
             return _Coming(number, brought, None)
@@ -70,8 +70,10 @@ class Fetcher:
                 weights[name].copy_(source, non_blocking=True)
         return _Coming(number, weights, self._stream.record_event())
 
-    def _type_of(self, weight: torch.Tensor) -> torch.dtype:
-        return self._amp_dtype if self._amp_dtype is not None and is_matrix(weight) else weight.dtype
+
+def type_on_card(weight: torch.Tensor, amp_dtype: torch.dtype | None) -> torch.dtype:
+    """In which precision a weight is brought to a run in `amp_dtype`, None in full precision."""
+    return amp_dtype if amp_dtype is not None and is_matrix(weight) else weight.dtype
 
 
 def is_matrix(weight: torch.Tensor) -> bool:

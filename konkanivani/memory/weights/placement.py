@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.func import functional_call
 
-from konkanivani.memory.weights.fetching import Fetcher, is_matrix
+from konkanivani.memory.weights.fetching import Fetcher, is_matrix, type_on_card
 from konkanivani.model.blocks import BlockRunner
 
 HOST = torch.device("cpu")
@@ -65,8 +65,8 @@ def choose_placement(
     least = blocks if asked == "host" else 0 if is_half else 1
     some = [Placement(count, halved=is_half) for count in range(least, blocks)]
     chosen = [*some, everything][bisect.bisect_left(some, True, key=fits)]
-    ahead = dataclasses.replace(chosen, ahead=chosen.fetched > 0)
-    return ahead if is_cuda and ahead.ahead and fits(ahead) else chosen
+    ahead = dataclasses.replace(chosen, ahead=True)
+    return ahead if is_cuda and chosen.fetched and fits(ahead) else chosen
 
 
 class PlacedWeights:
@@ -159,9 +159,8 @@ class PlacedWeights:
         self._at_hand = set(decoder.blocks)
         try:
             for module, name, weight in places:
-                is_half = self._amp_dtype is not None and is_matrix(weight) and weight not in in_slices
                 brought = self._halves.get(weight, weight)
-                dtype = self._amp_dtype if is_half else weight.dtype
+                dtype = weight.dtype if weight in in_slices else type_on_card(weight, self._amp_dtype)
                 module._parameters[name] = brought.to(self._device, dtype, copy=brought is weight)
             yield
         finally:
