@@ -36,29 +36,17 @@ def transformers_peak(size: str) -> int:
     import transformers
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from benchmarks.measuring.whisper.theirs import config_of
     from konkanivani.memory.live_bytes import LiveBytes
     from konkanivani.recipe.planning.table import SIZES
 
-    shape = SIZES[size]
-    config = transformers.WhisperConfig(
-        d_model=shape.d_model,
-        encoder_attention_heads=shape.attention_heads,
-        decoder_attention_heads=shape.attention_heads,
-        encoder_layers=shape.encoder_layers,
-        decoder_layers=shape.decoder_layers,
-        encoder_ffn_dim=shape.feedforward_dim,
-        decoder_ffn_dim=shape.feedforward_dim,
-        num_mel_bins=shape.mel_bins,
-        vocab_size=shape.vocab_size,
-        use_cache=False,
-    )
     live = LiveBytes(rounding=512)
     with FakeTensorMode(allow_non_fake_inputs=True), live:
-        model = transformers.WhisperForConditionalGeneration(config).train()
+        model = transformers.WhisperForConditionalGeneration(config_of(SIZES[size])).train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
         live.count([*model.parameters(), *model.buffers()])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        features = torch.zeros(1, shape.mel_bins, 3000)
+        features = torch.zeros(1, SIZES[size].mel_bins, 3000)
         labels = torch.zeros(1, 448, dtype=torch.long)
         for _ in range(2):
             live.restart_peak()

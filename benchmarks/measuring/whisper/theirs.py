@@ -22,6 +22,7 @@ from benchmarks.measuring.whisper.work import (
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import peak_resident_mib, reset_peak_resident, resident_mib
+from konkanivani.model.whisper.shape import WhisperShape
 from konkanivani.training.optimizer import learning_rate
 
 
@@ -110,10 +111,9 @@ class Transformers:
         return live.peak
 
 
-def build_model(terms: WhisperTerms) -> torch.nn.Module:
-    """The model with what is not to be trained frozen, recomputing its layers."""
-    shape = terms.shape
-    config = WhisperConfig(
+def config_of(shape: WhisperShape) -> WhisperConfig:
+    """The shape as transformers has it."""
+    return WhisperConfig(
         vocab_size=shape.vocab_size,
         num_mel_bins=shape.mel_bins,
         d_model=shape.d_model,
@@ -127,7 +127,11 @@ def build_model(terms: WhisperTerms) -> torch.nn.Module:
         max_target_positions=shape.target_positions,
         use_cache=False,
     )
-    model = WhisperForConditionalGeneration(config)
+
+
+def build_model(terms: WhisperTerms) -> torch.nn.Module:
+    """The model with what is not to be trained frozen, recomputing its layers."""
+    model = WhisperForConditionalGeneration(config_of(terms.shape))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     if terms.train == "decoder":
         model.model.freeze_encoder()
