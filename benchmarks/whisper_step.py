@@ -4,7 +4,7 @@
     python3 benchmarks/whisper_step.py --size base --rounds 5
     python3 benchmarks/whisper_step.py --device cuda --amp --size small
 
-The work: utterances of noise, one a micro-batch, to features of a window of 30 s each, cross entropy of all labels of
+The work: utterances of noise to features of a window of 30 s each (6 s of "digits"), cross entropy of all labels of
 the step, every block recomputed, clipping, AdamW. Each side has a process of its own; a round is one step of each, one
 after another. Both begin with the same random weights, and their losses must agree. Peak is live tensor bytes counted
 at dispatch (CUDA: the allocator's), growth is VmHWM over the process before its model; what is above the state is the
@@ -32,14 +32,16 @@ from konkanivani.base.errors import UsageError
 class Flags:
     """What is compared."""
 
-    size: Literal["tiny", "base", "small"] = "tiny"
-    """Shape of the model; its weights are random."""
+    size: Literal["tiny", "base", "small", "digits"] = "tiny"
+    """Shape of the model; its weights are random. "digits" is the one that whisper_learning.py trains."""
     train: Literal["all", "decoder", "lora"] = "all"
     """What of it is trained: everything, the decoder, or LoRA of rank 32 on queries and values."""
     rounds: int = 5
     """Steps of each side after a warm-up; the median counts."""
     accum: int = 4
-    """Utterances in the step, one a micro-batch."""
+    """Micro-batches in the step."""
+    batch: int = 1
+    """Utterances in a micro-batch."""
     shortest: float = 5.0
     """Seconds of speech in the shortest utterance."""
     longest: float = 28.0
@@ -58,10 +60,13 @@ class Flags:
 
 def compare_steps(flags: Flags) -> str:
     """Races, and returns what is to be printed."""
-    if min(flags.rounds, flags.accum, *flags.at_once) < 1 or not flags.at_once:
-        raise UsageError("--rounds, --accum and --at_once must be at least 1.")
-    if not 0.2 <= flags.shortest <= flags.longest <= 30 or not 0 < flags.tokens_per_second < 1000:
-        raise UsageError("--shortest must be at least 0.2, --longest no less and at most 30, the tokens more than 0.")
+    if min(flags.rounds, flags.accum, flags.batch, *flags.at_once) < 1 or not flags.at_once:
+        raise UsageError("--rounds, --accum, --batch and --at_once must be at least 1.")
+    window = 6 if flags.size == "digits" else 30
+    if not 0.2 <= flags.shortest <= flags.longest <= window or not 0 < flags.tokens_per_second < 1000:
+        raise UsageError(
+            f"--shortest must be at least 0.2, --longest no less and at most {window}, the tokens more than 0."
+        )
     for package in {"transformers", *(["peft"] if flags.train == "lora" else [])}:
         if importlib.util.find_spec(package) is None:
             raise UsageError(f"{package}, beside which this measures, is not installed. Run: pip install -e .[test].")
@@ -71,7 +76,8 @@ def compare_steps(flags: Flags) -> str:
     terms = WhisperTerms(
         size=flags.size,
         train=flags.train,
-        utterances=flags.accum,
+        utterances=flags.accum * flags.batch,
+        together=flags.batch,
         shortest=flags.shortest,
         longest=flags.longest,
         tokens_per_second=flags.tokens_per_second,

@@ -37,7 +37,7 @@ class WhisperComparison:
         return "\n".join(
             [
                 f"Whisper {terms.size}, {TRAINED[terms.train]} ({theirs.parameters / 1e6:.1f} M parameters trained); "
-                f"{terms.utterances} windows of 30 s, one a micro-batch, with {min(terms.seconds):.1f} to "
+                f"{terms.utterances} windows of {terms.window_seconds} s, {terms.together} a micro-batch, with {min(terms.seconds):.1f} to "
                 f"{max(terms.seconds):.1f} s of speech and {min(terms.labels)} to {max(terms.labels)} labels; every "
                 f"block recomputed; {_precision(terms)}; {self.machine}; {self.rounds} rounds of a step each.",
                 "",
@@ -62,8 +62,8 @@ def compare(terms: WhisperTerms, rounds: int, at_once: tuple[int, ...]) -> Whisp
     A NumericsError where the losses say that the two do not do the same.
     """
     entries = (
-        *(Entry(OURS, "", terms.utterances, at_once=count) for count in at_once),
-        Entry(THEIRS, "", terms.utterances),
+        *(Entry(OURS, "", terms.utterances // terms.together, at_once=count) for count in at_once),
+        Entry(THEIRS, "", terms.utterances // terms.together),
     )
     pythons = dict.fromkeys((OURS, THEIRS), Path(sys.executable))
     results = race(entries, pythons, terms, rounds, CONTESTANTS, aside=("features",))
@@ -92,7 +92,7 @@ def _above_state(result: Result) -> float:
 def _row(result: Result) -> str:
     times, features = result.seconds, statistics.median(result.aside["features"])
     cpu = statistics.median(result.cpu_seconds)
-    cells = (f"{result.median:.2f}", f"{min(times):.2f}", f"{max(times):.2f}", f"{cpu:.2f}", f"{features:.3f}")
+    cells = (f"{result.median:.3f}", f"{min(times):.3f}", f"{max(times):.3f}", f"{cpu:.3f}", f"{features:.3f}")
     sizes = (f"{result.peak_mib:.0f}", f"{_above_state(result):.0f}", f"{result.growth_mib:.0f}")
     return f"| {result.entry.name} {result.version} | {' | '.join((*cells, *sizes))} |"
 

@@ -10,7 +10,6 @@ from benchmarks.measuring.peers.contest import Entry
 from benchmarks.measuring.whisper.work import (
     LORA_RANK,
     SCHEDULE,
-    SPECIAL,
     TOTAL_STEPS,
     WhisperTerms,
     build_speech,
@@ -36,7 +35,7 @@ TUNINGS = {
 
 
 class KonkaniVani:
-    """`train_step` with every block recomputed, an utterance a micro-batch."""
+    """`train_step` with every block recomputed, `together` utterances a micro-batch."""
 
     version = "this tree"
 
@@ -44,13 +43,15 @@ class KonkaniVani:
         config = dataclasses.replace(
             TrainConfig(),
             data=DataConfig(
-                batch_size=1, gradient_accumulation_steps=terms.utterances, micro_batches_at_once=entry.at_once
+                batch_size=terms.together,
+                gradient_accumulation_steps=terms.utterances // terms.together,
+                micro_batches_at_once=entry.at_once,
             ),
             loss=LossConfig(ctc_weight=0.0, label_smoothing=0.0),
             optimizer=SCHEDULE,
             memory=MemoryConfig(mixed_precision=terms.mixed_precision, gradient_checkpointing="always"),
         )
-        self.window = cut_window(build_speech(terms), same_size(1), SPECIAL)
+        self.window = cut_window(build_speech(terms), same_size(terms.together), terms.special)
         self.resident_before = resident_mib()
         architecture = WhisperArchitecture(terms.shape, TUNINGS[terms.train])
         self.parts = build_step_parts(config, architecture, choose_device(terms.device), TOTAL_STEPS)

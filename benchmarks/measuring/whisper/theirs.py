@@ -10,10 +10,8 @@ from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForCondi
 
 from benchmarks.measuring.fixed_step import MAX_WARM_UP_STEPS
 from benchmarks.measuring.whisper.work import (
-    END,
     LORA_RANK,
     SCHEDULE,
-    START,
     TOTAL_STEPS,
     WhisperTerms,
     build_speech,
@@ -27,7 +25,7 @@ from konkanivani.training.optimizer import learning_rate
 
 
 class Transformers:
-    """WhisperForConditionalGeneration, gradient checkpointing, AdamW (fused), an utterance a micro-batch.
+    """WhisperForConditionalGeneration, gradient checkpointing, AdamW (fused), `together` utterances a micro-batch.
 
     Features are made of each waveform as its turn comes, by transformers' extractor on the device.
     """
@@ -38,7 +36,7 @@ class Transformers:
         if terms.train == "lora":
             import peft  # noqa: F401, so that its code is no part of what training takes
         self.terms, self.speech = terms, build_speech(terms)
-        self.extractor = WhisperFeatureExtractor(feature_size=terms.shape.mel_bins)
+        self.extractor = WhisperFeatureExtractor(feature_size=terms.shape.mel_bins, chunk_length=terms.window_seconds)
         self.resident_before = resident_mib()
         reset_peak_resident()
         self.model = build_model(terms).to(terms.device).train()
@@ -62,9 +60,11 @@ class Transformers:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(SCHEDULE, self.steps, TOTAL_STEPS)
         labels, losses = sum(self.terms.labels), []
-        for one in self.speech:
+        for first in range(0, len(self.speech), self.terms.together):
+            some = self.speech[first : first + self.terms.together]
             with torch.autocast(self.terms.device, self.dtype, enabled=self.terms.mixed_precision):
-                loss = self.loss_sum(one.tokens, self.features_of(one.waveform)) / labels
+                features = torch.cat([self.features_of(one.waveform) for one in some])
+                loss = self.loss_sum([one.tokens for one in some], features) / labels
             self.scaler.scale(loss).backward()
             losses.append(loss.detach())
         self.scaler.unscale_(self.optimizer)
@@ -75,12 +75,14 @@ class Transformers:
         self.steps += 1
         return float(torch.stack(losses).sum())
 
-    def loss_sum(self, tokens: list[int], features: torch.Tensor) -> torch.Tensor:
-        """The cross entropy of all labels of an utterance with features (1, F, T)."""
-        given = torch.tensor([[START, *tokens]], device=self.terms.device)
-        wanted = torch.tensor([*tokens, END], device=self.terms.device)
+    def loss_sum(self, tokens: list[list[int]], features: torch.Tensor) -> torch.Tensor:
+        """The cross entropy of all labels of utterances with features (B, F, T)."""
+        special, longest = self.terms.special, max(map(len, tokens))
+        given = [[special.start, *said, *[special.end] * (longest - len(said))] for said in tokens]
+        wanted = [[*said, special.end, *[-100] * (longest - len(said))] for said in tokens]
+        given, wanted = (torch.tensor(rows, device=self.terms.device) for rows in (given, wanted))
         logits = self.model(input_features=features, decoder_input_ids=given, use_cache=False).logits
-        return F.cross_entropy(logits[0].float(), wanted, reduction="sum")
+        return F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), reduction="sum")
 
     def features_of(self, waveform: torch.Tensor) -> torch.Tensor:
         """Features (1, F, T) of a window."""
@@ -126,6 +128,7 @@ def config_of(shape: WhisperShape) -> WhisperConfig:
         max_source_positions=shape.source_positions,
         max_target_positions=shape.target_positions,
         use_cache=False,
+        pad_token_id=shape.vocab_size - 1,
     )
 
 

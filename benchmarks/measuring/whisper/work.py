@@ -17,14 +17,14 @@ from konkanivani.data.batch import Speech
 from konkanivani.data.text import SpecialTokens
 from konkanivani.model.whisper.shape import WhisperShape
 
-END, START = 50_257, 50_258
-SPECIAL = SpecialTokens(blank=START, unknown=START, start=START, end=END)
 TINY = WhisperShape(384, 6, 4, 4, 1536, 80, 51_865)
 SHAPES = {
     "tiny": TINY,
     "base": replace(TINY, d_model=512, attention_heads=8, encoder_layers=6, decoder_layers=6, feedforward_dim=2048),
     "small": replace(TINY, d_model=768, attention_heads=12, encoder_layers=12, decoder_layers=12, feedforward_dim=3072),
+    "digits": WhisperShape(64, 2, 2, 1, 128, 80, 400, 300),  # what whisper_learning.py trains: windows of 6 s
 }
+END = 50_257  # the end token of the published vocabularies
 SCHEDULE = OptimizerConfig(learning_rate=1e-5)
 TOTAL_STEPS = 1000  # of the run that these steps pretend to begin
 LORA_RANK = 32
@@ -34,11 +34,14 @@ DEVIATION = 0.02
 
 @dataclass(frozen=True)
 class WhisperTerms:
-    """The work: a model's size, what of it is trained, utterances in a step and their seconds, labels, where."""
+    """The work: a model's size, what of it is trained, utterances in a step and of them `together` in a micro-batch,
+    their seconds, labels, where.
+    """
 
-    size: Literal["tiny", "base", "small"]
+    size: Literal["tiny", "base", "small", "digits"]
     train: Literal["all", "decoder", "lora"]
     utterances: int
+    together: int
     shortest: float
     longest: float
     tokens_per_second: float
@@ -49,6 +52,17 @@ class WhisperTerms:
     def shape(self) -> WhisperShape:
         """The dimensions of the network."""
         return SHAPES[self.size]
+
+    @property
+    def window_seconds(self) -> int:
+        """What the encoder has positions for."""
+        return self.shape.source_positions // 50
+
+    @property
+    def special(self) -> SpecialTokens:
+        """Behind the tokens of a text: the end token, then the start token."""
+        end = min(END, self.shape.vocab_size - 2)
+        return SpecialTokens(blank=end + 1, unknown=end + 1, start=end + 1, end=end)
 
     @property
     def seconds(self) -> list[float]:
@@ -70,7 +84,7 @@ def build_speech(terms: WhisperTerms) -> list[Speech]:
         Speech(
             utterance_id=str(number),
             waveform=LOUDNESS * torch.randn(round(seconds * SAMPLE_RATE), generator=generator),
-            tokens=torch.randint(END, (labels - 1,), generator=generator).tolist(),
+            tokens=torch.randint(terms.special.end, (labels - 1,), generator=generator).tolist(),
             augment_seed=None,  # no SpecAugment, of which the other side has none
         )
         for number, (seconds, labels) in enumerate(zip(terms.seconds, terms.labels, strict=True))

@@ -11,7 +11,7 @@ import torch
 
 from konkanivani.base.config import AudioContext, AugmentConfig
 from konkanivani.base.errors import DataError
-from konkanivani.base.lengths import SAMPLE_RATE, Lengths, padding_mask
+from konkanivani.base.lengths import SAMPLE_RATE, Lengths
 from konkanivani.model.front_end import SpecAugment
 from konkanivani.model.whisper.shape import HOP_SAMPLES, SpeechFraming, WhisperShape
 
@@ -34,27 +34,28 @@ class WhisperLogMel(torch.nn.Module):
         self.register_buffer("bands", mel_bands(shape.mel_bins).to(self.window.dtype), persistent=False)
 
     def forward(self, waveforms: torch.Tensor, sample_lengths: Lengths) -> tuple[torch.Tensor, torch.Tensor]:
-        padded = self._padded(waveforms, sample_lengths)
-        spectrum = torch.stft(padded, FFT_SAMPLES, HOP_SAMPLES, window=self.window, return_complex=True)
-        powers = self.bands @ spectrum[..., :-1].abs().square().contiguous()
-        features = powers.clamp_min_(MIN_POWER).log10_()
-        floor = features.amax(dim=(1, 2), keepdim=True) - RANGE
-        floor = floor.clamp_min_(features.new_full((), MIN_POWER).log10())
-        return (torch.maximum(features, floor) + 4.0) / 4.0, (floor + 4.0) / 4.0
+        """One utterance's spectrum is there at a time: it is the largest thing of a small model's step."""
+        pairs = zip(waveforms, sample_lengths, strict=True)
+        rows = [self._logarithms(waveform[:length]) for waveform, length in pairs]
+        floor = torch.stack([row.amax() for row in rows])[:, None, None] - RANGE
+        floor = floor.clamp_min_(floor.new_full((), MIN_POWER).log10())
+        features = floor.expand(-1, self.shape.mel_bins, max(row.shape[1] for row in rows)).contiguous()
+        for heard, row, least in zip(features, rows, floor, strict=True):
+            torch.maximum(row, least, out=heard[:, : row.shape[1]])
+        return features.add_(4.0).div_(4.0), (floor + 4.0) / 4.0
 
-    def _padded(self, waveforms: torch.Tensor, lengths: Lengths) -> torch.Tensor:
-        """Followed by silence up to the first frame without speech, and at most to the window's end."""
-        longest, window = max(lengths), self.shape.window_samples
-        if longest > window:
+    def _logarithms(self, waveform: torch.Tensor) -> torch.Tensor:
+        """(F, T) of a waveform (S,), up to its first frame without speech or the end of a window."""
+        window = self.shape.window_samples
+        if len(waveform) > window:
             raise DataError(
-                f"An utterance of {longest / SAMPLE_RATE:.2f} s is longer than the model's window of "
+                f"An utterance of {len(waveform) / SAMPLE_RATE:.2f} s is longer than the model's window of "
                 f"{self.shape.window_seconds:g} s. Leave it out (--max_duration), or cut it."
             )
-        if min(lengths) < longest:
-            waveforms = waveforms.masked_fill(padding_mask(lengths, waveforms.shape[1], waveforms.device), 0.0)
-        hops = -(-(longest + FFT_SAMPLES) // HOP_SAMPLES)
-        room = min(window, hops * HOP_SAMPLES)
-        return torch.nn.functional.pad(waveforms[:, :longest], (0, room - longest))
+        hops = -(-(len(waveform) + FFT_SAMPLES) // HOP_SAMPLES)
+        padded = torch.nn.functional.pad(waveform, (0, min(window, hops * HOP_SAMPLES) - len(waveform)))
+        spectrum = torch.stft(padded, FFT_SAMPLES, HOP_SAMPLES, window=self.window, return_complex=True)
+        return (self.bands @ spectrum[:, :-1].abs().square_()).clamp_min_(MIN_POWER).log10_()
 
 
 def mel_bands(count: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ B batch, T feature frames, T' encoder frames, U tokens, K hypotheses, F mel bins
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -66,30 +67,70 @@ class TiedEmbedding(torch.nn.Embedding):
 
     bias = None
 
-    def with_head(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Vectors (B, U, D) of tokens (B, U), and the head (V, D): used together, they have one gradient.
+    def with_head(self, tokens: torch.Tensor) -> tuple[torch.Tensor, "TiedHead"]:
+        """Vectors (B, U, D) of tokens (B, U), and the head: used together, they have one gradient.
 
         The vectors are where the tokens are, the head and the gradient where the weight is.
         """
-        vectors, head = _Tied.apply(self.weight, tokens.to(self.weight.device))
-        return vectors.to(tokens.device), head
+        gradient = _TiedGradient(self.weight, tokens.to(self.weight.device))
+        vectors, head = _Tied.apply(self.weight, gradient)
+        return vectors.to(tokens.device), TiedHead(head, gradient.room)
+
+
+@dataclass(frozen=True)
+class TiedHead:
+    """The head's weight (V, D), and the `room` in which its gradient comes together."""
+
+    weight: torch.Tensor
+    room: Callable[[], torch.Tensor]
+
+
+class _TiedGradient:
+    """Where the gradient of a weight (V, D) that is used twice comes together: in what earlier micro-batches have left.
+
+    Autograd would hold the earlier ones' sum and this one's gradient, each as large as the weight. Here the sum is
+    taken out of `.grad`, slices of the head's gradient are added to it, then the vectors' rows, and autograd is handed
+    it as this pass's. Each number is rounded as autograd's would be: earlier + (head's + vectors').
+    """
+
+    def __init__(self, weight: torch.Tensor, tokens: torch.Tensor) -> None:
+        self._weight, self.tokens = weight, tokens
+        self._earlier: torch.Tensor | None = None  # (B, U, D)
+
+    def room(self) -> torch.Tensor:
+        """What the head's gradient (V, D) is to be added to: in rows of the tokens zeros, in others the earlier sum."""
+        earlier = self._weight.grad
+        if earlier is None or self._weight._backward_hooks:  # a hook is to see this pass's gradient alone
+            return torch.zeros_like(self._weight)
+        self._weight.grad = None
+        self._earlier = earlier[self.tokens]
+        earlier[self.tokens] = 0
+        return earlier
+
+    def finish(self, by_head: torch.Tensor, by_vectors: torch.Tensor) -> torch.Tensor:
+        """by_head (V, D) with the vectors' gradient (B, U, D) added to it in place, and the earlier sum's rows."""
+        by_vectors = by_vectors.to(by_head.dtype)
+        if by_head.device.type == "cpu":  # there index_put_ adds in the order in which threads come by
+            by_head.index_add_(0, self.tokens.flatten(), by_vectors.flatten(0, 1))
+        else:
+            by_head.index_put_((self.tokens,), by_vectors, accumulate=True)
+        if self._earlier is not None:  # a token said twice has the same row there twice: it is written, not added
+            by_head[self.tokens] = by_head[self.tokens] + self._earlier
+            self._earlier = None
+        return by_head
 
 
 class _Tied(torch.autograd.Function):
     """Two uses of a weight, of which autograd would hold two gradients of its size, and their sum."""
 
     @staticmethod
-    def forward(ctx, weight: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(tokens)
-        return torch.nn.functional.embedding(tokens, weight), weight.view_as(weight)
+    def forward(ctx, weight: torch.Tensor, gradient: _TiedGradient) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.gradient = gradient
+        return torch.nn.functional.embedding(gradient.tokens, weight), weight.view_as(weight)
 
     @staticmethod
     def backward(ctx, by_vectors: torch.Tensor, by_head: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (tokens,) = ctx.saved_tensors
-        by_vectors = by_vectors.to(by_head.dtype)
-        if by_head.device.type == "cpu":  # there index_put_ adds in the order in which threads come by
-            return by_head.index_add_(0, tokens.flatten(), by_vectors.flatten(0, 1)), None
-        return by_head.index_put_((tokens,), by_vectors, accumulate=True), None
+        return ctx.gradient.finish(by_head, by_vectors), None
 
 
 class Decoder(torch.nn.Module):
@@ -163,9 +204,9 @@ class Decoder(torch.nn.Module):
 
 @dataclass(frozen=True)
 class WhisperOutput(ASROutput):
-    """What one forward pass gives; `head` (V, D) is the weight that logits are products with."""
+    """What one forward pass gives; `head` has the weight that logits are products with."""
 
-    head: torch.Tensor
+    head: TiedHead
 
 
 class Whisper(torch.nn.Module):
@@ -208,7 +249,8 @@ class Whisper(torch.nn.Module):
 
     def loss_sums(self, output: WhisperOutput, spoken: Spoken, objective: Objective, chunk_frames: int) -> LossSums:
         """The one term of the objective, summed over all labels, of which no number is too large to be run at once."""
-        return (vocabulary_loss_sum(output.decoded, output.head, spoken.targets, objective.label_smoothing),)
+        head, smoothing = output.head, objective.label_smoothing
+        return (vocabulary_loss_sum(output.decoded, head.weight, spoken.targets, smoothing, head.room),)
 
     def _initialise(self) -> None:
         for module in self.modules():

@@ -8,7 +8,8 @@ part of the gradients: a fourth product of this head in place of three.
 N labels, D width, V vocabulary, W columns of a slice.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -19,20 +20,27 @@ SLICE_NUMBERS = 2**21  # logits at a time: 8 MiB in fp32
 MIN_COLUMNS = 1024  # of fewer, a product is no longer worth its start
 
 
+Room = Callable[[], torch.Tensor]
+
+
 def vocabulary_loss_sum(
-    decoded: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, label_smoothing: float
+    decoded: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, label_smoothing: float, room: Room | None = None
 ) -> torch.Tensor:
     """The summed, smoothed cross entropy of logits decoded (B, U, D) @ weight (V, D)ᵀ against targets (B, U).
 
-    The weight may lie elsewhere: slices of it are brought, and its gradient lies beside it. Padding is -1. At least in
-    fp32 whatever the autocast, in which the products are in half precision.
+    The weight may lie elsewhere: slices of it are brought, and its gradient lies beside it, added to what `room` gives
+    in the backward pass (zeros, if there is none). Padding is -1. At least in fp32 whatever the autocast, in which the
+    products are in half precision.
     """
-    return _VocabularyLoss.apply(decoded.flatten(0, 1), weight, targets.flatten(), label_smoothing)
+    room = room or partial(torch.zeros_like, weight)
+    return _VocabularyLoss.apply(decoded.flatten(0, 1), weight, targets.flatten(), label_smoothing, room)
 
 
 class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:
+    def forward(
+        ctx, rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, smoothing: float, room: Room
+    ) -> torch.Tensor:
         found = _Scores(rows, weight, targets)
         chosen, sums = 0.0, []
         for columns in found.slices():
@@ -44,7 +52,7 @@ class _VocabularyLoss(torch.autograd.Function):
         denominators = torch.stack(sums).logsumexp(0)
         losses = denominators - chosen
         ctx.save_for_backward(rows, weight, targets, denominators)
-        ctx.smoothing, ctx.dtype = smoothing, found.dtype
+        ctx.smoothing, ctx.dtype, ctx.room = smoothing, found.dtype, room
         return torch.where(found.counts, losses, 0.0).sum()
 
     @staticmethod
@@ -54,7 +62,7 @@ class _VocabularyLoss(torch.autograd.Function):
         found = _Scores(rows.to(ctx.dtype), weight, targets)
         by_loss = torch.where(found.counts, gradient, 0.0)[:, None]
         by_rows = torch.zeros_like(rows)
-        by_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        by_weight = ctx.room() if ctx.needs_input_grad[1] else None
         for columns in found.slices():
             by_logits = found.logits(columns).sub_(denominators[:, None]).exp_()
             if ctx.smoothing:
@@ -63,8 +71,8 @@ class _VocabularyLoss(torch.autograd.Function):
             by_logits = by_logits.mul_(by_loss).to(found.dtype)
             by_rows += fast_linear(by_logits, found.part(columns).t())
             if by_weight is not None:
-                by_weight[columns] = weight_gradient(by_logits, found.rows)
-        return by_rows, by_weight, None, None
+                by_weight[columns] += weight_gradient(by_logits, found.rows).to(by_weight.device)
+        return by_rows, by_weight, None, None, None
 
 
 class _Scores:
