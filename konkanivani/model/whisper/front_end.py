@@ -54,8 +54,9 @@ class WhisperLogMel(torch.nn.Module):
             )
         hops = -(-(len(waveform) + FFT_SAMPLES) // HOP_SAMPLES)
         padded = torch.nn.functional.pad(waveform, (0, min(window, hops * HOP_SAMPLES) - len(waveform)))
-        spectrum = torch.stft(padded, FFT_SAMPLES, HOP_SAMPLES, window=self.window, return_complex=True)
-        return (self.bands @ spectrum[:, :-1].abs().square_()).clamp_min_(MIN_POWER).log10_()
+        spectrum = torch.stft(padded, FFT_SAMPLES, HOP_SAMPLES, window=self.window, return_complex=True)[:, :-1]
+        powers = spectrum.real.square().addcmul_(spectrum.imag, spectrum.imag)
+        return (self.bands @ powers).clamp_min_(MIN_POWER).log10_()
 
 
 def mel_bands(count: int) -> torch.Tensor:
