@@ -39,7 +39,8 @@ class WhisperComparison:
                 f"Whisper {terms.size}, {TRAINED[terms.train]} ({theirs.parameters / 1e6:.1f} M parameters trained); "
                 f"{terms.utterances} windows of {terms.window_seconds} s, {terms.together} a micro-batch, with "
                 f"{min(terms.seconds):.1f} to {max(terms.seconds):.1f} s of speech and {min(terms.labels)} to "
-                f"{max(terms.labels)} labels; every block recomputed; {_precision(terms)}; {self.machine}; {self.rounds} rounds of a step each.",
+                f"{max(terms.labels)} labels; every block recomputed; {_precision(terms)}; "
+                f"{self.machine}; {self.rounds} rounds of a step each.",
                 "",
                 "| | step, s: median | least | most | CPU s | its features, s | peak, MiB | above state | growth |",
                 "|---|---|---|---|---|---|---|---|---|",
