@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from benchmarks.measuring.fixed_step import VOCABULARY, build_speech
 from benchmarks.measuring.peers.contest import CTC_SHARE, LABEL_SMOOTHING, Entry, MicroBatch, Terms, cut
-from konkanivani.memory.live_bytes import LiveBytes
+from benchmarks.measuring.peers.peak import peak_bytes
 from konkanivani.memory.monitor import peak_resident_mib, reset_peak_resident, resident_mib
 
 BINS, HEADS, ENCODER_LAYERS, DECODER_LAYERS, KERNEL = 80, 4, 12, 6, 31
@@ -170,17 +170,8 @@ class OtherToolkit:
         return peak_resident_mib()
 
     def peak_bytes(self) -> int:
-        """The peak of one more step: the allocator's, on a CPU that of live tensors."""
-        if self.terms.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            self.step()
-            return torch.cuda.max_memory_allocated()
-        live = LiveBytes()
-        moments = [value for state in self.optimizer.state.values() for value in state.values()]
-        live.count([*self.model.parameters(), *self.model.buffers(), *filter(torch.is_tensor, moments)])
-        with live:
-            self.step()
-        return live.peak
+        """The peak of one more step."""
+        return peak_bytes(self.model, self.optimizer, self.step, self.terms.device)
 
 
 def import_toolkit(entry: Entry) -> None:

@@ -9,6 +9,7 @@ import transformers
 from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
 
 from benchmarks.measuring.fixed_step import MAX_WARM_UP_STEPS
+from benchmarks.measuring.peers.peak import peak_bytes
 from benchmarks.measuring.whisper.work import (
     LORA_RANK,
     SCHEDULE,
@@ -18,7 +19,6 @@ from benchmarks.measuring.whisper.work import (
     fill,
 )
 from konkanivani.base.lengths import SAMPLE_RATE
-from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import peak_resident_mib, reset_peak_resident, resident_mib
 from konkanivani.model.whisper.shape import WhisperShape
 from konkanivani.training.optimizer import learning_rate
@@ -100,17 +100,8 @@ class Transformers:
         return peak_resident_mib()
 
     def peak_bytes(self) -> int:
-        """The peak of one more step: the allocator's, on a CPU that of live tensors."""
-        if self.terms.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            self.step()
-            return torch.cuda.max_memory_allocated()
-        live = LiveBytes()
-        moments = [value for state in self.optimizer.state.values() for value in state.values()]
-        live.count([*self.model.parameters(), *self.model.buffers(), *filter(torch.is_tensor, moments)])
-        with live:
-            self.step()
-        return live.peak
+        """The peak of one more step."""
+        return peak_bytes(self.model, self.optimizer, self.step, self.terms.device)
 
 
 def config_of(shape: WhisperShape) -> WhisperConfig:
