@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.measuring.nemo.exported import SHAPE, write_nemo
+from benchmarks.transfer import imported
 from konkanivani.base.errors import UsageError
 from konkanivani.inference.nemo.imported import import_nemo
 from konkanivani.inference.speech_model import build_speech_model
@@ -14,7 +15,7 @@ from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
-from tests.conftest import TINY_MODEL, Corpus, run_folders, run_script
+from tests.conftest import TINY_MODEL, Corpus, run_folders
 from tests.nemo.files import read_parts
 from tests.nemo.goldens import hear, sound
 from tests.starts import begin_run
@@ -25,31 +26,28 @@ OTHER = (
 )
 
 
-def trained(folder: Path, corpus: Corpus, *shape: str) -> Checkpoint:
-    """What a few steps make of a tiny model."""
+def trained(folder: Path, corpus: Corpus, *shape: str) -> Path:
+    """The checkpoint that a few steps make of a tiny model."""
     flags = [*TINY_MODEL, *shape, *corpus.flags(), *run_folders(folder), "--num_workers", "0", "--max_steps", "4"]
     train(build_run(begin_run([*flags, "--learning_rate", "3e-4"])))
-    return read_checkpoint(folder / "checkpoints" / LAST)
+    return folder / "checkpoints" / LAST
 
 
 @pytest.mark.parametrize("more", ["", OTHER], ids=["by 4", "by 8"])
 def test_it_comes_back_as_it_was(more, corpus, tmp_path):
-    ours, path = trained(tmp_path, corpus, *f"{SHAPE} {more}".split()), tmp_path / "ours.nemo"
-    write_nemo(path, ours)
-    done = run_script("training_scripts/import_asr.py", str(path), str(tmp_path / "back.pt"))
-    assert done.returncode == 0, done.stderr
-    back = read_checkpoint(tmp_path / "back.pt")
+    weights = trained(tmp_path, corpus, *f"{SHAPE} {more}".split())
+    ours, back = map(read_checkpoint, (weights, imported(weights, tmp_path)))
     pairs = list(zip(*(heard(checkpoint) for checkpoint in (ours, back)), strict=True))
     for before, after in pairs:
         assert after.text == before.text and after.tokens
         torch.testing.assert_close(after.log_probabilities, before.log_probabilities, rtol=0, atol=NEAR)
-    norm = read_parts("ours", tmp_path).tensors["encoder.layers.0.conv.batch_norm.bias"]
+    norm = read_parts("first", tmp_path).tensors["encoder.layers.0.conv.batch_norm.bias"]
     assert bool(norm.any()) == bool(more)  # where no convolution has a bias, the norm has it
 
     model = dict(ours.states["model"])  # negative control: another model's probabilities are others
     model["encoder.blocks.1.attention.content_bias"] = model["encoder.blocks.1.attention.content_bias"] + 0.1
-    write_nemo(path, dataclasses.replace(ours, states={"model": model}))
-    other = heard(import_nemo(path, None, tmp_path).checkpoint)[0]
+    write_nemo(tmp_path / "other.nemo", dataclasses.replace(ours, states={"model": model}))
+    other = heard(import_nemo(tmp_path / "other.nemo", None, tmp_path).checkpoint)[0]
     assert (other.log_probabilities - pairs[0][0].log_probabilities).abs().max() > 3 * NEAR
 
 
@@ -58,7 +56,7 @@ def heard(checkpoint: Checkpoint) -> list:
 
 
 def test_what_a_nemo_file_has_no_place_for_is_named(corpus, tmp_path):
-    ours = trained(tmp_path, corpus)
+    ours = read_checkpoint(trained(tmp_path, corpus))
     with pytest.raises(UsageError) as refused:
         write_nemo(tmp_path / "ours.nemo", ours)
     for named in ("--decoder_layers 1", "--attention_positions rotary", "--convolution_norm layer", "--edges none"):
