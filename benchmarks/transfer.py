@@ -5,7 +5,8 @@
 
 A first model is trained on half of the people of the training part, or on --sentences that espeak-ng's Marathi voices
 speak; then the other half is learnt twice, from nothing and with `--init_from FIRST --new_tokenizer`, validated and
-tested on people whom no one has heard. All by the training script; a run that has ended is not trained again.
+tested on people whom no one has heard. All by the training script; a run that has ended is not trained again. With
+--through_nemo the first model has a shape of NeMo's, is written as a .nemo file and imported, as others' are.
 """
 
 import sys
@@ -48,6 +49,8 @@ class Flags:
     """Utterances of the valid part that are validated on; twice as many of the test part are tested on."""
     shape: str = "--preset minimal --decoder_layers 0"
     """Shape of all models, as flags of the training script (--shape="--d_model 96")."""
+    through_nemo: bool = False
+    """Import the first model from a .nemo file; all models then have the parts that NeMo's have."""
     flags: str = ""
     """Other flags of the training script for the run that begins with the first one's weights."""
     seed: int = 1
@@ -70,16 +73,34 @@ def measure(flags: Flags) -> str:
         raise UsageError("--minutes, --first_minutes, --epochs and --validated must be above 0.")
     folder = Path(flags.folder).resolve()
     first, second = make_sets(flags, folder / "sets")
-    name = f"seed_{flags.seed}"
-    learn(flags, first, folder / name / "first", flags.shape)
-    weights = folder / name / "first" / "checkpoints" / "checkpoint_best.pt"
+    place, shape = folder / f"seed_{flags.seed}{'_nemo' * flags.through_nemo}", flags.shape
+    if flags.through_nemo:
+        from benchmarks.measuring.nemo.exported import SHAPE
+
+        shape = f"{shape} {SHAPE}"
+    learn(flags, first, place / "first", shape)
+    weights = place / "first" / "checkpoints" / "checkpoint_best.pt"
+    if flags.through_nemo:
+        weights = imported(weights, place)
     tuned = f"--init_from {shlex.quote(str(weights))} --new_tokenizer {flags.flags}"
     return table(
         {
-            SCRATCH: learn(flags, second, folder / name / "scratch", flags.shape),
-            TUNED: learn(flags, second, folder / name / "tuned", tuned),
+            SCRATCH: learn(flags, second, place / "scratch", shape),
+            TUNED: learn(flags, second, place / "tuned", tuned),
         }
     )
+
+
+def imported(weights: Path, place: Path) -> Path:
+    """The checkpoint that import_asr.py makes of these weights, written as a .nemo file in this folder."""
+    from benchmarks.measuring.learning.sets import SCRIPTS
+    from benchmarks.measuring.nemo.exported import write_nemo
+    from konkanivani.training.checkpoint.checkpoint import read_checkpoint
+
+    file, made = place / "first.nemo", place / "imported.pt"
+    write_nemo(file, read_checkpoint(weights))
+    run([sys.executable, str(SCRIPTS / "import_asr.py"), str(file), str(made), "--force"])
+    return made
 
 
 def make_sets(flags: Flags, folder: Path) -> tuple[Path, Path]:
@@ -118,12 +139,7 @@ def learn(flags: Flags, made: Path, place: Path, begun: str) -> Learnt:
             *("--audio_roots", *sorted(roots), "--epochs", str(flags.epochs), "--seed", str(flags.seed)),
             *("--checkpoint_dir", str(place / "checkpoints"), "--log_dir", str(place / "runs")),
         ]
-        print(shlex.join(command), file=sys.stderr, flush=True)
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            said = done.stderr.strip().splitlines()[-1]
-            raise DataError(f"It ended with exit code {done.returncode}: {said} Run the command above by itself.")
-        ended.write_text(done.stdout.splitlines()[-1], encoding="utf-8")
+        ended.write_text(run(command).splitlines()[-1], encoding="utf-8")
     log = (place / "runs" / "default" / "log.jsonl").read_text(encoding="utf-8").splitlines()
     found = [record for record in map(json.loads, log) if record["kind"] == "validation"]
     epochs = [record for record in found if record["epoch"]]
@@ -133,6 +149,16 @@ def learn(flags: Flags, made: Path, place: Path, begun: str) -> Learnt:
         initial_cer=found[0]["initial_cer"],
         test_cer=json.loads(ended.read_text(encoding="utf-8"))["test_cer"],
     )
+
+
+def run(command: list[str]) -> str:
+    """What the command prints, itself told first; a DataError where it fails."""
+    print(shlex.join(command), file=sys.stderr, flush=True)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1]
+        raise DataError(f"It ended with exit code {done.returncode}: {said} Run the command above by itself.")
+    return done.stdout
 
 
 def table(runs: dict[str, Learnt]) -> str:

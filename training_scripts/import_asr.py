@@ -33,6 +33,8 @@ class Flags:
     """Checkpoint to write."""
     language: str | None = None
     """Which language's pieces to take, where the file has several: kok."""
+    force: bool = False
+    """Replace a file that is there."""
 
 
 def check_flags(flags: Flags) -> None:
@@ -52,6 +54,8 @@ def check_flags(flags: Flags) -> None:
         or not os.access(output.parent, os.W_OK)
     ):
         raise ResourceError(f"{output} cannot be written. Name a file in a folder of yours that exists.")
+    if output.exists() and not flags.force:
+        raise UsageError(f"{output} is there already. Give another name, or --force to replace it.")
 
 
 def run_import(flags: Flags) -> str:

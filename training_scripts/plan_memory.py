@@ -3,15 +3,17 @@
 
     python3 training_scripts/plan_memory.py --memory_budget 4GiB --preset original
     python3 training_scripts/plan_memory.py --gpu T4 --preset original --world 8 --shard always
-    python3 training_scripts/plan_memory.py --gpu "GTX 980" --init_from model.pt --train_layers 8
+    python3 training_scripts/plan_memory.py --gpu "GTX 980" --checkpoint model.pt --train_layers 8
 
-takes the trainer's flags too, such as --memory_budget and --preset (train_konkanivani_asr.py --help lists them).
+takes the trainer's flags too, such as --memory_budget and --preset (train_konkanivani_asr.py --help lists them), of
+which --init_from is called --checkpoint here too, as other scripts call it.
 """
 
 import bootstrap
 
 bootstrap.rerun_under_venv()
 
+import re
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -111,5 +113,6 @@ def check_pretrained(flags: Flags) -> None:
 
 
 if __name__ == "__main__":
-    flags = read_plan_flags(sys.argv[1:])
-    sys.exit(run_script(lambda: plan(flags, given_in(sys.argv[1:]))))
+    arguments = [re.sub(r"^--checkpoint(?==|$)", "--init_from", word) for word in sys.argv[1:]]
+    flags = read_plan_flags(arguments)
+    sys.exit(run_script(lambda: plan(flags, given_in(arguments))))

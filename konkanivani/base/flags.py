@@ -30,6 +30,7 @@ IDLE_WITHOUT = {
     **{"rir_prob": "rir_manifest", "noise_snr": "noise_manifest", "noise_prob": "noise_manifest"},
     **{"language": "pretrained", "task": "pretrained", "audio_context": "pretrained"},
     **{"lora_alpha": "lora_rank", "lora_targets": "lora_rank"},
+    **dict.fromkeys(("convolution_kernel", "convolution_norm", "entry_norm"), "encoder_type conformer"),
 }
 
 
@@ -184,9 +185,10 @@ def _settle_effective_batch(config: TrainConfig, given: frozenset[str], stored: 
 def check_idle_flags(config: TrainConfig, given: frozenset[str]) -> None:
     """Raises a UsageError for a flag that is given and has nothing to work on."""
     values = {setting.name: setting.value for setting in settings_of(config)}
-    for name, other in IDLE_WITHOUT.items():
-        if name in given and not values[other]:
-            raise UsageError(f"--{name} does nothing without --{other}: give both, or leave it out.")
+    for name, wanted in IDLE_WITHOUT.items():
+        other, _, value = wanted.partition(" ")
+        if name in given and (values[other] != value if value else not values[other]):
+            raise UsageError(f"--{name} does nothing without --{wanted}: give both, or leave it out.")
     idle = sorted(OF_OUR_MODELS & given) if config.pretrained.pretrained is not None else []
     if idle:
         named, them = ", ".join(f"--{name}" for name in idle), "it" if len(idle) == 1 else "them"

@@ -34,7 +34,6 @@ PATHS = (
     "pretrained",
     "forgetting_manifest",
     "log_dir",
-    "pretrained",
 )
 
 
@@ -189,9 +188,7 @@ def _resume_newest(asked: Asked, report: Report) -> Start:
         say(f"No checkpoint in {folder} yet: training begins.")
         return _begin(config, lock, pretrained=pretrained)
     path, checkpoint = found
-    config = _resumed_config(asked, checkpoint, path)
-    # The folder may have been moved since the checkpoint wrote down its name.
-    config = _in_folder(config, folder)
+    config = _in_folder(_resumed_config(asked, checkpoint, path), folder)  # which may have been moved since
     pretrained = resume_pretrained(asked, config, checkpoint)
     _check_places(config, architecture_for(config, checkpoint.vocab_size, pretrained, checkpoint), report)
     return _begin(config, lock, checkpoint, path, pretrained=pretrained)

@@ -240,10 +240,11 @@ def test_what_the_script_says_and_leaves(tmp_path):
     before = out.read_bytes()
     read_checkpoint(out)
     for words, code, said in (
-        ((bad, out), 4, "vggnet"),
-        ((tmp_path / "none.nemo", out), 4, "There is no model at .*Give the path"),
-        ((tmp_path, out), 4, "has no config.json"),
-        ((sound, out, "--language", "kok"), 2, "Leave it out"),
+        ((sound, out), 2, "out.pt is there already. .* --force"),
+        ((bad, out, "--force"), 4, "vggnet"),
+        ((tmp_path / "none.nemo", out, "--force"), 4, "There is no model at .*Give the path"),
+        ((tmp_path, out, "--force"), 4, "has no config.json"),
+        ((sound, out, "--language", "kok", "--force"), 2, "Leave it out"),
         ((sound, sound), 2, "Give each its own name"),
         ((sound, tmp_path / "checkpoint_last.pt"), 2, "a run's own checkpoints"),
         ((sound, tmp_path / "none" / "out.pt"), 6, "cannot be written"),
@@ -253,6 +254,8 @@ def test_what_the_script_says_and_leaves(tmp_path):
         (line,) = done.stderr.splitlines()
         assert re.search(said, line) and not done.stdout
         assert out.read_bytes() == before and sorted(p.name for p in tmp_path.iterdir()) == ["bad.nemo", "out.pt"]
+    done = run_script(SCRIPT, str(FOLDER / "parakeet.nemo"), str(out), "--force")  # the negative control
+    assert done.returncode == 0 and out.read_bytes() != before, done.stderr
 
 
 def test_without_pyyaml_it_is_asked_for(tmp_path, monkeypatch):

@@ -1,0 +1,64 @@
+"""A model of ours that went through a .nemo file hears and says what it did."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.measuring.nemo.exported import SHAPE, write_nemo
+from benchmarks.transfer import imported
+from konkanivani.base.errors import UsageError
+from konkanivani.inference.nemo.imported import import_nemo
+from konkanivani.inference.speech_model import build_speech_model
+from konkanivani.recipe.build import build_run
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
+from konkanivani.training.checkpoint.checkpointer import LAST
+from konkanivani.training.loop import train
+from tests.conftest import TINY_MODEL, Corpus, run_folders
+from tests.nemo.files import read_parts
+from tests.nemo.goldens import hear, sound
+from tests.starts import begin_run
+
+NEAR = 1e-5
+OTHER = (
+    "--subsampling separable --biases False --edges reflected --power_guard floor --smallest_power 1e-10 --mel_bins 64"
+)
+
+
+def trained(folder: Path, corpus: Corpus, *shape: str) -> Path:
+    """The checkpoint that a few steps make of a tiny model."""
+    flags = [*TINY_MODEL, *shape, *corpus.flags(), *run_folders(folder), "--num_workers", "0", "--max_steps", "4"]
+    train(build_run(begin_run([*flags, "--learning_rate", "3e-4"])))
+    return folder / "checkpoints" / LAST
+
+
+@pytest.mark.parametrize("more", ["", OTHER], ids=["by 4", "by 8"])
+def test_it_comes_back_as_it_was(more, corpus, tmp_path):
+    weights = trained(tmp_path, corpus, *f"{SHAPE} {more}".split())
+    ours, back = map(read_checkpoint, (weights, imported(weights, tmp_path)))
+    pairs = list(zip(*(heard(checkpoint) for checkpoint in (ours, back)), strict=True))
+    for before, after in pairs:
+        assert after.text == before.text and after.tokens
+        torch.testing.assert_close(after.log_probabilities, before.log_probabilities, rtol=0, atol=NEAR)
+    norm = read_parts("first", tmp_path).tensors["encoder.layers.0.conv.batch_norm.bias"]
+    assert bool(norm.any()) == bool(more)  # where no convolution has a bias, the norm has it
+
+    model = dict(ours.states["model"])  # negative control: another model's probabilities are others
+    model["encoder.blocks.1.attention.content_bias"] = model["encoder.blocks.1.attention.content_bias"] + 0.1
+    write_nemo(tmp_path / "other.nemo", dataclasses.replace(ours, states={"model": model}))
+    other = heard(import_nemo(tmp_path / "other.nemo", None, tmp_path).checkpoint)[0]
+    assert (other.log_probabilities - pairs[0][0].log_probabilities).abs().max() > 3 * NEAR
+
+
+def heard(checkpoint: Checkpoint) -> list:
+    return hear(build_speech_model(checkpoint, torch.device("cpu")), *sound())
+
+
+def test_what_a_nemo_file_has_no_place_for_is_named(corpus, tmp_path):
+    ours = read_checkpoint(trained(tmp_path, corpus))
+    with pytest.raises(UsageError) as refused:
+        write_nemo(tmp_path / "ours.nemo", ours)
+    for named in ("--decoder_layers 1", "--attention_positions rotary", "--convolution_norm layer", "--edges none"):
+        assert named in str(refused.value)
+    assert not (tmp_path / "ours.nemo").exists()
