@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -285,6 +286,17 @@ def test_a_little_that_is_unknown_is_told_and_the_tokenizer_kept(base, tmp_path,
     assert "x 1 times" in said and "trained on as unknown" in said
 
 
+def test_the_same_recordings_transcribed_in_other_letters_are_not_gone_on_with(base, corpus, tmp_path):
+    latin = Path(corpus.manifest("train")).with_name("latin.jsonl")
+    rows = map(json.loads, Path(corpus.manifest("train")).read_text(encoding="utf-8").splitlines())
+    latin.write_text("".join(json.dumps(row | {"text": "zero one"}) + "\n" for row in rows), encoding="utf-8")
+    shutil.copy(base, tmp_path)
+    flags = ("--resume", str(tmp_path / LAST), "--log_dir", str(tmp_path), "--train_manifest")
+    with pytest.raises(DataError, match="Begin a run of its own with --init_from and --new_tokenizer"):
+        build_run(begin_run([*flags, str(latin)]))
+    build_run(begin_run([*flags, corpus.manifest("train")]))  # the negative control
+
+
 def test_a_new_tokenizer_has_a_head_that_begins_with_zeros_and_a_rare_blank(base, corpus, tmp_path, capsys):
     flags = [*corpus.flags(), *run_folders(tmp_path), "--init_from", str(base), "--new_tokenizer", "--num_workers", "0"]
     run = build_run(begin_run(flags))
@@ -375,6 +387,7 @@ def test_negative_control_a_run_from_nothing_or_without_validation_has_no_score_
         ("--pretrained x --new_tokenizer", "give --init_from"),
         ("--pretrained x --freeze_steps 10", "give --init_from"),
         ("--init_from x --train_layers 2 --freeze 2", "give one of them"),
+        ("--init_from x --resume y", "give one of them"),
         ("--init_from x --train_layers 2 --lora_rank 2", "leave --freeze and --train_layers out"),
         ("--init_from x --lora_rank 2 --freeze_steps 5", "or give --new_tokenizer"),
         ("--init_from x --train_layers -1", "at least 0"),
@@ -390,15 +403,18 @@ def test_flags_that_cannot_work_are_refused(flags, said):
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        ("--train_layers", "1"),
-        ("--freeze_steps", "7"),
-        ("--encoder_rate_factor", "0.5"),
-        ("--new_tokenizer",),
-    ],
+    "flags", ["--train_layers 1", "--freeze_steps 7", "--encoder_rate_factor 0.5", "--new_tokenizer"]
 )
 def test_a_run_does_not_go_on_otherwise_tuned(flags, base, corpus, tmp_path):
     tuned(corpus, base, tmp_path, 1, "--freeze_steps", "3", "--encoder_rate_factor", "0.2")
-    with pytest.raises(CheckpointError, match=f"{flags[0]} is .* here and .* in the checkpoint"):
-        begin_run([*run_folders(tmp_path), "--resume", "auto", *flags])
+    with pytest.raises(CheckpointError, match=f"{flags.split()[0]} is .* here and .* in the checkpoint"):
+        begin_run([*run_folders(tmp_path), "--resume", "auto", *flags.split()])
+
+
+def test_the_same_command_with_resume_auto_begins_and_goes_on_but_not_with_another_start(base, corpus, tmp_path):
+    for steps in (1, 3):
+        tuned(corpus, base, tmp_path / "twice", steps, "--resume", "auto")
+    once, twice = tuned(corpus, base, tmp_path / "once", 3), weights_of(tmp_path / "twice")
+    assert all(torch.equal(weight, twice[name]) for name, weight in once.items())
+    with pytest.raises(CheckpointError, match="--init_from is other.pt here and .*in the checkpoint"):
+        begin_run([*run_folders(tmp_path / "twice"), "--resume", "auto", "--init_from", "other.pt"])
