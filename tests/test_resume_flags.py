@@ -80,7 +80,7 @@ def test_flags_that_are_not_given_take_the_checkpoints_value_before_preset_and_d
     resumed = parse_flags(["--resume", "auto", "--dropout", "0.3"], stored)
     assert resumed.model == dataclasses.replace(PRESETS["minimal"], dropout=0.3)
     assert (resumed.optimizer.learning_rate, resumed.data.train_manifest) == (0.5, "a")
-    assert resumed.run.init_from is None  # how a process starts is never taken over
+    assert resumed.run.init_from == "x"  # what a run began with stays known
     same = parse_flags(["--resume", "auto", "--preset", "minimal", "--d_model", "64"], stored)
     assert (same.model.d_model, same.model.encoder_layers) == (64, 6)
     assert parse_flags([]).model == PRESETS["original"]

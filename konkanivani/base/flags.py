@@ -13,7 +13,7 @@ from konkanivani.base.errors import CheckpointError, ErrorCollector, UsageError
 from konkanivani.base.rules import Setting, check_config, settings_of, with_setting
 
 # These say how this one process starts; a checkpoint's values for them are never taken over.
-SESSION_FLAGS = ("resume", "fresh", "new_corpus", "init_from", "replan", "dry_run")
+SESSION_FLAGS = ("resume", "fresh", "new_corpus", "replan", "dry_run")
 # These say what a model of our own is like, or begins with: one that others have trained is as it is.
 OF_OUR_MODELS = frozenset(
     ("preset", "init_from", "tokenizer_type", "vocab_size", "ctc_weight", "intermediate_ctc_weight")
@@ -208,6 +208,8 @@ def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
         found.append(
             f"--ctc_weight is {weights[0]} here and {weights[1]} in the checkpoint, and 0 is a model without CTC"
         )
+    if stored.run.init_from != asked.run.init_from:
+        found.append(f"--init_from is {asked.run.init_from} here and {stored.run.init_from} in the checkpoint")
     if stored.window_size != asked.window_size:
         found.append(
             f"the effective batch (--batch_size x --gradient_accumulation_steps) is {asked.window_size} here "

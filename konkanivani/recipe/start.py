@@ -34,7 +34,6 @@ PATHS = (
     "pretrained",
     "forgetting_manifest",
     "log_dir",
-    "pretrained",
 )
 
 
@@ -98,7 +97,7 @@ def ask_restarted(asked: Asked, topology: Topology) -> Asked:
     saved = Checkpointer(run.checkpoint_dir, run.keep_checkpoints).has_checkpoints()
     if not (topology.restarts and saved):
         return asked
-    config = dataclasses.replace(asked.config, run=dataclasses.replace(run, resume="auto", init_from=None))
+    config = dataclasses.replace(asked.config, run=dataclasses.replace(run, resume="auto"))
     return dataclasses.replace(asked, config=config)
 
 
@@ -111,11 +110,7 @@ def _resolve(asked: Asked, report: Report) -> Start:
         return _resume_newest(asked, report)
     if config.run.resume:
         return _resume_named(asked, Path(config.run.resume), report)
-    initial = None
-    if config.run.init_from:
-        check_paths(config)
-        asked, initial = begin_with(asked, Path(config.run.init_from))
-    config, pretrained = _check_beginning(asked, report)
+    config, initial, pretrained = _check_beginning(asked, report)
     lock = _take_folder(config.run)
     folder = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints)
     if folder.has_checkpoints() and not config.run.fresh:
@@ -152,11 +147,15 @@ def _begin(
     return Start(dataclasses.replace(config, run=logs.run), locks, resumed, path, initial, pretrained)
 
 
-def _check_beginning(asked: Asked, report: Report) -> tuple[TrainConfig, Pretrained | None]:
-    """The settings of a run that begins, and what others have trained that it begins with, if it does."""
+def _check_beginning(asked: Asked, report: Report) -> tuple[TrainConfig, Checkpoint | None, Pretrained | None]:
+    """The settings of a run that begins, and the checkpoint or others' model that it begins with, if it does."""
+    initial = None
+    if asked.config.run.init_from:
+        check_paths(asked.config)
+        asked, initial = begin_with(asked, Path(asked.config.run.init_from))
     config, pretrained = begin_pretrained(asked, asked.config)
     _check_places(config, architecture_for(config, config.text.vocab_size, pretrained), report)
-    return config, pretrained
+    return config, initial, pretrained
 
 
 def _check_places(config: TrainConfig, architecture: Architecture, report: Report) -> None:
@@ -185,9 +184,9 @@ def _resume_newest(asked: Asked, report: Report) -> Start:
     found = Checkpointer(folder, run.keep_checkpoints).read_newest_sound(sets_aside=not run.dry_run)
     if found is None:
         check_idle_flags(asked.config, asked.given)
-        config, pretrained = _check_beginning(asked, report)
+        config, initial, pretrained = _check_beginning(asked, report)
         say(f"No checkpoint in {folder} yet: training begins.")
-        return _begin(config, lock, pretrained=pretrained)
+        return _begin(config, lock, initial=initial, pretrained=pretrained)
     path, checkpoint = found
     config = _resumed_config(asked, checkpoint, path)
     # The folder may have been moved since the checkpoint wrote down its name.
