@@ -41,15 +41,6 @@ WIDE = ModelConfig(d_model=96, encoder_layers=4, decoder_layers=1, subsampling_c
 Weights = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def base(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The last checkpoint of a run of three steps, all of it trained."""
-    folder = tmp_path_factory.mktemp("base")
-    flags = (*TINY_MODEL, *corpus.flags(), *run_folders(folder), "--num_workers", "0", "--max_steps", "3")
-    train(build_run(begin_run(list(flags))))
-    return folder / "checkpoints" / LAST
-
-
 def weights_of(folder: Path) -> Weights:
     return dict(read_checkpoint(folder / "checkpoints" / LAST).states["model"])
 
@@ -381,11 +372,16 @@ def test_negative_control_a_run_from_nothing_or_without_validation_has_no_score_
     ("flags", "said"),
     [
         ("--train_layers 2", "give --pretrained or --init_from"),
+        ("--freeze encoder", "give --pretrained or --init_from"),
+        ("--lora_rank 4", "give --pretrained or --init_from"),
+        ("--init_from x --freeze -1", "numbers of blocks, at least 0"),
+        ("--init_from x --lora_rank 4 --lora_targets query keys", "takes some of"),
+        ("--init_from x --lora_rank -4", "between 0 and 1024"),
+        ("--init_from x --lora_rank 4 --lora_alpha nan", "finite"),
         ("--encoder_rate_factor 0.1", "give --pretrained or --init_from"),
         ("--freeze_steps 10", "give --init_from"),
         ("--new_tokenizer", "give --init_from"),
         ("--pretrained x --new_tokenizer", "give --init_from"),
-        ("--pretrained x --freeze_steps 10", "give --init_from"),
         ("--init_from x --train_layers 2 --freeze 2", "give one of them"),
         ("--init_from x --resume y", "give one of them"),
         ("--init_from x --train_layers 2 --lora_rank 2", "leave --freeze and --train_layers out"),
@@ -402,13 +398,11 @@ def test_flags_that_cannot_work_are_refused(flags, said):
         parse_flags(flags.split())
 
 
-@pytest.mark.parametrize(
-    "flags", ["--train_layers 1", "--freeze_steps 7", "--encoder_rate_factor 0.5", "--new_tokenizer"]
-)
-def test_a_run_does_not_go_on_otherwise_tuned(flags, base, corpus, tmp_path):
+@pytest.mark.parametrize("flag", "--train_layers=1 --freeze_steps=7 --encoder_rate_factor=0.5 --new_tokenizer".split())
+def test_a_run_does_not_go_on_otherwise_tuned(flag, base, corpus, tmp_path):
     tuned(corpus, base, tmp_path, 1, "--freeze_steps", "3", "--encoder_rate_factor", "0.2")
-    with pytest.raises(CheckpointError, match=f"{flags.split()[0]} is .* here and .* in the checkpoint"):
-        begin_run([*run_folders(tmp_path), "--resume", "auto", *flags.split()])
+    with pytest.raises(CheckpointError, match=f"{flag.split('=')[0]} is .* here and .* in the checkpoint"):
+        begin_run([*run_folders(tmp_path), "--resume", "auto", flag])
 
 
 def test_the_same_command_with_resume_auto_begins_and_goes_on_but_not_with_another_start(base, corpus, tmp_path):

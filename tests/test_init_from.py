@@ -192,9 +192,9 @@ def test_a_smaller_model_is_cut_from_the_checkpoint_by_the_script_which_tells_wh
 
 
 def test_a_model_that_takes_nothing_of_the_blocks_is_refused(corpus, trained, tmp_path):
-    wider = ("--d_model", "64", "--feedforward_dim", "512", "--init_from", str(trained / "checkpoints" / LAST))
+    begun = [*flags(corpus, tmp_path), "--d_model", "64", "--init_from", str(trained / "checkpoints" / LAST)]
     with pytest.raises(UsageError, match="never larger. Leave --preset"):
-        build_run(begin_run([*flags(corpus, tmp_path), *wider]))
+        build_run(begin_run(begun))
 
 
 def test_another_tokenizer_leaves_out_its_heads_and_says_so(corpus, trained, tmp_path, capsys):

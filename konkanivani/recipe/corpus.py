@@ -15,7 +15,7 @@ MIN_SHARED = 0.5  # of the smaller one's utterances: recordings may have been ad
 WARNED_OF = 0.05  # less may be two corpora that number their files alike
 MAX_UNKNOWN = 0.005  # of the tokens
 NAMED_CHARACTERS = 10
-TOLD_BY = 20_000  # texts: a fraction of a second
+TOLD_BY = 20_000  # texts of a corpus that seems unchanged: the same recordings may have been transcribed anew
 
 
 def remembered_corpus(start: Start) -> Fingerprint | None:
@@ -60,10 +60,7 @@ def keeps_tokens(start: Start) -> bool:
 
 
 def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Vocabulary, texts: Iterable[str]) -> None:
-    """Raises a DataError where a checkpoint's tokenizer lacks too much of a corpus's `texts`, which are normalised.
-
-    Of a corpus that seems unchanged the first ones tell: the same recordings may have been transcribed anew.
-    """
+    """Raises a DataError where a checkpoint's tokenizer lacks too much of a corpus's `texts`, which are normalised."""
     if not (start.resumed or keeps_tokens(start)):
         return
     remembered = remembered_corpus(start)

@@ -109,7 +109,7 @@ def _resolve(asked: Asked, report: Report) -> Start:
     if config.run.resume == "auto":
         return _resume_newest(asked, report)
     if config.run.resume:
-        return _resume_named(asked, Path(config.run.resume), report)
+        return _resume(asked, Path(config.run.resume), read_checkpoint(config.run.resume), report)
     config, initial, pretrained = _check_beginning(asked, report)
     lock = _take_folder(config.run)
     folder = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints)
@@ -166,14 +166,13 @@ def _check_places(config: TrainConfig, architecture: Architecture, report: Repor
     report("disk", "; ".join(room.sentence() for room in check_disk(config, architecture)))
 
 
-def _resume_named(asked: Asked, path: Path, report: Report) -> Start:
-    checkpoint = read_checkpoint(path)
+def _resume(asked: Asked, path: Path, checkpoint: Checkpoint, report: Report, lock: RunLock | None = None) -> Start:
     config = _resumed_config(asked, checkpoint, path)
     if "checkpoint_dir" not in asked.given:  # wherever it was trained, it goes on where it lies
-        config = _in_folder(config, str(path.parent))
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, checkpoint_dir=str(path.parent)))
     pretrained = resume_pretrained(asked, config, checkpoint)
     _check_places(config, architecture_for(config, checkpoint.vocab_size, pretrained, checkpoint), report)
-    lock = _take_folder(config.run)
+    lock = lock or _take_folder(config.run)
     _check_folder_is_its_own(path, Path(config.run.checkpoint_dir))
     return _begin(config, lock, checkpoint, path, pretrained=pretrained)
 
@@ -187,17 +186,7 @@ def _resume_newest(asked: Asked, report: Report) -> Start:
         config, initial, pretrained = _check_beginning(asked, report)
         say(f"No checkpoint in {folder} yet: training begins.")
         return _begin(config, lock, initial=initial, pretrained=pretrained)
-    path, checkpoint = found
-    config = _resumed_config(asked, checkpoint, path)
-    # The folder may have been moved since the checkpoint wrote down its name.
-    config = _in_folder(config, folder)
-    pretrained = resume_pretrained(asked, config, checkpoint)
-    _check_places(config, architecture_for(config, checkpoint.vocab_size, pretrained, checkpoint), report)
-    return _begin(config, lock, checkpoint, path, pretrained=pretrained)
-
-
-def _in_folder(config: TrainConfig, folder: str) -> TrainConfig:
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, checkpoint_dir=folder))
+    return _resume(asked, *found, report, lock)
 
 
 def _take_folder(run: RunConfig) -> RunLock | None:

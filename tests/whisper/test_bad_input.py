@@ -345,7 +345,7 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_is_traced(case, models
 
 
 def test_a_models_folder_in_a_checkpoints_place_is_told_where_it_belongs(models):
-    with pytest.raises(CheckpointError, match="Give a Whisper model as --pretrained"):
+    with pytest.raises(CheckpointError, match="give a Whisper model as --pretrained"):
         check_is_there(Path(models.folder()))
 
 

@@ -112,9 +112,9 @@ class PlanReport:
 def plan_budget(
     config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ranks = ONE_RANK, given: Collection[str] = ()
 ) -> PlanReport:
-    """What of this configuration fits `budget` bytes, on each rank; a ResourceError where not even its state does.
+    """What of this configuration, for which these flags are `given`, fits `budget` bytes on each rank.
 
-    `given` are the names of the flags that a person has given.
+    A ResourceError where not even its state does.
     """
     config = resolve(config)
     architecture = planned_architecture(config)
@@ -200,10 +200,7 @@ def _cells(request: PlanRequest, budgets: tuple[float, ...]) -> list[str]:
 
 
 def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int, given: Collection[str]) -> str:
-    """The flags with which the trainer keeps to the budget, at the duration asked for or the longest that trains.
-
-    Those that are given stand as they are, so that it is the same model that is trained.
-    """
+    """The given flags, and with which the trainer keeps to the budget, at the duration asked for or that trains."""
     longest = min(config.data.max_duration, answers[-1].longest_seconds * min(config.augment.speed_perturbation))
     words = [] if {"preset", "init_from", "pretrained"} & set(given) else ["--preset", config.run.preset]
     for setting in settings_of(config):

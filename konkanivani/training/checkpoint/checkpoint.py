@@ -96,19 +96,17 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
 
 
 def check_is_there(path: Path) -> None:
-    """Raises a CheckpointError where there is no file."""
-    advice = ". Give the path of a checkpoint_*.pt file."
+    """Raises a CheckpointError where there is no file, or another program's."""
+    advice = "Give the path of a checkpoint_*.pt file."
     if path.suffix == ".nemo":
-        advice = f", it is a model of NeMo's. Make a checkpoint of it: import_asr.py {path} {path.with_suffix('.pt')}"
+        advice = f"Make one of NeMo's file: import_asr.py {path} {path.with_suffix('.pt')} does."
+    elif path.is_file():
+        return
     elif (path / "config.json").is_file():
-        advice = f", it is a model's folder. Give a Whisper model as --pretrained {path}, others to import_asr.py."
+        advice = f"It is a model's folder: give a Whisper model as --pretrained {path}, others to import_asr.py."
     elif path.is_dir():
-        advice = (
-            f", it is a folder. Give one of its files, such as {path / 'checkpoint_last.pt'}; training goes on from "
-            f"the newest with --checkpoint_dir {path} --resume auto."
-        )
-    if path.suffix == ".nemo" or not path.is_file():
-        raise CheckpointError(f"There is no checkpoint at {path}{advice}")
+        advice = f"It is a folder: give one of its files, or --checkpoint_dir {path} --resume auto to go on training."
+    raise CheckpointError(f"There is no checkpoint at {path}. {advice}")
 
 
 def _parse_record(record: object, path: Path) -> Checkpoint:
