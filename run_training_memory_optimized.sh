@@ -31,7 +31,7 @@ if [[ -z "$BASE" ]]; then
 fi
 PYTHON="$("$BASE" training_scripts/bootstrap.py --extras synthesis)"
 
-wants_help=no begins_anew=no takes_value=no elsewhere=no previous=""
+wants_help=no begins_anew=no has_shape=no takes_value=no elsewhere=no previous=""
 manifest="" folder="" name="" device="" resumed=auto
 torchrun=() trainer=()
 for argument in "$@"; do
@@ -50,7 +50,8 @@ for argument in "$@"; do
     trainer+=("$argument")
     case "$argument" in
         -h | --help) wants_help=yes ;;
-        --fresh | --init[-_]from | --init[-_]from=*) begins_anew=yes ;;
+        --fresh) begins_anew=yes ;;
+        --init[-_]from | --init[-_]from=* | --pretrained | --pretrained=*) has_shape=yes ;;
     esac
     flag="$previous" value="$argument"
     if [[ "$argument" == --*=* ]]; then flag="${argument%%=*}" value="${argument#*=}"; fi
@@ -76,9 +77,11 @@ if [[ -z "$device" ]]; then
     fi
 fi
 
-CUDA_DEFAULTS=(--device cuda --preset optimized --mixed_precision)
-CPU_DEFAULTS=(--device cpu --preset minimal --batch_size 4)
-if [[ "$device" == cpu ]]; then defaults=("${CPU_DEFAULTS[@]}"); else defaults=("${CUDA_DEFAULTS[@]}"); fi
+CUDA_DEFAULTS=(--device cuda --mixed_precision) preset=optimized
+CPU_DEFAULTS=(--device cpu --batch_size 4)
+if [[ "$device" == cpu ]]; then defaults=("${CPU_DEFAULTS[@]}") preset=minimal; else defaults=("${CUDA_DEFAULTS[@]}"); fi
+# A model that has learnt already brings its shape: a preset would ask for another one, with nothing of its weights.
+if [[ $has_shape == no ]]; then defaults+=(--preset "$preset"); fi
 
 if [[ -z "$manifest" && $resumed == auto ]]; then
     "$PYTHON" training_scripts/prepare_builtin_corpus.py --output data/builtin

@@ -134,6 +134,8 @@ OF_THE_BEST = ("--checkpoint", "{best}", "--manifest")
         (AVERAGE, ("{last}", "--output", "checkpoint_epoch_9.pt"), 2, "run's own checkpoints"),
         (AVERAGE, ("{last}", "--outptu", "x.pt"), 2, "--output"),
         (AVERAGE, ("nowhere.pt",), 4, "There is no checkpoint at nowhere.pt"),
+        (AVERAGE, ("{last}", "--output", f"{__file__}/x.pt"), 6, "x.pt.partial could not be written"),
+        (AVERAGE, ("konkani.nemo",), 4, "import_asr.py konkani.nemo konkani.pt"),
     ],
 )
 def test_what_cannot_be_scored_or_averaged_is_said_in_a_sentence(trained, script, flags, exit_code, said):

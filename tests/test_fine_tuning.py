@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -38,15 +39,6 @@ HALF = ("--frozen_dtype", "half")
 HEADS = {name for head in ("ctc_head", "decoder.output") for name in (f"{head}.weight", f"{head}.bias")}
 WIDE = ModelConfig(d_model=96, encoder_layers=4, decoder_layers=1, subsampling_channels=8)
 Weights = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def base(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The last checkpoint of a run of three steps, all of it trained."""
-    folder = tmp_path_factory.mktemp("base")
-    flags = (*TINY_MODEL, *corpus.flags(), *run_folders(folder), "--num_workers", "0", "--max_steps", "3")
-    train(build_run(begin_run(list(flags))))
-    return folder / "checkpoints" / LAST
 
 
 def weights_of(folder: Path) -> Weights:
@@ -279,6 +271,17 @@ def test_a_little_that_is_unknown_is_told_and_the_tokenizer_kept(base, tmp_path,
     assert "x 1 times" in said and "trained on as unknown" in said
 
 
+def test_the_same_recordings_transcribed_in_other_letters_are_not_gone_on_with(base, corpus, tmp_path):
+    latin = Path(corpus.manifest("train")).with_name("latin.jsonl")
+    rows = map(json.loads, Path(corpus.manifest("train")).read_text(encoding="utf-8").splitlines())
+    latin.write_text("".join(json.dumps(row | {"text": "zero one"}) + "\n" for row in rows), encoding="utf-8")
+    shutil.copy(base, tmp_path)
+    flags = ("--resume", str(tmp_path / LAST), "--log_dir", str(tmp_path), "--train_manifest")
+    with pytest.raises(DataError, match="Begin a run of its own with --init_from and --new_tokenizer"):
+        build_run(begin_run([*flags, str(latin)]))
+    build_run(begin_run([*flags, corpus.manifest("train")]))  # the negative control
+
+
 def test_a_new_tokenizer_has_a_head_that_begins_with_zeros_and_a_rare_blank(base, corpus, tmp_path, capsys):
     flags = [*corpus.flags(), *run_folders(tmp_path), "--init_from", str(base), "--new_tokenizer", "--num_workers", "0"]
     run = build_run(begin_run(flags))
@@ -362,12 +365,18 @@ def test_negative_control_a_run_from_nothing_or_without_validation_has_no_score_
     ("flags", "said"),
     [
         ("--train_layers 2", "give --pretrained or --init_from"),
+        ("--freeze encoder", "give --pretrained or --init_from"),
+        ("--lora_rank 4", "give --pretrained or --init_from"),
+        ("--init_from x --freeze -1", "numbers of blocks, at least 0"),
+        ("--init_from x --lora_rank 4 --lora_targets query keys", "takes some of"),
+        ("--init_from x --lora_rank -4", "between 0 and 1024"),
+        ("--init_from x --lora_rank 4 --lora_alpha nan", "finite"),
         ("--encoder_rate_factor 0.1", "give --pretrained or --init_from"),
         ("--freeze_steps 10", "give --init_from"),
         ("--new_tokenizer", "give --init_from"),
         ("--pretrained x --new_tokenizer", "give --init_from"),
-        ("--pretrained x --freeze_steps 10", "give --init_from"),
         ("--init_from x --train_layers 2 --freeze 2", "give one of them"),
+        ("--init_from x --resume y", "give one of them"),
         ("--init_from x --train_layers 2 --lora_rank 2", "leave --freeze and --train_layers out"),
         ("--init_from x --lora_rank 2 --freeze_steps 5", "or give --new_tokenizer"),
         ("--init_from x --train_layers -1", "at least 0"),
@@ -390,11 +399,17 @@ def test_a_setting_of_other_blocks_is_refused_where_it_is_given_and_kept_where_a
             parse_flags(["--resume", "auto", *given.split()], stored)
 
 
-OTHERWISE = ("--train_layers 1", "--freeze_steps 7", "--encoder_rate_factor 0.5", "--new_tokenizer")
-
-
-@pytest.mark.parametrize("flags", [flags.split() for flags in OTHERWISE])
-def test_a_run_does_not_go_on_otherwise_tuned(flags, base, corpus, tmp_path):
+@pytest.mark.parametrize("flag", "--train_layers=1 --freeze_steps=7 --encoder_rate_factor=0.5 --new_tokenizer".split())
+def test_a_run_does_not_go_on_otherwise_tuned(flag, base, corpus, tmp_path):
     tuned(corpus, base, tmp_path, 1, "--freeze_steps", "3", "--encoder_rate_factor", "0.2")
-    with pytest.raises(CheckpointError, match=f"{flags[0]} is .* here and .* in the checkpoint"):
-        begin_run([*run_folders(tmp_path), "--resume", "auto", *flags])
+    with pytest.raises(CheckpointError, match=f"{flag.split('=')[0]} is .* here and .* in the checkpoint"):
+        begin_run([*run_folders(tmp_path), "--resume", "auto", flag])
+
+
+def test_the_same_command_with_resume_auto_begins_and_goes_on_but_not_with_another_start(base, corpus, tmp_path):
+    for steps in (1, 3):
+        tuned(corpus, base, tmp_path / "twice", steps, "--resume", "auto")
+    once, twice = tuned(corpus, base, tmp_path / "once", 3), weights_of(tmp_path / "twice")
+    assert all(torch.equal(weight, twice[name]) for name, weight in once.items())
+    with pytest.raises(CheckpointError, match="--init_from is other.pt here and .*in the checkpoint"):
+        begin_run([*run_folders(tmp_path / "twice"), "--resume", "auto", "--init_from", "other.pt"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from konkanivani.base.config import ModelConfig
-from konkanivani.base.errors import CheckpointError
+from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.attention import RotaryPositions
@@ -189,6 +189,12 @@ def test_a_smaller_model_is_cut_from_the_checkpoint_by_the_script_which_tells_wh
     for kind in ("taken whole:", "cut to the asked shape:", "left out (begin anew): 0 tensors"):
         assert kind in done.stdout
     assert read_checkpoint(tmp_path / "checkpoints" / LAST).step == 1
+
+
+def test_a_model_that_takes_nothing_of_the_blocks_is_refused(corpus, trained, tmp_path):
+    begun = [*flags(corpus, tmp_path), "--d_model", "64", "--init_from", str(trained / "checkpoints" / LAST)]
+    with pytest.raises(UsageError, match="never larger. Leave --preset"):
+        build_run(begin_run(begun))
 
 
 def test_another_tokenizer_leaves_out_its_heads_and_says_so(corpus, trained, tmp_path, capsys):

@@ -30,6 +30,8 @@ def test_a_run_that_learns_says_nothing():
 def test_each_sign_is_one_line_with_what_helps(sign, words):
     (line,) = failures(dataclasses.replace(HEALTHY, **sign))
     assert words in line and "--" in line and "\n" not in line
+    of_whisper = str(failures(dataclasses.replace(HEALTHY, cer=1.0, blank_share=None)))
+    assert "--language" in of_whisper and "--ctc" not in of_whisper and "--preset" not in of_whisper
 
 
 @pytest.mark.parametrize(("first", "last", "is_time"), [(0, 3333, False), (3000, 3334, True), (3334, 6000, False)])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -205,10 +206,10 @@ def test_the_plan_from_the_command_line_and_the_trainer_takes_its_flags(corpus, 
     folders = "--checkpoint_dir", str(tmp_path / "c"), "--log_dir", str(tmp_path / "r")
     trained = run_script(
         "training_scripts/train_konkanivani_asr.py",
-        *(*model, *report["flags"].split(), *corpus.flags(), *folders, "--max_steps", "1"),
+        *(*shlex.split(report["flags"]), *corpus.flags(), *folders, "--max_steps", "1"),
     )
     assert trained.returncode == 0, trained.stderr
-    assert "Memory plan for 318MiB" in trained.stdout
+    assert "Memory plan for 318MiB" in trained.stdout and "conformer 32, 6+1 layers" in trained.stdout
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,14 @@ def test_the_script_tells_nothing_that_would_change_a_checkpoint_named_by_its_pa
 
 
 def test_the_script_begins_anew_where_it_is_told_to(checkout):
-    for given in (["--fresh"], ["--init_from", "x.pt"]):
+    told = told_to_the_trainer(checkout, "--device", "cpu", "--train_manifest", "my/train.jsonl", "--fresh")
+    assert last_of(told, "--resume") is None and last_of(told, "--checkpoint_dir") == "checkpoints/my"
+
+
+def test_the_script_leaves_a_model_that_has_learnt_its_shape_and_goes_on_when_started_again(checkout):
+    for given, preset in ((["--init_from", "x.pt"], None), (["--pretrained=w"], None), ([], "minimal")):
         told = told_to_the_trainer(checkout, "--device", "cpu", "--train_manifest", "my/train.jsonl", *given)
-        assert last_of(told, "--resume") is None and last_of(told, "--checkpoint_dir") == "checkpoints/my"
+        assert (last_of(told, "--preset"), last_of(told, "--resume")) == (preset, "auto")
 
 
 def test_the_script_lets_a_run_that_goes_on_keep_its_name(checkout):

@@ -12,6 +12,7 @@ import bootstrap
 bootstrap.rerun_under_venv()
 
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,11 +70,12 @@ def run_import(flags: Flags) -> str:
     found = import_nemo(Path(flags.model), flags.language, output.parent)
     with atomic_write(output) as partial:
         write_checkpoint(partial, found.checkpoint)
+    name, size = shlex.quote(flags.output), output.stat().st_size
     return (
-        f"{found.sentences()}\n{output}: {output.stat().st_size / 1e6:.1f} MB. Next, each with what it is to work on:\n"
-        f"  python3 training_scripts/evaluate_konkanivani_asr.py --checkpoint {output} --manifest test.jsonl\n"
-        f"  python3 training_scripts/transcribe.py recordings --checkpoint {output}\n"
-        f"  python3 training_scripts/train_konkanivani_asr.py --init_from {output} --train_manifest train.jsonl"
+        f"{found.sentences()}\n{output}: {size / 1e6:.1f} MB. Next, each with what it is to work on:\n"
+        f"  python3 training_scripts/evaluate_konkanivani_asr.py --checkpoint {name} --manifest test.jsonl\n"
+        f"  python3 training_scripts/transcribe.py recordings --checkpoint {name}\n"
+        f"  python3 training_scripts/train_konkanivani_asr.py --init_from {name} --train_manifest train.jsonl"
     )
 
 

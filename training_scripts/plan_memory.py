@@ -90,7 +90,7 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
         if flags.world > 1:
             raise UsageError("--presets is for one process: give --world with one --preset.")
         return plan_presets(flags.train, costs)
-    report = plan_budget(flags.train, costs, size, choose_ranks(flags.train, costs, size, flags.world))
+    report = plan_budget(flags.train, costs, size, choose_ranks(flags.train, costs, size, flags.world), given)
     return report.as_json() if flags.json else report.as_table()
 
 

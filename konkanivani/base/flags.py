@@ -1,7 +1,9 @@
 """The settings of `config.py` as command-line flags and as text. No torch here."""
 
 import ast
+import contextlib
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import UnionType
 from typing import Literal, Union, get_args, get_origin, get_type_hints
@@ -13,7 +15,7 @@ from konkanivani.base.errors import CheckpointError, ErrorCollector, UsageError
 from konkanivani.base.rules import Setting, check_config, settings_of, with_setting
 
 # These say how this one process starts; a checkpoint's values for them are never taken over.
-SESSION_FLAGS = ("resume", "fresh", "new_corpus", "init_from", "replan", "dry_run")
+SESSION_FLAGS = ("resume", "fresh", "new_corpus", "replan", "dry_run")
 # These say what a model of our own is like, or begins with: one that others have trained is as it is.
 OF_OUR_MODELS = frozenset(
     ("preset", "init_from", "tokenizer_type", "vocab_size", "ctc_weight", "intermediate_ctc_weight")
@@ -49,17 +51,12 @@ def config_from_text(text: str) -> TrainConfig:
                 f"The checkpoint was made with the flag --{name}, which this version does not have. Use the version "
                 "that made it."
             )
-        try:
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             setting = dataclasses.replace(known[name], value=ast.literal_eval(value))
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            raise CheckpointError(
-                f"The checkpoint holds {value[:80]!r} for --{name}, which is not a value. Use another one."
-            ) from None
-        if not _has_type(setting):
-            raise CheckpointError(
-                f"The checkpoint holds {value[:80]!r} for --{name}, which is of the wrong kind. Use another one."
-            )
-        config = with_setting(config, setting)
+            if _has_type(setting):
+                config = with_setting(config, setting)
+                continue
+        raise CheckpointError(f"The checkpoint's --{name} cannot be {value[:80]!r}. Use another one.")
     return config
 
 
@@ -82,9 +79,7 @@ class Asked:
         """
         is_other = "preset" in self.given and self.parsed.run.preset != stored.run.preset
         base = dataclasses.replace(stored, model=PRESETS[self.parsed.run.preset]) if is_other else stored
-        for setting in settings_of(TrainConfig()):
-            if setting.name in SESSION_FLAGS:
-                base = with_setting(base, setting)
+        base = _with_given(base, TrainConfig(), SESSION_FLAGS)
         return _checked(as_stored(_with_given(base, self.parsed, self.given), stored), self.given, stored)
 
     def beginning_with(self, stored: TrainConfig) -> TrainConfig:
@@ -135,7 +130,7 @@ def parse_flags(arguments: list[str], stored: TrainConfig | None = None) -> Trai
     return asked.over(stored) if stored else asked.config
 
 
-def _with_given(base: TrainConfig, parsed: TrainConfig, given: frozenset[str]) -> TrainConfig:
+def _with_given(base: TrainConfig, parsed: TrainConfig, given: Collection[str]) -> TrainConfig:
     for setting in settings_of(parsed):
         if setting.name in given:
             base = with_setting(base, setting)
@@ -210,6 +205,8 @@ def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
         found.append(
             f"--ctc_weight is {weights[0]} here and {weights[1]} in the checkpoint, and 0 is a model without CTC"
         )
+    if stored.run.init_from != asked.run.init_from:
+        found.append(f"--init_from is {asked.run.init_from} here and {stored.run.init_from} in the checkpoint")
     if stored.window_size != asked.window_size:
         found.append(
             f"the effective batch (--batch_size x --gradient_accumulation_steps) is {asked.window_size} here "

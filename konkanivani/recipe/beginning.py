@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from konkanivani.base.config import TrainConfig, TuningConfig
+from konkanivani.base.errors import UsageError
 from konkanivani.base.flags import config_from_text
 from konkanivani.data.batching import EpochPlanner
 from konkanivani.data.vocabulary import Vocabulary
@@ -81,6 +82,11 @@ def _take_weights(
     transfer = transfer_weights(
         whole, weights, config.model, initial.tokenizer == tokenizer.model and not tuning.new_tokenizer
     )
+    if not any(name.startswith("encoder.blocks") for name in transfer.taken + transfer.cut):
+        raise UsageError(
+            "Nothing of the --init_from checkpoint's blocks fits the model that is asked for: it may be smaller, never "
+            "larger. Leave --preset and the flags of the shape out to have the checkpoint's, or begin without it."
+        )
     if tuning.new_tokenizer:
         begin_head(whole)
     if tuning.frozen_dtype == "half":

@@ -16,10 +16,9 @@ def check_paths(config: TrainConfig, is_complete: bool = True) -> None:
     Not `is_complete`: a checkpoint is yet to be read that brings what is not given, its run's folders among it.
     """
     problems, run = ErrorCollector(), config.run
-    for checkpoint in (run.resume, run.init_from):
-        if checkpoint and checkpoint != "auto":
-            with problems.collect():
-                check_is_there(Path(checkpoint))
+    for checkpoint in {run.resume or run.init_from} - {None, "auto"}:
+        with problems.collect():
+            check_is_there(Path(checkpoint))
     if is_complete and config.data.train_manifest is None:
         problems.add(
             UsageError(

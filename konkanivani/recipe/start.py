@@ -97,7 +97,7 @@ def ask_restarted(asked: Asked, topology: Topology) -> Asked:
     saved = Checkpointer(run.checkpoint_dir, run.keep_checkpoints).has_checkpoints()
     if not (topology.restarts and saved):
         return asked
-    config = dataclasses.replace(asked.config, run=dataclasses.replace(run, resume="auto", init_from=None))
+    config = dataclasses.replace(asked.config, run=dataclasses.replace(run, resume="auto"))
     return dataclasses.replace(asked, config=config)
 
 
@@ -109,12 +109,8 @@ def _resolve(asked: Asked, report: Report) -> Start:
     if config.run.resume == "auto":
         return _resume_newest(asked, report)
     if config.run.resume:
-        return _resume_named(asked, Path(config.run.resume), report)
-    initial = None
-    if config.run.init_from:
-        check_paths(config)
-        asked, initial = begin_with(asked, Path(config.run.init_from))
-    config, pretrained = _check_beginning(asked, report)
+        return _resume(asked, Path(config.run.resume), read_checkpoint(config.run.resume), report)
+    config, initial, pretrained = _check_beginning(asked, report)
     lock = _take_folder(config.run)
     folder = Checkpointer(config.run.checkpoint_dir, config.run.keep_checkpoints)
     if folder.has_checkpoints() and not config.run.fresh:
@@ -151,11 +147,15 @@ def _begin(
     return Start(dataclasses.replace(config, run=logs.run), locks, resumed, path, initial, pretrained)
 
 
-def _check_beginning(asked: Asked, report: Report) -> tuple[TrainConfig, Pretrained | None]:
-    """The settings of a run that begins, and what others have trained that it begins with, if it does."""
+def _check_beginning(asked: Asked, report: Report) -> tuple[TrainConfig, Checkpoint | None, Pretrained | None]:
+    """The settings of a run that begins, and the checkpoint or others' model that it begins with, if it does."""
+    initial = None
+    if asked.config.run.init_from:
+        check_paths(asked.config)
+        asked, initial = begin_with(asked, Path(asked.config.run.init_from))
     config, pretrained = begin_pretrained(asked, asked.config)
     _check_places(config, architecture_for(config, config.text.vocab_size, pretrained), report)
-    return config, pretrained
+    return config, initial, pretrained
 
 
 def _check_places(config: TrainConfig, architecture: Architecture, report: Report) -> None:
@@ -166,14 +166,13 @@ def _check_places(config: TrainConfig, architecture: Architecture, report: Repor
     report("disk", "; ".join(room.sentence() for room in check_disk(config, architecture)))
 
 
-def _resume_named(asked: Asked, path: Path, report: Report) -> Start:
-    checkpoint = read_checkpoint(path)
+def _resume(asked: Asked, path: Path, checkpoint: Checkpoint, report: Report, lock: RunLock | None = None) -> Start:
     config = _resumed_config(asked, checkpoint, path)
     if "checkpoint_dir" not in asked.given:  # wherever it was trained, it goes on where it lies
-        config = _in_folder(config, str(path.parent))
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, checkpoint_dir=str(path.parent)))
     pretrained = resume_pretrained(asked, config, checkpoint)
     _check_places(config, architecture_for(config, checkpoint.vocab_size, pretrained, checkpoint), report)
-    lock = _take_folder(config.run)
+    lock = lock or _take_folder(config.run)
     _check_folder_is_its_own(path, Path(config.run.checkpoint_dir))
     return _begin(config, lock, checkpoint, path, pretrained=pretrained)
 
@@ -184,18 +183,10 @@ def _resume_newest(asked: Asked, report: Report) -> Start:
     found = Checkpointer(folder, run.keep_checkpoints).read_newest_sound(sets_aside=not run.dry_run)
     if found is None:
         check_idle_flags(asked.config, asked.given)
-        config, pretrained = _check_beginning(asked, report)
+        config, initial, pretrained = _check_beginning(asked, report)
         say(f"No checkpoint in {folder} yet: training begins.")
-        return _begin(config, lock, pretrained=pretrained)
-    path, checkpoint = found
-    config = _in_folder(_resumed_config(asked, checkpoint, path), folder)  # which may have been moved since
-    pretrained = resume_pretrained(asked, config, checkpoint)
-    _check_places(config, architecture_for(config, checkpoint.vocab_size, pretrained, checkpoint), report)
-    return _begin(config, lock, checkpoint, path, pretrained=pretrained)
-
-
-def _in_folder(config: TrainConfig, folder: str) -> TrainConfig:
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, checkpoint_dir=folder))
+        return _begin(config, lock, initial=initial, pretrained=pretrained)
+    return _resume(asked, *found, report, lock)
 
 
 def _take_folder(run: RunConfig) -> RunLock | None:

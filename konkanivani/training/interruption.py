@@ -17,6 +17,7 @@ from konkanivani.base.signals import defer_signals, stopping_signals
 
 PATIENCE = 5.0  # seconds after a signal that a micro-batch has to come to its end; schedulers kill after 30 and more
 STOPPING = b"\nStopping: saving at the end of this micro-batch, or in 5 s without it (a second signal stops at once).\n"
+OVER = b"\nStopped after training, which is done and saved: --resume auto goes on with the scoring.\n"
 
 
 def _raise(error: Interrupted) -> NoReturn:
@@ -117,6 +118,8 @@ class Interruption:
         self.signal_number = self.signal_number or number
 
     def _end_at_once(self, number: int) -> NoReturn:
+        with contextlib.suppress(OSError):
+            os.write(2, OVER if self._is_over and not self._is_rank else b"")
         if not self._is_rank:
             self._discard_unfinished()
         os._exit(128 + number)

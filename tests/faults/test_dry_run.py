@@ -59,13 +59,6 @@ def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture
-def copy(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it to spoil."""
-    shutil.copytree(trained, tmp_path / "copy")
-    return tmp_path / "copy"
-
-
 def test_the_script_tells_every_stage_and_leaves_nothing(corpus, tmp_path):
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "mine.txt").write_text("mine")

@@ -159,7 +159,7 @@ interruption.end_training()
 
 def test_once_training_is_over_a_signal_ends_at_once_and_one_that_came_before_is_not_forgotten():
     after = subprocess.run([sys.executable, "-c", AFTER_TRAINING, "after"], cwd=ROOT, capture_output=True, text=True)
-    assert (after.returncode, after.stdout) == (128 + signal.SIGTERM, "")
+    assert (after.returncode, after.stdout) == (128 + signal.SIGTERM, "") and "--resume auto" in after.stderr
     before = subprocess.run([sys.executable, "-c", AFTER_TRAINING, "before"], cwd=ROOT, capture_output=True, text=True)
     assert before.stdout == "lives\n" and "Interrupted: Stopped by a signal" in before.stderr
 

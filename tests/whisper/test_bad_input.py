@@ -14,6 +14,8 @@ import safetensors.torch
 import soundfile
 import torch
 
+from konkanivani.base.errors import CheckpointError
+from konkanivani.training.checkpoint.checkpoint import check_is_there
 from tests.conftest import TINY_MODEL, Corpus, run_folders, run_script, run_trainer, write_corpus
 from tests.faults.test_error_texts import complaint
 from tests.whisper.small_model import write_model
@@ -340,6 +342,11 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_is_traced(case, models
     change(tmp_path)
     asked = ("--gpu", "GTX 980", "--pretrained", str(tmp_path), *flags)
     check_refusal(run_script("training_scripts/plan_memory.py", *asked), code, said)
+
+
+def test_a_models_folder_in_a_checkpoints_place_is_told_where_it_belongs(models):
+    with pytest.raises(CheckpointError, match="give a Whisper model as --pretrained"):
+        check_is_there(Path(models.folder()))
 
 
 # ------------------------------------------------------------------------------------------------------------ data

@@ -7,8 +7,8 @@ name alone, and by what its links resolve to, before anything is opened.
 import os
 from collections.abc import Iterable
 
-OUTSIDE = "it lies outside of its manifest's folder, and no --audio_roots names where"
-LED_OUTSIDE = "a link leads out of its manifest's folder, and no --audio_roots names where to"
+OUTSIDE = "it lies outside of its manifest's folder: name one above it with --audio_roots"
+LED_OUTSIDE = "a link leads out of its manifest's folder: name where to with --audio_roots"
 
 
 def audio_roots(folder: str, named: Iterable[str]) -> tuple[str, ...]:

@@ -12,7 +12,6 @@ from konkanivani.data.audio.silence import FRAME_SECONDS, silent_frames
 from konkanivani.data.utterance import Utterance
 
 FULL_SCALE = 32_767 / 32_768  # the largest positive value of 16 bits; what a float file holds beyond 1 counts as well
-CLIPPED_RUN = 3  # equal samples at full scale in a row: no voice does that
 FLOOR = -120.0
 MAX_SECONDS = 600.0  # decoded of one file
 

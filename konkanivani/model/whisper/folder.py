@@ -174,7 +174,10 @@ def _described(path: Path) -> WhisperFolder:
 
 def _no_folder(path: Path) -> str:
     if path.exists():
-        return f"{path} is a file. Give the folder of a Whisper model, as Hugging Face lays it out."
+        return (
+            f"{path} is a file. Give the folder of a Whisper model, as Hugging Face lays it out; a checkpoint is given "
+            "as --checkpoint, or as --init_from to begin with it."
+        )
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         return (
             f"There is no folder {path}, and nothing is fetched here if that is a model's name on a hub. Download its "

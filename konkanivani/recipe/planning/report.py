@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import shlex
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import repeat
 
 from konkanivani.base.amount import resolve
-from konkanivani.base.config import AUTO, PRESETS, ModelConfig, TrainConfig
+from konkanivani.base.config import PRESETS, ModelConfig, TrainConfig
 from konkanivani.base.rules import settings_of
 from konkanivani.base.units import GIB, MIB, budget_text, peak_text
 from konkanivani.memory.devices import DeviceCosts
@@ -26,6 +27,10 @@ from konkanivani.recipe.planning.request import (
 from konkanivani.recipe.planning.state import state_bytes
 
 TABLE_BUDGETS = (2.0, 4.0, 8.0, 14.7, 24.0)
+# Flags in whose place a plan has its own.
+DECIDED = {"memory_budget", "batch_size", "effective_batch_size", "gradient_accumulation_steps"} | {
+    *("gradient_checkpointing", "max_duration", "shard")
+}
 
 
 @dataclass(frozen=True)
@@ -104,8 +109,13 @@ class PlanReport:
         )
 
 
-def plan_budget(config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ranks = ONE_RANK) -> PlanReport:
-    """What of this configuration fits `budget` bytes, on each rank; a ResourceError where not even its state does."""
+def plan_budget(
+    config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ranks = ONE_RANK, given: Collection[str] = ()
+) -> PlanReport:
+    """What of this configuration, for which these flags are `given`, fits `budget` bytes on each rank.
+
+    A ResourceError where not even its state does.
+    """
     config = resolve(config)
     architecture = planned_architecture(config)
     costs = costs_per_rank(costs, architecture, ranks)
@@ -125,7 +135,7 @@ def plan_budget(config: TrainConfig, costs: DeviceCosts, budget: int, ranks: Ran
         context=costs.context,
         validation_peak=validation_peak,
         answers=answers,
-        flags=_flags(config, answers, budget) + (" --shard always" if ranks.sharded else ""),
+        flags=_flags(config, answers, budget, given) + (" --shard always" if ranks.sharded else ""),
         world=ranks.world,
         sharded=ranks.sharded,
         state_of_rank=state + costs.among_ranks,
@@ -189,23 +199,18 @@ def _cells(request: PlanRequest, budgets: tuple[float, ...]) -> list[str]:
     return cells
 
 
-def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int) -> str:
-    """The flags with which the trainer keeps to the budget, at the duration asked for or the longest that trains."""
+def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int, given: Collection[str]) -> str:
+    """The given flags, and with which the trainer keeps to the budget, at the duration asked for or that trains."""
     longest = min(config.data.max_duration, answers[-1].longest_seconds * min(config.augment.speed_perturbation))
-    pairs = zip(settings_of(config), settings_of(TrainConfig()), strict=True)
-    changed = [one for one, default in pairs if one.value != default.value]
-    asked = [one for one in changed if one.group in ("pretrained", "tuning") or one.name == "optimizer"]
-    words = ["--preset", config.run.preset] if config.pretrained.pretrained is None else []
-    words = ["--init_from", config.run.init_from] if config.run.init_from else words
-    for setting in asked:
-        values = setting.value if isinstance(setting.value, tuple) else [setting.value]
-        words += [f"--{setting.name}", *(str(value) for value in values if value is not True)]
+    words = [] if {"preset", "init_from", "pretrained"} & set(given) else ["--preset", config.run.preset]
+    for setting in settings_of(config):
+        if setting.name in set(given) - DECIDED:
+            values = setting.value if isinstance(setting.value, tuple) else [setting.value]
+            words += [f"--{setting.name}", *(str(value) for value in values if value is not True)]
     words += ["--memory_budget", budget_text(budget)]
     words += ["--batch_size", "auto", "--effective_batch_size", str(config.window_size)]
     words += ["--gradient_checkpointing", "auto", "--max_duration", f"{longest:g}"]
-    if config.data.micro_batches_at_once != AUTO:
-        words += ["--micro_batches_at_once", str(config.data.micro_batches_at_once)]
-    return " ".join(words + (["--mixed_precision"] if config.memory.mixed_precision else []))
+    return shlex.join(words)
 
 
 def _mib(size: int) -> str:

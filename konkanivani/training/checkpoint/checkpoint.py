@@ -4,6 +4,7 @@ A checkpoint is torch's zip format and holds tensors, strings, bytes (as a uint8
 checks every record's CRC first, because torch.load does not, and refuses what torch.save never writes.
 """
 
+import contextlib
 import errno
 import os
 from collections.abc import Collection, Mapping
@@ -55,7 +56,8 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
             file.flush()
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:  # a full disk reaches us as either
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a file system that is read-only
+            path.unlink(missing_ok=True)
         if error.__context__ is not None and not isinstance(error.__context__, Exception):
             raise error.__context__ from None  # a signal, which torch's writer has buried under an error of its own
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
@@ -94,15 +96,17 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
 
 
 def check_is_there(path: Path) -> None:
-    """Raises a CheckpointError where there is no file."""
-    if not path.is_file():
-        if path.is_dir():
-            raise CheckpointError(
-                f"There is no checkpoint at {path}, it is a folder. Give one of its files, such as "
-                f"{path / 'checkpoint_last.pt'}; training goes on from the newest with --checkpoint_dir {path} "
-                "--resume auto."
-            )
-        raise CheckpointError(f"There is no checkpoint at {path}. Give the path of a checkpoint_*.pt file.")
+    """Raises a CheckpointError where there is no file, or another program's."""
+    advice = "Give the path of a checkpoint_*.pt file."
+    if path.suffix == ".nemo":
+        advice = f"Make one of NeMo's file: import_asr.py {path} {path.with_suffix('.pt')} does."
+    elif path.is_file():
+        return
+    elif (path / "config.json").is_file():
+        advice = f"It is a model's folder: give a Whisper model as --pretrained {path}, others to import_asr.py."
+    elif path.is_dir():
+        advice = f"It is a folder: give one of its files, or --checkpoint_dir {path} --resume auto to go on training."
+    raise CheckpointError(f"There is no checkpoint at {path}. {advice}")
 
 
 def _parse_record(record: object, path: Path) -> Checkpoint:
