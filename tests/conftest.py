@@ -15,7 +15,7 @@ import soundfile
 
 from tests.leftovers import descendants, end_leftovers, heed_what_nohup_ignores
 from tests.patience import PATIENCE
-from tests.warm import NOTHING, ROOT, THREADS, Fork, Job, can_fork, warm_parent
+from tests.warm import NOTHING, ROOT, THREADS, Fork, Job, WarmParent, can_fork, warm_parent
 
 heed_what_nohup_ignores()
 
@@ -132,6 +132,14 @@ def warm_parent_ends() -> Iterator[None]:
     yield
     if warm_parent.cache_info().currsize:
         warm_parent().close()
+
+
+@pytest.fixture(scope="session")
+def torch_alone() -> Iterator[WarmParent]:
+    """A process that has imported PyTorch and nothing that PyTorch imports later."""
+    parent = WarmParent(("torch",))
+    yield parent
+    parent.close()
 
 
 @pytest.fixture(autouse=True)
