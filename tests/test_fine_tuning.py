@@ -40,15 +40,6 @@ WIDE = ModelConfig(d_model=96, encoder_layers=4, decoder_layers=1, subsampling_c
 Weights = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def base(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The last checkpoint of a run of three steps, all of it trained."""
-    folder = tmp_path_factory.mktemp("base")
-    flags = (*TINY_MODEL, *corpus.flags(), *run_folders(folder), "--num_workers", "0", "--max_steps", "3")
-    train(build_run(begin_run(list(flags))))
-    return folder / "checkpoints" / LAST
-
-
 def weights_of(folder: Path) -> Weights:
     return dict(read_checkpoint(folder / "checkpoints" / LAST).states["model"])
 
@@ -368,6 +359,13 @@ def test_negative_control_a_run_from_nothing_or_without_validation_has_no_score_
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        ("--freeze encoder", "or --init_from"),
+        ("--lora_rank 4", "or --init_from"),
+        ("--init_from x --freeze -1", "numbers of blocks, at least 0"),
+        ("--init_from x --freeze 2 --lora_rank 4", "leave --freeze and --train_layers out"),
+        ("--init_from x --lora_rank 4 --lora_targets query keys", "takes some of"),
+        ("--init_from x --lora_rank -4", "between 0 and 1024"),
+        ("--init_from x --lora_rank 4 --lora_alpha nan", "finite"),
         ("--train_layers 2", "give --pretrained or --init_from"),
         ("--encoder_rate_factor 0.1", "give --pretrained or --init_from"),
         ("--freeze_steps 10", "give --init_from"),

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from konkanivani.base.config import TrainConfig, TuningConfig
-from konkanivani.base.errors import CheckpointError, UsageError
-from konkanivani.base.flags import parse_flags
+from konkanivani.base.errors import CheckpointError
 from konkanivani.inference.speech_model import build_speech_model
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
@@ -20,7 +19,7 @@ from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
-from tests.conftest import TINY_MODEL, Corpus, run_folders, run_script, run_trainer
+from tests.conftest import TINY_MODEL, run_folders, run_script, run_trainer
 from tests.laws.parts import MODEL, VOCAB_SIZE
 from tests.starts import begin_run
 
@@ -30,15 +29,6 @@ TUNED = {
     "one block": (("--freeze", "1"), ("encoder.subsampling.", "encoder.blocks.0.")),
     "LoRA": (("--lora_rank", "4", "--lora_targets", "query_key_value", "expand"), ""),
 }
-
-
-@pytest.fixture(scope="module")
-def base(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The last checkpoint of a run of three steps, all of it trained."""
-    folder = tmp_path_factory.mktemp("base")
-    flags = (*TINY_MODEL, *corpus.flags(), *run_folders(folder), "--num_workers", "0", "--max_steps", "3")
-    train(build_run(begin_run(list(flags))))
-    return folder / "checkpoints" / LAST
 
 
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
@@ -121,20 +111,3 @@ def test_what_is_tuned_is_told_by_the_scripts(base, corpus, tmp_path):
     assert scored.returncode == 0 and json.loads(scored.stdout.splitlines()[-1])
     with pytest.raises(CheckpointError, match="--freeze is none here and encoder in the checkpoint"):
         begin_run([*run_folders(tmp_path), "--resume", "auto", "--freeze", "none"])
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--freeze encoder", "or --init_from"),
-        ("--lora_rank 4", "or --init_from"),
-        ("--init_from x --freeze -1", "numbers of blocks, at least 0"),
-        ("--init_from x --freeze 2 --lora_rank 4", "leave --freeze and --train_layers out"),
-        ("--init_from x --lora_rank 4 --lora_targets query keys", "takes some of"),
-        ("--init_from x --lora_rank -4", "between 0 and 1024"),
-        ("--init_from x --lora_rank 4 --lora_alpha nan", "finite"),
-    ],
-)
-def test_flags_that_cannot_work_are_refused(flags, said):
-    with pytest.raises(UsageError, match=said):
-        parse_flags(flags.split())
