@@ -16,7 +16,7 @@ import soundfile
 
 from tests.leftovers import descendants, end_leftovers, heed_what_nohup_ignores
 from tests.patience import PATIENCE
-from tests.warm import NOTHING, ROOT, THREADS, Fork, Job, can_fork, warm_parent
+from tests.warm import NOTHING, ROOT, THREADS, Fork, Job, WarmParent, can_fork, warm_parent
 
 heed_what_nohup_ignores()
 
@@ -135,6 +135,14 @@ def warm_parent_ends() -> Iterator[None]:
         warm_parent().close()
 
 
+@pytest.fixture(scope="session")
+def torch_alone() -> Iterator[WarmParent]:
+    """A process that has imported PyTorch and nothing that PyTorch imports later."""
+    parent = WarmParent(("torch",))
+    yield parent
+    parent.close()
+
+
 @pytest.fixture(autouse=True)
 def nobody_outlives_a_test() -> Iterator[None]:
     """A test that fails leaves no trainer behind."""
@@ -157,6 +165,32 @@ def synthesizer() -> Iterator[object]:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     """26 training utterances (so that windows of 4 leave a ragged one), 5 for validation, 5 for testing."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "tones", {"train": 26, "valid": 5, "test": 5})
+
+
+@pytest.fixture(scope="session")
+def three_steps(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of the tiny model that has ended after three steps, all of it trained: to read or to copy."""
+    from konkanivani.recipe.build import build_run
+    from konkanivani.training.loop import train
+    from tests.starts import begin_run
+
+    folder = tmp_path_factory.mktemp("three_steps")
+    flags = (*TINY_MODEL, *corpus.flags(), *run_folders(folder), "--num_workers", "0", "--max_steps", "3")
+    train(build_run(begin_run(list(flags))))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def base(three_steps: Path) -> Path:
+    """Its last checkpoint."""
+    return three_steps / "checkpoints" / "checkpoint_last.pt"
+
+
+@pytest.fixture
+def copy(three_steps: Path, tmp_path: Path) -> Path:
+    """A copy of it to spoil."""
+    shutil.copytree(three_steps, tmp_path / "copy")
+    return tmp_path / "copy"
 
 
 def script_command(script: str, *arguments: str) -> list[str]:

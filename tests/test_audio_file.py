@@ -3,8 +3,6 @@
 import io
 import os
 import struct
-import subprocess
-import sys
 import tarfile
 import time
 import tracemalloc
@@ -17,7 +15,8 @@ import soundfile
 
 from konkanivani.base.errors import DataError
 from konkanivani.data.audio.files import AudioSource, read_header, read_samples
-from tests.conftest import ROOT
+from tests.conftest import well
+from tests.warm import warm_parent
 
 RATE = 16_000
 
@@ -244,6 +243,6 @@ def test_an_odd_rate_costs_no_more_memory_and_a_sine_stays_the_sine(rate):
         "wanted = torch.sin(2 * math.pi * 440 * torch.arange(16_000) / 16_000)\n"
         "print(len(found), float((found - wanted)[100:-100].abs().max()), peak_resident_mib() - before)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = well(warm_parent().run_program(script))
     count, error, growth = map(float, done.stdout.split())
     assert count == 16_000 and error < 2e-3 and growth < 100

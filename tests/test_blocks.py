@@ -1,15 +1,11 @@
 """The Conformer's convolution on a CPU in half precision: the same numbers, and an end."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from konkanivani.model.blocks import ConvolutionModule
 from konkanivani.model.kernels.depthwise import depthwise_conv
-from tests.conftest import ROOT
-from tests.patience import PATIENCE
+from tests.warm import warm_parent
 
 CONVOLVE = """
 import torch
@@ -39,6 +35,5 @@ def test_under_autocast_the_convolution_is_that_of_full_precision_rounded():
 # Sixteen channels a thread: what oneDNN's kernel of bf16, made here before, was never done with on AVX-512.
 @pytest.mark.parametrize(("threads", "width", "frames"), [(2, 32, 58), (8, 128, 200), (1, 16, 31)])
 def test_in_half_precision_it_comes_to_an_end_on_any_number_of_threads(threads, width, frames):
-    script = CONVOLVE.format(threads=threads, width=width, frames=frames)
-    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    ended = warm_parent().run_program(CONVOLVE.format(threads=threads, width=width, frames=frames))
     assert ended.stdout.strip() == "True", ended.stderr

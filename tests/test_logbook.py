@@ -40,6 +40,7 @@ from konkanivani.training.logs.spectrogram import (
     most_active_tokens,
 )
 from konkanivani.training.logs.tensorboard import hypotheses_table, tagged_numbers
+from tests.warm import warm_parent
 
 LOSSES = {"2 loss/all", "2 loss/attention", "2 loss/ctc"}
 
@@ -181,13 +182,13 @@ def test_a_number_that_is_not_finite_is_null_in_jsonl_and_itself_in_tensorboard(
 def test_each_record_is_on_disk_when_log_returns(tmp_path):
     """A process killed right after log() leaves everything, so nothing may wait for close()."""
     program = (
-        "import os, sys; sys.path.insert(0, 'tests')\n"
-        "from test_logbook import a_step, Logbook\n"
+        "import os\n"
+        "from tests.test_logbook import a_step, Logbook\n"
         f"book = Logbook({str(tmp_path)!r})\n"
         "[book.log(a_step(step)) for step in range(1, 6)]\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[1], env=os.environ | {"PYTHONPATH": "."})
+    assert warm_parent().run_program(program).returncode == -9
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3, 4, 5]
     assert steps_of(events_of(tmp_path), "2 loss/all") == [1, 2, 3, 4, 5]
 

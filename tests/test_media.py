@@ -3,8 +3,6 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -28,8 +26,8 @@ from konkanivani.data.audio.files import (
 from konkanivani.data.audio.files import read_samples as read_all
 from konkanivani.data.audio.media_process import READERS
 from konkanivani.data.audio.waveform import load_audio
-from tests.conftest import ROOT
 from tests.media_files import ENCODED, KINDS, Kind, rising_tone, write_media
+from tests.warm import warm_parent
 
 SECONDS, RATE = 3.0, 16_000
 M4A = Kind(".m4a", "aac", 44_100)
@@ -256,7 +254,7 @@ def test_it_ends_with_the_process_that_it_belongs_to(voice):
         "print(*(reader.process.pid for reader in READERS._all), flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(voice)], cwd=ROOT, capture_output=True, text=True)
+    done = warm_parent().run_program(script, str(voice))
     waited = threading.Event()
     for _ in range(3000):
         state = Path(f"/proc/{int(done.stdout)}/stat")

@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -29,10 +27,8 @@ from konkanivani.training.optimizers.blocks import BLOCK, Codebook, dynamic_shar
 from konkanivani.training.optimizers.build import KINDS, build_optimizer
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
-from tests.conftest import ROOT
 from tests.laws.failing import ERRORS, failing_backward, failing_forward, once_at
 from tests.laws.parts import MODEL, double_parts, measured_peak, relative_difference, speeches, window
-from tests.patience import PATIENCE
 from tests.test_host_reads import Reads
 from tests.test_step import TRAIN
 from tests.tracers import ONLY_TENSORS, VOCAB_SIZE, tracer_of
@@ -354,9 +350,9 @@ eight_bits = OptimizerConfig(optimizer="adamw8bit")
 """
 
 
-def test_a_step_does_not_load_pytorchs_compiler():
+def test_a_step_does_not_load_pytorchs_compiler(torch_alone):
     source = TRAIN.format(before=EIGHT_BITS).replace("double_parts()", "double_parts(optimizer=eight_bits)")
-    ended = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    ended = torch_alone.run_program(source)
     assert ended.stdout.strip() == "False False", ended.stdout + ended.stderr
 
 

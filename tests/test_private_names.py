@@ -30,6 +30,10 @@ OPERATORS = {
     "Tensor rstd, Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
     "aten.silu_backward": "(Tensor grad_output, Tensor self) -> Tensor",
     "aten.gelu_backward": '(Tensor grad_output, Tensor self, *, str approximate="none") -> Tensor',
+    "aten.convolution": "(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, "
+    "SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups) -> Tensor",
+    "aten.native_layer_norm": "(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, "
+    "float eps) -> (Tensor, Tensor, Tensor)",
     "aten._unsafe_view": "(Tensor self, SymInt[] size) -> Tensor",
     "aten._ctc_loss": "(Tensor log_probs, Tensor targets, int[] input_lengths, int[] target_lengths, int blank=0, "
     "bool zero_infinity=False) -> (Tensor, Tensor)",

@@ -122,9 +122,9 @@ def test_a_plan_survives_its_checkpoint_and_a_broken_one_is_refused():
 
 
 def test_a_smaller_budget_cuts_smaller_and_then_recomputes(corpus, tmp_path):
-    deep = ("--encoder_layers", "12")
+    deep = ("--encoder_layers", "4")
     auto = ("--batch_size", "auto", "--gradient_checkpointing", "auto", "--max_steps", "1", *deep)
-    roomy = built(corpus, tmp_path / "roomy", *auto, "--memory_budget", "480MiB")
+    roomy = built(corpus, tmp_path / "roomy", *auto, "--memory_budget", "330MiB")
     config = parse_flags([*TINY_MODEL, *deep])
     one = tracing.build_tracer(config, architecture_of(config, 30), cpu_costs())
     longest = roomy.plan.buckets[-1]

@@ -3,8 +3,6 @@
 import dataclasses
 import gc
 import inspect
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -21,9 +19,7 @@ from konkanivani.training.optimizers.build import build_optimizer
 from konkanivani.training.parts import StepParts
 from konkanivani.training.state import TrainState
 from konkanivani.training.step import train_step
-from tests.conftest import ROOT
 from tests.laws.parts import double_parts, relative_difference, speeches, window
-from tests.patience import PATIENCE
 
 
 def weights_of(parts: StepParts) -> list[torch.Tensor]:
@@ -77,7 +73,6 @@ TRAIN = """
 import sys
 from konkanivani.training.step import train_step
 from tests.laws.parts import double_parts, speeches, window
-from tests.patience import PATIENCE
 {before}
 train_step(double_parts(), window(speeches(2), 1), step=0)
 print("torch._dynamo" in sys.modules, "triton" in sys.modules)
@@ -87,11 +82,9 @@ print("torch._dynamo" in sys.modules, "triton" in sys.modules)
 @pytest.mark.parametrize(
     ("before", "loaded"), [("", "False False"), ("import torch\ntorch.optim.AdamW([torch.ones(1)])", "True")]
 )
-def test_a_step_does_not_load_pytorchs_compiler(before, loaded):
+def test_a_step_does_not_load_pytorchs_compiler(before, loaded, torch_alone):
     """It takes a hundred megabytes; the negative control is what torch's own class of optimizer does."""
-    ended = subprocess.run(
-        [sys.executable, "-c", TRAIN.format(before=before)], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
-    )
+    ended = torch_alone.run_program(TRAIN.format(before=before))
     assert ended.stdout.strip().startswith(loaded), ended.stdout + ended.stderr
 
 

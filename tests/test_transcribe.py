@@ -31,7 +31,6 @@ from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpointer import BEST
 from konkanivani.training.loop import train
 from tests.conftest import ROOT, TINY_MODEL, run_folders, run_script, script_command, speak, well, write_corpus
-from tests.patience import PATIENCE
 from tests.starts import begin_run
 
 TRANSCRIBE = "training_scripts/transcribe.py"
@@ -188,10 +187,10 @@ print("torch._dynamo" in sys.modules)
     ("before", "loaded"),
     [("", "False"), ("import torch\nwith torch.device('meta'):\n    torch.nn.Embedding(2, 2)", "True")],
 )
-def test_hearing_does_not_load_pytorchs_compiler(trained, before, loaded):
+def test_hearing_does_not_load_pytorchs_compiler(trained, before, loaded, torch_alone):
     """It takes a hundred megabytes; the negative control is a layer that fills what has no values."""
     code = HEAR.format(before=before, path=str(trained.checkpoint))
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    ended = torch_alone.run_program(code)
     assert ended.stdout.strip() == loaded, ended.stdout + ended.stderr
 
 

@@ -45,7 +45,7 @@ IMPORTED = (
 EARLY = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "ONEDNN_", "PYTORCH_", "LC_", "LANG")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: tests may share their cores
 BEGINNING = dict(os.environ)
-SERVE = "import sys; from tests.warm import serve; serve(int(sys.argv[1]))"
+SERVE = "import sys; from tests.warm import serve; serve(int(sys.argv[1]), sys.argv[2:])"
 
 
 @dataclass(frozen=True)
@@ -133,13 +133,13 @@ class Fork:
 
 
 class WarmParent:
-    """The process that forks, started here; it ends when this process does."""
+    """The process that forks, started here once it has imported this; it ends when this process does."""
 
-    def __init__(self) -> None:
+    def __init__(self, imported: Sequence[str] = IMPORTED) -> None:
         self._requests, theirs = multiprocessing.Pipe()
         # A second thread of NumPy's would not survive a fork.
         environment = BEGINNING | {"OMP_NUM_THREADS": str(THREADS), "OPENBLAS_NUM_THREADS": "1"}
-        command, passed = [sys.executable, "-c", SERVE, str(theirs.fileno())], [theirs.fileno()]
+        command, passed = [sys.executable, "-c", SERVE, str(theirs.fileno()), *imported], [theirs.fileno()]
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=passed)
         theirs.close()
 
@@ -160,6 +160,13 @@ class WarmParent:
             finally:
                 fork.kill()
             return subprocess.CompletedProcess((script, *arguments), code, *(each.read_text("utf-8") for each in said))
+
+    def run_program(self, source: str, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+        """Runs the lines of a program to its end."""
+        with tempfile.TemporaryDirectory() as folder:
+            script = Path(folder, "program.py")
+            script.write_text(source, encoding="utf-8")
+            return self.run(script, *arguments, cwd=cwd)
 
     def close(self) -> None:
         """Ends it, and with it what still goes on."""
@@ -190,14 +197,14 @@ def _early(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(EARLY) and name != "OMP_NUM_THREADS"}
 
 
-def serve(descriptor: int) -> NoReturn:
+def serve(descriptor: int, imported: Sequence[str]) -> NoReturn:
     """Answers requests until there are none."""
     sys.path.insert(1, str(ROOT / "training_scripts"))
     import bootstrap
 
     bootstrap.rerun_under_venv()  # as at the head of each script: PyTorch and glibc are told something there
     del sys.modules["bootstrap"]
-    for name in IMPORTED:
+    for name in imported:
         importlib.import_module(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()  # else the first collection in each fork copies all that is shared

@@ -91,7 +91,7 @@ class TracedStep:
 
 
 class StepTracer:
-    """Traces steps of one model for one device. Building it takes a second, a trace a quarter of one or more."""
+    """Traces steps of one model for one device. Building it takes a second, a trace a tenth of one or more."""
 
     def __init__(self, step: TracedStep, front_end: torch.nn.Module, costs: DeviceCosts) -> None:
         """The step's parts are built inside the trace's mode; `front_end` is real."""

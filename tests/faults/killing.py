@@ -27,7 +27,7 @@ class Death:
 
 def small_run(corpus: Corpus, directory: Path, *more: str) -> LongRun:
     """A run of the smallest model that can be ended after any number of steps: its schedule does not know the end."""
-    flags = ("--batch_size", "2", "--gradient_accumulation_steps", "2", "--epochs", "1000")
+    flags = ("--encoder_layers", "1", "--batch_size", "4", "--gradient_accumulation_steps", "2", "--epochs", "1000")
     steady = ("--schedule", "inverse_sqrt", "--warmup_steps", "2", "--keep_checkpoints", str(KEPT_EPOCHS))
     return LongRun(directory, (*TINY_MODEL, "--train_manifest", corpus.manifest("train"), *flags, *steady, *more))
 
@@ -88,8 +88,11 @@ def complaints_of(found: Aftermath, code: int | None, most_lost: int) -> list[st
 
 
 def what_differs(run: LongRun, undisturbed: LongRun) -> list[str]:
-    """Ends the run two steps on, trains another without a kill to the same step: every difference, in sentences."""
-    steps = run.logged_step() + 2
+    """Ends the run four steps on, trains another without a kill to the same step: every difference, in sentences.
+
+    The run that was killed at every point is two steps into an epoch then.
+    """
+    steps = run.logged_step() + 4
     for each in (run, undisturbed):
         code = each.begin("--max_steps", str(steps)).end()
         if code != 0:

@@ -141,11 +141,13 @@ class LongRun:
 
     def aftermath(self) -> Aftermath:
         """What lies there now. Reads what a resuming run would read, and changes nothing where all is sound."""
-        unsound = []
+        unsound, sound = [], set()  # of several names of one file, the first is read
         for path in sorted(self.checkpoints.glob("checkpoint_*")):
+            if path.name.endswith(".partial") or path.stat().st_ino in sound:
+                continue
             try:
-                if not path.name.endswith(".partial"):
-                    read_checkpoint(path)
+                read_checkpoint(path)
+                sound.add(path.stat().st_ino)
             except CheckpointError:
                 unsound.append(path.name)
         found = Checkpointer(self.checkpoints, keep=2).read_newest_sound()

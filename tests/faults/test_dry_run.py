@@ -51,14 +51,6 @@ def stages_of(output: str) -> list[str]:
     return re.findall(r"^(\w[\w ]*): .* \(\d+\.\d s\)$", output, re.MULTILINE)
 
 
-@pytest.fixture(scope="module")
-def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which a run of three steps has ended."""
-    directory = tmp_path_factory.mktemp("trained")
-    train(build_run(begin_run(flags(corpus, directory, "--max_steps", "3"))))
-    return directory
-
-
 def test_the_script_tells_every_stage_and_leaves_nothing(corpus, tmp_path):
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "mine.txt").write_text("mine")

@@ -4,8 +4,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -35,6 +33,7 @@ from tests.faults.signalling import (
     send,
 )
 from tests.starts import begin_run
+from tests.warm import warm_parent
 
 
 @pytest.fixture(scope="module")
@@ -158,9 +157,9 @@ interruption.end_training()
 
 
 def test_once_training_is_over_a_signal_ends_at_once_and_one_that_came_before_is_not_forgotten():
-    after = subprocess.run([sys.executable, "-c", AFTER_TRAINING, "after"], cwd=ROOT, capture_output=True, text=True)
+    after = warm_parent().run_program(AFTER_TRAINING, "after")
     assert (after.returncode, after.stdout) == (128 + signal.SIGTERM, "") and "--resume auto" in after.stderr
-    before = subprocess.run([sys.executable, "-c", AFTER_TRAINING, "before"], cwd=ROOT, capture_output=True, text=True)
+    before = warm_parent().run_program(AFTER_TRAINING, "before")
     assert before.stdout == "lives\n" and "Interrupted: Stopped by a signal" in before.stderr
 
 
@@ -179,9 +178,7 @@ def test_a_signal_within_a_product_overwrites_nothing():
     for life, codes in (("run_script", (0,)), ("--bare", broken)):
         if life == "--bare" and not is_onednn_clobbering_its_stack():
             pytest.skip("the negative control needs a oneDNN before 3.11.2 with AVX2 or more")
-        process = subprocess.run(
-            [sys.executable, "-m", "tests.faults.storm", life], cwd=ROOT, capture_output=True, text=True
-        )
+        process = warm_parent().run(ROOT / "tests" / "faults" / "storm.py", life)
         assert process.returncode in codes, process.stdout + process.stderr
 
 

@@ -1,15 +1,12 @@
 """Windows trained on by several processes as a run's ranks do, and what becomes of the weights.
 
-    python -m tests.laws.ranks OUTCOME.pt CASES.json
-
-is one rank of those that `train_in_ranks` starts: a process takes seconds to start, so each trains many cases.
+Run with OUTCOME.pt CASES.json it is one rank of those that `train_in_ranks` starts, each of which trains many cases.
 """
 
 import dataclasses
 import json
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,8 +27,7 @@ from konkanivani.training.step import train_step
 from tests.laws.failing import ERRORS, failing_forward, once_at
 from tests.laws.parts import KINDS, double_parts, speeches, window
 from tests.patience import PATIENCE
-
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests.warm import Job, warm_parent
 
 
 @dataclass(frozen=True)
@@ -102,21 +98,17 @@ def environments_of(world: int) -> list[dict[str, str]]:
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
 
 
-def start_and_wait(command: Sequence[str], world: int, **environment: str) -> None:
-    """Runs the command as so many ranks on this machine to their end; an AssertionError where one fails."""
-    ranks = [
-        subprocess.Popen(command, cwd=ROOT, env=place | environment, stderr=subprocess.PIPE, text=True)
-        for place in environments_of(world)
-    ]
-    errors = [rank.communicate(timeout=2 * PATIENCE)[1] for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
-
-
 def train_in_ranks(cases: Sequence[Case], world: int, folder: Path) -> list[Trained]:
     """Trains all cases in so many processes, one after the other."""
     outcome, listed = folder / "outcome.pt", folder / "cases.json"
     listed.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))
-    start_and_wait([sys.executable, "-m", "tests.laws.ranks", str(outcome), str(listed)], world)
+    words, said = (str(outcome), str(listed)), folder / "said.txt"
+    ranks = [
+        warm_parent().start(Job(Path(__file__), words, said, environment=place, threads=1))
+        for place in environments_of(world)
+    ]
+    codes = [rank.wait(2 * PATIENCE) for rank in ranks]
+    assert not any(codes), said.read_text(encoding="utf-8")
     return [Trained(**trained) for trained in torch.load(outcome, weights_only=True)]  # noqa: TID251
 
 

@@ -1,8 +1,6 @@
 """Whisper in the step that trains every recogniser: nothing of it is Whisper's own. No transformers is needed here."""
 
 import dataclasses
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -28,7 +26,6 @@ from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.optimizers.build import build_optimizer
 from konkanivani.training.parts import StepParts, loss_counts
 from konkanivani.training.step import forward_and_backward, train_step
-from tests.conftest import ROOT
 from tests.laws.parts import measured_peak, relative_difference
 
 CPU = torch.device("cpu")
@@ -210,7 +207,7 @@ def test_a_network_without_values_has_the_same_shapes_and_takes_no_memory():
     }
 
 
-def test_shapes_alone_do_not_wait_for_torchs_compiler():
+def test_shapes_alone_do_not_wait_for_torchs_compiler(torch_alone):
     program = """
 import sys
 from konkanivani.model.whisper.architecture import WhisperArchitecture
@@ -218,7 +215,7 @@ from konkanivani.model.whisper.shape import WhisperShape
 WhisperArchitecture(WhisperShape(64, 4, 2, 2, 64, 80, 60)).build_without_values()
 print("torch._dynamo" in sys.modules)
 """
-    assert subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True) == "False\n"
+    assert torch_alone.run_program(program).stdout == "False\n"
 
 
 def test_what_is_masked_is_as_silent_as_the_padding():

@@ -2,7 +2,9 @@
 
 import json
 import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +12,9 @@ from benchmarks.measuring.faults.effort import Effort, FaultTable
 from konkanivani.base.config import PRESETS, TrainConfig
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.planning.ranks import Ranks, traffic_bytes
-from tests.laws.ranks import start_and_wait
+from tests.laws.ranks import environments_of
+from tests.patience import PATIENCE
+from tests.warm import ROOT
 
 UTTERANCES = 32
 STEPS, FEW_STEPS, ROUNDS = 10, 2, 3
@@ -27,6 +31,16 @@ class Setting:
     world: int
     threads: int
     sharded: bool = False
+
+
+def start_and_wait(command: Sequence[str], world: int, **environment: str) -> None:
+    """Runs the command as so many ranks on this machine to their end; an AssertionError where one fails."""
+    ranks = [
+        subprocess.Popen(command, cwd=ROOT, env=place | environment, stderr=subprocess.PIPE, text=True)
+        for place in environments_of(world)
+    ]
+    errors = [rank.communicate(timeout=2 * PATIENCE)[1] for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
 
 
 def settings(cores: int) -> list[Setting]:

@@ -15,15 +15,14 @@ from konkanivani.base.errors import ResourceError, UsageError
 from konkanivani.base.units import budget_text, parse_budget, peak_text
 from konkanivani.data.utterance import Utterance
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
-from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
 from konkanivani.memory.planner import ALWAYS, NEVER, Planner, plan_bucket
-from konkanivani.memory.tracer import BatchShape
+from konkanivani.memory.tracer import BatchShape, Peak
 from konkanivani.memory.weights.placement import ON_CARD, Placement, choose_placement
 from konkanivani.model.architecture import Architecture
 from konkanivani.recipe.build_step import choose_at_once, memory_conditions
 from konkanivani.recipe.planning.ranks import Ranks, costs_per_rank
-from konkanivani.recipe.planning.state import check_host, check_state, device_costs, has_room, state_bytes
+from konkanivani.recipe.planning.state import check_host, check_state, device_costs, fits
 from konkanivani.recipe.planning.tracing import kept_traces
 
 BUCKET_RATIO = 0.7  # of the longest utterances of neighbouring buckets
@@ -67,8 +66,16 @@ def resolve_plan(
     budget = parse_budget(budget) if budget else free
     rate = float(train.tokens.sum() / train.seconds.sum())
     costs = costs_per_rank(device_costs(device), architecture, ranks)
-    fits = partial(_fits, config, architecture, costs, budget, train)
-    placement = resolve_placement(config, architecture, device, ranks, fits)
+    # The longest utterance trains alone, as much recomputed as may be.
+    longest = BatchShape(1, bucket_edges(train.seconds)[-1], int(train.tokens.max()))
+    policy = NEVER if config.memory.gradient_checkpointing == "never" else ALWAYS
+
+    def trace(placement: Placement) -> Peak:
+        with kept_traces(config, architecture, costs, placement) as traces:
+            return Planner(traces, budget, 1.0).phases(longest, policy)
+
+    has_room = partial(fits, config, architecture, costs, budget, trace)
+    placement = resolve_placement(config, architecture, device, ranks, has_room)
     if placement.is_on_card:
         check_state(config, architecture, costs, budget)
     with kept_traces(config, architecture, costs, placement) as traces:
@@ -101,23 +108,6 @@ def resolve_placement(
         return ON_CARD
     blocks = len(architecture.build_without_values().blocks)
     return choose_placement(asked, blocks, config.memory.mixed_precision, device.type == "cuda", fits)
-
-
-def _fits(
-    config: TrainConfig,
-    architecture: Architecture,
-    costs: DeviceCosts,
-    budget: int,
-    train: SpeechSizes,
-    placement: Placement,
-) -> bool:
-    """Whether the longest utterance trains alone, as much recomputed as may be."""
-    if placement.is_on_card and state_bytes(config, architecture) + costs.beside > budget:
-        return False
-    longest = BatchShape(1, bucket_edges(train.seconds)[-1], int(train.tokens.max()))
-    policy = NEVER if config.memory.gradient_checkpointing == "never" else ALWAYS
-    with kept_traces(config, architecture, costs, placement) as traces:
-        return has_room(Planner(traces, budget, 1.0).phases(longest, policy), config, costs, budget, placement)
 
 
 def _has_room_for_two(side_by_side: MemoryPlan, plan: MemoryPlan, is_asked_for: bool) -> bool:

@@ -22,7 +22,7 @@ from konkanivani.model.architecture import Architecture
 from konkanivani.recipe.origin import planned_architecture
 from konkanivani.recipe.planning.plan import resolve_placement
 from konkanivani.recipe.planning.ranks import Ranks
-from konkanivani.recipe.planning.state import check_host, check_state, has_room, state_bytes
+from konkanivani.recipe.planning.state import check_host, check_state, fits
 from konkanivani.recipe.planning.tracing import kept_traces
 
 BUCKETS = (2.0, 5.0, 10.0, 20.0)
@@ -41,22 +41,15 @@ class PlanRequest:
     mode: str
     placement: Placement = ON_CARD
 
-    def placed(self, placement: Placement) -> "PlanRequest":
-        """The same question about weights elsewhere."""
-        return dataclasses.replace(self, placement=placement)
-
     def fits(self, placement: Placement) -> bool:
         """Whether one utterance of the longest that are planned for fits, with the weights there."""
-        if placement.is_on_card and state_bytes(self.config, self.architecture) + self.costs.beside > self.budget:
-            return False
-        peak = self.placed(placement).longest_peak()
-        return has_room(peak, self.config, self.costs, self.budget, placement)
+        return fits(self.config, self.architecture, self.costs, self.budget, self.longest_peak, placement)
 
-    def longest_peak(self) -> Peak:
-        """The peaks of one of the longest utterances that are planned for."""
+    def longest_peak(self, placement: Placement) -> Peak:
+        """The peaks of one of the longest utterances that are planned for, with the weights there."""
         window = self.architecture.longest_seconds
         longest = BUCKETS[-1] if window == math.inf else window
-        with self.planner() as planner:
+        with dataclasses.replace(self, placement=placement).planner() as planner:
             return planner.phases(BatchShape(1, longest, self.tokens(longest)), self.policy)
 
     @contextmanager
@@ -105,7 +98,7 @@ def settle_placement(request: PlanRequest, ranks: Ranks) -> tuple[Placement, Pea
     placement = resolve_placement(request.config, request.architecture, device, ranks, request.fits)
     if placement.is_on_card:
         check_state(request.config, request.architecture, request.costs, request.budget)
-    peak = request.placed(placement).longest_peak()
+    peak = request.longest_peak(placement)
     check_host(peak.host, request.config, request.costs, placement)
     return placement, peak
 

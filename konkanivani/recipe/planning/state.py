@@ -1,6 +1,7 @@
 """What a model's state takes of a device and of the host, and whether that is there."""
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
@@ -57,8 +58,21 @@ def _largest_preset(config: TrainConfig, room: int) -> str:
     return "No preset is small enough. Give a larger budget."
 
 
-def has_room(peak: Peak, config: TrainConfig, costs: DeviceCosts, budget: int, placement: Placement) -> bool:
-    """Whether a step of this peak fits the budget, and, where weights come ahead, what that adds on the host."""
+def fits(
+    config: TrainConfig,
+    architecture: Architecture,
+    costs: DeviceCosts,
+    budget: int,
+    trace: Callable[[Placement], Peak],
+    placement: Placement,
+) -> bool:
+    """Whether a step of the traced peak fits the budget, and, where weights come ahead, what that adds on the host.
+
+    Nothing is traced where the state alone is too much.
+    """
+    if placement.is_on_card and state_bytes(config, architecture) + costs.beside > budget:
+        return False
+    peak = trace(placement)
     return peak.bytes + costs.beside <= budget and not (placement.ahead and peak.host > host_budget(config))
 
 
