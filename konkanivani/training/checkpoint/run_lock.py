@@ -66,8 +66,8 @@ def _explained(directory: str | Path, use: FolderUse) -> Iterator[None]:
         yield
     except OSError as error:
         raise ResourceError(
-            f"The {use.kind} folder {directory} cannot be written: {error.strerror or error}. Give another "
-            f"{use.flag}, free space, or have the file's owner let you write there."
+            f"The {use.kind} folder {directory} cannot be written: {error.strerror or error} "
+            f"({error.filename or directory}). Give another {use.flag}, or have the file's owner let you write there."
         ) from None
 
 
