@@ -252,24 +252,3 @@ def read_log(directory: Path, kind: str = "step") -> list[dict]:
     """The run's JSONL records of one kind."""
     lines = (directory / "runs" / "default" / "log.jsonl").read_text(encoding="utf-8").splitlines()
     return [record for line in lines if (record := json.loads(line))["kind"] == kind]
-
-
-@pytest.fixture(scope="session")
-def base(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The last checkpoint of a run of three steps, all of it trained."""
-    from konkanivani.recipe.build import build_run
-    from konkanivani.training.checkpoint.checkpointer import LAST
-    from konkanivani.training.loop import train
-    from tests.starts import begin_run
-
-    folder = tmp_path_factory.mktemp("base")
-    flags = (*TINY_MODEL, *corpus.flags(), *run_folders(folder), "--num_workers", "0", "--max_steps", "3")
-    train(build_run(begin_run(list(flags))))
-    return folder / "checkpoints" / LAST
-
-
-@pytest.fixture
-def copy(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the folder that a module has trained in, to spoil."""
-    shutil.copytree(trained, tmp_path / "copy")
-    return tmp_path / "copy"

@@ -209,7 +209,7 @@ def test_the_plan_from_the_command_line_and_the_trainer_takes_its_flags(corpus, 
         *(*shlex.split(report["flags"]), *corpus.flags(), *folders, "--max_steps", "1"),
     )
     assert trained.returncode == 0, trained.stderr
-    assert "Memory plan for 314MiB" in trained.stdout and "conformer 32, 6+1 layers" in trained.stdout
+    assert "Memory plan for 314MiB" in trained.stdout and "conformer 32, 3+1 layers" in trained.stdout
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,13 @@ def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture
+def copy(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it to spoil."""
+    shutil.copytree(trained, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
 def test_every_setting_survives_the_text_that_a_checkpoint_carries():
     config = TrainConfig()
     for setting in settings_of(config):
