@@ -228,22 +228,22 @@ def adafactor_by_hand(net: torch.nn.Sequential):
     return type("ByHand", (), {"step": staticmethod(step)})
 
 
-def adafactor_of_transformers(net: torch.nn.Sequential):
-    groups = [
+def groups_of(net: torch.nn.Sequential) -> list[dict]:
+    """Its parameters as others take them: decay is on matrices only."""
+    return [
         {"params": [p for p in net.parameters() if p.dim() > 1], "weight_decay": DECAY},
         {"params": [p for p in net.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
+
+
+def adafactor_of_transformers(net: torch.nn.Sequential):
     settings = {"scale_parameter": False, "relative_step": False, "warmup_init": False}
-    return transformers.Adafactor(groups, lr=RATE, eps=(1e-16, 1.0), **settings)
+    return transformers.Adafactor(groups_of(net), lr=RATE, eps=(1e-16, 1.0), **settings)
 
 
 def adafactor_of_torch(net: torch.nn.Sequential):
     """Its steps are in proportion to the weights, or to 1 where they are smaller, as here."""
-    groups = [
-        {"params": [p for p in net.parameters() if p.dim() > 1], "weight_decay": DECAY},
-        {"params": [p for p in net.parameters() if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.Adafactor(groups, lr=RATE, eps=(1e-8, 1.0))
+    return torch.optim.Adafactor(groups_of(net), lr=RATE, eps=(1e-8, 1.0))
 
 
 @pytest.mark.parametrize("build", [adafactor_by_hand, adafactor_of_transformers, adafactor_of_torch])
