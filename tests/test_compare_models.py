@@ -13,9 +13,9 @@ from konkanivani.base.errors import DataError, UsageError
 from konkanivani.recipe.comparison.candidates import check_data, choose_candidates, distinct_names, flags_in
 from konkanivani.recipe.comparison.outcome import KEPT, Kept, Outcome, read_kept, table_of, write_kept
 from konkanivani.recipe.comparison.trainer import Ended
-from tests.byte_vocabularies import named_after, vocabulary_of_text, write_files
 from tests.conftest import TINY_MODEL, WORDS, Corpus, run_script, script_command, start_cold, well, write_corpus
 from tests.patience import PATIENCE
+from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files
 
 SCRIPT = "training_scripts/compare_models.py"
 SMALL = ("--device", "cpu", "--num_workers", "0", "--max_steps", "2", "--test_decode", "greedy")

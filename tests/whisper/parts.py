@@ -25,9 +25,9 @@ from konkanivani.model.whisper.shape import WhisperShape
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.parts import StepParts, loss_counts
 from konkanivani.training.step import forward_and_backward
-from tests.byte_vocabularies import named_after, vocabulary_of_text, write_files
 from tests.conftest import WORDS
 from tests.laws.parts import VOCAB_SIZE, speeches, window
+from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files
 
 CPU = torch.device("cpu")
 SHAPE = WhisperShape(16, 2, 2, 2, 32, 80, VOCAB_SIZE, source_positions=100, target_positions=40)

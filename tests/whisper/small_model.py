@@ -10,8 +10,8 @@ import torch
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.folder import name_in_file
 from konkanivani.model.whisper.shape import WhisperShape
-from tests.byte_vocabularies import NO_TIMES, named_after, real_vocabulary, vocabulary_of_text, write_files
 from tests.conftest import WORDS
+from tests.whisper.byte_vocabularies import NO_TIMES, named_after, real_vocabulary, vocabulary_of_text, write_files
 
 SECONDS, POSITIONS = 3, 448
 

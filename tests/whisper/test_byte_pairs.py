@@ -17,7 +17,8 @@ from konkanivani.inference.whisper.byte_pairs import (
     read_byte_pairs,
     split_pieces,
 )
-from tests.byte_vocabularies import (
+from tests.conftest import WORDS
+from tests.whisper.byte_vocabularies import (
     HOSTILE,
     NO_TIMES,
     RANKS,
@@ -28,7 +29,6 @@ from tests.byte_vocabularies import (
     vocabulary_of_text,
     write_files,
 )
-from tests.conftest import WORDS
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")

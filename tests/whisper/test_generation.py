@@ -31,8 +31,8 @@ from konkanivani.model.blocks import run_directly
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.front_end import WhisperFrontEnd
 from konkanivani.model.whisper.network import Whisper
-from tests.byte_vocabularies import named_after, vocabulary_of_text, write_files
 from tests.conftest import WORDS
+from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files
 from tests.whisper.folders import KINDS, SECONDS, Kind, ours_of, random_features, reference, transformers
 
 whisper = pytest.importorskip("transformers.models.whisper.tokenization_whisper")

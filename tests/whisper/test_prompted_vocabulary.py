@@ -20,8 +20,8 @@ from konkanivani.inference.whisper.vocabulary import (
     is_english_only,
     vocabulary_of,
 )
-from tests.byte_vocabularies import RANKS, named_after, real_vocabulary, vocabulary_of_text, write_files
 from tests.conftest import WORDS
+from tests.whisper.byte_vocabularies import RANKS, named_after, real_vocabulary, vocabulary_of_text, write_files
 
 transformers = pytest.importorskip("transformers")
 whisper = pytest.importorskip("transformers.models.whisper.tokenization_whisper")

@@ -20,7 +20,7 @@ from konkanivani.inference.whisper.segments import TimedSegment, timed_segments
 from konkanivani.inference.whisper.vocabulary import PromptedVocabulary
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.shape import WhisperShape
-from tests.byte_vocabularies import TIMES
+from tests.whisper.byte_vocabularies import TIMES
 from tests.whisper.folders import FRAMES, SECONDS, reference, transformers
 from tests.whisper.test_parity import ours_of
 from tests.whisper.vocabularies import kind_of, read_vocabulary, write_vocabulary
