@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 
 from konkanivani.base.console import say
 from konkanivani.base.errors import CheckpointError, DataError
@@ -64,11 +65,9 @@ def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Vocabulary, tex
     if not (start.resumed or keeps_tokens(start)):
         return
     remembered = remembered_corpus(start)
-    is_unchanged = remembered is not None and remembered.is_unchanged(corpus)
+    most = TOLD_BY if remembered is not None and remembered.is_unchanged(corpus) else None
     characters, tokens = Counter(), Counter()
-    for number, text in enumerate(texts):
-        if is_unchanged and number >= TOLD_BY and not tokens[tokenizer.special.unknown]:
-            break
+    for text in islice(texts, most):
         characters.update(text)
         tokens.update(tokenizer.encode(text))
     unknown = {c: number for c, number in characters.items() if tokenizer.special.unknown in tokenizer.encode(c)}

@@ -38,13 +38,11 @@ class EpochLearning:
     def help(self) -> str:
         """What usually helps where next to nothing is recognised right."""
         more = "more --epochs or a smaller effective batch, since alignment begins after some hundred steps; "
-        ours = "--tokenizer_type char with little speech, a --ctc_weight of 0.5 or more, a smaller --preset"
-        without_ctc = "another --learning_rate; of a --pretrained model, the --language nearest to the texts"
-        return (
-            (more if self.total_steps < SHORT_RUN else "")
-            + (without_ctc if self.blank_share is None else ours)
-            + "; inspect_data.py says whether the texts are those of the audio"
-        )
+        helps = "--tokenizer_type char with little speech, a --ctc_weight of 0.5 or more, a smaller --preset"
+        if self.blank_share is None:
+            helps = "another --learning_rate; of a --pretrained model, the --language nearest to the texts"
+        begun = more if self.total_steps < SHORT_RUN else ""
+        return f"{begun}{helps}; inspect_data.py says whether the texts are those of the audio"
 
 
 def failures(epoch: EpochLearning) -> list[str]:
