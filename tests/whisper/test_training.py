@@ -157,7 +157,9 @@ def test_products_of_a_step_are_what_the_formulas_say(recompute):
     counted = sum(flop for kind, flop in counts.items() if kind in MATRIX_PRODUCTS)
     layers = ARCHITECTURE.forward_layers(tuple(len(one.waveform) for one in spoken), 20)
     dense = tuple(layer for layer in layers if layer.is_dense and "convolution" not in layer.name)
-    bands = 3 * 2 * SHAPE.window_frames * SHAPE.mel_bins * 201  # the front end's
+    log_mel = ARCHITECTURE.build_front_end(AugmentConfig()).log_mel  # of the speech alone
+    heard = sum(log_mel(one.waveform[None], (len(one.waveform),))[0].shape[2] for one in spoken)
+    bands = 2 * heard * SHAPE.mel_bins * 201
     expected = step_flop(dense, recompute == "always")
     (head,) = (layer.flop for layer in layers if layer.name == "decoder's output")
     again = head if recompute == "never" else 0  # the head's product is made once more whatever the policy

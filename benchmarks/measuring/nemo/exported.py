@@ -147,6 +147,8 @@ def identity(norm: str, bias: torch.Tensor) -> Tensors:
 def tokenizer(model: bytes) -> bytes:
     """The SentencePiece model without our blank, which is its first piece: every other id is one less."""
     if model[:1] != field(PIECE, b"")[:1] or model[1] >= 128:
-        raise UsageError("The tokenizer does not begin with a short piece, and so is none of this trainer's.")
+        raise UsageError(
+            "The tokenizer does not begin with a short piece, and so is none of this trainer's. Give one of it."
+        )
     ids = b"".join(field(number, token - 1 if token else NOBODY) for number, token in IDS.items())
     return model[2 + model[1] :] + field(TRAINER, ids)
