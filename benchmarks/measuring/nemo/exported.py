@@ -148,7 +148,7 @@ def tokenizer(model: bytes) -> bytes:
     """The SentencePiece model without our blank, which is its first piece: every other id is one less."""
     if model[:1] != field(PIECE, b"")[:1] or model[1] >= 128:
         raise UsageError(
-            "The tokenizer does not begin with a short piece, and so is none of this trainer's. Give one of it."
+            "The tokenizer does not begin with a short piece, and so is none of this trainer's. Give one that is."
         )
     ids = b"".join(field(number, token - 1 if token else NOBODY) for number, token in IDS.items())
     return model[2 + model[1] :] + field(TRAINER, ids)
