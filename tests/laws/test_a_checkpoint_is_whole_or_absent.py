@@ -3,7 +3,9 @@
 import dataclasses
 import os
 import random
-import time
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from konkanivani.base.errors import CheckpointError
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
-from tests.warm import Job, warm_parent
+from tests.conftest import ROOT
 
 SAVES_FOREVER = """
 import sys, torch
@@ -40,22 +42,22 @@ def is_sound(found: Checkpoint) -> bool:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_killed_at_a_random_instant(tmp_path, seed):
-    script, said, folder = tmp_path / "saves.py", tmp_path / "said", tmp_path / "checkpoints"
-    script.write_text(SAVES_FOREVER)
-    os.mkfifo(said)
-    process = warm_parent().start(Job(script, (str(folder),), said))
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAVES_FOREVER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     draw = random.Random(seed)
-    with open(said) as output:
-        published = [int(output.readline()) for _ in range(draw.randint(2, 12))]
-        time.sleep(draw.random() * 0.02)
-        process.kill()
-        published += [int(line) for line in output.read().split()]
-    path, found = Checkpointer(folder, keep=2).read_newest_sound()
+    published = [int(process.stdout.readline()) for _ in range(draw.randint(2, 12))]
+    try:
+        process.wait(timeout=draw.random() * 0.02)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+    published += [int(line) for line in process.stdout.read().split()]
+    path, found = Checkpointer(tmp_path, keep=2).read_newest_sound()
     assert path.name == "checkpoint_last.pt"
     assert is_sound(found) and found.step >= published[-1]
-    for name in ("checkpoint_previous.pt", *(p.name for p in folder.glob("checkpoint_epoch_*.pt"))):
-        assert is_sound(read_checkpoint(folder / name))
-    assert not list(folder.glob("*.damaged"))
+    for name in ("checkpoint_previous.pt", *(p.name for p in tmp_path.glob("checkpoint_epoch_*.pt"))):
+        assert is_sound(read_checkpoint(tmp_path / name))
+    assert not list(tmp_path.glob("*.damaged"))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.9999])
