@@ -1,9 +1,8 @@
 """One real training step with less memory than it takes, so that halves of its micro-batch are needed; prints JSON.
 
-Runs the step once with room for all that it takes, once with what it took then, within which nothing is split, and
-once with a share of that, and compares the last with the first. Each runs in a fork, so that all begin with the same
-memory. The one argument says which blocks are recomputed: without, memory runs out in the forward pass; with, in the
-backward pass.
+Bisects the growth of the data segment with which nothing has to be split, then runs the step with a share of it and
+compares that with the undisturbed one. Each attempt runs in a fork, so that all begin with the same memory. The one
+argument says which blocks are recomputed: without, memory runs out in the forward pass; with, in the backward pass.
 """
 
 import dataclasses
@@ -21,32 +20,29 @@ from konkanivani.base.errors import ResourceError
 from konkanivani.base.units import MIB
 from konkanivani.data.batch import Window
 from konkanivani.memory import recovery
-from konkanivani.memory.monitor import MemoryMonitor, trim_heap
+from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.training.parts import StepParts
 from konkanivani.training.step import train_step
 from tests.laws.parts import MODEL, double_parts, relative_difference, speeches, window
 
-ROOMY, SLACK = 512 * MIB, 16 * MIB
+ROOMY, NARROWEST_STEP = 512 * MIB, 4 * MIB
 SAMPLES = 8 * 16_000
 # How much of what is enough each may have. With nothing recomputed activations pile up to the forward pass's end, where
 # the backward pass is about to need as much: well below that, it is the forward pass that fails. With every block
-# recomputed the forward pass takes less than 80 % of the peak: between that and all of it, it is the backward pass
-# that fails.
-SHARES = {"never": 0.8, "always": 0.87}
+# recomputed the forward pass takes 78 % of the peak: between that and all of it, it is the backward pass that fails.
+SHARES = {"never": 0.8, "always": 0.89}
 SHAPES = {
     "never": dataclasses.replace(MODEL, d_model=64, encoder_layers=16),
-    "always": dataclasses.replace(MODEL, d_model=192),
+    "always": dataclasses.replace(MODEL, d_model=128),
 }
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step came to: its retries, whether one was in the backward pass, the bytes by which the process had grown
-    at its peak, its loss, the weights after it."""
+    """What a step came to: its retries, whether one was in the backward pass, its loss, the weights after it."""
 
     splits: int
     failed_in_backward: bool
-    grown: int
     loss: float
     weights: dict[str, torch.Tensor]
 
@@ -66,9 +62,9 @@ class PhaseNames(MemoryMonitor):
         return ("forward", "forward") in zip(self.ended, self.ended[1:], strict=False)
 
 
-def status_bytes(name: str) -> int:
-    """What the kernel says of this process: VmData is what RLIMIT_DATA counts, VmPeak begins anew in a fork."""
-    return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) * 1024
+def data_bytes() -> int:
+    """What RLIMIT_DATA counts."""
+    return int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
 
 
 def step_within(growth: int, parts: StepParts, cut: Window, path: Path, may_split: bool = True) -> Outcome | None:
@@ -80,13 +76,11 @@ def step_within(growth: int, parts: StepParts, cut: Window, path: Path, may_spli
         if not may_split:
             recovery.release_memory = lambda: os._exit(1)  # what is done before a step is begun again
         try:
-            before = status_bytes("VmSize")
-            resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + growth, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + growth, resource.RLIM_INFINITY))
             report = train_step(parts, cut, step=3)
             resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             weights = {name: p.detach() for name, p in parts.model.named_parameters()}
-            failed_in_backward, grown = parts.forward.monitor.has_failed_in_backward(), status_bytes("VmPeak") - before
-            outcome = Outcome(report.splits, failed_in_backward, grown, report.loss, weights)
+            outcome = Outcome(report.splits, parts.forward.monitor.has_failed_in_backward(), report.loss, weights)
             torch.save(vars(outcome), path)
             code = 0
         except ResourceError:
@@ -97,21 +91,22 @@ def step_within(growth: int, parts: StepParts, cut: Window, path: Path, may_spli
 
 
 def main(recompute: str) -> None:
-    """Runs it three times, compares, prints."""
+    """Bisects, compares, prints."""
     torch.set_num_threads(1)  # a fork has but one
     parts, cut = double_parts(SHAPES[recompute], recompute), window(long_speeches(), 4)
-    train_step(double_parts(SHAPES[recompute], recompute), cut, step=3)  # what is loaded once is loaded
-    trim_heap()
     parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, monitor=PhaseNames()))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "outcome.pt"
         undisturbed = step_within(ROOMY, parts, cut, path)
-        whole = step_within(undisturbed.grown + SLACK, parts, cut, path, may_split=False)
-        split = step_within(int(SHARES[recompute] * undisturbed.grown), parts, cut, path)
+        enough, too_little = ROOMY, 0
+        while enough - too_little > NARROWEST_STEP:
+            growth = (enough + too_little) // 2
+            fits = step_within(growth, parts, cut, path, may_split=False) is not None
+            enough, too_little = (growth, too_little) if fits else (enough, growth)
+        split = step_within(int(SHARES[recompute] * enough), parts, cut, path)
     found = {
         "undisturbed_splits": undisturbed.splits,
-        "enough_mib": undisturbed.grown / MIB,
-        "fits_whole": whole is not None,
+        "enough_mib": enough / MIB,
         "splits": split.splits,
         "failed_in_backward": split.failed_in_backward,
         "loss_difference": abs(split.loss - undisturbed.loss) / abs(undisturbed.loss),
