@@ -64,10 +64,8 @@ def check_spelling(start: Start, corpus: Fingerprint, tokenizer: Vocabulary, tex
     """Raises a DataError where a checkpoint's tokenizer lacks too much of a corpus's `texts`, which are normalised."""
     if not (start.resumed or keeps_tokens(start)):
         return
-    remembered = remembered_corpus(start)
-    most = TOLD_BY if remembered is not None and remembered.is_unchanged(corpus) else None
-    characters, tokens = Counter(), Counter()
-    for text in islice(texts, most):
+    remembered, characters, tokens = remembered_corpus(start), Counter(), Counter()
+    for text in islice(texts, TOLD_BY if remembered is not None and remembered.is_unchanged(corpus) else None):
         characters.update(text)
         tokens.update(tokenizer.encode(text))
     unknown = {c: number for c, number in characters.items() if tokenizer.special.unknown in tokenizer.encode(c)}

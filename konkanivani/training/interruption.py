@@ -118,9 +118,10 @@ class Interruption:
         self.signal_number = self.signal_number or number
 
     def _end_at_once(self, number: int) -> NoReturn:
-        with contextlib.suppress(OSError):
-            os.write(2, OVER if self._is_over and not self._is_rank else b"")
         if not self._is_rank:
+            if self._is_over:
+                with contextlib.suppress(OSError):
+                    os.write(2, OVER)
             self._discard_unfinished()
         os._exit(128 + number)
 

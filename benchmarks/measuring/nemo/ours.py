@@ -1,5 +1,6 @@
 """A step of the same Conformer by this trainer whenever a line comes in; its seconds and live bytes go out."""
 
+import dataclasses
 import json
 import sys
 import time
@@ -9,35 +10,25 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from konkanivani.base.amount import resolve
-from konkanivani.base.config import DataConfig, FeatureConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.base.config import DataConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.data.batch import Batch, Window
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.step import train_step
+from tests.laws.parts import OTHER_PARTS, features_of
 
 TOKENS = 120
-MODEL = ModelConfig(
+MODEL = dataclasses.replace(
+    OTHER_PARTS,
     d_model=512,
     encoder_layers=17,
     decoder_layers=0,
     attention_heads=8,
     convolution_kernel=31,
     subsampling_channels=512,
-    attention_positions="relative",
-    convolution_norm="none",
-    subsampling="striding",
-    scaled_input=True,
-    entry_norm=False,
-)
-FEATURES = FeatureConfig(
-    preemphasis=0.97,
-    window="symmetric",
-    edges="zeros",
-    mel_scale="slaney",
-    power_guard="added",
-    smallest_power=2**-24,
-    deviation="sample",
+    biases=True,
+    dropout=ModelConfig().dropout,
 )
 
 
@@ -46,7 +37,7 @@ def main(seconds: float, threads: int) -> None:
     config = resolve(
         TrainConfig(
             model=MODEL,
-            features=FEATURES,
+            features=features_of(MODEL),
             data=DataConfig(micro_batches_at_once=1),
             loss=LossConfig(ctc_weight=1.0),
             memory=MemoryConfig(gradient_checkpointing="always"),
