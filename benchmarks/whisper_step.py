@@ -6,9 +6,10 @@
 
 The work: utterances of noise to features of a window of 30 s each (6 s of "digits"), cross entropy of all labels of
 the step, every block recomputed, clipping, AdamW. Each side has a process of its own; a round is one step of each, one
-after another. Both begin with the same random weights, and their losses must agree. Peak is live tensor bytes counted
-at dispatch (CUDA: the allocator's), growth is VmHWM over the process before its model; what is above the state is the
-peak without weights, gradients and moments of what is trained, 16 bytes a parameter.
+after another. Both begin with the same random weights. Their losses must agree, but with --audio_context speech: then
+ours leaves out the silence behind an utterance, which transformers cannot. Peak is live tensor bytes counted at
+dispatch (CUDA: the allocator's), growth is VmHWM over the process before its model; what is above the state is the peak
+without weights, gradients and moments of what is trained, 16 bytes a parameter.
 """
 
 import sys
@@ -48,6 +49,10 @@ class Flags:
     """Seconds of speech in the longest utterance."""
     tokens_per_second: float = 16.0
     """Labels of a second of speech (Konkani in Whisper's tokens: 7.5 a word); at most 448 an utterance."""
+    audio_context: Literal["window", "speech"] = "window"
+    """What ours has its encoder take: all of the window, as transformers does, or the speech alone."""
+    window_seconds: int | None = None
+    """Of the encoder's window; left out, 30, and 6 of "digits"."""
     at_once: tuple[int, ...] = (1, 2)
     """Ours with so many micro-batches side by side, each of these ways (on a card it is one after another)."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -60,15 +65,15 @@ class Flags:
 
 def compare_steps(flags: Flags) -> str:
     """Races, and returns what is to be printed."""
-    if min(flags.rounds, flags.accum, flags.batch, *flags.at_once) < 1 or not flags.at_once:
-        raise UsageError("--rounds, --accum, --batch and --at_once must be at least 1.")
+    if min(flags.rounds, flags.accum, flags.batch, flags.window_seconds or 1, *flags.at_once) < 1 or not flags.at_once:
+        raise UsageError("--rounds, --accum, --batch, --window_seconds and --at_once must be at least 1.")
     if not 0 < flags.tokens_per_second < 1000:
         raise UsageError("--tokens_per_second must be more than 0 and less than 1000.")
     for package in {"transformers", *(["peft"] if flags.train == "lora" else [])}:
         if importlib.util.find_spec(package) is None:
             raise UsageError(f"{package}, beside which this measures, is not installed. Run: pip install -e .[test].")
     from benchmarks.measuring.whisper.comparison import compare
-    from benchmarks.measuring.whisper.work import WhisperTerms
+    from benchmarks.measuring.whisper.work import DEFAULT_WINDOWS, WhisperTerms
 
     terms = WhisperTerms(
         size=flags.size,
@@ -80,6 +85,8 @@ def compare_steps(flags: Flags) -> str:
         tokens_per_second=flags.tokens_per_second,
         device=flags.device,
         mixed_precision=flags.amp,
+        audio_context=flags.audio_context,
+        window_seconds=flags.window_seconds or DEFAULT_WINDOWS[flags.size],
     )
     if not 0.2 <= flags.shortest <= flags.longest <= terms.window_seconds:
         raise UsageError(f"--shortest must be at least 0.2, --longest no less and at most {terms.window_seconds}.")

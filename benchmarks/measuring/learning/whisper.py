@@ -45,7 +45,7 @@ class LearnedRun:
 
 
 def learn(task: Task, seed: int) -> Iterator[LearnedRun]:
-    """From nothing the loop around transformers and ours, then ours from its own folder."""
+    """From nothing the loop around transformers, ours, and ours hearing no silence; then ours from its own folder."""
     made = Sources(task.voices, ()).make("voices", task.folder / "sets")
     base = task.folder / f"base_{seed}"
     if not (base / "model.safetensors").is_file():
@@ -53,6 +53,8 @@ def learn(task: Task, seed: int) -> Iterator[LearnedRun]:
     yield _kept(task, "transformers", seed, lambda place: _loop(task, made, base, seed))
     from_nothing = ("--learning_rate", str(task.rate), "--epochs", str(task.epochs))
     yield _kept(task, "ours", seed, lambda place: _ours(made, base, seed, place, from_nothing))
+    hearing = (*from_nothing, "--audio_context", "speech")
+    yield _kept(task, "ours, speech alone", seed, lambda place: _ours(made, base, seed, place, hearing))
     tuned = task.folder / "runs" / f"ours_{seed}" / "exported"
     for way, flags in TUNED.items():
         more = (*flags, "--epochs", str(max(1, task.epochs // 3)))

@@ -53,7 +53,7 @@ class KonkaniVani:
         )
         self.window = cut_window(build_speech(terms), same_size(terms.together), terms.special)
         self.resident_before = resident_mib()
-        architecture = WhisperArchitecture(terms.shape, TUNINGS[terms.train])
+        architecture = WhisperArchitecture(terms.shape, TUNINGS[terms.train], terms.audio_context)
         self.parts = build_step_parts(config, architecture, choose_device(terms.device), TOTAL_STEPS)
         fill(_named_as_in_files(self.parts.model))
         self.parameters = sum(parameter.numel() for parameter in trained_parameters(self.parts.model))

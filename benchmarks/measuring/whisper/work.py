@@ -22,12 +22,14 @@ SHAPES = {
     "tiny": TINY,
     "base": replace(TINY, d_model=512, attention_heads=8, encoder_layers=6, decoder_layers=6, feedforward_dim=2048),
     "small": replace(TINY, d_model=768, attention_heads=12, encoder_layers=12, decoder_layers=12, feedforward_dim=3072),
-    "digits": WhisperShape(64, 2, 2, 1, 128, 80, 400, 300),  # what whisper_learning.py trains: windows of 6 s
+    "digits": WhisperShape(64, 2, 2, 1, 128, 80, 400),  # what whisper_learning.py trains
 }
+DEFAULT_WINDOWS = {"tiny": 30, "base": 30, "small": 30, "digits": 6}  # in seconds
 END = 50_257  # the end token of the published vocabularies
 SCHEDULE = OptimizerConfig(learning_rate=1e-5)
 TOTAL_STEPS = 1000  # of the run that these steps pretend to begin
 LORA_RANK = 32
+POSITIONS_PER_SECOND = 50  # of the encoder
 LOUDNESS = 0.1
 DEVIATION = 0.02
 
@@ -35,7 +37,7 @@ DEVIATION = 0.02
 @dataclass(frozen=True)
 class WhisperTerms:
     """The work: a model's size, what of it is trained, utterances in a step and of them `together` in a micro-batch,
-    their seconds, labels, where.
+    their seconds, labels, where; `audio_context` is of ours alone.
     """
 
     size: Literal["tiny", "base", "small", "digits"]
@@ -47,16 +49,13 @@ class WhisperTerms:
     tokens_per_second: float
     device: str
     mixed_precision: bool
+    audio_context: Literal["window", "speech"]
+    window_seconds: int
 
     @property
     def shape(self) -> WhisperShape:
         """The dimensions of the network."""
-        return SHAPES[self.size]
-
-    @property
-    def window_seconds(self) -> int:
-        """What the encoder has positions for."""
-        return self.shape.source_positions // 50
+        return replace(SHAPES[self.size], source_positions=POSITIONS_PER_SECOND * self.window_seconds)
 
     @property
     def special(self) -> SpecialTokens:

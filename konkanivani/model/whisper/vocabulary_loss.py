@@ -16,7 +16,7 @@ import torch
 from konkanivani.model.kernels.matmul import fast_linear, in_own_precision, weight_gradient
 from konkanivani.model.losses import TARGET_PADDING
 
-SLICE_NUMBERS = 2**21  # logits at a time: 8 MiB in fp32
+SLICE_NUMBERS = 2**21  # of a slice's logits, and of its part of the weight's gradient: 8 MiB in fp32
 MIN_COLUMNS = 1024  # of fewer, a product is no longer worth its start
 
 
@@ -87,7 +87,7 @@ class _Scores:
         self.dtype = torch.get_autocast_dtype(device) if in_half else rows.dtype
         self.rows, self.counts = rows.to(self.dtype), targets != TARGET_PADDING
         self._weight, self._targets = weight, targets
-        self._width = max(MIN_COLUMNS, SLICE_NUMBERS // max(1, len(rows)))
+        self._width = max(MIN_COLUMNS, SLICE_NUMBERS // max(1, *rows.shape))
 
     def slices(self) -> Iterator[slice]:
         """Of the vocabulary, in order."""
