@@ -6,8 +6,8 @@
 Both begin with one folder of random weights and take as many steps of as many utterances, at the same rates by the
 same schedule, without SpecAugment; nothing chooses a checkpoint, the last weights are scored on other people's voices,
 greedily. Ours does it once more with --audio_context speech. Then it goes on from the folder that it exported, with its
-encoder frozen, and with low-rank products: at the trainer's own rates, for a third of the epochs. Seconds are those of the steps alone, and one run follows another.
-A run that is there is not trained again.
+encoder frozen, and with low-rank products: at the trainer's own rates, for a third of the epochs. Seconds are those of
+the steps alone, and one run follows another. A run that is there is not trained again.
 """
 
 import sys
