@@ -47,7 +47,7 @@ class Flags:
     epochs: int = 25
     """Of every run."""
     tuned_epochs: int | None = None
-    """Of the run that begins with the first one's weights, if it is to end sooner: its rate falls to the end by then."""
+    """Of the run that begins with the first one's weights, where it is to end sooner, its rate at its least by then."""
     validated: int = 60
     """Utterances of the valid part that are validated on; twice as many of the test part are tested on."""
     shape: str = "--preset minimal --decoder_layers 0"
