@@ -19,8 +19,7 @@ from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.model.losses import LossCounts
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.planning.tracing import build_tracer
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import forward_and_backward, train_step
+from konkanivani.training.step import StepParts, forward_and_backward, train_step
 from konkanivani.training.validation import recognize
 from tests.laws.parts import KINDS, double_parts, measured_peak, relative_difference, speeches, window, with_dropout
 

@@ -62,7 +62,7 @@ def test_ctc_is_as_large_as_it_is():
     losses, alphas = torch.ops.aten._ctc_loss(*given)
     gradient = shapes.CTC_BACKWARD(torch.ones(3), *given[:4], losses, alphas, 0)
     with (mode := Shapes()):
-        scores, tokens, *others = map(lambda one: mode.from_tensor(one) if isinstance(one, torch.Tensor) else one, given)
+        scores, tokens, *others = *map(mode.from_tensor, given[:2]), *given[2:]
         made = torch.ops.aten._ctc_loss(scores, tokens, *others)
         by_scores = shapes.CTC_BACKWARD(torch.ones(3), scores, tokens, *others[:2], *made, 0)
         found = [(one.shape, one.dtype) for one in (*made, by_scores)]

@@ -44,10 +44,10 @@ from konkanivani.training.logs.progress import Progress
 from konkanivani.training.logs.records import Resumed
 from konkanivani.training.logs.utilisation import Utilisation
 from konkanivani.training.optimizer import OptimizerState
-from konkanivani.training.parts import StepParts
 from konkanivani.training.run import Run
 from konkanivani.training.sharding import FullState, is_sharded
 from konkanivani.training.state import TrainState
+from konkanivani.training.step import StepParts
 
 
 def build_run(start: Start, report: Report = silent) -> Run:

@@ -21,8 +21,8 @@ from konkanivani.memory.recovery import Attempt, Attempts, Cut, Outcome
 from konkanivani.model.asr import KonkaniVaniASR, trained_parameters
 from konkanivani.model.losses import LossCounts, LossSums
 from konkanivani.training.concurrent import map_ordered
-from konkanivani.training.parts import GradientTask, StepParts, WindowGradient, loss_counts
 from konkanivani.training.sharding import full_tensor
+from konkanivani.training.step import GradientTask, StepParts, WindowGradient, loss_counts
 
 
 def local_gradient(task: GradientTask) -> WindowGradient | None:
@@ -100,7 +100,7 @@ def accumulate(task: GradientTask, cut: Cut) -> torch.Tensor | None:
     parts = dataclasses.replace(task.parts, forward=task.parts.forward.run_as(cut))
     seed_step(parts.seed, task.step, parts.topology.rank)
     parts.model.train()
-    parts.forward.weights.refresh()
+    parts.forward.refresh_weights()
     parts.optimizer.zero_grad()
     terms, seed = len(parts.forward.objective.terms), torch.initial_seed()
     totals = torch.zeros(terms, dtype=torch.float64, device=parts.forward.device)

@@ -21,8 +21,7 @@ from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.memory import recovery
 from konkanivani.model.kernels import long_ctc
 from konkanivani.training.optimizer import OptimizerState
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import StepReport, train_step
+from konkanivani.training.step import StepParts, StepReport, train_step
 from konkanivani.training.validation import Evaluation, join_portions, recognize_all
 from tests.conftest import ROOT
 from tests.laws.failing import ERRORS, above, failing_backward, failing_forward, failing_pieces, once_at

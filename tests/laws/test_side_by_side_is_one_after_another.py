@@ -21,8 +21,7 @@ from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training import step
 from konkanivani.training.concurrent import OrderedAccumulation, map_ordered
 from konkanivani.training.optimizer import OptimizerState
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import StepReport, train_step
+from konkanivani.training.step import StepParts, StepReport, train_step
 from tests.laws.failing import ERRORS, above, failing_forward
 from tests.laws.parts import KINDS, MODEL, VOCAB_SIZE, double_parts, relative_difference, speeches, window, with_dropout
 from tests.patience import PATIENCE
