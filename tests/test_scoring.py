@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from konkanivani.base.console import display_width
 from konkanivani.base.errors import DataError, KonkaniVaniError
 from konkanivani.evaluation.bootstrap import block_numbers, choose_unit, percentiles, ratios, resample_sums
 from konkanivani.evaluation.hypotheses import (
@@ -31,7 +32,7 @@ from konkanivani.evaluation.hypotheses import (
 from konkanivani.evaluation.metrics import Edit, align_words, count_edits, error_rates
 from konkanivani.evaluation.reports.score_json import score_json
 from konkanivani.evaluation.reports.score_page import draw_score_page
-from konkanivani.evaluation.reports.score_text import display_width, score_lines
+from konkanivani.evaluation.reports.score_text import score_lines
 from konkanivani.evaluation.score import BUCKETS, ScoreReport, build_report
 from konkanivani.evaluation.transcripts import MAX_CHARACTERS, ScoredText, read_transcripts
 from tests.conftest import ROOT, run_script, well
