@@ -22,6 +22,7 @@ import shlex
 import shutil
 import subprocess
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from konkanivani.base.command_line import read_flags, run_script
 from konkanivani.base.errors import DataError, UsageError
@@ -45,6 +46,8 @@ class Flags:
     """Minutes of the first one's."""
     epochs: int = 25
     """Of every run."""
+    tuned_epochs: int | None = None
+    """Of the run that begins with the first one's weights, where it is to end sooner, its rate at its least by then."""
     validated: int = 60
     """Utterances of the valid part that are validated on; twice as many of the test part are tested on."""
     shape: str = "--preset minimal --decoder_layers 0"
@@ -69,8 +72,8 @@ class Learnt:
 
 def measure(flags: Flags) -> str:
     """Makes the sets and trains what has not been trained; the table."""
-    if min(flags.minutes, flags.first_minutes, flags.epochs, flags.validated) <= 0:
-        raise UsageError("--minutes, --first_minutes, --epochs and --validated must be above 0.")
+    if min(flags.minutes, flags.first_minutes, flags.epochs, flags.tuned_epochs or 1, flags.validated) <= 0:
+        raise UsageError("--minutes, --first_minutes, --epochs, --tuned_epochs and --validated must be above 0.")
     folder = Path(flags.folder).resolve()
     first, second = make_sets(flags, folder / "sets")
     place, shape = folder / f"seed_{flags.seed}{'_nemo' * flags.through_nemo}", flags.shape
@@ -78,15 +81,16 @@ def measure(flags: Flags) -> str:
         from benchmarks.measuring.nemo.exported import SHAPE
 
         shape = f"{shape} {SHAPE}"
-    learn(flags, first, place / "first", shape)
+    learn(flags, first, place / "first", shape, flags.epochs)
     weights = place / "first" / "checkpoints" / "checkpoint_best.pt"
     if flags.through_nemo:
         weights = imported(weights, place)
+    tuned_epochs = flags.tuned_epochs or flags.epochs
     tuned = f"--init_from {shlex.quote(str(weights))} --new_tokenizer {flags.flags}"
     return table(
         {
-            SCRATCH: learn(flags, second, place / "scratch", shape),
-            TUNED: learn(flags, second, place / "tuned", tuned),
+            SCRATCH: learn(flags, second, place / "scratch", shape, flags.epochs),
+            TUNED: learn(flags, second, place / f"tuned_{tuned_epochs}", tuned, tuned_epochs),
         }
     )
 
@@ -123,7 +127,7 @@ def make_sets(flags: Flags, folder: Path) -> tuple[Path, Path]:
     return cut_training(made[0], flags.first_minutes), cut_training(made[1], flags.minutes)
 
 
-def learn(flags: Flags, made: Path, place: Path, begun: str) -> Learnt:
+def learn(flags: Flags, made: Path, place: Path, begun: str, epochs: int) -> Learnt:
     """The run of this folder, trained where it has not ended before."""
     from benchmarks.measuring.learning.sets import SCRIPTS, read_rows
 
@@ -136,7 +140,7 @@ def learn(flags: Flags, made: Path, place: Path, begun: str) -> Learnt:
         command = [
             *(sys.executable, str(SCRIPTS / "train_konkanivani_asr.py"), "--device", "cpu", *shlex.split(begun)),
             *(f"--{part}_manifest={made}/{part}.jsonl" for part in parts),
-            *("--audio_roots", *sorted(roots), "--epochs", str(flags.epochs), "--seed", str(flags.seed)),
+            *("--audio_roots", *sorted(roots), "--epochs", str(epochs), "--seed", str(flags.seed)),
             *("--checkpoint_dir", str(place / "checkpoints"), "--log_dir", str(place / "runs")),
         ]
         ended.write_text(run(command).splitlines()[-1], encoding="utf-8")
@@ -167,8 +171,8 @@ def table(runs: dict[str, Learnt]) -> str:
     lines = [f"| valid CER after steps | {' | '.join(runs)} |", "|---|---|---|"]
     if tuned.initial_cer is not None:
         lines.append(f"| 0 | | {tuned.initial_cer:.1%} |")
-    for step, one, other in zip(scratch.steps, scratch.valid_cer, tuned.valid_cer, strict=True):
-        lines.append(f"| {step} | {one:.1%} | {other:.1%} |")
+    for step, *rates in zip_longest(scratch.steps, scratch.valid_cer, tuned.valid_cer, fillvalue=None):
+        lines.append(f"| {step} | {' | '.join('' if rate is None else f'{rate:.1%}' for rate in rates)} |")
     lines.append(f"| test CER of the best | {scratch.test_cer:.1%} | {tuned.test_cer:.1%} |")
     best = min(scratch.valid_cer)
     reached = [step for step, cer in zip(tuned.steps, tuned.valid_cer, strict=True) if cer <= best]

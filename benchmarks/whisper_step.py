@@ -33,8 +33,9 @@ from konkanivani.base.errors import UsageError
 class Flags:
     """What is compared."""
 
-    size: Literal["tiny", "base", "small", "digits"] = "tiny"
-    """Shape of the model; its weights are random. "digits" is the one that whisper_learning.py trains."""
+    size: Literal["tiny", "base", "small", "digits", "medium_blocks"] = "tiny"
+    """Shape of the model; its weights are random. "digits" is whisper_learning.py's, "medium_blocks" has four of the
+    encoder and one of the decoder of medium."""
     train: Literal["all", "decoder", "lora"] = "all"
     """What of it is trained: everything, the decoder, or LoRA of rank 32 on queries and values."""
     rounds: int = 5
@@ -55,6 +56,9 @@ class Flags:
     """Of the encoder's window; left out, 30, and 6 of "digits"."""
     at_once: tuple[int, ...] = (1, 2)
     """Ours with so many micro-batches side by side, each of these ways (on a card it is one after another)."""
+    weights: tuple[Literal["card", "half", "host", "ahead"], ...] = ("card",)
+    """Ours with its weights in each of these places: "ahead" is the host with the next block's on their way. Only what
+    lies on the card is taken side by side."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where."""
     amp: bool = False
@@ -65,8 +69,12 @@ class Flags:
 
 def compare_steps(flags: Flags) -> str:
     """Races, and returns what is to be printed."""
-    if min(flags.rounds, flags.accum, flags.batch, flags.window_seconds or 1, *flags.at_once) < 1 or not flags.at_once:
-        raise UsageError("--rounds, --accum, --batch, --window_seconds and --at_once must be at least 1.")
+    if min(flags.rounds, flags.accum, flags.batch, flags.window_seconds or 1, *flags.at_once) < 1 or not (
+        flags.at_once and flags.weights
+    ):
+        raise UsageError(
+            "--rounds, --accum, --batch, --window_seconds and --at_once must be at least 1, --weights not empty."
+        )
     if not 0 < flags.tokens_per_second < 1000:
         raise UsageError("--tokens_per_second must be more than 0 and less than 1000.")
     for package in {"transformers", *(["peft"] if flags.train == "lora" else [])}:
@@ -86,11 +94,11 @@ def compare_steps(flags: Flags) -> str:
         device=flags.device,
         mixed_precision=flags.amp,
         audio_context=flags.audio_context,
-        window_seconds=flags.window_seconds or DEFAULT_WINDOWS[flags.size],
+        window_seconds=flags.window_seconds or DEFAULT_WINDOWS.get(flags.size, 30),
     )
     if not 0.2 <= flags.shortest <= flags.longest <= terms.window_seconds:
         raise UsageError(f"--shortest must be at least 0.2, --longest no less and at most {terms.window_seconds}.")
-    comparison = compare(terms, flags.rounds, flags.at_once if flags.device == "cpu" else (1,))
+    comparison = compare(terms, flags.rounds, flags.at_once if flags.device == "cpu" else (1,), flags.weights)
     return json.dumps(comparison.as_json()) if flags.json else comparison.markdown()
 
 

@@ -35,15 +35,23 @@ def test_the_amount_of_speech_decides_what_nobody_has_said(hours, tokens, ctc_we
     config = resolve(TrainConfig(), Amount(hours, utterances=1000))
     assert (config.text.tokenizer_type, config.loss.ctc_weight, config.run.epochs) == (tokens, ctc_weight, epochs)
     said = decisions(TrainConfig(), config)
-    words = f"--epochs {epochs} --gradient_accumulation_steps {accumulation} --tokenizer_type {tokens} "
-    words += f"--speed_perturbation {speeds} --ctc_weight {ctc_weight}"
+    first = "shuffled" if hours >= 10 else "shortest_first"
+    words = f"--epochs {epochs} --gradient_accumulation_steps {accumulation} --first_epoch {first} "
+    words += f"--tokenizer_type {tokens} --speed_perturbation {speeds} --ctc_weight {ctc_weight}"
     assert said == words
     assert parse_flags(words.split()) == dataclasses.replace(config, model=PRESETS["original"])
 
 
+def test_what_has_learnt_already_hears_its_first_epoch_as_any_other_and_so_does_a_run_of_before():
+    assert resolve(TrainConfig(), LITTLE).data.first_epoch == "shortest_first"
+    assert resolve(TrainConfig(run=RunConfig(init_from="a.pt")), LITTLE).data.first_epoch == "shuffled"
+    older = config_to_text(TrainConfig()).replace("--first_epoch 'auto'\n", "")
+    assert resolve(config_from_text(older), LITTLE).data.first_epoch == "shuffled"
+
+
 def test_what_is_said_stays_and_is_not_told():
     asked = TrainConfig(
-        data=DataConfig(gradient_accumulation_steps=3),
+        data=DataConfig(gradient_accumulation_steps=3, first_epoch="shuffled"),
         text=TextConfig("bpe"),
         augment=AugmentConfig(speed_perturbation=(0.8, 1.2)),
         loss=LossConfig(ctc_weight=0.5),

@@ -82,9 +82,18 @@ def test_utterances_of_like_length_share_a_window():
     assert spread < 0.6 * by_chance
 
 
+def test_a_first_epoch_from_short_to_long_has_the_windows_of_a_shuffled_one_and_later_ones_are_the_same():
+    sorted_first = dataclasses.replace(planner(), shortest_first=True)
+    first, shuffled = (as_lists(one.plan_epoch(0)) for one in (sorted_first, planner()))
+    assert sorted(first) == sorted(shuffled) and first[-1] == shuffled[-1]
+    rising, by_chance = (np.corrcoef(range(12), [DURATIONS[w].mean() for w in p[:-1]])[0, 1] for p in (first, shuffled))
+    assert rising > 0.9 > by_chance
+    assert as_lists(sorted_first.plan_epoch(1)) == as_lists(planner().plan_epoch(1))
+
+
 def test_the_digest_changes_with_whatever_changes_a_plan():
     digests = {planner(*shape).digest() for shape in ((103, 8, 1), (102, 8, 1), (103, 7, 1), (103, 8, 2))}
-    assert len(digests) == 4
+    assert len(digests | {dataclasses.replace(planner(), shortest_first=True).digest()}) == 5
     assert planner().digest() == planner().digest()
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from konkanivani.base.config import AUTO, DEFAULT_EFFECTIVE_BATCH_SIZE, DataConfig, TrainConfig
 from konkanivani.base.rules import settings_of, with_values
 
-DECIDED = ("tokenizer_type", "ctc_weight", "epochs", "speed_perturbation", "gradient_accumulation_steps")
+DECIDED = ("tokenizer_type", "ctc_weight", "epochs", "speed_perturbation", "gradient_accumulation_steps", "first_epoch")
 LITTLE_HOURS = 10.0  # with less, subwords are too rare to be learnt, and attention alone aligns too late
 HOURS_HEARD = 30.0  # of speech in all epochs together, where that is between the two bounds
 MIN_EPOCHS, MAX_EPOCHS = 20, 60
@@ -48,10 +48,12 @@ def resolve(config: TrainConfig, amount: Amount = MUCH_SPEECH) -> TrainConfig:
     utterances = max(TUNED_WINDOW_SIZE, amount.ranks) if is_tuned else amount.window_size
     config = dataclasses.replace(config, data=_with_window(config.data, utterances))
     fewest, most = (MIN_TUNED_EPOCHS, MAX_TUNED_EPOCHS) if is_tuned else (MIN_EPOCHS, MAX_EPOCHS)
+    from_nothing = not is_tuned and config.run.init_from is None
     chosen = {
         "tokenizer_type": AUTO if is_tuned else "char" if amount.is_little else "unigram",
         "ctc_weight": 1.0 if not config.model.decoder_layers else 0.7 if amount.is_little else 0.3,
         "speed_perturbation": (1.0,) if amount.is_little else (0.9, 1.0, 1.1),
+        "first_epoch": "shortest_first" if amount.is_little and from_nothing else "shuffled",
         "epochs": round(min(most, max(fewest, HOURS_HEARD / max(amount.hours, 1e-9)))),
     }
     return with_values(config, {name: chosen[name] for name in _left_open(config) if name in chosen})

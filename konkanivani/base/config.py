@@ -107,6 +107,9 @@ class DataConfig:
     where there are two threads and, with a memory plan, room)."""
     train_subset: float = 100.0
     """Percent of the training utterances to use, chosen by the seed."""
+    first_epoch: Literal["auto", "shuffled", "shortest_first"] = "auto"
+    """Order of the first epoch: as that of others, or from short utterances to long ones, of which CTC learns sooner
+    what it aligns (auto: shortest_first for less than ten hours of speech where the model begins from nothing)."""
     min_duration: float = 0.2
     """Shortest utterance trained on, in seconds."""
     max_duration: float = 20.0

@@ -10,12 +10,14 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from konkanivani.base.amount import as_stored
 from konkanivani.base.command_line import read_flags, with_new_name
-from konkanivani.base.config import AUTO, PRESETS, FeatureConfig, ModelConfig, TrainConfig
+from konkanivani.base.config import AUTO, PRESETS, DataConfig, FeatureConfig, ModelConfig, TrainConfig
 from konkanivani.base.errors import CheckpointError, ErrorCollector, UsageError
 from konkanivani.base.rules import Setting, check_config, settings_of, with_values
 
 # These say how this one process starts; a checkpoint's values for them are never taken over.
 SESSION_FLAGS = ("resume", "fresh", "new_corpus", "replan", "dry_run")
+# What a run did whose checkpoint does not name a setting, which its version did not have.
+AS_BEFORE = TrainConfig(data=DataConfig(first_epoch="shuffled"))
 # These say what a model of our own is like, or begins with: one that others have trained is as it is.
 OF_OUR_MODELS = frozenset(
     ("preset", "init_from", "tokenizer_type", "vocab_size", "ctc_weight", "intermediate_ctc_weight")
@@ -57,7 +59,7 @@ def config_from_text(text: str) -> TrainConfig:
                 values[name] = setting.value
                 continue
         raise CheckpointError(f"The checkpoint's --{name} cannot be {value[:80]!r}. Use another one.")
-    return with_values(TrainConfig(), values)
+    return with_values(AS_BEFORE, values)
 
 
 @dataclass(frozen=True)

@@ -44,17 +44,21 @@ class EpochPlan(Sequence[np.ndarray]):
 
 @dataclass(frozen=True)
 class EpochPlanner:
-    """Everything that the plan of any epoch follows from. `durations` (N,) are seconds, one an utterance."""
+    """Everything that the plan of any epoch follows from. `durations` (N,) are seconds, one an utterance.
+
+    With `shortest_first` the first epoch's windows come from short to long (SortaGrad; Amodei et al., 2015).
+    """
 
     durations: np.ndarray
     window_size: int
     seed: int
+    shortest_first: bool = False
 
     def plan_epoch(self, epoch: int) -> EpochPlan:
         """The epoch's windows: each utterance once, utterances of like length together.
 
         Pure in (seed, epoch). Utterances are sorted into buckets of like duration, shuffled in their bucket, and laid
-        out bucket by bucket; the windows are then shuffled, the ragged one last.
+        out bucket by bucket; the windows are then shuffled, where none are to be short at first; the ragged one last.
         """
         generator = np.random.default_rng(derive_seed(self.seed, "plan", epoch))
         # Buckets hold about equally many, at least four windows' worth.
@@ -68,7 +72,8 @@ class EpochPlanner:
         for first, end in zip([0, *ends], ends, strict=False):
             generator.shuffle(order[first:end])
         whole = len(order) // self.window_size
-        return EpochPlan(order, generator.permutation(whole).astype(np.int32), self.window_size)
+        windows = np.arange(whole) if self.shortest_first and epoch == 0 else generator.permutation(whole)
+        return EpochPlan(order, windows.astype(np.int32), self.window_size)
 
     def windows_per_epoch(self) -> int:
         return -(-len(self.durations) // self.window_size)
@@ -82,7 +87,7 @@ class EpochPlanner:
 
     def digest(self) -> int:
         """A number that changes when any plan does."""
-        recipe = repr((PLAN_VERSION, self.window_size, self.seed))
+        recipe = repr((PLAN_VERSION, self.window_size, self.seed, *["shortest first"] * self.shortest_first))
         return zlib.crc32(recipe.encode(), zlib.crc32(np.ascontiguousarray(self.durations)))
 
 

@@ -19,6 +19,7 @@ from konkanivani.memory.plan import STATE_BYTES
 THEIRS = "transformers"
 CONTESTANTS = "benchmarks.measuring.whisper.contestants"
 LOSS_SHARE = 0.001  # that the last losses may lie apart: both sides do the same work (half precision: ten times that)
+ON_CARD = "card"
 HEARD = {"window": "all of the window", "speech": "the speech alone"}
 TRAINED = {"all": "all weights", "decoder": "the decoder alone", "lora": "LoRA of rank 32 on q and v"}
 
@@ -58,14 +59,18 @@ class WhisperComparison:
         return asdict(self)
 
 
-def compare(terms: WhisperTerms, rounds: int, at_once: tuple[int, ...]) -> WhisperComparison:
-    """Ours, so many micro-batches at once in each of these ways, and transformers.
+def compare(
+    terms: WhisperTerms, rounds: int, at_once: tuple[int, ...], weights: tuple[str, ...] = (ON_CARD,)
+) -> WhisperComparison:
+    """Ours, so many micro-batches at once and with its weights in each of these places, and transformers.
 
     A NumericsError where the losses say that the two do not do the same.
     """
+    pieces = terms.utterances // terms.together
     entries = (
-        *(Entry(OURS, "", terms.utterances // terms.together, at_once=count) for count in at_once),
-        Entry(THEIRS, "", terms.utterances // terms.together),
+        *(Entry(OURS, "", pieces, at_once=count) for count in at_once if ON_CARD in weights),
+        *(Entry(OURS, place, pieces) for place in weights if place != ON_CARD),
+        Entry(THEIRS, "", pieces),
     )
     pythons = dict.fromkeys((OURS, THEIRS), Path(sys.executable))
     results = race(entries, pythons, terms, rounds, CONTESTANTS, aside=("features",))

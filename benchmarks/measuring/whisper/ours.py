@@ -1,6 +1,7 @@
 """The product's own step of a Whisper model as a contestant."""
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -20,6 +21,7 @@ from konkanivani.base.device import choose_device
 from konkanivani.base.units import MIB
 from konkanivani.data.batching import cut_window, same_size
 from konkanivani.memory.monitor import resident_mib
+from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.adapters import LOW_RANK_TENSORS
 from konkanivani.model.asr import trained_parameters
 from konkanivani.model.whisper.architecture import WhisperArchitecture
@@ -31,6 +33,14 @@ TUNINGS = {
     "all": TuningConfig(),
     "decoder": TuningConfig(freeze="encoder"),
     "lora": TuningConfig(lora_rank=LORA_RANK, lora_targets=("query", "value")),
+}
+
+
+PLACEMENTS = {
+    "": ON_CARD,
+    "half": Placement(halved=True),
+    "host": Placement(fetched=sys.maxsize),
+    "ahead": Placement(fetched=sys.maxsize, ahead=True),
 }
 
 
@@ -54,7 +64,10 @@ class KonkaniVani:
         self.window = cut_window(build_speech(terms), same_size(terms.together), terms.special)
         self.resident_before = resident_mib()
         architecture = WhisperArchitecture(terms.shape, TUNINGS[terms.train], terms.audio_context)
-        self.parts = build_step_parts(config, architecture, choose_device(terms.device), TOTAL_STEPS)
+        placement = PLACEMENTS[entry.setting]
+        self.parts = build_step_parts(
+            config, architecture, choose_device(terms.device), TOTAL_STEPS, placement=placement
+        )
         fill(_named_as_in_files(self.parts.model))
         self.parameters = sum(parameter.numel() for parameter in trained_parameters(self.parts.model))
         self.steps = 0

@@ -23,8 +23,11 @@ SHAPES = {
     "base": replace(TINY, d_model=512, attention_heads=8, encoder_layers=6, decoder_layers=6, feedforward_dim=2048),
     "small": replace(TINY, d_model=768, attention_heads=12, encoder_layers=12, decoder_layers=12, feedforward_dim=3072),
     "digits": WhisperShape(64, 2, 2, 1, 128, 80, 400),  # what whisper_learning.py trains
+    "medium_blocks": WhisperShape(
+        1024, 16, 4, 1, 4096, 80, 400
+    ),  # a sixth of medium's encoder, one block of its decoder
 }
-DEFAULT_WINDOWS = {"tiny": 30, "base": 30, "small": 30, "digits": 6}  # in seconds
+DEFAULT_WINDOWS = {"digits": 6}  # in seconds, others 30
 END = 50_257  # the end token of the published vocabularies
 SCHEDULE = OptimizerConfig(learning_rate=1e-5)
 TOTAL_STEPS = 1000  # of the run that these steps pretend to begin
@@ -40,7 +43,7 @@ class WhisperTerms:
     their seconds, labels, where; `audio_context` is of ours alone.
     """
 
-    size: Literal["tiny", "base", "small", "digits"]
+    size: Literal["tiny", "base", "small", "digits", "medium_blocks"]
     train: Literal["all", "decoder", "lora"]
     utterances: int
     together: int

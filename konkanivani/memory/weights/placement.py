@@ -50,14 +50,12 @@ class Placement:
 ON_CARD = Placement()
 
 
-def choose_placement(
-    asked: str, blocks: int, is_half: bool, is_cuda: bool, fits: Callable[[Placement], bool]
-) -> Placement:
+def choose_placement(asked: str, blocks: int, is_half: bool, fits: Callable[[Placement], bool]) -> Placement:
     """What is asked for, or, where that is auto, the fastest that fits: the fewest blocks fetched, the first ones.
 
     Those hide their transfer best: an encoder's, and it is the decoder of which every generated token needs all. In
-    full precision nothing is halved, since that would round. All is fetched where nothing fits. Where a card has a
-    stream for it and there is room, what is fetched comes ahead.
+    full precision nothing is halved, since that would round. All is fetched where nothing fits. Where there is room,
+    what is fetched comes ahead: hidden by a card's second stream, and on a CPU without recomputing attention for it.
     """
     everything = Placement(fetched=blocks)
     if asked in ("card", "half") or (asked == "auto" and fits(ON_CARD)):
@@ -66,7 +64,7 @@ def choose_placement(
     some = [Placement(count, halved=is_half) for count in range(least, blocks)]
     chosen = [*some, everything][bisect.bisect_left(some, True, key=fits)]
     ahead = dataclasses.replace(chosen, ahead=True)
-    return ahead if is_cuda and chosen.fetched and fits(ahead) else chosen
+    return ahead if chosen.fetched and fits(ahead) else chosen
 
 
 class PlacedWeights:

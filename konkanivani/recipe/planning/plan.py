@@ -107,7 +107,7 @@ def resolve_placement(
     if asked == AUTO and (ranks.world > 1 or device.type == "cpu"):
         return ON_CARD
     blocks = len(architecture.build_without_values().blocks)
-    return choose_placement(asked, blocks, config.memory.mixed_precision, device.type == "cuda", fits)
+    return choose_placement(asked, blocks, config.memory.mixed_precision, fits)
 
 
 def _has_room_for_two(side_by_side: MemoryPlan, plan: MemoryPlan, is_asked_for: bool) -> bool:
