@@ -24,7 +24,7 @@ from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoi
 from konkanivani.training.checkpoint.checkpointer import LAST, Checkpointer
 from konkanivani.training.loop import train
 from konkanivani.training.saving import PeriodicSaver
-from tests.conftest import TINY_MODEL, Corpus, run_folders, run_trainer, well, write_corpus
+from tests.conftest import TINY_MODEL, run_folders, run_trainer, well, write_corpus
 from tests.starts import begin_run
 
 
@@ -159,17 +159,6 @@ def test_all_utterances_rejected_ends_with_3(corpus, tmp_path):
     assert "None of the 26 utterances" in message and "--min_duration 19" in message
 
 
-def replace_row(directory: Path, write: Callable[[Path], None], **fields: object) -> Corpus:
-    """A corpus of six whose row 4 names a file that `write` has written, with these fields changed."""
-    corpus = write_corpus(directory, {"train": 6})
-    write(directory / "audio" / "spoilt.wav")
-    path = Path(corpus.manifest("train"))
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    rows[3] = {**rows[3], "audio_filepath": "audio/spoilt.wav", **fields}
-    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
-    return corpus
-
-
 def _truncated_flac(path: Path) -> None:
     whole = next(path.parent.glob("*.flac")).read_bytes()
     path.write_bytes(whole[: len(whole) * 6 // 10])
@@ -185,37 +174,7 @@ def _silence(*shape: int) -> Callable[[Path], None]:
     return lambda path: soundfile.write(path, np.zeros(shape), 16_000)
 
 
-SPOILT_AUDIO: dict[str, tuple[Callable[[Path], object], str]] = {
-    "text": (lambda path: path.write_text("not audio"), "cannot be opened as audio"),
-    "empty file": (lambda path: path.write_bytes(b""), "cannot be opened as audio"),
-    "truncated": (_truncated_flac, "spoilt.wav: "),
-    "no samples": (_silence(0), "holds no samples"),
-    "a folder": (Path.mkdir, "it is no file"),
-    "a pipe": (os.mkfifo, "it is no file"),
-    "NaN": (_with_nan, "not numbers"),
-    "too short": (_silence(3200), "it lasts 0.20 s, not the 3.00 s of its row"),
-}
 SHORT_RUN = ("--batch_size", "2", "--gradient_accumulation_steps", "1", "--epochs", "1")
-
-
-@pytest.mark.parametrize("name", SPOILT_AUDIO)
-def test_audio_that_cannot_be_used_is_named(name, tmp_path):
-    write, said = SPOILT_AUDIO[name]
-    corpus = replace_row(tmp_path / "corpus", write, duration=3.0)
-    flags = ("--train_manifest", corpus.manifest("train"), *SHORT_RUN, "--num_workers", "0")
-    message = refusal(DataError, tmp_path, *flags)
-    assert "1 of the 6 rows" in message and "row 4, audio/spoilt.wav" in message and said in message, message
-
-
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_audio_that_cannot_be_used_ends_with_3_whatever_the_worker_count(workers, tmp_path):
-    corpus = replace_row(tmp_path / "corpus", _truncated_flac, duration=3.0)
-    flags = ("--train_manifest", corpus.manifest("train"), *SHORT_RUN, "--num_workers", workers)
-    assert "row 4, audio/spoilt.wav: " in refused(3, tmp_path, *TINY_MODEL, *flags)
-    allowed = run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path / "allowed"), "--max_rejected", "20%")
-    assert allowed.returncode == 0 and "Left out: audio/spoilt.wav (row 4 of" in allowed.stdout
-    listed = (tmp_path / "allowed/runs/default/rejected.jsonl").read_text().splitlines()
-    assert [json.loads(line)["row"] for line in listed] == [4]
 
 
 def test_unusable_utterances_are_left_out_counted_and_listed_while_training_goes_on(tmp_path):

@@ -19,8 +19,7 @@ from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.model.losses import LossCounts
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.planning.tracing import build_tracer
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import forward_and_backward, train_step
+from konkanivani.training.step import StepParts, forward_and_backward, train_step
 from konkanivani.training.validation import recognize
 from tests.laws.parts import KINDS, double_parts, measured_peak, relative_difference, speeches, window, with_dropout
 
@@ -86,7 +85,7 @@ def test_subsampled_in_chunks_no_frame_is_lost_at_any_length(frames, chunk_frame
 
 def test_a_minute_is_run_in_one_piece(monkeypatch):
     """Up to CHUNK_FRAMES nothing is recomputed that was not recomputed before."""
-    for module in ("konkanivani.model.subsampling", "konkanivani.model.losses", "konkanivani.model.kernels.long_ctc"):
+    for module in ("konkanivani.model.subsampling", "konkanivani.model.losses", "konkanivani.model.kernels.ctc"):
         monkeypatch.setattr(f"{module}.run_recomputed", None)
     parts = double_parts()
     spoken = dataclasses.replace(speeches(1)[0], waveform=torch.randn(60 * 16_000, dtype=torch.float64))

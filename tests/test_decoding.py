@@ -97,27 +97,6 @@ def has_exact_scores(log_probabilities: torch.Tensor, longest: int) -> bool:
 SHAPES = [(1, 2), (2, 3), (3, 4), (4, 3), (5, 2), (5, 4)]
 
 
-@pytest.mark.parametrize("impossible", [0.0, 0.4])
-@pytest.mark.parametrize("frames, vocabulary", SHAPES)
-def test_a_beam_of_every_prefix_is_exact(frames, vocabulary, impossible):
-    for seed in range(3):
-        log_probabilities = problem(seed, (frames,), vocabulary, impossible)
-        (hypotheses,) = prefix_beam_search(log_probabilities, (frames,), EVERY_PREFIX, best=EVERY_PREFIX)
-        assert is_exact(hypotheses, all_sequences(log_probabilities[0]))
-
-
-@pytest.mark.parametrize("beam", [1, 2, 5])
-def test_a_narrow_beam_never_exceeds_the_truth(beam):
-    for seed in range(20):
-        log_probabilities = problem(seed, (5,), 4, impossible=0.2)
-        sequences = all_sequences(log_probabilities[0])
-        (hypotheses,) = prefix_beam_search(log_probabilities, (5,), beam, beam)
-        assert 1 <= len(hypotheses) <= beam
-        assert len({hypothesis.tokens for hypothesis in hypotheses}) == len(hypotheses)
-        for hypothesis in hypotheses:
-            assert hypothesis.log_probability <= math.log(sequences[hypothesis.tokens]) + BOUND
-
-
 def test_over_many_frames_a_wider_beam_comes_nearer_the_truth_from_below():
     """CTC's loss is the truth here, of noise: the hardest case, where a great many alignments count."""
     lengths = (60, 45)
@@ -203,11 +182,6 @@ def test_no_frames_are_the_empty_hypothesis():
     scorer = CTCPrefixScorer(nothing, (0,))
     assert scorer.end(scorer.initial()).item() == 0.0
     assert scorer.score(scorer.initial()).tolist() == [[[-math.inf] * 5]]
-
-
-def test_a_vocabulary_of_blank_alone():
-    log_probabilities = torch.zeros(1, 3, 1)
-    assert prefix_beam_search(log_probabilities, (3,), beam=2) == [(Hypothesis((), 0.0),)]
 
 
 def test_where_nothing_is_possible_there_is_no_hypothesis():

@@ -12,8 +12,7 @@ from konkanivani.base.config import ModelConfig, TrainConfig
 from konkanivani.data.batch import Window
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import StepReport
+from konkanivani.training.step import StepParts, StepReport
 from tests.conftest import run_script, well
 
 CPU = torch.device("cpu")

@@ -27,8 +27,7 @@ from konkanivani.training.checkpoint.checkpoint import read_checkpoint, write_ch
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from konkanivani.training.optimizer import begun_share
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import train_step
+from konkanivani.training.step import StepParts, train_step
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_script, run_trainer, write_corpus
 from tests.laws.parts import measured_peak, speeches, window
 from tests.starts import begin_run

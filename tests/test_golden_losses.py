@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from konkanivani.base.config import LossConfig, OptimizerConfig
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import train_step
+from konkanivani.training.step import StepParts, train_step
 from tests.laws.parts import MODEL, double_parts, speeches, window
 
 GOLDEN = Path(__file__).parent / "golden_losses.txt"

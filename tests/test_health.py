@@ -525,15 +525,6 @@ def test_what_is_left_out_is_what_the_trainer_leaves_out(small, tmp_path):
     assert train.epoch == measure_epoch(planner, config.data.batch_size)
 
 
-def test_limits_are_the_trainers_flags(small):
-    config = replace(CONFIG, data=DataConfig(max_duration=0.9))
-    diagnosis = small.diagnosis(config)
-    train, valid = diagnosis.health.parts
-    assert (train.usable, valid.usable, train.epoch) == (0, 20, None)
-    told = said(diagnosis, "error")
-    assert "None of the 40 rows of train.jsonl can be used: 1.00 s is longer than --max_duration 0.9 s" in told
-
-
 # The script
 
 

@@ -11,8 +11,7 @@ from benchmarks.measuring.fixed_step import build_speech, build_window, take_fea
 from konkanivani.base.config import MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import train_step
+from konkanivani.training.step import StepParts, train_step
 
 VOCABULARY = 1000
 SHAPE = ModelConfig(d_model=48, encoder_layers=2, decoder_layers=1, attention_heads=2, subsampling_channels=16)

@@ -22,7 +22,7 @@ from konkanivani.base.errors import DataError, KonkaniVaniError, ResourceError
 from konkanivani.base.flags import config_to_text
 from konkanivani.data.text import OUR_TOKENS, Tokenizer, train_tokenizer
 from konkanivani.decoding import ngram
-from konkanivani.decoding.arpa import IMPOSSIBLE, LN_10, MAX_NGRAMS, Ngrams, read_arpa, write_arpa
+from konkanivani.decoding.arpa import LN_10, MAX_NGRAMS, Ngrams, read_arpa, write_arpa
 from konkanivani.decoding.language_model import (
     LanguageModel,
     RepeatedNgram,
@@ -257,19 +257,6 @@ def test_a_wrong_estimate_would_be_seen(part, mistake, monkeypatch):
     assert is_kneser_ney(zipf(30), 3)
     monkeypatch.setattr(ngram, part, mistake)
     assert not is_kneser_ney(zipf(30), 3)
-
-
-def test_an_estimate_by_hand():
-    """Of "a b" and "a c", bigrams. After a: b and c once each, so (1 - 1/2) / 2 + 1/2 x P(b), and P(b) = 0.2: of five
-    bigrams one ends in b, (1 - 1/2) / 5, and the 2.5 / 5 left over are spread over five tokens."""
-    a, b, c = 4, 5, 6
-    model = model_of(estimate_ngrams([[a, b], [a, c]], vocabulary=7, order=2))
-    probabilities = {gram: math.exp(values[0]) for gram, values in model.items()}
-    expected = {(UNKNOWN,): 0.1, (END,): 0.3, (a,): 0.2, (b,): 0.2, (c,): 0.2, (START, a): 0.6, (a, b): 0.35}
-    expected |= {(a, c): 0.35, (b, END): 0.65, (c, END): 0.65}
-    assert probabilities.pop((START,)) == pytest.approx(10**IMPOSSIBLE)
-    assert probabilities == pytest.approx(expected, abs=1e-15)
-    assert [math.exp(model[gram][1]) for gram in [(START,), (a,), (b,), (END,)]] == pytest.approx([0.5, 0.5, 0.5, 1])
 
 
 def walked(model: LanguageModel, sentences: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,7 +22,6 @@ from konkanivani.training.logs import logbook as logbook_module
 from konkanivani.training.logs.logbook import Logbook
 from konkanivani.training.logs.records import (
     CURVES,
-    FROM_NOTHING,
     INITIAL,
     HypothesisPair,
     Resumed,
@@ -256,14 +254,6 @@ def test_each_step_is_in_the_curves_once_after_kills_and_resumes(tmp_path):
     assert len(names) == 3, "a process wrote into another's file"
 
 
-def test_a_resumed_file_sorts_after_one_from_a_clock_that_ran_ahead(tmp_path):
-    ahead = tmp_path / "events.out.tfevents.4000000000.host.1.0"
-    log_all(tmp_path, a_step(1))
-    next(tmp_path.glob("*.konkanivani")).rename(ahead)
-    log_all(tmp_path, a_step(1, loss=5.0), resumed=FROM_NOTHING)
-    assert [event.value for event in events_of(tmp_path).Scalars("2 loss/all")] == [5.0]
-
-
 def test_a_clock_set_back_in_a_run_and_before_the_next_hides_nothing(tmp_path, monkeypatch):
     now = 1_800_000_000.0
     monkeypatch.setattr("konkanivani.training.logs.tensorboard.time.time", lambda: now)
@@ -342,14 +332,6 @@ def test_a_bug_in_tensorboard_leaves_the_jsonl_alone(tmp_path, monkeypatch, warn
     assert steps_of(events_of(tmp_path), "2 loss/all") == [4]
 
 
-def test_without_tensorboard_the_rest_is_logged(tmp_path, monkeypatch, warnings_heard):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with Logbook(tmp_path, warn=warnings_heard.append) as logbook:
-        all_kinds(logbook, 1)
-    assert len(lines_of(tmp_path)) == 2
-    assert sum("cannot log" in text for text in warnings_heard) == 1
-
-
 def test_a_closed_terminal_and_a_failing_warning_stop_nothing(tmp_path, monkeypatch):
     def broken(*_):
         raise BrokenPipeError
@@ -393,19 +375,6 @@ def test_a_full_disk_leaves_only_whole_records_and_is_used_again_when_free(small
     assert lines_of(small_disk)[-1]["step"] == 200
     curve = steps_of(events_of(small_disk), "2 loss/all")  # a torn event would end it here
     assert curve[0] == 1 and curve[-1] == 200 and len(curve) == len(set(curve))
-
-
-def test_no_curve_of_a_full_disk_is_torn(small_disk, warnings_heard):
-    ballast = small_disk / "ballast"
-    ballast.write_bytes(b"x" * 40_000)
-    with Logbook(small_disk, warn=warnings_heard.append) as logbook:
-        for step in range(1, 60):
-            logbook.log(a_validation(step))
-        ballast.unlink()
-        logbook.log(a_validation(60))
-    curve = steps_of(events_of(small_disk / VALIDATION), "1 error rates/CER")
-    assert curve[-1] == 60 and 1 < len(curve) < 60 and curve == sorted(set(curve))
-    assert all("No space left" in text or "records are missing" in text for text in warnings_heard)
 
 
 def test_a_read_only_disk_stops_nothing_and_a_late_cut_is_made_up_for(small_disk, warnings_heard):

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from konkanivani.base.lengths import Lengths, ctc_frames_needed
-from konkanivani.model.kernels import long_ctc
-from konkanivani.model.kernels.ctc import ctc_loss
-from konkanivani.model.kernels.long_ctc import ctc_chunk, interleave_blanks, log_skips, long_ctc_losses
+from konkanivani.model.kernels import ctc
+from konkanivani.model.kernels.ctc import ctc_chunk, interleave_blanks, log_skips, long_ctc_losses
 from konkanivani.model.losses import ctc_loss_sum
 from tests.laws.parts import relative_difference
 
@@ -116,7 +115,7 @@ def test_negative_control_without_the_ban_on_skips_between_equal_tokens_it_is_an
     arguments = encoded, head, (30,), torch.tensor([[1, 1, 2, 2]]), (4,)
     one_piece = differentiated(*arguments, ONE_PIECE)
     assert largest_difference(one_piece, differentiated(*arguments, 0)) < BOUND
-    monkeypatch.setattr(long_ctc, "log_skips", lambda states: log_skips(states * torch.arange(9)))
+    monkeypatch.setattr(ctc, "log_skips", lambda states: log_skips(states * torch.arange(9)))
     assert largest_difference(one_piece, differentiated(*arguments, 0)) > 1e-3
 
 
@@ -152,7 +151,7 @@ def test_under_autocast_the_head_is_in_half_precision_and_the_rest_is_not():
 
 def test_traced_shapes_are_the_real_ones():
     states = interleave_blanks(torch.randint(1, 5, (3, 4)))
-    before = torch.full((3, 11), long_ctc.IMPOSSIBLE, dtype=torch.float64)
+    before = torch.full((3, 11), ctc.IMPOSSIBLE, dtype=torch.float64)
     log_probabilities = torch.randn(7, 3, 5).log_softmax(-1)
     inputs = log_probabilities, states, log_skips(states), before
     real = ctc_chunk(*inputs, [7, 6, 0])
@@ -173,7 +172,7 @@ def test_a_whole_loss_can_be_traced():
 def test_it_is_a_proper_operator():
     states = interleave_blanks(torch.randint(1, 5, (2, 2)))
     log_probabilities = torch.randn(6, 2, 5, dtype=torch.float64).log_softmax(-1).requires_grad_()
-    before = torch.full((2, 7), long_ctc.IMPOSSIBLE, dtype=torch.float64).requires_grad_()
+    before = torch.full((2, 7), ctc.IMPOSSIBLE, dtype=torch.float64).requires_grad_()
     sample = log_probabilities, states, log_skips(states), before, [6, 5]
     torch.library.opcheck(
         ctc_chunk, sample, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
@@ -201,5 +200,5 @@ def test_ctc_loss_of_the_kernel_is_the_references():
     """What all of the above is compared with is PyTorch's own loss."""
     encoded, head, tokens = problem(9, (30, 21), (7, 5))
     log_probabilities = F.log_softmax(head(encoded), dim=-1).transpose(0, 1)
-    losses = ctc_loss(log_probabilities, tokens, (30, 21), (7, 5))
-    assert torch.equal(losses.sum(), ctc_loss_sum(encoded, head, (30, 21), tokens, (7, 5), ONE_PIECE))
+    expected = F.ctc_loss(log_probabilities, tokens, torch.tensor((30, 21)), torch.tensor((7, 5)), reduction="sum")
+    assert torch.equal(expected, ctc_loss_sum(encoded, head, (30, 21), tokens, (7, 5), ONE_PIECE))

@@ -25,8 +25,7 @@ from konkanivani.training.optimizer import Optimizer, OptimizerState
 from konkanivani.training.optimizers import adafactor, adamw8bit
 from konkanivani.training.optimizers.blocks import BLOCK, Codebook, dynamic_shares
 from konkanivani.training.optimizers.build import KINDS, build_optimizer
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import train_step
+from konkanivani.training.step import StepParts, train_step
 from tests.laws.failing import ERRORS, failing_backward, failing_forward, once_at
 from tests.laws.parts import MODEL, double_parts, measured_peak, relative_difference, speeches, window
 from tests.test_host_reads import Reads

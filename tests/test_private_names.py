@@ -1,7 +1,7 @@
 """Every private or undocumented name of PyTorch's that the package uses: what the next release takes away is red here.
 
 What is computed with them is held against a plain way elsewhere: test_linear.py, test_product.py, test_convolutions.py,
-test_ctc_operator.py, tests/laws/test_padding_is_invisible.py.
+test_shapes.py, tests/laws/test_padding_is_invisible.py.
 """
 
 import ast
@@ -35,8 +35,6 @@ OPERATORS = {
     "aten.native_layer_norm": "(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, "
     "float eps) -> (Tensor, Tensor, Tensor)",
     "aten._unsafe_view": "(Tensor self, SymInt[] size) -> Tensor",
-    "aten._ctc_loss": "(Tensor log_probs, Tensor targets, int[] input_lengths, int[] target_lengths, int blank=0, "
-    "bool zero_infinity=False) -> (Tensor, Tensor)",
     "aten._ctc_loss_backward": "(Tensor grad, Tensor log_probs, Tensor targets, int[] input_lengths, "
     "int[] target_lengths, Tensor neg_log_likelihood, Tensor log_alpha, int blank, bool zero_infinity=False) -> Tensor",
 }

@@ -17,7 +17,7 @@ from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders
-from tests.laws.failing import ERRORS, When, above, failing_forward, once_at
+from tests.laws.failing import ERRORS, When, above, failing_forward
 from tests.laws.parts import speeches, window
 from tests.starts import begin_run
 
@@ -187,8 +187,3 @@ def test_steps_before_an_utterance_that_does_not_fit_are_saved(corpus, tmp_path)
         train(failing(run, from_the_third_step_on))
     assert read_checkpoint(tmp_path / "checkpoints" / LAST).states["progress"]["window"] == 2
     assert calls[2:] == [4, 2, 1, 1, 1]
-
-
-def test_one_failure_costs_one_retry(corpus, tmp_path):
-    train(failing(built(corpus, tmp_path, "--max_steps", "3"), once_at(1)))
-    assert [record["splits"] for record in read_log(tmp_path)] == [0, 1, 0]

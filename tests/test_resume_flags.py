@@ -12,7 +12,7 @@ import torch
 from konkanivani.base.config import OLD_NAMES, PRESETS, TrainConfig
 from konkanivani.base.errors import CheckpointError, DataError
 from konkanivani.base.flags import config_from_text, config_to_text, contradictions, parse_flags
-from konkanivani.base.rules import settings_of, with_setting
+from konkanivani.base.rules import settings_of, with_values
 from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states, read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
@@ -48,7 +48,7 @@ def test_every_setting_survives_the_text_that_a_checkpoint_carries():
     for setting in settings_of(config):
         changed = {bool: True, int: 7, float: 0.25, str: setting.value, tuple: ("a", "b"), type(None): None}
         value = (1.0, 1.5) if setting.name == "speed_perturbation" else changed[type(setting.value)]
-        config = with_setting(config, dataclasses.replace(setting, value=value))
+        config = with_values(config, {setting.name: value})
     assert config_from_text(config_to_text(config)) == config != TrainConfig()
 
 
@@ -101,7 +101,7 @@ def test_a_switch_of_the_checkpoint_stays_on_and_may_be_given_again():
 def test_contradictions_are_shape_tokens_and_window_and_nothing_else():
     stored, found = TrainConfig(), set()
     for setting in settings_of(stored):
-        asked = with_setting(stored, dataclasses.replace(setting, value="another"))
+        asked = with_values(stored, {setting.name: "another"})
         if setting.name not in ("batch_size", "gradient_accumulation_steps") and contradictions(stored, asked):
             found.add(setting.name)
     assert found.issuperset((*REFUSED, "tokenizer_type", "vocab_size", "digits"))

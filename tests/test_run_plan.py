@@ -12,9 +12,6 @@ from konkanivani.base.config import TrainConfig
 from konkanivani.base.errors import CheckpointError, ResourceError, UsageError
 from konkanivani.base.flags import parse_flags
 from konkanivani.base.units import parse_budget
-from konkanivani.data.batch import Speech
-from konkanivani.data.batching import SizeLimit, cut_window
-from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.budget import BudgetWatch, available_bytes
 from konkanivani.memory.devices import cpu_costs
 from konkanivani.memory.plan import BucketPlan, MemoryPlan, read_plan
@@ -91,16 +88,6 @@ def test_a_resumed_run_keeps_its_effective_batch_however_it_is_cut():
 def test_flags_that_contradict_each_other_are_refused(flags, said):
     with pytest.raises(UsageError, match=said):
         parse_flags(flags)
-
-
-def test_a_window_is_cut_by_the_length_of_its_utterances():
-    spoken = [Speech(str(n), torch.zeros(16_000 * n), [4], None) for n in (9, 1, 2, 3, 2, 7, 1, 2)]
-    limits = SizeLimit(2.0, 3), SizeLimit(3.0, 2), SizeLimit(8.0, 1)
-    window = cut_window(spoken, limits, OUR_TOKENS)
-    assert [[len(batch.waveforms[0]) // 16_000, batch.size] for batch in window.micro_batches] == [
-        *([2, 3], [2, 2]),
-        *([3, 1], [7, 1], [9, 1]),
-    ]
 
 
 def test_buckets_end_at_the_longest_utterance_and_hold_all():

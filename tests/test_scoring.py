@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from konkanivani.base.console import display_width
 from konkanivani.base.errors import DataError, KonkaniVaniError
 from konkanivani.evaluation.bootstrap import block_numbers, choose_unit, percentiles, ratios, resample_sums
 from konkanivani.evaluation.hypotheses import (
@@ -31,9 +32,9 @@ from konkanivani.evaluation.hypotheses import (
 from konkanivani.evaluation.metrics import Edit, align_words, count_edits, error_rates
 from konkanivani.evaluation.reports.score_json import score_json
 from konkanivani.evaluation.reports.score_page import draw_score_page
-from konkanivani.evaluation.reports.score_text import display_width, score_lines
+from konkanivani.evaluation.reports.score_text import score_lines
 from konkanivani.evaluation.score import BUCKETS, ScoreReport, build_report
-from konkanivani.evaluation.transcripts import MAX_CHARACTERS, ScoredText, read_transcripts
+from konkanivani.evaluation.transcripts import MAX_CHARACTERS, ScoredText
 from tests.conftest import ROOT, run_script, well
 from tests.page_parts import PageParts
 
@@ -484,12 +485,6 @@ def test_flags_that_cannot_work_are_refused(tmp_path, monkeypatch, capsys, flags
     assert script["run_script"](lambda: script["score"](given)) == exit_code
     assert said in capsys.readouterr().err
     assert Path(one).read_text() == "a\n"
-
-
-def test_reading_a_file_without_ids_says_so(tmp_path):
-    said, _ = files(tmp_path, "a\n", "a\n")
-    assert not read_transcripts(said, "lines", "reference").has_ids
-    assert read_transcripts(said, "ids", "reference").has_ids
 
 
 def test_the_simulated_coverage_is_far_too_small_of_two_speakers():

@@ -17,6 +17,18 @@ MODEL = ModelConfig(d_model=32, encoder_layers=2, decoder_layers=2, attention_he
 LOADS = BatchShape(1, 20.0, 90), BatchShape(3, 4.0, 20), BatchShape(1, 61.0, 240)  # the last is in chunks
 
 
+class Fakes(FakeTensorMode):
+    """PyTorch's, told what CTC's kernels make: it takes their shapes for unknown without the lengths' tensors."""
+
+    def dispatch(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._ctc_loss.default:
+            scores, (frames, batch, _), most = args[0], args[0].shape, max(args[3])
+            return scores.new_empty(batch), scores.new_empty(batch, frames, 2 * most + 1)
+        if func is shapes.CTC_BACKWARD:
+            return torch.empty_like(args[1])
+        return super().dispatch(func, types, args, kwargs)
+
+
 def traced(mode: type, half: bool, is_card: bool, monkeypatch: pytest.MonkeyPatch) -> list[Peak | int]:
     """The peaks of every load, validation's last, on tensors of this mode."""
     monkeypatch.setattr(tracer, "Shapes", mode)
@@ -29,7 +41,7 @@ def traced(mode: type, half: bool, is_card: bool, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "half"])
 @pytest.mark.parametrize("is_card", [False, True], ids=["CPU", "card"])
 def test_peaks_are_those_of_fake_tensors(half, is_card, monkeypatch):
-    assert traced(Shapes, half, is_card, monkeypatch) == traced(FakeTensorMode, half, is_card, monkeypatch)
+    assert traced(Shapes, half, is_card, monkeypatch) == traced(Fakes, half, is_card, monkeypatch)
 
 
 def test_negative_control_a_view_that_is_taken_for_new_memory_is_seen(monkeypatch):
@@ -43,6 +55,18 @@ def test_negative_control_a_layout_that_a_kernel_decides_on_is_seen(monkeypatch)
     expected = traced(Shapes, True, False, monkeypatch)
     monkeypatch.setattr(shapes, "OF_THE_KERNEL", frozenset())
     assert traced(Shapes, True, False, monkeypatch) != expected
+
+
+def test_ctc_is_as_large_as_it_is():
+    given = torch.randn(30, 3, 11).log_softmax(-1), torch.randint(1, 11, (3, 7)), (30, 21, 9), (7, 5, 3), 0, False
+    losses, alphas = torch.ops.aten._ctc_loss(*given)
+    gradient = shapes.CTC_BACKWARD(torch.ones(3), *given[:4], losses, alphas, 0)
+    with (mode := Shapes()):
+        scores, tokens, *others = *map(mode.from_tensor, given[:2]), *given[2:]
+        made = torch.ops.aten._ctc_loss(scores, tokens, *others)
+        by_scores = shapes.CTC_BACKWARD(torch.ones(3), scores, tokens, *others[:2], *made, 0)
+        found = [(one.shape, one.dtype) for one in (*made, by_scores)]
+    assert found == [(one.shape, one.dtype) for one in (losses, alphas, gradient)]
 
 
 def test_what_is_made_has_a_layout_a_cpu_and_no_data():

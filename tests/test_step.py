@@ -16,9 +16,8 @@ from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.training.loop import MAX_SKIPS_IN_A_ROW, check_numerics, freeze_gc
 from konkanivani.training.optimizer import Optimizer, OptimizerState, learning_rate
 from konkanivani.training.optimizers.build import build_optimizer
-from konkanivani.training.parts import StepParts
 from konkanivani.training.state import TrainState
-from konkanivani.training.step import train_step
+from konkanivani.training.step import StepParts, train_step
 from tests.laws.parts import double_parts, relative_difference, speeches, window
 
 

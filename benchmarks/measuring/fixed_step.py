@@ -25,8 +25,7 @@ from konkanivani.memory.monitor import MemoryMonitor, peak_resident_mib, residen
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
 from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import StepReport, train_step
+from konkanivani.training.step import StepParts, StepReport, train_step
 
 MEL_BINS = FeatureConfig().mel_bins
 VOCABULARY = 1000

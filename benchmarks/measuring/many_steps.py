@@ -22,8 +22,7 @@ from konkanivani.memory.monitor import resident_mib, set_mmap_threshold
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
 from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import StepReport, train_step
+from konkanivani.training.step import StepParts, StepReport, train_step
 
 GROWTH_PERCENT = 5.0  # that the resident memory may grow by once it has settled
 SETTLED_STEP = 200

@@ -20,8 +20,7 @@ from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.planning.state import device_costs
 from konkanivani.recipe.planning.tracing import build_tracer
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import train_step
+from konkanivani.training.step import StepParts, train_step
 
 STEPS = 3  # that the resident memory and CUDA's allocator are watched for
 

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from konkanivani.base.config import AUTO, DEFAULT_EFFECTIVE_BATCH_SIZE, DataConfig, TrainConfig
-from konkanivani.base.rules import settings_of, with_setting
+from konkanivani.base.rules import settings_of, with_values
 
 DECIDED = ("tokenizer_type", "ctc_weight", "epochs", "speed_perturbation", "gradient_accumulation_steps", "first_epoch")
 LITTLE_HOURS = 10.0  # with less, subwords are too rare to be learnt, and attention alone aligns too late
@@ -56,10 +56,7 @@ def resolve(config: TrainConfig, amount: Amount = MUCH_SPEECH) -> TrainConfig:
         "first_epoch": "shortest_first" if amount.is_little and from_nothing else "shuffled",
         "epochs": round(min(most, max(fewest, HOURS_HEARD / max(amount.hours, 1e-9)))),
     }
-    for setting in settings_of(config):
-        if setting.name in chosen and setting.value == AUTO:
-            config = with_setting(config, dataclasses.replace(setting, value=chosen[setting.name]))
-    return config
+    return with_values(config, {name: chosen[name] for name in _left_open(config) if name in chosen})
 
 
 def _with_window(data: DataConfig, utterances: int) -> DataConfig:
@@ -81,8 +78,9 @@ def decisions(asked: TrainConfig, config: TrainConfig) -> str:
 
 def as_stored(config: TrainConfig, stored: TrainConfig, names: tuple[str, ...] = DECIDED) -> TrainConfig:
     """The configuration with what a run has decided before in place of every "auto" of these names."""
-    kept = {setting.name: setting for setting in settings_of(stored)}
-    for setting in settings_of(config):
-        if setting.name in names and setting.value == AUTO:
-            config = with_setting(config, kept[setting.name])
-    return config
+    kept = {setting.name: setting.value for setting in settings_of(stored)}
+    return with_values(config, {name: kept[name] for name in _left_open(config) if name in names})
+
+
+def _left_open(config: TrainConfig) -> list[str]:
+    return [setting.name for setting in settings_of(config) if setting.value == AUTO]

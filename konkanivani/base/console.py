@@ -4,7 +4,7 @@ import json
 import os
 import time
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 JOINERS = "\u200c\u200d"  # a part of words in Indic scripts
@@ -49,6 +49,32 @@ def is_invisible(character: str) -> bool:
     """Whether it shows nothing, or moves what stands around it."""
     kind = unicodedata.category(character)
     return character not in JOINERS and (kind[0] == "C" or kind in ("Zl", "Zp"))
+
+
+def display_width(text: str) -> int:
+    """The columns that a terminal gives the text: none to marks above or below, two to wide East Asian characters.
+
+    As the C library counts (wcwidth of glibc); a spacing mark such as the vowel sign AA has a column of its own.
+    """
+    shown = (character for character in text if unicodedata.category(character) not in ("Mn", "Me", "Cf"))
+    return sum(1 + (unicodedata.east_asian_width(character) in "WF") for character in shown)
+
+
+def padded(text: str, width: int) -> str:
+    """The text and blanks behind it, so many columns together."""
+    return text + " " * (width - display_width(text))
+
+
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows of a table, names to the left in their column, what stands behind them to the right in its own."""
+    widths = [max(map(display_width, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            [padded(name, widths[0])]
+            + [" " * (width - display_width(cell)) + cell for cell, width in zip(cells, widths[1:], strict=True)]
+        )
+        for name, *cells in rows
+    ]
 
 
 Report = Callable[[str, str], None]

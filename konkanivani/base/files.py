@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -13,6 +14,8 @@ from pathlib import Path
 from konkanivani.base.console import say
 from konkanivani.base.errors import ResourceError, explained
 from konkanivani.base.signals import defer_signals
+
+PIECE_BYTES = 2**20
 
 
 @contextlib.contextmanager
@@ -73,6 +76,15 @@ def folder_lock(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def digest_of_file(path: Path) -> str:
+    """The SHA-256 of a file; an OSError where it cannot be read."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def write_json_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:

@@ -12,7 +12,7 @@ from konkanivani.base.amount import as_stored
 from konkanivani.base.command_line import read_flags, with_new_name
 from konkanivani.base.config import AUTO, PRESETS, DataConfig, FeatureConfig, ModelConfig, TrainConfig
 from konkanivani.base.errors import CheckpointError, ErrorCollector, UsageError
-from konkanivani.base.rules import Setting, check_config, settings_of, with_setting
+from konkanivani.base.rules import Setting, check_config, settings_of, with_values
 
 # These say how this one process starts; a checkpoint's values for them are never taken over.
 SESSION_FLAGS = ("resume", "fresh", "new_corpus", "replan", "dry_run")
@@ -45,7 +45,7 @@ def config_to_text(config: TrainConfig) -> str:
 
 def config_from_text(text: str) -> TrainConfig:
     """The configuration that `config_to_text` wrote; a flag this version does not know is a CheckpointError."""
-    config, known = AS_BEFORE, {s.name: s for s in settings_of(TrainConfig())}
+    values, known = {}, {s.name: s for s in settings_of(TrainConfig())}
     for line in text.splitlines():
         name, _, value = with_new_name(line).removeprefix("--").partition(" ")
         if name not in known:
@@ -56,10 +56,10 @@ def config_from_text(text: str) -> TrainConfig:
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             setting = dataclasses.replace(known[name], value=ast.literal_eval(value))
             if _has_type(setting):
-                config = with_setting(config, setting)
+                values[name] = setting.value
                 continue
         raise CheckpointError(f"The checkpoint's --{name} cannot be {value[:80]!r}. Use another one.")
-    return config
+    return with_values(AS_BEFORE, values)
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,7 @@ def given_in(arguments: list[str]) -> frozenset[str]:
 def defaults_beside(parsed: TrainConfig) -> TrainConfig:
     """What a flag has that is not given: the preset's shape, what suits a model that others have trained, or else."""
     base = dataclasses.replace(TrainConfig(), model=PRESETS[parsed.run.preset])
-    if parsed.pretrained.pretrained is not None:
-        for setting in settings_of(base):
-            if setting.name in OF_PRETRAINED:
-                base = with_setting(base, dataclasses.replace(setting, value=OF_PRETRAINED[setting.name]))
-    return base
+    return base if parsed.pretrained.pretrained is None else with_values(base, OF_PRETRAINED)
 
 
 def parse_flags(arguments: list[str], stored: TrainConfig | None = None) -> TrainConfig:
@@ -133,10 +129,7 @@ def parse_flags(arguments: list[str], stored: TrainConfig | None = None) -> Trai
 
 
 def _with_given(base: TrainConfig, parsed: TrainConfig, given: Collection[str]) -> TrainConfig:
-    for setting in settings_of(parsed):
-        if setting.name in given:
-            base = with_setting(base, setting)
-    return base
+    return with_values(base, {setting.name: setting.value for setting in settings_of(parsed) if setting.name in given})
 
 
 def _checked(config: TrainConfig, given: frozenset[str], stored: TrainConfig | None) -> TrainConfig:

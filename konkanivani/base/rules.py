@@ -1,6 +1,7 @@
 """Settings by name, and the rules that they keep, of a command line, a checkpoint or a bundle alike. No torch here."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from konkanivani.base.config import (
@@ -43,10 +44,13 @@ def settings_of(config: TrainConfig) -> list[Setting]:
     ]
 
 
-def with_setting(config: TrainConfig, setting: Setting) -> TrainConfig:
-    """`config` with one flag changed."""
-    group = dataclasses.replace(getattr(config, setting.group), **{setting.name: setting.value})
-    return dataclasses.replace(config, **{setting.group: group})
+def with_values(config: TrainConfig, values: Mapping[str, object]) -> TrainConfig:
+    """`config` with these flags changed."""
+    for setting in settings_of(config):
+        if setting.name in values:
+            group = dataclasses.replace(getattr(config, setting.group), **{setting.name: values[setting.name]})
+            config = dataclasses.replace(config, **{setting.group: group})
+    return config
 
 
 def check_config(config: TrainConfig) -> None:

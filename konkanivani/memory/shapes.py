@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 META = torch.device("meta")
 CARD, HOST = torch.device("cpu"), META
 # Channels last, and what is kept of a norm in half precision.
+CTC_BACKWARD = torch.ops.aten._ctc_loss_backward.default  # unknown to the meta device: as the log probabilities are
 OF_THE_KERNEL = frozenset({torch.ops.aten.convolution.default, torch.ops.aten.native_layer_norm.default})
 
 
@@ -89,7 +90,8 @@ class Shapes(TorchDispatchMode):
         known = self._known.get(key)
         if known is None:
             asked = self._said_by_fakes if operation in OF_THE_KERNEL else _run
-            known = self._known[key] = _layout_of(asked(operation, args, kwargs))
+            made = args[1] if operation is CTC_BACKWARD else asked(operation, args, kwargs)
+            known = self._known[key] = _layout_of(made)
         return _laid_out(known, kwargs.get("device") or _place_of(args))
 
     def _said_by_fakes(self, operation: Callable, args: tuple, kwargs: Mapping) -> object:

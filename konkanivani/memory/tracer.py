@@ -128,7 +128,7 @@ class StepTracer:
 
     def state(self) -> int:
         """Bytes of weights, gradients and optimizer, on the device."""
-        if not (self._is_placed and self.costs.is_cuda):
+        if not (self._parts.forward.weights and self.costs.is_cuda):
             return model_state_bytes(self._parts.model, self._parts.optimizer.tensors)
         state, _ = self._counted()
         self._count_state(state, with_gradients=True)
@@ -154,7 +154,7 @@ class StepTracer:
             inputs = [batch.tensors() for batch in batches]
             live.count(tensor for tensors in inputs for tensor in tensors)
             sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in inputs]
-            with live, host if self._is_placed else nullcontext():
+            with live, host if parts.forward.weights else nullcontext():
                 self._step.train(parts, dataclasses.replace(window, micro_batches=batches), 0)
         others = sum(sizes) - max(sizes)
         return Peak(
@@ -172,14 +172,9 @@ class StepTracer:
         forward = dataclasses.replace(self._parts.forward, monitor=_Phases(live))
         forward.model.eval()
         batch = self._batch(shape)
-        with self._mode, torch.no_grad(), live, forward.weights.at_hand(forward.model):
+        with self._mode, torch.no_grad(), live, forward.weights_at_hand():
             self._step.recognize(forward, batch, _greedy_on_the_device)
         return live.peak
-
-    @property
-    def _is_placed(self) -> bool:
-        """Whether some weights are on the host."""
-        return not self._parts.forward.weights.placement.is_on_card
 
     def _counted(self) -> tuple[LiveBytes, LiveBytes]:
         """Counts of what is on the device, which a CPU shares with the host, and of what is on the host."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from konkanivani.base.lengths import CHUNK_FRAMES, Lengths, padding_mask
 from konkanivani.model.kernels.linear import Linear, fused_linear
-from konkanivani.model.kernels.rotary import VarlenAttention, apply_rotary, split_heads
+from konkanivani.model.kernels.rotary import VarlenAttention
 
 Positions = tuple[torch.Tensor, ...]
 """What attention knows positions by: cosines and sines of a place, or a table of distances."""
@@ -65,6 +65,20 @@ class RotaryPositions(torch.nn.Module):
         return tuple(torch.cat([table[:length] for length in lengths]) for table in tables)
 
 
+def rotated(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """projected (B, T, 3, H, E) with its queries and keys turned by their positions' angles, as a new tensor."""
+    queries_and_keys, values = projected.split((2, 1), dim=2)
+    cosines, sines = (table.to(projected.dtype)[:, None, None, :] for table in (cosines, sines))
+    first, second = queries_and_keys.chunk(2, dim=-1)
+    turned = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+    return torch.cat([turned, values], dim=2)
+
+
+def project_heads(x: torch.Tensor, linear: Linear, norm: torch.nn.LayerNorm, heads: int) -> torch.Tensor:
+    """Queries, keys and values (B, T, 3, H, E) of x (B, T, D) behind its norm."""
+    return fused_linear(x, linear, norm).unflatten(-1, (3, heads, -1))
+
+
 class SelfAttention(torch.nn.Module):
     """(B, T, D) -> (B, T, D): rotary self-attention that sees no padding; each span sees itself alone."""
 
@@ -76,7 +90,8 @@ class SelfAttention(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, norm: torch.nn.LayerNorm, layout: SequenceLayout) -> torch.Tensor:
         if layout.lengths:
-            return self.output(self._varlen_attention(x, norm, layout.positions, layout.lengths))
+            projected = project_heads(x, self.query_key_value, norm, self.heads)
+            return self.output(VarlenAttention.apply(projected, *layout.positions, layout.lengths))
         attended = F.scaled_dot_product_attention(
             *self._projected(x, norm, layout.positions), attn_mask=layout.key_mask, is_causal=self.causal
         )
@@ -98,13 +113,8 @@ class SelfAttention(torch.nn.Module):
 
     def _projected(self, x: torch.Tensor, norm: torch.nn.LayerNorm, positions: Positions) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values, each (B, H, T, E), the first two turned by their positions."""
-        projected = fused_linear(x, self.query_key_value, norm)
-        return split_heads(apply_rotary(projected, *positions, self.heads), self.heads)
-
-    def _varlen_attention(
-        self, x: torch.Tensor, norm: torch.nn.LayerNorm, positions: Positions, lengths: Lengths
-    ) -> torch.Tensor:
-        return VarlenAttention.apply(fused_linear(x, self.query_key_value, norm), *positions, self.heads, lengths)
+        projected = rotated(project_heads(x, self.query_key_value, norm, self.heads), *positions)
+        return projected.permute(2, 0, 3, 1, 4).unbind()
 
 
 class CrossAttention(torch.nn.Module):

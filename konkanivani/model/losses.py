@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.base.lengths import CHUNK_FRAMES, Lengths
-from konkanivani.model.kernels.ctc import ctc_loss
-from konkanivani.model.kernels.long_ctc import Head, long_ctc_losses
+from konkanivani.model.kernels.ctc import BLANK, Head, long_ctc_losses
 from konkanivani.model.kernels.recompute import run_recomputed
 
 TARGET_PADDING = -1
@@ -108,8 +107,7 @@ def ctc_loss_sum(
     logits = head(encoded)
     with torch.autocast(logits.device.type, enabled=False):
         log_probabilities = F.log_softmax(logits, dim=-1, dtype=_at_least_float32(logits)).transpose(0, 1)
-        losses = ctc_loss(log_probabilities, tokens, encoded_lengths, token_lengths)
-        return losses.sum()
+        return F.ctc_loss(log_probabilities, tokens, encoded_lengths, token_lengths, BLANK, reduction="sum")
 
 
 def attention_loss_sum(

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.base.lengths import SMALL_CHUNK_FRAMES, Lengths
-from konkanivani.model.attention import Positions, SequenceLayout
-from konkanivani.model.kernels.linear import Linear, fused_linear
+from konkanivani.model.attention import Positions, SequenceLayout, project_heads
+from konkanivani.model.kernels.linear import Linear
 from konkanivani.model.kernels.recompute import run_recomputed
-from konkanivani.model.kernels.rotary import split_heads
 
 
 class RelativePositions(torch.nn.Module):
@@ -52,7 +51,7 @@ class RelativeSelfAttention(torch.nn.Module):
         self.output = Linear(d_model, d_model, bias=biases)
 
     def forward(self, x: torch.Tensor, norm: torch.nn.LayerNorm, layout: SequenceLayout) -> torch.Tensor:
-        heads = split_heads(fused_linear(x, self.query_key_value, norm), self.heads)
+        heads = project_heads(x, self.query_key_value, norm, self.heads).permute(2, 0, 3, 1, 4)
         distances, lengths = self.position(*layout.positions), layout.lengths
         if not lengths:
             return self.output(self._attend(*heads, distances, layout).transpose(1, 2).flatten(2))

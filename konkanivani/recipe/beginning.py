@@ -20,9 +20,9 @@ from konkanivani.recipe.build_step import build_forward
 from konkanivani.recipe.start import Start
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, Stateful, check_states, load_states
 from konkanivani.training.optimizer import resolve_warmup
-from konkanivani.training.parts import StepParts
 from konkanivani.training.sharding import is_sharded
 from konkanivani.training.state import TrainState
+from konkanivani.training.step import StepParts
 
 
 def count_steps(config: TrainConfig, planner: EpochPlanner) -> int:

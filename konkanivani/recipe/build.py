@@ -44,10 +44,10 @@ from konkanivani.training.logs.progress import Progress
 from konkanivani.training.logs.records import Resumed
 from konkanivani.training.logs.utilisation import Utilisation
 from konkanivani.training.optimizer import OptimizerState
-from konkanivani.training.parts import StepParts
 from konkanivani.training.run import Run
 from konkanivani.training.sharding import FullState, is_sharded
 from konkanivani.training.state import TrainState
+from konkanivani.training.step import StepParts
 
 
 def build_run(start: Start, report: Report = silent) -> Run:
@@ -64,12 +64,7 @@ def build_run(start: Start, report: Report = silent) -> Run:
         keep_rejected(run_directory)
     speech = build_speech(start, device, rejected)
     report("data", speech.sentence())
-    planner = EpochPlanner(
-        speech.train.utterances.durations,
-        speech.config.window_size,
-        speech.config.run.seed,
-        shortest_first=speech.config.data.first_epoch == "shortest_first",
-    )
+    planner = speech.epoch_planner()
     start = replace(start, config=(config := settle_stages(speech.config, planner)))
     step, plan = build_planned_step(start, device, speech, planner, resident_before, report)
     state = TrainState()

@@ -18,8 +18,8 @@ from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.training.forward import ForwardPass
 from konkanivani.training.gradient import local_gradient, sharded_gradient, summed_gradient
 from konkanivani.training.optimizers.build import build_optimizer
-from konkanivani.training.parts import StepParts
 from konkanivani.training.sharding import shard_model
+from konkanivani.training.step import StepParts
 
 AT_ONCE = 2  # micro-batches side by side where nobody says how many: half of a step's time on two cores (docs/LOG.md)
 
@@ -54,7 +54,7 @@ def build_forward(
         device=device,
         amp_dtype=amp_dtype,
         objective=architecture.objective(config.loss),
-        weights=PlacedWeights(model, placement, device, amp_dtype, host),
+        weights=None if placement.is_on_card else PlacedWeights(model, placement, device, amp_dtype, host),
         at_once=choose_at_once(config, device, is_sharded=sharded_over is not None) if placement.is_on_card else 1,
     )
 

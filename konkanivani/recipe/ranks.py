@@ -11,12 +11,12 @@ from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import count
 from konkanivani.base.distributed import Topology, print_on_rank0, read_topology
 from konkanivani.base.errors import UsageError
+from konkanivani.base.files import digest_of_file
 from konkanivani.base.flags import config_to_text
 from konkanivani.base.process_group import process_group
 from konkanivani.recipe.paths import check_manifests, named_manifests
 
 PACKAGE = Path(__file__).parents[1]
-BLOCK_BYTES = 2**20
 
 
 def take_card(topology: Topology) -> None:
@@ -65,10 +65,5 @@ def digest_of_data(config: TrainConfig) -> str:
 
 
 def _digest(paths: Iterable[Path], folder: Path | None) -> str:
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(f"{path.relative_to(folder) if folder else ''}\0{path.stat().st_size}\0".encode())
-        with open(path, "rb") as file:
-            while block := file.read(BLOCK_BYTES):
-                digest.update(block)
-    return digest.hexdigest()
+    named = [(str(path.relative_to(folder)) if folder else "", digest_of_file(path)) for path in paths]
+    return hashlib.sha256(repr(named).encode()).hexdigest()

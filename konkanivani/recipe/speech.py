@@ -15,7 +15,7 @@ from konkanivani.base.distributed import from_first
 from konkanivani.base.errors import ErrorCollector
 from konkanivani.base.flags import config_from_text
 from konkanivani.base.units import parse_share
-from konkanivani.data.batching import choose_subset, plan_evaluation
+from konkanivani.data.batching import EpochPlanner, choose_subset, plan_evaluation
 from konkanivani.data.checking import (
     Limits,
     check_any_usable,
@@ -65,6 +65,11 @@ class RunSpeech:
             f"{count(len(self.train.utterances), 'utterance')} to train on, {duration_words(hours)}; "
             f"{validated:,} to validate on; {self.tested:,} to test on; {self.rejections.count:,} left out"
         )
+
+    def epoch_planner(self) -> EpochPlanner:
+        """What the run's epochs are planned by."""
+        is_sorted = self.config.data.first_epoch == "shortest_first"
+        return EpochPlanner(self.train.utterances.durations, self.config.window_size, self.config.run.seed, is_sorted)
 
 
 def build_speech(start: Start, device: torch.device, rejected: Path | None) -> RunSpeech:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from konkanivani.base.command_line import ignore_lost_output
 from konkanivani.base.config import AUTO, DecodingConfig, TrainConfig
-from konkanivani.base.console import say
+from konkanivani.base.console import say, table_lines
 from konkanivani.base.device import choose_device
 from konkanivani.base.distributed import Topology, check_same, from_first
 from konkanivani.base.flags import Asked
@@ -125,11 +125,7 @@ def memory_table(run: Run) -> str:
     phases, clearing = monitor.report_run(), monitor.report_clearing_of_run()
     seconds = [monitor.seconds_of(phase.phase) for phase in phases]
     rows = list(zip(*_columns(phases, seconds), strict=True))
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = ["Memory in MiB, the largest of each phase, and its time:"]
-    for name, *numbers in rows:
-        cells = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
-        lines.append("  ".join(["", name.ljust(widths[0]), *cells]))
+    lines = ["Memory in MiB, the largest of each phase, and its time:", *(f"  {line}" for line in table_lines(rows))]
     if not run.topology.is_alone:
         peaks = ", ".join(f"{peak:.0f}" for peak in run.rank_peaks_mib())
         lines.append(f"Those phases are rank 0's; the peaks of all ranks: {peaks}.")

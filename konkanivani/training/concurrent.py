@@ -82,23 +82,17 @@ def map_ordered(
     count: int,
     work: Callable[[Item], Result],
     items: Sequence[Item],
+    within: Callable[[int], contextlib.AbstractContextManager[None]],
     parameters: Iterable[torch.nn.Parameter],
-    within: Callable[[int], contextlib.AbstractContextManager[None]] = lambda number: contextlib.nullcontext(),
 ) -> Iterator[Result]:
-    """What work(piece) returns for each piece, in their order, `count` of them at work at a time.
+    """What work(piece) returns for each piece, in their order, `count` of them at work at a time, each in a thread.
 
     The piece of each number, from 0, is worked on inside of within(number).
 
     With the same result as one after another on as few threads, bit for bit: each parameter's gradients are added in
-    the pieces' order. An error ends all of them. One piece, or a count of 1, is worked on by the calling thread.
+    the pieces' order. An error ends all of them.
     """
-    count = min(count, len(items), torch.get_num_threads())
-    if count < 2:
-        for number, item in enumerate(items):
-            with within(number):
-                result = work(item)
-            yield result
-        return
+    count = min(count, torch.get_num_threads())
     turns, modes = OrderedAccumulation(parameters), _get_current_dispatch_mode_stack()
 
     def run(number: int, item: Item) -> Result:

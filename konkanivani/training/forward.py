@@ -37,7 +37,8 @@ class ForwardPass:
     device: torch.device
     amp_dtype: torch.dtype | None
     objective: Objective
-    weights: PlacedWeights
+    weights: PlacedWeights | None = None
+    """Where they lie and how they are brought; None: on the device."""
     chunk_frames: int = CHUNK_FRAMES
     at_once: int = 1
 
@@ -46,7 +47,8 @@ class ForwardPass:
         batch = batch.to(self.device)
         features, feature_lengths = self.front_end(batch.waveforms, batch.sample_lengths, batch.augment_seeds)
         with self.autocast():
-            run_block = self.weights.around(self.recompute(batch.longest_seconds))
+            run_block = self.recompute(batch.longest_seconds)
+            run_block = self.weights.around(run_block) if self.weights else run_block
             output = self.model(features, feature_lengths, batch.decoder_tokens, run_block, self.chunk_frames)
             return output, self.model.loss_sums(output, batch, self.objective, self.chunk_frames)
 
@@ -62,6 +64,15 @@ class ForwardPass:
         """The same forward pass with as much recomputed and in as small chunks as the cut says."""
         recompute = RecomputePolicy("always") if cut.recomputes_all else self.recompute
         return dataclasses.replace(self, recompute=recompute, chunk_frames=cut.chunk_frames)
+
+    def refresh_weights(self) -> None:
+        """Takes over what the optimizer has made of them, before each window and before anything is recognised."""
+        if self.weights:
+            self.weights.refresh()
+
+    def weights_at_hand(self) -> contextlib.AbstractContextManager[None]:
+        """While it lasts, recognition waits for no weight that each token needs. Without gradients."""
+        return self.weights.at_hand(self.model) if self.weights else contextlib.nullcontext()
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """The precision in which the model runs.

@@ -6,6 +6,7 @@ gradient before they sum it: one that ran out of memory inside of a sum would le
 
 import dataclasses
 import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 
@@ -18,10 +19,10 @@ from konkanivani.data.batch import Batch, Speech, collate
 from konkanivani.data.text import SpecialTokens
 from konkanivani.memory.recovery import Attempt, Attempts, Cut, Outcome
 from konkanivani.model.asr import KonkaniVaniASR, trained_parameters
-from konkanivani.model.losses import LossCounts
+from konkanivani.model.losses import LossCounts, LossSums
 from konkanivani.training.concurrent import map_ordered
-from konkanivani.training.parts import GradientTask, StepParts, WindowGradient, loss_counts
 from konkanivani.training.sharding import full_tensor
+from konkanivani.training.step import GradientTask, StepParts, WindowGradient, loss_counts
 
 
 def local_gradient(task: GradientTask) -> WindowGradient | None:
@@ -81,7 +82,7 @@ def sharded_gradient(task: GradientTask) -> WindowGradient | None:
                 task.forward_and_backward(parts, dummy_batch(parts.model), LossCounts(math.inf, math.inf))
         totals = attempt.result_or_end(parts.splits)
         sum_tensors(parts.topology, [totals], totals)
-        return finish_gradient(parts, totals)
+        return finish_gradient(parts, totals, full_tensor)
 
 
 def dummy_batch(model: KonkaniVaniASR) -> Batch:
@@ -99,7 +100,7 @@ def accumulate(task: GradientTask, cut: Cut) -> torch.Tensor | None:
     parts = dataclasses.replace(task.parts, forward=task.parts.forward.run_as(cut))
     seed_step(parts.seed, task.step, parts.topology.rank)
     parts.model.train()
-    parts.forward.weights.refresh()
+    parts.forward.refresh_weights()
     parts.optimizer.zero_grad()
     terms, seed = len(parts.forward.objective.terms), torch.initial_seed()
     totals = torch.zeros(terms, dtype=torch.float64, device=parts.forward.device)
@@ -109,7 +110,11 @@ def accumulate(task: GradientTask, cut: Cut) -> torch.Tensor | None:
         return dropout_seed(derive_seed(seed, number)) if parts.forward.device.type == "cpu" else nullcontext()
 
     work = partial(task.forward_and_backward, parts, counts=loss_counts(task.window))
-    with closing(map_ordered(cut.at_once, work, cut.micro_batches, trained_parameters(parts.model), masks)) as results:
+    if cut.at_once > 1:
+        results = map_ordered(cut.at_once, work, cut.micro_batches, masks, trained_parameters(parts.model))
+    else:
+        results = one_after_another(work, cut.micro_batches, masks)
+    with closing(results):
         for _ in cut.micro_batches:
             if task.is_interrupted():
                 results.close()
@@ -120,13 +125,30 @@ def accumulate(task: GradientTask, cut: Cut) -> torch.Tensor | None:
     return totals
 
 
-def finish_gradient(parts: StepParts, totals: torch.Tensor) -> WindowGradient:
-    """The gradient in the parameters' `.grad`, unscaled and clipped, of a window of these summed losses (terms,)."""
+def one_after_another(
+    work: Callable[[Batch], LossSums],
+    micro_batches: Sequence[Batch],
+    within: Callable[[int], AbstractContextManager[None]],
+) -> Iterator[LossSums]:
+    """What work(batch) returns for each micro-batch; that of each number, from 0, is worked on in within(number)."""
+    for number, batch in enumerate(micro_batches):
+        with within(number):
+            sums = work(batch)
+        yield sums
+
+
+def finish_gradient(
+    parts: StepParts, totals: torch.Tensor, whole: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+) -> WindowGradient:
+    """The gradient in the parameters' `.grad`, unscaled and clipped, of a window of these summed losses (terms,).
+
+    `whole` makes the norm of all ranks of that of this rank's part.
+    """
     parts.scaler.unscale_(parts.optimizer)
-    norm = full_tensor(torch.nn.utils.clip_grad_norm_(trained_parameters(parts.model), parts.schedule.max_grad_norm))
+    norm = whole(torch.nn.utils.clip_grad_norm_(trained_parameters(parts.model), parts.schedule.max_grad_norm))
     norm = norm.to(totals.device)
     scale = parts.scaler.scale(torch.ones_like(norm))  # get_scale() would wait for the device once more
-    *sums, norm, scale = parts.read(torch.cat([totals, torch.stack([norm.detach(), scale]).double()]))
+    *sums, norm, scale = parts.read(torch.cat([totals, torch.stack([norm, scale]).double()]))
     return WindowGradient(tuple(sums), norm, scale)
 
 

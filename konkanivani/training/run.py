@@ -19,9 +19,9 @@ from konkanivani.training.interruption import Interruption
 from konkanivani.training.logs.logbook import Logbook
 from konkanivani.training.logs.progress import Progress
 from konkanivani.training.logs.utilisation import Utilisation
-from konkanivani.training.parts import StepParts
 from konkanivani.training.sharding import is_sharded
 from konkanivani.training.state import TrainState
+from konkanivani.training.step import StepParts
 from konkanivani.training.validation import EvaluationSet
 
 

@@ -108,7 +108,7 @@ def recognize_all(
     A batch that does not fit in memory is cut smaller; a ResourceError names an utterance that does not fit even alone.
     """
     forward.model.eval()
-    forward.weights.refresh()
+    forward.refresh_weights()
     splits = OomHistory(conditions=0)  # not training's: without gradients far more fits
     terms, tokens, scored = len(forward.objective.terms), 0, []
     totals = torch.zeros(terms, dtype=torch.float64, device=forward.device)
@@ -184,5 +184,5 @@ class EvaluationSet:
         costs = np.array([len(batch) * durations[batch].max() for batch in self.plan])
         plan = [self.plan[number] for number in partition(costs, self.topology.world)[self.topology.rank]]
         loaded = load_batches(self.speech, plan, self.loader, self.rejections, check)
-        with full_weights(forward.model), forward.weights.at_hand(forward.model), closing(loaded) as batches:
+        with full_weights(forward.model), forward.weights_at_hand(), closing(loaded) as batches:
             return recognize_all(forward, batches, self.speech.tokenizer, decode)

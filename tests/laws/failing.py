@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from konkanivani.training.parts import StepParts
+from konkanivani.training.step import StepParts
 
 ERRORS = {
     "cuda": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total of 3.81 GiB."),

@@ -21,9 +21,8 @@ from konkanivani.base.process_group import process_group
 from konkanivani.data.batch import Window
 from konkanivani.data.batching import partition
 from konkanivani.data.loader.loading import NO_UTTERANCES
-from konkanivani.training.parts import StepParts
 from konkanivani.training.sharding import FullState
-from konkanivani.training.step import train_step
+from konkanivani.training.step import StepParts, train_step
 from tests.laws.failing import ERRORS, failing_forward, once_at
 from tests.laws.parts import KINDS, double_parts, speeches, window
 from tests.patience import PATIENCE

@@ -21,8 +21,7 @@ from konkanivani.base.units import MIB
 from konkanivani.data.batch import Window
 from konkanivani.memory import recovery
 from konkanivani.memory.monitor import MemoryMonitor
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import train_step
+from konkanivani.training.step import StepParts, train_step
 from tests.laws.parts import MODEL, double_parts, relative_difference, speeches, window
 
 ROOMY, NARROWEST_STEP = 512 * MIB, 4 * MIB

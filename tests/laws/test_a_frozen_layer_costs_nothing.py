@@ -13,8 +13,7 @@ from konkanivani.model.asr import trained_parameters
 from konkanivani.model.kernels import linear
 from konkanivani.training.optimizer import OptimizerState
 from konkanivani.training.optimizers.build import build_optimizer
-from konkanivani.training.parts import StepParts, loss_counts
-from konkanivani.training.step import forward_and_backward, train_step
+from konkanivani.training.step import StepParts, forward_and_backward, loss_counts, train_step
 from tests.laws.parts import double_parts, speeches, window
 
 LAYERS = ("encoder.blocks.0.attention", "encoder.blocks.1.convolution", "decoder.blocks.1.feedforward", "ctc_head")

@@ -14,8 +14,7 @@ from konkanivani.memory.devices import cuda_costs
 from konkanivani.memory.tracer import BatchShape
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import train_step
+from konkanivani.training.step import StepParts, train_step
 from tests.laws.parts import measured_peak
 from tests.tracers import tracer_of
 

@@ -19,10 +19,9 @@ from konkanivani.data.batch import Speech
 from konkanivani.data.utterance import Utterance
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.memory import recovery
-from konkanivani.model.kernels import long_ctc
+from konkanivani.model.kernels import ctc
 from konkanivani.training.optimizer import OptimizerState
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import StepReport, train_step
+from konkanivani.training.step import StepParts, StepReport, train_step
 from konkanivani.training.validation import Evaluation, join_portions, recognize_all
 from tests.conftest import ROOT
 from tests.laws.failing import ERRORS, above, failing_backward, failing_forward, failing_pieces, once_at
@@ -173,9 +172,9 @@ def test_small_chunks_are_the_same_step_with_dropout_too():
 
 def test_negative_control_chunks_that_hand_nothing_on_are_another_gradient(monkeypatch):
     parts = double_parts()
-    through_chunk = long_ctc._through_chunk
+    through_chunk = ctc._through_chunk
     monkeypatch.setattr(
-        long_ctc, "_through_chunk", lambda *inputs: through_chunk(*inputs[:4], inputs[4].detach(), *inputs[5:])
+        ctc, "_through_chunk", lambda *inputs: through_chunk(*inputs[:4], inputs[4].detach(), *inputs[5:])
     )
     train_step(failing_pieces(parts, "ctc forward", SMALL_CHUNK_FRAMES, ERRORS["cpu"]), window(LONG, 2), step=3)
     assert largest_difference(undisturbed_step(2, is_long=True)[0], parts) > 1e-3

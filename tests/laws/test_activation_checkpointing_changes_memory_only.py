@@ -10,8 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from konkanivani.base.randomness import seed_step
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.model.encoder import Encoder
-from konkanivani.training.parts import StepParts, loss_counts
-from konkanivani.training.step import forward_and_backward
+from konkanivani.training.step import StepParts, forward_and_backward, loss_counts
 from tests.laws.parts import KINDS, MODEL, double_parts, speeches, window, with_dropout
 
 

@@ -21,8 +21,7 @@ from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.blocks import run_directly
 from konkanivani.model.cache import FIRST_ROOM, DecoderCache
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import train_step
+from konkanivani.training.step import StepParts, train_step
 from konkanivani.training.validation import join_portions, recognize_all
 from tests.laws.parts import MODEL, VOCAB_SIZE, double_parts, relative_difference, speeches, window, with_dropout
 

@@ -18,8 +18,7 @@ from konkanivani.recipe.build import build_run
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.gradient import local_gradient
-from konkanivani.training.parts import GradientTask, StepParts
-from konkanivani.training.step import forward_and_backward
+from konkanivani.training.step import GradientTask, StepParts, forward_and_backward
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_script, run_trainer
 from tests.laws.parts import MODEL, VOCAB_SIZE, speeches, window
 from tests.starts import begin_run

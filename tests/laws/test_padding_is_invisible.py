@@ -19,7 +19,7 @@ from konkanivani.data.manifest import read_manifest
 from konkanivani.data.noise_reverb import read_noise_reverb
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import train_tokenizer
-from konkanivani.training.parts import StepParts
+from konkanivani.training.step import StepParts
 from tests.conftest import Corpus, write_shards, write_surroundings
 from tests.laws.parts import KINDS, double_parts, relative_difference, speeches, window
 

@@ -6,8 +6,7 @@ import torch
 from konkanivani.base.config import ModelConfig
 from konkanivani.data.batch import Window
 from konkanivani.model.losses import LossCounts
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import StepReport, forward_and_backward, train_step
+from konkanivani.training.step import StepParts, StepReport, forward_and_backward, train_step
 from tests.laws.parts import KINDS, double_parts, relative_difference, speeches, window
 
 BOUND = 1e-9

@@ -21,8 +21,7 @@ from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.optimizer import set_learning_rate
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import train_step
+from konkanivani.training.step import StepParts, train_step
 from konkanivani.training.validation import recognize
 from tests.laws.failing import ERRORS, above, failing_forward
 from tests.laws.parts import KINDS, double_parts, features_of, speeches, window, with_dropout
@@ -187,7 +186,7 @@ def test_recognition_is_the_same(placement: Placement) -> None:
         forward.model.eval()
         names = [name for name, _ in forward.model.named_parameters()]
         before = list(forward.model.parameters())
-        with forward.weights.at_hand(forward.model):
+        with forward.weights_at_hand():
             found.append(recognize(forward, batch, greedy(found)).loss_sums)
         assert all(one is other for one, other in zip(before, forward.model.parameters(), strict=True))
         assert names == [name for name, _ in forward.model.named_parameters()]

@@ -23,8 +23,7 @@ from konkanivani.model.whisper.folder import DIMENSIONS, TWINS, name_in_file
 from konkanivani.model.whisper.network import Whisper
 from konkanivani.model.whisper.shape import WhisperShape
 from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.training.parts import StepParts, loss_counts
-from konkanivani.training.step import forward_and_backward
+from konkanivani.training.step import StepParts, forward_and_backward, loss_counts
 from tests.conftest import WORDS
 from tests.laws.parts import VOCAB_SIZE, speeches, window
 from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files

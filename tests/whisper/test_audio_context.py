@@ -29,8 +29,7 @@ from konkanivani.model.whisper.folder import read_whisper_architecture, read_whi
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.origin import planned_architecture
 from konkanivani.recipe.planning.tracing import build_tracer
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import train_step
+from konkanivani.training.step import StepParts, train_step
 from tests.laws.parts import measured_peak, relative_difference
 from tests.whisper.folders import KINDS, read_reference
 from tests.whisper.test_training import (

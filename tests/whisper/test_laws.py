@@ -26,8 +26,7 @@ from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.training import step
 from konkanivani.training.concurrent import OrderedAccumulation
 from konkanivani.training.optimizer import OptimizerState
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import StepReport, train_step
+from konkanivani.training.step import StepParts, StepReport, train_step
 from konkanivani.training.validation import RecognizedPortion, recognize_all
 from tests.laws.failing import ERRORS, above, failing_backward, failing_forward, once_at
 from tests.laws.parts import relative_difference, speeches, window

@@ -18,7 +18,7 @@ from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.shape import WhisperShape
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.planning.tracing import build_tracer
-from konkanivani.training.parts import StepParts
+from konkanivani.training.step import StepParts
 from konkanivani.training.validation import recognize
 from tests.laws.parts import measured_peak
 from tests.tracers import ONLY_TENSORS

@@ -12,8 +12,7 @@ from konkanivani.data.batch import Batch, Window, split_batch
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.folder import name_in_file
 from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import train_step
+from konkanivani.training.step import StepParts, train_step
 from tests.whisper.folders import KINDS, labels_of, ours_of, reference, spoken
 
 KIND = dataclasses.replace(KINDS["tiny"], vocab_size=300, end=280)

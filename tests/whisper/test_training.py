@@ -24,8 +24,7 @@ from konkanivani.model.whisper.shape import WhisperShape
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.optimizers.build import build_optimizer
-from konkanivani.training.parts import StepParts, loss_counts
-from konkanivani.training.step import forward_and_backward, train_step
+from konkanivani.training.step import StepParts, forward_and_backward, loss_counts, train_step
 from tests.laws.parts import measured_peak, relative_difference
 
 CPU = torch.device("cpu")

@@ -23,8 +23,7 @@ from konkanivani.memory.monitor import resident_mib
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
 from konkanivani.recipe.build_step import build_step_parts
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import train_step
+from konkanivani.training.step import StepParts, train_step
 
 
 def model_of(terms: Terms) -> ModelConfig:

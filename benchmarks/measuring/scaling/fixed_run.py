@@ -26,8 +26,7 @@ from konkanivani.data.text import OUR_TOKENS
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training import step as training_step
-from konkanivani.training.parts import StepParts
-from konkanivani.training.step import train_step
+from konkanivani.training.step import StepParts, train_step
 
 VOCABULARY, MICRO_BATCH, WARM_UP = 1000, 4, 3
 MIN_SECONDS, MAX_SECONDS = 3.0, 12.0

@@ -10,8 +10,7 @@ from benchmarks.measuring.faults.effort import Effort, FaultTable
 from benchmarks.measuring.scaling.fixed_run import build_parts, fixed_window
 from konkanivani.data.batch import Window
 from konkanivani.training.gradient import accumulate, finish_gradient
-from konkanivani.training.parts import GradientTask, StepParts, loss_counts
-from konkanivani.training.step import forward_and_backward, train_step, update
+from konkanivani.training.step import GradientTask, StepParts, forward_and_backward, loss_counts, train_step, update
 
 MAX_OVERHEAD = 0.02
 STEPS, FEW_STEPS = 60, 4

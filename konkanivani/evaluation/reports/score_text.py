@@ -1,10 +1,9 @@
 """The report of a score as lines for a terminal."""
 
 import math
-import unicodedata
 from collections.abc import Iterator, Sequence
 
-from konkanivani.base.console import count, duration_words, show_text
+from konkanivani.base.console import count, display_width, duration_words, padded, show_text, table_lines
 from konkanivani.evaluation.bootstrap import Interval
 from konkanivani.evaluation.metrics import EditCounts, EditKind
 from konkanivani.evaluation.score import AlignedUtterance, Comparison, ScoreReport, Slice
@@ -104,11 +103,8 @@ def _table(name: str, slices: Sequence[Slice]) -> Iterator[str]:
     if not slices:
         return
     rows = [(name, *COLUMNS), *((slice_name(part), *slice_cells(part)) for part in slices[:MAX_SLICES])]
-    widths = [max(map(display_width, column)) for column in zip(*rows, strict=True)]
     yield ""
-    for first, *cells in rows:
-        right = [" " * (width - display_width(cell)) + cell for cell, width in zip(cells, widths[1:], strict=True)]
-        yield "  ".join(["", _padded(first, widths[0]), *right])
+    yield from (f"  {line}" for line in table_lines(rows))
     if len(slices) > MAX_SLICES:
         yield f"  … the {MAX_SLICES} with the highest WER of {len(slices):,}; --json and --html have them all"
 
@@ -143,7 +139,7 @@ def _aligned_lines(utterance: AlignedUtterance) -> Iterator[str]:
     for stretch in _stretches(columns):
         for title, row in zip(("reference", "hypothesis", ""), zip(*stretch, strict=True), strict=True):
             widths = [max(map(display_width, column)) for column in stretch]
-            words = " ".join(_padded(word, width) for word, width in zip(row, widths, strict=True))
+            words = " ".join(padded(word, width) for word, width in zip(row, widths, strict=True))
             yield f"    {title:<11}{words}".rstrip()
     if len(utterance.edits) > MAX_WORDS:
         yield f"    … and {count(len(utterance.edits) - MAX_WORDS, 'word')} more"
@@ -161,16 +157,3 @@ def _stretches(columns: list[tuple[str, str, str]]) -> Iterator[list[tuple[str, 
         width += taken
     if stretch:
         yield stretch
-
-
-def display_width(text: str) -> int:
-    """The columns that a terminal gives the text: none to marks above or below, two to wide East Asian characters.
-
-    As the C library counts (wcwidth of glibc); a spacing mark such as the vowel sign AA has a column of its own.
-    """
-    shown = (character for character in text if unicodedata.category(character) not in ("Mn", "Me", "Cf"))
-    return sum(1 + (unicodedata.east_asian_width(character) in "WF") for character in shown)
-
-
-def _padded(text: str, width: int) -> str:
-    return text + " " * (width - display_width(text))

@@ -5,7 +5,6 @@ Members are walked by their headers alone and taken by the last part of their na
 
 import contextlib
 import gzip
-import hashlib
 import io
 import re
 import shutil
@@ -64,15 +63,6 @@ def open_nemo(path: Path, folder: Path) -> Iterator[NemoArchive]:
             except (gzip.BadGzipFile, EOFError, zlib.error):
                 raise refused(path, "it breaks off, or is damaged") from None
         yield found
-
-
-def digest_of_file(path: Path) -> str:
-    """The SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with explained(ResourceError, f"{path} cannot be read", "Mend that and start again."), open(path, "rb") as file:
-        while part := file.read(2**20):
-            digest.update(part)
-    return digest.hexdigest()
 
 
 def _read_members(file: BinaryIO, path: Path, room: BinaryIO | None) -> NemoArchive:

@@ -8,11 +8,12 @@ import torch
 
 from konkanivani.base.amount import resolve
 from konkanivani.base.config import AugmentConfig, LossConfig, TextConfig, TrainConfig
-from konkanivani.base.errors import DataError, UsageError
+from konkanivani.base.errors import DataError, ResourceError, UsageError, explained
+from konkanivani.base.files import digest_of_file
 from konkanivani.base.flags import config_to_text
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.rules import check_config
-from konkanivani.inference.nemo.archive import NemoArchive, digest_of_file, open_nemo, refused
+from konkanivani.inference.nemo.archive import NemoArchive, open_nemo, refused
 from konkanivani.inference.nemo.folder import WEIGHTS, read_folder_pieces, read_folder_settings, read_folder_tensors
 from konkanivani.inference.nemo.names import RNNT
 from konkanivani.inference.nemo.pieces import Pieces, read_pieces
@@ -87,7 +88,9 @@ def _imported(
     weights = take_weights(found, ours, settings, _rows(tokenizers, chosen), path)
     left = [f"an RNNT decoder and joint network, {rnnt / 1e6:.1f} M numbers"] if rnnt else []
     left += [f"the pieces of {len(tokenizers) - 1} other languages"] if len(tokenizers) > 1 else []
-    provenance = Provenance(path.name, digest_of_file(path), settings.licence, settings.saved_by, chosen)
+    with explained(ResourceError, f"{path} cannot be read", "Mend that and start again."):
+        digest = digest_of_file(path)
+    provenance = Provenance(path.name, digest, settings.licence, settings.saved_by, chosen)
     checkpoint = Checkpoint(
         config=config_to_text(config),
         tokenizer=pieces.tokenizer.model,

@@ -68,7 +68,10 @@ def choose_placement(asked: str, blocks: int, is_half: bool, fits: Callable[[Pla
 
 
 class PlacedWeights:
-    """A model's weights in their places. Where blocks are halved, what is no matrix stays on the card: it is small."""
+    """A model's weights in their places, not all of them on the card.
+
+    Where blocks are halved, what is no matrix stays there: it is small.
+    """
 
     def __init__(
         self,
@@ -82,9 +85,6 @@ class PlacedWeights:
         self.placement, self._device, self._amp_dtype = placement, device, amp_dtype
         self._at_hand: set[torch.nn.Module] = set()
         self._halves: dict[torch.Tensor, torch.Tensor] = {}
-        self._fetcher: Fetcher | None = None
-        if placement.is_on_card:
-            return
         _move(model, _away(model, placement), device, host)
         fetched, others = model.blocks[: placement.fetched], model.blocks[placement.fetched :]
         if amp_dtype is not None and placement.ahead:
@@ -104,8 +104,7 @@ class PlacedWeights:
     @torch.no_grad()
     def refresh(self) -> None:
         """Takes over what the masters are by now: before each window, and before anything is recognised."""
-        if self._fetcher is not None:
-            self._fetcher.forget()
+        self._fetcher.forget()
         for master, half in self._halves.items():
             half.copy_(master)
 
@@ -115,8 +114,6 @@ class PlacedWeights:
 
     def around(self, run_block: BlockRunner) -> BlockRunner:
         """The block runner, with the weights that each block needs brought to the card while it runs."""
-        if self.placement.is_on_card:
-            return run_block
         return lambda block, *inputs: run_block(self._with_weights(block), *inputs)
 
     def _with_weights(self, block: torch.nn.Module) -> "torch.nn.Module | PlacedBlock":
@@ -143,7 +140,7 @@ class PlacedWeights:
     def at_hand(self, model: torch.nn.Module) -> Iterator[None]:
         """While it lasts the whole decoder is on the card: each generated token needs all of it. Without gradients."""
         decoder = getattr(model, "decoder", None)
-        if self.placement.is_on_card or decoder is None:
+        if decoder is None:
             yield
             return
         away = _away(model, self.placement)

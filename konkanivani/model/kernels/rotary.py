@@ -1,4 +1,4 @@
-"""Rotary positions turned in place, and attention within spans laid end to end, for a CPU that trains.
+"""Attention within spans laid end to end, queries and keys turned in place, for a CPU that trains.
 
 B batch, T frames, D model width, H heads, E = D / H.
 """
@@ -19,7 +19,7 @@ def has_varlen_attention(device: torch.device) -> bool:
 
 
 class VarlenAttention(torch.autograd.Function):
-    """Attention within each of the spans of `lengths` frames of projected (1, N, 3 D), which is turned in place.
+    """Attention within each of the spans of `lengths` frames of projected (1, N, 3, H, E), which is turned in place.
 
     (1, N, D), by PyTorch's own kernels for a CPU (its scaled_dot_product_attention without a mask takes the same), each
     span's output laid into its place of one tensor, and its gradients too: autograd would keep every output twice.
@@ -27,13 +27,13 @@ class VarlenAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int, lengths: Lengths
+        ctx, projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, lengths: Lengths
     ) -> torch.Tensor:
-        rotate_in_place(projected, cosines, sines, heads)
-        attended = projected.new_empty(1, projected.shape[1], projected.shape[2] // 3)
-        ctx.heads, ctx.lengths, ctx.normalizers = heads, lengths, []
+        rotate_in_place(projected, cosines, sines)
+        attended = projected.new_empty(1, projected.shape[1], projected[0, 0, 0].numel())
+        ctx.lengths, ctx.normalizers = lengths, []
         for span, room in zip(projected.split(lengths, dim=1), attended.split(lengths, dim=1), strict=True):
-            found, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*split_heads(span, heads))
+            found, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*_by_heads(span))
             room.copy_(found.transpose(1, 2).flatten(2))
             ctx.normalizers.append(normalizer)
         ctx.save_for_backward(projected, attended, cosines, sines)
@@ -46,17 +46,17 @@ class VarlenAttention(torch.autograd.Function):
         wholes = projected, attended, gradient, cosines[None], sines[None], by_projected
         for number, parts in enumerate(zip(*(whole.split(ctx.lengths, dim=1) for whole in wholes), strict=True)):
             span, found, by_found, turned_by, turned_up, room = parts
-            by_found, found = (part.unflatten(2, (ctx.heads, -1)).transpose(1, 2) for part in (by_found, found))
+            by_found, found = (part.unflatten(2, (span.shape[3], -1)).transpose(1, 2) for part in (by_found, found))
             by_parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                by_found, *split_heads(span, ctx.heads), found, ctx.normalizers[number], 0.0, False
+                by_found, *_by_heads(span), found, ctx.normalizers[number], 0.0, False
             )
-            _rotate_back_into(room.unflatten(2, (3, ctx.heads, -1)), by_parts, turned_by[0], turned_up[0])
-        return by_projected, None, None, None, None
+            _rotate_back_into(room, by_parts, turned_by[0], turned_up[0])
+        return by_projected, None, None, None
 
 
-def split_heads(projected: torch.Tensor, heads: int) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values (B, H, T, E), views of projected (B, T, 3 D)."""
-    return projected.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+def _by_heads(projected: torch.Tensor) -> torch.Tensor:
+    """Queries, keys and values (3, B, H, T, E), a view of projected (B, T, 3, H, E)."""
+    return projected.permute(2, 0, 3, 1, 4)
 
 
 def _rotate_back_into(
@@ -77,22 +77,10 @@ def _rotate_into(room: torch.Tensor, vectors: torch.Tensor, cosines: torch.Tenso
     torch.mul(second, cosines, out=to_second).addcmul_(first, sines)
 
 
-def rotate_in_place(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int) -> torch.Tensor:
-    """Turns the queries and keys of projected (B, T, 3 D), in place, and returns it."""
-    queries_and_keys = projected.unflatten(-1, (3, heads, -1))[:, :, :2]
+def rotate_in_place(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
+    """Turns the queries and keys of projected (B, T, 3, H, E) as `rotated` of attention.py does, in place."""
     cosines, sines = (table.to(projected.dtype)[:, None, None, :] for table in (cosines, sines))
-    first, second = queries_and_keys.chunk(2, dim=-1)
+    first, second = projected[:, :, :2].chunk(2, dim=-1)
     turned = (first * cosines).addcmul_(second, sines, value=-1)
     second.mul_(cosines).addcmul_(first, sines)
     first.copy_(turned)
-    return projected
-
-
-def apply_rotary(projected: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, heads: int) -> torch.Tensor:
-    """What `rotate_in_place` makes of projected (B, T, 3 D), as a new tensor."""
-    query_key_value = projected.unflatten(-1, (3, heads, -1))
-    queries_and_keys, values = query_key_value.split((2, 1), dim=2)
-    cosines, sines = (table.to(projected.dtype)[:, None, None, :] for table in (cosines, sines))
-    first, second = queries_and_keys.chunk(2, dim=-1)
-    turned = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
-    return torch.cat([turned, values], dim=2).flatten(2)

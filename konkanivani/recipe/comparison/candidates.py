@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import os
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from konkanivani.base.command_line import with_new_name
 from konkanivani.base.config import TrainConfig, TuningConfig
 from konkanivani.base.errors import ErrorCollector, UsageError
+from konkanivani.base.files import digest_of_file
 from konkanivani.base.flags import OF_OUR_MODELS, ask
 from konkanivani.base.rules import settings_of
 from konkanivani.base.units import parse_share
@@ -133,13 +133,5 @@ def conditions_of(config: TrainConfig) -> dict[str, str]:
     found = {f"--{setting.name}": repr(setting.value) for setting in settings_of(config)}
     for part in ("train_manifest", "valid_manifest", "test_manifest"):
         if path := getattr(config.data, part):
-            found[f"what --{part} holds"] = _digest(path)
+            found[f"what --{part} holds"] = digest_of_file(Path(path))
     return found
-
-
-def _digest(path: str) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        for line in file:
-            digest.update(line)
-    return digest.hexdigest()

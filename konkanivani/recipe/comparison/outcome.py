@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from konkanivani.base.console import table_lines
 from konkanivani.base.files import atomic_write
 from konkanivani.base.units import MIB
 
@@ -113,15 +114,12 @@ def _logged_steps(path: Path) -> list[Mapping[str, object]]:
 
 def table_of(outcomes: Sequence[Outcome]) -> str:
     """The models, a line each, in their order; behind one that failed the first sentence of why."""
-    rows = [HEADS, *(_cells(outcome) for outcome in outcomes if outcome.reason is None)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    widths[0] = max(widths[0], *(len(outcome.name) for outcome in outcomes))
-    finished = iter(rows[1:])
-    lines = [_line(HEADS, widths)]
-    for outcome in outcomes:
-        failed = f"{outcome.name.ljust(widths[0])}  failed: {first_sentence(outcome.reason or '')}"
-        lines.append(_line(next(finished), widths) if outcome.reason is None else failed)
-    return "\n".join(lines)
+    names = max(len(name) for name in (HEADS[0], *(outcome.name for outcome in outcomes)))
+    head, *lines = table_lines([HEADS, *(_cells(outcome) for outcome in outcomes)])
+    for number, outcome in enumerate(outcomes):
+        if outcome.reason is not None:
+            lines[number] = f"{outcome.name.ljust(names)}  failed: {first_sentence(outcome.reason)}"
+    return "\n".join([head, *lines])
 
 
 HEADS = (
@@ -147,11 +145,6 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
         number(outcome.peak_memory_mib, 0),
         number(outcome.checkpoint_mib, 0),
     )
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    name, *numbers = cells
-    return "  ".join([name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])])
 
 
 def first_sentence(text: str) -> str:

@@ -2,12 +2,11 @@
 
 import json
 import math
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from konkanivani.base.files import atomic_append, sync_file
+from konkanivani.base.files import atomic_append, atomic_replace, sync_file
 from konkanivani.training.logs.records import (
     FROM_NOTHING,
     Record,
@@ -50,14 +49,8 @@ class JsonLinesSink:
         sync_file(self._path)
 
     def _cut(self) -> None:
-        beside = self._path.with_name(self._path.name + ".partial")
-        with open(self._path, "rb") as old, open(beside, "wb") as new:
-            for line in old:
-                if self._is_kept(line):
-                    new.write(line.rstrip(b"\n") + b"\n")
-            new.flush()
-            os.fsync(new.fileno())
-        os.replace(beside, self._path)
+        with atomic_replace(self._path) as beside, open(self._path, "rb") as old, open(beside, "wb") as new:
+            new.writelines(line.rstrip(b"\n") + b"\n" for line in old if self._is_kept(line))
 
     def _is_kept(self, line: bytes) -> bool:
         """Whether a line is of before the resumed step; one that is torn or is no record is not."""
