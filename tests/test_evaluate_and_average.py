@@ -127,14 +127,16 @@ OF_THE_BEST = ("--checkpoint", "{best}", "--manifest")
         (EVALUATE, ("--checkpoint", "nowhere.pt", "--manifest", "{manifest}"), 4, "no checkpoint at nowhere.pt"),
         (EVALUATE, (*OF_THE_BEST, "{best}"), 3, "rows of"),
         (EVALUATE, (*OF_THE_BEST, "nowhere.jsonl"), 3, "nowhere.jsonl cannot be read"),
-        (EVALUATE, (*OF_THE_BEST, "{manifest}", "--output", "/nowhere/out"), 6, "another --output"),
+        (EVALUATE, (*OF_THE_BEST, "{manifest}", "--output", "/nowhere/out"), 6, "/nowhere/out cannot be written"),
+        (EVALUATE, (*OF_THE_BEST, "{manifest}", "--output", __file__), 2, "names a file of no hypotheses"),
         (EVALUATE, (*OF_THE_BEST, "{manifest}", "--outptu", "x"), 2, "--output"),
         (AVERAGE, (), 2, "either the checkpoints"),
         (AVERAGE, ("{last}", "--checkpoint_dir", "x"), 2, "either the checkpoints"),
         (AVERAGE, ("{last}", "--output", "checkpoint_epoch_9.pt"), 2, "run's own checkpoints"),
         (AVERAGE, ("{last}", "--outptu", "x.pt"), 2, "--output"),
         (AVERAGE, ("nowhere.pt",), 4, "There is no checkpoint at nowhere.pt"),
-        (AVERAGE, ("{last}", "--output", f"{__file__}/x.pt"), 6, "x.pt.partial could not be written"),
+        (AVERAGE, ("{last}", "--output", f"{__file__}/x.pt"), 6, "x.pt cannot be written"),
+        (AVERAGE, ("{last}", "--output", __file__), 2, "is there already. Give another name, or --force"),
         (AVERAGE, ("konkani.nemo",), 4, "import_asr.py konkani.nemo konkani.pt"),
     ],
 )
@@ -185,6 +187,7 @@ def changed(named: NamedCheckpoint, part: str) -> NamedCheckpoint:
         "shape": {"states": {"model": model | {some: torch.cat([model[some], model[some]])}}},
         "names": {"states": {"model": {name: tensor for name, tensor in model.items() if name != some}}},
         "no model": {"states": {}},
+        "Whisper": {"states": {"model": {some: model[some]}, "pretrained": {}}},
         "not finite": {"states": {"model": model | {some: model[some] * float("nan")}}},
     }
     return NamedCheckpoint(part, dataclasses.replace(checkpoint, **changes[part]))
@@ -197,6 +200,7 @@ def changed(named: NamedCheckpoint, part: str) -> NamedCheckpoint:
         ("heads", "--attention_heads is 2 in the one and 4 in the other"),
         ("shape", "last and shape cannot be averaged: their weights"),
         ("names", "last and names cannot be averaged: their weights"),
+        ("Whisper", "last and Whisper cannot be averaged: only one of them began with --pretrained. Average"),
         ("no model", "The checkpoint no model holds no weights"),
         ("not finite", "The checkpoint not finite holds weights that are not finite"),
     ],
@@ -224,6 +228,8 @@ def averaged(trained: Trained) -> Path:
 
 def test_the_averaged_checkpoint_is_a_checkpoint_that_evaluates(trained, averaged, tmp_path):
     expected = average_checkpoints([trained.named("epoch_1"), trained.named("epoch_2")])
+    flags = ("--checkpoint_dir", str(trained.checkpoints), "--last", "1")
+    assert run_script(AVERAGE, *flags).returncode == 2  # and what is there stays
     for name, tensor in weights(read_checkpoint(averaged)).items():
         assert torch.equal(tensor, weights(expected)[name])
     scored = evaluate(averaged, trained.manifest, "--output", str(tmp_path / "hypotheses.jsonl"))

@@ -2,7 +2,6 @@
 
 And the file that a run writes of it, a line an utterance."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,8 +10,8 @@ from typing import Literal
 
 from konkanivani.base.config import DecodingConfig
 from konkanivani.base.console import count, short_name
-from konkanivani.base.errors import ResourceError, explained
-from konkanivani.base.files import write_json_lines
+from konkanivani.base.errors import ResourceError, UsageError, explained
+from konkanivani.base.files import check_new_file, write_json_lines
 from konkanivani.data.text import normalize_text
 from konkanivani.evaluation.metrics import UtteranceEdits
 from konkanivani.evaluation.transcripts import (
@@ -147,14 +146,17 @@ def decoding_words(config: DecodingConfig) -> str:
     return ", ".join(said)
 
 
+MAX_ROW = 1 << 20  # bytes of hypotheses that are there
 COUNTS = ("word_errors", "words", "character_errors", "characters")
 
 
 def check_output(path: Path) -> None:
-    """Raises a ResourceError where the hypotheses could not be written, before the work and not after it."""
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ResourceError(f"The hypotheses cannot be written to {path}. Give another --output in a folder of yours.")
+    """Raises what is wrong with the file's place before the work and not after it; hypotheses alone are replaced."""
+    check_new_file(path, force=True)
+    with explained(ResourceError, f"{path} cannot be read", "Give another --output."):
+        row = path.open("rb").readline(MAX_ROW) if path.exists() else b""
+    if row and not (row.startswith(b"{") and b'"hypothesis": ' in row):
+        raise UsageError(f"--output {path} names a file of no hypotheses, and it would be lost: give another path.")
 
 
 def write_hypotheses(path: Path, texts: Sequence[ScoredText], edits: UtteranceEdits) -> None:

@@ -93,6 +93,8 @@ def _model_alone(named: NamedCheckpoint) -> NamedCheckpoint:
 
 def _differences(one: Checkpoint, other: Checkpoint) -> list[str]:
     """Why the mean of two models would be no model: settings of the shape, tokens, or tensors that differ."""
+    if (STATE in one.states) != (STATE in other.states):
+        return ["only one of them began with --pretrained"]
     pairs = zip(settings_of(config_from_text(one.config)), settings_of(config_from_text(other.config)), strict=True)
     found = [
         f"--{mine.name} is {mine.value} in the one and {theirs.value} in the other"
