@@ -37,7 +37,7 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    directory = tmp_path_factory.mktemp("trained")
+    directory = tmp_path_factory.mktemp("आमचीं मॉडेलां 1")
     shutil.copytree(corpus.directory / "audio", directory / "audio")
     manifest = directory / "marked.jsonl"
     rows = [json.loads(line) for line in Path(corpus.manifest("test")).read_text(encoding="utf-8").splitlines()]
@@ -48,7 +48,7 @@ def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Trained
         *(*TINY_MODEL, *corpus.flags(), *run_folders(directory), "--test_manifest", str(manifest)),
         *("--epochs", "2", "--num_workers", "0", "--learning_rate", "0.003", "--warmup_steps", "2"),
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and str(directory) in done.stdout.splitlines()[-1], done.stderr  # in its own letters
     return Trained(directory / "checkpoints", str(manifest), json.loads(done.stdout.splitlines()[-1]))
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from konkanivani.base.command_line import read_flags, run_script
+from konkanivani.base.console import say
 from konkanivani.base.errors import UsageError
 from konkanivani.base.files import atomic_write, check_new_file
 from konkanivani.base.units import parse_share
@@ -161,12 +162,12 @@ def export_folders(flags: Flags, checkpoint: "Checkpoint") -> list["Exported"]:
     base = read_base(tuned, flags.pretrained, flags.folders)
     if flags.adapter is not None:
         export_adapter(tuned, base, Path(flags.adapter))
-        print(f"{flags.adapter}: {size_in_words(size_of(Path(flags.adapter)))}", flush=True)
+        say(f"{flags.adapter}: {size_in_words(size_of(Path(flags.adapter)))}")
     if tuned.note():
-        print(tuned.note(), flush=True)
+        say(tuned.note())
     if flags.whisper is not None:
         out = Path(flags.whisper)
-        print(f"{export_whisper(tuned, base, out).sentence()}\n{out}: {size_in_words(size_of(out))}", flush=True)
+        say(f"{export_whisper(tuned, base, out).sentence()}\n{out}: {size_in_words(size_of(out))}")
         read = build_pretrained_model(read_pretrained(out), tuned.config.pretrained, torch.device("cpu"))
         forms.append(Exported("folder", out, recognize_with(read)))
     return forms
@@ -190,7 +191,7 @@ def export_onnx(flags: Flags, speech_model: "SpeechModel") -> list["Exported"]:
     from konkanivani.inference.onnx_export import build_onnx, quantize, read_onnx
     from konkanivani.inference.verify import TOLERANCE, Exported, check_onnx
 
-    print("Tracing the model for ONNX, which takes up to a minute.", flush=True)
+    say("Tracing the model for ONNX, which takes up to a minute.")
     model = build_onnx(speech_model)
     forms = []
     for name, path, tolerance in (("ONNX", flags.onnx, TOLERANCE), ("ONNX, int8", flags.int8, math.inf)):
@@ -231,7 +232,7 @@ def table(comparisons: list["FormScore"]) -> list[str]:
 
 def say_written(path: Path) -> None:
     """Prints the file's name and size."""
-    print(f"{path}: {size_in_words(path.stat().st_size)}", flush=True)
+    say(f"{path}: {size_in_words(path.stat().st_size)}")
 
 
 def size_in_words(size: int) -> str:

@@ -27,6 +27,7 @@ from konkanivani.recipe.evaluation_model import (
 )
 from konkanivani.recipe.ranks import digest_of_code, digest_of_data, digest_of_flags, in_ranks
 from konkanivani.recipe.start import resolve_start
+from konkanivani.training.checkpoint.run_lock import given_up_if_refused
 from konkanivani.training.logs.records import RehearsalRecord
 from konkanivani.training.loop import train
 from konkanivani.training.rehearsal import rehearse
@@ -57,9 +58,10 @@ def build_in_ranks(asked: Asked, topology: Topology) -> Run:
         device = choose_device(asked.config.run.device).type
         check_same(topology, {"flags": digest_of_flags(asked.config), "code": digest_of_code(), "devices": device})
     start = resolve_start(asked, topology=topology)
-    if not topology.is_alone:
-        check_same(topology, {"data": digest_of_data(start.config)})
-    run = build_run(start)
+    with given_up_if_refused(*start.locks):
+        if not topology.is_alone:
+            check_same(topology, {"data": digest_of_data(start.config)})
+        run = build_run(start)
     run.interruption.install()
     if topology.is_first:
         run.checkpointer.discard_unfinished()
@@ -188,7 +190,7 @@ def summary_line(
         "checkpoint": checkpoint,
         "tensorboard": tensorboard,
     }
-    return json.dumps({name: json_value(value) for name, value in summary.items()}, allow_nan=False)
+    return json.dumps({name: json_value(value) for name, value in summary.items()}, ensure_ascii=False, allow_nan=False)
 
 
 def allocator_retries(phases: tuple[PhaseMemory, ...]) -> int | None:
