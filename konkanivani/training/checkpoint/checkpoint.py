@@ -60,9 +60,10 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
             path.unlink(missing_ok=True)
         if error.__context__ is not None and not isinstance(error.__context__, Exception):
             raise error.__context__ from None  # a signal, which torch's writer has buried under an error of its own
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reasons = (getattr(each, "strerror", None) for each in (error, error.__context__))  # torch's own names places
+        reason, named = next(filter(None, reasons), str(error).splitlines()[0]), str(path).removesuffix(".partial")
         raise ResourceError(
-            f"The checkpoint {path} could not be written: {reason}. Free space or mend the folder."
+            f"The checkpoint {named} could not be written: {reason}. Free space or mend the folder."
         ) from None
 
 
