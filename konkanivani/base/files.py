@@ -48,6 +48,18 @@ def check_new_file(path: Path, force: bool) -> None:
         raise UsageError(f"{path} is there already. Give another name, or --force to replace it.")
 
 
+def check_own_file(path: Path, flag: str, kind: str, sign: str) -> None:
+    """A ResourceError where it cannot be written, a UsageError where a file without `sign` in its first line is there."""
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ResourceError(f"{flag} {path} cannot be written. Give a file in a folder of yours that exists.")
+    line = b""
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            line = path.open("rb").readline(1 << 20)
+    if path.exists() and sign.encode() not in line:
+        raise UsageError(f"{flag} {path} names a file that is no {kind}, and it would be lost: give another path.")
+
+
 def atomic_append(path: Path, data: bytes, header: bytes = b"") -> None:
     """Appends the data, or takes back what was written of it and raises. An empty or absent file gets the header first.
 

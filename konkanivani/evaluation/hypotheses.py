@@ -2,7 +2,6 @@
 
 And the file that a run writes of it, a line an utterance."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Literal
 
 from konkanivani.base.config import DecodingConfig
 from konkanivani.base.console import count, short_name
-from konkanivani.base.errors import ResourceError, UsageError, explained
+from konkanivani.base.errors import ResourceError, explained
 from konkanivani.base.files import write_json_lines
 from konkanivani.data.text import normalize_text
 from konkanivani.evaluation.metrics import UtteranceEdits
@@ -147,19 +146,8 @@ def decoding_words(config: DecodingConfig) -> str:
     return ", ".join(said)
 
 
-MAX_ROW = 1 << 20  # bytes of hypotheses that are there
+HYPOTHESES = '"hypothesis": '  # stands in each row
 COUNTS = ("word_errors", "words", "character_errors", "characters")
-
-
-def check_output(path: Path) -> None:
-    """Raises what is wrong with the file's place before the work and not after it; hypotheses alone are replaced."""
-    advice = "Give another --output in a folder of yours."
-    if not os.access(path.parent, os.W_OK) or (path.exists() and not path.is_file()):
-        raise ResourceError(f"The hypotheses cannot be written to {path}. {advice}")
-    with explained(ResourceError, f"{path} cannot be read", advice):
-        row = path.open("rb").readline(MAX_ROW) if path.exists() else b""
-    if row and not (row.startswith(b"{") and b'"hypothesis": ' in row):
-        raise UsageError(f"--output {path} names a file of no hypotheses, and it would be lost: give another path.")
 
 
 def write_hypotheses(path: Path, texts: Sequence[ScoredText], edits: UtteranceEdits) -> None:

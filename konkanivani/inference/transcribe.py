@@ -126,8 +126,8 @@ class Transcription:
                     if not done[number]:
                         self._transcribe(recordings[number], targets[number], progress, is_alone)
                     if self.output is not None:
-                        is_kept = " is there already" if done[number] else ""
-                        progress.tell(f"{number + 1} of {len(recordings)}: {printable(targets[number])}{is_kept}\n")
+                        name = printable(targets[number]) + " is there already" * done[number]
+                        progress.write(f"{number + 1} of {len(targets)}: {name}\n", sys.stderr)
                 except UnusableAudio as error:
                     if is_alone:
                         raise
@@ -217,11 +217,6 @@ class _Progress:
         if not self._topology.is_alone:
             self._held.append((text, stream is sys.stderr))
             return
-        self.tell(text, stream)
-
-    def tell(self, text: str, stream: TextIO | None = None) -> None:
-        """Writes the text at once, on stderr where no stream is named, the bar out of its way."""
-        stream = stream or sys.stderr
         with self._bar.external_write_mode(file=stream):
             stream.write(text)
             stream.flush()

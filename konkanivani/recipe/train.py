@@ -46,25 +46,14 @@ def train_and_report(asked: Asked) -> str:
             if is_rehearsed(run.settings) and (run.state.step == 0 or run.settings.memory.replan):
                 tell_rehearsal(run)
             if run.state.step and run.is_finished():
-                say(end_sentence(run))
+                limits = {name: getattr(run.config, name) for name in ("epochs", "max_steps", "early_stop_epochs")}
+                named = " ".join(f"--{name} {limit}" for name, limit in limits.items() if limit is not None)
+                say(f"Nothing is left to train: with {named}, step {run.state.step} is the last. Larger numbers go on.")
             train(run)
         run.interruption.end_training()
         say(memory_table(run))
         line = score_and_sum_up(run)
     return line if topology.is_first else ""
-
-
-def end_sentence(run: Run) -> str:
-    """Which flags have ended a run that is started again, and what to do."""
-    config, state = run.config, run.state
-    limits = {
-        "--epochs": (state.epoch, config.epochs),
-        "--max_steps": (state.step, config.max_steps),
-        "--early_stop_epochs": (state.epochs_without_improvement, config.early_stop_epochs),
-    }
-    found = [f"{flag} {most}" for flag, (reached, most) in limits.items() if most is not None and reached >= most]
-    named = " and ".join(found)
-    return f"Nothing is left to train: {named} ended this run at step {state.step}. To go on, give a larger number."
 
 
 def build_in_ranks(asked: Asked, topology: Topology) -> Run:

@@ -37,7 +37,7 @@ class RunLock:
         The note stands in the lock's file, behind the process, for as long as nobody else takes the lock.
         """
         self.path, self._use = Path(directory) / LOCK_NAME, use
-        self._made = [place for place in (self.path.parent, *self.path.parents) if not place.exists()]
+        self.made = [place for place in self.path.parents if not place.exists()]
         with self.errors_explained():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file: TextIO = open(self.path, "a+", encoding="utf-8", errors="surrogateescape")
@@ -49,17 +49,6 @@ class RunLock:
             self._file.write(f"{os.getpid()}\n{note}" if note else str(os.getpid()))
             self._file.flush()
 
-    def give_up(self) -> None:
-        """Removes the folder, with those that were made to hold it, where it is new and nothing but the lock is in it.
-
-        The lock itself is held until the process ends.
-        """
-        with contextlib.suppress(OSError):
-            if self._made and os.listdir(self.path.parent) == [LOCK_NAME]:
-                self.path.unlink()
-                for place in dict.fromkeys(self._made):
-                    place.rmdir()
-
     def errors_explained(self) -> contextlib.AbstractContextManager[None]:
         """Turns the system's errors in the folder into a ResourceError that names it."""
         return _explained(self.path.parent, self._use)
@@ -67,12 +56,16 @@ class RunLock:
 
 @contextlib.contextmanager
 def given_up_if_refused(*locks: RunLock | None) -> Iterator[None]:
-    """Has a start that ends in the block leave no folder behind that it made and put nothing in."""
+    """Has a start that ends in the block leave no folder behind that it made, unless something else is in it by now."""
     try:
         yield
     except BaseException:
         for lock in filter(None, reversed(locks)):
-            lock.give_up()
+            with contextlib.suppress(OSError):
+                if lock.made and os.listdir(lock.path.parent) == [LOCK_NAME]:
+                    lock.path.unlink()
+                    for place in lock.made:
+                        place.rmdir()
         raise
 
 
