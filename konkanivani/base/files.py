@@ -49,7 +49,7 @@ def check_new_file(path: Path, force: bool) -> None:
 
 
 def check_own_file(path: Path, flag: str, kind: str, sign: str) -> None:
-    """A ResourceError where it cannot be written, a UsageError where a file without `sign` in its first line is there."""
+    """A ResourceError where it cannot be written, a UsageError where the first line of what is there has no `sign`."""
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ResourceError(f"{flag} {path} cannot be written. Give a file in a folder of yours that exists.")
     line = b""
