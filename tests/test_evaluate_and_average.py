@@ -13,7 +13,7 @@ from konkanivani.base.errors import CheckpointError
 from konkanivani.inference.averaging import NamedCheckpoint, average_checkpoints, newest_epochs
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
-from tests.conftest import TINY_MODEL, Corpus, run_folders, run_script, run_trainer, well
+from tests.conftest import ROOT, TINY_MODEL, Corpus, run_folders, run_script, run_trainer, well
 
 EVALUATE = "training_scripts/evaluate_konkanivani_asr.py"
 AVERAGE = "training_scripts/average_checkpoints.py"
@@ -118,6 +118,7 @@ def test_what_was_written_scores_the_same_without_the_checkpoint_and_against_it(
     assert "checkpoint_best.pt, step" in said and "greedy" in said and "Compared" in said
 
 
+BUNDLE = str(ROOT / "tests" / "nemo" / "parakeet.safetensors")
 OF_THE_BEST = ("--checkpoint", "{best}", "--manifest")
 
 
@@ -126,6 +127,7 @@ OF_THE_BEST = ("--checkpoint", "{best}", "--manifest")
     [
         (EVALUATE, ("--checkpoint", "nowhere.pt", "--manifest", "{manifest}"), 4, "no checkpoint at nowhere.pt"),
         (EVALUATE, (*OF_THE_BEST, "{best}"), 3, "rows of"),
+        (EVALUATE, ("--checkpoint", BUNDLE, "--manifest", "{manifest}"), 4, "transcribe.py takes a bundle"),
         (EVALUATE, (*OF_THE_BEST, "nowhere.jsonl"), 3, "nowhere.jsonl cannot be read"),
         (EVALUATE, (*OF_THE_BEST, "{manifest}", "--output", "/nowhere/out"), 6, "--output /nowhere/out cannot be"),
         (EVALUATE, (*OF_THE_BEST, "{manifest}", "--output", __file__), 2, "a file that is no list of hypotheses"),

@@ -52,10 +52,8 @@ def check_own_file(path: Path, flag: str, kind: str, sign: str) -> None:
     """A ResourceError where it cannot be written, a UsageError where the first line of what is there has no `sign`."""
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ResourceError(f"{flag} {path} cannot be written. Give a file in a folder of yours that exists.")
-    line = b""
-    with contextlib.suppress(OSError):
-        if path.is_file():
-            line = path.open("rb").readline(1 << 20)
+    with explained(ResourceError, f"{flag} {path} cannot be read", "Give another path."):
+        line = path.open("rb").readline(1 << 20) if path.is_file() else b""
     if path.exists() and sign.encode() not in line:
         raise UsageError(f"{flag} {path} names a file that is no {kind}, and it would be lost: give another path.")
 

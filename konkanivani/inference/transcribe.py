@@ -96,9 +96,8 @@ def output_paths(recordings: Sequence[Recording], directory: Path, text_format: 
 class Transcription:
     """How recordings become text; `output` is the folder of the transcripts, None for the screen.
 
-    `existing` says what becomes of transcripts that are there, and of the work of whoever has corrected them.
-
-    Each rank of the topology takes its portion of the recordings; what goes to the screen the first one writes for all.
+    `existing` says what becomes of transcripts that are there, which somebody may have corrected. Each rank
+    of the topology takes its portion of the recordings; what goes to the screen the first one writes for all.
     """
 
     recognizer: Recognizer

@@ -46,8 +46,8 @@ def train_and_report(asked: Asked) -> str:
             if is_rehearsed(run.settings) and (run.state.step == 0 or run.settings.memory.replan):
                 tell_rehearsal(run)
             if run.state.step and run.is_finished():
-                limits = {name: getattr(run.config, name) for name in ("epochs", "max_steps", "early_stop_epochs")}
-                named = " ".join(f"--{name} {limit}" for name, limit in limits.items() if limit is not None)
+                limits = ((name, getattr(run.config, name)) for name in ("epochs", "max_steps", "early_stop_epochs"))
+                named = " ".join(f"--{name} {limit}" for name, limit in limits if limit)
                 say(f"Nothing is left to train: with {named}, step {run.state.step} is the last. Larger numbers go on.")
             train(run)
         run.interruption.end_training()

@@ -7,6 +7,7 @@ checks every record's CRC first, because torch.load does not, and refuses what t
 import contextlib
 import errno
 import os
+import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -101,6 +102,8 @@ def check_is_there(path: Path) -> None:
     advice = "Give the path of a checkpoint_*.pt file."
     if path.suffix == ".nemo":
         advice = f"Make one of NeMo's file: import_asr.py {path} {path.with_suffix('.pt')} does."
+    elif path.suffix == ".safetensors" and path.is_file() and not zipfile.is_zipfile(path):
+        advice = "It is a bundle or another's weights: transcribe.py takes a bundle, here give what it was exported of."
     elif path.is_file():
         return
     elif (path / "config.json").is_file():
