@@ -80,8 +80,6 @@ fi
 CUDA_DEFAULTS=(--device cuda --mixed_precision) preset=optimized
 CPU_DEFAULTS=(--device cpu --batch_size 4)
 if [[ "$device" == cpu ]]; then defaults=("${CPU_DEFAULTS[@]}") preset=minimal; else defaults=("${CUDA_DEFAULTS[@]}"); fi
-# A model that has learnt already brings its shape: a preset would ask for another one, with nothing of its weights.
-if [[ $has_shape == no ]]; then defaults+=(--preset "$preset"); fi
 
 if [[ -z "$manifest" && $resumed == auto ]]; then
     "$PYTHON" training_scripts/prepare_builtin_corpus.py --output data/builtin
@@ -105,6 +103,10 @@ elif [[ $resumed == auto ]]; then
         defaults+=("--run_name=$(basename -- "$folder")")  # a run that goes on has its name
     fi
 fi
+
+# A model that has learnt already brings its shape, and a run that goes on has its own: a preset would ask for another.
+if [[ $begins_anew == no && -e "${folder:-checkpoints}/checkpoint_last.pt" ]]; then has_shape=yes; fi
+if [[ $has_shape == no ]]; then defaults+=(--preset "$preset"); fi
 
 # What a checkpoint that is named by its path is not told anew, it says itself.
 if [[ $resumed != auto ]]; then defaults=(); fi

@@ -13,7 +13,7 @@ from konkanivani.base.errors import CheckpointError
 from konkanivani.inference.averaging import NamedCheckpoint, average_checkpoints, newest_epochs
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
-from tests.conftest import TINY_MODEL, Corpus, run_folders, run_script, run_trainer, well
+from tests.conftest import ROOT, TINY_MODEL, Corpus, run_folders, run_script, run_trainer, well
 
 EVALUATE = "training_scripts/evaluate_konkanivani_asr.py"
 AVERAGE = "training_scripts/average_checkpoints.py"
@@ -37,7 +37,7 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    directory = tmp_path_factory.mktemp("trained")
+    directory = tmp_path_factory.mktemp("आमचीं मॉडेलां 1")
     shutil.copytree(corpus.directory / "audio", directory / "audio")
     manifest = directory / "marked.jsonl"
     rows = [json.loads(line) for line in Path(corpus.manifest("test")).read_text(encoding="utf-8").splitlines()]
@@ -48,7 +48,7 @@ def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Trained
         *(*TINY_MODEL, *corpus.flags(), *run_folders(directory), "--test_manifest", str(manifest)),
         *("--epochs", "2", "--num_workers", "0", "--learning_rate", "0.003", "--warmup_steps", "2"),
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and str(directory) in done.stdout.splitlines()[-1], done.stderr  # in its own letters
     return Trained(directory / "checkpoints", str(manifest), json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -118,6 +118,7 @@ def test_what_was_written_scores_the_same_without_the_checkpoint_and_against_it(
     assert "checkpoint_best.pt, step" in said and "greedy" in said and "Compared" in said
 
 
+BUNDLE = str(ROOT / "tests" / "nemo" / "parakeet.safetensors")
 OF_THE_BEST = ("--checkpoint", "{best}", "--manifest")
 
 
@@ -126,15 +127,18 @@ OF_THE_BEST = ("--checkpoint", "{best}", "--manifest")
     [
         (EVALUATE, ("--checkpoint", "nowhere.pt", "--manifest", "{manifest}"), 4, "no checkpoint at nowhere.pt"),
         (EVALUATE, (*OF_THE_BEST, "{best}"), 3, "rows of"),
+        (EVALUATE, ("--checkpoint", BUNDLE, "--manifest", "{manifest}"), 4, "transcribe.py takes a bundle"),
         (EVALUATE, (*OF_THE_BEST, "nowhere.jsonl"), 3, "nowhere.jsonl cannot be read"),
-        (EVALUATE, (*OF_THE_BEST, "{manifest}", "--output", "/nowhere/out"), 6, "another --output"),
+        (EVALUATE, (*OF_THE_BEST, "{manifest}", "--output", "/nowhere/out"), 6, "--output /nowhere/out cannot be"),
+        (EVALUATE, (*OF_THE_BEST, "{manifest}", "--output", __file__), 2, "a file that is no list of hypotheses"),
         (EVALUATE, (*OF_THE_BEST, "{manifest}", "--outptu", "x"), 2, "--output"),
         (AVERAGE, (), 2, "either the checkpoints"),
         (AVERAGE, ("{last}", "--checkpoint_dir", "x"), 2, "either the checkpoints"),
         (AVERAGE, ("{last}", "--output", "checkpoint_epoch_9.pt"), 2, "run's own checkpoints"),
         (AVERAGE, ("{last}", "--outptu", "x.pt"), 2, "--output"),
         (AVERAGE, ("nowhere.pt",), 4, "There is no checkpoint at nowhere.pt"),
-        (AVERAGE, ("{last}", "--output", f"{__file__}/x.pt"), 6, "x.pt.partial could not be written"),
+        (AVERAGE, ("{last}", "--output", f"{__file__}/x.pt"), 6, "x.pt cannot be written"),
+        (AVERAGE, ("{last}", "--output", __file__), 2, "is there already. Give another name, or --force"),
         (AVERAGE, ("konkani.nemo",), 4, "import_asr.py konkani.nemo konkani.pt"),
     ],
 )
@@ -185,6 +189,7 @@ def changed(named: NamedCheckpoint, part: str) -> NamedCheckpoint:
         "shape": {"states": {"model": model | {some: torch.cat([model[some], model[some]])}}},
         "names": {"states": {"model": {name: tensor for name, tensor in model.items() if name != some}}},
         "no model": {"states": {}},
+        "Whisper": {"states": {"model": {some: model[some]}, "pretrained": {}}},
         "not finite": {"states": {"model": model | {some: model[some] * float("nan")}}},
     }
     return NamedCheckpoint(part, dataclasses.replace(checkpoint, **changes[part]))
@@ -197,6 +202,7 @@ def changed(named: NamedCheckpoint, part: str) -> NamedCheckpoint:
         ("heads", "--attention_heads is 2 in the one and 4 in the other"),
         ("shape", "last and shape cannot be averaged: their weights"),
         ("names", "last and names cannot be averaged: their weights"),
+        ("Whisper", "last and Whisper cannot be averaged: they began with other models. Average"),
         ("no model", "The checkpoint no model holds no weights"),
         ("not finite", "The checkpoint not finite holds weights that are not finite"),
     ],
@@ -224,6 +230,8 @@ def averaged(trained: Trained) -> Path:
 
 def test_the_averaged_checkpoint_is_a_checkpoint_that_evaluates(trained, averaged, tmp_path):
     expected = average_checkpoints([trained.named("epoch_1"), trained.named("epoch_2")])
+    flags = ("--checkpoint_dir", str(trained.checkpoints), "--last", "1")
+    assert run_script(AVERAGE, *flags).returncode == 2  # and what is there stays
     for name, tensor in weights(read_checkpoint(averaged)).items():
         assert torch.equal(tensor, weights(expected)[name])
     scored = evaluate(averaged, trained.manifest, "--output", str(tmp_path / "hypotheses.jsonl"))

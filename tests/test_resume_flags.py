@@ -142,6 +142,7 @@ def test_a_finished_run_resumed_trains_nothing_more_and_reports(corpus, copy):
     before = read_checkpoint(copy / "checkpoints" / LAST)
     done = well(run_trainer(*base_flags(corpus, copy), "--resume", "auto"))
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == STEPS
+    assert f"--max_steps {STEPS}, step {STEPS} is the last. Larger numbers go on." in done.stdout
     after = read_checkpoint(copy / "checkpoints" / LAST)
     assert after.states["progress"] == before.states["progress"]
     assert all(torch.equal(after.states["model"][name], w) for name, w in before.states["model"].items())

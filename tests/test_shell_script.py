@@ -96,12 +96,14 @@ def test_the_script_leaves_a_model_that_has_learnt_its_shape_and_goes_on_when_st
         assert (last_of(told, "--preset"), last_of(told, "--resume")) == (preset, "auto")
 
 
-def test_the_script_lets_a_run_that_goes_on_keep_its_name(checkout):
+def test_the_script_lets_a_run_that_goes_on_keep_its_name_and_shape(checkout):
     given = ("--device", "cpu", "--train_manifest", "my/train.jsonl")
     (checkout / "checkpoints" / "my").mkdir(parents=True)
     (checkout / "checkpoints" / "my" / "checkpoint_last.pt").touch()
-    assert last_of(told_to_the_trainer(checkout, *given), "--run_name") is None
-    assert last_of(told_to_the_trainer(checkout, *given, "--fresh"), "--run_name") == "my"
+    told, anew = (told_to_the_trainer(checkout, *given, *more) for more in ((), ("--fresh",)))
+    assert (last_of(told, "--run_name"), last_of(anew, "--run_name")) == (None, "my")
+    # And its shape, whatever it began with: a preset for this machine would be another one.
+    assert (last_of(told, "--preset"), last_of(anew, "--preset")) == (None, "minimal")
 
 
 def test_the_script_goes_on_with_a_run_of_an_earlier_version_where_that_left_it(checkout):

@@ -289,6 +289,25 @@ def test_one_bad_file_does_not_stop_the_others(trained, folder, tmp_path):
     assert written == {"good.srt", "inside/good.srt", "silence.srt"}
     assert (tmp_path / "out" / "silence.srt").read_text() == ""
     assert (tmp_path / "out" / "good.srt").read_text(encoding="utf-8").startswith("1\n00:00:00,")
+    told = ((1, "good.srt"), (2, "inside/good.srt"), (5, "silence.srt"))  # of the six, each when it is done
+    assert re.findall("(.*) of 6: (.*)", done.stderr) == [(str(n), f"{tmp_path}/out/{name}") for n, name in told]
+
+
+def test_what_somebody_has_corrected_is_replaced_only_if_asked(trained, folder, tmp_path):
+    good, silence = tmp_path / "good.srt", tmp_path / "silence.srt"
+    flags = (folder / "good.wav", folder / "silence.flac", "--format", "srt", "--output_dir", tmp_path)
+    well(transcribe(trained, *flags))
+    said = good.read_bytes()
+    good.write_text("corrected")
+    silence.unlink()
+    refused = transcribe(trained, *flags)
+    assert refused.returncode == 2 and f"{good} is there already, one of 1. --existing keep" in refused.stderr
+    assert not silence.exists()
+    kept = well(transcribe(trained, *flags, "--existing", "keep"))
+    assert f"1 of 2: {good} is there already\n2 of 2: {silence}\n" == kept.stderr and silence.exists()
+    assert good.read_text() == "corrected"
+    well(transcribe(trained, *flags, "--existing", "replace"))
+    assert good.read_bytes() == said  # the negative control
 
 
 def test_what_is_printed_is_what_the_recogniser_says(trained, folder):

@@ -10,7 +10,6 @@ import bootstrap
 
 bootstrap.rerun_under_venv()
 
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ import tyro
 
 from konkanivani.base.command_line import read_flags, run_script
 from konkanivani.base.console import count
-from konkanivani.base.errors import ResourceError, UsageError
+from konkanivani.base.errors import UsageError
+from konkanivani.base.files import atomic_write, check_new_file
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
     from konkanivani.inference.averaging import NamedCheckpoint
@@ -41,6 +41,8 @@ class Flags:
     """Folder of a run, instead of naming its checkpoints."""
     last: int = 3
     """How many of the folder's epoch checkpoints to take, the newest ones."""
+    force: bool = False
+    """Replace a file that is there."""
 
 
 def check_flags(flags: Flags) -> None:
@@ -63,14 +65,10 @@ def average(flags: Flags) -> str:
     output = Path(flags.output) if flags.output else paths[0].parent / AVERAGED
     if is_name_of_a_run(output) or output.resolve() in [path.resolve() for path in paths]:
         raise UsageError(f"--output {output} is a name of the run's own checkpoints; name it {AVERAGED}, for example.")
+    check_new_file(output, flags.force)
     averaged = average_checkpoints(read_each(paths))
-    partial = output.with_name(output.name + ".partial")
-    write_checkpoint(partial, averaged)
-    try:
-        os.replace(partial, output)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ResourceError(f"{output} cannot be written: {error.strerror}. Give another --output.") from None
+    with atomic_write(output) as partial:
+        write_checkpoint(partial, averaged)
     names = ", ".join(path.name for path in paths)
     return f"{output}: the mean of {count(len(paths), 'checkpoint')} ({names})."
 

@@ -227,6 +227,7 @@ def rerun_under_venv():
     streams, puts the repository's root first on sys.path and sets the allocators' defaults.
     """
     mend_streams()
+    sys.excepthook = end_in_a_line
     sys.path.insert(0, ROOT)
     set_process_defaults(os.environ)
     was_rerun = os.environ.pop(RERUN_MARK, None)  # popped, so that processes started later may be rerun themselves
@@ -242,6 +243,14 @@ def rerun_under_venv():
         os.execv(VENV_PYTHON, [VENV_PYTHON] + command_line[1:])
     say("error: %s. %s, then start this again." % (why_not(missing, is_unfinished), HOW_TO_SET_UP))
     sys.exit(EXIT_RESOURCES)
+
+
+def end_in_a_line(kind, error, trace):
+    """Ends the process where Ctrl-C comes amid imports or the reading of flags, as the scripts do later."""
+    if issubclass(kind, KeyboardInterrupt):
+        say("Interrupted.")
+        os._exit(130)
+    sys.__excepthook__(kind, error, trace)
 
 
 def why_not(missing, is_unfinished):

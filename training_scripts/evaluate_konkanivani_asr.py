@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Literal
 from konkanivani.base.command_line import end_script, print_on_local_rank0, read_flags, run_script
 from konkanivani.base.config import DecodingConfig, PretrainedConfig
 from konkanivani.base.errors import UsageError
+from konkanivani.base.files import check_own_file
 from konkanivani.base.rules import check_decoding, check_pretrained
 from konkanivani.data.manifest import read_manifest
-from konkanivani.evaluation.hypotheses import TextPairs, check_output, other_system, read_pairs, write_hypotheses
+from konkanivani.evaluation.hypotheses import HYPOTHESES, TextPairs, other_system, read_pairs, write_hypotheses
 from konkanivani.evaluation.metrics import count_edits
 from konkanivani.evaluation.reports.html import check_page_path, write_page
 from konkanivani.evaluation.reports.score_json import score_json
@@ -89,8 +90,7 @@ def score(flags: Flags) -> str:
     with print_on_local_rank0():
         check_flags(flags)
     if flags.model is None:
-        if flags.output_path:
-            check_output(flags.output_path)
+        check_output(flags)
         return report_on(flags, read_pairs(flags.references, flags.hypotheses, flags.format))
     from konkanivani.recipe.ranks import in_ranks
 
@@ -131,9 +131,14 @@ def recognize(flags: Flags, topology: "Topology") -> TextPairs:
         trained = load_evaluation_model(flags.checkpoint, device, topology)
     else:
         trained = load_pretrained_evaluation(flags.pretrained, device, topology)
-    if flags.output_path:
-        check_output(flags.output_path)
+    check_output(flags)
     return recognize_manifest(trained, flags.model, manifest, flags.decoding)
+
+
+def check_output(flags: Flags) -> None:
+    """Raises the error of a file for the hypotheses that cannot be written, before the work and not after it."""
+    if flags.output_path:
+        check_own_file(flags.output_path, "--output", "list of hypotheses", HYPOTHESES)
 
 
 def check_flags(flags: Flags) -> None:

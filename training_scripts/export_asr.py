@@ -13,14 +13,15 @@ import bootstrap
 bootstrap.rerun_under_venv()
 
 import math
-import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from konkanivani.base.command_line import read_flags, run_script
-from konkanivani.base.errors import ResourceError, UsageError
+from konkanivani.base.console import say
+from konkanivani.base.errors import UsageError
+from konkanivani.base.files import atomic_write, check_new_file
 from konkanivani.base.units import parse_share
 from konkanivani.data.manifest import read_manifest
 
@@ -52,6 +53,8 @@ class Flags:
     """JSONL manifest on which the checkpoint and what was exported are scored and compared."""
     audio_roots: tuple[str, ...] = ()
     """Folders beside the manifest's own that its audio may lie in."""
+    force: bool = False
+    """Replace files that are there; a folder must be new."""
 
     @property
     def outputs(self) -> list[Path]:
@@ -83,8 +86,7 @@ def check_flags(flags: Flags) -> None:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UsageError(f"{path} is there already. Name a folder that is not, or is empty.")
     for path in flags.outputs:
-        if (path.exists() and not path.is_file()) or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            raise ResourceError(f"{path} cannot be written. Name a file in a folder of yours that exists.")
+        check_new_file(path, flags.force)
 
 
 def export(flags: Flags) -> str:
@@ -160,12 +162,12 @@ def export_folders(flags: Flags, checkpoint: "Checkpoint") -> list["Exported"]:
     base = read_base(tuned, flags.pretrained, flags.folders)
     if flags.adapter is not None:
         export_adapter(tuned, base, Path(flags.adapter))
-        print(f"{flags.adapter}: {size_in_words(size_of(Path(flags.adapter)))}", flush=True)
+        say(f"{flags.adapter}: {size_in_words(size_of(Path(flags.adapter)))}")
     if tuned.note():
-        print(tuned.note(), flush=True)
+        say(tuned.note())
     if flags.whisper is not None:
         out = Path(flags.whisper)
-        print(f"{export_whisper(tuned, base, out).sentence()}\n{out}: {size_in_words(size_of(out))}", flush=True)
+        say(f"{export_whisper(tuned, base, out).sentence()}\n{out}: {size_in_words(size_of(out))}")
         read = build_pretrained_model(read_pretrained(out), tuned.config.pretrained, torch.device("cpu"))
         forms.append(Exported("folder", out, recognize_with(read)))
     return forms
@@ -173,7 +175,6 @@ def export_folders(flags: Flags, checkpoint: "Checkpoint") -> list["Exported"]:
 
 def export_bundle(path: Path, speech_model: "SpeechModel") -> "Exported":
     """The bundle, written, read again and checked."""
-    from konkanivani.base.files import atomic_write
     from konkanivani.inference.bundle import bundle_bytes, read_bundle
     from konkanivani.inference.verify import Exported, check_bundle, recognize_with
 
@@ -187,11 +188,10 @@ def export_bundle(path: Path, speech_model: "SpeechModel") -> "Exported":
 
 def export_onnx(flags: Flags, speech_model: "SpeechModel") -> list["Exported"]:
     """The ONNX files asked for, written, read again and checked."""
-    from konkanivani.base.files import atomic_write
     from konkanivani.inference.onnx_export import build_onnx, quantize, read_onnx
     from konkanivani.inference.verify import TOLERANCE, Exported, check_onnx
 
-    print("Tracing the model for ONNX, which takes up to a minute.", flush=True)
+    say("Tracing the model for ONNX, which takes up to a minute.")
     model = build_onnx(speech_model)
     forms = []
     for name, path, tolerance in (("ONNX", flags.onnx, TOLERANCE), ("ONNX, int8", flags.int8, math.inf)):
@@ -232,7 +232,7 @@ def table(comparisons: list["FormScore"]) -> list[str]:
 
 def say_written(path: Path) -> None:
     """Prints the file's name and size."""
-    print(f"{path}: {size_in_words(path.stat().st_size)}", flush=True)
+    say(f"{path}: {size_in_words(path.stat().st_size)}")
 
 
 def size_in_words(size: int) -> str:

@@ -11,7 +11,6 @@ import bootstrap
 
 bootstrap.rerun_under_venv()
 
-import os
 import shlex
 import sys
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ from typing import Annotated
 import tyro
 
 from konkanivani.base.command_line import read_flags, run_script
-from konkanivani.base.errors import ResourceError, UsageError
+from konkanivani.base.errors import UsageError
+from konkanivani.base.files import atomic_write, check_new_file
 
 
 @dataclass(frozen=True)
@@ -49,20 +49,12 @@ def check_flags(flags: Flags) -> None:
         raise UsageError("What is read and what is written are files of their own. Give each its own name.")
     if is_name_of_a_run(output):
         raise UsageError(f"{output} is a name of a run's own checkpoints, which --resume takes. Name it imported.pt.")
-    if (
-        (output.exists() and not output.is_file())
-        or not output.parent.is_dir()
-        or not os.access(output.parent, os.W_OK)
-    ):
-        raise ResourceError(f"{output} cannot be written. Name a file in a folder of yours that exists.")
-    if output.exists() and not flags.force:
-        raise UsageError(f"{output} is there already. Give another name, or --force to replace it.")
+    check_new_file(output, flags.force)
 
 
 def run_import(flags: Flags) -> str:
     """Writes the checkpoint; returns what came in, what was left, and what to do next."""
     check_flags(flags)
-    from konkanivani.base.files import atomic_write
     from konkanivani.inference.nemo.imported import import_nemo
     from konkanivani.training.checkpoint.checkpoint import write_checkpoint
 

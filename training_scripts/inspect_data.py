@@ -18,6 +18,7 @@ from tyro.conf import Positional, arg
 
 from konkanivani.base.command_line import read_flags, run_script
 from konkanivani.base.config import TrainConfig
+from konkanivani.base.console import say
 from konkanivani.base.errors import DataError, UsageError
 from konkanivani.base.rules import check_config
 from konkanivani.evaluation.reports.html import check_page_path, write_page
@@ -61,7 +62,7 @@ def inspect(flags: Flags) -> str:
         write_page(flags.html, draw_page(diagnosis))
     text = health_json(diagnosis) if flags.json else health_lines(diagnosis)
     if not diagnosis.verdict.can_be_trained:
-        print(text, flush=True)
+        say(text)
         sys.exit(DataError.exit_code)
     return text
 

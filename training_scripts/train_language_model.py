@@ -12,7 +12,6 @@ import bootstrap
 bootstrap.rerun_under_venv()
 
 import math
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +21,8 @@ from typing import TYPE_CHECKING, Literal
 
 from konkanivani.base.command_line import read_flags, run_script
 from konkanivani.base.console import count
-from konkanivani.base.errors import DataError, ResourceError, UsageError
+from konkanivani.base.errors import DataError, UsageError
+from konkanivani.base.files import check_new_file
 
 if TYPE_CHECKING:  # usage errors do not wait for torch
     from konkanivani.data.text import Tokenizer
@@ -48,6 +48,8 @@ class Flags:
     """Tokens in the longest n-gram (None: 6 of characters, 4 of subwords)."""
     held_out: str | None = None
     """A text file, or a manifest (.jsonl), to measure the perplexity on."""
+    force: bool = False
+    """Replace a file that is there."""
 
 
 def check_flags(flags: Flags) -> None:
@@ -56,17 +58,13 @@ def check_flags(flags: Flags) -> None:
         raise UsageError("There is nothing to learn from: give --text sentences.txt, --manifest train.jsonl, or both.")
     if flags.order is not None and not 1 <= flags.order <= MAX_ORDER:
         raise UsageError(f"--order must be between 1 and {MAX_ORDER}, not {flags.order}.")
-    folder = Path(flags.output).parent
-    if Path(flags.output).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ResourceError(
-            f"The language model cannot be written to {flags.output}. Give another --output in a folder of yours."
-        )
     read = (flags.checkpoint, *flags.text, *flags.manifest, flags.held_out)
     inputs = [Path(file).resolve() for file in read if file]
     if Path(flags.output).resolve() in inputs:
         raise UsageError(
             f"--output {flags.output} would overwrite what is read. Give it another name, such as lm.arpa."
         )
+    check_new_file(Path(flags.output), flags.force)
 
 
 @dataclass

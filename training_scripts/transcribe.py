@@ -43,6 +43,8 @@ class Flags:
     """word: times of each word: in txt a line a word, in json a list of them, in subtitles a cue a word."""
     output_dir: str | None = None
     """Folder for a transcript of each file (None: print them)."""
+    existing: Literal["refuse", "keep", "replace"] = "refuse"
+    """Transcripts that are in it already: begin nothing, make only the others, or make them anew."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where to run."""
     longest_piece: float | None = None
@@ -90,7 +92,7 @@ def transcribe_files(flags: Flags, topology: "Topology", spooled: Path | None) -
         checkpoint, flags.decoding, flags.device, flags.longest_piece, flags.pause, flags.pretrained
     )
     output = Path(flags.output_dir) if flags.output_dir is not None else None
-    return Transcription(recognizer, flags.format, flags.timestamps, output, topology).run(recordings)
+    return Transcription(recognizer, flags.format, flags.timestamps, output, flags.existing, topology).run(recordings)
 
 
 def check_flags(flags: Flags) -> None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from konkanivani.base.console import say
-from konkanivani.base.errors import ResourceError, explained
+from konkanivani.base.errors import ResourceError, UsageError, explained
 from konkanivani.base.signals import defer_signals
 
 PIECE_BYTES = 2**20
@@ -41,6 +41,24 @@ def atomic_write(path: Path) -> Iterator[Path]:
     advice = "Free space, mend the folder, or name another."
     with explained(ResourceError, f"{path} could not be written", advice), atomic_replace(path) as partial:
         yield partial
+
+
+def check_new_file(path: Path, force: bool) -> None:
+    """Raises a ResourceError where no file could be written, a UsageError where one is there, but for `force`."""
+    if (path.exists() and not path.is_file()) or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ResourceError(f"{path} cannot be written. Name a file in a folder of yours that exists.")
+    if path.exists() and not force:
+        raise UsageError(f"{path} is there already. Give another name, or --force to replace it.")
+
+
+def check_own_file(path: Path, flag: str, kind: str, sign: str) -> None:
+    """A ResourceError where it cannot be written, a UsageError where the first line of what is there has no `sign`."""
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ResourceError(f"{flag} {path} cannot be written. Give a file in a folder of yours that exists.")
+    with explained(ResourceError, f"{flag} {path} cannot be read", "Give another path."):
+        line = path.open("rb").readline(1 << 20) if path.is_file() else b""
+    if path.exists() and sign.encode() not in line:
+        raise UsageError(f"{flag} {path} names a file that is no {kind}, and it would be lost: give another path.")
 
 
 def atomic_append(path: Path, data: bytes, header: bytes = b"") -> None:

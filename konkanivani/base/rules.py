@@ -311,7 +311,6 @@ def _pretrained_rules(config: PretrainedConfig) -> list[Rule]:
 
 
 def _run_rules(run: RunConfig) -> list[Rule]:
-    contradict = run.resume and (run.fresh or (run.init_from and run.resume != AUTO))
     return [
         (run.epochs == AUTO or run.epochs > 0, "--epochs must be at least 1"),
         (run.max_steps is None or run.max_steps > 0, "--max_steps must be at least 1"),
@@ -325,5 +324,5 @@ def _run_rules(run: RunConfig) -> list[Rule]:
             "--run_name must be a plain folder name",
         ),
         (run.resume is not None or not run.new_corpus, "--new_corpus goes on with a run: give --resume too"),
-        (not contradict, "--resume goes on with a run, --fresh and --init_from begin one: give one of them"),
+        (not (run.resume and run.fresh), "--resume goes on with a run, --fresh begins one: give one of them"),
     ]

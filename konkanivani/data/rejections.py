@@ -100,7 +100,8 @@ class Rejections:
         raise DataError(
             f"{len(broken):,} of the {count(rows, 'row')} of {manifest} {is_or_are(len(broken))} broken, more than "
             f"--max_rejected {self._most:.4g} allows:{named}{others}\n"
-            "Mend them or take them out, or allow more with --max_rejected."
+            f"Mend them or take them out{f' (all stand in {self._path})' if self._path else ''}, or allow more with "
+            "--max_rejected."
         )
 
 

@@ -2,7 +2,6 @@
 
 And the file that a run writes of it, a line an utterance."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -147,14 +146,8 @@ def decoding_words(config: DecodingConfig) -> str:
     return ", ".join(said)
 
 
+HYPOTHESES = '"hypothesis": '  # stands in each row
 COUNTS = ("word_errors", "words", "character_errors", "characters")
-
-
-def check_output(path: Path) -> None:
-    """Raises a ResourceError where the hypotheses could not be written, before the work and not after it."""
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ResourceError(f"The hypotheses cannot be written to {path}. Give another --output in a folder of yours.")
 
 
 def write_hypotheses(path: Path, texts: Sequence[ScoredText], edits: UtteranceEdits) -> None:

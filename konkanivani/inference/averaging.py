@@ -93,6 +93,8 @@ def _model_alone(named: NamedCheckpoint) -> NamedCheckpoint:
 
 def _differences(one: Checkpoint, other: Checkpoint) -> list[str]:
     """Why the mean of two models would be no model: settings of the shape, tokens, or tensors that differ."""
+    if one.states.get(STATE) != other.states.get(STATE):
+        return ["they began with other models"]
     pairs = zip(settings_of(config_from_text(one.config)), settings_of(config_from_text(other.config)), strict=True)
     found = [
         f"--{mine.name} is {mine.value} in the one and {theirs.value} in the other"
@@ -102,8 +104,6 @@ def _differences(one: Checkpoint, other: Checkpoint) -> list[str]:
     ]
     if one.tokenizer != other.tokenizer or one.vocab_size != other.vocab_size:
         found.append(f"their tokenizers differ ({one.vocab_size} and {other.vocab_size} tokens)")
-    if one.states.get(STATE) != other.states.get(STATE):
-        found.append("they began with other models")
     if not found and _shapes(one) != _shapes(other):
         found.append("their weights have other names, shapes or number formats")
     return found

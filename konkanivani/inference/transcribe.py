@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 import numpy as np
 from tqdm import tqdm
 
 from konkanivani.base.command_line import is_out_of_memory
 from konkanivani.base.console import count, printable
-from konkanivani.base.distributed import ALONE, Topology, gather
+from konkanivani.base.distributed import ALONE, Topology, from_first, gather
 from konkanivani.base.errors import DataError, ResourceError, UsageError
 from konkanivani.base.files import atomic_write, visible_files
 from konkanivani.data.audio.files import AudioSource, ShortAudio, UnusableAudio, claimed_header
@@ -25,6 +25,7 @@ from konkanivani.inference.recognizer import Recognizer
 from konkanivani.inference.subtitles import TextFormat, Timestamps, render
 from konkanivani.inference.transcript import Segment
 
+Existing = Literal["refuse", "keep", "replace"]
 Held = tuple[str, bool]  # a text to write, and whether on stderr
 
 
@@ -95,13 +96,15 @@ def output_paths(recordings: Sequence[Recording], directory: Path, text_format: 
 class Transcription:
     """How recordings become text; `output` is the folder of the transcripts, None for the screen.
 
-    Each rank of the topology takes its portion of the recordings; what goes to the screen the first one writes for all.
+    `existing` says what becomes of transcripts that are there, which somebody may have corrected. Each rank
+    of the topology takes its portion of the recordings; what goes to the screen the first one writes for all.
     """
 
     recognizer: Recognizer
     text_format: TextFormat
     timestamps: Timestamps
     output: Path | None
+    existing: Existing = "refuse"
     topology: Topology = ALONE
 
     def run(self, recordings: Sequence[Recording]) -> str:
@@ -111,7 +114,7 @@ class Transcription:
         could not be transcribed; where there is only one, it says what is wrong with it.
         """
         is_alone, failed = len(recordings) == 1, 0
-        targets = self._targets(recordings)
+        targets, done = self._targets(recordings)
         # Of a file that is not there its reader will tell.
         sizes = np.array([each.path.stat().st_size if each.path.is_file() else 0 for each in recordings])
         portion = partition(sizes, self.topology.world)[self.topology.rank]
@@ -119,7 +122,11 @@ class Transcription:
         with _Progress(shown, self.topology) as progress, _short_audio_told(progress):
             for number in portion:
                 try:
-                    self._transcribe(recordings[number], targets[number], progress, is_alone)
+                    if not done[number]:
+                        self._transcribe(recordings[number], targets[number], progress, is_alone)
+                    if self.output is not None:
+                        name = printable(targets[number]) + " is there already" * done[number]
+                        progress.write(f"{number + 1} of {len(targets)}: {name}\n", sys.stderr)
                 except UnusableAudio as error:
                     if is_alone:
                         raise
@@ -134,15 +141,22 @@ class Transcription:
             )
         return "" if self.output is None else f"{count(len(recordings), 'transcript', 'is/are')} in {self.output}."
 
-    def _targets(self, recordings: Sequence[Recording]) -> Sequence[Path | None]:
-        """Where each transcript goes, None for the screen."""
+    def _targets(self, recordings: Sequence[Recording]) -> tuple[Sequence[Path | None], list[bool]]:
+        """Where each transcript goes, None for the screen, and which are to be kept."""
         if self.output is not None:
-            return output_paths(recordings, self.output, self.text_format)
+            paths = output_paths(recordings, self.output, self.text_format)
+            there = from_first(self.topology, lambda: [path.exists() for path in paths])
+            if any(there) and self.existing == "refuse":
+                raise UsageError(
+                    f"{paths[there.index(True)]} is there already, one of {sum(there):,}. --existing keep makes the "
+                    "transcripts that are not there, --existing replace makes all anew; or give another --output_dir."
+                )
+            return paths, [self.existing == "keep" and is_there for is_there in there]
         if self.text_format in ("srt", "vtt") and len(recordings) > 1:
             raise UsageError(
                 f"Subtitles of {len(recordings)} recordings cannot stand in one place. Give an --output_dir for them."
             )
-        return [None] * len(recordings)
+        return [None] * len(recordings), [False] * len(recordings)
 
     def _transcribe(self, recording: Recording, target: Path | None, progress: "_Progress", is_alone: bool) -> None:
         try:

@@ -32,7 +32,7 @@ from konkanivani.recipe.origin import load_base, make_origin
 from konkanivani.recipe.planning.plan import resolve_placement, resolve_plan
 from konkanivani.recipe.planning.ranks import Ranks, needs_sharding
 from konkanivani.recipe.planning.state import device_costs
-from konkanivani.recipe.run_folders import REJECTED, keep_rejected, make_run_directory, move_aside, move_newer_aside
+from konkanivani.recipe.run_folders import listing_rejected, make_run_directory, move_aside, move_newer_aside
 from konkanivani.recipe.speech import RunSpeech, build_speech, loader_config, more_tokens, speech_sizes
 from konkanivani.recipe.start import Start
 from konkanivani.training.checkpoint.checkpoint import Stateful
@@ -59,17 +59,15 @@ def build_run(start: Start, report: Report = silent) -> Run:
     announce_card(device)
     run_directory = make_run_directory(start.config.run) if topology.is_first else None
     # A dry run lists nowhere what it leaves out; a run keeps an earlier one's list.
-    rejected = None if run_directory is None or start.config.run.dry_run else run_directory / REJECTED
-    if rejected and not start.resumed:
-        keep_rejected(run_directory)
-    speech = build_speech(start, device, rejected)
-    report("data", speech.sentence())
-    planner = speech.epoch_planner()
-    start = replace(start, config=(config := settle_stages(speech.config, planner)))
-    step, plan = build_planned_step(start, device, speech, planner, resident_before, report)
-    state = TrainState()
-    stateful = stateful_parts(start, step, state)
-    load_weights(start, speech.tokenizer, planner, step, state, stateful)
+    with listing_rejected(None if start.config.run.dry_run else run_directory, bool(start.resumed)) as rejected:
+        speech = build_speech(start, device, rejected)
+        report("data", speech.sentence())
+        planner = speech.epoch_planner()
+        start = replace(start, config=(config := settle_stages(speech.config, planner)))
+        step, plan = build_planned_step(start, device, speech, planner, resident_before, report)
+        state = TrainState()
+        stateful = stateful_parts(start, step, state)
+        load_weights(start, speech.tokenizer, planner, step, state, stateful)
     _learn_sizes(config, step)
     _tell_plan(config, step, speech.train, planner)
     if plan:

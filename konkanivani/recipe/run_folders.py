@@ -4,9 +4,11 @@ The log folder is for one process at a time; what earlier runs left under this o
 told, and never written over.
 """
 
+import contextlib
 import dataclasses
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from konkanivani.base.config import RunConfig
@@ -107,10 +109,27 @@ def _is_logged_to(folder: Path) -> bool:
     return False
 
 
-def keep_rejected(run_directory: Path) -> None:
-    """Gives an earlier run's list of what it left out another name, until its folder is moved aside."""
-    if (run_directory / REJECTED).exists() and not (run_directory / REJECTED_BEFORE).exists():
-        (run_directory / REJECTED).rename(run_directory / REJECTED_BEFORE)
+@contextlib.contextmanager
+def listing_rejected(run_directory: Path | None, is_resumed: bool) -> Iterator[Path | None]:
+    """The file in which a start lists what it leaves out; without a folder, None.
+
+    An earlier run's list has another name until its folder is moved aside. Where the start ends in the block and its
+    own holds nothing, that is removed and the earlier one is back.
+    """
+    if run_directory is None:
+        yield None
+        return
+    listed, before = run_directory / REJECTED, run_directory / REJECTED_BEFORE
+    if not is_resumed and listed.exists() and not before.exists():
+        listed.rename(before)
+    try:
+        yield listed
+    except BaseException:
+        if not listed.exists() or not listed.stat().st_size:
+            listed.unlink(missing_ok=True)
+            if before.exists():
+                before.rename(listed)
+        raise
 
 
 def move_aside(checkpointer: Checkpointer, run_directory: Path) -> None:

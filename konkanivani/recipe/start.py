@@ -20,7 +20,7 @@ from konkanivani.recipe.paths import check_paths, named_manifests
 from konkanivani.recipe.run_folders import take_log_folder
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
-from konkanivani.training.checkpoint.run_lock import RunLock, check_nobody_works
+from konkanivani.training.checkpoint.run_lock import RunLock, check_nobody_works, given_up_if_refused
 from konkanivani.training.logs.jsonl import LOG_NAME
 
 # What a checkpoint remembers of the files and folders that its run read and wrote.
@@ -142,7 +142,8 @@ def _begin(
     pretrained: Pretrained | None = None,
 ) -> Start:
     """The start, its log folder chosen and locked too."""
-    logs = take_log_folder(config.run, config_from_text(resumed.config).run if resumed else None)
+    with given_up_if_refused(lock):
+        logs = take_log_folder(config.run, config_from_text(resumed.config).run if resumed else None)
     locks = tuple(each for each in (lock, logs.lock) if each)
     return Start(dataclasses.replace(config, run=logs.run), locks, resumed, path, initial, pretrained)
 
@@ -180,13 +181,14 @@ def _resume(asked: Asked, path: Path, checkpoint: Checkpoint, report: Report, lo
 def _resume_newest(asked: Asked, report: Report) -> Start:
     run, folder = asked.config.run, asked.config.run.checkpoint_dir
     lock = _take_folder(run)
-    found = Checkpointer(folder, run.keep_checkpoints).read_newest_sound(sets_aside=not run.dry_run)
-    if found is None:
+    with given_up_if_refused(lock):
+        found = Checkpointer(folder, run.keep_checkpoints).read_newest_sound(sets_aside=not run.dry_run)
+        if found is not None:
+            return _resume(asked, *found, report, lock)
         check_idle_flags(asked.config, asked.given)
         config, initial, pretrained = _check_beginning(asked, report)
         say(f"No checkpoint in {folder} yet: training begins.")
         return _begin(config, lock, initial=initial, pretrained=pretrained)
-    return _resume(asked, *found, report, lock)
 
 
 def _take_folder(run: RunConfig) -> RunLock | None:

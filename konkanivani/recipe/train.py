@@ -27,6 +27,7 @@ from konkanivani.recipe.evaluation_model import (
 )
 from konkanivani.recipe.ranks import digest_of_code, digest_of_data, digest_of_flags, in_ranks
 from konkanivani.recipe.start import resolve_start
+from konkanivani.training.checkpoint.run_lock import given_up_if_refused
 from konkanivani.training.logs.records import RehearsalRecord
 from konkanivani.training.loop import train
 from konkanivani.training.rehearsal import rehearse
@@ -44,6 +45,10 @@ def train_and_report(asked: Asked) -> str:
         with run.logbook, write_sizes_on_error(run):
             if is_rehearsed(run.settings) and (run.state.step == 0 or run.settings.memory.replan):
                 tell_rehearsal(run)
+            if run.state.step and run.is_finished():
+                limits = ((name, getattr(run.config, name)) for name in ("epochs", "max_steps", "early_stop_epochs"))
+                named = " ".join(f"--{name} {limit}" for name, limit in limits if limit)
+                say(f"Nothing is left to train: with {named}, step {run.state.step} is the last. Larger numbers go on.")
             train(run)
         run.interruption.end_training()
         say(memory_table(run))
@@ -57,9 +62,10 @@ def build_in_ranks(asked: Asked, topology: Topology) -> Run:
         device = choose_device(asked.config.run.device).type
         check_same(topology, {"flags": digest_of_flags(asked.config), "code": digest_of_code(), "devices": device})
     start = resolve_start(asked, topology=topology)
-    if not topology.is_alone:
-        check_same(topology, {"data": digest_of_data(start.config)})
-    run = build_run(start)
+    with given_up_if_refused(*start.locks):
+        if not topology.is_alone:
+            check_same(topology, {"data": digest_of_data(start.config)})
+        run = build_run(start)
     run.interruption.install()
     if topology.is_first:
         run.checkpointer.discard_unfinished()
@@ -184,7 +190,7 @@ def summary_line(
         "checkpoint": checkpoint,
         "tensorboard": tensorboard,
     }
-    return json.dumps({name: json_value(value) for name, value in summary.items()}, allow_nan=False)
+    return json.dumps({name: json_value(value) for name, value in summary.items()}, ensure_ascii=False, allow_nan=False)
 
 
 def allocator_retries(phases: tuple[PhaseMemory, ...]) -> int | None:

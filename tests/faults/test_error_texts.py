@@ -1,6 +1,7 @@
 """Every error of ours says what to do, and every script ends bad usage with 2 and answers --help without torch."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -157,6 +158,17 @@ def test_negative_control_a_script_that_has_imported_torch_is_found(tmp_path):
     code = PROBE.format(script=tmp_path / "heavy.py", argument="--help")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stderr.splitlines()[-1] == "torch"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_ctrl_c_amid_imports_and_flags_is_one_line(script, tmp_path):
+    """The first file of tyro's that a script reads sends it the signal; another error still has its traceback."""
+    for line, code, said in (("raise KeyboardInterrupt", 130, "Interrupted.\n"), ("1 / 0", 1, "Traceback")):
+        (tmp_path / "tyro.py").write_text(line)
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(script_command(f"training_scripts/{script}"), env=environment, capture_output=True)
+        assert done.returncode == code and done.stdout == b"" and done.stderr.decode().startswith(said)
+        assert (code == 130) == (done.stderr.decode() == said)
 
 
 def test_the_trainers_help_lists_every_exit_code():

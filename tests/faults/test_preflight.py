@@ -22,7 +22,6 @@ from konkanivani.base.errors import (
 )
 from konkanivani.base.flags import config_to_text
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe import build as recipe
 from konkanivani.recipe import disk
 from konkanivani.recipe import speech as run_speech
 from konkanivani.recipe.build import build_run
@@ -33,7 +32,7 @@ from konkanivani.training.checkpoint.checkpointer import Checkpointer
 from konkanivani.training.checkpoint.run_lock import RunLock
 from konkanivani.training.loop import train
 from konkanivani.training.optimizer import OptimizerState
-from tests.conftest import TINY_MODEL, Corpus, run_folders, write_corpus
+from tests.conftest import TINY_MODEL, Corpus, run_folders, run_trainer, write_corpus
 from tests.starts import begin_run
 
 QUICK = ("--num_workers", "0", "--batch_size", "4", "--gradient_accumulation_steps", "1")
@@ -333,4 +332,22 @@ def test_the_test_part_of_a_resumed_run_is_looked_at_before_it_trains(corpus, tm
     said = refusal(DataError, *flags, "--resume", "auto", "--test_manifest", str(tmp_path / "gone.jsonl"))
     assert "--test_manifest" in said
     assert read_checkpoint(tmp_path / "checkpoints" / "checkpoint_last.pt").step == 1
-    assert recipe.REJECTED not in os.listdir(tmp_path)
+    assert "rejected_before.jsonl" not in os.listdir(tmp_path / "runs" / "default")
+
+
+def test_a_refused_start_leaves_nothing_but_what_is_to_be_looked_at(corpus, tmp_path):
+    """Nor does it take an earlier run's list of what it left out."""
+    flags = (*TINY_MODEL, *QUICK, *corpus.flags(), *run_folders(tmp_path / "new" / "one"), "--max_steps", "1")
+    too_small = (*flags, "--memory_budget", "1MiB")
+    for beginning in ((), ("--resume", "auto"), ("--run_name", "other")):
+        assert run_trainer(*too_small, *beginning).returncode == 6
+        assert os.listdir(tmp_path) == []
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text("{}\n" + Path(corpus.manifest("train")).read_text(encoding="utf-8"), encoding="utf-8")
+    flags += ("--train_manifest", str(cut))
+    refused, listed = run_trainer(*flags), tmp_path / "new" / "one" / "runs" / "default" / "rejected.jsonl"
+    assert refused.returncode == 3 and f"(all stand in {listed})" in refused.stderr
+    assert len(listed.read_text(encoding="utf-8").splitlines()) == 27  # its audio lies elsewhere
+    before = listed.read_bytes()
+    assert run_trainer(*too_small, "--fresh").returncode == 6 and listed.read_bytes() == before
+    assert sorted(os.listdir(listed.parent)) == [".lock", "rejected.jsonl"]

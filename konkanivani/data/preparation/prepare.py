@@ -170,7 +170,8 @@ def _check_source(task: Preparation) -> None:
 
 def _check_output(task: Preparation) -> None:
     """Raises a UsageError where the output holds what would be lost."""
-    there = [f"{split}.jsonl" for split in SPLITS if os.path.lexists(task.output / f"{split}.jsonl")]
+    names = (*(f"{split}.jsonl" for split in SPLITS), REPORT)
+    there = [name for name in names if os.path.lexists(task.output / name)]
     if there and not task.force:
         raise UsageError(
             f"{task.output} holds {' and '.join(there)} already. Give another --output, or --force to replace them."

@@ -44,4 +44,4 @@ def build_tokenizer(manifest: Manifest, config: TrainConfig) -> Tokenizer:
 
 def health_json(diagnosis: Diagnosis) -> str:
     """One line of JSON with everything that the report is made from."""
-    return json.dumps(dataclasses.asdict(diagnosis), allow_nan=False)
+    return json.dumps(dataclasses.asdict(diagnosis), ensure_ascii=False, allow_nan=False)

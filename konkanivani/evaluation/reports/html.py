@@ -1,13 +1,11 @@
 """A report as one page of HTML that needs nothing else: no network, no script, light and dark, any width."""
 
-import contextlib
 import html
-import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from konkanivani.base.errors import ResourceError, UsageError, explained
-from konkanivani.base.files import atomic_replace
+from konkanivani.base.errors import ResourceError, explained
+from konkanivani.base.files import atomic_replace, check_own_file
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #faf9f6; --card: #ffffff; --ink: #1c1d20; --soft: #5b5f66;
@@ -89,18 +87,8 @@ def draw_table(names: Iterable[str], rows: Iterable[str], numbers: Collection[st
 
 
 def check_page_path(path: str) -> None:
-    """Raises a ResourceError where no page can be written, a UsageError where something else would be lost to it."""
-    folder = os.path.dirname(path) or "."
-    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise ResourceError(f"--html {path} cannot be written: give a file in a folder that is there and is writable.")
-    beginning = b""
-    with contextlib.suppress(OSError):
-        if os.path.isfile(path):
-            with open(path, "rb") as file:
-                beginning = file.read(len(PAGE_START))
-    if os.path.exists(path) and beginning != PAGE_START.encode():
-        # "--html train.jsonl valid.jsonl" must not cost anybody a manifest.
-        raise UsageError(f"--html {path} names a file that is no page, and it would be lost: give another path.")
+    """Raises what check_own_file does: "--html train.jsonl valid.jsonl" must not cost anybody a manifest."""
+    check_own_file(Path(path), "--html", "page", PAGE_START)
 
 
 def write_page(path: str, page: str) -> None:

@@ -65,7 +65,7 @@ class PlanReport:
 
     def as_json(self) -> str:
         """One line of JSON."""
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
 
     def as_table(self) -> str:
         """The lines for a person."""

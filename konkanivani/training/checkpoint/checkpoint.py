@@ -7,6 +7,7 @@ checks every record's CRC first, because torch.load does not, and refuses what t
 import contextlib
 import errno
 import os
+import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -60,9 +61,10 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
             path.unlink(missing_ok=True)
         if error.__context__ is not None and not isinstance(error.__context__, Exception):
             raise error.__context__ from None  # a signal, which torch's writer has buried under an error of its own
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reasons = (getattr(each, "strerror", None) for each in (error, error.__context__))  # torch's own names places
+        reason, named = next(filter(None, reasons), str(error).splitlines()[0]), str(path).removesuffix(".partial")
         raise ResourceError(
-            f"The checkpoint {path} could not be written: {reason}. Free space or mend the folder."
+            f"The checkpoint {named} could not be written: {reason}. Free space or mend the folder."
         ) from None
 
 
@@ -100,6 +102,8 @@ def check_is_there(path: Path) -> None:
     advice = "Give the path of a checkpoint_*.pt file."
     if path.suffix == ".nemo":
         advice = f"Make one of NeMo's file: import_asr.py {path} {path.with_suffix('.pt')} does."
+    elif path.suffix == ".safetensors" and path.is_file() and not zipfile.is_zipfile(path):
+        advice = "It is a bundle or another's weights: transcribe.py takes a bundle, here give what it was exported of."
     elif path.is_file():
         return
     elif (path / "config.json").is_file():

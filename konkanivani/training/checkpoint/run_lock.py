@@ -37,10 +37,13 @@ class RunLock:
         The note stands in the lock's file, behind the process, for as long as nobody else takes the lock.
         """
         self.path, self._use = Path(directory) / LOCK_NAME, use
+        self.made = [place for place in self.path.parents if not place.exists()]
         with self.errors_explained():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file: TextIO = open(self.path, "a+", encoding="utf-8", errors="surrogateescape")
         _lock(self._file, self.path.parent, use)
+        if not os.fstat(self._file.fileno()).st_nlink:
+            raise ResourceError(f"{self.path.parent} was given up by another start just now. Start this again.")
         with self.errors_explained():
             self._file.truncate(0)
             self._file.write(f"{os.getpid()}\n{note}" if note else str(os.getpid()))
@@ -49,6 +52,21 @@ class RunLock:
     def errors_explained(self) -> contextlib.AbstractContextManager[None]:
         """Turns the system's errors in the folder into a ResourceError that names it."""
         return _explained(self.path.parent, self._use)
+
+
+@contextlib.contextmanager
+def given_up_if_refused(*locks: RunLock | None) -> Iterator[None]:
+    """Has a start that ends in the block leave no folder behind that it made, unless something else is in it by now."""
+    try:
+        yield
+    except BaseException:
+        for lock in filter(None, reversed(locks)):
+            with contextlib.suppress(OSError):
+                if lock.made and os.listdir(lock.path.parent) == [LOCK_NAME]:
+                    lock.path.unlink()
+                    for place in lock.made:
+                        place.rmdir()
+        raise
 
 
 def check_nobody_works(directory: str | Path, use: FolderUse = TRAINING) -> None:
