@@ -190,8 +190,8 @@ def set_malloc_options(environment):
     By itself malloc soon keeps blocks of up to 32 MiB in its heap, where freed tensors of mixed sizes leave holes that
     none of the next fit: more memory is resident than is in use (docs/LOG.md). And it gives each thread a heap, whose
     holes no other thread fills: micro-batches side by side would take a third of a gibibyte more. A user's own setting
-    stays. A heap that grows to the byte and shrinks at once has its large pages cleared again and again, in a tenth of a
-    step. Not by the environment: that counts only before a process starts, and other programs would inherit it.
+    stays. A heap that grows to the byte and shrinks at once has its large pages cleared again and again, for a tenth of
+    a step. Not by the environment: that counts only before a process starts, and other programs would inherit it.
     Elsewhere than on glibc nothing happens.
     """
     m_trim_threshold, m_top_pad, m_mmap_threshold, m_arena_max = -1, -2, -3, -8  # malloc.h
