@@ -69,7 +69,7 @@ def _lock(run: RunConfig, copied_from: Path | None) -> RunLock | None:
 
 def _check_is_log(folder: Path) -> None:
     """Raises a UsageError where a folder of something else, such as a corpus, would be moved aside as an old log."""
-    is_log = not folder.is_dir() or any((folder / name).exists() for name in (LOCK_NAME, LOG_NAME))
+    is_log = not folder.is_dir() or (folder / LOG_NAME).exists() or _owner_of(folder) is not None
     found = () if is_log else (path.name for path in visible_entries(folder))
     for name in (name for name in found if not name.startswith(("events.", "rejected"))):
         raise UsageError(f"{folder} holds {name} and is no run's log: give another --log_dir or --run_name.")
