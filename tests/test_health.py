@@ -19,6 +19,7 @@ from konkanivani.base.amount import resolve
 from konkanivani.base.config import DataConfig, TextConfig, TrainConfig
 from konkanivani.base.console import show_text
 from konkanivani.base.errors import DataError
+from konkanivani.base.files import check_own_file
 from konkanivani.data.audio.files import AudioSource, read_samples
 from konkanivani.data.batch import Speech
 from konkanivani.data.batching import EpochPlanner, cut_window, padded_seconds, same_size
@@ -45,7 +46,7 @@ from konkanivani.evaluation.reports.charts import draw_histogram
 from konkanivani.evaluation.reports.health_page import draw_page
 from konkanivani.evaluation.reports.health_report import build_tokenizer, diagnose
 from konkanivani.evaluation.reports.health_text import health_lines, sparkline
-from konkanivani.evaluation.reports.html import check_page_path, write_page
+from konkanivani.evaluation.reports.html import PAGE_START, write_page
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.speech import build_training_speech
 from tests.conftest import run_script
@@ -555,9 +556,8 @@ def test_a_page_replaces_nothing_but_a_page(small, tmp_path):
     code, _, error = inspect("--html", train, valid)
     assert code == 2 and "would be lost" in error and Path(train).read_bytes() == before
     page = tmp_path / "page.html"
-    check_page_path(str(page))
     write_page(str(page), draw_page(small.diagnosis()))
-    check_page_path(str(page))
+    check_own_file(page, "--html", "page", PAGE_START)
 
 
 def test_a_share_of_broken_rows_may_be_allowed(small):

@@ -102,7 +102,6 @@ def test_the_script_lets_a_run_that_goes_on_keep_its_name_and_shape(checkout):
     (checkout / "checkpoints" / "my" / "checkpoint_last.pt").touch()
     told, anew = (told_to_the_trainer(checkout, *given, *more) for more in ((), ("--fresh",)))
     assert (last_of(told, "--run_name"), last_of(anew, "--run_name")) == (None, "my")
-    # And its shape, whatever it began with: a preset for this machine would be another one.
     assert (last_of(told, "--preset"), last_of(anew, "--preset")) == (None, "minimal")
 
 

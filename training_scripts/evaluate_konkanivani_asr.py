@@ -23,7 +23,7 @@ from konkanivani.base.rules import check_decoding, check_pretrained
 from konkanivani.data.manifest import read_manifest
 from konkanivani.evaluation.hypotheses import HYPOTHESES, TextPairs, other_system, read_pairs, write_hypotheses
 from konkanivani.evaluation.metrics import count_edits
-from konkanivani.evaluation.reports.html import check_page_path, write_page
+from konkanivani.evaluation.reports.html import PAGE_START, write_page
 from konkanivani.evaluation.reports.score_json import score_json
 from konkanivani.evaluation.reports.score_page import draw_score_page
 from konkanivani.evaluation.reports.score_text import score_lines
@@ -160,7 +160,7 @@ def check_flags(flags: Flags) -> None:
     if flags.worst < 0:
         raise UsageError(f"--worst {flags.worst} must be at least 0.")
     if flags.html is not None:
-        check_page_path(flags.html)
+        check_own_file(Path(flags.html), "--html", "page", PAGE_START)
     inputs = [path for path in (*of_checkpoint, *of_texts, flags.compare) if path is not None]
     if flags.output_path and any(flags.output_path.resolve() == Path(path).resolve() for path in inputs):
         raise UsageError(f"--output {flags.output_path} is also read, and would be lost: give another path.")

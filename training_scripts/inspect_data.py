@@ -12,6 +12,7 @@ bootstrap.rerun_under_venv()
 
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import Positional, arg
@@ -20,8 +21,9 @@ from konkanivani.base.command_line import read_flags, run_script
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import say
 from konkanivani.base.errors import DataError, UsageError
+from konkanivani.base.files import check_own_file
 from konkanivani.base.rules import check_config
-from konkanivani.evaluation.reports.html import check_page_path, write_page
+from konkanivani.evaluation.reports.html import PAGE_START, write_page
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def inspect(flags: Flags) -> str:
     from konkanivani.evaluation.reports.health_text import health_lines
 
     if flags.html is not None:
-        check_page_path(flags.html)
+        check_own_file(Path(flags.html), "--html", "page", PAGE_START)
     diagnosis = diagnose(manifests, flags.train, flags.audio_utterances)
     if flags.html is not None:
         write_page(flags.html, draw_page(diagnosis))

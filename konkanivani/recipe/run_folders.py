@@ -13,7 +13,8 @@ from pathlib import Path
 
 from konkanivani.base.config import RunConfig
 from konkanivani.base.console import count, say
-from konkanivani.base.errors import ResourceError
+from konkanivani.base.errors import ResourceError, UsageError, explained
+from konkanivani.base.files import visible_entries
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer, first_free_name
 from konkanivani.training.checkpoint.run_lock import LOCK_NAME, LOGGING, RunLock, check_nobody_works
@@ -54,6 +55,7 @@ def run_folder(run: RunConfig) -> Path:
 
 def _lock(run: RunConfig, copied_from: Path | None) -> RunLock | None:
     folder = run_folder(run)
+    _check_is_log(folder)
     if run.dry_run:
         check_nobody_works(folder, LOGGING)
         return None
@@ -63,6 +65,14 @@ def _lock(run: RunConfig, copied_from: Path | None) -> RunLock | None:
         with lock.errors_explained():
             shutil.copytree(copied_from, folder, ignore=shutil.ignore_patterns(LOCK_NAME), dirs_exist_ok=True)
     return lock
+
+
+def _check_is_log(folder: Path) -> None:
+    """Raises a UsageError where a folder of something else, such as a corpus, would be moved aside as an old log."""
+    is_log = not folder.is_dir() or (folder / LOG_NAME).exists() or _owner_of(folder) is not None
+    found = () if is_log else (path.name for path in visible_entries(folder))
+    for name in (name for name in found if not name.startswith(("events.", "rejected"))):
+        raise UsageError(f"{folder} holds {name} and is no run's log: give another --log_dir or --run_name.")
 
 
 def _other_owner(run: RunConfig, earlier: RunConfig | None) -> Path | None:
@@ -113,8 +123,7 @@ def _is_logged_to(folder: Path) -> bool:
 def listing_rejected(run_directory: Path | None, is_resumed: bool) -> Iterator[Path | None]:
     """The file in which a start lists what it leaves out; without a folder, None.
 
-    An earlier run's list has another name until its folder is moved aside. Where the start ends in the block and its
-    own holds nothing, that is removed and the earlier one is back.
+    An earlier run's list has another name until its folder is moved aside, or until a start ends here with none.
     """
     if run_directory is None:
         yield None
@@ -187,10 +196,6 @@ def _copy_aside(run_directory: Path) -> Path | None:
 def make_run_directory(run: RunConfig) -> Path:
     """The run's log folder, made."""
     directory = run_folder(run)
-    try:
+    with explained(ResourceError, f"The log folder {directory} cannot be made", "Give another --log_dir."):
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ResourceError(
-            f"The log folder {directory} cannot be made: {error.strerror}. Give another --log_dir."
-        ) from None
     return directory

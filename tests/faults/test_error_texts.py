@@ -162,13 +162,13 @@ def test_negative_control_a_script_that_has_imported_torch_is_found(tmp_path):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_ctrl_c_amid_imports_and_flags_is_one_line(script, tmp_path):
-    """The first file of tyro's that a script reads sends it the signal; another error still has its traceback."""
+    """As the script comes to import tyro; another error still has its traceback."""
     for line, code, said in (("raise KeyboardInterrupt", 130, "Interrupted.\n"), ("1 / 0", 1, "Traceback")):
         (tmp_path / "tyro.py").write_text(line)
-        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-        done = subprocess.run(script_command(f"training_scripts/{script}"), env=environment, capture_output=True)
-        assert done.returncode == code and done.stdout == b"" and done.stderr.decode().startswith(said)
-        assert (code == 130) == (done.stderr.decode() == said)
+        own = {"env": os.environ | {"PYTHONPATH": str(tmp_path)}, "capture_output": True, "text": True}
+        done = subprocess.run(script_command(f"training_scripts/{script}"), **own)
+        assert done.returncode == code and done.stdout == "" and done.stderr.startswith(said)
+        assert (code == 130) == (done.stderr == said)
 
 
 def test_the_trainers_help_lists_every_exit_code():

@@ -258,6 +258,15 @@ def test_a_run_that_begins_anew_says_where_the_old_one_is_and_loses_nothing_of_i
     assert steps_logged(desk.folder / "runs" / "mine") == [1, 2]
 
 
+def test_a_corpus_is_no_old_log_to_be_moved_aside(desk, konkani):
+    (corpus := desk.folder / "runs" / "corpus").mkdir()
+    for name in ("rejected.jsonl", "train.jsonl"):  # as prepare_data.py leaves them
+        (corpus / name).touch()
+    ended = desk.train(konkani, "other", "corpus")
+    assert ended.code == 2 and f"{corpus} holds train.jsonl and is no run's log" in ended.output
+    assert len(os.listdir(corpus)) == 2 and not (desk.folder / "ck" / "other").exists()
+
+
 def begin_long_run(desk: Desk, corpus: Corpus) -> Fork:
     """A run that goes on until it is stopped; it has logged a step."""
     process = start_faulty(desk.flags(corpus, "long", "long", "--epochs", "5000"), desk.folder / "long.txt")

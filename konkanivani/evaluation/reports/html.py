@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from konkanivani.base.errors import ResourceError, explained
-from konkanivani.base.files import atomic_replace, check_own_file
+from konkanivani.base.files import atomic_replace
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #faf9f6; --card: #ffffff; --ink: #1c1d20; --soft: #5b5f66;
@@ -84,11 +84,6 @@ def draw_table(names: Iterable[str], rows: Iterable[str], numbers: Collection[st
     return (
         f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
-
-
-def check_page_path(path: str) -> None:
-    """Raises what check_own_file does: "--html train.jsonl valid.jsonl" must not cost anybody a manifest."""
-    check_own_file(Path(path), "--html", "page", PAGE_START)
 
 
 def write_page(path: str, page: str) -> None:
