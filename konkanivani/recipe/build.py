@@ -149,6 +149,8 @@ def take_checkpoint_folder(start: Start, run_directory: Path | None) -> Checkpoi
     """The run's folder of checkpoints, by the first rank cleared of what an earlier run or a later step left there."""
     run, resumed_step = start.config.run, start.resumed.step if start.resumed else None
     checkpointer = Checkpointer(run.checkpoint_dir, run.keep_checkpoints, resumed_step)
+    if run_directory is not None:  # what a kill left half written is no old checkpoint, to be kept in a folder beside
+        checkpointer.discard_unfinished()
     if run_directory is not None and start.resumed:
         move_newer_aside(checkpointer, run_directory, start.resumed_path, start.resumed)
     elif run_directory is not None:

@@ -67,8 +67,6 @@ def build_in_ranks(asked: Asked, topology: Topology) -> Run:
             check_same(topology, {"data": digest_of_data(start.config)})
         run = build_run(start)
     run.interruption.install()
-    if topology.is_first:
-        run.checkpointer.discard_unfinished()
     return run
 
 

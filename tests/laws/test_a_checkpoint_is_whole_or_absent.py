@@ -60,6 +60,17 @@ def test_killed_at_a_random_instant(tmp_path, seed):
     assert not list(tmp_path.glob("*.damaged"))
 
 
+def test_killed_between_the_names_of_a_save_the_next_one_leaves_nothing_beside(tmp_path):
+    for step in (1, 2):
+        Checkpointer(tmp_path, keep=2).save(checkpoint(step))
+    last, previous = tmp_path / "checkpoint_last.pt", tmp_path / "checkpoint_previous.pt"
+    previous.unlink()
+    previous.hardlink_to(last)  # as a kill before the last rename leaves them
+    Checkpointer(tmp_path, keep=2, step_of_last=2).save(checkpoint(3))
+    assert sorted(tmp_path.iterdir()) == [last, previous]
+    assert [read_checkpoint(path).step for path in (last, previous)] == [3, 2]
+
+
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.9999])
 def test_truncated(tmp_path, share, capsys):
     keeper = Checkpointer(tmp_path, keep=2)

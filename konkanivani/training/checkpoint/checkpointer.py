@@ -211,6 +211,7 @@ def _link(source: Path, target: Path) -> None:
             written.flush()
             os.fsync(written.fileno())
     os.replace(beside, target)
+    beside.unlink(missing_ok=True)  # renamed to another name of the same file, as a kill leaves one, it stays
 
 
 def _sync_directory(directory: Path) -> None:
