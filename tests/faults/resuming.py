@@ -37,7 +37,7 @@ SCHEDULE = ("--epochs", "3", "--max_steps", str(STEPS), "--save_steps", "2")
 TWO_BY_TWO = ("--batch_size", "2", "--gradient_accumulation_steps", "2")
 ONE_BY_FOUR = ("--batch_size", "1", "--gradient_accumulation_steps", "4")
 HALF_SCALE = 2.0**24  # seven windows are skipped until it fits, and one a little later
-POISONED = "audio/train_011.flac"  # the name it has in the manifest; its samples square to infinity
+POISONED = "audio/train_014.flac"  # the name it has in the manifest; its samples square to infinity
 # What wall-clock time and memory decide; all else in the log is a number of the training.
 MEASURED = (
     *("audio_seconds_per_second", "seconds", "waiting_seconds", "model_flops_utilisation", "gpu_utilisation"),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.model.front_end import FrontEnd
 from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders, start_cold
 from tests.faults.resuming import run_differences
@@ -48,12 +49,12 @@ def run_ranks(
     return said
 
 
-def hold_one_utterance() -> None:
-    """Gives rank 1 a memory that holds one utterance at a time; other ranks hold as many as they get."""
+def hold_two_seconds() -> None:
+    """Gives rank 1 a memory that holds 2.5 s of audio, any one utterance; other ranks hold as much as they get."""
     computed = FrontEnd.forward
 
     def forward(front_end, waveforms, sample_lengths, augment_seeds):
-        if len(waveforms) > 1 and augment_seeds is not None:
+        if waveforms.numel() > 2.5 * SAMPLE_RATE and augment_seeds is not None:
             raise MemoryError("the test's memory is full")
         return computed(front_end, waveforms, sample_lengths, augment_seeds)
 
