@@ -9,7 +9,7 @@ import soundfile
 
 from konkanivani.base.errors import DataError, UsageError
 from konkanivani.data.manifest import Utterance, read_manifest
-from konkanivani.data.synthetic.builtin_corpus import CorpusPlan, CorpusSize, build_builtin_corpus, plan_corpus
+from konkanivani.data.synthetic.builtin_corpus import CorpusSize, build_builtin_corpus, plan_corpus
 from konkanivani.data.synthetic.sentence_corpus import build_sentence_corpus, plan_splits, read_sentences
 from konkanivani.data.synthetic.speech_synthesis import SpeakingStyle, SpeechSynthesizer, UnspeakableError
 from konkanivani.data.synthetic.spoken_sentences import TEST_VOICES, TRAIN_VOICES, VALID_VOICES
@@ -71,15 +71,12 @@ def test_blank_and_repeated_lines_are_counted_and_the_others_kept_in_their_order
     assert (sentences.blank, sentences.repeated, sentences.left_out) == (2, 2, ())
 
 
-def all_sentences(plan: CorpusPlan) -> list[str]:
-    return [sentence.text for split in (plan.train, plan.valid, plan.test) for sentence in split]
-
-
 @pytest.mark.parametrize("count", [3, 4, 20, 750])
 def test_splits_are_a_partition_with_voices_of_their_own(count):
     sentences = [f"वाक्य {number}" for number in range(count)]
     plan = plan_splits(sentences, None, None)
-    assert sorted(all_sentences(plan)) == sorted(sentences)
+    planned = [sentence.text for split in (plan.train, plan.valid, plan.test) for sentence in split]
+    assert sorted(planned) == sorted(sentences)
     assert len(plan.valid) == max(1, round(0.05 * count)) and len(plan.test) == max(1, round(0.1 * count))
     for name, voices in SPLITS:
         assert {sentence.style.voice for sentence in getattr(plan, name)} <= set(voices)

@@ -14,7 +14,6 @@ from konkanivani.model.kernels.linear import Linear, LowRank
 
 LOW_RANK_TENSORS = ("low_rank.down", "low_rank.up")  # A and B, behind their layer's name
 OVER_TOKENS = ("ctc_head.", "decoder.embedding.", "decoder.output.")  # what another tokenizer has no use for
-BLANK_BIAS = -2.0
 
 
 def lower_parts(encoder: torch.nn.Module, config: TuningConfig) -> list[torch.nn.Module]:
@@ -28,9 +27,7 @@ def lower_parts(encoder: torch.nn.Module, config: TuningConfig) -> list[torch.nn
     name, number = ("freeze", freeze) if train is None else ("train_layers", train)
     if isinstance(number, int) and number > blocks:
         raise UsageError(f"--{name} {number}: the encoder has {blocks} blocks. Give fewer, or --freeze encoder.")
-    kept = 0 if freeze == "none" else freeze
-    if train is not None:
-        kept = blocks - train
+    kept = (0 if freeze == "none" else freeze) if train is None else blocks - train
     return [encoder.subsampling, *encoder.blocks[:kept]] if kept or train is not None else []
 
 
@@ -73,7 +70,7 @@ def begin_head(model: torch.nn.Module) -> None:
         if head.bias is not None:
             head.bias.zero_()
     if model.ctc_head is not None:
-        model.ctc_head.bias[0] = BLANK_BIAS  # the blank is token 0
+        model.ctc_head.bias[0] = -2.0  # the blank is token 0
 
 
 def merged(weights: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:

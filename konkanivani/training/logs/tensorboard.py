@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from konkanivani.base.files import atomic_append, sync_file
 from konkanivani.base.lengths import SAMPLE_RATE
-from konkanivani.evaluation.metrics import Edit, align_words
+from konkanivani.evaluation.metrics import align_words
 from konkanivani.memory.monitor import VALIDATION
 from konkanivani.training.logs.records import (
     CURVES,
@@ -118,15 +118,15 @@ def hypotheses_table(pairs: tuple[HypothesisPair, ...]) -> str:
     aligned = align_words([pair.reference for pair in pairs], [pair.hypothesis for pair in pairs])
     for pair, edits in zip(pairs, aligned, strict=True):
         texts = (
-            " ".join(_marked(word, edit) for edit, word in zip(edits, words, strict=True) if word)
+            " ".join(
+                _plain(word) if edit.kind == "hit" else f"<strong>{_plain(word)}</strong>"
+                for edit, word in zip(edits, words, strict=True)
+                if word
+            )
             for words in ([edit.reference for edit in edits], [edit.hypothesis for edit in edits])
         )
         rows.append(f"| {' | '.join([_plain(pair.utterance_id), *texts])} |")
     return "\n".join(rows)
-
-
-def _marked(word: str, edit: Edit) -> str:
-    return _plain(word) if edit.kind == "hit" else f"<strong>{_plain(word)}</strong>"
 
 
 def _plain(text: str) -> str:
