@@ -47,7 +47,7 @@ def test_there_are_48_cases_of_every_kind_that_is_promised():
 def test_a_difference_of_one_bit_or_kind_is_seen(bench):
     one = last_checkpoint(bench.undisturbed(Settings(precision="fp16")))
     other = last_checkpoint(bench.undisturbed(Settings(precision="fp16")))
-    assert one.states["progress"]["skipped_steps"] == 8 and one.step == STEPS - 4
+    assert one.step == 3 * 7 - one.states["progress"]["skipped_steps"] < STEPS  # windows of three epochs, some skipped
     assert checkpoint_differences(one, other) == []
     name = next(iter(other.states["model"]))
     other.states["model"][name].view(-1)[5] += 1e-7
