@@ -21,8 +21,9 @@ from typing import Literal
 from konkanivani.base.command_line import end_script, ignore_lost_output, read_flags, run_script
 from konkanivani.base.console import say
 from konkanivani.base.errors import AlreadyTold
+from konkanivani.base.files import check_own_file
 from konkanivani.recipe.comparison.candidates import Flag, check_data, choose_candidates, conditions_of, flags_in
-from konkanivani.recipe.comparison.comparison import check_conditions, compare, report_of
+from konkanivani.recipe.comparison.comparison import REPORT, check_conditions, compare, report_of
 from konkanivani.recipe.comparison.outcome import table_of
 from konkanivani.recipe.comparison.trainer import Trainer
 from konkanivani.training.checkpoint.run_lock import FolderUse, RunLock
@@ -68,6 +69,7 @@ def answer(arguments: list[str]) -> str:
     conditions = {name: conditions_of(config) for name, config in configs.items()}
     check_conditions(conditions, flags.folder)
     trainer, _lock = Trainer(TRAINER), RunLock(flags.folder, COMPARING)
+    check_own_file(flags.folder / REPORT, "--folder", "comparison", '{"models":')
     trainer.install()
     with ignore_lost_output():
         outcomes = compare(candidates, conditions, flags.folder, trainer)

@@ -11,6 +11,7 @@ bootstrap.rerun_under_venv()
 
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -88,11 +89,12 @@ def transcribe_files(flags: Flags, topology: "Topology", spooled: Path | None) -
         raise CheckpointError(
             "There is no checkpoint in checkpoints/. Give the path of one with --checkpoint, or train a model first."
         )
-    recognizer = build_recognizer(
-        checkpoint, flags.decoding, flags.device, flags.longest_piece, flags.pause, flags.pretrained
+    load = partial(
+        build_recognizer,
+        *(checkpoint, flags.decoding, flags.device, flags.longest_piece, flags.pause, flags.pretrained),
     )
     output = Path(flags.output_dir) if flags.output_dir is not None else None
-    return Transcription(recognizer, flags.format, flags.timestamps, output, flags.existing, topology).run(recordings)
+    return Transcription(load, flags.format, flags.timestamps, output, flags.existing, topology).run(recordings)
 
 
 def check_flags(flags: Flags) -> None:

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import dataclasses
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from types import UnionType
@@ -200,7 +201,7 @@ def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
         found.append(
             f"--ctc_weight is {weights[0]} here and {weights[1]} in the checkpoint, and 0 is a model without CTC"
         )
-    if stored.run.init_from != asked.run.init_from:
+    if len({run.init_from and os.path.realpath(run.init_from) for run in (stored.run, asked.run)}) > 1:
         found.append(f"--init_from is {asked.run.init_from} here and {stored.run.init_from} in the checkpoint")
     if stored.window_size != asked.window_size:
         found.append(

@@ -95,7 +95,7 @@ def parse_row(
     except UnicodeDecodeError:
         raise BadRow("not UTF-8") from None
     except (ValueError, RecursionError) as error:
-        raise BadRow(f"not a line of JSON ({error})") from None
+        raise BadRow(f"not a line of JSON ({error}); of a table prepare_data.py makes a manifest") from None
     if not isinstance(fields, dict):
         raise BadRow(f"a {type(fields).__name__} where a JSON object is expected")
     if not needs_text and fields.get("text") is None:

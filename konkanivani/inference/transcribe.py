@@ -4,7 +4,7 @@ import contextlib
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TextIO
@@ -100,7 +100,7 @@ class Transcription:
     of the topology takes its portion of the recordings; what goes to the screen the first one writes for all.
     """
 
-    recognizer: Recognizer
+    load: Callable[[], Recognizer]
     text_format: TextFormat
     timestamps: Timestamps
     output: Path | None
@@ -115,6 +115,7 @@ class Transcription:
         """
         is_alone, failed = len(recordings) == 1, 0
         targets, done = self._targets(recordings)
+        recognizer = self.load()  # seconds, after all that may be refused
         # Of a file that is not there its reader will tell.
         sizes = np.array([each.path.stat().st_size if each.path.is_file() else 0 for each in recordings])
         portion = partition(sizes, self.topology.world)[self.topology.rank]
@@ -123,7 +124,7 @@ class Transcription:
             for number in portion:
                 try:
                     if not done[number]:
-                        self._transcribe(recordings[number], targets[number], progress, is_alone)
+                        self._transcribe(recognizer, recordings[number], targets[number], progress, is_alone)
                     if self.output is not None:
                         name = printable(targets[number]) + " is there already" * done[number]
                         progress.write(f"{number + 1} of {len(targets)}: {name}\n", sys.stderr)
@@ -158,9 +159,11 @@ class Transcription:
             )
         return [None] * len(recordings), [False] * len(recordings)
 
-    def _transcribe(self, recording: Recording, target: Path | None, progress: "_Progress", is_alone: bool) -> None:
+    def _transcribe(
+        self, recognizer: Recognizer, recording: Recording, target: Path | None, progress: "_Progress", is_alone: bool
+    ) -> None:
         try:
-            segments = progress.follow(recording, self.recognizer.segments(recording.path))
+            segments = progress.follow(recording, recognizer.segments(recording.path))
             texts = render(segments, self.text_format, self.timestamps, str(recording))
             if target is not None:
                 write_text(target, texts)
