@@ -1,5 +1,6 @@
-"""A step of the same Conformer by this trainer whenever a line comes in; its seconds and live bytes go out."""
+"""A step of the same Conformer by this trainer at each line; its seconds go out, and live bytes where it says count."""
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -10,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from konkanivani.base.amount import resolve
-from konkanivani.base.config import DataConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
+from konkanivani.base.config import DataConfig, LossConfig, MemoryConfig, ModelConfig, OptimizerConfig, TrainConfig
 from konkanivani.data.batch import Batch, Window
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.model.architecture import architecture_of
@@ -32,7 +33,7 @@ MODEL = dataclasses.replace(
 )
 
 
-def main(seconds: float, threads: int) -> None:
+def main(seconds: float, threads: int, checkpointing: str, optimizer: str) -> None:
     torch.set_num_threads(threads)
     config = resolve(
         TrainConfig(
@@ -40,7 +41,8 @@ def main(seconds: float, threads: int) -> None:
             features=features_of(MODEL),
             data=DataConfig(micro_batches_at_once=1),
             loss=LossConfig(ctc_weight=1.0),
-            memory=MemoryConfig(gradient_checkpointing="always"),
+            optimizer=OptimizerConfig(optimizer=optimizer),
+            memory=MemoryConfig(gradient_checkpointing=checkpointing),
         )
     )
     parts = build_step_parts(config, architecture_of(config, 260), torch.device("cpu"), 1000)
@@ -50,14 +52,14 @@ def main(seconds: float, threads: int) -> None:
     window, step = Window((batch,), TOKENS, 1, seconds, 0.0), 0
     live = LiveBytes()
     live.count(parts.state_tensors())
-    for _ in sys.stdin:
+    for line in sys.stdin:
         live.restart_peak()
         started = time.perf_counter()
-        with live:
+        with live if line == "count\n" else contextlib.nullcontext():
             train_step(parts, window, step)
         step += 1
         print(json.dumps({"seconds": time.perf_counter() - started, "peak_mib": live.peak / 2**20}), flush=True)
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]))
+    main(float(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
