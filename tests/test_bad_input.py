@@ -115,6 +115,7 @@ MANIFESTS = {
     "audio with NUL": (b'\n{"audio_filepath": "a\\u0000", "duration": 1, "text": "a"}', "row 3: audio_filepath must"),
     "latin-1": (b'\n{"audio_filepath": "caf\xe9", "duration": 1, "text": "a"}', "row 3: not UTF-8"),
     "binary": (b"\n" + bytes(range(11, 256)), "row 3: not UTF-8"),
+    "table": (b"\nText", "row 3: not a line of JSON (Expecting value: line 1 column 1 (char 0)); of a table prepare_"),
     "nested": (b"\n" + b"[" * 100_000, "row 3: not a line of JSON"),
 }
 

@@ -172,6 +172,11 @@ def test_what_is_wrong_is_told_once_before_anything_is_trained(corpus, tmp_path)
     assert nothing.returncode == 2 and "nothing to compare" in nothing.stderr
     absent = run_script(SCRIPT, "--pretrained", str(tmp_path / "no"), *flags_of(corpus, folder))
     assert absent.returncode == 2 and "not there" in absent.stderr and not folder.exists()
+    folder.mkdir()
+    (folder / "comparison.json").write_text("mine")
+    done = run_script(SCRIPT, *presets, *flags_of(corpus, folder))
+    assert done.returncode == 2 and "is no comparison" in done.stderr
+    assert (folder / "comparison.json").read_text() == "mine"
 
 
 def test_without_a_test_manifest_there_is_nothing_to_compare_by(corpus):

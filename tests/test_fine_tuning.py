@@ -340,7 +340,7 @@ def test_the_score_at_the_start_stands_beside_every_later_one_and_is_kept_over_a
     expected = evaluate_manifest(load_evaluation_model(base, CPU), corpus.manifest("valid"), greedy_ctc)
     assert (first["step"], first["epoch"], first["cer"], first["wer"], first["loss"]) == (
         *(0, 0, expected.rates.cer, expected.rates.wer),
-        expected.losses.all,
+        pytest.approx(expected.losses.all, rel=1e-6),  # another number of threads sums otherwise
     )
     assert len(later) == 2 and later[0]["epoch"] == 1
     assert {(record["initial_wer"], record["initial_cer"]) for record in (first, *later)} == {
@@ -406,8 +406,8 @@ def test_a_run_does_not_go_on_otherwise_tuned(flag, base, corpus, tmp_path):
 
 
 def test_the_same_command_with_resume_auto_begins_and_goes_on_but_not_with_another_start(base, corpus, tmp_path):
-    for steps in (1, 3):
-        tuned(corpus, base, tmp_path / "twice", steps, "--resume", "auto")
+    for steps, start in ((1, base), (3, base.parent / ".." / base.parent.name / base.name)):
+        tuned(corpus, start, tmp_path / "twice", steps, "--resume", "auto")
     once, twice = tuned(corpus, base, tmp_path / "once", 3), weights_of(tmp_path / "twice")
     assert all(torch.equal(weight, twice[name]) for name, weight in once.items())
     path = str(tmp_path / "twice" / "checkpoints" / "checkpoint_last.pt")

@@ -300,7 +300,7 @@ def test_what_somebody_has_corrected_is_replaced_only_if_asked(trained, folder, 
     said = good.read_bytes()
     good.write_text("corrected")
     silence.unlink()
-    refused = transcribe(trained, *flags)
+    refused = run_script(TRANSCRIBE, *map(str, flags), "--checkpoint", "absent.pt")  # before anything is loaded
     assert refused.returncode == 2 and f"{good} is there already, one of 1. --existing keep" in refused.stderr
     kept = well(transcribe(trained, *flags, "--existing", "keep"))
     assert f"1 of 2: {good} is there already\n2 of 2: {silence}\n" == kept.stderr and silence.exists()

@@ -69,11 +69,7 @@ class Utterance:
 
 def row_of(utterance: Utterance) -> dict[str, object]:
     """The utterance as the fields of its row."""
-    row = {
-        "audio_filepath": utterance.audio_filepath,
-        "duration": round(utterance.duration, 4),
-        "text": utterance.text,
-    }
+    row = {"audio_filepath": utterance.audio_filepath, "duration": round(utterance.duration, 4), "text": utterance.text}
     if utterance.offset is not None:
         row["offset"] = round(utterance.offset, 4)
     if utterance.byte_count:

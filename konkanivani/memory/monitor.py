@@ -205,12 +205,7 @@ class MemoryMonitor:
     def _measure_resident(self, phase: str) -> PhaseMemory:
         resident, peak = resident_mib(), peak_resident_mib()
         reset_peak_resident()
-        return PhaseMemory(
-            phase=phase,
-            peak_mib=peak,
-            resident_mib=resident,
-            planned_mib=self._planned.get(phase),
-        )
+        return PhaseMemory(phase=phase, peak_mib=peak, resident_mib=resident, planned_mib=self._planned.get(phase))
 
 
 def _joined(before: PhaseMemory, now: PhaseMemory) -> PhaseMemory:

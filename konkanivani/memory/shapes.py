@@ -40,12 +40,7 @@ class Shape(torch.Tensor):
 def shape_of(meta: torch.Tensor, device: torch.device = CARD) -> Shape:
     """A Shape on this tensor of the meta device, which says that it is on `device`."""
     made = torch.Tensor._make_wrapper_subclass(
-        Shape,
-        meta.shape,
-        strides=meta.stride(),
-        storage_offset=meta.storage_offset(),
-        dtype=meta.dtype,
-        device=device,
+        Shape, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device=device
     )
     made.meta = meta
     return made

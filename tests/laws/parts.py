@@ -4,14 +4,7 @@ import dataclasses
 
 import torch
 
-from konkanivani.base.config import (
-    DataConfig,
-    FeatureConfig,
-    MemoryConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainConfig,
-)
+from konkanivani.base.config import DataConfig, FeatureConfig, MemoryConfig, ModelConfig, OptimizerConfig, TrainConfig
 from konkanivani.base.distributed import ALONE, Topology
 from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, same_size

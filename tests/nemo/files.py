@@ -105,7 +105,7 @@ def in_languages(sizes: Mapping[str, int]) -> Callable[[NemoParts], None]:
         parts.config["decoder"]["multisoftmax"] = True
         parts.config["joint"] |= {"multilingual": True, "language_keys": sorted(sizes, reverse=True)}
         parts.config["aux_ctc"]["decoder"] |= {
-            **{"vocabulary": vocabulary, "num_classes": len(vocabulary), "multisoftmax": True},
+            **{"vocabulary": vocabulary, "num_classes": len(vocabulary), "multisoftmax": True}
         }
         generator = torch.Generator().manual_seed(5)
         width = parts.config["encoder"]["d_model"]

@@ -30,16 +30,7 @@ from konkanivani.training.step import StepParts, StepReport, train_step
 from konkanivani.training.validation import RecognizedPortion, recognize_all
 from tests.laws.failing import ERRORS, above, failing_backward, failing_forward, once_at
 from tests.laws.parts import relative_difference, speeches, window
-from tests.whisper.parts import (
-    MODES,
-    SHAPE,
-    SPOKEN,
-    are_equal,
-    gradients,
-    is_trained,
-    whisper_config,
-    whisper_parts,
-)
+from tests.whisper.parts import MODES, SHAPE, SPOKEN, are_equal, gradients, is_trained, whisper_config, whisper_parts
 
 BOUND = 1e-9
 RECOMPUTED = ["never", "always"]
