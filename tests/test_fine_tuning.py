@@ -20,7 +20,7 @@ from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.adapters import OVER_TOKENS
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build import build_run
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.recipe.build_step import StateLayout, build_step_parts
 from konkanivani.recipe.evaluation_model import evaluate_manifest, load_evaluation_model
 from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint, write_checkpoint
@@ -195,7 +195,7 @@ def test_rounded_weights_give_nearly_the_same_losses(precision):
 def test_rounded_weights_give_the_same_steps_fetched_from_the_host():
     config, losses = tuned_config(dataclasses.replace(LORA, frozen_dtype="half")), []
     for place in (ON_CARD, Placement(fetched=3)):
-        parts = build_step_parts(config, architecture_of(config, 20), CPU, 100, placement=place)
+        parts = build_step_parts(config, architecture_of(config, 20), CPU, 100, layout=StateLayout(placement=place))
         losses.append([train_step(parts, window(spoken(), 2), number).loss for number in range(3)])
     assert losses[0] == losses[1]
 

@@ -16,7 +16,7 @@ from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
-from konkanivani.recipe.build_step import build_step_parts, memory_conditions
+from konkanivani.recipe.build_step import StateLayout, build_step_parts, memory_conditions
 from konkanivani.recipe.disk import checkpoint_bytes
 from konkanivani.recipe.planning.ranks import needs_sharding
 from konkanivani.recipe.planning.state import state_bytes
@@ -45,7 +45,8 @@ def config_of(kind: str, model: ModelConfig = WIDE) -> TrainConfig:
 
 def parts_of(kind: str, model: ModelConfig = WIDE, placement: Placement = ON_CARD) -> StepParts:
     config = config_of(kind, model)
-    return build_step_parts(config, architecture_of(config, VOCAB_SIZE), CPU, 100, placement=placement)
+    architecture, layout = architecture_of(config, VOCAB_SIZE), StateLayout(placement=placement)
+    return build_step_parts(config, architecture, CPU, 100, layout=layout)
 
 
 def in_double(kind: str) -> StepParts:

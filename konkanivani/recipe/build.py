@@ -27,7 +27,7 @@ from konkanivani.memory.plan import MemoryPlan, plan_sentences
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import frozen_count, parameter_count
 from konkanivani.recipe.beginning import count_steps, load_weights, settle_stages, whole_model
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.recipe.build_step import StateLayout, build_step_parts
 from konkanivani.recipe.origin import load_base, make_origin
 from konkanivani.recipe.planning.plan import resolve_placement, resolve_plan
 from konkanivani.recipe.planning.ranks import Ranks, needs_sharding
@@ -116,9 +116,8 @@ def build_planned_step(
         else resolve_placement(config, architecture, device, Ranks(topology.world, sharded), lambda _: True)
     )
     total_steps = count_steps(config, planner)
-    step = build_step_parts(
-        config, architecture, device, total_steps, topology=topology, sharded=sharded, placement=placement
-    )
+    layout = StateLayout(topology, sharded, placement)
+    step = build_step_parts(config, architecture, device, total_steps, layout=layout)
     if start.pretrained is not None:
         load_base(start.pretrained, whole := whole_model(start, step))
         if whole is not step.model:

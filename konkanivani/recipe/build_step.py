@@ -1,6 +1,7 @@
 """The parts of a training step, built from their settings."""
 
 import zlib
+from dataclasses import dataclass
 
 import torch
 
@@ -24,25 +25,35 @@ from konkanivani.training.step import StepParts
 AT_ONCE = 2  # micro-batches side by side where nobody says how many: half of a step's time on two cores (docs/LOG.md)
 
 
+@dataclass(frozen=True)
+class StateLayout:
+    """Where weights, gradients and the optimizer's state lie: whole or sharded on ranks, on the card or on the host."""
+
+    topology: Topology = ALONE
+    sharded: bool = False
+    placement: Placement = ON_CARD
+    host: torch.device = HOST
+    """What is fetched comes from there; in a trace it is no CPU."""
+
+
+WHOLE = StateLayout()
+
+
 def build_forward(
     config: TrainConfig,
     architecture: Architecture,
     device: torch.device,
     front_end: FeatureExtractor | None = None,
-    sharded_over: Topology | None = None,
-    placement: Placement = ON_CARD,
-    host: torch.device = HOST,
+    layout: StateLayout = WHOLE,
 ) -> ForwardPass:
-    """The model, freshly initialised from the seed, behind its front end; its weights sharded over ranks if given.
-
-    A front end that is given takes the place of the model's own, and `host` that of a CPU, as in a trace.
-    """
+    """The model, freshly initialised from the seed, behind its front end or the one that is given in its place."""
     config = resolve(config)  # what no amount of speech has decided
     torch.manual_seed(derive_seed(config.run.seed, "weights"))
     model = architecture.build()
-    if sharded_over is not None:
-        shard_model(model, sharded_over, device)
-    elif device.type != "cpu" and placement.is_on_card:  # a trace's tensors cannot be moved
+    placement, is_on_card = layout.placement, layout.placement.is_on_card
+    if layout.sharded:
+        shard_model(model, layout.topology, device)
+    elif device.type != "cpu" and is_on_card:  # a trace's tensors cannot be moved
         model.to(device)
     amp_dtype = choose_precision(config.memory, device)
     return ForwardPass(
@@ -54,8 +65,8 @@ def build_forward(
         device=device,
         amp_dtype=amp_dtype,
         objective=architecture.objective(config.loss),
-        weights=None if placement.is_on_card else PlacedWeights(model, placement, device, amp_dtype, host),
-        at_once=choose_at_once(config, device, is_sharded=sharded_over is not None) if placement.is_on_card else 1,
+        weights=None if is_on_card else PlacedWeights(model, placement, device, amp_dtype, layout.host),
+        at_once=choose_at_once(config, device, layout.sharded) if is_on_card else 1,
     )
 
 
@@ -73,13 +84,11 @@ def build_step_parts(
     device: torch.device,
     total_steps: int,
     front_end: FeatureExtractor | None = None,
-    topology: Topology = ALONE,
-    sharded: bool = False,
-    placement: Placement = ON_CARD,
-    host: torch.device = HOST,
+    layout: StateLayout = WHOLE,
 ) -> StepParts:
-    """Everything that a step works with, freshly initialised from the seed; `sharded`: sharded over the ranks."""
-    forward = build_forward(config, architecture, device, front_end, topology if sharded else None, placement, host)
+    """Everything that a step works with, freshly initialised from the seed."""
+    forward = build_forward(config, architecture, device, front_end, layout)
+    is_alone = layout.topology.is_alone
     return StepParts(
         forward=forward,
         optimizer=build_optimizer(forward.model, config.optimizer, architecture.tuning),
@@ -88,8 +97,8 @@ def build_step_parts(
         total_steps=total_steps,
         seed=config.run.seed,
         splits=OomHistory(memory_conditions(config, architecture, device)),
-        compute_gradient=sharded_gradient if sharded else local_gradient if topology.is_alone else summed_gradient,
-        topology=topology,
+        compute_gradient=sharded_gradient if layout.sharded else local_gradient if is_alone else summed_gradient,
+        topology=layout.topology,
     )
 
 

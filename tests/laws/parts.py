@@ -12,7 +12,7 @@ from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.recipe.build_step import StateLayout, build_step_parts
 from konkanivani.training.step import StepParts, train_step
 
 VOCAB_SIZE = 20
@@ -78,8 +78,8 @@ def double_parts(
     try:
         cpu = torch.device("cpu")
         architecture = architecture_of(config, vocab_size)
-        ranks = {"topology": topology, "sharded": sharded}
-        return build_step_parts(config, architecture, cpu, 100, **ranks, placement=placement)
+        layout = StateLayout(topology, sharded, placement)
+        return build_step_parts(config, architecture, cpu, 100, layout=layout)
     finally:
         torch.set_default_dtype(torch.float32)
 

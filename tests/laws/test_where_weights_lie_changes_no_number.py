@@ -18,7 +18,7 @@ from konkanivani.memory.weights import placement as placements
 from konkanivani.memory.weights.fetching import Fetcher
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.recipe.build_step import StateLayout, build_step_parts
 from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.optimizer import set_learning_rate
 from konkanivani.training.step import StepParts, train_step
@@ -88,8 +88,8 @@ def test_our_own_in_half_precision(placement: Placement, kind: str) -> None:
     config = TrainConfig(model=KINDS[kind], features=features_of(KINDS[kind]), memory=memory)
     found = []
     for place in (ON_CARD, placement):
-        architecture = architecture_of(config, 40)
-        found.append(build_step_parts(config, architecture, torch.device("cpu"), 10, placement=place))
+        architecture, layout = architecture_of(config, 40), StateLayout(placement=place)
+        found.append(build_step_parts(config, architecture, torch.device("cpu"), 10, layout=layout))
         found[-1] = dataclasses.replace(found[-1], forward=dataclasses.replace(found[-1].forward, at_once=1))
     assert not differing(*(weights_after(parts, dtype=torch.float32) for parts in found))
 

@@ -22,7 +22,7 @@ from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.folder import DIMENSIONS, TWINS, name_in_file
 from konkanivani.model.whisper.network import Whisper
 from konkanivani.model.whisper.shape import WhisperShape
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.recipe.build_step import StateLayout, build_step_parts
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts
 from tests.conftest import WORDS
 from tests.laws.parts import VOCAB_SIZE, speeches, window
@@ -85,8 +85,8 @@ def whisper_parts(
     torch.set_default_dtype(dtype)
     try:
         architecture = LearntWhisper(SHAPE, MODES[mode])
-        ranks = {"topology": topology, "sharded": sharded}
-        return build_step_parts(config or whisper_config(), architecture, CPU, 100, **ranks, placement=placement)
+        layout = StateLayout(topology, sharded, placement)
+        return build_step_parts(config or whisper_config(), architecture, CPU, 100, layout=layout)
     finally:
         torch.set_default_dtype(torch.float32)
 

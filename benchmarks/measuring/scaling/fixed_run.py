@@ -24,7 +24,7 @@ from konkanivani.data.batch import Speech, Window
 from konkanivani.data.batching import cut_window, partition, same_size
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.model.architecture import architecture_of
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.recipe.build_step import StateLayout, build_step_parts
 from konkanivani.training import step as training_step
 from konkanivani.training.step import StepParts, train_step
 
@@ -52,7 +52,9 @@ def fixed_window(utterances: int, topology: Topology = ALONE) -> Window:
 def build_parts(topology: Topology = ALONE, sharded: bool = False) -> StepParts:
     """The minimal preset's step parts on the CPU."""
     config, cpu = dataclasses.replace(TrainConfig(), model=PRESETS["minimal"]), torch.device("cpu")
-    return build_step_parts(config, architecture_of(config, VOCABULARY), cpu, 1000, topology=topology, sharded=sharded)
+    return build_step_parts(
+        config, architecture_of(config, VOCABULARY), cpu, 1000, layout=StateLayout(topology, sharded)
+    )
 
 
 class SumClock:

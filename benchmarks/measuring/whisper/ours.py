@@ -26,7 +26,7 @@ from konkanivani.model.adapters import LOW_RANK_TENSORS
 from konkanivani.model.asr import trained_parameters
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.folder import name_in_file
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.recipe.build_step import StateLayout, build_step_parts
 from konkanivani.training.step import train_step
 
 TUNINGS = {
@@ -64,10 +64,8 @@ class KonkaniVani:
         self.window = cut_window(build_speech(terms), same_size(terms.together), terms.special)
         self.resident_before = resident_mib()
         architecture = WhisperArchitecture(terms.shape, TUNINGS[terms.train], terms.audio_context)
-        placement = PLACEMENTS[entry.setting]
-        self.parts = build_step_parts(
-            config, architecture, choose_device(terms.device), TOTAL_STEPS, placement=placement
-        )
+        device, layout = choose_device(terms.device), StateLayout(placement=PLACEMENTS[entry.setting])
+        self.parts = build_step_parts(config, architecture, device, TOTAL_STEPS, layout=layout)
         fill(_named_as_in_files(self.parts.model))
         self.parameters = sum(parameter.numel() for parameter in trained_parameters(self.parts.model))
         self.steps = 0

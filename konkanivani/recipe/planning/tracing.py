@@ -16,7 +16,7 @@ from konkanivani.memory.traces import Traces
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.kernels.matmul import is_onednn_preferred
-from konkanivani.recipe.build_step import build_step_parts
+from konkanivani.recipe.build_step import StateLayout, build_step_parts
 from konkanivani.recipe.paths import cache_folder
 from konkanivani.recipe.ranks import digest_of_code
 from konkanivani.training.step import train_step
@@ -29,9 +29,9 @@ def build_tracer(
     """A tracer of this configuration's step, of the larger one where the head is trained alone at first."""
     tuning = dataclasses.replace(architecture.tuning, freeze_steps=0)
     architecture = dataclasses.replace(architecture, tuning=tuning)
-    places = {"placement": placement, "host": HOST}
+    layout = StateLayout(placement=placement, host=HOST)
     step = TracedStep(
-        build=lambda front_end: build_step_parts(config, architecture, CARD, 1, front_end, **places),
+        build=lambda front_end: build_step_parts(config, architecture, CARD, 1, front_end, layout),
         train=train_step,
         recognize=recognize,
     )
