@@ -21,6 +21,7 @@ bootstrap.rerun_under_venv()
 import json
 import statistics
 import subprocess
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +29,7 @@ from konkanivani.base.command_line import read_flags, run_script
 from konkanivani.base.errors import ResourceError
 
 HERE = Path(__file__).resolve().parent / "measuring" / "nemo"
+REST = 0.5  # seconds before each step: the other side's threads spin for a while when they have nothing to do
 COUNTED = 2  # steps before the timed ones: the optimizer of NeMo makes its state in the first
 
 
@@ -58,6 +60,7 @@ def begin(python: str, script: str, flags: Flags) -> subprocess.Popen:
 
 def one_step(side: subprocess.Popen, is_counted: bool) -> dict[str, float]:
     """Seconds and MiB of its next step; MiB of the last one that was counted."""
+    time.sleep(REST)
     side.stdin.write("count\n" if is_counted else "step\n")
     side.stdin.flush()
     for line in side.stdout:

@@ -3,13 +3,17 @@
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 import time
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(ROOT), str(ROOT / "training_scripts")]
+import bootstrap
+
 from konkanivani.base.amount import resolve
 from konkanivani.base.config import DataConfig, LossConfig, MemoryConfig, ModelConfig, OptimizerConfig, TrainConfig
 from konkanivani.data.batch import Batch, Window
@@ -34,6 +38,7 @@ MODEL = dataclasses.replace(
 
 
 def main(seconds: float, threads: int, checkpointing: str, optimizer: str) -> None:
+    bootstrap.set_malloc_options(os.environ)  # as at the head of each of our scripts
     torch.set_num_threads(threads)
     config = resolve(
         TrainConfig(
