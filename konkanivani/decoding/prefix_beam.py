@@ -43,11 +43,7 @@ class _Beam:
 
 @torch.no_grad()
 def prefix_beam_search(
-    log_probabilities: torch.Tensor,
-    encoded_lengths: Lengths,
-    beam: int,
-    best: int = 1,
-    fusion: Fusion | None = None,
+    log_probabilities: torch.Tensor, encoded_lengths: Lengths, beam: int, best: int = 1, fusion: Fusion | None = None
 ) -> list[tuple[Hypothesis, ...]]:
     """Each utterance's `best` likeliest hypotheses of log probabilities (B, T', V), likeliest first.
 

@@ -42,11 +42,7 @@ class Encoder(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(width)
 
     def forward(
-        self,
-        features: torch.Tensor,
-        feature_lengths: Lengths,
-        run_block: BlockRunner,
-        chunk_frames: int = CHUNK_FRAMES,
+        self, features: torch.Tensor, feature_lengths: Lengths, run_block: BlockRunner, chunk_frames: int = CHUNK_FRAMES
     ) -> tuple[torch.Tensor, Lengths]:
         encoded, _, encoded_lengths = self.with_middle(features, feature_lengths, run_block, chunk_frames)
         return encoded, encoded_lengths

@@ -111,11 +111,7 @@ def ctc_loss_sum(
 
 
 def attention_loss_sum(
-    decoded: torch.Tensor,
-    head: Head,
-    targets: torch.Tensor,
-    label_smoothing: float,
-    chunk_frames: int = CHUNK_FRAMES,
+    decoded: torch.Tensor, head: Head, targets: torch.Tensor, label_smoothing: float, chunk_frames: int = CHUNK_FRAMES
 ) -> torch.Tensor:
     """The summed, smoothed cross entropy of head(decoded (B, U + 1, D)) against targets (B, U + 1); padding is -1.
 
