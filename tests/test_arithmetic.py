@@ -22,7 +22,7 @@ VOCABULARY = 1000
 SHAPE = ModelConfig(d_model=48, encoder_layers=2, decoder_layers=1, attention_heads=2, subsampling_channels=16)
 ARCHITECTURE = HybridArchitecture(SHAPE, FeatureConfig(), VOCABULARY)
 OTHER_PARTS = {"attention_positions": "relative", "subsampling": "separable", "biases": False}
-MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+MATRIX_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
 @pytest.mark.parametrize("seconds", [(3.0, 3.0), (2.0, 6.0)])

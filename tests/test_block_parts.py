@@ -304,13 +304,13 @@ def test_spans_attend_within_themselves_alone():
 
 def test_scores_are_in_full_precision_whatever_the_autocast(monkeypatch):
     attention, norm = (module.float() for module in random_attention())
-    seen, attend = [], F.scaled_dot_product_attention
+    seen, score = [], torch.baddbmm
 
-    def noted(*vectors: torch.Tensor, attn_mask: torch.Tensor) -> torch.Tensor:
-        seen.extend(tensor.dtype for tensor in (*vectors, attn_mask))
-        return attend(*vectors, attn_mask=attn_mask)
+    def noted(*terms: torch.Tensor, alpha: float) -> torch.Tensor:
+        seen.extend(tensor.dtype for tensor in terms)
+        return score(*terms, alpha=alpha)
 
-    monkeypatch.setattr("konkanivani.model.relative.F.scaled_dot_product_attention", noted)
+    monkeypatch.setattr("torch.baddbmm", noted)
     x = torch.randn(1, 9, 12)
     full = attention(x, norm, laid_out(x, None))
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -4,7 +4,6 @@ B batch, T frames, N queries of a chunk, P distances, D model width, H heads, E 
 """
 
 import torch
-import torch.nn.functional as F
 
 from konkanivani.base.lengths import SMALL_CHUNK_FRAMES, Lengths
 from konkanivani.model.attention import Positions, SequenceLayout, project_heads
@@ -108,12 +107,11 @@ def attend_by_distance(
         bias = shifted((by_position * width**-0.5) @ by_distance, key.shape[2])
         if padding is not None:
             bias = bias.masked_fill(padding[:, None, None, :], -torch.inf)
-        if query.device.type != "cpu":
-            return F.scaled_dot_product_attention(by_content, *full[1:], attn_mask=bias).to(query.dtype)
-        # The same: where the bias is learnt, a CPU's own takes three passes more over the scores.
+        # SDPA's plain way, which a bias to be learnt leaves it, looks each row over for one without any key.
         query_rows, key_rows, value_rows = (part.flatten(0, 1) for part in (by_content, *full[1:]))
         scores = torch.baddbmm(bias.flatten(0, 1), query_rows, key_rows.mT, alpha=width**-0.5)
-        return (scores.softmax(-1) @ value_rows).view_as(query).to(query.dtype)
+        attended = (scores.softmax(-1) @ value_rows).view_as(query)
+    return attended.to(query.dtype)
 
 
 def shifted(scores: torch.Tensor, keys: int) -> torch.Tensor:
