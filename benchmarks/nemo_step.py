@@ -54,7 +54,7 @@ class Flags:
 def begin(python: str, script: str, flags: Flags) -> subprocess.Popen:
     """A side's process, which makes a step whenever it is sent a line, and answers with one."""
     words = [python, str(HERE / script), str(flags.seconds), str(flags.threads)]
-    words += [flags.gradient_checkpointing, flags.optimizer] if script == "ours.py" else []
+    words += [flags.gradient_checkpointing, flags.optimizer]  # which NeMo's side leaves unread
     return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 

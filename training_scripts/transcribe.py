@@ -90,8 +90,7 @@ def transcribe_files(flags: Flags, topology: "Topology", spooled: Path | None) -
             "There is no checkpoint in checkpoints/. Give the path of one with --checkpoint, or train a model first."
         )
     load = partial(
-        build_recognizer,
-        *(checkpoint, flags.decoding, flags.device, flags.longest_piece, flags.pause, flags.pretrained),
+        build_recognizer, checkpoint, flags.decoding, flags.device, flags.longest_piece, flags.pause, flags.pretrained
     )
     output = Path(flags.output_dir) if flags.output_dir is not None else None
     return Transcription(load, flags.format, flags.timestamps, output, flags.existing, topology).run(recordings)

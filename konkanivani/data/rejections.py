@@ -95,8 +95,8 @@ class Rejections:
         broken, rows = list(self._broken[manifest].values()), self._rows[manifest]
         if len(broken) <= self._most * rows:
             return
-        told = [f"row {found.row}{found.audio_filepath and ', '}{found.audio_filepath}" for found in broken[:NAMED]]
-        named = "".join(f"\n  {row}: {found.reason}" for row, found in zip(told, broken, strict=False))
+        told = [f"row {one.row}, {one.audio_filepath}".removesuffix(", ") + f": {one.reason}" for one in broken[:NAMED]]
+        named = "".join(f"\n  {line}" for line in told)
         others = f"\n  and {count(len(broken) - NAMED, 'other')}" if len(broken) > NAMED else ""
         raise DataError(
             f"{len(broken):,} of the {count(rows, 'row')} of {manifest} {is_or_are(len(broken))} broken, more than "

@@ -29,8 +29,10 @@ from tests.nemo.goldens import (
 def test_features_encoder_probabilities_and_text_are_nemos(name):
     found, has_texts = distances_of(FOLDER, name)
     assert ("features" in found) == (name != "separable") and min(map(len, texts(golden(name)))) > 5
-    # The lowest of 128 bands are narrow: there NeMo's own fp32 is 3e-5 from float64, and so is another processor's FFT.
-    assert found.pop("features", 0.0) <= 10 * NEAR and max(found.values()) <= NEAR and has_texts
+    if name == "parakeet":
+        # The lowest of 128 bands are narrow: NeMo's own fp32 is 3e-5 from float64 there, as another processor's FFT is.
+        assert found.pop("features") <= 10 * NEAR
+    assert max(found.values()) <= NEAR and has_texts
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -46,7 +48,7 @@ def test_alone_is_as_in_its_batch(name):
 
 def test_what_an_older_version_saved_hears_as_that_version_does():
     found, has_texts = distances_of(FOLDER, "older")
-    assert found.pop("features") <= 10 * NEAR and max(found.values()) <= NEAR and has_texts
+    assert max(found.values()) <= NEAR and has_texts and "features" in found
 
 
 def test_negative_control_with_the_other_versions_edges_it_is_another_model():
