@@ -20,10 +20,9 @@ from konkanivani.model.architecture import HybridArchitecture
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.attention import SequenceLayout
 from konkanivani.model.blocks import run_directly
-from konkanivani.model.encoder import Encoder
+from konkanivani.model.encoder import Encoder, PaddedSubsampling
 from konkanivani.model.front_end import LogMel
 from konkanivani.model.relative import RelativePositions, RelativeSelfAttention
-from konkanivani.model.subsampling import PaddedSubsampling
 from konkanivani.model.transfer import transfer_weights
 from tests.laws.parts import OTHER_FEATURES, OTHER_PARTS, relative_difference
 from tests.test_convolutions import differences, gradients

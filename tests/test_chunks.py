@@ -85,7 +85,7 @@ def test_subsampled_in_chunks_no_frame_is_lost_at_any_length(frames, chunk_frame
 
 def test_a_minute_is_run_in_one_piece(monkeypatch):
     """Up to CHUNK_FRAMES nothing is recomputed that was not recomputed before."""
-    for module in ("konkanivani.model.subsampling", "konkanivani.model.losses", "konkanivani.model.kernels.ctc"):
+    for module in ("konkanivani.model.encoder", "konkanivani.model.losses", "konkanivani.model.kernels.ctc"):
         monkeypatch.setattr(f"{module}.run_recomputed", None)
     parts = double_parts()
     spoken = dataclasses.replace(speeches(1)[0], waveform=torch.randn(60 * 16_000, dtype=torch.float64))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from konkanivani.model.encoder import Subsampling
 from konkanivani.model.kernels.depthwise import depthwise_conv
-from konkanivani.model.subsampling import Subsampling
 from tests.laws.parts import relative_difference
 
 BOUND = 1e-12

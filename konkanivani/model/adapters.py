@@ -10,7 +10,7 @@ import torch
 
 from konkanivani.base.config import TuningConfig
 from konkanivani.base.errors import UsageError
-from konkanivani.model.kernels.linear import Linear, LowRank
+from konkanivani.model.kernels.products import Linear, LowRank
 
 LOW_RANK_TENSORS = ("low_rank.down", "low_rank.up")  # A and B, behind their layer's name
 OVER_TOKENS = ("ctc_head.", "decoder.embedding.", "decoder.output.")  # what another tokenizer has no use for

@@ -15,7 +15,7 @@ from konkanivani.base.lengths import CHUNK_FRAMES, Lengths
 from konkanivani.model.blocks import BlockRunner, run_directly
 from konkanivani.model.decoder import Decoder
 from konkanivani.model.encoder import Encoder
-from konkanivani.model.kernels.linear import Linear
+from konkanivani.model.kernels.products import Linear
 from konkanivani.model.losses import LossSums, Objective, Spoken, attention_loss_sum, ctc_loss_sum
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.base.lengths import CHUNK_FRAMES, Lengths, padding_mask
-from konkanivani.model.kernels.linear import Linear, fused_linear
+from konkanivani.model.kernels.products import Linear, fused_linear
 from konkanivani.model.kernels.rotary import VarlenAttention
 
 Positions = tuple[torch.Tensor, ...]

@@ -13,7 +13,7 @@ from konkanivani.base.config import ModelConfig
 from konkanivani.model.attention import CrossAttention, Positions, SelfAttention, SequenceLayout
 from konkanivani.model.kernels.depthwise import depthwise_conv
 from konkanivani.model.kernels.dropout import Dropout
-from konkanivani.model.kernels.linear import Linear, fused_linear
+from konkanivani.model.kernels.products import Linear, fused_linear
 from konkanivani.model.relative import RelativeSelfAttention
 
 

@@ -13,7 +13,7 @@ from konkanivani.model.attention import RotaryPositions, SequenceLayout, key_mas
 from konkanivani.model.blocks import BlockRunner, DecoderBlock
 from konkanivani.model.cache import FIRST_ROOM, DecoderCache
 from konkanivani.model.kernels.dropout import Dropout
-from konkanivani.model.kernels.linear import Linear
+from konkanivani.model.kernels.products import Linear
 
 
 class Decoder(torch.nn.Module):

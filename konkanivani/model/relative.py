@@ -7,7 +7,7 @@ import torch
 
 from konkanivani.base.lengths import SMALL_CHUNK_FRAMES, Lengths
 from konkanivani.model.attention import Positions, SequenceLayout, project_heads
-from konkanivani.model.kernels.linear import Linear
+from konkanivani.model.kernels.products import Linear
 from konkanivani.model.kernels.recompute import run_recomputed
 
 

@@ -16,11 +16,10 @@ from konkanivani.memory.recovery import OomHistory
 from konkanivani.memory.weights.placement import HOST, ON_CARD, PlacedWeights, Placement
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.front_end import FeatureExtractor
-from konkanivani.training.forward import ForwardPass
 from konkanivani.training.gradient import local_gradient, sharded_gradient, summed_gradient
 from konkanivani.training.optimizers.build import build_optimizer
 from konkanivani.training.sharding import shard_model
-from konkanivani.training.step import StepParts
+from konkanivani.training.step import ForwardPass, StepParts
 
 AT_ONCE = 2  # micro-batches side by side where nobody says how many: half of a step's time on two cores (docs/LOG.md)
 

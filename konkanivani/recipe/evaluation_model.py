@@ -27,7 +27,7 @@ from konkanivani.recipe.build_step import build_forward
 from konkanivani.recipe.speech import build_evaluation_set
 from konkanivani.training.checkpoint.checkpoint import load_states, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import BEST, LAST
-from konkanivani.training.forward import ForwardPass
+from konkanivani.training.step import ForwardPass
 from konkanivani.training.validation import Evaluation
 
 

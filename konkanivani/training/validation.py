@@ -26,8 +26,8 @@ from konkanivani.decoding.decode import Decode
 from konkanivani.evaluation.metrics import ErrorRates, error_rates
 from konkanivani.memory.recovery import Attempts, Cut, OomHistory
 from konkanivani.model.losses import LossCounts, Losses, Objective
-from konkanivani.training.forward import ForwardPass
 from konkanivani.training.sharding import full_weights
+from konkanivani.training.step import ForwardPass
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from konkanivani.model.flops import product_rate
-from konkanivani.model.kernels.matmul import fast_linear
+from konkanivani.model.kernels.products import fast_linear
 
 SIDE = 1024  # of the matrices
 

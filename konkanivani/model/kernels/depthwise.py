@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.base.lengths import Lengths
-from konkanivani.model.kernels.matmul import in_own_precision
+from konkanivani.model.kernels.products import in_own_precision
 
 
 def depthwise_conv(x: torch.Tensor, depthwise: torch.nn.Conv1d, lengths: Lengths) -> torch.Tensor:

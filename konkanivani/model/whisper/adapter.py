@@ -15,7 +15,7 @@ import torch
 from konkanivani.base.config import TuningConfig
 from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.model.adapters import LOW_RANK_TENSORS
-from konkanivani.model.kernels.linear import Linear
+from konkanivani.model.kernels.products import Linear
 from konkanivani.model.whisper.files import check_finite, write_json
 from konkanivani.model.whisper.folder import WhisperFolder, name_in_file
 from konkanivani.model.whisper.whole_folder import check_is_new, whole_folder

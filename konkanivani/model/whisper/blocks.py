@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.model.cache import KeysAndValues
-from konkanivani.model.kernels.linear import Linear, fused_linear
+from konkanivani.model.kernels.products import Linear, fused_linear
 from konkanivani.model.whisper.shape import STRIDE, WhisperShape
 
 

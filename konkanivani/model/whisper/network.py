@@ -16,7 +16,7 @@ from konkanivani.model.asr import ASROutput
 from konkanivani.model.attention import key_mask_of
 from konkanivani.model.blocks import BlockRunner, run_directly
 from konkanivani.model.cache import FIRST_ROOM, DecoderCache
-from konkanivani.model.kernels.linear import fused_linear
+from konkanivani.model.kernels.products import fused_linear
 from konkanivani.model.kernels.recompute import ATTENTION
 from konkanivani.model.losses import LossSums, Objective, Spoken
 from konkanivani.model.whisper.blocks import DecoderBlock, EncoderBlock, Subsampling

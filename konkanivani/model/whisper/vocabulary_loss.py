@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from konkanivani.model.kernels.matmul import fast_linear, in_own_precision, weight_gradient
+from konkanivani.model.kernels.products import fast_linear, in_own_precision, weight_gradient
 from konkanivani.model.losses import TARGET_PADDING
 
 SLICE_NUMBERS = 2**21  # of a slice's logits, and of its part of the weight's gradient: 8 MiB in fp32

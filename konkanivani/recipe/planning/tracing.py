@@ -15,7 +15,7 @@ from konkanivani.memory.tracer import StepTracer, TracedStep
 from konkanivani.memory.traces import Traces
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.architecture import Architecture
-from konkanivani.model.kernels.matmul import is_onednn_preferred
+from konkanivani.model.kernels.products import is_onednn_preferred
 from konkanivani.recipe.build_step import StateLayout, build_step_parts
 from konkanivani.recipe.paths import cache_folder
 from konkanivani.recipe.ranks import digest_of_code

@@ -5,7 +5,7 @@ import torch
 from konkanivani.data.batch import Window
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.flops import product_rate, step_flop
-from konkanivani.model.kernels.matmul import fast_linear
+from konkanivani.model.kernels.products import fast_linear
 
 # The side of the square matrices whose product is the device's best, and how often it is timed: large enough to fill
 # the device; fp16's three matrices are 24 MiB on a card, fp32's 12 MiB on a CPU.
