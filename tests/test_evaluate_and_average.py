@@ -110,12 +110,13 @@ def test_what_was_written_scores_the_same_without_the_checkpoint_and_against_it(
     rows = [json.loads(line) for line in Path(scored["hypotheses"]).read_text(encoding="utf-8").splitlines()]
     perfect = [json.dumps({"audio_filepath": r["audio_filepath"], "hypothesis": r["reference"]}) for r in rows[1:]]
     other.write_text("\n".join(perfect))
-    more = ("--normalize", "spell", "--compare", str(other), "--html", str(page), "--output", str(tmp_path / "out"))
+    more = ("--normalize", "spell", "--compare", str(other), "--html", str(page), "--decode", "prefix")
     compared = evaluate(trained.path("best"), trained.manifest, *more)
     assert compared["comparison"]["utterances"] == 4 and compared["comparison"]["other_wer"] == 0
     assert compared["comparison"]["difference"] > 0 and compared["normalize"] == "spell"
     said = page.read_text(encoding="utf-8")
-    assert "checkpoint_best.pt, step" in said and "greedy" in said and "Compared" in said
+    assert "checkpoint_best.pt, step" in said and "prefix" in said and "Compared" in said
+    assert compared["hypotheses"] == scored["hypotheses"].replace("marked", "marked.prefix")  # beside the greedy ones
 
 
 BUNDLE = str(ROOT / "tests" / "nemo" / "parakeet.safetensors")

@@ -62,8 +62,8 @@ class Flags:
     html: str | None = None
     """Write the report as a page too, to this file."""
     output: str | None = None
-    """File of the hypotheses with their errors (None: CHECKPOINT.MANIFEST.hypotheses.jsonl beside the checkpoint;
-    without a checkpoint: no file)."""
+    """File of the hypotheses with their errors (None: CHECKPOINT.MANIFEST.hypotheses.jsonl beside the checkpoint, with
+    the search in its name unless it is greedy; without a checkpoint: no file)."""
     json: bool = False
     """Print one line of JSON instead of sentences; rates are shares."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -81,8 +81,9 @@ class Flags:
         """`output`, or the file beside the checkpoint that is named after both."""
         if self.output is not None or self.checkpoint is None:  # a folder that others have made stays as it is
             return None if self.output is None else Path(self.output)
-        checkpoint = Path(self.checkpoint)
-        return checkpoint.parent / f"{checkpoint.stem}.{Path(self.manifest).stem}.hypotheses.jsonl"
+        checkpoint, decode = Path(self.checkpoint), self.decoding.decode
+        searched = "" if decode == DecodingConfig.decode else f".{decode}"  # two searches' hypotheses lie side by side
+        return checkpoint.parent / f"{checkpoint.stem}.{Path(self.manifest).stem}{searched}.hypotheses.jsonl"
 
 
 def score(flags: Flags) -> str:
