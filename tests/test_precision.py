@@ -6,7 +6,7 @@ import torch
 from konkanivani.base.config import ModelConfig
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.blocks import run_directly
-from konkanivani.model.kernels import linear
+from konkanivani.model.kernels import products
 from konkanivani.model.kernels.recompute import run_recomputed
 from konkanivani.model.losses import attention_loss_sum, ctc_loss_sum
 
@@ -46,6 +46,6 @@ def test_backward_inside_of_autocast_is_backward_outside(half_forward, way, utte
 
 
 def test_negative_control_a_backward_that_heeds_what_surrounds_it_is_another(monkeypatch):
-    heeding = linear._Linear.backward.__wrapped__
-    monkeypatch.setattr(linear._Linear, "backward", staticmethod(heeding))
+    heeding = products._Linear.backward.__wrapped__
+    monkeypatch.setattr(products._Linear, "backward", staticmethod(heeding))
     assert len(unlike(False, "whole", 1)) > 30

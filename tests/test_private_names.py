@@ -13,7 +13,7 @@ import torch
 
 from konkanivani.model.attention import RotaryPositions, SelfAttention, SequenceLayout
 from konkanivani.model.encoder import Encoder
-from konkanivani.model.kernels import matmul, rotary
+from konkanivani.model.kernels import products, rotary
 from tests.conftest import ROOT
 from tests.laws.parts import MODEL
 
@@ -102,12 +102,12 @@ def test_no_other_is_used():
 
 
 def test_without_onednns_products_they_are_pytorchs(monkeypatch):
-    monkeypatch.setattr(matmul, "_is_onednn_faster", lambda: True)
+    monkeypatch.setattr(products, "_is_onednn_faster", lambda: True)
     rows, matrix = torch.randn(80, 70), torch.randn(90, 70)
-    assert matmul.is_by_onednn(rows)
-    monkeypatch.setattr(matmul, "HAS_OPERATOR", False)
-    assert not matmul.is_by_onednn(rows)
-    assert torch.equal(matmul.fast_linear(rows, matrix), torch.nn.functional.linear(rows, matrix))
+    assert products.is_by_onednn(rows)
+    monkeypatch.setattr(products, "HAS_OPERATOR", False)
+    assert not products.is_by_onednn(rows)
+    assert torch.equal(products.fast_linear(rows, matrix), torch.nn.functional.linear(rows, matrix))
 
 
 class Watched:

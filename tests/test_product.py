@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from konkanivani.model.kernels import matmul as products
+from konkanivani.model.kernels import products
 from konkanivani.model.kernels.products import MIN_ROWS, fast_linear, weight_gradient
 
 SHAPES = [(391, 256, 1024), (391, 1024, 256), (MIN_ROWS, 144, 576), (97, 64, 1000)]

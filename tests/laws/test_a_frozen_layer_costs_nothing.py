@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from konkanivani.model.asr import trained_parameters
-from konkanivani.model.kernels import linear
+from konkanivani.model.kernels import products
 from konkanivani.training.optimizer import OptimizerState
 from konkanivani.training.optimizers.build import build_optimizer
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts, train_step
@@ -63,7 +63,7 @@ def test_steps_leave_what_is_frozen_as_it_is(layer, at_once, two_threads):
 
 def weight_products(parts: StepParts, monkeypatch: pytest.MonkeyPatch) -> Counter[torch.Size]:
     """The gradients of weights that linear layers make in a window, by their shapes."""
-    made, product = Counter(), linear.weight_gradient
+    made, product = Counter(), products.weight_gradient
 
     def counted(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         result = product(left, right)
@@ -71,7 +71,7 @@ def weight_products(parts: StepParts, monkeypatch: pytest.MonkeyPatch) -> Counte
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(linear, "weight_gradient", counted)
+        patch.setattr(products, "weight_gradient", counted)
         gradients(parts)
     return made
 
