@@ -2,24 +2,12 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from konkanivani.model.kernels import products
 from konkanivani.model.kernels.products import MIN_ROWS, fast_linear, weight_gradient
+from tests.tracers import Calls
 
 SHAPES = [(391, 256, 1024), (391, 1024, 256), (MIN_ROWS, 144, 576), (97, 64, 1000)]
-
-
-class SeenKinds(TorchDispatchMode):
-    """The operators that ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds = []
-
-    def __torch_dispatch__(self, kind, types, args=(), kwargs=None):
-        self.kinds.append(kind)
-        return kind(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +18,9 @@ def taken_on_any_processor(monkeypatch):
 
 
 def ways_through_onednn(function, *inputs) -> int:
-    with SeenKinds() as seen:
+    with Calls() as calls:
         function(*inputs)
-    return seen.kinds.count(torch.ops.mkldnn._linear_pointwise.default)
+    return calls.counts[torch.ops.mkldnn._linear_pointwise.default]
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,6 +1,9 @@
-"""Tracers and what they have traced, one for each model and device, shared by all tests of a process."""
+"""What counts operations; tracers and what they have traced, one for each model and device, shared by a process's tests."""
 
 import functools
+from collections import Counter
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from konkanivani.base.config import TrainConfig
 from konkanivani.memory.devices import DeviceCosts
@@ -11,6 +14,18 @@ from konkanivani.recipe.planning.tracing import build_tracer
 
 VOCAB_SIZE = 40
 ONLY_TENSORS = DeviceCosts("a device", is_cuda=False, rounding=1, workspace=0, context=0)
+
+
+class Calls(TorchDispatchMode):
+    """How often each operation is run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.counts[operation] += 1
+        return operation(*args, **(kwargs or {}))
 
 
 @functools.cache

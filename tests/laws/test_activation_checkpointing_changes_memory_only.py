@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from konkanivani.base.randomness import seed_step
@@ -12,20 +11,9 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.model.encoder import Encoder
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts
 from tests.laws.parts import KINDS, MODEL, double_parts, speeches, window, with_dropout
+from tests.tracers import Calls
 
-
-class CountProducts(TorchDispatchMode):
-    """Counts matrix products and convolutions, which recomputing does again."""
-
-    COUNTED = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default, torch.ops.aten.convolution.default)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.products = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.products += func in self.COUNTED
-        return func(*args, **(kwargs or {}))
+PRODUCTS = torch.ops.aten.addmm.default, torch.ops.aten.mm.default, torch.ops.aten.convolution.default
 
 
 def trained(parts: StepParts) -> tuple[list[torch.Tensor], int]:
@@ -33,11 +21,11 @@ def trained(parts: StepParts) -> tuple[list[torch.Tensor], int]:
     cut = window(speeches(4), 2)
     seed_step(parts.seed, 5)
     parts.model.train()
-    with CountProducts() as count:
+    with Calls() as calls:
         sums = [forward_and_backward(parts, batch, loss_counts(cut)) for batch in cut.micro_batches]
     tensors = [t for s in sums for t in (s[0].detach(), s[1].detach())]
     tensors += [p.grad for p in parts.model.parameters()] + list(parts.model.buffers())
-    return tensors, count.products
+    return tensors, sum(calls.counts[product] for product in PRODUCTS)
 
 
 @pytest.mark.parametrize("kind", ["conformer", "other parts"])

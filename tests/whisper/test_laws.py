@@ -5,11 +5,9 @@ What each law says is in tests/laws; that a plan bounds the peak and that resumi
 
 import dataclasses
 import time
-from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from konkanivani.data.batch import Batch, Window, order_for_concurrency
@@ -30,6 +28,7 @@ from konkanivani.training.step import StepParts, StepReport, train_step
 from konkanivani.training.validation import RecognizedPortion, recognize_all
 from tests.laws.failing import ERRORS, above, failing_backward, failing_forward, once_at
 from tests.laws.parts import relative_difference, speeches, window
+from tests.tracers import Calls
 from tests.whisper.parts import MODES, SHAPE, SPOKEN, are_equal, gradients, is_trained, whisper_config, whisper_parts
 
 BOUND = 1e-9
@@ -91,18 +90,6 @@ def test_recomputed_blocks_give_the_same_gradient_bit_for_bit(mode, policy):
     assert are_equal(*found)
     # Below all that is trained nothing is kept, so nothing is to be computed again.
     assert (flop[1] > flop[0]) == (policy(1.0).count > BLOCKS_BELOW[mode])
-
-
-class Calls(TorchDispatchMode):
-    """How often each operation is run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.counts[operation] += 1
-        return operation(*args, **(kwargs or {}))
 
 
 @every_mode
