@@ -68,7 +68,8 @@ def test_what_is_said_stays_and_is_not_told():
         run=RunConfig(epochs=3),
     )
     assert resolve(asked, LITTLE) == asked and decisions(asked, asked) == ""
-    assert decisions(one := dataclasses.replace(asked, run=RunConfig()), resolve(one, LITTLE)) == "--epochs 60"
+    one = dataclasses.replace(asked, run=RunConfig())
+    assert decisions(one, resolve(one, LITTLE)) == "--epochs 60"
 
 
 def test_a_run_that_goes_on_keeps_what_was_decided_though_auto_is_asked_for_again():

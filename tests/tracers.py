@@ -1,4 +1,4 @@
-"""What counts operations; tracers and what they have traced, one for each model and device, shared by a process's tests."""
+"""What counts operations; tracers and their traces, one for each model and device, shared by a process's tests."""
 
 import functools
 from collections import Counter

@@ -23,7 +23,7 @@ def trained(parts: StepParts) -> tuple[list[torch.Tensor], int]:
     parts.model.train()
     with Calls() as calls:
         sums = [forward_and_backward(parts, batch, loss_counts(cut)) for batch in cut.micro_batches]
-    tensors = [t for s in sums for t in (s[0].detach(), s[1].detach())]
+    tensors = [tensor for pair in sums for tensor in pair]
     tensors += [p.grad for p in parts.model.parameters()] + list(parts.model.buffers())
     return tensors, sum(calls.counts[product] for product in PRODUCTS)
 
@@ -40,8 +40,7 @@ def test_bit_for_bit_with_dropout_and_really_recomputed(kind):
 def test_a_recomputed_block_is_computed_once_more_and_no_more(monkeypatch):
     """Forward, twice as much backward, and forward again; the subsampling is a block."""
     monkeypatch.setattr(Encoder, "packs", False)  # else there is one attention and one convolution an utterance
-    per_window = 2
-    dropping = with_dropout(MODEL, 0.3)
+    per_window, dropping = 2, with_dropout(MODEL, 0.3)
     products = [trained(double_parts(dropping, mode))[1] for mode in ("never", "always")]
     in_blocks = per_window * (4 + 9 * MODEL.encoder_layers + 7 * MODEL.decoder_layers)
     assert products[1] - products[0] == in_blocks
