@@ -11,7 +11,6 @@ from konkanivani.base.config import (
     AugmentConfig,
     DataConfig,
     LossConfig,
-    ModelConfig,
     OptimizerConfig,
     RunConfig,
     TextConfig,
@@ -38,17 +37,9 @@ def test_the_amount_of_speech_decides_what_nobody_has_said(hours, tokens, ctc_we
     said = decisions(TrainConfig(), config)
     first = "shuffled" if hours >= 10 else "shortest_first"
     words = f"--epochs {epochs} --gradient_accumulation_steps {accumulation} --first_epoch {first} "
-    words += f"--tokenizer_type {tokens} --speed_perturbation {speeds} --ctc_weight {ctc_weight} --learning_rate 0.001"
+    words += f"--tokenizer_type {tokens} --speed_perturbation {speeds} --ctc_weight {ctc_weight}"
     assert said == words
     assert parse_flags(words.split()) == dataclasses.replace(config, model=PRESETS["original"])
-
-
-@pytest.mark.parametrize(("width", "rate"), [(64, 2e-3), (128, 2e-3), (160, 1.6e-3), (256, 1e-3), (512, 1e-3)])
-def test_narrow_models_learn_little_speech_faster_where_they_begin_from_nothing(width, rate):
-    config = TrainConfig(model=ModelConfig(d_model=width))
-    tuned = resolve(dataclasses.replace(config, run=RunConfig(init_from="a.pt")), LITTLE)
-    assert resolve(config, LITTLE).optimizer.learning_rate == pytest.approx(rate)
-    assert resolve(config).optimizer == tuned.optimizer == OptimizerConfig(learning_rate=1e-3)
 
 
 def test_what_has_learnt_already_hears_its_first_epoch_as_any_other_and_so_does_a_run_of_before():
@@ -64,7 +55,6 @@ def test_what_is_said_stays_and_is_not_told():
         text=TextConfig("bpe"),
         augment=AugmentConfig(speed_perturbation=(0.8, 1.2)),
         loss=LossConfig(ctc_weight=0.5),
-        optimizer=OptimizerConfig(learning_rate=1e-4),
         run=RunConfig(epochs=3),
     )
     assert resolve(asked, LITTLE) == asked and decisions(asked, asked) == ""

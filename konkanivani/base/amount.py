@@ -3,18 +3,16 @@
 import dataclasses
 from dataclasses import dataclass
 
-from konkanivani.base.config import AUTO, BASE_RATE, DEFAULT_EFFECTIVE_BATCH_SIZE, DataConfig, TrainConfig
+from konkanivani.base.config import AUTO, DEFAULT_EFFECTIVE_BATCH_SIZE, DataConfig, TrainConfig
 from konkanivani.base.rules import settings_of, with_values
 
-DECIDED = ("tokenizer_type", "ctc_weight", "epochs", "speed_perturbation", "gradient_accumulation_steps")
-DECIDED += ("first_epoch", "learning_rate")
+DECIDED = ("tokenizer_type", "ctc_weight", "epochs", "speed_perturbation", "gradient_accumulation_steps", "first_epoch")
 LITTLE_HOURS = 10.0  # with less, subwords are too rare to be learnt, and attention alone aligns too late
 HOURS_HEARD = 30.0  # of speech in all epochs together, where that is between the two bounds
 MIN_EPOCHS, MAX_EPOCHS = 20, 60
 MIN_TUNED_EPOCHS, MAX_TUNED_EPOCHS = 3, 10  # of a model that has learnt already
 WINDOW_SECONDS = 20.0  # of little speech in a step: twice the steps of half the speech learn more in as many epochs
 MIN_WINDOW_SIZE = 2
-RATE_WIDTH, MAX_RATE = 0.256, 2e-3  # narrow models bear more, in proportion (Yang et al., 2022); 128 wide this much
 TUNED_WINDOW_SIZE = 16  # utterances, of a model that has learnt already: as its makers' own recipes have it
 
 
@@ -51,12 +49,10 @@ def resolve(config: TrainConfig, amount: Amount = MUCH_SPEECH) -> TrainConfig:
     config = dataclasses.replace(config, data=_with_window(config.data, utterances))
     fewest, most = (MIN_TUNED_EPOCHS, MAX_TUNED_EPOCHS) if is_tuned else (MIN_EPOCHS, MAX_EPOCHS)
     from_nothing = not is_tuned and config.run.init_from is None
-    rate = min(MAX_RATE, max(BASE_RATE, RATE_WIDTH / config.model.d_model))
     chosen = {
         "tokenizer_type": AUTO if is_tuned else "char" if amount.is_little else "unigram",
         "ctc_weight": 1.0 if not config.model.decoder_layers else 0.7 if amount.is_little else 0.3,
         "speed_perturbation": (1.0,) if amount.is_little else (0.9, 1.0, 1.1),
-        "learning_rate": rate if amount.is_little and from_nothing else BASE_RATE,
         "first_epoch": "shortest_first" if amount.is_little and from_nothing else "shuffled",
         "epochs": round(min(most, max(fewest, HOURS_HEARD / max(amount.hours, 1e-9)))),
     }

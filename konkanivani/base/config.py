@@ -8,7 +8,6 @@ from typing import Literal
 
 AUTO = "auto"
 DEFAULT_EFFECTIVE_BATCH_SIZE = 8
-BASE_RATE = 1e-3  # of learning: its peak, of a model 256 wide
 AudioContext = Literal["window", "speech"]
 OLD_NAMES = {"rir_share": "rir_prob", "noise_share": "noise_prob"}  # in old command lines and checkpoints
 
@@ -268,9 +267,8 @@ class OptimizerConfig:
 
     optimizer: Literal["adamw", "adamw8bit", "adafactor"] = "adamw"
     """AdamW; with its moments in 8 bits; or Adafactor, which has next to none: 16, 10 and 8 bytes a trained number."""
-    learning_rate: float | Literal["auto"] = "auto"
-    """Peak learning rate (auto: 1e-3, or for less than ten hours of speech where the model begins from nothing
-    0.256 / --d_model, at most 2e-3)."""
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
     schedule: Literal["cosine", "inverse_sqrt"] = "cosine"
     """After the warm-up: cosine to a hundredth at the run's last step, or 1/sqrt(step)."""
     warmup_steps: int | Literal["auto"] = "auto"
