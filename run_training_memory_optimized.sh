@@ -51,7 +51,7 @@ for argument in "$@"; do
     case "$argument" in
         -h | --help) wants_help=yes ;;
         --fresh) begins_anew=yes ;;
-        --init[-_]from | --init[-_]from=* | --pretrained | --pretrained=*) has_shape=yes ;;
+        --init[-_]from | --init[-_]from=* | --pretrained | --pretrained=* | --preset | --preset=*) has_shape=yes ;;
     esac
     flag="$previous" value="$argument"
     if [[ "$argument" == --*=* ]]; then flag="${argument%%=*}" value="${argument#*=}"; fi
@@ -87,8 +87,6 @@ if [[ -z "$manifest" && $resumed == auto ]]; then
         --train_manifest data/builtin/train.jsonl
         --valid_manifest data/builtin/valid.jsonl
         --test_manifest data/builtin/test.jsonl)
-    # The narrow model learns these sentences better at twice the default; of few real voices it does not (docs/LOG.md).
-    if [[ $preset == minimal ]]; then defaults+=(--learning_rate 0.002); fi
 elif [[ $resumed == auto ]]; then
     # A corpus has a folder and a name of its own, after the folder of its manifest. A run of an earlier version, which
     # put all of them into one folder, goes on there.
@@ -108,7 +106,11 @@ fi
 
 # A model that has learnt already brings its shape, and a run that goes on has its own: a preset would ask for another.
 if [[ $begins_anew == no && -e "${folder:-checkpoints}/checkpoint_last.pt" ]]; then has_shape=yes; fi
-if [[ $has_shape == no ]]; then defaults+=(--preset "$preset"); fi
+if [[ $has_shape == no ]]; then
+    defaults+=(--preset "$preset")
+    # The built-in sentences are learnt better at twice the default rate, few real voices are not (docs/LOG.md).
+    if [[ -z "$manifest" && $preset == minimal ]]; then defaults+=(--learning_rate 0.002); fi
+fi
 
 # What a checkpoint that is named by its path is not told anew, it says itself.
 if [[ $resumed != auto ]]; then defaults=(); fi

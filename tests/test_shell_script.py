@@ -96,6 +96,12 @@ def test_the_script_leaves_a_model_that_has_learnt_its_shape_and_goes_on_when_st
         assert (last_of(told, "--preset"), last_of(told, "--resume")) == (preset, "auto")
 
 
+def test_only_the_built_in_corpus_and_the_scripts_own_preset_have_its_rate(checkout):
+    own = ["--train_manifest", "my/train.jsonl"]
+    for given, rate in (([], "0.002"), (own, None), (["--preset", "original"], None), (["--init_from", "x.pt"], None)):
+        assert last_of(told_to_the_trainer(checkout, "--device", "cpu", *given), "--learning_rate") == rate
+
+
 def test_the_script_lets_a_run_that_goes_on_keep_its_name_and_shape(checkout):
     given = ("--device", "cpu", "--train_manifest", "my/train.jsonl")
     (checkout / "checkpoints" / "my").mkdir(parents=True)
