@@ -27,5 +27,6 @@ stage "ruff check" "$PYTHON" -m ruff check .
 stage "lint-imports" "$PYTHON" -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 # A file of tests at a time on each core: most tests wait for child processes.
 stage "pytest" "$PYTHON" -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile "$@"
+if [[ -n "$(nvidia-smi -L 2>/dev/null || true)" ]]; then stage "pytest on the card" "$PYTHON" -m pytest --card "$@"; fi
 if [[ $status -ne 0 ]]; then echo "== failed" >&2; fi
 exit $status

@@ -43,7 +43,6 @@ for utterances in 8 64; do
         --markdown "$folder/peers_$utterances.md"
 done
 python3 benchmarks/growth.py --device cuda --mixed_precision --plot "$folder/growth.png"
-"$(python3 training_scripts/bootstrap.py --extras test)" -m pytest tests/test_host_reads.py
 
 echo "== the plan beside what the allocator gave"
 python3 benchmarks/plan_accuracy.py --full --device cuda
@@ -71,5 +70,5 @@ done
 python3 benchmarks/large_model.py --folder "$folder/large" --device cuda --steps 20 --size large-v3 --weights host \
     --budget 3.5GiB --mixed_precision
 
-echo "== the law that holds plan and measure together"
-"$(python3 training_scripts/bootstrap.py --extras test)" -m pytest tests/laws/test_a_planned_peak_bounds_the_measured_one.py
+echo "== the tests of a card: its step beside a CPU's, plan and measure, what a step waits for"
+"$(python3 training_scripts/bootstrap.py --extras test)" -m pytest --card

@@ -106,14 +106,32 @@ def write_surroundings(directory: Path) -> tuple[str, ...]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--quick`."""
+    """`--quick` and `--card`."""
     parser.addoption("--quick", action="store_true", help="leave out every test that starts a process")
+    parser.addoption("--card", action="store_true", help="run the tests of a CUDA card, and no others")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Has a test that is about to start a process be left out where that is asked for."""
+    """Has a test that is about to start a process be left out where that is asked for; hides a card from all others."""
+    config.addinivalue_line("markers", "card: what only a CUDA card shows")
+    if not config.getoption("--card"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if config.getoption("--quick"):
         sys.addaudithook(_leave_out)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test of a card is skipped where there is none or it is hidden."""
+    import torch  # not before tests.warm has set what it reads
+
+    on_card = config.getoption("--card")
+    of_card = [item for item in items if item.get_closest_marker("card")]
+    if on_card:
+        config.hook.pytest_deselected(items=[item for item in items if item not in of_card])
+        items[:] = of_card
+    why = "this machine has no CUDA card" if on_card else "it needs a CUDA card: pytest --card"
+    for item in of_card if not (on_card and torch.cuda.is_available()) else ():
+        item.add_marker(pytest.mark.skip(reason=why))
 
 
 def _leave_out(event: str, _arguments: tuple) -> None:

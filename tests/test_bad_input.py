@@ -80,8 +80,7 @@ def test_a_flag_that_cannot_work_ends_with_2_before_torch_is_imported(
 
 
 def test_a_device_that_is_not_there_and_a_manifest_that_is_not_given_end_with_2(corpus, tmp_path):
-    if not torch.cuda.is_available():
-        assert "--device cpu" in refused(2, tmp_path, "--device", "cuda", *corpus.flags())
+    assert "--device cpu" in refused(2, tmp_path, "--device", "cuda", *corpus.flags())
     assert "prepare_builtin_corpus.py" in refused(2, tmp_path, "--device", "cpu")
 
 

@@ -69,7 +69,8 @@ TWO = "import subprocess\ndef test_starts(): subprocess.run(['true'])\ndef test_
 
 
 @pytest.mark.parametrize("flags, said", [((), "2 passed"), (("--quick",), "1 passed, 1 skipped")])
-def test_quick_leaves_out_what_starts_a_process(flags, said, tmp_path):
+def test_quick_leaves_out_what_starts_a_process(flags, said, tmp_path, monkeypatch):
     (tmp_path / "test_two.py").write_text(TWO)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", *flags, tmp_path]
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # that one has none yet where it begins
     assert said in subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout

@@ -26,7 +26,7 @@ def choose_device(asked: str) -> torch.device:
         torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.cuda.get_arch_list(), torch.__version__
     )
     torch.set_float32_matmul_precision("high")  # TF32 where the card has it
-    return torch.device("cuda")
+    return torch.device("cuda", torch.cuda.current_device())  # PyTorch's limit of a card's memory asks for its number
 
 
 def choose_precision(config: MemoryConfig, device: torch.device) -> torch.dtype | None:

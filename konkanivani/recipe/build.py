@@ -245,7 +245,7 @@ def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainingSpeech, pla
     print(
         f"{step.architecture.description}, "
         f"{parameters}, {step.architecture.vocab_size} tokens, "
-        f"on {step.forward.device}{amp}; "
+        f"on {step.forward.device.type}{amp}; "
         f"{count(len(speech.utterances), 'utterance')}, {duration_words(hours)}; "
         f"{cut} utterances a step{side_by_side}, {count(planner.windows_per_epoch(), 'step')} an epoch, "
         f"{step.total_steps} in all.",

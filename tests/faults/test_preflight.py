@@ -57,7 +57,6 @@ def test_every_flag_that_cannot_work_is_told_at_once():
     assert len(said.splitlines()) == 6
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a device that is not there, which here is")
 def test_a_device_that_is_not_there_is_told_before_any_path(tmp_path):
     flags = ("--device", "cuda", "--train_manifest", "none.jsonl")
     assert "--device cpu" in refusal(UsageError, *flags, *run_folders(tmp_path))

@@ -17,6 +17,7 @@ from konkanivani.training.step import StepParts, train_step
 
 VOCAB_SIZE = 20
 ADAMW = OptimizerConfig()
+CPU = torch.device("cpu")
 MODEL = ModelConfig(
     d_model=16,
     encoder_layers=2,
@@ -68,18 +69,18 @@ def double_parts(
     sharded: bool = False,
     placement: Placement = ON_CARD,
     optimizer: OptimizerConfig = ADAMW,
+    device: torch.device = CPU,
 ) -> StepParts:
-    """Step parts in float64 on the CPU, micro-batches one after another; SpecAugment as in training."""
+    """Step parts in float64, on the CPU unless said, micro-batches one after another; SpecAugment as in training."""
     one_after_another = DataConfig(micro_batches_at_once=1)
     memory = MemoryConfig(gradient_checkpointing=recompute)
     features = features_of(model)
     config = TrainConfig(model=model, features=features, data=one_after_another, memory=memory, optimizer=optimizer)
     torch.set_default_dtype(torch.float64)
     try:
-        cpu = torch.device("cpu")
         architecture = architecture_of(config, vocab_size)
         layout = StateLayout(topology, sharded, placement)
-        return build_step_parts(config, architecture, cpu, 100, layout=layout)
+        return build_step_parts(config, architecture, device, 100, layout=layout)
     finally:
         torch.set_default_dtype(torch.float32)
 

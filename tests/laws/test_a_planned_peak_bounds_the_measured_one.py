@@ -85,7 +85,7 @@ def test_negative_control_the_plan_of_another_size_or_policy_is_not_within_the_b
         assert not 0.999 * measured <= planned <= 1.02 * measured
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: the CPU's bound is tested above")
+@pytest.mark.card
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_on_cuda_the_plan_bounds_what_the_allocator_gave(policy, half):

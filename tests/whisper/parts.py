@@ -25,10 +25,9 @@ from konkanivani.model.whisper.shape import WhisperShape
 from konkanivani.recipe.build_step import StateLayout, build_step_parts
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts
 from tests.conftest import WORDS
-from tests.laws.parts import VOCAB_SIZE, speeches, window
+from tests.laws.parts import CPU, VOCAB_SIZE, speeches, window
 from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files
 
-CPU = torch.device("cpu")
 SHAPE = WhisperShape(16, 2, 2, 2, 32, 80, VOCAB_SIZE, source_positions=100, target_positions=40)
 MODES = {
     "full": TuningConfig(),
@@ -80,13 +79,14 @@ def whisper_parts(
     topology: Topology = ALONE,
     sharded: bool = False,
     placement: Placement = ON_CARD,
+    device: torch.device = CPU,
 ) -> StepParts:
-    """Step parts on the CPU."""
+    """Step parts, on the CPU unless said."""
     torch.set_default_dtype(dtype)
     try:
         architecture = LearntWhisper(SHAPE, MODES[mode])
         layout = StateLayout(topology, sharded, placement)
-        return build_step_parts(config or whisper_config(), architecture, CPU, 100, layout=layout)
+        return build_step_parts(config or whisper_config(), architecture, device, 100, layout=layout)
     finally:
         torch.set_default_dtype(torch.float32)
 

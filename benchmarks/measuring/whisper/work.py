@@ -98,4 +98,5 @@ def fill(parameters: Iterator[tuple[str, torch.nn.Parameter]]) -> None:
     """Gives every matrix numbers that follow from its name in the files alone; LoRA's second ones stay 0."""
     for name, parameter in parameters:
         if parameter.dim() > 1 and "encoder.embed_positions" not in name and not name.endswith("lora_B"):
-            parameter.normal_(std=DEVIATION, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+            drawn = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            parameter.copy_(torch.empty(parameter.shape).normal_(std=DEVIATION, generator=drawn))

@@ -4,7 +4,10 @@ On CUDA the host's side of it is page-locked and a second stream carries it, so 
 block's products (Rajbhandari et al., 2021). Elsewhere the same copies are made in the same order, at once.
 """
 
-from collections.abc import Mapping, Sequence
+import mmap
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -36,15 +39,17 @@ class Fetcher:
         self._last = -1
         if device.type == "cuda" and ahead:
             self._stream = torch.cuda.Stream(device)
-            for weight in (weight for weights in sources for weight in weights.values()):
-                _lock_pages(weight)
+            locked = _lock_pages(weight for weights in sources for weight in weights.values())
+            # Before the weights are gone: what comes to lie there next would be read as it was.
+            weakref.finalize(self, _unlock_pages, locked).atexit = False
 
     def bring(self, number: int) -> dict[str, torch.Tensor]:
         """The block's weights on the card; the next one's are on their way then, in the direction of this pass."""
         coming, self._coming = self._coming, None
+        if coming is not None and coming.number != number:
+            self._await(coming)
         found = coming if coming is not None and coming.number == number else self._start(number)
-        if found.arrived is not None:
-            torch.cuda.current_stream(self._device).wait_event(found.arrived)
+        self._await(found)
         following = number + 1 if number > self._last else number - 1
         self._last = number
         if self._ahead and 0 <= following < len(self._sources) and (following > number or self._trains[following]):
@@ -53,7 +58,14 @@ class Fetcher:
 
     def forget(self) -> None:
         """Drops what is on its way: the weights that it is a copy of may have changed."""
+        if self._coming is not None:
+            self._await(self._coming)
         self._coming, self._last = None, -1
+
+    def _await(self, coming: _Coming) -> None:
+        """Has the main stream wait for the copies: before it works with them, or has their memory again."""
+        if coming.arrived is not None:
+            torch.cuda.current_stream(self._device).wait_event(coming.arrived)
 
     @torch.no_grad()
     def _start(self, number: int) -> _Coming:
@@ -84,9 +96,31 @@ def is_matrix(weight: torch.Tensor) -> bool:
     return weight.dim() in (2, 3) and weight.shape[1] > 1
 
 
-def _lock_pages(tensor: torch.Tensor) -> None:
-    """Has the system keep the tensor's pages in memory, where a card reads them by itself; where it refuses, slower.
+def on_own_pages(weight: torch.Tensor) -> torch.Tensor:
+    """A host tensor's copy that shares no page of memory with anything else, so that its pages can be locked.
 
     PyTorch's own page-locked memory is handed out in powers of two: up to twice as much.
     """
-    torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    pages = mmap.mmap(-1, max(weight.nbytes, 1))
+    return torch.frombuffer(pages, dtype=weight.dtype, count=weight.numel()).view(weight.shape).copy_(weight)
+
+
+def _lock_pages(weights: Iterable[torch.Tensor]) -> list[int]:
+    """Has the system keep the tensors' pages in memory, where a card reads them by itself; where it refuses, slower.
+
+    The addresses of those that are locked.
+    """
+    runtime, locked = torch.cuda.cudart(), []
+    for weight in weights:
+        if runtime.cudaHostRegister(weight.data_ptr(), weight.nbytes, 0) == runtime.cudaError.success:
+            locked.append(weight.data_ptr())
+        else:
+            with suppress(RuntimeError):  # CUDA tells the next kernel of the refusal: here, and not in a step
+                torch.zeros(1, device="cuda")
+    return locked
+
+
+def _unlock_pages(locked: list[int]) -> None:
+    torch.cuda.synchronize()
+    for address in locked:
+        torch.cuda.cudart().cudaHostUnregister(address)

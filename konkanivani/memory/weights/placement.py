@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.func import functional_call
 
-from konkanivani.memory.weights.fetching import Fetcher, is_matrix, type_on_card
+from konkanivani.memory.weights.fetching import Fetcher, is_matrix, on_own_pages, type_on_card
 from konkanivani.model.blocks import BlockRunner
 
 HOST = torch.device("cpu")
@@ -91,6 +91,8 @@ class PlacedWeights:
             self._add_halves(fetched, amp_dtype, host)
         if placement.halved:
             self._add_halves(others, torch.float16 if amp_dtype is None else amp_dtype, device)
+        if placement.ahead and device.type == "cuda":
+            self._give_own_pages(fetched)
         sources = [{name: self._halves.get(w, w).detach() for name, w in b.named_parameters()} for b in fetched]
         trains = [any(weight.requires_grad for weight in block.parameters()) for block in fetched]
         self._fetcher = Fetcher(sources, device, amp_dtype, placement.ahead, trains)
@@ -111,6 +113,13 @@ class PlacedWeights:
     def _add_halves(self, blocks: list[torch.nn.Module], dtype: torch.dtype, place: torch.device) -> None:
         for block in blocks:
             self._halves |= {w: torch.empty_like(w, dtype=dtype, device=place) for w in matrices(block)}
+
+    def _give_own_pages(self, blocks: list[torch.nn.Module]) -> None:
+        for weight in (weight for block in blocks for weight in block.parameters()):
+            if weight in self._halves:
+                self._halves[weight] = on_own_pages(self._halves[weight])
+            else:
+                weight.data = on_own_pages(weight.detach())
 
     def around(self, run_block: BlockRunner) -> BlockRunner:
         """The block runner, with the weights that each block needs brought to the card while it runs."""

@@ -1,0 +1,152 @@
+"""Law: a step on a CUDA card is the step on a CPU, to 1e-7 after three of them in float64, whatever memory is saved.
+
+Of our own recogniser, with NeMo's parts and Whisper; where weights lie on the host, come ahead or in half precision;
+and where the card's memory truly runs out. Sums of a card's atomic additions have no order: equal bits are not asked.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from konkanivani.base.config import MemoryConfig, TrainConfig
+from konkanivani.decoding.ctc import argmax_tokens
+from konkanivani.memory.weights.placement import ON_CARD, Placement
+from konkanivani.model.architecture import architecture_of
+from konkanivani.recipe.build_step import StateLayout, build_step_parts
+from konkanivani.training.step import StepParts, train_step
+from tests.laws.parts import CPU, KINDS, MODEL, double_parts, features_of, relative_difference, speeches, window
+from tests.whisper.parts import MODES, whisper_config, whisper_parts
+
+pytestmark = pytest.mark.card
+CARD = torch.device("cuda", 0)
+BOUND = 1e-7
+PLACES = {
+    "card": ON_CARD,
+    "some on the host": Placement(fetched=2),
+    "host": Placement(fetched=99),
+    "ahead": Placement(fetched=99, ahead=True),
+    "halved": Placement(halved=True),
+    "host and half": Placement(fetched=2, halved=True),
+}
+IN_FULL = ("card", "some on the host", "host", "ahead")
+
+
+def after_steps(parts: StepParts, steps: int = 3, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """The weights, the optimizer's squares and the last loss after some steps, on the CPU."""
+    for step in range(steps):
+        spoken = [dataclasses.replace(s, waveform=s.waveform.to(dtype)) for s in speeches(4, seed=step)]
+        report = train_step(parts, window(spoken, 2), step)
+        assert not report.is_skipped
+    squares = [state["exp_avg_sq"] for state in parts.optimizer.state.values()]
+    found = {**dict(parts.model.named_parameters()), **{f"square {n}": square for n, square in enumerate(squares)}}
+    found |= {"loss": torch.tensor(report.loss), "norm": torch.tensor(report.gradient_norm)}
+    return {name: tensor.detach().cpu() for name, tensor in found.items()}
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Of all tensors, relative."""
+    assert one.keys() == other.keys()
+    return max(relative_difference(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("place", IN_FULL)
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_own_step(kind: str, recompute: str, place: str) -> None:
+    on_cpu = after_steps(double_parts(KINDS[kind], recompute))
+    on_card = after_steps(double_parts(KINDS[kind], recompute, placement=PLACES[place], device=CARD))
+    assert largest_difference(on_cpu, on_card) < BOUND
+
+
+@pytest.mark.parametrize("place", IN_FULL)
+@pytest.mark.parametrize("mode", MODES)
+def test_whispers_step(mode: str, place: str) -> None:
+    on_cpu = after_steps(whisper_parts(mode))
+    on_card = after_steps(whisper_parts(mode, placement=PLACES[place], device=CARD))
+    assert largest_difference(on_cpu, on_card) < BOUND
+
+
+@pytest.mark.parametrize("kind", ["conformer", "other parts"])
+def test_in_chunks(kind: str) -> None:
+    found = []
+    for device in (CPU, CARD):
+        parts = double_parts(KINDS[kind], "always", device=device)
+        found.append(
+            after_steps(dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, chunk_frames=7)))
+        )
+    assert largest_difference(*found) < BOUND
+
+
+def single_parts(kind: str, device: torch.device, place: str = "card", half: bool = False) -> StepParts:
+    """A step in fp32 or, on a card, fp16 with a loss scale that does not overflow at first."""
+    memory = MemoryConfig(mixed_precision=half, gradient_checkpointing="always")
+    config = TrainConfig(model=KINDS[kind], features=features_of(KINDS[kind]), memory=memory)
+    layout = StateLayout(placement=PLACES[place])
+    parts = build_step_parts(config, architecture_of(config, 40), device, 100, layout=layout)
+    return dataclasses.replace(parts, scaler=torch.amp.GradScaler(device.type, init_scale=128.0, enabled=half))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["conformer", "other parts"])
+def test_in_half_precision_it_is_near_and_weights_may_lie_anywhere(kind: str, place: str) -> None:
+    on_cpu = after_steps(single_parts(kind, CPU), dtype=torch.float32)
+    on_card = after_steps(single_parts(kind, CARD, place, half=True), dtype=torch.float32)
+    assert float(on_card["loss"]) == pytest.approx(float(on_cpu["loss"]), rel=0.03)
+    assert float(on_card["norm"]) == pytest.approx(float(on_cpu["norm"]), rel=0.05)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_whisper_in_half_precision(place: str) -> None:
+    config = whisper_config("always", half=True)
+    placed, on_card = (
+        dataclasses.replace(
+            whisper_parts("full", config, torch.float32, placement=PLACES[where], device=CARD),
+            scaler=torch.amp.GradScaler("cuda", init_scale=128.0),
+        )
+        for where in (place, "card")
+    )
+    one, other = (after_steps(parts, dtype=torch.float32) for parts in (on_card, placed))
+    assert float(other["loss"]) == pytest.approx(float(one["loss"]), rel=1e-3)
+
+
+@torch.no_grad()
+def test_it_hears_the_same() -> None:
+    batch, heard, losses = window(speeches(6, augmented=False), 6).micro_batches[0], [], []
+    for device in (CPU, CARD):
+        forward = double_parts(MODEL, device=device).forward
+        forward.model.eval()
+        output, sums = forward(batch)
+        heard.append(argmax_tokens(forward.model, output.encoded).cpu())
+        losses.append(torch.stack(sums).cpu())
+    assert torch.equal(*heard) and relative_difference(*losses) < BOUND
+
+
+def step_within(limit: float | None) -> tuple[dict[str, torch.Tensor], int, int]:
+    """The weights after one step that may take so many bytes of the card, how often it was split, and its peak."""
+    spoken = [dataclasses.replace(speech, waveform=speech.waveform.repeat(12)) for speech in speeches(8)]
+    parts = double_parts(dataclasses.replace(MODEL, d_model=64, subsampling_channels=32), device=CARD)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    if limit is not None:
+        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(CARD).total_memory)
+    try:
+        report = train_step(parts, window(spoken, 8), 3)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    weights = {name: weight.detach().cpu() for name, weight in parts.model.named_parameters()}
+    return weights, report.splits, torch.cuda.max_memory_reserved()
+
+
+def test_a_step_whose_memory_truly_runs_out_is_the_same_step() -> None:
+    whole, no_splits, peak = step_within(None)
+    split, splits, _ = step_within(0.6 * peak)
+    assert no_splits == 0 < splits and largest_difference(whole, split) < BOUND
+
+
+def test_a_step_of_other_weights_is_seen() -> None:
+    """The control."""
+    parts = double_parts(device=CARD)
+    with torch.no_grad():
+        next(parts.model.parameters()).mul_(1 + 1e-5)
+    assert largest_difference(after_steps(double_parts()), after_steps(parts)) > BOUND
