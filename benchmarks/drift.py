@@ -45,6 +45,8 @@ class Flags:
     """Seconds of the shortest utterances."""
     longest: float = 12.0
     """Seconds of the longest utterances."""
+    distinct: int | None = None
+    """So many windows, again and again: their lengths are no news then (None: each is another)."""
     gradient_checkpointing: Literal["always", "never"] = "never"
     """Recompute every block's activations in the backward pass."""
     mixed_precision: bool = False
@@ -69,7 +71,7 @@ def measure_drift(flags: Flags) -> str:
     config = config_of(flags)
     from benchmarks.measuring.many_steps import measure
 
-    drift = measure(config, flags.steps, flags.shortest, flags.longest)
+    drift = measure(config, flags.steps, flags.shortest, flags.longest, flags.distinct)
     return json.dumps(dataclasses.asdict(drift)) if flags.json else drift.sentence()
 
 
@@ -77,6 +79,8 @@ def config_of(flags: Flags) -> TrainConfig:
     """The trainer's settings for these flags; a UsageError where they cannot work."""
     if flags.steps < 2:
         raise UsageError("--steps must be at least 2.")
+    if flags.distinct is not None and flags.distinct < 1:
+        raise UsageError("--distinct must be at least 1.")
     if not MIN_SECONDS <= flags.shortest <= flags.longest <= MAX_SECONDS:
         raise UsageError(f"--shortest and --longest must be from {MIN_SECONDS:g} to {MAX_SECONDS:g}, in that order.")
     memory = MemoryConfig(mixed_precision=flags.mixed_precision, gradient_checkpointing=flags.gradient_checkpointing)

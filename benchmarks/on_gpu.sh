@@ -49,6 +49,8 @@ python3 benchmarks/plan_accuracy.py --full --device cuda
 
 echo "== 2,000 steps of mixed lengths, fp16: what memory does with time"
 python3 benchmarks/drift.py --steps 2000 --preset minimal --device cuda --mixed_precision
+echo "== the same of four windows, again and again: what lengths that are news cost beside it"
+python3 benchmarks/drift.py --steps 200 --distinct 4 --preset minimal --device cuda --mixed_precision
 
 echo "== one rank over NCCL, its weights whole and dealt, fp16; then all cards of this machine, if there are several"
 for shard in never always; do

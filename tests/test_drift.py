@@ -78,7 +78,7 @@ def test_what_waits_for_the_garbage_collector_is_seen():
 
 @pytest.mark.parametrize(("end", "is_within"), [(104.9, True), (105.1, False)])
 def test_the_resident_memory_may_grow_by_a_twentieth(end, is_within):
-    settled = [Moment(live=7, resident_mib=100.0, audio_seconds=1.0, report=REPORT)] * 250
+    settled = [Moment(live=7, resident_mib=100.0, seconds=0.1, audio_seconds=1.0, report=REPORT)] * 250
     drift = summarize("minimal", 1, settled + [dataclasses.replace(settled[0], resident_mib=end)] * 30)
     assert (drift.settled_step, drift.settled_mib, drift.end_mib) == (140, 100.0, end)
     assert drift.is_within is is_within
@@ -93,9 +93,10 @@ def test_a_window_is_a_function_of_its_number():
             assert one.augment_seeds == other.augment_seeds is not None
             assert 0.5 <= one.longest_seconds <= 1.5
     assert WINDOWS[0].audio_seconds != WINDOWS[1].audio_seconds
+    assert dataclasses.replace(WINDOWS, distinct=2)[3].audio_seconds == WINDOWS[1].audio_seconds
 
 
-@pytest.mark.parametrize("flags", [("--steps", "1"), ("--shortest", "0"), ("--longest", "0.7"), ("--batch_size", "0")])
+@pytest.mark.parametrize("flags", [("--steps", "1"), ("--shortest", "0"), ("--longest", "0.7"), ("--distinct", "0")])
 def test_flags_that_cannot_work_end_with_two(flags):
     done = run_script("benchmarks/drift.py", *flags)
     assert done.returncode == 2 and flags[0] in done.stderr and "Traceback" not in done.stderr

@@ -3,7 +3,9 @@
 import random
 import statistics
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +38,7 @@ class Moment:
 
     live: int
     resident_mib: float
+    seconds: float
     audio_seconds: float
     report: StepReport
 
@@ -44,7 +47,8 @@ class Moment:
 class Drift:
     """What was measured. Live bytes are those of all tensors between two steps, resident memory is in MiB.
 
-    `settled_mib` is the median over the steps from `settled_step` on, `end_mib` over the last ones.
+    `settled_mib` is the median over the steps from `settled_step` on, `end_mib` and `step_s` (on a CPU with the count
+    of live bytes in it) over the last ones.
     """
 
     preset: str
@@ -61,6 +65,7 @@ class Drift:
     end_mib: float
     largest_mib: float
     growth_percent: float
+    step_s: float
     loss: float
     is_within: bool
 
@@ -70,7 +75,7 @@ class Drift:
             f"{self.preset}, {self.steps} steps on {self.audio_seconds:.0f} s of audio: live bytes between steps "
             f"{self.live_first} at first, {self.live_last} at last, {self.live_most} at most; resident "
             f" {self.settled_mib:.0f} MiB after step {self.settled_step}, "
-            f"{self.end_mib:.0f} MiB at the end ({self.growth_percent:+.1f} %): "
+            f"{self.end_mib:.0f} MiB at the end ({self.growth_percent:+.1f} %), {self.step_s:.2f} s a step then: "
             f"{'within' if self.is_within else 'OUTSIDE'} the bars."
         )
 
@@ -83,16 +88,20 @@ class Windows(Protocol):
 
 @dataclass(frozen=True)
 class RandomWindows:
-    """Windows without end, each a function of (seed, number): `size` utterances of `shortest` to `longest` seconds."""
+    """Windows without end, each a function of (seed, number): `size` utterances of `shortest` to `longest` seconds.
+
+    After `distinct` of them, if it is given, the first one comes again.
+    """
 
     seed: int
     size: int
     batch_size: int
     shortest: float
     longest: float
+    distinct: int | None = None
 
     def __getitem__(self, number: int) -> Window:
-        seed = derive_seed(self.seed, "drift", number)
+        seed = derive_seed(self.seed, "drift", number % self.distinct if self.distinct else number)
         lengths, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         speeches = [
             build_speech(lengths.uniform(self.shortest, self.longest), VOCABULARY, generator) for _ in range(self.size)
@@ -100,12 +109,12 @@ class RandomWindows:
         return cut_window(speeches, same_size(self.batch_size), OUR_TOKENS)
 
 
-def measure(config: TrainConfig, steps: int, shortest: float, longest: float) -> Drift:
+def measure(config: TrainConfig, steps: int, shortest: float, longest: float, distinct: int | None) -> Drift:
     """Builds the model that `config` describes and trains it for so many steps on noise."""
     device = choose_device(config.run.device)
     set_mmap_threshold()  # as a run under a memory budget does
     parts = build_step_parts(config, architecture_of(config, VOCABULARY), device, steps)
-    windows = RandomWindows(config.run.seed, config.window_size, config.data.batch_size, shortest, longest)
+    windows = RandomWindows(config.run.seed, config.window_size, config.data.batch_size, shortest, longest, distinct)
     return summarize(config.run.preset, parameter_count(parts.model), follow_steps(parts, windows, steps))
 
 
@@ -115,15 +124,16 @@ def follow_steps(parts: StepParts, windows: Windows, steps: int) -> list[Moment]
     The count is on without a break, since what a step leaves behind is seen only where it was made under the count. It
     follows storages from their making to their freeing, so what waits for the garbage collector counts as live.
     """
-    live = LiveBytes()
+    live, device = LiveBytes(), parts.forward.device
     live.count(parts.state_tensors())
     moments = []
-    with live:
+    with nullcontext() if device.type == "cuda" else live:
         for step in range(steps):
-            window = windows[step]
+            window, began = windows[step], time.perf_counter()
             report, audio_seconds = train_step(parts, window, step), window.audio_seconds
+            seconds = time.perf_counter() - began
             del window
-            moments.append(Moment(live_now(parts.forward.device, live), resident_mib(), audio_seconds, report))
+            moments.append(Moment(live_now(device, live), resident_mib(), seconds, audio_seconds, report))
             if not (step + 1) % TOLD_STEPS:
                 print(f"{step + 1} steps, {resident_mib():.0f} MiB resident", file=sys.stderr, flush=True)
     return moments
@@ -155,6 +165,7 @@ def summarize(preset: str, params: int, moments: Sequence[Moment]) -> Drift:
         end_mib=round(end_mib, 1),
         largest_mib=round(max(moment.resident_mib for moment in moments), 1),
         growth_percent=round(growth, 2),
+        step_s=round(statistics.median(moment.seconds for moment in moments[-SAMPLES:]), 3),
         loss=round(moments[-1].report.loss, 3),
         is_within=most <= moments[0].live and growth <= GROWTH_PERCENT,
     )
