@@ -103,4 +103,4 @@ def test_on_a_card_nothing_else_waits():
         train_step(dataclasses.replace(parts, read=read), window, 8)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len(reads) == 1
+    assert reads == [3]  # without CTC there is one number less

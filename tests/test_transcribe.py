@@ -97,7 +97,7 @@ def test_a_long_recording_is_heard_as_its_utterances_are_one_by_one(trained):
     transcript = trained.recognizer.transcribe(with_pauses(spoken))
     assert len(transcript.segments) == len(spoken) and all(alone)
     heard = [segment.text for segment in transcript.segments]
-    # The pauses take part in normalising the features, so a doubtful letter may be another: 0 to 6 of 109 by processor.
+    # The pauses take part in normalising the features, so a doubtful letter may be another: on one processor 6 of 109.
     assert error_rates(alone, heard).cer < 0.1
     ends = np.cumsum([0.75 + len(audio) / 16_000 for audio in spoken])
     for segment, audio, end in zip(transcript.segments, spoken, ends, strict=True):

@@ -122,6 +122,18 @@ def window(spoken: list[Speech], batch_size: int) -> Window:
     return cut_window(spoken, same_size(batch_size), OUR_TOKENS)
 
 
+def weights_after(parts: StepParts, steps: int = 3, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """The weights, the optimizer's moments, the last loss and norm after steps of other utterances each; on the CPU."""
+    for step in range(steps):
+        spoken = [dataclasses.replace(s, waveform=s.waveform.to(dtype)) for s in speeches(4, seed=step)]
+        report = train_step(parts, window(spoken, 2), step)
+        assert report and not report.is_skipped
+    moments = {f"moment {n}": state["exp_avg_sq"] for n, state in enumerate(parts.optimizer.state.values())}
+    last = {"loss": torch.tensor(report.loss), "norm": torch.tensor(report.gradient_norm)}
+    found = {**dict(parts.model.named_parameters()), **moments, **last}
+    return {name: tensor.detach().cpu() for name, tensor in found.items()}
+
+
 def relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
     """The norm of the difference over the norm of `one`."""
     return float(((one - other).norm() / one.norm().clamp_min(1e-300)).detach())

@@ -15,7 +15,17 @@ from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import StateLayout, build_step_parts
 from konkanivani.training.step import StepParts, train_step
-from tests.laws.parts import CPU, KINDS, MODEL, double_parts, features_of, relative_difference, speeches, window
+from tests.laws.parts import (
+    CPU,
+    KINDS,
+    MODEL,
+    double_parts,
+    features_of,
+    relative_difference,
+    speeches,
+    weights_after,
+    window,
+)
 from tests.whisper.parts import MODES, whisper_config, whisper_parts
 
 pytestmark = pytest.mark.card
@@ -32,18 +42,6 @@ PLACES = {
 IN_FULL = ("card", "some on the host", "host", "ahead")
 
 
-def after_steps(parts: StepParts, steps: int = 3, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """The weights, the optimizer's squares and the last loss after some steps, on the CPU."""
-    for step in range(steps):
-        spoken = [dataclasses.replace(s, waveform=s.waveform.to(dtype)) for s in speeches(4, seed=step)]
-        report = train_step(parts, window(spoken, 2), step)
-        assert not report.is_skipped
-    squares = [state["exp_avg_sq"] for state in parts.optimizer.state.values()]
-    found = {**dict(parts.model.named_parameters()), **{f"square {n}": square for n, square in enumerate(squares)}}
-    found |= {"loss": torch.tensor(report.loss), "norm": torch.tensor(report.gradient_norm)}
-    return {name: tensor.detach().cpu() for name, tensor in found.items()}
-
-
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     """Of all tensors, relative."""
     assert one.keys() == other.keys()
@@ -54,16 +52,16 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_our_own_step(kind: str, recompute: str, place: str) -> None:
-    on_cpu = after_steps(double_parts(KINDS[kind], recompute))
-    on_card = after_steps(double_parts(KINDS[kind], recompute, placement=PLACES[place], device=CARD))
+    on_cpu = weights_after(double_parts(KINDS[kind], recompute))
+    on_card = weights_after(double_parts(KINDS[kind], recompute, placement=PLACES[place], device=CARD))
     assert largest_difference(on_cpu, on_card) < BOUND
 
 
 @pytest.mark.parametrize("place", IN_FULL)
 @pytest.mark.parametrize("mode", MODES)
 def test_whispers_step(mode: str, place: str) -> None:
-    on_cpu = after_steps(whisper_parts(mode))
-    on_card = after_steps(whisper_parts(mode, placement=PLACES[place], device=CARD))
+    on_cpu = weights_after(whisper_parts(mode))
+    on_card = weights_after(whisper_parts(mode, placement=PLACES[place], device=CARD))
     assert largest_difference(on_cpu, on_card) < BOUND
 
 
@@ -73,7 +71,7 @@ def test_in_chunks(kind: str) -> None:
     for device in (CPU, CARD):
         parts = double_parts(KINDS[kind], "always", device=device)
         found.append(
-            after_steps(dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, chunk_frames=7)))
+            weights_after(dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, chunk_frames=7)))
         )
     assert largest_difference(*found) < BOUND
 
@@ -90,8 +88,8 @@ def single_parts(kind: str, device: torch.device, place: str = "card", half: boo
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ["conformer", "other parts"])
 def test_in_half_precision_it_is_near_and_weights_may_lie_anywhere(kind: str, place: str) -> None:
-    on_cpu = after_steps(single_parts(kind, CPU), dtype=torch.float32)
-    on_card = after_steps(single_parts(kind, CARD, place, half=True), dtype=torch.float32)
+    on_cpu = weights_after(single_parts(kind, CPU), dtype=torch.float32)
+    on_card = weights_after(single_parts(kind, CARD, place, half=True), dtype=torch.float32)
     assert float(on_card["loss"]) == pytest.approx(float(on_cpu["loss"]), rel=0.03)
     assert float(on_card["norm"]) == pytest.approx(float(on_cpu["norm"]), rel=0.05)
 
@@ -106,7 +104,7 @@ def test_whisper_in_half_precision(place: str) -> None:
         )
         for where in (place, "card")
     )
-    one, other = (after_steps(parts, dtype=torch.float32) for parts in (on_card, placed))
+    one, other = (weights_after(parts, dtype=torch.float32) for parts in (on_card, placed))
     assert float(other["loss"]) == pytest.approx(float(one["loss"]), rel=1e-3)
 
 
@@ -149,4 +147,4 @@ def test_a_step_of_other_weights_is_seen() -> None:
     parts = double_parts(device=CARD)
     with torch.no_grad():
         next(parts.model.parameters()).mul_(1 + 1e-5)
-    assert largest_difference(after_steps(double_parts()), after_steps(parts)) > BOUND
+    assert largest_difference(weights_after(double_parts()), weights_after(parts)) > BOUND

@@ -21,26 +21,15 @@ from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import StateLayout, build_step_parts
 from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.optimizer import set_learning_rate
-from konkanivani.training.step import StepParts, train_step
+from konkanivani.training.step import StepParts
 from konkanivani.training.validation import recognize
 from tests.laws.failing import ERRORS, above, failing_forward
-from tests.laws.parts import KINDS, double_parts, features_of, speeches, window, with_dropout
+from tests.laws.parts import KINDS, double_parts, features_of, speeches, weights_after, window, with_dropout
 from tests.whisper.parts import MODES, whisper_config, whisper_parts
 
 ALL, SOME, AHEAD = Placement(fetched=99), Placement(fetched=2), Placement(fetched=99, ahead=True)
 BOTH = Placement(fetched=2, halved=True)
 HALVED = Placement(halved=True)
-
-
-def weights_after(parts: StepParts, steps: int = 3, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """The weights, the optimizer's moments and the last norm after some steps of other utterances each."""
-    for step in range(steps):
-        spoken = [dataclasses.replace(s, waveform=s.waveform.to(dtype)) for s in speeches(4, seed=step)]
-        report = train_step(parts, window(spoken, 2), step)
-        assert report and not report.is_skipped
-    moments = [state["exp_avg_sq"] for state in parts.optimizer.state.values()]
-    found = {**dict(parts.model.named_parameters()), "norm": torch.tensor(report.gradient_norm)}
-    return found | {f"moment {number}": moment for number, moment in enumerate(moments)}
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:

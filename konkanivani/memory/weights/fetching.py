@@ -45,11 +45,11 @@ class Fetcher:
 
     def bring(self, number: int) -> dict[str, torch.Tensor]:
         """The block's weights on the card; the next one's are on their way then, in the direction of this pass."""
-        coming, self._coming = self._coming, None
-        if coming is not None and coming.number != number:
-            self._await(coming)
-        found = coming if coming is not None and coming.number == number else self._start(number)
+        found, self._coming = self._coming, None
         self._await(found)
+        if found is None or found.number != number:
+            found = self._start(number)
+            self._await(found)
         following = number + 1 if number > self._last else number - 1
         self._last = number
         if self._ahead and 0 <= following < len(self._sources) and (following > number or self._trains[following]):
@@ -58,13 +58,12 @@ class Fetcher:
 
     def forget(self) -> None:
         """Drops what is on its way: the weights that it is a copy of may have changed."""
-        if self._coming is not None:
-            self._await(self._coming)
+        self._await(self._coming)
         self._coming, self._last = None, -1
 
-    def _await(self, coming: _Coming) -> None:
+    def _await(self, coming: _Coming | None) -> None:
         """Has the main stream wait for the copies: before it works with them, or has their memory again."""
-        if coming.arrived is not None:
+        if coming is not None and coming.arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(coming.arrived)
 
     @torch.no_grad()
