@@ -40,6 +40,7 @@ MODULE_NAMES = {"PyYAML": "yaml", "import-linter": "importlinter", "nvidia-ml-py
 # Bytes: larger blocks are mapped one by one, and go back when they are freed. Smaller ones come faster from the heap;
 # a run under a memory budget sets a lower threshold itself (konkanivani/memory/monitor.py).
 MALLOC_THRESHOLD = 8 * 1024 * 1024
+MALLOC_TRIM_THRESHOLD = 512 * 1024 * 1024  # the heap's free end is kept up to so much: the next step takes it again
 MALLOC_TOP_PAD = 16 * 1024 * 1024  # by which the heap grows beyond what is asked for, and which it keeps
 
 GIB = 1024**3
@@ -192,15 +193,16 @@ def set_malloc_options(environment):
     By itself malloc soon keeps blocks of up to 32 MiB in its heap, where freed tensors of mixed sizes leave holes that
     none of the next fit: more memory is resident than is in use (docs/LOG.md). And it gives each thread a heap, whose
     holes no other thread fills: micro-batches side by side would take a third of a gibibyte more. A user's own setting
-    stays. A heap that grows to the byte and shrinks at once has its large pages cleared again and again, for a tenth of
-    a step. Not by the environment: that counts only before a process starts, and other programs would inherit it.
-    Elsewhere than on glibc nothing happens.
+    stays. A heap that grows to the byte and shrinks at once has its pages cleared again and again, for a tenth of a
+    step: it grows by more than is asked for, and keeps its free end, which the next step's gradients take. Not by the
+    environment: that counts only before a process starts, and other programs would inherit it. Elsewhere than on glibc
+    nothing happens.
     """
     m_trim_threshold, m_top_pad, m_mmap_threshold, m_arena_max = -1, -2, -3, -8  # malloc.h
     options = []
     if not is_malloc_set(environment, "mmap_threshold", "trim_threshold"):
         # Either one alone ends the growth of both.
-        options += [(m_trim_threshold, MALLOC_THRESHOLD), (m_mmap_threshold, MALLOC_THRESHOLD)]
+        options += [(m_trim_threshold, MALLOC_TRIM_THRESHOLD), (m_mmap_threshold, MALLOC_THRESHOLD)]
         if not is_malloc_set(environment, "top_pad"):
             options.append((m_top_pad, MALLOC_TOP_PAD))
     if not is_malloc_set(environment, "arena_max"):
