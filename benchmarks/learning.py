@@ -56,6 +56,8 @@ class Flags:
     """Flags of the training script beside the defaults, to try a difference: give another --folder for its runs."""
     side_by_side: int = 1
     """Runs at a time, each with its share of the cores."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where they learn."""
     environment: str = "~/.cache/konkanivani/peers"
     """Where the other's environment is made."""
     plot: str | None = None
@@ -82,7 +84,7 @@ def measure(flags: Flags) -> str:
     python = peer_python(environment, PACKAGES) if needs_peer else Path(sys.executable)
     threads = max(1, (os.cpu_count() or 1) // flags.side_by_side)
     orders = [
-        Order(learner, made, seed, flags.epochs, folder / "runs", flags.flags, threads, python)
+        Order(learner, made, seed, flags.epochs, folder / "runs", flags.flags, threads, python, flags.device)
         for seed, made, learner in product(flags.seeds, sets, flags.learners)
     ]
     with ThreadPoolExecutor(flags.side_by_side) as workers:

@@ -124,11 +124,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """A test of a card is skipped where there is none or it is hidden."""
     import torch  # not before tests.warm has set what it reads
 
+    from konkanivani.base.device import choose_device
+
     on_card = config.getoption("--card")
     of_card = [item for item in items if item.get_closest_marker("card")]
     if on_card:
         config.hook.pytest_deselected(items=[item for item in items if item not in of_card])
         items[:] = of_card
+    if on_card and torch.cuda.is_available():
+        choose_device("cuda")  # with what every script has PyTorch do there
     why = "this machine has no CUDA card" if on_card else "it needs a CUDA card: pytest --card"
     for item in of_card if not (on_card and torch.cuda.is_available()) else ():
         item.add_marker(pytest.mark.skip(reason=why))

@@ -16,8 +16,9 @@ from konkanivani.base.config import (
     TextConfig,
     TrainConfig,
 )
-from konkanivani.base.flags import config_from_text, config_to_text, contradictions, parse_flags
+from konkanivani.base.flags import config_from_text, config_to_text, contradictions
 from konkanivani.training.optimizer import learning_rate, resolve_warmup
+from tests.starts import parse_flags
 
 LITTLE = Amount(hours=0.5, utterances=600)
 

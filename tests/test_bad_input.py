@@ -15,7 +15,6 @@ import torch
 
 from konkanivani.base.distributed import ALONE
 from konkanivani.base.errors import CheckpointError, DataError, KonkaniVaniError, ResourceError, UsageError
-from konkanivani.base.flags import parse_flags
 from konkanivani.data.checking import Limits, reason_to_reject
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.utterance import Utterance
@@ -25,7 +24,7 @@ from konkanivani.training.checkpoint.checkpointer import LAST, Checkpointer
 from konkanivani.training.loop import train
 from konkanivani.training.saving import PeriodicSaver
 from tests.conftest import TINY_MODEL, run_folders, run_trainer, well, write_corpus
-from tests.starts import begin_run
+from tests.starts import begin_run, parse_flags
 
 
 def refused(code: int, directory: Path, *flags: str) -> str:

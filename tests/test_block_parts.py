@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.base.config import FeatureConfig, ModelConfig, TrainConfig
-from konkanivani.base.flags import config_from_text, config_to_text, contradictions, parse_flags
+from konkanivani.base.flags import config_from_text, config_to_text, contradictions
 from konkanivani.base.lengths import SMALL_CHUNK_FRAMES, Framing, subsampled_length
 from konkanivani.base.rules import settings_of
 from konkanivani.memory.live_bytes import LiveBytes
@@ -25,6 +25,7 @@ from konkanivani.model.front_end import LogMel
 from konkanivani.model.relative import RelativePositions, RelativeSelfAttention
 from konkanivani.model.transfer import transfer_weights
 from tests.laws.parts import OTHER_FEATURES, OTHER_PARTS, relative_difference
+from tests.starts import parse_flags
 from tests.test_convolutions import differences, gradients
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e .[test]")

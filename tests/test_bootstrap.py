@@ -16,8 +16,9 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import torch
 
-from konkanivani.base.device import TORCH_RANGE, check_gpu_architecture
+from konkanivani.base.device import TORCH_RANGE, check_gpu_architecture, choose_device
 from konkanivani.base.errors import ResourceError
 from tests.patience import PATIENCE
 
@@ -576,3 +577,14 @@ class TestGPUArchitecture:
         assert all(architecture in message for architecture in architectures)
         command = f'{sys.executable} -m pip install --force-reinstall "torch{TORCH_RANGE}" "torchaudio{TORCH_RANGE}"'
         assert capability < (5, 0) or command in message
+
+    def test_a_run_on_a_card_asks_nothing_of_cudnn(self, monkeypatch):
+        card = {"is_available": True, "get_device_name": "NVIDIA H100", "current_device": 0}
+        card |= {"get_device_capability": (9, 0), "get_arch_list": ["sm_90"]}
+        for name, value in card.items():
+            monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+        monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
+        monkeypatch.setattr(torch.backends.cudnn, "enabled", True)
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        assert choose_device("cuda") == torch.device("cuda", 0)
+        assert not torch.backends.cudnn.enabled and not torch.backends.cuda.cudnn_sdp_enabled()

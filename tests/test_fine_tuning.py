@@ -10,7 +10,7 @@ import torch
 
 from konkanivani.base.config import DataConfig, MemoryConfig, ModelConfig, OptimizerConfig, TrainConfig, TuningConfig
 from konkanivani.base.errors import CheckpointError, DataError, UsageError
-from konkanivani.base.flags import config_from_text, config_to_text, parse_flags
+from konkanivani.base.flags import config_from_text, config_to_text
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.inference.speech_model import build_speech_model
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
@@ -30,7 +30,7 @@ from konkanivani.training.optimizer import begun_share
 from konkanivani.training.step import StepParts, train_step
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_script, run_trainer, write_corpus
 from tests.laws.parts import measured_peak, speeches, window
-from tests.starts import begin_run
+from tests.starts import begin_run, parse_flags
 
 CPU = torch.device("cpu")
 STEADY = "--epochs 20 --schedule inverse_sqrt --warmup_steps 1 --num_workers 0 --device cpu".split()

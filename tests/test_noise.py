@@ -13,7 +13,7 @@ import torch
 
 from konkanivani.base.config import AugmentConfig
 from konkanivani.base.errors import DataError, UsageError
-from konkanivani.base.flags import config_from_text, config_to_text, parse_flags
+from konkanivani.base.flags import config_from_text, config_to_text
 from konkanivani.base.units import DecibelRange, parse_snr
 from konkanivani.data import noise_reverb as noise_module
 from konkanivani.data.audio.augmentation import add_noise, reverberate, scale_and_clip
@@ -28,6 +28,7 @@ from konkanivani.data.noise_reverb import NoiseReverb, Sound, load_excerpt, read
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import train_tokenizer
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer
+from tests.starts import parse_flags
 
 RATE = 16_000
 

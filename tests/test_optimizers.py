@@ -10,7 +10,7 @@ import transformers
 
 from konkanivani.base.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from konkanivani.base.errors import UsageError
-from konkanivani.base.flags import config_from_text, config_to_text, contradictions, parse_flags
+from konkanivani.base.flags import config_from_text, config_to_text, contradictions
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.weights.placement import ON_CARD, Placement
@@ -28,6 +28,7 @@ from konkanivani.training.optimizers.build import KINDS, build_optimizer
 from konkanivani.training.step import StepParts, train_step
 from tests.laws.failing import ERRORS, failing_backward, failing_forward, once_at
 from tests.laws.parts import MODEL, double_parts, measured_peak, relative_difference, speeches, window
+from tests.starts import parse_flags
 from tests.test_host_reads import Reads
 from tests.test_step import TRAIN
 from tests.tracers import ONLY_TENSORS, VOCAB_SIZE, tracer_of

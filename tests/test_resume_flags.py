@@ -11,14 +11,14 @@ import torch
 
 from konkanivani.base.config import OLD_NAMES, PRESETS, TrainConfig
 from konkanivani.base.errors import CheckpointError, DataError
-from konkanivani.base.flags import config_from_text, config_to_text, contradictions, parse_flags
+from konkanivani.base.flags import config_from_text, config_to_text, contradictions
 from konkanivani.base.rules import settings_of, with_values
 from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states, read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer, well
-from tests.starts import begin_run
+from tests.starts import begin_run, parse_flags
 
 STEPS = 3
 

@@ -10,7 +10,6 @@ import torch
 
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.errors import CheckpointError, ResourceError, UsageError
-from konkanivani.base.flags import parse_flags
 from konkanivani.base.units import parse_budget
 from konkanivani.memory.budget import BudgetWatch, available_bytes
 from konkanivani.memory.devices import cpu_costs
@@ -28,7 +27,7 @@ from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer, well
-from tests.starts import begin_run
+from tests.starts import begin_run, parse_flags
 
 PLAN = MemoryPlan(
     conditions=5,

@@ -148,8 +148,6 @@ def set_process_defaults(environment):
     environment.setdefault("OMP_WAIT_POLICY", "passive")
     # oneDNN keeps the kernels of the last 1,024 shapes, and utterances of mixed lengths are all shapes of their own.
     environment.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
-    # cuDNN's of the last 10,000, by PyTorch's own estimate 2 GiB of the host (aten/src/ATen/native/cudnn/Conv_v8.cpp).
-    environment.setdefault("TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT", "1000")
     if not has_name(environment):
         environment["LOGNAME"] = "uid-%d" % os.getuid()
 

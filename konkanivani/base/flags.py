@@ -123,12 +123,6 @@ def defaults_beside(parsed: TrainConfig) -> TrainConfig:
     return base if parsed.pretrained.pretrained is None else with_values(base, OF_PRETRAINED)
 
 
-def parse_flags(arguments: list[str], stored: TrainConfig | None = None) -> TrainConfig:
-    """The configuration that a command line asks for, over a checkpoint's if there is one."""
-    asked = ask(arguments)
-    return asked.over(stored) if stored else asked.config
-
-
 def _with_given(base: TrainConfig, parsed: TrainConfig, given: Collection[str]) -> TrainConfig:
     return with_values(base, {setting.name: setting.value for setting in settings_of(parsed) if setting.name in given})
 

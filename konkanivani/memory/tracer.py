@@ -3,9 +3,6 @@
 The step that trains is run on tensors that have shapes and no data (shapes.py), and the bytes of the storages that live
 at each moment are counted: no formula of the model is kept beside the model. For a CUDA card the sizes are rounded as
 its allocator does, and autocast is made to do what it does there; what no trace sees is in devices.py.
-
-torch.distributed's private MemTracker was read and not taken: it sorts bytes by module and kind through hooks on every
-module, which the step does not need, and does not survive from one PyTorch to the next; a peak takes thirty lines.
 """
 
 import copy

@@ -6,7 +6,14 @@ B batch, T feature frames, T' encoder frames, F mel bins, C channels, D model wi
 import torch
 
 from konkanivani.base.config import ModelConfig
-from konkanivani.base.lengths import CHUNK_FRAMES, SUBSAMPLING, Lengths, padding_mask, subsampled_length
+from konkanivani.base.lengths import (
+    CHUNK_FRAMES,
+    SMALL_CHUNK_FRAMES,
+    SUBSAMPLING,
+    Lengths,
+    padding_mask,
+    subsampled_length,
+)
 from konkanivani.model.attention import RotaryPositions, SequenceLayout
 from konkanivani.model.blocks import BlockRunner, ConformerBlock, TransformerBlock
 from konkanivani.model.kernels.dropout import Dropout
@@ -88,6 +95,8 @@ class PaddedSubsampling(torch.nn.Module):
         self, features: torch.Tensor, chunk_frames: int = CHUNK_FRAMES, padding: torch.Tensor | None = None
     ) -> torch.Tensor:
         frames = subsampled_length(features.shape[1], self.kind)
+        if self.kind == "striding" and features.device.type == "cuda":  # whose convolution copies its inputs ninefold
+            chunk_frames = min(chunk_frames, SMALL_CHUNK_FRAMES)
         if frames <= chunk_frames:
             return self._one_piece(features, padding, 0)
         pieces, one_piece = [], as_it_is_now(self)._one_piece

@@ -26,7 +26,6 @@ from hypothesis.errors import Flaky
 
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.errors import DataError
-from konkanivani.base.flags import parse_flags
 from konkanivani.base.rules import settings_of
 from konkanivani.data import index
 from konkanivani.data.audio.files import AudioSource, read_header
@@ -36,7 +35,7 @@ from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.training.checkpoint.checkpointer import LAST
 from tests.faults.strangers import Sound, configured, read_sound
 from tests.faults.watching import MAX_SECONDS, Verdict, watch
-from tests.starts import begin_run
+from tests.starts import begin_run, parse_flags
 
 Kind = Literal["audio", "media", "manifests", "checkpoints", "flags"]
 EDGES = (0, 1, -1, 127, 128, 255, 256, 32767, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from konkanivani.base.errors import DataError, NumericsError, UsageError
-from konkanivani.base.flags import parse_flags
 from konkanivani.data.batch import Speech, check_tokens
 from konkanivani.data.text import OUR_TOKENS, SpecialTokens
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
@@ -15,6 +14,7 @@ from konkanivani.training.logs.logbook import Logbook, describe_skip
 from konkanivani.training.logs.records import Resumed, SkipRecord
 from tests.conftest import read_log
 from tests.faults.unfinite import BROKEN_RUNS, OddBatch, bad_label_findings, broken_run_findings, odd_batch_findings
+from tests.starts import parse_flags
 
 
 @pytest.mark.parametrize("batch", [OddBatch("fp32", "audio"), OddBatch("fp16", "gradient", "inf")], ids=repr)

@@ -46,6 +46,14 @@ OTHER_FEATURES = FeatureConfig(
     mel_scale="slaney",
     deviation="sample",
 )
+PLACES = {
+    "card": ON_CARD,
+    "some on the host": Placement(fetched=2),
+    "host": Placement(fetched=99),
+    "ahead": Placement(fetched=99, ahead=True),
+    "halved": Placement(halved=True),
+    "host and half": Placement(fetched=2, halved=True),
+}
 KINDS = {
     "conformer": MODEL,
     "transformer": dataclasses.replace(MODEL, encoder_type="transformer"),

@@ -11,7 +11,6 @@ import torch
 
 from konkanivani.base.config import MemoryConfig, TrainConfig
 from konkanivani.decoding.ctc import argmax_tokens
-from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import StateLayout, build_step_parts
 from konkanivani.training.step import StepParts, train_step
@@ -19,6 +18,7 @@ from tests.laws.parts import (
     CPU,
     KINDS,
     MODEL,
+    PLACES,
     double_parts,
     features_of,
     relative_difference,
@@ -31,14 +31,6 @@ from tests.whisper.parts import MODES, whisper_config, whisper_parts
 pytestmark = pytest.mark.card
 CARD = torch.device("cuda", 0)
 BOUND = 1e-7
-PLACES = {
-    "card": ON_CARD,
-    "some on the host": Placement(fetched=2),
-    "host": Placement(fetched=99),
-    "ahead": Placement(fetched=99, ahead=True),
-    "halved": Placement(halved=True),
-    "host and half": Placement(fetched=2, halved=True),
-}
 IN_FULL = ("card", "some on the host", "host", "ahead")
 
 
@@ -92,6 +84,17 @@ def test_in_half_precision_it_is_near_and_weights_may_lie_anywhere(kind: str, pl
     on_card = weights_after(single_parts(kind, CARD, place, half=True), dtype=torch.float32)
     assert float(on_card["loss"]) == pytest.approx(float(on_cpu["loss"]), rel=0.03)
     assert float(on_card["norm"]) == pytest.approx(float(on_cpu["norm"]), rel=0.05)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_asked_of_cudnn(kind: str) -> None:
+    """It makes a plan for each new length, in nine times a step's own time."""
+    parts = single_parts(kind, CARD, half=True)
+    with torch.profiler.profile() as seen:
+        weights_after(parts, steps=1, dtype=torch.float32)
+    names = {event.key for event in seen.key_averages()}
+    assert "aten::convolution_backward" in names
+    assert not [name for name in names if "cudnn" in name.lower()]
 
 
 @pytest.mark.parametrize("place", PLACES)

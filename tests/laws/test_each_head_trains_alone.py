@@ -8,7 +8,6 @@ import torch
 
 from konkanivani.base.config import AugmentConfig, DataConfig, LossConfig, OptimizerConfig, TrainConfig
 from konkanivani.base.errors import CheckpointError, UsageError
-from konkanivani.base.flags import parse_flags
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
@@ -21,7 +20,7 @@ from konkanivani.training.gradient import local_gradient
 from konkanivani.training.step import GradientTask, StepParts, forward_and_backward
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_script, run_trainer
 from tests.laws.parts import MODEL, VOCAB_SIZE, speeches, window
-from tests.starts import begin_run
+from tests.starts import begin_run, parse_flags
 
 QUIET = dataclasses.replace(MODEL, dropout=0.0)
 CPU = torch.device("cpu")

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from konkanivani.base.flags import parse_flags
 from konkanivani.data.batch import Window
 from konkanivani.data.batching import Cursor, EpochPlanner, same_size
 from konkanivani.data.dataset import TrainingSpeech
@@ -22,6 +21,7 @@ from konkanivani.data.text import train_tokenizer
 from konkanivani.training.step import StepParts
 from tests.conftest import Corpus, write_shards, write_surroundings
 from tests.laws.parts import KINDS, double_parts, relative_difference, speeches, window
+from tests.starts import parse_flags
 
 BOUND = 1e-9
 

@@ -24,12 +24,11 @@ from konkanivani.training.optimizer import set_learning_rate
 from konkanivani.training.step import StepParts
 from konkanivani.training.validation import recognize
 from tests.laws.failing import ERRORS, above, failing_forward
-from tests.laws.parts import KINDS, double_parts, features_of, speeches, weights_after, window, with_dropout
+from tests.laws.parts import KINDS, PLACES, double_parts, features_of, speeches, weights_after, window, with_dropout
 from tests.whisper.parts import MODES, whisper_config, whisper_parts
 
-ALL, SOME, AHEAD = Placement(fetched=99), Placement(fetched=2), Placement(fetched=99, ahead=True)
-BOTH = Placement(fetched=2, halved=True)
-HALVED = Placement(halved=True)
+ALL, SOME, AHEAD = PLACES["host"], PLACES["some on the host"], PLACES["ahead"]
+BOTH, HALVED = PLACES["host and half"], PLACES["halved"]
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:

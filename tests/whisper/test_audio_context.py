@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from konkanivani.base.config import AugmentConfig, PretrainedConfig, TrainConfig, TuningConfig
 from konkanivani.base.errors import CheckpointError, UsageError
-from konkanivani.base.flags import config_from_text, config_to_text, contradictions, parse_flags
+from konkanivani.base.flags import config_from_text, config_to_text, contradictions
 from konkanivani.data.batch import Speech
 from konkanivani.decoding.decode import greedy_decode
 from konkanivani.inference.whisper.export import TunedWhisper
@@ -31,6 +31,7 @@ from konkanivani.recipe.origin import planned_architecture
 from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.step import StepParts, train_step
 from tests.laws.parts import measured_peak, relative_difference
+from tests.starts import parse_flags
 from tests.whisper.folders import KINDS, read_reference
 from tests.whisper.test_training import (
     ARCHITECTURE,

@@ -38,6 +38,7 @@ class Asked:
     seed: int
     rate: int
     batch: float
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Conformer(torch.nn.Module):
         self.head = torch.nn.Linear(WIDTH, vocab_size)
 
     def forward(self, features: torch.Tensor, fractions: torch.Tensor) -> torch.Tensor:
+        features, fractions = features.to(self.head.weight.device), fractions.to(self.head.weight.device)
         return self.head(self.encoder.encode(self.front(features), fractions)).log_softmax(-1)
 
 
@@ -130,7 +132,7 @@ def rates(model: Conformer, part: list[Utterance], characters: list[str], second
     references, hypotheses = [], []
     for batch in lay_into_batches(part, seconds):
         features, lengths = pad(batch)
-        paths = model(features, lengths / lengths.max()).argmax(-1)
+        paths = model(features, lengths / lengths.max()).argmax(-1).cpu()
         for utterance, path, length in zip(batch, paths, lengths.tolist(), strict=True):
             kept = torch.unique_consecutive(path[: math.ceil(len(path) * length / int(lengths.max()))])
             heard = "".join(characters[token - 1] for token in kept.tolist() if token)
@@ -144,25 +146,27 @@ def loss_of(model: Conformer, batch: list[Utterance], ids: dict[str, int]) -> to
     features, lengths = pad(batch)
     mask(features, lengths)
     spoken = [torch.tensor([ids[character] for character in utterance.text]) for utterance in batch]
-    counts = torch.tensor([len(tokens) for tokens in spoken])
+    tokens = torch.cat(spoken).to(model.head.weight.device)
+    counts = torch.tensor([len(utterance.text) for utterance in batch])
     fractions = lengths / lengths.max()
     log_probabilities = model(features, fractions)
     frames = (fractions * log_probabilities.shape[1]).ceil().long()
     summed = torch.nn.functional.ctc_loss(
-        log_probabilities.transpose(0, 1), torch.cat(spoken), frames, counts, reduction="sum", zero_infinity=True
+        log_probabilities.transpose(0, 1), tokens, frames, counts, reduction="sum", zero_infinity=True
     )
-    return summed / counts.sum()
+    return summed / int(counts.sum())
 
 
 def train(asked: Asked) -> None:
     """Trains, and prints what each epoch has come to."""
+    torch.backends.cudnn.enabled = False  # whose plans for each new length are most of a step on a card
     torch.manual_seed(asked.seed)
     random.seed(asked.seed)
     folder, started = Path(asked.folder), time.perf_counter()
     parts = {name: read_part(folder / f"{name}.jsonl", asked.rate) for name in ("train", "valid", "test")}
     characters = sorted({character for utterance in parts["train"] for character in utterance.text})
     ids = {character: number for number, character in enumerate(characters, start=1)}
-    model = Conformer(len(characters) + 1)
+    model = Conformer(len(characters) + 1).to(asked.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, weight_decay=1e-2, betas=(0.9, 0.98))
     total, step = len(lay_into_batches(parts["train"], asked.batch)) * asked.epochs, 0
     for epoch in range(1, asked.epochs + 1):

@@ -52,6 +52,7 @@ class Order:
     flags: str
     threads: int
     python: Path
+    device: str = "cpu"
 
     @property
     def place(self) -> Path:
@@ -86,7 +87,8 @@ def _train_ours(order: Order) -> tuple[tuple[Rates, ...], Rates, Rates | None]:
     printed = _output_of(
         [
             *(sys.executable, str(SCRIPTS / "train_konkanivani_asr.py"), *manifests, *shlex.split(order.flags)),
-            *("--device", "cpu", "--preset", "minimal", "--epochs", str(order.epochs), "--seed", str(order.seed)),
+            *("--device", order.device, "--preset", "minimal"),
+            *("--epochs", str(order.epochs), "--seed", str(order.seed)),
             *("--checkpoint_dir", f"{order.place}/checkpoints", "--log_dir", f"{order.place}/runs", "--resume", "auto"),
             *("--audio_roots", *_folders_of(order.made)),
         ],
@@ -103,7 +105,8 @@ def _train_ours(order: Order) -> tuple[tuple[Rates, ...], Rates, Rates | None]:
 
 def _train_peer(order: Order) -> tuple[tuple[Rates, ...], Rates, None]:
     rate = soundfile.info(read_rows(order.made / "test.jsonl")[0].audio).samplerate
-    asked = {"folder": str(order.made), "epochs": order.epochs, "seed": order.seed, "rate": rate, "batch": 40.0}
+    run = {"epochs": order.epochs, "seed": order.seed, "batch": 40.0, "device": order.device}
+    asked = {"folder": str(order.made), "rate": rate, **run}
     said = [json.loads(line) for line in _output_of([str(order.python), str(PEER), json.dumps(asked)], order)]
     return tuple(Rates(epoch["wer"], epoch["cer"]) for epoch in said[:-1]), Rates(**said[-1]["test"]), None
 

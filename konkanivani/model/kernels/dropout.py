@@ -34,9 +34,6 @@ class Dropout(torch.nn.Module):
             return _MaskedSum.apply(x, branch, mask, weight / (1 - self.p))
         return torch.add(x, self(branch), alpha=weight)
 
-    def extra_repr(self) -> str:
-        return f"p={self.p}"
-
 
 def draw_mask(like: torch.Tensor, p: float) -> torch.Tensor:
     """A bool tensor of `like`'s shape, False with probability `p`; `dropout_seed` says what it is drawn from."""

@@ -24,7 +24,6 @@ ATTENTION = frozenset(
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
     )
     if hasattr(torch.ops.aten, name)
 )
