@@ -32,7 +32,7 @@ fi
 PYTHON="$("$BASE" training_scripts/bootstrap.py --extras synthesis)"
 
 wants_help=no begins_anew=no has_shape=no takes_value=no elsewhere=no previous=""
-manifest="" folder="" name="" device="" resumed=auto
+manifest="" folder="" name="" device="" resumed=auto size=auto
 torchrun=() trainer=()
 for argument in "$@"; do
     if [[ $takes_value == yes ]]; then
@@ -61,6 +61,7 @@ for argument in "$@"; do
         __run_name) name="$value" ;;
         __device) device="$value" ;;
         __resume) resumed="$value" ;;
+        __gradient_accumulation_steps) size=2 ;;
     esac
     previous="$argument"
 done
@@ -77,7 +78,8 @@ if [[ -z "$device" ]]; then
     fi
 fi
 
-CUDA_DEFAULTS=(--device cuda --mixed_precision) preset=optimized
+# A card is the faster the fuller it is: micro-batches as large as what is free there takes, and the same step.
+CUDA_DEFAULTS=(--device cuda --mixed_precision --batch_size "$size") preset=optimized
 CPU_DEFAULTS=(--device cpu --batch_size 4)
 if [[ "$device" == cpu ]]; then defaults=("${CPU_DEFAULTS[@]}") preset=minimal; else defaults=("${CUDA_DEFAULTS[@]}"); fi
 
@@ -108,8 +110,6 @@ fi
 if [[ $begins_anew == no && -e "${folder:-checkpoints}/checkpoint_last.pt" ]]; then has_shape=yes; fi
 if [[ $has_shape == no ]]; then
     defaults+=(--preset "$preset")
-    # The built-in sentences are learnt better at twice the default rate, few real voices are not (docs/LOG.md).
-    if [[ -z "$manifest" && $preset == minimal ]]; then defaults+=(--learning_rate 0.002); fi
 fi
 
 # What a checkpoint that is named by its path is not told anew, it says itself.

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from konkanivani.base import amount
 from konkanivani.base.amount import Amount, as_stored, decisions, resolve
 from konkanivani.base.config import (
     AUTO,
@@ -17,6 +18,7 @@ from konkanivani.base.config import (
     TrainConfig,
 )
 from konkanivani.base.flags import config_from_text, config_to_text, contradictions
+from konkanivani.data.manifest import measure_amount, read_manifest
 from konkanivani.training.optimizer import learning_rate, resolve_warmup
 from tests.starts import parse_flags
 
@@ -38,7 +40,8 @@ def test_the_amount_of_speech_decides_what_nobody_has_said(hours, tokens, ctc_we
     said = decisions(TrainConfig(), config)
     first = "shuffled" if hours >= 10 else "shortest_first"
     words = f"--epochs {epochs} --gradient_accumulation_steps {accumulation} --first_epoch {first} "
-    words += f"--tokenizer_type {tokens} --speed_perturbation {speeds} --ctc_weight {ctc_weight}"
+    words += f"--tokenizer_type {tokens} --speed_perturbation {speeds} --ctc_weight {ctc_weight} "
+    words += "--learning_rate 0.001"
     assert said == words
     assert parse_flags(words.split()) == dataclasses.replace(config, model=PRESETS["original"])
 
@@ -50,6 +53,30 @@ def test_what_has_learnt_already_hears_its_first_epoch_as_any_other_and_so_does_
     assert resolve(config_from_text(older), LITTLE).data.first_epoch == "shuffled"
 
 
+def test_a_small_model_takes_twice_the_rate_for_many_words_of_little_speech_from_nothing():
+    small = TrainConfig(model=PRESETS["minimal"])
+    said = dataclasses.replace(small, optimizer=OptimizerConfig(learning_rate=0.003))
+    tuned = dataclasses.replace(small, run=RunConfig(init_from="a.pt"))
+    for config, hours, words, rate in (
+        (small, 0.5, 100, 2e-3),
+        (small, 0.5, 99, 1e-3),
+        (small, 10.0, 100, 1e-3),
+        (said, 0.5, 100, 3e-3),
+        (tuned, 0.5, 100, 1e-3),
+        (TrainConfig(), 0.5, 100, 1e-3),
+    ):
+        assert resolve(config, Amount(hours, 600, words=words)).optimizer.learning_rate == rate
+    older = config_to_text(small).replace("--learning_rate 'auto'", "--learning_rate 0.001")
+    assert resolve(config_from_text(older), Amount(0.5, 600, words=100)).optimizer.learning_rate == 1e-3
+
+
+def test_words_are_counted_of_little_speech_alone(corpus, monkeypatch):
+    manifest = read_manifest(corpus.manifest("train"))
+    assert measure_amount(manifest).words == len({word for one in manifest for word in one.text.split()}) > 1
+    monkeypatch.setattr(amount, "LITTLE_HOURS", 0.0)
+    assert measure_amount(manifest).words == 0
+
+
 def test_what_is_said_stays_and_is_not_told():
     asked = TrainConfig(
         data=DataConfig(gradient_accumulation_steps=3, first_epoch="shuffled"),
@@ -57,6 +84,7 @@ def test_what_is_said_stays_and_is_not_told():
         augment=AugmentConfig(speed_perturbation=(0.8, 1.2)),
         loss=LossConfig(ctc_weight=0.5),
         run=RunConfig(epochs=3),
+        optimizer=OptimizerConfig(learning_rate=0.003),
     )
     assert resolve(asked, LITTLE) == asked and decisions(asked, asked) == ""
     one = dataclasses.replace(asked, run=RunConfig())

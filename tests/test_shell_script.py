@@ -96,10 +96,10 @@ def test_the_script_leaves_a_model_that_has_learnt_its_shape_and_goes_on_when_st
         assert (last_of(told, "--preset"), last_of(told, "--resume")) == (preset, "auto")
 
 
-def test_only_the_built_in_corpus_and_the_scripts_own_preset_have_its_rate(checkout):
-    own = ["--train_manifest", "my/train.jsonl"]
-    for given, rate in (([], "0.002"), (own, None), (["--preset", "original"], None), (["--init_from", "x.pt"], None)):
-        assert last_of(told_to_the_trainer(checkout, "--device", "cpu", *given), "--learning_rate") == rate
+def test_a_card_is_filled_and_a_cpu_has_both_cores_at_work(checkout):
+    counted = ("cuda", "--gradient-accumulation-steps", "8")
+    for given, size in ((("cuda",), "auto"), (("cpu",), "4"), (counted, "2")):
+        assert last_of(told_to_the_trainer(checkout, "--device", *given), "--batch_size") == size
 
 
 def test_the_script_lets_a_run_that_goes_on_keep_its_name_and_shape(checkout):

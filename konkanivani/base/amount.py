@@ -7,22 +7,26 @@ from konkanivani.base.config import AUTO, DEFAULT_EFFECTIVE_BATCH_SIZE, DataConf
 from konkanivani.base.rules import settings_of, with_values
 
 DECIDED = ("tokenizer_type", "ctc_weight", "epochs", "speed_perturbation", "gradient_accumulation_steps", "first_epoch")
+DECIDED += ("learning_rate",)
 LITTLE_HOURS = 10.0  # with less, subwords are too rare to be learnt, and attention alone aligns too late
 HOURS_HEARD = 30.0  # of speech in all epochs together, where that is between the two bounds
 MIN_EPOCHS, MAX_EPOCHS = 20, 60
 MIN_TUNED_EPOCHS, MAX_TUNED_EPOCHS = 3, 10  # of a model that has learnt already
 WINDOW_SECONDS = 20.0  # of little speech in a step: twice the steps of half the speech learn more in as many epochs
 MIN_WINDOW_SIZE = 2
+LARGE_RATE = 2e-3
+MANY_WORDS, SMALL_WIDTH = 100, 128  # distinct words of the texts from which on, and a model to which, the rate is large
 TUNED_WINDOW_SIZE = 16  # utterances, of a model that has learnt already: as its makers' own recipes have it
 
 
 @dataclass(frozen=True)
 class Amount:
-    """How much speech there is to train on; `ranks` are to share each step's."""
+    """How much speech there is to train on, of how many distinct words; `ranks` are to share each step's."""
 
     hours: float
     utterances: int
     ranks: int = 1
+    words: int = 0
 
     @property
     def is_little(self) -> bool:
@@ -49,7 +53,9 @@ def resolve(config: TrainConfig, amount: Amount = MUCH_SPEECH) -> TrainConfig:
     config = dataclasses.replace(config, data=_with_window(config.data, utterances))
     fewest, most = (MIN_TUNED_EPOCHS, MAX_TUNED_EPOCHS) if is_tuned else (MIN_EPOCHS, MAX_EPOCHS)
     from_nothing = not is_tuned and config.run.init_from is None
+    is_small = amount.is_little and from_nothing and config.model.d_model <= SMALL_WIDTH
     chosen = {
+        "learning_rate": LARGE_RATE if is_small and amount.words >= MANY_WORDS else config.optimizer.peak_rate,
         "tokenizer_type": AUTO if is_tuned else "char" if amount.is_little else "unigram",
         "ctc_weight": 1.0 if not config.model.decoder_layers else 0.7 if amount.is_little else 0.3,
         "speed_perturbation": (1.0,) if amount.is_little else (0.9, 1.0, 1.1),

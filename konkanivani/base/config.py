@@ -267,8 +267,8 @@ class OptimizerConfig:
 
     optimizer: Literal["adamw", "adamw8bit", "adafactor"] = "adamw"
     """AdamW; with its moments in 8 bits; or Adafactor, which has next to none: 16, 10 and 8 bytes a trained number."""
-    learning_rate: float = 1e-3
-    """Peak learning rate."""
+    learning_rate: float | Literal["auto"] = "auto"
+    """Peak learning rate (auto: 1e-3; twice that of a small model that learns many words of little speech anew)."""
     schedule: Literal["cosine", "inverse_sqrt"] = "cosine"
     """After the warm-up: cosine to a hundredth at the run's last step, or 1/sqrt(step)."""
     warmup_steps: int | Literal["auto"] = "auto"
@@ -277,6 +277,11 @@ class OptimizerConfig:
     """Decoupled weight decay, on matrices only."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm over the whole effective batch."""
+
+    @property
+    def peak_rate(self) -> float:
+        """The peak of the learning rate; where nothing has decided it, 1e-3."""
+        return 1e-3 if self.learning_rate == AUTO else self.learning_rate
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,7 @@ def _learning_rules(config: TrainConfig) -> list[Rule]:
         (loss.ctc_weight == AUTO or 0 <= loss.ctc_weight <= 1, "--ctc_weight must be between 0 and 1"),
         (0 <= loss.intermediate_ctc_weight < 1, "--intermediate_ctc_weight must be at least 0 and below 1"),
         (0 <= loss.label_smoothing < 1, "--label_smoothing must be at least 0 and below 1"),
-        (optimizer.learning_rate > 0, "--learning_rate must be above 0"),
+        (optimizer.learning_rate == AUTO or optimizer.learning_rate > 0, "--learning_rate must be above 0"),
         (
             (optimizer.warmup_steps == AUTO or optimizer.warmup_steps >= 0) and optimizer.weight_decay >= 0,
             "--warmup_steps and --weight_decay must be at least 0",

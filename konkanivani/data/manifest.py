@@ -1,5 +1,6 @@
 """JSONL manifests and the utterances they list, each read when it is asked for. See utterance.py for a row."""
 
+import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -123,8 +124,10 @@ def write_manifest(path: str | Path, utterances: Iterable[Utterance]) -> None:
 
 
 def measure_amount(manifest: Manifest) -> Amount:
-    """The speech of all its rows that can be used."""
-    return Amount(float(manifest.durations.sum()) / 3600, len(manifest.durations))
+    """The speech of all its rows that can be used, and where that is little its words."""
+    amount = Amount(float(manifest.durations.sum()) / 3600, len(manifest.durations))
+    words = {word for text in iterate_texts(manifest) for word in text.split()} if amount.is_little else ()
+    return dataclasses.replace(amount, words=len(words))
 
 
 def no_text(manifest: Manifest) -> DataError:

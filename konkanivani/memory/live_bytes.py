@@ -14,8 +14,7 @@ class LiveBytes(TorchDispatchMode):
 
     `live` and `peak` are bytes, each storage rounded up to a multiple of `rounding`, as an allocator hands it out.
     Views and in-place results share a storage and count once; tensors of another device than `place`, where one is
-    given, do not count. What existed before must be given to `count`. A kernel's
-    own workspace never reaches the dispatcher and is not counted.
+    given, do not count, nor do kernels' own workspaces. What existed before must be given to `count`.
     """
 
     def __init__(self, rounding: int = 1, place: torch.device | None = None) -> None:

@@ -6,14 +6,7 @@ B batch, T feature frames, T' encoder frames, F mel bins, C channels, D model wi
 import torch
 
 from konkanivani.base.config import ModelConfig
-from konkanivani.base.lengths import (
-    CHUNK_FRAMES,
-    SMALL_CHUNK_FRAMES,
-    SUBSAMPLING,
-    Lengths,
-    padding_mask,
-    subsampled_length,
-)
+from konkanivani.base.lengths import CHUNK_FRAMES, SUBSAMPLING, Lengths, padding_mask, subsampled_length
 from konkanivani.model.attention import RotaryPositions, SequenceLayout
 from konkanivani.model.blocks import BlockRunner, ConformerBlock, TransformerBlock
 from konkanivani.model.kernels.dropout import Dropout
@@ -22,6 +15,7 @@ from konkanivani.model.kernels.recompute import as_it_is_now, run_recomputed
 from konkanivani.model.kernels.rotary import has_varlen_attention
 from konkanivani.model.relative import RelativePositions
 
+CARD_FRAMES = 100  # of a chunk on a card, where a convolution of all channels copies its inputs ninefold
 MAX_PACKED = 8  # utterances: each is an attention and a convolution of its own, which takes long for many short ones
 
 
@@ -95,8 +89,8 @@ class PaddedSubsampling(torch.nn.Module):
         self, features: torch.Tensor, chunk_frames: int = CHUNK_FRAMES, padding: torch.Tensor | None = None
     ) -> torch.Tensor:
         frames = subsampled_length(features.shape[1], self.kind)
-        if self.kind == "striding" and features.device.type == "cuda":  # whose convolution copies its inputs ninefold
-            chunk_frames = min(chunk_frames, SMALL_CHUNK_FRAMES)
+        if self.kind == "striding" and features.device.type == "cuda":
+            chunk_frames = min(chunk_frames, CARD_FRAMES)
         if frames <= chunk_frames:
             return self._one_piece(features, padding, 0)
         pieces, one_piece = [], as_it_is_now(self)._one_piece

@@ -119,7 +119,8 @@ def settle(start: Start, amount: Amount) -> Start:
     """The start with what so much speech decides, which is said; weights taken over keep their tokens."""
     config = asked = start.config
     used = asked.data.train_subset / 100
-    amount = Amount(amount.hours * used, round(amount.utterances * used), start.topology.world)
+    hours, utterances = amount.hours * used, round(amount.utterances * used)
+    amount = dataclasses.replace(amount, hours=hours, utterances=utterances, ranks=start.topology.world)
     if start.initial and not config.tuning.new_tokenizer:
         config = as_stored(config, config_from_text(start.initial.config), names=("tokenizer_type",))
     config = resolve(config, amount)

@@ -1,8 +1,4 @@
-"""Adafactor: 8 bytes a trained number, its weight and gradient, and next to nothing beside them.
-
-torch.optim's and transformers' were looked at and not taken: both make tensors as large as a parameter in each update,
-and their state in the first; torch.optim's waits for the card twice a tensor and loads PyTorch's compiler.
-"""
+"""Adafactor: 8 bytes a trained number, its weight and gradient, and next to nothing beside them."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,4 @@
-"""AdamW whose moments take 8 bits: 10 bytes a trained number with its weight and gradient, in place of 16.
-
-bitsandbytes and torchao were looked at and not taken, of each the sources: both make their state in the first step, the
-one waits for the card after each tensor, the other compiles each update, and both load PyTorch's compiler.
-"""
+"""AdamW whose moments take 8 bits: 10 bytes a trained number with its weight and gradient, in place of 16."""
 
 from dataclasses import dataclass
 
