@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from konkanivani.base.config import AUTO, DEFAULT_EFFECTIVE_BATCH_SIZE, DataConfig, TrainConfig
+from konkanivani.base.config import AUTO, DEFAULT_EFFECTIVE_BATCH_SIZE, DEFAULT_RATE, DataConfig, TrainConfig
 from konkanivani.base.rules import settings_of, with_values
 
 DECIDED = ("tokenizer_type", "ctc_weight", "epochs", "speed_perturbation", "gradient_accumulation_steps", "first_epoch")
@@ -55,7 +55,7 @@ def resolve(config: TrainConfig, amount: Amount = MUCH_SPEECH) -> TrainConfig:
     from_nothing = not is_tuned and config.run.init_from is None
     is_small = amount.is_little and from_nothing and config.model.d_model <= SMALL_WIDTH
     chosen = {
-        "learning_rate": LARGE_RATE if is_small and amount.words >= MANY_WORDS else config.optimizer.peak_rate,
+        "learning_rate": LARGE_RATE if is_small and amount.words >= MANY_WORDS else DEFAULT_RATE,
         "tokenizer_type": AUTO if is_tuned else "char" if amount.is_little else "unigram",
         "ctc_weight": 1.0 if not config.model.decoder_layers else 0.7 if amount.is_little else 0.3,
         "speed_perturbation": (1.0,) if amount.is_little else (0.9, 1.0, 1.1),

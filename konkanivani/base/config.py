@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 AUTO = "auto"
+DEFAULT_RATE = 1e-3
 DEFAULT_EFFECTIVE_BATCH_SIZE = 8
 AudioContext = Literal["window", "speech"]
 OLD_NAMES = {"rir_share": "rir_prob", "noise_share": "noise_prob"}  # in old command lines and checkpoints
@@ -277,11 +278,6 @@ class OptimizerConfig:
     """Decoupled weight decay, on matrices only."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm over the whole effective batch."""
-
-    @property
-    def peak_rate(self) -> float:
-        """The peak of the learning rate; where nothing has decided it, 1e-3."""
-        return 1e-3 if self.learning_rate == AUTO else self.learning_rate
 
 
 @dataclass(frozen=True)

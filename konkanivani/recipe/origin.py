@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.base.config import TrainConfig
+from konkanivani.base.config import AUTO, TrainConfig
 from konkanivani.base.flags import Asked
 from konkanivani.inference.pretrained import (
     STATE,
@@ -22,7 +22,7 @@ from konkanivani.model.whisper.folder import read_whisper_architecture
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
 
 
-def begin_pretrained(asked: Asked, config: TrainConfig) -> tuple[TrainConfig, Pretrained | None]:
+def begin_pretrained(config: TrainConfig) -> tuple[TrainConfig, Pretrained | None]:
     """The folder that a run begins with, if it does, and the settings with what suits it: its rate, what it hears.
 
     Whatever it does not have for what is asked for is told before any folder is made.
@@ -39,7 +39,7 @@ def begin_pretrained(asked: Asked, config: TrainConfig) -> tuple[TrainConfig, Pr
         other = dataclasses.replace(config.pretrained, language=config.pretrained.forgetting_language)
         pretrained.vocabulary(other)
     pretrained.check_weights()
-    if "learning_rate" in asked.given:
+    if config.optimizer.learning_rate != AUTO:
         return config, pretrained
     rate = pretrained.learning_rate(config.tuning)
     return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, learning_rate=rate)), pretrained

@@ -154,7 +154,7 @@ def _check_beginning(asked: Asked, report: Report) -> tuple[TrainConfig, Checkpo
     if asked.config.run.init_from:
         check_paths(asked.config)
         asked, initial = begin_with(asked, Path(asked.config.run.init_from))
-    config, pretrained = begin_pretrained(asked, asked.config)
+    config, pretrained = begin_pretrained(asked.config)
     _check_places(config, architecture_for(config, config.text.vocab_size, pretrained), report)
     return config, initial, pretrained
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from konkanivani.base.config import AUTO, OptimizerConfig, TuningConfig
+from konkanivani.base.config import AUTO, DEFAULT_RATE, OptimizerConfig, TuningConfig
 from konkanivani.base.errors import CheckpointError
 from konkanivani.model.adapters import OVER_TOKENS
 
@@ -24,11 +24,16 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     """
     warmup = resolve_warmup(config, total_steps)
     if step < warmup:
-        return config.peak_rate * (step + 1) / warmup
+        return peak_rate(config) * (step + 1) / warmup
     if config.schedule == "inverse_sqrt":
-        return config.peak_rate * math.sqrt(warmup / (step + 1))
+        return peak_rate(config) * math.sqrt(warmup / (step + 1))
     progress = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
-    return config.peak_rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+    return peak_rate(config) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def peak_rate(config: OptimizerConfig) -> float:
+    """The peak of the learning rate, whether or not an amount of speech has decided it."""
+    return DEFAULT_RATE if config.learning_rate == AUTO else config.learning_rate
 
 
 def resolve_warmup(config: OptimizerConfig, total_steps: int) -> int:
@@ -120,7 +125,7 @@ def parameter_groups(model: torch.nn.Module, config: OptimizerConfig, tuning: Tu
             factor = tuning.encoder_factor if name.startswith("encoder.") else 1.0
             is_later = bool(tuning.freeze_steps) and parameter in later
             groups.setdefault((factor, is_later, parameter.dim() < 2), []).append(parameter)
-    rate, decay = config.peak_rate, config.weight_decay
+    rate, decay = peak_rate(config), config.weight_decay
     return [
         {"params": found, "lr": rate, "weight_decay": 0.0 if is_flat else decay, "factor": factor, "later": is_later}
         for (factor, is_later, is_flat), found in sorted(groups.items(), key=lambda pair: pair[0][::-1])
