@@ -58,16 +58,17 @@ def test_a_small_model_takes_twice_the_rate_for_many_words_of_little_speech_from
     said = dataclasses.replace(small, optimizer=OptimizerConfig(learning_rate=0.003))
     tuned = dataclasses.replace(small, run=RunConfig(init_from="a.pt"))
     for config, hours, words, rate in (
-        (small, 0.5, 100, 2e-3),
-        (small, 0.5, 99, 1e-3),
+        (small, 0.8, 100, 2e-3),
+        (small, 0.8, 99, 1e-3),
+        (small, 0.7, 100, 1e-3),
         (small, 10.0, 100, 1e-3),
-        (said, 0.5, 100, 3e-3),
-        (tuned, 0.5, 100, 1e-3),
-        (TrainConfig(), 0.5, 100, 1e-3),
+        (said, 0.8, 100, 3e-3),
+        (tuned, 0.8, 100, 1e-3),
+        (TrainConfig(), 0.8, 100, 1e-3),
     ):
         assert resolve(config, Amount(hours, 600, words=words)).optimizer.learning_rate == rate
     older = config_to_text(small).replace("--learning_rate 'auto'", "--learning_rate 0.001")
-    assert resolve(config_from_text(older), Amount(0.5, 600, words=100)).optimizer.learning_rate == 1e-3
+    assert resolve(config_from_text(older), Amount(0.8, 600, words=100)).optimizer.learning_rate == 1e-3
 
 
 def test_words_are_counted_of_little_speech_alone(corpus, monkeypatch):

@@ -269,7 +269,7 @@ class OptimizerConfig:
     optimizer: Literal["adamw", "adamw8bit", "adafactor"] = "adamw"
     """AdamW; with its moments in 8 bits; or Adafactor, which has next to none: 16, 10 and 8 bytes a trained number."""
     learning_rate: float | Literal["auto"] = "auto"
-    """Peak learning rate (auto: 1e-3; twice that of a small model that learns many words of little speech anew)."""
+    """Peak learning rate (auto: 1e-3; twice that of a small model that learns many words of 45 min to 10 h anew)."""
     schedule: Literal["cosine", "inverse_sqrt"] = "cosine"
     """After the warm-up: cosine to a hundredth at the run's last step, or 1/sqrt(step)."""
     warmup_steps: int | Literal["auto"] = "auto"

@@ -45,8 +45,8 @@ def cuda_costs(name: str, capability: tuple[int, int], context: int | None = Non
     """A CUDA card; `context` in bytes as measured, or None where there is no card to measure it on.
 
     PyTorch's allocator hands out multiples of 512 bytes (CUDACachingAllocator), takes 8.125 MiB for cuBLAS and up to 4
-    MiB for cuBLASLt, from Hopper on 32 MiB for each (CublasHandlePool, CUDABlas). 16 MiB for convolutions and
-    450 MiB for a context with its kernels are assumptions on the safe side, not yet measured here.
+    MiB for cuBLASLt, from Hopper on 32 MiB for each (CublasHandlePool, CUDABlas). 16 MiB for convolutions and 450 MiB
+    for a context with its kernels are assumed.
     """
     matrix_products = 64 * MIB if capability >= FIRST_WITH_LARGE_WORKSPACE else 8 * MIB + 128 * 1024 + 4 * MIB
     return DeviceCosts(
