@@ -14,7 +14,7 @@ MIN_EPOCHS, MAX_EPOCHS = 20, 60
 MIN_TUNED_EPOCHS, MAX_TUNED_EPOCHS = 3, 10  # of a model that has learnt already
 WINDOW_SECONDS = 20.0  # of little speech in a step: twice the steps of half the speech learn more in as many epochs
 MIN_WINDOW_SIZE = 2
-LARGE_RATE = 2e-3  # for a model no wider, from so many distinct words and hours on: with less it does not align
+LARGE_RATE = 2e-3  # for a model no wider, from so many distinct words and hours on: else it learns less (docs/LOG.md)
 SMALL_WIDTH, MANY_WORDS, MIN_HOURS = 128, 100, 0.75
 TUNED_WINDOW_SIZE = 16  # utterances, of a model that has learnt already: as its makers' own recipes have it
 
@@ -53,10 +53,9 @@ def resolve(config: TrainConfig, amount: Amount = MUCH_SPEECH) -> TrainConfig:
     config = dataclasses.replace(config, data=_with_window(config.data, utterances))
     fewest, most = (MIN_TUNED_EPOCHS, MAX_TUNED_EPOCHS) if is_tuned else (MIN_EPOCHS, MAX_EPOCHS)
     from_nothing = not is_tuned and config.run.init_from is None
-    has_much_to_learn = amount.is_little and amount.hours >= MIN_HOURS and amount.words >= MANY_WORDS
-    is_small = from_nothing and config.model.d_model <= SMALL_WIDTH
+    may_be_fast = from_nothing and config.model.d_model <= SMALL_WIDTH and MIN_HOURS <= amount.hours < LITTLE_HOURS
     chosen = {
-        "learning_rate": LARGE_RATE if is_small and has_much_to_learn else DEFAULT_RATE,
+        "learning_rate": LARGE_RATE if may_be_fast and amount.words >= MANY_WORDS else DEFAULT_RATE,
         "tokenizer_type": AUTO if is_tuned else "char" if amount.is_little else "unigram",
         "ctc_weight": 1.0 if not config.model.decoder_layers else 0.7 if amount.is_little else 0.3,
         "speed_perturbation": (1.0,) if amount.is_little else (0.9, 1.0, 1.1),
@@ -67,6 +66,7 @@ def resolve(config: TrainConfig, amount: Amount = MUCH_SPEECH) -> TrainConfig:
 
 
 def _with_window(data: DataConfig, utterances: int) -> DataConfig:
+    """With a window of at least so many utterances where none has been asked for."""
     if data.batch_size == AUTO:
         return dataclasses.replace(data, effective_batch_size=data.effective_batch_size or utterances)
     if data.gradient_accumulation_steps == AUTO:

@@ -7,6 +7,7 @@ import torch
 
 from konkanivani.base.config import AUTO, TrainConfig
 from konkanivani.base.flags import Asked
+from konkanivani.base.rules import with_values
 from konkanivani.inference.pretrained import (
     STATE,
     Origin,
@@ -39,10 +40,9 @@ def begin_pretrained(config: TrainConfig) -> tuple[TrainConfig, Pretrained | Non
         other = dataclasses.replace(config.pretrained, language=config.pretrained.forgetting_language)
         pretrained.vocabulary(other)
     pretrained.check_weights()
-    if config.optimizer.learning_rate != AUTO:
-        return config, pretrained
-    rate = pretrained.learning_rate(config.tuning)
-    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, learning_rate=rate)), pretrained
+    if config.optimizer.learning_rate == AUTO:
+        config = with_values(config, {"learning_rate": pretrained.learning_rate(config.tuning)})
+    return config, pretrained
 
 
 def resume_pretrained(asked: Asked, config: TrainConfig, checkpoint: Checkpoint) -> Pretrained | None:

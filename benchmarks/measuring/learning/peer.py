@@ -38,7 +38,7 @@ class Asked:
     seed: int
     rate: int
     batch: float
-    device: str = "cpu"
+    device: str
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Order:
     flags: str
     threads: int
     python: Path
-    device: str = "cpu"
+    device: str
 
     @property
     def place(self) -> Path:
