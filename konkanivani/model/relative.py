@@ -35,9 +35,9 @@ class RelativeSelfAttention(torch.nn.Module):
 
     Query i scores key j by ((q + u) k + (q + v) W r(i - j)) / sqrt(E), where u and v (D,) are biases of content and of
     position, W a matrix over r, the sines and cosines of a distance. The scores are in fp32 at least, whatever the
-    autocast, since in fp16 they leave its range. Of what has a number for each pair of frames nothing is kept: the
-    backward pass makes it again. No more of it is there at a time than `chunk_frames` squared a head, or, of an hour,
-    that of a hundred queries.
+    autocast, since in fp16 they leave its range. Of what has a number for each pair of frames the weights alone are
+    kept, up to `chunk_frames`; of longer speech nothing, the backward pass makes it again. No more of it is there at a
+    time than `chunk_frames` squared a head, or, of an hour, that of a hundred queries.
     """
 
     def __init__(self, d_model: int, heads: int, biases: bool = True) -> None:
@@ -72,7 +72,7 @@ class RelativeSelfAttention(torch.nn.Module):
         length, most = query.shape[2], layout.chunk_frames
         others = key, value, self.content_bias, self.position_bias, layout.padding
         if length <= most:
-            return run_recomputed(attend_by_distance, query, distances, *others)
+            return attend_by_distance(query, distances, *others)
         pieces, first = [], 0
         for chunk in query.split(max(most**2 // length, min(most, SMALL_CHUNK_FRAMES)), dim=2):
             end = first + chunk.shape[2]
