@@ -17,14 +17,17 @@ from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.inference.speech_model import SpeechModel
 from konkanivani.inference.verify import check_bundle, recognize_with
 from konkanivani.model.architecture import HybridArchitecture
+from konkanivani.model.blocks import run_directly
 from konkanivani.model.front_end import FrontEnd, described
 from konkanivani.model.kernels.ctc import BLANK
+from konkanivani.model.kernels.recompute import run_recomputed
 from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, Corpus, run_folders, run_script
 from tests.laws.parts import OTHER_FEATURES, OTHER_PARTS
 from tests.starts import begin_run
+from tests.test_block_parts import laid_out, random_attention
 from tests.test_export import CPU, EXPORT, SHAPE, speech_model_of_shape, spoken
 
 FLAGS = (
@@ -140,3 +143,16 @@ def test_ctc_needs_as_many_frames_as_the_subsampling_leaves():
     needed = np.array([13, 14, 25, 26])
     assert by_8.frames_missing(np.full(4, 1.0), needed).tolist() == [False, True, True, True]
     assert by_4.frames_missing(np.full(4, 0.99), needed).tolist() == [False, False, False, True]
+
+
+@pytest.mark.parametrize(("run_block", "times"), [(run_directly, 1), (run_recomputed, 2)])
+def test_a_minute_s_attention_by_distance_is_computed_as_often_as_its_block(run_block, times, monkeypatch):
+    """Longer speech, which goes through it in chunks, once more."""
+    softmax, calls = torch.Tensor.softmax, []
+    monkeypatch.setattr(torch.Tensor, "softmax", lambda scores, dim: (calls.append(dim), softmax(scores, dim))[1])
+    attention, norm = random_attention()
+    x = torch.randn(1, 9, 12, dtype=torch.float64, requires_grad=True)
+    for layout, expected in ((laid_out(x, None), times), (laid_out(x, None, chunk_frames=8), 2 * (times + 1))):
+        calls.clear()
+        run_block(attention, x, norm, layout).sum().backward()
+        assert len(calls) == expected
