@@ -82,8 +82,11 @@ class Ended:
 
 def write_folder(path: Path, size: str) -> None:
     """A folder of random weights with Whisper's vocabulary, as large as the published ones'."""
+    from tests.whisper.byte_vocabularies import RANKS
     from tests.whisper.small_model import write_model
 
+    if not RANKS.exists():
+        raise DataError(f"Whisper's byte strings are not there: {RANKS}. Name another folder in KONKANIVANI_DATA.")
     width, heads, encoder, decoder = LAYERS[size]
     write_model(path, width=width, heads=heads, layers=(encoder, decoder), inner=4 * width, seconds=30, real=True)
 
