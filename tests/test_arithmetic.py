@@ -46,12 +46,9 @@ def test_matrix_products_of_a_step_are_what_the_formulas_say(change, recompute, 
     layers = forward_layers(shape, VOCABULARY, MEL_BINS, tuple(speech.frames.tolist()), int(speech.token_lengths.max()))
     dense = tuple(layer for layer in layers if layer.is_dense and not layer.name.endswith(" convolution"))
     expected = step_flop(dense, recompute == "always")
-    if (
-        change == OTHER_PARTS
-    ):  # whose attention is of PyTorch's products, made again in the backward pass but for the last
+    if change == OTHER_PARTS:  # whose attention is of PyTorch's products
         flop = {layer.name: layer.flop for layer in layers}
-        again = 1 if recompute == "never" else 2
-        expected += (3 + again) * (flop["attention"] + flop["attention by distance"]) - flop["attention"] / 2
+        expected += (3 + (recompute == "always")) * (flop["attention"] + flop["attention by distance"])
     if recompute == "never":
         assert counted == expected
     else:  # the heads are not in a block
