@@ -21,8 +21,8 @@ for axes, name in zip(panels.flat, sets, strict=False):
         if run["set_name"] == name:
             rates = [100 * epoch["cer"] for epoch in run["valid"]]
             axes.plot(range(1, len(rates) + 1), rates, color=colours[run["learner"]], alpha=0.8, linewidth=1.2)
-    axes.set(title=name, xlabel="epochs", ylabel="CER of validation, %", yscale="log", ylim=(3, 110))
-    axes.set_yticks([5, 10, 20, 50, 100], ["5", "10", "20", "50", "100"])
+    axes.set(title=name, xlabel="epochs", ylabel="CER of validation, %", yscale="log", ylim=(1, 110))
+    axes.set_yticks([1, 2, 5, 10, 20, 50, 100], ["1", "2", "5", "10", "20", "50", "100"])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
 panels[0][0].legend(handles=[plt.Line2D([], [], color=c, label=learner) for learner, c in colours.items()])
