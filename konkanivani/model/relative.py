@@ -35,7 +35,7 @@ class RelativeSelfAttention(torch.nn.Module):
 
     Query i scores key j by ((q + u) k + (q + v) W r(i - j)) / sqrt(E), where u and v (D,) are biases of content and of
     position, W a matrix over r, the sines and cosines of a distance. The scores are in fp32 at least, whatever the
-    autocast, since in fp16 they leave its range. Of what has a number for each pair of frames the weights alone are
+    autocast, since in fp16 they leave its range. Of what has a number for each pair of frames their softmax alone is
     kept, up to `chunk_frames`; of longer speech nothing, the backward pass makes it again. No more of it is there at a
     time than `chunk_frames` squared a head, or, of an hour, that of a hundred queries.
     """
