@@ -7,9 +7,10 @@ from konkanivani.model.architecture import Architecture
 from konkanivani.model.flops import product_rate, step_flop
 from konkanivani.model.kernels.products import fast_linear
 
-# The side of the square matrices whose product is the device's best, and how often it is timed: large enough to fill
-# the device; fp16's three matrices are 24 MiB on a card, fp32's 12 MiB on a CPU.
-SIZES = {"cuda": (2048, 20), "cpu": (1024, 5)}
+# How often the product of two square matrices is timed, as large as it takes to fill the device: fp16's three are
+# 24 MiB on a card, fp32's 3 MiB on a CPU of few cores (where four times as many numbers give the same rate).
+ROUNDS = {"cuda": 20, "cpu": 5}
+MAX_FEW_CORES = 8
 
 
 class Utilisation:
@@ -17,10 +18,9 @@ class Utilisation:
 
     def __init__(self, architecture: Architecture, device: torch.device, dtype: torch.dtype) -> None:
         self.architecture, self.device = architecture, device
-        side, rounds = SIZES[device.type]
         # The product that the model's layers take, so that a library which is faster elsewhere does not flatter it.
         multiply = fast_linear if dtype == torch.float32 else torch.mm
-        self.rate = product_rate(multiply, device, dtype, side, rounds)
+        self.rate = product_rate(multiply, device, dtype, best_side(device), ROUNDS[device.type])
         self._is_card_silent = device.type != "cuda"
 
     def model_flops_utilisation(self, window: Window, seconds: float) -> float:
@@ -47,3 +47,10 @@ class Utilisation:
         except Exception:  # no NVML, no permission, a slice of a card: training does not depend on knowing
             self._is_card_silent = True
             return None
+
+
+def best_side(device: torch.device) -> int:
+    """The side of square matrices whose product is the fastest that the device has."""
+    if device.type == "cuda":
+        return 2048
+    return 512 if torch.get_num_threads() <= MAX_FEW_CORES else 1024
