@@ -24,6 +24,10 @@ class LiveBytes(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._counting = threading.RLock()  # a storage may be freed by another thread, or while this one counts
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else each operation goes through a wrapper of PyTorch's compiler
+
     def count(self, tensors: Iterable[torch.Tensor]) -> None:
         """Counts the storages of these tensors, unless they are counted already."""
         for tensor in tensors:

@@ -13,7 +13,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 META = torch.device("meta")
 CARD, HOST = torch.device("cpu"), META
@@ -117,8 +116,14 @@ def _run(operation: Callable, args: tuple, kwargs: Mapping) -> object:
 
 def _place_of(args: Sequence[object]) -> torch.device:
     """Where the operation's tensors are: those that are more than a number, which may be of any place."""
-    tensors = [leaf for leaf in tree_leaves(list(args)) if isinstance(leaf, torch.Tensor)]
-    return max(tensors, key=lambda tensor: tensor.dim() > 0).device if tensors else CARD
+    place = None
+    for value in args:
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, torch.Tensor):
+                if tensor.dim():
+                    return tensor.device
+                place = place or tensor.device
+    return place or CARD
 
 
 def _inner(value: object, given: dict[int, Shape]) -> object:
