@@ -1,5 +1,7 @@
 """A step traced on our tensors without data is the one traced on PyTorch's, byte for byte; and none of it is real."""
 
+import itertools
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -13,8 +15,13 @@ from konkanivani.memory.tracer import BatchShape, Peak
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.planning.tracing import build_tracer
 
-MODEL = ModelConfig(d_model=32, encoder_layers=2, decoder_layers=2, attention_heads=2, subsampling_channels=8)
-LOADS = BatchShape(1, 20.0, 90), BatchShape(3, 4.0, 20), BatchShape(1, 61.0, 240)  # the last is in chunks
+POLICIES = NEVER, ALWAYS
+MODEL = ModelConfig(d_model=32, encoder_layers=2, decoder_layers=1, attention_heads=2, subsampling_channels=8)
+# The last ones are in chunks.
+LOADS = (
+    (BatchShape(1, 20.0, 90), NEVER),
+    *itertools.product((BatchShape(3, 4.0, 20), BatchShape(1, 61.0, 240)), POLICIES),
+)
 
 
 class Fakes(FakeTensorMode):
@@ -34,8 +41,7 @@ def traced(mode: type, half: bool, is_card: bool, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tracer, "Shapes", mode)
     config = TrainConfig(model=MODEL, memory=MemoryConfig(mixed_precision=half))
     built = build_tracer(config, architecture_of(config, 40), cuda_costs("T4", (7, 5)) if is_card else cpu_costs())
-    peaks = [built.trace(load, policy) for load in LOADS for policy in (NEVER, ALWAYS)]
-    return [*peaks, built.trace_validation(LOADS[1])]
+    return [*itertools.starmap(built.trace, LOADS), built.trace_validation(LOADS[1][0])]
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "half"])

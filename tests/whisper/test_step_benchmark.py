@@ -12,11 +12,11 @@ pytest.importorskip(
 
 
 def test_both_sides_take_the_same_step(tmp_path):
-    flags = ("--rounds", "1", "--accum", "1", "--shortest", "1", "--longest", "1", "--at_once", "1", "--json")
-    done = run_script("benchmarks/whisper_step.py", *flags, cwd=tmp_path)
+    flags = "--size digits --rounds 1 --accum 1 --shortest 1 --longest 1 --at_once 1 --json"
+    done = run_script("benchmarks/whisper_step.py", *flags.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     ours, theirs = json.loads(done.stdout.splitlines()[-1])["results"]
-    assert ours["parameters"] == theirs["parameters"] == 37_184_640
+    assert ours["parameters"] == theirs["parameters"] == 199_232
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
     state = 16 * ours["parameters"] / 2**20
     assert state < ours["peak_mib"] < theirs["peak_mib"]
