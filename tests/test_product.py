@@ -7,7 +7,7 @@ from konkanivani.model.kernels import products
 from konkanivani.model.kernels.products import MIN_ROWS, fast_linear, weight_gradient
 from tests.tracers import Calls
 
-SHAPES = [(391, 256, 1024), (391, 1024, 256), (MIN_ROWS, 144, 576), (97, 64, 1000)]
+SHAPES = [(391, 256, 1024), (391, 1024, 256), (MIN_ROWS, 512, 1024), (97, 360, 1000)]
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_all_three_products_of_a_layer(rows, inputs, outputs):
 
 
 def test_rows_of_several_utterances_are_rows():
-    x, weight, bias = torch.randn(2, 70, 32), torch.randn(48, 32), torch.randn(48)
+    x, weight, bias = torch.randn(2, 140, 256), torch.randn(512, 256), torch.randn(512)
     assert ways_through_onednn(fast_linear, x, weight, bias) == 1
     assert torch.equal(fast_linear(x, weight, bias).flatten(0, 1), fast_linear(x.flatten(0, 1), weight, bias))
 
@@ -66,10 +66,11 @@ def test_the_same_numbers_wherever_they_lie_in_memory():
         assert torch.equal(fast_linear(moved, weight, bias), expected)
 
 
-def test_few_rows_double_precision_and_autocast_go_the_usual_way():
-    x, weight = torch.randn(MIN_ROWS, 64), torch.randn(96, 64)
+def test_few_rows_small_products_double_precision_and_autocast_go_the_usual_way():
+    x, weight = torch.randn(MIN_ROWS, 512), torch.randn(1040, 512)
     assert ways_through_onednn(fast_linear, x, weight) == 1
     assert ways_through_onednn(fast_linear, x[1:], weight) == 0
+    assert ways_through_onednn(fast_linear, x, weight[:1000]) == 0
     assert ways_through_onednn(fast_linear, x.double(), weight.double()) == 0
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert ways_through_onednn(fast_linear, x, weight) == 0

@@ -20,6 +20,9 @@ import torch.nn.functional as F
 
 HAS_OPERATOR = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # PyTorch's own, without a public name
 MIN_ROWS = 64  # with fewer, laying out the matrix for oneDNN takes as long as it saves
+# A millisecond goes into oneDNN's code for a product of each new size, and batches have new ones all the time: in a
+# smaller product it gains no tenth of that.
+MIN_MULTIPLICATIONS = 2**25
 Gradients = Any  # what autograd takes: one, or a tuple of which each may be None
 Backward = tuple[torch.Tensor | None, ...]
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -29,17 +32,23 @@ ACTIVATIONS = {F.silu: torch.ops.aten.silu_backward, F.gelu: torch.ops.aten.gelu
 
 def fast_linear(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """rows (..., M, K) by the transpose of matrix (N, K) in any layout, plus bias (N,): (..., M, N)."""
-    if is_by_onednn(rows) and rows.numel() >= MIN_ROWS * rows.shape[-1]:
+    outputs, inputs = matrix.shape
+    if is_by_onednn(rows) and is_large(rows.numel() // inputs, inputs, outputs):
         return torch.ops.mkldnn._linear_pointwise(rows, matrix, bias, "none", [], "")
     return F.linear(rows, matrix, bias)
 
 
 def weight_gradient(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """The transpose of left (M, N) by right (M, K): (N, K), the gradient of a layer's weights."""
-    if is_by_onednn(left) and min(left.shape[1], right.shape[1]) >= MIN_ROWS:
+    if is_by_onednn(left) and is_large(left.shape[1], *right.shape):
         # oneDNN's linear layer wants its rows one after another: a copy, which takes a tenth of the product.
         return torch.ops.mkldnn._linear_pointwise(left.t().contiguous(), right.t(), None, "none", [], "")
     return left.t() @ right
+
+
+def is_large(rows: int, inputs: int, outputs: int) -> bool:
+    """Whether a product is large enough for oneDNN to be the sooner done."""
+    return rows >= MIN_ROWS and rows * inputs * outputs >= MIN_MULTIPLICATIONS
 
 
 def is_by_onednn(rows: torch.Tensor) -> bool:
