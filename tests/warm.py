@@ -149,12 +149,17 @@ class WarmParent:
         return Fork(self.ask(job), self)
 
     def run(
-        self, script: Path, *arguments: str, cwd: Path = ROOT, stdin: Path = NOTHING
+        self,
+        script: Path,
+        *arguments: str,
+        cwd: Path = ROOT,
+        stdin: Path = NOTHING,
+        before: Callable[[], None] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Runs it to its end."""
         with tempfile.TemporaryDirectory() as folder:
             said = Path(folder, "output"), Path(folder, "errors")
-            fork = self.start(Job(script, arguments, *said, cwd, stdin=stdin))
+            fork = self.start(Job(script, arguments, *said, cwd, stdin=stdin, before=before))
             try:
                 code = fork.wait(PATIENCE)
             finally:

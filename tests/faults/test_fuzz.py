@@ -9,7 +9,7 @@ from tests.faults import fuzz
 from tests.faults.fuzz import Fuzzer
 from tests.faults.watching import CONTAINER_SECONDS, MAX_GROWTH_MIB, MAX_SECONDS
 
-COUNTS = {"audio": 30, "media": 10, "manifests": 25, "checkpoints": 90, "flags": 15}  # --parts fuzz --full: 19,000
+COUNTS = {"audio": 30, "media": 10, "manifests": 25, "checkpoints": 130, "flags": 15}  # --parts fuzz --full: 19,000
 OURS = {
     "audio": {"taken", "UnusableAudio", "DataError"},
     "media": {"taken", "UnusableAudio", "DataError"},

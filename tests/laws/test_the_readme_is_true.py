@@ -25,6 +25,8 @@ from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, run_script, write_
 from tests.nemo.files import changed, in_languages
 from tests.patience import PATIENCE
 from tests.test_formats import common_voice
+from tests.tracers import plan_minutes_at_most
+from tests.warm import warm_parent
 from tests.whisper.small_model import write_model
 
 README, TRAINING, CONTRIBUTING = ROOT / "README.md", ROOT / "docs" / "training.md", ROOT / "CONTRIBUTING.md"
@@ -33,7 +35,7 @@ MAX_WORDS, PICTURES, MAX_PICTURE_BYTES = 950, 4, 150 * 1024
 SETUP = "./run_training_memory_optimized.sh"
 TOP = (SETUP, "./run_tests.sh")
 # What has tests of its own, names no corpus, or plans the largest preset, which takes minutes.
-COMPARISON = "training_scripts/compare_models.py"
+COMPARISON, PLANNER = "training_scripts/compare_models.py", "training_scripts/plan_memory.py"
 ELSEWHERE = ("benchmarks/", "--source egs/x", "--source FOLDER", "plan_memory.py --memory_budget", "--world 8")
 FLAGS_IN = (
     "konkanivani/base/config.py",
@@ -86,7 +88,8 @@ def run(command: str, folder: Path, max_steps: int) -> str:
         words += ["--max_steps", str(max_steps), "--num_workers", "0"]
     if script == TRAINER:
         words += [] if {"--resume", "--pretrained"} & set(words) else TINY_MODEL
-    done = run_script(script, *words, cwd=folder)
+    before = plan_minutes_at_most if script == PLANNER else None
+    done = warm_parent().run(ROOT / script, *words, cwd=folder, before=before)
     assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, f"{command}\n{done}"
     if script == TRAINER:
         summary = json.loads(done.stdout.splitlines()[-1])

@@ -73,10 +73,8 @@ def test_trained_resumed_exported_and_heard(corpus: Corpus, tmp_path: Path):
     assert "encoder.blocks.0.entry_norm.weight" not in weights and "encoder.blocks.1.entry_norm.weight" in weights
 
     checkpoint, bundle = str(tmp_path / "checkpoints" / "checkpoint_last.pt"), tmp_path / "m.safetensors"
-    files = ("--bundle", str(bundle), "--onnx", str(tmp_path / "m.onnx"), "--manifest", corpus.manifest("test"))
-    done = run_script(EXPORT, "--checkpoint", checkpoint, *files)
+    done = run_script(EXPORT, "--checkpoint", checkpoint, "--bundle", str(bundle))
     assert done.returncode == 0, done.stderr
-    assert "0 of 5" in done.stdout.splitlines()[-1]
     heard = [load_recognizer(path, device="cpu").transcribe(spoken(3.0).numpy()).text for path in (checkpoint, bundle)]
     assert heard[0] == heard[1]
     other = run_script("training_scripts/train_konkanivani_asr.py", "--resume", checkpoint, "--edges", "none", *folder)
