@@ -5,6 +5,7 @@ a step, every block recomputed or none that need not be, dropout drawn, memory t
 """
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -47,26 +48,39 @@ def whisper_in_half(mode: str, placement: Placement) -> StepParts:
     return whisper_parts(mode, whisper_config("always", half=True), torch.float32, placement=placement)
 
 
+@functools.cache
+def ours_on_card(recompute: str = "never", kind: str = "conformer") -> dict[str, torch.Tensor]:
+    return weights_after(ours(ON_CARD, recompute, kind=kind))
+
+
+@functools.cache
+def whisper_on_card(mode: str) -> dict[str, torch.Tensor]:
+    return weights_after(whisper_parts(mode))
+
+
+@functools.cache
+def half_whisper_on_card(mode: str) -> dict[str, torch.Tensor]:
+    return weights_after(whisper_in_half(mode, ON_CARD), dtype=torch.float32)
+
+
 @pytest.mark.parametrize("kind", ["conformer", "other parts"])
 @pytest.mark.parametrize("recompute", ["always", "never"])
 @pytest.mark.parametrize("placement", [SOME, ALL, AHEAD], ids=["some", "all", "ahead"])
 def test_our_own_fetched(placement: Placement, recompute: str, kind: str) -> None:
-    on_card, fetched = (weights_after(ours(place, recompute, kind=kind)) for place in (ON_CARD, placement))
-    assert not differing(on_card, fetched)
+    assert not differing(ours_on_card(recompute, kind), weights_after(ours(placement, recompute, kind=kind)))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("placement", [SOME, ALL, AHEAD], ids=["some", "all", "ahead"])
 def test_whisper_fetched(mode: str, placement: Placement) -> None:
-    on_card, fetched = (weights_after(whisper_parts(mode, placement=place)) for place in (ON_CARD, placement))
-    assert not differing(on_card, fetched)
+    assert not differing(whisper_on_card(mode), weights_after(whisper_parts(mode, placement=placement)))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("placement", [ALL, AHEAD, HALVED, BOTH], ids=["all", "ahead", "halved", "both"])
 def test_whisper_in_half_precision(mode: str, placement: Placement) -> None:
-    on_card, away = (weights_after(whisper_in_half(mode, place), dtype=torch.float32) for place in (ON_CARD, placement))
-    assert not differing(on_card, away)
+    away = weights_after(whisper_in_half(mode, placement), dtype=torch.float32)
+    assert not differing(half_whisper_on_card(mode), away)
 
 
 @pytest.mark.parametrize("kind", ["conformer", "other parts"])
@@ -113,21 +127,20 @@ def test_halves_that_are_never_refreshed_are_seen() -> None:
     """The control: what is multiplied by stays as it was at first."""
     parts = whisper_in_half("full", HALVED)
     parts.forward.weights.refresh = lambda: None
-    on_card = weights_after(whisper_in_half("full", ON_CARD), dtype=torch.float32)
-    assert differing(on_card, weights_after(parts, dtype=torch.float32))
+    assert differing(half_whisper_on_card("full"), weights_after(parts, dtype=torch.float32))
 
 
 def test_gradients_that_do_not_come_home_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: fetched weights that autograd knows nothing of."""
     monkeypatch.setattr(placements.PlacedWeights, "_in_place_of", lambda self, master, copy: copy)
-    assert differing(weights_after(ours(ON_CARD)), weights_after(ours(ALL)))
+    assert differing(ours_on_card(), weights_after(ours(ALL)))
 
 
 def test_what_came_ahead_and_is_never_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a block that was brought before an update, and is worked with after it."""
     monkeypatch.setattr(Fetcher, "forget", lambda self: None)
     monkeypatch.setattr(Fetcher, "bring", bring_once)
-    assert differing(weights_after(ours(ON_CARD)), weights_after(ours(AHEAD)))
+    assert differing(ours_on_card(), weights_after(ours(AHEAD)))
 
 
 def bring_once(self: Fetcher, number: int) -> dict[str, torch.Tensor]:
