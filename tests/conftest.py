@@ -210,13 +210,11 @@ def three_steps(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="session")
 def base(three_steps: Path) -> Path:
-    """Its last checkpoint."""
     return three_steps / "checkpoints" / "checkpoint_last.pt"
 
 
 @pytest.fixture
 def copy(three_steps: Path, tmp_path: Path) -> Path:
-    """A copy of it to spoil."""
     shutil.copytree(three_steps, tmp_path / "copy")
     return tmp_path / "copy"
 
@@ -267,7 +265,6 @@ def well(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[
 
 
 def run_trainer(*arguments: str, cwd: Path = ROOT, is_cold: bool = False) -> subprocess.CompletedProcess[str]:
-    """Runs the training script to its end."""
     return run_script(TRAINER, *arguments, cwd=cwd, is_cold=is_cold)
 
 

@@ -296,7 +296,6 @@ SPOILT: dict[str, Callable[[Path, bytes], object]] = {
 
 
 def spoil(path: Path, how: str) -> None:
-    """Damages the sound checkpoint at `path`."""
     SPOILT[how](path, path.read_bytes())
 
 

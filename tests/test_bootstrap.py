@@ -56,7 +56,6 @@ def bootstrap(checkout: Path):
 
 
 def put_program(folder: Path, name: str, script: str) -> Path:
-    """An executable shell script."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
     path.write_text(f"#!/bin/sh\n{script}\n")

@@ -112,7 +112,6 @@ def test_speakers_with_digests_for_names_are_told_by_eight_digits_and_written_wh
 
 
 def command(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """The words of the command that trains."""
     assert done.returncode == 0, done.stderr
     return shlex.split(done.stdout.splitlines()[-1])
 

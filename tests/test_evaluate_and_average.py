@@ -180,7 +180,6 @@ def test_the_mean_of_two_is_the_mean_with_the_newer_ones_settings(trained):
 
 
 def changed(named: NamedCheckpoint, part: str) -> NamedCheckpoint:
-    """The checkpoint, made unlike itself in one part."""
     checkpoint = named.checkpoint
     model = dict(weights(checkpoint))
     some = next(iter(model))

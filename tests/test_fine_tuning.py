@@ -45,7 +45,6 @@ def weights_of(folder: Path) -> Weights:
 
 
 def tuned(corpus: Corpus, base: Path, folder: Path, steps: int, *flags: str) -> Weights:
-    """What so many steps make of the base's weights."""
     begun = (*corpus.flags(), *run_folders(folder), *STEADY, "--init_from", str(base), *flags)
     train(build_run(begin_run([*begun, "--max_steps", str(steps)])))
     return weights_of(folder)

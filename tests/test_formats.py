@@ -47,7 +47,6 @@ def write_sentence(path: Path, number: int, rate: int = 16_000) -> Spoken:
 
 
 def sound_bytes(number: int, kind: str = "FLAC") -> bytes:
-    """A sentence as an audio file in memory."""
     content = io.BytesIO()
     soundfile.write(content, speak(sentence(number).split()), 16_000, format=kind)
     return content.getvalue()
@@ -58,7 +57,6 @@ def sentence_seconds(number: int) -> float:
 
 
 def write_table(path: Path, head: tuple[str, ...], rows: Iterable[tuple[object, ...]], mark: str = "\t") -> None:
-    """A table without quoting."""
     lines = [mark.join(map(str, row)) for row in ([head] if head else []) + list(rows)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -25,7 +25,6 @@ RUNS = {
 
 
 def parts_of(run: str) -> StepParts:
-    """The run's step parts, freshly initialised."""
     parts = double_parts(RUNS[run])
     loss = LossConfig(ctc_weight=0.3, intermediate_ctc_weight=0.3 if run == "intermediate_ctc" else 0.0)
     forward = dataclasses.replace(parts.forward, objective=parts.architecture.objective(loss))
@@ -40,7 +39,6 @@ def losses(parts: StepParts) -> list[float]:
 
 
 def read_golden(run: str) -> list[float]:
-    """The run's losses in the file."""
     rows = (line.split() for line in GOLDEN.read_text().splitlines() if not line.startswith("#"))
     return [float(loss) for name, _, loss in rows if name == run]
 

@@ -40,7 +40,6 @@ class Reads(TorchDispatchMode):
 
 
 def step_on(device: str, memory: MemoryConfig, loss: LossConfig = BOTH_LOSSES) -> tuple[StepParts, list[int]]:
-    """Step parts whose reads are counted."""
     config = TrainConfig(model=SHAPE, memory=memory, loss=loss)
     parts = build_step_parts(
         config, architecture_of(config, VOCABULARY), torch.device(device), 10, take_features_as_given

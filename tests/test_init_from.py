@@ -153,7 +153,6 @@ def test_a_cut_feedforward_computes_what_its_hidden_units_computed():
 
 @pytest.fixture(scope="module")
 def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which a run of one epoch has ended."""
     directory = tmp_path_factory.mktemp("trained")
     train(build_run(begin_run(list(flags(corpus, directory)))))
     return directory

@@ -55,7 +55,6 @@ def ngrams_of(model: Model) -> list[Ngrams]:
 
 
 def model_of(orders: Sequence[Ngrams]) -> Model:
-    """The arrays as a dictionary."""
     rows = (zip(n.tokens.tolist(), n.log_probabilities.tolist(), n.backoffs.tolist(), strict=True) for n in orders)
     return {tuple(gram): (probability, backoff) for order in rows for gram, probability, backoff in order}
 

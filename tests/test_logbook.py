@@ -81,7 +81,6 @@ def a_spectrogram(step: int) -> SpectrogramRecord:
 
 
 def log_all(folder: Path, *records: StepRecord | ValidationRecord | SpectrogramRecord, **options: object) -> None:
-    """A life of a logbook in which these are logged."""
     with Logbook(folder, **options) as logbook:
         for record in records:
             logbook.log(record)
@@ -352,7 +351,6 @@ def mount_small_disk(folder: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A folder on a disk of 64 KiB of its own."""
     folder = tmp_path / "disk"
     mount_small_disk(folder)
     yield folder

@@ -47,7 +47,6 @@ def write_rows(folder: Path, rows: int = 40) -> Path:
 
 
 def plainly_read(path: Path) -> list[tuple[int, float, str]]:
-    """Row, duration and text of every sound row."""
     found = []
     for row, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip() and line.strip().endswith("}") and "gone" not in line:

@@ -48,7 +48,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def voice(folder: Path) -> Path:
-    """A voice message."""
     return folder / "aac_44k_stereo.m4a"
 
 

@@ -115,7 +115,6 @@ def allocator(monkeypatch) -> Allocator:
 
 
 def forward_with(monitor: MemoryMonitor, allocator: Allocator, allocated: int, peak: int, reserved: int, retries: int):
-    """One forward phase that ends with these figures."""
     allocator.allocated, allocator.peak, allocator.reserved, allocator.retries = allocated, peak, reserved, retries
     monitor.end_phase("forward")
 

@@ -55,7 +55,6 @@ class Table:
         return self.directory / "out"
 
     def prepare(self, *flags: str) -> subprocess.CompletedProcess[str]:
-        """Writes the table and runs the script."""
         with open(self.corpus / "all.csv", "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
             csv.writer(file).writerows([COLUMNS, *self.rows])
         return prepare(self.directory, "csv", "--table", "all.csv", *flags)
@@ -68,7 +67,6 @@ class Table:
 
 
 def prepare(directory: Path, name: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Runs the script on `corpus` in a folder; there is never a traceback, nor anything half-written."""
     done = run_script(SCRIPT, "--format", name, "--source", "corpus", "--output", "out", *flags, cwd=directory)
     assert "Traceback" not in done.stdout + done.stderr, done.stderr
     assert [*directory.rglob("*.partial")] == []
@@ -82,7 +80,6 @@ def rejected(directory: Path) -> list[dict]:
 
 @pytest.fixture(scope="session")
 def twelve(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve WAVs."""
     directory = tmp_path_factory.mktemp("twelve")
     for number in range(12):
         write_sentence(directory / f"{number}.wav", number)

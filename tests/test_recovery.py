@@ -23,7 +23,6 @@ from tests.starts import begin_run
 
 
 def batch_of(seconds: list[float]) -> Batch:
-    """A batch of silence."""
     spoken = [
         dataclasses.replace(speech, waveform=torch.zeros(int(16_000 * length)))
         for speech, length in zip(speeches(len(seconds)), seconds, strict=True)

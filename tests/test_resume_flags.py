@@ -38,7 +38,6 @@ def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it to spoil."""
     shutil.copytree(trained, tmp_path / "copy")
     return tmp_path / "copy"
 

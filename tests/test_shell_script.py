@@ -57,7 +57,6 @@ def told_to_the_trainer(checkout: Path, *arguments: str) -> list[str]:
 
 
 def last_of(told: list[str], flag: str) -> str | None:
-    """The value that counts of a flag: the last one."""
     spelt = [
         word.removeprefix(flag + "=") if word != flag else told[n + 1]
         for n, word in enumerate(told)

@@ -67,7 +67,6 @@ def tones(words: tuple[str, ...], seed: int = 0) -> np.ndarray:
 
 
 def utterances() -> list[np.ndarray]:
-    """Twelve utterances of one to four words."""
     begins = list(itertools.accumulate([1, 2, 3, 4] * 3, initial=0))
     endless = list(itertools.islice(itertools.cycle(WORDS), begins[-1]))
     return [tones(tuple(endless[a:b]), seed=a) for a, b in itertools.pairwise(begins)]

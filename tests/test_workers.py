@@ -36,7 +36,6 @@ class SlowThenDeadly(Dataset):
         return Loaded(keys[0], ())
 
     def ids(self, keys: list[int]) -> list[str]:
-        """The items' names."""
         return [f"item {key}" for key in keys]
 
 

@@ -66,7 +66,6 @@ class Job:
     before: Callable[[], None] | None = None
 
     def run(self) -> None:
-        """Runs it in this process, a fork."""
         import numpy
         import torch
 
@@ -144,7 +143,6 @@ class WarmParent:
         theirs.close()
 
     def start(self, job: Job) -> Fork:
-        """Begins it."""
         assert can_fork(job.environment)
         return Fork(self.ask(job), self)
 
@@ -156,7 +154,6 @@ class WarmParent:
         stdin: Path = NOTHING,
         before: Callable[[], None] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Runs it to its end."""
         with tempfile.TemporaryDirectory() as folder:
             said = Path(folder, "output"), Path(folder, "errors")
             fork = self.start(Job(script, arguments, *said, cwd, stdin=stdin, before=before))
@@ -167,7 +164,6 @@ class WarmParent:
             return subprocess.CompletedProcess((script, *arguments), code, *(each.read_text("utf-8") for each in said))
 
     def run_program(self, source: str, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-        """Runs the lines of a program to its end."""
         with tempfile.TemporaryDirectory() as folder:
             script = Path(folder, "program.py")
             script.write_text(source, encoding="utf-8")

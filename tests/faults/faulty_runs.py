@@ -39,5 +39,4 @@ def end_of(run: Fork | subprocess.Popen, output: Path, seconds: float = PATIENCE
 
 
 def run_faulty(flags: Sequence[str], output: Path, faults: Sequence[Fault] = (), seconds: float = PATIENCE) -> Ended:
-    """A run to its end."""
     return end_of(start_faulty(flags, output, faults), output, seconds)

@@ -38,7 +38,6 @@ Fault = tuple  # the name of a function of this file and its arguments: strings 
 
 
 def inject(faults: Sequence[Fault]) -> None:
-    """Puts the faults in place."""
     for name, *values in faults:
         globals()[name](*values)
 

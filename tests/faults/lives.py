@@ -60,11 +60,9 @@ class Life:
         return self.process.pid
 
     def is_alive(self) -> bool:
-        """Whether it has not ended yet."""
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """Sends SIGKILL."""
         self.process.kill()
 
     def end(self, seconds: float = PATIENCE) -> int | None:

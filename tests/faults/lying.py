@@ -39,7 +39,6 @@ def flips(whole: bytes, count: int, seed: int) -> Iterator[Damage]:
 
 
 def flip(whole: bytes, place: int) -> Damage:
-    """The file with the bit at this place flipped."""
     flipped = bytearray(whole)
     flipped[place // 8] ^= 1 << place % 8
     return Damage(f"bit {place} flipped", bytes(flipped))

@@ -196,7 +196,6 @@ class ResumeBench:
         return (*settings.flags(), *corpus.flags(), *sounds, *run_folders(directory), *("--num_workers", str(workers)))
 
     def undisturbed(self, settings: Settings) -> Path:
-        """Where the run that nothing stops lies."""
         if settings not in self._undisturbed:
             directory = self.folder / f"undisturbed_{len(self._undisturbed)}"
             flags = self.flags(settings, directory, workers=0)
@@ -317,7 +316,6 @@ def run_differences(one: Path, other: Path) -> list[str]:
 
 
 def last_checkpoint(directory: Path) -> Checkpoint:
-    """The run's newest checkpoint."""
     return read_checkpoint(directory / "checkpoints" / LAST)
 
 

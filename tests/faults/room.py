@@ -69,7 +69,6 @@ def small_disk(folder: Path, size: int) -> Iterator[None]:
 
 
 def run_on(bench: ResumeBench, directory: Path, case: FullDisk, more: Sequence[Fault], *flags: str) -> Ended:
-    """A run whose checkpoint folder is the case's."""
     size = (bench.undisturbed(SETTINGS) / "checkpoints" / LAST).stat().st_size
     faults = [*case.faults(directory / "checkpoints", size), *more]
     return run_faulty((*bench.flags(SETTINGS, directory, 0), *flags), directory / f"output{len(more)}.txt", faults)

@@ -215,7 +215,6 @@ def _is_read(terminal: int, output: Path) -> bool:
 
 
 def begin(run: LongRun, target: Target, workers: int, *more: str, trap: Trap | None = None) -> Life:
-    """A life that has made a step."""
     before, loader = run.logged_step(), ("--num_workers", str(workers), *more)
     life = run.begin_script(SHELL_SCRIPT, *loader) if target == "the shell script" else run.begin(*loader, trap=trap)
     life.wait_until(lambda: run.logged_step() > before, "the first step")

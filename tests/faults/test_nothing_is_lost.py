@@ -51,7 +51,6 @@ def holdings(folder: Path) -> Holdings:
 
 
 def steps_logged(log: Path) -> list[int]:
-    """The steps of a log folder, in their order."""
     records = map(json.loads, (log / "log.jsonl").read_text(encoding="utf-8").splitlines())
     return [record["step"] for record in records if record["kind"] == "step"]
 

@@ -95,7 +95,6 @@ class RankRun:
     steps: int = STEPS
 
     def flags(self) -> tuple[str, ...]:
-        """Its command line."""
         batch = ("--batch_size", "2", "--gradient_accumulation_steps", "2", "--epochs", "1000")
         steady = ("--schedule", "inverse_sqrt", "--warmup_steps", "2", "--max_steps", str(self.steps))
         saves = ("--save_steps", str(SAVE_STEPS), "--num_workers", "1", "--resume", "auto")
@@ -110,12 +109,10 @@ class RankRun:
             return 0
 
     def start(self, restarts: int) -> subprocess.Popen:
-        """Starts it, or goes on with it."""
         return start_ranks(self.directory / "output.txt", 2, restarts, *self.flags())
 
 
 def train_undisturbed(run: RankRun) -> RankRun:
-    """The run, trained to its end."""
     run.directory.mkdir(parents=True)
     run_ranks(run.directory / "output.txt", 2, *run.flags())
     return run

@@ -24,7 +24,6 @@ When = Callable[[int, int], bool]
 
 
 def once_at(number: int) -> When:
-    """Fails at one micro-batch, and never again."""
     return lambda calls, _size: calls == number
 
 
@@ -109,7 +108,6 @@ def failing_pieces(parts: StepParts, where: str, frames: int, error: BaseExcepti
 
 
 def failing_forward(parts: StepParts, when: When, error: BaseException) -> StepParts:
-    """The step with a front end that fails."""
     front_end = FailingFrontEnd(parts.forward.front_end, when, error)
     return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, front_end=front_end))
 

@@ -148,7 +148,6 @@ def relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def with_dropout(model: ModelConfig, dropout: float) -> ModelConfig:
-    """The same shape with dropout."""
     return dataclasses.replace(model, dropout=dropout)
 
 

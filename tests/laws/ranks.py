@@ -72,7 +72,6 @@ def share_of(step: int, case: Case, topology: Topology) -> Window:
 
 
 def parts_of(case: Case, topology: Topology) -> StepParts:
-    """The case's step parts, freshly initialised."""
     parts = double_parts(KINDS[case.kind], case.recompute, topology=topology, sharded=case.sharded)
     if case.out_of_memory_rank == topology.rank and not topology.is_alone:
         return failing_forward(parts, once_at(2), ERRORS["cpu"])

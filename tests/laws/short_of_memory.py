@@ -90,7 +90,6 @@ def step_within(growth: int, parts: StepParts, cut: Window, path: Path, may_spli
 
 
 def main(recompute: str) -> None:
-    """Bisects, compares, prints."""
     torch.set_num_threads(1)  # a fork has but one
     parts, cut = double_parts(SHAPES[recompute], recompute), window(long_speeches(), 4)
     parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, monitor=PhaseNames()))
@@ -117,7 +116,6 @@ def main(recompute: str) -> None:
 
 
 def long_speeches() -> list:
-    """Four utterances of 4 s."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(4, SAMPLES, generator=generator, dtype=torch.float64)
     return [dataclasses.replace(speech, waveform=waveform) for speech, waveform in zip(speeches(4), noise, strict=True)]

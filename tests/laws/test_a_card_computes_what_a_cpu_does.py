@@ -35,7 +35,6 @@ IN_FULL = ("card", "some on the host", "host", "ahead")
 
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Of all tensors, relative."""
     assert one.keys() == other.keys()
     return max(relative_difference(one[name], other[name]) for name in one)
 

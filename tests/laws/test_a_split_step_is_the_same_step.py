@@ -49,7 +49,6 @@ def largest_difference(one: StepParts, other: StepParts) -> float:
 
 @functools.cache
 def undisturbed_step(batch_size: int, is_long: bool) -> tuple[StepParts, StepReport]:
-    """The step without any failure."""
     parts = double_parts()
     report = train_step(parts, window(LONG if is_long else SPOKEN, batch_size), step=3)
     assert report.splits == 0

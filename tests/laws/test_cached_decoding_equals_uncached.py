@@ -73,7 +73,6 @@ def decoded_step_by_step(model: KonkaniVaniASR, tokens: torch.Tensor, encoded: t
 
 
 def decoded_at_once(model: KonkaniVaniASR, tokens: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
-    """The same without a cache."""
     with torch.no_grad():
         each = [model.decoder(tokens[:, k], encoded, LENGTHS, run_directly) for k in range(tokens.shape[1])]
     return torch.stack(each, dim=1)

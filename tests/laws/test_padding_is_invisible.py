@@ -101,7 +101,6 @@ def epoch_of(speech: TrainingSpeech, size: int, workers: int) -> list[Window]:
 
 
 def doubled(window: Window) -> Window:
-    """The window in float64."""
     return dataclasses.replace(
         window,
         micro_batches=tuple(

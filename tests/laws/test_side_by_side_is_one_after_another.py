@@ -36,7 +36,6 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 def parts_of(
     at_once: int, recompute: str = "never", model: ModelConfig = MODEL, loss: LossConfig | None = None
 ) -> StepParts:
-    """Step parts in fp32 with dropout."""
     config = TrainConfig(
         model=with_dropout(model, 0.3),
         data=DataConfig(micro_batches_at_once=at_once),
@@ -177,7 +176,6 @@ def test_an_error_ends_all_of_them_and_is_the_one_that_is_seen(monkeypatch, numb
 
 
 def doubled(at_once: int) -> StepParts:
-    """Step parts in float64 without dropout."""
     parts = double_parts()
     return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, at_once=at_once))
 

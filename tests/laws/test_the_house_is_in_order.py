@@ -40,12 +40,10 @@ def lines(text: str) -> int:
 
 
 def too_long(files: dict[str, str]) -> list[str]:
-    """The files of more lines than a file may have."""
     return [name for name, text in files.items() if lines(text) > LONGER_FILES.get(name, MAX_FILE_LINES)]
 
 
 def long_functions(files: dict[str, str]) -> list[str]:
-    """The functions of more lines than a screen."""
     return [
         f"{name}:{node.name}"
         for name, text in files.items()

@@ -36,7 +36,6 @@ def trained_alone() -> dict[tuple[int, int, str], Trained]:
 
 
 def weight_difference(one: Trained, other: Trained) -> float:
-    """The largest relative difference of a tensor."""
     assert one.weights.keys() == other.weights.keys()
     return max(relative_difference(weight, other.weights[name]) for name, weight in one.weights.items())
 

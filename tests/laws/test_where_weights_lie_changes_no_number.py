@@ -33,7 +33,6 @@ BOTH, HALVED = PLACES["host and half"], PLACES["halved"]
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    """The names of what is not equal, bit for bit."""
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
 
