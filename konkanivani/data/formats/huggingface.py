@@ -23,14 +23,7 @@ from konkanivani.data.formats.tables import as_text, choose_columns
 AUDIO_COLUMNS = ("audio", "audio_filepath")
 TEXT_COLUMNS = ("text", "sentence", "transcription", "transcript", "normalized", "verbatim")
 SPEAKER_COLUMNS = ("speaker", "speaker_id", "client_id")
-SUFFIXES = (
-    (b"fLaC", ".flac"),
-    (b"RIFF", ".wav"),
-    (b"OggS", ".ogg"),
-    (b"ID3", ".mp3"),
-    (b"\xff\xfb", ".mp3"),
-    (b"\xff\xf3", ".mp3"),
-)
+MAGICS = {".flac": b"fLaC", ".wav": b"RIFF", ".ogg": b"OggS", ".mp3": (b"ID3", b"\xff\xfb", b"\xff\xf3")}
 
 
 @dataclass(frozen=True)
@@ -142,5 +135,5 @@ def _utterance(
 def _suffix(held: bytes, named: str) -> str:
     """What a file of these bytes is called; by its beginning, else as it was called before."""
     given = os.path.splitext(named)[1].lower()
-    known = next((suffix for magic, suffix in SUFFIXES if held.startswith(magic)), "")
+    known = next((suffix for suffix, magic in MAGICS.items() if held.startswith(magic)), "")
     return known or (given if re.fullmatch(r"\.[a-z0-9]{1,5}", given) else ".audio")
