@@ -85,7 +85,7 @@ OUR_TOKENS = SpecialTokens()
 
 
 class Tokenizer:
-    """SentencePiece over normalised text; the ids of `special`, then the pieces."""
+    """A Vocabulary (vocabulary.py) of SentencePiece over normalised text; the ids of `special`, then the pieces."""
 
     def __init__(self, model: bytes) -> None:
         """Raises a DataError where `model` is not a SentencePiece model with these four ids."""
@@ -109,7 +109,6 @@ class Tokenizer:
 
     @property
     def size(self) -> int:
-        """Tokens in the vocabulary, the four special ones included."""
         return self._processor.get_piece_size()
 
     def normalize(self, text: str, digits: Digits) -> str:
@@ -125,18 +124,15 @@ class Tokenizer:
         raise UsageError("The tokenizer has no tokens for times: leave --timestamp_share out.")
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of token ids; special ones leave nothing."""
         return self._processor.decode([token for token in tokens if token not in self.special]).strip()
 
     def begins_word(self, token: int) -> bool:
-        """Whether a word ends before token id `token`."""
         return self.piece(token).startswith(WORD_BOUNDARY)
 
     def seconds_of(self, token: int) -> None:
         """No token says a time."""
 
     def piece(self, token: int) -> str:
-        """What token id `token` stands for."""
         return self._processor.id_to_piece(token)
 
 

@@ -203,7 +203,6 @@ def _sound_of(opened: OpenedAudio) -> SoundReader:
 
 
 def _check_header(sound: SoundReader, opened: OpenedAudio) -> None:
-    """Raises an UnusableAudio for a header out of the limits."""
     header, source = sound.header, opened.source
     if not 1 <= header.channels <= MAX_CHANNELS:
         raise UnusableAudio(source, f"{header.channels} channels are more than {MAX_CHANNELS}")

@@ -1,10 +1,7 @@
 """Mozilla Common Voice as it is downloaded: clips/*.mp3, and tables train.tsv, dev.tsv, test.tsv beside them.
 
-The tables are tab-separated with a head (client_id, path, sentence, up_votes, …; newer releases have sentence_id and
-sentence_domain too, and others in another order); a quotation mark in a sentence is one. But a table that pandas has
-written again has sentences of several lines in quotes: those are read too. Newer releases also have
-`clip_durations.tsv` (clip, duration[ms]). --table takes another table (validated.tsv, other.tsv), which then has no
-given splits. Source: https://github.com/common-voice/cv-dataset
+A quotation mark in a sentence is one; but in a table that pandas has written again, sentences of several lines are in
+quotes, and read too. Source: https://github.com/common-voice/cv-dataset
 """
 
 from pathlib import Path

@@ -1,8 +1,6 @@
-"""Any table with a head: --table FILE.csv, separated by comma, semicolon or tab, cells quoted where they need it.
+"""Any table with a head, its cells quoted where they need it.
 
-Columns are `audio`, `text`, and where they exist `speaker` and `split`, unless --audio_column and the like say others;
-in any case, and with blanks around them. Paths of audio are relative to --source. The separator is the one that a first
-line such as `sep=;` names, else the one with which the head shows the most wanted columns.
+Separated as a first line such as `sep=;` says, else by what makes the head show the most wanted columns.
 """
 
 import os

@@ -1,8 +1,6 @@
 """A local data set of Hugging Face's `datasets`: a folder of save_to_disk (Arrow), or one of Parquet files.
 
-Splits are those of the data set (train, validation, test), for Parquet the beginnings of the files' names
-(data/train-00000-of-00004.parquet) or their folders. Nothing is decoded, downloaded or cached. Audio that the tables
-hold as bytes, which is the usual way, is written out as it is: one file an utterance under --output/audio.
+Nothing is decoded, downloaded or cached; audio that the tables hold as bytes is written out as it is.
 Sources: https://huggingface.co/docs/datasets/loading (local files, load_from_disk) and …/audio_load (decode=False)
 """
 

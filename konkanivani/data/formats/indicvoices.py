@@ -100,7 +100,6 @@ def _segments(source: SpeechFolder, path: Path, recording: dict[str, object], sp
 
 
 def _flat(source: SpeechFolder, path: Path, number: int, row: dict[str, object], split: str) -> FoundUtterance:
-    """A row that is an utterance by itself."""
     start, end = as_seconds(row.get("start")), as_seconds(row.get("end"))
     offset, duration = as_seconds(row.get("offset")), as_seconds(row.get("duration"))
     if start is not None and end is not None:

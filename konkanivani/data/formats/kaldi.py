@@ -1,10 +1,7 @@
 """Kaldi data folders: wav.scp, text, and where they exist segments and utt2spk.
 
---source is such a folder, or holds some, whose names (train, dev_other, test) then say the splits. Paths in wav.scp are
-absolute, or relative to the first of these in which the file is: the data folder, --source, --audio_root, and the
-folders above the data folder (recipes mean their own folder: egs/x/s5 for egs/x/s5/data/train). An entry that ends or
-begins with `|` is a command: it is refused, never run. So are places in an archive (`wav.ark:123`). A segment that ends
-at -1 reaches to the file's end.
+Paths in wav.scp are relative to the data folder, or to one above it: recipes mean their own folder, egs/x/s5 for
+egs/x/s5/data/train. What is a command (`|`) or a place in an archive (`wav.ark:123`) is refused, never run.
 Source: https://kaldi-asr.org/doc/data_prep.html
 """
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from konkanivani.base.errors import DataError, ResourceError, UsageError, explained
 from konkanivani.base.files import folder_lock
-from konkanivani.data.synthetic.builtin_patterns import evenly_spaced, interleave_sentences, read_patterns
+from konkanivani.data.synthetic.builtin_patterns import evenly_spaced, hold_out, interleave_sentences, read_patterns
 from konkanivani.data.synthetic.speech_synthesis import SpeechSynthesizer, UnspeakableError, reads_signs_by_name
 from konkanivani.data.synthetic.spoken_sentences import (
     RECIPE_VERSION,
@@ -91,15 +91,11 @@ def plan_corpus(size: CorpusSize) -> CorpusPlan:
     sentences = interleave_sentences(patterns, book.slots, size.train + held_out)
     # The first round has one sentence of every pattern, all for training: so each pattern in test is a seen one.
     first_round, rest = sentences[: len(patterns)], sentences[len(patterns) :]
-    places = set(evenly_spaced(held_out, len(rest)))
-    train = first_round + [sentence for place, sentence in enumerate(rest) if place not in places]
-    kept = [rest[place] for place in sorted(places)]
-    valid_places = set(evenly_spaced(size.valid, len(kept)))
-    valid = [sentence for place, sentence in enumerate(kept) if place in valid_places]
-    test = [sentence for place, sentence in enumerate(kept) if place not in valid_places]
+    kept, for_training = hold_out(rest, held_out)
+    valid, test = hold_out(kept, size.valid)
     unseen = interleave_sentences(book.unseen, book.slots, unseen_count)
     return CorpusPlan(
-        train=tuple(assign_styles(train, TRAIN_VOICES, "seen")),
+        train=tuple(assign_styles(first_round + for_training, TRAIN_VOICES, "seen")),
         valid=tuple(assign_styles(valid, VALID_VOICES, "seen")),
         test=tuple(assign_styles(test, TEST_VOICES, "seen") + assign_styles(unseen, TEST_VOICES, "unseen")),
     )
