@@ -130,9 +130,8 @@ def read_noise_reverb(config: AugmentConfig, seed: int, named_roots: tuple[str, 
     reverb, noise, problems = None, None, ErrorCollector()
     if config.rir_manifest is not None:
         with problems.collect():
-            reverb = ImpulseResponses(
-                read_sounds(config.rir_manifest, named_roots, MAX_RESPONSE_SECONDS), config.rir_prob
-            )
+            responses = read_sounds(config.rir_manifest, named_roots, MAX_RESPONSE_SECONDS)
+            reverb = ImpulseResponses(responses, config.rir_prob)
     if config.noise_manifest is not None:
         with problems.collect():
             sounds = read_sounds(config.noise_manifest, named_roots)

