@@ -42,15 +42,9 @@ def _read_table(source: SpeechFolder, table: Path, clips: Path, split: str, seco
             yield RefusedRow(file, record.row, "broken row", reason, name)
             continue
         clip = name if name.endswith(".mp3") else f"{name}.mp3"  # the first releases leave it out
-        yield FoundUtterance(
-            file=file,
-            row=record.row,
-            audio=clips / clip,
-            text=record["sentence"],
-            speaker=record["client_id"],
-            split=split,
-            file_seconds=seconds.get(clip),
-        )
+        text, speaker = record["sentence"], record["client_id"]
+        found = FoundUtterance(file, record.row, clips / clip, text, speaker=speaker, split=split)
+        yield found.lasting(None, seconds.get(clip))
 
 
 def _language_folder(source: SpeechFolder) -> Path:

@@ -36,10 +36,8 @@ def find_utterances(source: SpeechFolder) -> Found:
             reason = f"its split {given!r} is none of train, valid (or dev) and test"
             yield RefusedRow(file, record.row, "no split", reason, record[audio])
         else:
-            path = _audio(source.path, record[audio])
-            yield FoundUtterance(
-                file, record.row, path, record[text], speaker=record[speaker], split=split_named(given)
-            )
+            path, said = _audio(source.path, record[audio]), record[text]
+            yield FoundUtterance(file, record.row, path, said, speaker=record[speaker], split=split_named(given))
 
 
 def _audio(folder: Path, cell: str) -> Path:
@@ -54,8 +52,5 @@ def _head(table: Path, delimiter: str) -> list[str]:
 
 
 def _delimiter(table: Path, wanted: list[str]) -> str:
-    def matches(delimiter: str) -> int:
-        head = _head(table, delimiter)
-        return sum(bool(columns_alike(head, name)) for name in wanted)
-
-    return max(DELIMITERS, key=matches)
+    heads = {delimiter: _head(table, delimiter) for delimiter in DELIMITERS}
+    return max(heads, key=lambda delimiter: sum(bool(columns_alike(heads[delimiter], name)) for name in wanted))

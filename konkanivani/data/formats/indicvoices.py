@@ -89,9 +89,8 @@ def _segments(source: SpeechFolder, path: Path, recording: dict[str, object], sp
         else:
             begin = max(start, 0.0)  # some begin a little before their file does
             speaker = as_text(recording.get("speaker_id"))
-            yield FoundUtterance(
-                file, number, audio, text, speaker=speaker, split=split, start=begin, seconds=end - begin
-            )
+            found = FoundUtterance(file, number, audio, text, speaker=speaker, split=split)
+            yield found.lasting(begin, end - begin)
 
 
 def _flat(source: SpeechFolder, path: Path, number: int, row: dict[str, object], split: str) -> FoundUtterance:
@@ -101,14 +100,10 @@ def _flat(source: SpeechFolder, path: Path, number: int, row: dict[str, object],
         offset, duration = max(start, 0.0), end - max(start, 0.0)
     names = (source.text_column,) if source.text_column else ("text", *TEXT_COLUMNS)
     text = next((as_text(row[name]) for name in names if row.get(name)), "")
-    return FoundUtterance(
-        file=source.name_of(path),
-        row=number,
-        audio=_audio(path, row),
-        text=_without_marks(text),
-        speaker=as_text(row.get("speaker_id")) or as_text(row.get("speaker")),
-        split=split,
-    ).lasting(offset, duration)
+    speaker = as_text(row.get("speaker_id")) or as_text(row.get("speaker"))
+    file, audio = source.name_of(path), _audio(path, row)
+    found = FoundUtterance(file, number, audio, _without_marks(text), speaker=speaker, split=split)
+    return found.lasting(offset, duration)
 
 
 def _audio(path: Path, row: dict[str, object]) -> Path:

@@ -39,7 +39,7 @@ def _read_folder(source: SpeechFolder, folder: Path, split: str) -> Found:
     seen: set[str] = set()
     for row, line in read_lines(folder / "text"):
         name, *words = line.split(maxsplit=1)
-        segment = segments.get(name) if has_segments else (row, name)
+        segment = segments.get(name) if has_segments else (row, f"{name} 0 -1")
         if name in seen:
             yield RefusedRow(file, row, "duplicate", f"the utterance {name} stands there twice", name)
         elif segment is None:
@@ -47,21 +47,16 @@ def _read_folder(source: SpeechFolder, folder: Path, split: str) -> Found:
         else:
             speaker = speakers.get(name, (0, ""))[1]
             here = FoundUtterance(file, row, Path(name), "".join(words), id=name, speaker=speaker, split=split)
-            yield _located(source, folder, here, segment, recordings, has_segments)
+            yield _located(source, folder, here, segment, recordings)
         seen.add(name)
 
 
 def _located(
-    source: SpeechFolder,
-    folder: Path,
-    found: FoundUtterance,
-    segment: Entry,
-    recordings: dict[str, Entry],
-    has_segments: bool,
+    source: SpeechFolder, folder: Path, found: FoundUtterance, segment: Entry, recordings: dict[str, Entry]
 ) -> FoundUtterance | RefusedRow:
     """The utterance with its audio and span; refused where they cannot be known without running something."""
     segment_row, spoken = segment
-    words = spoken.split() if has_segments else [spoken, "0", "-1"]
+    words = spoken.split()
     name, start, end = (words[0], *map(as_seconds, words[1:])) if len(words) == 3 else ("", None, None)
     if start is None or end is None:
         file = source.name_of(folder / "segments")

@@ -162,10 +162,9 @@ def write_corpus(recipe: CorpusRecipe, directory: Path) -> list[UnspeakableError
             texts += [sentence.text for sentence in sentences if sentence.text not in unspoken]
             counts.append(len(sentences) - len(refused))
             errors += refused
-        engine = synthesizer.engine
     description = {
         "name": recipe.name,
-        "engine": engine,
+        "engine": synthesizer.engine,
         "utterances": asdict(CorpusSize(*counts)),
         "sentences": hashlib.sha256("".join(f"{text}\n" for text in texts).encode()).hexdigest(),
         "recipe": recipe.digest,
