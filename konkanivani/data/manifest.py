@@ -11,7 +11,7 @@ from konkanivani.base.amount import Amount
 from konkanivani.base.errors import DataError, ErrorCollector, explained
 from konkanivani.base.files import write_json_lines
 from konkanivani.data.audio.roots import audio_roots
-from konkanivani.data.index import BrokenRow, ManifestIndex, open_index
+from konkanivani.data.index import ManifestIndex, open_index
 from konkanivani.data.utterance import BadRow, Utterance, parse_row, row_of
 
 MAX_TOKENIZER_TEXTS = 500_000
@@ -19,7 +19,7 @@ ADVICE = "Give the path of a JSONL manifest."
 
 
 class Manifest(Sequence[Utterance]):
-    """The sound rows of a manifest, in the file's order; `broken` are the others.
+    """The sound rows of a manifest, in the file's order; `durations` (rows,) are their seconds, `broken` the others.
 
     Only the index is in memory, or mapped there; a row is read from the file when its utterance is asked for, in
     whatever process asks.
@@ -27,19 +27,10 @@ class Manifest(Sequence[Utterance]):
 
     def __init__(self, path: str, index: ManifestIndex, named_roots: tuple[str, ...] = ()) -> None:
         self.path, self.index, self.named_roots = path, index, named_roots
+        self.durations, self.broken = index.durations, index.broken
         self._folder = os.path.dirname(path)
         self._roots = audio_roots(self._folder, named_roots)
         self._file: int | None = None
-
-    @property
-    def durations(self) -> np.ndarray:
-        """(rows,) float64 seconds."""
-        return self.index.durations
-
-    @property
-    def broken(self) -> tuple[BrokenRow, ...]:
-        """The rows that are no utterances."""
-        return self.index.broken
 
     def __len__(self) -> int:
         return len(self.index.starts)
@@ -49,8 +40,7 @@ class Manifest(Sequence[Utterance]):
         if self._file is None:
             self._file = os.open(self.path, os.O_RDONLY)
         start, row = int(self.index.starts[place]), int(self.index.rows[place])
-        line = os.pread(self._file, int(self.index.sizes[place]), start)
-        return self._parse(line, row)
+        return self._parse(os.pread(self._file, int(self.index.sizes[place]), start), row)
 
     def __iter__(self) -> Iterator[Utterance]:
         return self.between(0, len(self))
@@ -58,10 +48,9 @@ class Manifest(Sequence[Utterance]):
     def between(self, first: int, end: int) -> Iterator[Utterance]:
         """The utterances at places first to end - 1, the file read from one to the other."""
         index = self.index
+        columns = (column[first:end] for column in (index.starts, index.sizes, index.rows))
         with open(self.path, "rb") as file:
-            for start, size, row in zip(
-                index.starts[first:end], index.sizes[first:end], index.rows[first:end], strict=True
-            ):
+            for start, size, row in zip(*columns, strict=True):
                 file.seek(start)
                 yield self._parse(file.read(size), int(row))
 
@@ -107,9 +96,9 @@ def read_recordings(path: str | Path, named_roots: tuple[str, ...] = ()) -> list
         lines = Path(path).read_bytes().split(b"\n")
     sounds, folder, problems = [], os.path.dirname(path), ErrorCollector()
     roots = audio_roots(folder, named_roots)
-    for row, line in enumerate(lines, start=1):
+    for row, line in ((row, line) for row, line in enumerate(lines, start=1) if line.strip()):
         try:
-            sounds += [parse_row(line, folder, row, roots, needs_text=False)] if line.strip() else []
+            sounds.append(parse_row(line, folder, row, roots, needs_text=False))
         except BadRow as error:
             problems.add(DataError(f"{path}, row {row}: {error}. Mend or delete the row."))
     problems.raise_all()

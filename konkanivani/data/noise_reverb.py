@@ -15,12 +15,11 @@ from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.randomness import utterance_generator
 from konkanivani.base.units import DecibelRange, parse_snr
 from konkanivani.data.audio.augmentation import add_noise, reverberate, scale_and_clip
-from konkanivani.data.audio.files import AudioSource, read_header, read_samples
+from konkanivani.data.audio.files import SPAN_ROUNDING, AudioSource, read_header, read_samples
 from konkanivani.data.audio.waveform import load_audio, resample
 from konkanivani.data.manifest import read_recordings
 from konkanivani.data.utterance import Utterance
 
-ROUNDING = 0.1  # seconds by which a span may reach beyond its file: manifests round
 MAX_RESPONSE_SECONDS = 20.0  # the longest halls on record ring so long; it is read whole for each utterance
 
 
@@ -126,17 +125,13 @@ def load_response(sound: Sound, generator: torch.Generator) -> torch.Tensor:
     return resample(torch.from_numpy(samples[:, channel].copy()), rate)
 
 
-# ------------------------------------------------------------------------------------------------------------ manifests
-
-
 def read_noise_reverb(config: AugmentConfig, seed: int, named_roots: tuple[str, ...] = ()) -> NoiseReverb:
     """What the configuration asks for, every header read, nothing decoded; a DataError names row and reason."""
     reverb, noise, problems = None, None, ErrorCollector()
     if config.rir_manifest is not None:
         with problems.collect():
-            reverb = ImpulseResponses(
-                read_sounds(config.rir_manifest, named_roots, MAX_RESPONSE_SECONDS), config.rir_prob
-            )
+            responses = read_sounds(config.rir_manifest, named_roots, MAX_RESPONSE_SECONDS)
+            reverb = ImpulseResponses(responses, config.rir_prob)
     if config.noise_manifest is not None:
         with problems.collect():
             sounds = read_sounds(config.noise_manifest, named_roots)
@@ -164,7 +159,7 @@ def _read_sound(manifest: str, row: Utterance, longest: float) -> Sound:
     first, frames = 0, header.frames
     if row.offset is not None:
         first, frames = round(row.offset * header.rate), round(row.duration * header.rate)
-        if header.frames < first + frames <= header.frames + ROUNDING * header.rate:
+        if header.frames < first + frames <= header.frames + SPAN_ROUNDING * header.rate:
             frames = header.frames - first
     reason = ""
     if first + frames > header.frames:

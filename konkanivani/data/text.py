@@ -20,23 +20,17 @@ from konkanivani.data.generation import FREE
 
 WORD_BOUNDARY = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's mark before a word
 DIGIT_WORDS = ("शून्य", "एक", "दोन", "तीन", "चार", "पांच", "स", "सात", "आठ", "णव")
-
-
 Digits = Literal["keep", "spell"]
 
 
 def normalize_text(text: str, digits: Digits = "keep") -> str:
     """`text` as it is trained on and scored: see the module's first lines."""
     characters = []
-    for character in unicodedata.normalize("NFC", text).lower():
+    for character in _spelt(unicodedata.normalize("NFC", text).lower(), digits):
         kind = unicodedata.category(character)
-        if kind == "Cf":
-            continue
-        if kind == "Nd" and digits == "spell":
-            characters.append(f" {DIGIT_WORDS[unicodedata.digit(character)]} ")
-        elif kind[0] in "LMN":
+        if kind[0] in "LMN":
             characters.append(character)
-        else:
+        elif kind != "Cf":
             characters.append(" ")
     # Lower-casing and removing joiners can leave a sequence that composes further.
     return " ".join(unicodedata.normalize("NFC", "".join(characters)).split())
@@ -44,9 +38,13 @@ def normalize_text(text: str, digits: Digits = "keep") -> str:
 
 def written_text(text: str, digits: Digits = "keep") -> str:
     """`text` with case and punctuation, for a model that writes them: NFC, digits kept or spelt, single spaces."""
-    if digits == "spell":
-        text = "".join(f" {DIGIT_WORDS[unicodedata.digit(c)]} " if unicodedata.category(c) == "Nd" else c for c in text)
-    return " ".join(unicodedata.normalize("NFC", text).split())
+    return " ".join(unicodedata.normalize("NFC", _spelt(text, digits)).split())
+
+
+def _spelt(text: str, digits: Digits) -> str:
+    if digits == "keep":
+        return text
+    return "".join(f" {DIGIT_WORDS[unicodedata.digit(c)]} " if unicodedata.category(c) == "Nd" else c for c in text)
 
 
 # Control characters but tab and line ends, marks that turn the direction of writing, and halves of characters.
@@ -87,7 +85,7 @@ OUR_TOKENS = SpecialTokens()
 
 
 class Tokenizer:
-    """SentencePiece over normalised text; the ids of `special`, then the pieces."""
+    """A Vocabulary (vocabulary.py) of SentencePiece over normalised text; the ids of `special`, then the pieces."""
 
     def __init__(self, model: bytes) -> None:
         """Raises a DataError where `model` is not a SentencePiece model with these four ids."""
@@ -98,8 +96,8 @@ class Tokenizer:
             raise DataError(
                 f"The tokenizer is not a SentencePiece model: {error}. Use another checkpoint or bundle."
             ) from None
-        processor = self._processor
-        ids = (processor.pad_id(), processor.unk_id(), processor.bos_id(), processor.eos_id())
+        made = self._processor
+        ids = (made.pad_id(), made.unk_id(), made.bos_id(), made.eos_id())
         if ids != dataclasses.astuple(self.special):
             raise DataError(
                 f"The tokenizer's special ids are {ids}, not (0, 1, 2, 3): it was not made by this trainer. Use one "
@@ -111,7 +109,6 @@ class Tokenizer:
 
     @property
     def size(self) -> int:
-        """Tokens in the vocabulary, the four special ones included."""
         return self._processor.get_piece_size()
 
     def normalize(self, text: str, digits: Digits) -> str:
@@ -127,18 +124,15 @@ class Tokenizer:
         raise UsageError("The tokenizer has no tokens for times: leave --timestamp_share out.")
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of token ids; special ones leave nothing."""
         return self._processor.decode([token for token in tokens if token not in self.special]).strip()
 
     def begins_word(self, token: int) -> bool:
-        """Whether a word ends before token id `token`."""
         return self.piece(token).startswith(WORD_BOUNDARY)
 
     def seconds_of(self, token: int) -> None:
         """No token says a time."""
 
     def piece(self, token: int) -> str:
-        """What token id `token` stands for."""
         return self._processor.id_to_piece(token)
 
 
@@ -158,15 +152,12 @@ def train_tokenizer(texts: Iterable[str], kind: Literal["unigram", "bpe", "char"
     except RuntimeError as error:
         # SentencePiece names the largest size that this text allows and offers no other way to ask for it.
         largest = re.search(r"value <= (\d+)", str(error))
-        if largest is None:
-            if "too small" not in str(error) and "too high" not in str(error).lower():
-                raise DataError(
-                    f"SentencePiece could not be trained on the training text: {error}. Give more text, or "
-                    "--tokenizer_type char."
-                ) from None
-            size = smallest
-        else:
-            size = int(largest.group(1))
+        if not largest and "too small" not in str(error) and "too high" not in str(error).lower():
+            raise DataError(
+                f"SentencePiece could not be trained on the training text: {error}. Give more text, or "
+                "--tokenizer_type char."
+            ) from None
+        size = int(largest.group(1)) if largest else smallest
     print(f"--vocab_size {vocab_size} lowered to {size}: the training text allows no more.", flush=True)
     return Tokenizer(_train_sentencepiece(texts, kind, size))
 

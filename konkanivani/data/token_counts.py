@@ -10,6 +10,7 @@ from multiprocessing import get_context
 import numpy as np
 
 from konkanivani.base.console import say
+from konkanivani.base.files import atomic_replace
 from konkanivani.base.lengths import ctc_frames_needed
 from konkanivani.data.manifest import Manifest
 from konkanivani.data.text import Digits
@@ -39,10 +40,9 @@ def count_tokens(manifest: Manifest, tokenizer: Vocabulary, digits: Digits) -> T
         say(f"The transcripts of {manifest.path} are counted in tokens, once for this tokenizer.")
     counts = np.concatenate(list(_counted(manifest, tokenizer, digits)), axis=1)
     if path:
-        partial = path.with_name(path.name + ".partial")
         try:
-            counts.tofile(partial)
-            os.replace(partial, path)
+            with atomic_replace(path) as partial:
+                counts.tofile(partial)
         except OSError as error:
             say(f"They cannot be kept in {path} ({error.strerror or error}) and are counted at each start.")
     return TokenCounts(counts[0], counts[1])

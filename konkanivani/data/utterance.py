@@ -1,10 +1,9 @@
 """One row of a JSONL manifest in NeMo's layout: an utterance, read from its line and written as one.
 
-A row is a JSON object: `audio_filepath` (relative to the manifest's folder, or absolute; it must lie in that folder or
-in one that the user names, see audio_roots.py), `duration` in seconds,
-`text`, and optionally `speaker` and `pattern` (`seen` or `unseen` in training; the built-in corpus sets it).
-With `offset` an utterance is the `duration` seconds of its file that begin `offset` seconds into it. With `byte_offset`
-and `byte_count` the audio file is a part of the file named: a member of a tar shard.
+A row is a JSON object: `audio_filepath` (relative to the manifest's folder, or absolute), `duration` in seconds,
+`text`, and optionally `speaker` and `pattern` (`seen` or `unseen` in training; the built-in corpus sets it). With
+`offset` it is the `duration` seconds of its file that begin `offset` seconds into it, with `byte_offset` and
+`byte_count` the audio file is a part of the file named: a member of a tar shard.
 """
 
 import hashlib

@@ -13,21 +13,12 @@ class Vocabulary(Protocol):
     `model` is all of it as bytes, as a checkpoint keeps it: of equal bytes are equal vocabularies.
     """
 
-    @property
-    def special(self) -> SpecialTokens:
-        """The ids that stand for no text."""
-
-    @property
-    def rules(self) -> GenerationRules:
-        """How a search over its tokens goes."""
-
-    @property
-    def model(self) -> bytes:
-        """All of it, to make an equal one of."""
-
-    @property
-    def size(self) -> int:
-        """Tokens, the special ones included."""
+    special: SpecialTokens
+    """The ids that stand for no text."""
+    rules: GenerationRules
+    """How a search over its tokens goes."""
+    model: bytes
+    size: int
 
     def normalize(self, text: str, digits: Digits) -> str:
         """A transcript as its tokens are made of it, digits left or spelt."""

@@ -1,6 +1,4 @@
-"""Hypotheses and references, with where both come from: a checkpoint's run over a manifest, or files of text.
-
-And the file that a run writes of it, a line an utterance."""
+"""Hypotheses and references, where both come from, and the file that a run over a manifest writes of them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -57,12 +55,11 @@ class CheckpointRun:
         left_out = f" ({count(self.left_out, 'row')} left out)" if self.left_out else ""
         terms = [("CTC", self.ctc_loss), ("attention", self.attention_loss)]
         told = ", ".join(f"{name} {loss:.3f}" for name, loss in terms if loss is not None)
-        losses = f"{self.loss:.3f} ({told}) nats a token"
         return (
             ("checkpoint", f"{self.checkpoint}, step {self.step:,}"),
             ("manifest", self.manifest + left_out),
             ("decoding", f"{decoding_words(self.decoding)}, {self.seconds:.1f} s with the loading"),
-            ("loss", losses),
+            ("loss", f"{self.loss:.3f} ({told}) nats a token"),
         )
 
 

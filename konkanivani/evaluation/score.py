@@ -148,7 +148,7 @@ def _slices(
         some, counted = [texts[row] for row in rows], edits.of(np.array(rows))
         speakers = [text.speaker for text in some]
         resampled = resample_sums(counted.sums[:, :2], block_numbers(speakers, choose_unit(speakers, wish)))
-        interval = percentiles(ratios(resampled[:, 0], resampled[:, 1]))
+        interval = percentiles(ratios(*resampled.T))
         slices[name] = Slice(name, len(some), _seconds(some), counted.rates(), interval)
     return slices
 

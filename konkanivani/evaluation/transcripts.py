@@ -4,7 +4,6 @@ JSON lines are a manifest's rows, or those that evaluate_konkanivani_asr.py writ
 `reference`, else its `text`; its hypothesis is its `hypothesis`, else its `pred_text` (NeMo), else its `text`.
 """
 
-import itertools
 import json
 import math
 from collections import Counter
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from konkanivani.base.console import count, show_text
-from konkanivani.base.errors import DataError
+from konkanivani.base.errors import DataError, explained
 from konkanivani.data.utterance import Utterance
 
 TextFormat = Literal["lines", "ids"]
@@ -72,14 +71,13 @@ def read_transcripts(path: str, text_format: TextFormat, role: Role) -> Transcri
     """
     is_json, rows = is_json_file(path), []
     for number, line in _lines(path):
-        if is_json or text_format == "ids":
-            if not line.strip():
-                continue
-            if is_json:
-                row = _parse_json(f"{path}, line {number}", line, role)
-            else:
-                name, _, text = line.strip().replace("\t", " ").partition(" ")
-                row = TranscriptRow(text, id=name)
+        if (is_json or text_format == "ids") and not line.strip():
+            continue
+        if is_json:
+            row = _parse_json(f"{path}, line {number}", line, role)
+        elif text_format == "ids":
+            name, _, text = line.strip().replace("\t", " ").partition(" ")
+            row = TranscriptRow(text, id=name)
         else:
             row = TranscriptRow(line)
         if len(row.text) > MAX_CHARACTERS:
@@ -98,20 +96,15 @@ def is_json_file(path: str) -> bool:
 
 def _lines(path: str) -> Iterator[tuple[int, str]]:
     """Each line with its number from 1, without its end and without a mark of the byte order."""
-    try:
-        with open(path, "rb") as file:
-            for number in itertools.count(1):
-                line = file.readline(MAX_BYTES + 1)
-                if not line:
-                    return
-                if len(line) > MAX_BYTES:
-                    raise _too_long(path, number)
+    with explained(DataError, f"{path} cannot be read", "Give the path of a file."), open(path, "rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(MAX_BYTES + 1), b""), start=1):
+            if len(line) > MAX_BYTES:
+                raise _too_long(path, number)
+            try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                yield number, text.removesuffix("\n").removesuffix("\r")
-    except UnicodeDecodeError:
-        raise DataError(f"{path}, line {number} is not UTF-8. Save the file as UTF-8 text.") from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}. Give the path of a file.") from None
+            except UnicodeDecodeError:
+                raise DataError(f"{path}, line {number} is not UTF-8. Save the file as UTF-8 text.") from None
+            yield number, text.removesuffix("\n").removesuffix("\r")
 
 
 def _too_long(path: str, number: int) -> DataError:

@@ -5,6 +5,7 @@ decoded in this one before its header has passed the limits below.
 """
 
 import contextlib
+import hashlib
 import sys
 import warnings
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ PIECE_BYTES = 2**20  # read at once
 MAX_BYTES = 2**30  # of samples decoded at once
 MAX_FILE_SECONDS = 1e6  # eleven days: a header that claims more is wrong
 MAX_FRAMES_PER_BYTE = 8192  # a FLAC of silence has up to 6000: 65535 samples in a frame of 11 bytes
-SPAN_ROUNDING = 0.1  # seconds by which a span may reach beyond its file
+SPAN_ROUNDING = 0.1  # seconds by which a span may reach beyond its file: tables and manifests round
 
 SoundReader = SndfileSound | MediaSound
 
@@ -40,14 +41,15 @@ class ShortAudio(UserWarning):
     """An audio file that ends before its header says, of which what there is was read."""
 
 
-def read_bytes(source: AudioSource) -> Iterator[bytes]:
-    """The bytes of the audio file as they lie there, piece by piece; an OSError where they cannot be read."""
-    left = source.byte_count or sys.maxsize
+def content_digest(source: AudioSource) -> str:
+    """The SHA-256 of the audio file's bytes as they lie there; an OSError where they cannot be read."""
+    digest, left = hashlib.sha256(), source.byte_count or sys.maxsize
     with open_file(source) as file:
         file.seek(source.byte_offset)
         while piece := file.read(min(PIECE_BYTES, left)):
             left -= len(piece)
-            yield piece
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def read_header(source: AudioSource) -> AudioHeader:
@@ -201,7 +203,6 @@ def _sound_of(opened: OpenedAudio) -> SoundReader:
 
 
 def _check_header(sound: SoundReader, opened: OpenedAudio) -> None:
-    """Raises an UnusableAudio for a header out of the limits."""
     header, source = sound.header, opened.source
     if not 1 <= header.channels <= MAX_CHANNELS:
         raise UnusableAudio(source, f"{header.channels} channels are more than {MAX_CHANNELS}")

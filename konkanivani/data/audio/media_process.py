@@ -53,11 +53,8 @@ class Reader:
         """The answer's content. Raises Refused, or ReaderFailed where there will be none any more."""
         self.is_sound = False
         try:
-            message = [REQUEST.pack(kind, first, second)]
-            if descriptor is None:
-                self.channel.sendall(message[0])
-            else:
-                socket.send_fds(self.channel, message, [descriptor])
+            descriptors = [] if descriptor is None else [descriptor]
+            socket.send_fds(self.channel, [REQUEST.pack(kind, first, second)], descriptors)
             answer, size = ANSWER.unpack(self._receive(ANSWER.size))
             if not 0 <= size <= MAX_ANSWER_BYTES:
                 raise ReaderFailed("the process that decodes it answers nonsense")

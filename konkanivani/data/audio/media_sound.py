@@ -93,35 +93,26 @@ class MediaSound:
 
     def _begin(self) -> None:
         """Opens the file in a process and goes to where this has come."""
+        said = json.loads(self._ask(b"o", self.opened.begin, self.opened.size, self.opened.file.fileno()))
+        claimed = said["claimed"] if 0 < (said["claimed"] or 0) < 1e12 else 0
+        self.header = AudioHeader(round(claimed * said["rate"]), said["rate"], said["channels"])
+        done, self.done = self.done, 0
+        self.skip(done)
+
+    def _ask(self, kind: bytes, *details: int) -> bytearray:
         try:
             self.reader = self.reader or READERS.take()
-            place = (self.opened.begin, self.opened.size, self.opened.file.fileno())
-            said = json.loads(self.reader.ask(b"o", *place))
-            claimed = said["claimed"] if 0 < (said["claimed"] or 0) < 1e12 else 0
-            self.header = AudioHeader(round(claimed * said["rate"]), said["rate"], said["channels"])
-            done, self.done = self.done, 0
-            self.skip(done)
+            return self.reader.ask(kind, *details)
         except Refused as refusal:
             raise UnusableAudio(self.source, str(refusal)) from None
         except ReaderFailed as failure:
-            self._replace_or_raise(failure)
+            self.close()
+            self.deaths += 1
+            if self.deaths > 1:
+                raise UnusableAudio(self.source, str(failure)) from None
+        if kind != b"o":
             self._begin()
-
-    def _ask(self, kind: bytes, count: int) -> bytearray:
-        try:
-            return self.reader.ask(kind, count)
-        except Refused as refusal:
-            raise UnusableAudio(self.source, str(refusal)) from None
-        except ReaderFailed as failure:
-            self._replace_or_raise(failure)
-            self._begin()
-            return self._ask(kind, count)
-
-    def _replace_or_raise(self, failure: ReaderFailed) -> None:
-        self.close()
-        self.deaths += 1
-        if self.deaths > 1:
-            raise UnusableAudio(self.source, str(failure)) from None
+        return self._ask(kind, *details)
 
     def _go_on(self, frames: int) -> None:
         self.done += frames

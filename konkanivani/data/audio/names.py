@@ -18,11 +18,8 @@ MEDIA_SUFFIXES = (
 )
 _KNOWN = tuple(f".{name.lower()}" for name in soundfile.available_formats())
 # The better known first: where a recording lies there in several kinds, that is the one to take.
-AUDIO_SUFFIXES = tuple(
-    dict.fromkeys(
-        suffix for suffix in (*USUAL_NAMES, *OTHER_NAMES, *_KNOWN, *MEDIA_SUFFIXES) if suffix not in RAW_NAMES
-    )
-)
+_ORDERED = dict.fromkeys((*USUAL_NAMES, *OTHER_NAMES, *_KNOWN, *MEDIA_SUFFIXES))
+AUDIO_SUFFIXES = tuple(suffix for suffix in _ORDERED if suffix not in RAW_NAMES)
 
 
 def audio_rank(path: PurePath) -> int:

@@ -15,40 +15,34 @@ W64_DATA = b"data\xf3\xac\xd3\x11\x8c\xd1\x00\xc0\x4f\x8e\xdb\x8a"
 
 def missing_share(opened: OpenedAudio) -> float:
     """How much more the header of a WAV, RF64, W64 or AIFF claims than there is, as a multiple of what there is."""
-    for begin, claimed in _samples_of(opened):
-        there = opened.size - begin
-        is_known = 0 < claimed < UNKNOWN_FROM or 2**32 <= claimed < 2**62
-        return claimed / there - 1 if is_known and 0 < there < claimed else 0.0
-    return 0.0
-
-
-def _samples_of(opened: OpenedAudio) -> Iterator[tuple[int, int]]:
-    """Where the bytes of samples begin and how many the header claims; nothing for what is none of these formats."""
-    head = opened.at(0, 40)
+    head, large = opened.at(0, 40), 0
     if head[:4] in (b"RIFF", b"RF64") and head[8:12] == b"WAVE":
-        large = struct.unpack("<Q", opened.at(28, 8))[0] if head[:4] == b"RF64" and head[12:16] == b"ds64" else 0
-        for name, begin, claimed in _chunks(opened, "<4sL", 12):
-            if name == b"data":
-                yield begin, large if claimed == 0xFFFFFFFF and large else claimed
+        samples, chunks = b"data", _chunks(opened, "<4sL", 12)
+        if head[:4] == b"RF64" and head[12:16] == b"ds64":
+            large = struct.unpack("<Q", opened.at(28, 8))[0]
     elif head[:4] == b"FORM" and head[8:12] in (b"AIFF", b"AIFC"):
-        for name, begin, claimed in _chunks(opened, ">4sL", 12):
-            if name == b"SSND":
-                yield begin, claimed
+        samples, chunks = b"SSND", _chunks(opened, ">4sL", 12)
     elif head[:4] == b"riff" and head[24:28] == b"wave":
-        for name, begin, claimed in _chunks(opened, "<16sQ", 40):
-            if name == W64_DATA:
-                yield begin, claimed - 24
+        samples, chunks = W64_DATA, _chunks(opened, "<16sQ", 40)
+    else:
+        return 0.0
+    begin, claimed = next(((begin, claimed) for name, begin, claimed in chunks if name == samples), (0, 0))
+    if claimed == 0xFFFFFFFF and large:
+        claimed = large
+    there = opened.size - begin
+    is_known = 0 < claimed < UNKNOWN_FROM or 2**32 <= claimed < 2**62
+    return claimed / there - 1 if is_known and 0 < there < claimed else 0.0
 
 
 def _chunks(opened: OpenedAudio, shape: str, begin: int) -> Iterator[tuple[bytes, int, int]]:
-    """Name, beginning and claimed length of each chunk; W64 counts a chunk's head and pads to eight bytes."""
+    """Name, beginning and claimed length of each chunk; W64 counts a chunk's head too and pads to eight bytes."""
     size = struct.calcsize(shape)
     for _ in range(MAX_CHUNKS):
         head = opened.at(begin, size)
         if len(head) < size:
             return
         name, claimed = struct.unpack(shape, head)
-        yield name, begin + size, claimed
+        yield name, begin + size, claimed - size if size > 8 else claimed
         begin += -(-claimed // 8) * 8 if size > 8 else size + claimed + claimed % 2
         if claimed == 0 and size > 8:
             return

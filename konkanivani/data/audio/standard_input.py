@@ -6,7 +6,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from konkanivani.base.errors import DataError, ResourceError, explained
 
@@ -25,18 +24,13 @@ def spooled_input() -> Iterator[Path]:
     what = f"Standard input cannot be kept in {tempfile.gettempdir()}"
     with tempfile.TemporaryFile() as file:
         with explained(ResourceError, what, "Free room there, or set TMPDIR to a folder that has some."):
-            _spool(sys.stdin.buffer, file)
+            while piece := sys.stdin.buffer.read(PIECE_BYTES):
+                file.write(piece)
+                if file.tell() > MAX_BYTES:
+                    raise DataError(
+                        f"Standard input holds more than {MAX_BYTES / 2**30:.0f} GiB. Save it as a file and give its "
+                        "path."
+                    )
+            file.flush()
         folder = Path("/proc", str(os.getpid()), "fd")
         yield (folder if folder.is_dir() else Path("/dev/fd")) / str(file.fileno())
-
-
-def _spool(source: BinaryIO, file: BinaryIO) -> None:
-    size = 0
-    while piece := source.read(PIECE_BYTES):
-        size += len(piece)
-        if size > MAX_BYTES:
-            raise DataError(
-                f"Standard input holds more than {MAX_BYTES / 2**30:.0f} GiB. Save it as a file and give its path."
-            )
-        file.write(piece)
-    file.flush()

@@ -1,10 +1,7 @@
 """Mozilla Common Voice as it is downloaded: clips/*.mp3, and tables train.tsv, dev.tsv, test.tsv beside them.
 
-The tables are tab-separated with a head (client_id, path, sentence, up_votes, …; newer releases have sentence_id and
-sentence_domain too, and others in another order); a quotation mark in a sentence is one. But a table that pandas has
-written again has sentences of several lines in quotes: those are read too. Newer releases also have
-`clip_durations.tsv` (clip, duration[ms]). --table takes another table (validated.tsv, other.tsv), which then has no
-given splits. Source: https://github.com/common-voice/cv-dataset
+A quotation mark in a sentence is one; but in a table that pandas has written again, sentences of several lines are in
+quotes, and read too. Source: https://github.com/common-voice/cv-dataset
 """
 
 from pathlib import Path
@@ -45,15 +42,9 @@ def _read_table(source: SpeechFolder, table: Path, clips: Path, split: str, seco
             yield RefusedRow(file, record.row, "broken row", reason, name)
             continue
         clip = name if name.endswith(".mp3") else f"{name}.mp3"  # the first releases leave it out
-        yield FoundUtterance(
-            file=file,
-            row=record.row,
-            audio=clips / clip,
-            text=record["sentence"],
-            speaker=record["client_id"],
-            split=split,
-            file_seconds=seconds.get(clip),
-        )
+        text, speaker = record["sentence"], record["client_id"]
+        found = FoundUtterance(file, record.row, clips / clip, text, speaker=speaker, split=split)
+        yield found.lasting(None, seconds.get(clip))
 
 
 def _language_folder(source: SpeechFolder) -> Path:

@@ -1,8 +1,6 @@
-"""Any table with a head: --table FILE.csv, separated by comma, semicolon or tab, cells quoted where they need it.
+"""Any table with a head, its cells quoted where they need it.
 
-Columns are `audio`, `text`, and where they exist `speaker` and `split`, unless --audio_column and the like say others;
-in any case, and with blanks around them. Paths of audio are relative to --source. The separator is the one that a first
-line such as `sep=;` names, else the one with which the head shows the most wanted columns.
+Separated as a first line such as `sep=;` says, else by what makes the head show the most wanted columns.
 """
 
 import os
@@ -38,10 +36,8 @@ def find_utterances(source: SpeechFolder) -> Found:
             reason = f"its split {given!r} is none of train, valid (or dev) and test"
             yield RefusedRow(file, record.row, "no split", reason, record[audio])
         else:
-            path = _audio(source.path, record[audio])
-            yield FoundUtterance(
-                file, record.row, path, record[text], speaker=record[speaker], split=split_named(given)
-            )
+            path, said = _audio(source.path, record[audio]), record[text]
+            yield FoundUtterance(file, record.row, path, said, speaker=record[speaker], split=split_named(given))
 
 
 def _audio(folder: Path, cell: str) -> Path:
@@ -56,8 +52,5 @@ def _head(table: Path, delimiter: str) -> list[str]:
 
 
 def _delimiter(table: Path, wanted: list[str]) -> str:
-    def matches(delimiter: str) -> int:
-        head = _head(table, delimiter)
-        return sum(bool(columns_alike(head, name)) for name in wanted)
-
-    return max(DELIMITERS, key=matches)
+    heads = {delimiter: _head(table, delimiter) for delimiter in DELIMITERS}
+    return max(heads, key=lambda delimiter: sum(bool(columns_alike(heads[delimiter], name)) for name in wanted))

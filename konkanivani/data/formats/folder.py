@@ -26,8 +26,7 @@ def find_utterances(source: SpeechFolder) -> Found:
         if taken != audio and transcript.exists():
             reason = f"its transcript is taken for {taken.name}, which lies beside it"
             yield RefusedRow(file, 1, "recorded twice", reason, source.name_of(audio), is_expected=True)
-            continue
-        if not transcript.exists():
+        elif not transcript.exists():
             yield RefusedRow(file, 1, "no transcript", "there is no such file", source.name_of(audio))
         elif not transcript.resolve().is_relative_to(root):
             yield RefusedRow(file, 1, "outside the corpus", "the transcript is a link out of the corpus", str(audio))

@@ -1,8 +1,6 @@
 """A local data set of Hugging Face's `datasets`: a folder of save_to_disk (Arrow), or one of Parquet files.
 
-Splits are those of the data set (train, validation, test), for Parquet the beginnings of the files' names
-(data/train-00000-of-00004.parquet) or their folders. Nothing is decoded, downloaded or cached. Audio that the tables
-hold as bytes, which is the usual way, is written out as it is: one file an utterance under --output/audio.
+Nothing is decoded, downloaded or cached; audio that the tables hold as bytes is written out as it is.
 Sources: https://huggingface.co/docs/datasets/loading (local files, load_from_disk) and …/audio_load (decode=False)
 """
 
@@ -23,14 +21,7 @@ from konkanivani.data.formats.tables import as_text, choose_columns
 AUDIO_COLUMNS = ("audio", "audio_filepath")
 TEXT_COLUMNS = ("text", "sentence", "transcription", "transcript", "normalized", "verbatim")
 SPEAKER_COLUMNS = ("speaker", "speaker_id", "client_id")
-SUFFIXES = (
-    (b"fLaC", ".flac"),
-    (b"RIFF", ".wav"),
-    (b"OggS", ".ogg"),
-    (b"ID3", ".mp3"),
-    (b"\xff\xfb", ".mp3"),
-    (b"\xff\xf3", ".mp3"),
-)
+MAGICS = {".flac": b"fLaC", ".wav": b"RIFF", ".ogg": b"OggS", ".mp3": (b"ID3", b"\xff\xfb", b"\xff\xf3")}
 
 
 @dataclass(frozen=True)
@@ -142,5 +133,5 @@ def _utterance(
 def _suffix(held: bytes, named: str) -> str:
     """What a file of these bytes is called; by its beginning, else as it was called before."""
     given = os.path.splitext(named)[1].lower()
-    known = next((suffix for magic, suffix in SUFFIXES if held.startswith(magic)), "")
+    known = next((suffix for suffix, magic in MAGICS.items() if held.startswith(magic)), "")
     return known or (given if re.fullmatch(r"\.[a-z0-9]{1,5}", given) else ".audio")

@@ -37,21 +37,16 @@ def find_utterances(source: SpeechFolder) -> Found:
     if not paths:
         raise DataError(f"{source.path} holds no JSON. Give --source the folder into which IndicVoices was unpacked.")
     for path in paths:
-        split = split_of_path(reversed(path.relative_to(source.path).parts[:-1]))
-        try:
-            texts = read_text(path)
-        except DataError as error:
-            yield RefusedRow(source.name_of(path), 1, "broken row", str(error))
-            continue
-        yield from _read_file(source, path, texts, split)
+        yield from _read_file(source, path, split_of_path(reversed(path.relative_to(source.path).parts[:-1])))
 
 
-def _read_file(source: SpeechFolder, path: Path, texts: str, split: str) -> Found:
+def _read_file(source: SpeechFolder, path: Path, split: str) -> Found:
     file = source.name_of(path)
     try:
-        rows = list(_rows(texts))
-    except ValueError as error:
-        yield RefusedRow(file, 1, "broken row", f"it is no JSON ({error})")
+        rows = list(_rows(read_text(path)))
+    except (DataError, ValueError) as error:
+        reason = str(error) if isinstance(error, DataError) else f"it is no JSON ({error})"
+        yield RefusedRow(file, 1, "broken row", reason)
         return
     for number, row in rows:
         if not isinstance(row, dict):
@@ -94,27 +89,21 @@ def _segments(source: SpeechFolder, path: Path, recording: dict[str, object], sp
         else:
             begin = max(start, 0.0)  # some begin a little before their file does
             speaker = as_text(recording.get("speaker_id"))
-            yield FoundUtterance(
-                file, number, audio, text, speaker=speaker, split=split, start=begin, seconds=end - begin
-            )
+            found = FoundUtterance(file, number, audio, text, speaker=speaker, split=split)
+            yield found.lasting(begin, end - begin)
 
 
 def _flat(source: SpeechFolder, path: Path, number: int, row: dict[str, object], split: str) -> FoundUtterance:
-    """A row that is an utterance by itself."""
     start, end = as_seconds(row.get("start")), as_seconds(row.get("end"))
     offset, duration = as_seconds(row.get("offset")), as_seconds(row.get("duration"))
     if start is not None and end is not None:
         offset, duration = max(start, 0.0), end - max(start, 0.0)
     names = (source.text_column,) if source.text_column else ("text", *TEXT_COLUMNS)
     text = next((as_text(row[name]) for name in names if row.get(name)), "")
-    return FoundUtterance(
-        file=source.name_of(path),
-        row=number,
-        audio=_audio(path, row),
-        text=_without_marks(text),
-        speaker=as_text(row.get("speaker_id")) or as_text(row.get("speaker")),
-        split=split,
-    ).lasting(offset, duration)
+    speaker = as_text(row.get("speaker_id")) or as_text(row.get("speaker"))
+    file, audio = source.name_of(path), _audio(path, row)
+    found = FoundUtterance(file, number, audio, _without_marks(text), speaker=speaker, split=split)
+    return found.lasting(offset, duration)
 
 
 def _audio(path: Path, row: dict[str, object]) -> Path:

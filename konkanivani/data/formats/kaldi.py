@@ -1,10 +1,7 @@
 """Kaldi data folders: wav.scp, text, and where they exist segments and utt2spk.
 
---source is such a folder, or holds some, whose names (train, dev_other, test) then say the splits. Paths in wav.scp are
-absolute, or relative to the first of these in which the file is: the data folder, --source, --audio_root, and the
-folders above the data folder (recipes mean their own folder: egs/x/s5 for egs/x/s5/data/train). An entry that ends or
-begins with `|` is a command: it is refused, never run. So are places in an archive (`wav.ark:123`). A segment that ends
-at -1 reaches to the file's end.
+Paths in wav.scp are relative to the data folder, or to one above it: recipes mean their own folder, egs/x/s5 for
+egs/x/s5/data/train. What is a command (`|`) or a place in an archive (`wav.ark:123`) is refused, never run.
 Source: https://kaldi-asr.org/doc/data_prep.html
 """
 
@@ -42,7 +39,7 @@ def _read_folder(source: SpeechFolder, folder: Path, split: str) -> Found:
     seen: set[str] = set()
     for row, line in read_lines(folder / "text"):
         name, *words = line.split(maxsplit=1)
-        segment = segments.get(name) if has_segments else (row, name)
+        segment = segments.get(name) if has_segments else (row, f"{name} 0 -1")
         if name in seen:
             yield RefusedRow(file, row, "duplicate", f"the utterance {name} stands there twice", name)
         elif segment is None:
@@ -50,21 +47,16 @@ def _read_folder(source: SpeechFolder, folder: Path, split: str) -> Found:
         else:
             speaker = speakers.get(name, (0, ""))[1]
             here = FoundUtterance(file, row, Path(name), "".join(words), id=name, speaker=speaker, split=split)
-            yield _located(source, folder, here, segment, recordings, has_segments)
+            yield _located(source, folder, here, segment, recordings)
         seen.add(name)
 
 
 def _located(
-    source: SpeechFolder,
-    folder: Path,
-    found: FoundUtterance,
-    segment: Entry,
-    recordings: dict[str, Entry],
-    has_segments: bool,
+    source: SpeechFolder, folder: Path, found: FoundUtterance, segment: Entry, recordings: dict[str, Entry]
 ) -> FoundUtterance | RefusedRow:
     """The utterance with its audio and span; refused where they cannot be known without running something."""
     segment_row, spoken = segment
-    words = spoken.split() if has_segments else [spoken, "0", "-1"]
+    words = spoken.split()
     name, start, end = (words[0], *map(as_seconds, words[1:])) if len(words) == 3 else ("", None, None)
     if start is None or end is None:
         file = source.name_of(folder / "segments")

@@ -1,7 +1,6 @@
 """NeMo's JSONL manifests, its tarred data sets, and WebDataset's tar shards; each folder train, valid, test its own.
 
-- Manifests (*.json, *.jsonl; one JSON object a line): audio_filepath, text, duration, offset, speaker. A file's name
-  says its split (train_manifest.json, dev.json, …); --table takes one of them alone.
+- Manifests (*.json, *.jsonl; one JSON object a line): audio_filepath, text, duration, offset, speaker.
 - Tarred: audio_0.tar, audio_1.tar, … and tarred_audio_manifest.json, or sharded_manifests/manifest_0.json, …, whose
   rows have a shard_id and name a member. Of a file cut into several rows by `offset`, the second and later rows are
   named `…-sub1`, `…-sub2`, and mean the member without that ending.

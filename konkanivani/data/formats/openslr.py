@@ -62,12 +62,11 @@ def _utterance(
     else:
         speaker, text = "", ", ".join(cells[place + 1 :])
     known = SPEAKER.fullmatch(name)
+    speaker = speaker or (known.group(1) if known else "")
     # Of files of one name the one that shares most of its folders with the index.
     alike = [len(os.path.commonpath(map(os.path.abspath, (path, index)))) for path in audio.get(name, [])]
     found = audio[name][alike.index(max(alike))] if alike else source.path / f"{name}.wav"
-    return FoundUtterance(
-        file, record.row, found, text, speaker=speaker or (known.group(1) if known else ""), split=split
-    )
+    return FoundUtterance(file, record.row, found, text, speaker=speaker, split=split)
 
 
 def _stem(name: str) -> str:

@@ -32,8 +32,7 @@ class Shares:
 
 def split_named(name: str) -> str:
     """`train`, `valid` or `test` where `name` begins with a usual name of it (dev, train-00, validation); else ""."""
-    found = re.match(r"[a-z]+", name.lower())
-    word = found.group() if found else ""
+    word = re.match(r"[a-z]*", name.lower()).group()
     return next((split for split, words in NAMES if word in words), "")
 
 

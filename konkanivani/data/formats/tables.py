@@ -10,6 +10,7 @@ import json
 import re
 import stat
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -50,20 +51,28 @@ class Record:
         return f"it has {len(self.cells)} cells where the head has {len(self.columns)}"
 
 
-def open_text(path: Path) -> TextIO:
+@contextmanager
+def open_text(path: Path) -> Iterator[TextIO]:
     """The file at `path`, open for reading; a DataError where it is not a regular file of text that can be read."""
     with explained(DataError, f"{path} cannot be read", "Check --format and --source.", ValueError):
         if not stat.S_ISREG(path.stat().st_mode):
             raise DataError(f"{path} cannot be read: it is no file. Give a corpus whose tables are files.")
         file = open(path, "rb")
         head = file.peek(HEAD_BYTES)[:HEAD_BYTES]
+    coding = ("utf-8-sig", "surrogateescape")
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return io.TextIOWrapper(file, encoding="utf-16", newline="")
-    zeros = head[0::2].count(0), head[1::2].count(0)
-    if min(zeros) == 0 and max(zeros) > len(head) / 20:  # as Latin letters and blanks have them in UTF-16
-        file.close()
-        raise DataError(f"{path} cannot be read: it looks like UTF-16 without its mark (BOM). Save it as UTF-8.")
-    return io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        coding = ("utf-16", "strict")
+    with io.TextIOWrapper(file, *coding, newline="") as text:
+        zeros = head[0::2].count(0), head[1::2].count(0)
+        # As Latin letters and blanks have them in UTF-16.
+        if coding[0] != "utf-16" and min(zeros) == 0 and max(zeros) > len(head) / 20:
+            raise DataError(f"{path} cannot be read: it looks like UTF-16 without its mark (BOM). Save it as UTF-8.")
+        try:
+            yield text
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{path} cannot be read: it begins as UTF-16, and then is none ({error.reason}). Save it as UTF-8."
+            ) from None
 
 
 def read_text(path: Path) -> str:
@@ -74,16 +83,7 @@ def read_text(path: Path) -> str:
                 f"{path} cannot be read: {path.stat().st_size} bytes are too many for a text at once. "
                 "Check --format and --source."
             )
-        try:
-            return file.read()
-        except UnicodeDecodeError as error:
-            raise _broken_utf16(path, error) from None
-
-
-def _broken_utf16(path: Path, error: UnicodeDecodeError) -> DataError:
-    return DataError(
-        f"{path} cannot be read: it begins as UTF-16, and then is none ({error.reason}). Save it as UTF-8."
-    )
+        return file.read()
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -96,14 +96,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
     """The lines of a file; a DataError where one is so long that it is none."""
-    try:
-        while line := file.readline(MAX_LINE):
-            if len(line) == MAX_LINE:
-                longest = f"{MAX_LINE} characters"
-                raise DataError(f"{path} holds a line of more than {longest}. Check --format and --source.")
-            yield line
-    except UnicodeDecodeError as error:
-        raise _broken_utf16(path, error) from None
+    while line := file.readline(MAX_LINE):
+        if len(line) == MAX_LINE:
+            raise DataError(f"{path} holds a line of more than {MAX_LINE} characters. Check --format and --source.")
+        yield line
 
 
 def named_separator(path: Path) -> str:

@@ -88,14 +88,11 @@ def reach_verdict(health: CorpusHealth, findings: tuple[Finding, ...]) -> Verdic
     warnings = sum(finding.severity == "warning" for finding in findings)
     look = f"; look at {count(warnings, 'warning')}" if warnings else ""
     usable = f"{count(train.usable, 'utterance')} ({duration_words(train.usable_hours)}) can be used"
-    said = f"{usable} and nothing forbids it{look}"
-    return Verdict(True, f"Can be trained: yes, because {said}.")
+    return Verdict(True, f"Can be trained: yes, because {usable} and nothing forbids it{look}.")
 
 
 def _first(listed: Listed) -> str:
-    """Where to look, as an appendix to a sentence."""
-    if not listed.examples:
-        return "see the list"
+    """Where to look, as an appendix to a sentence about what there is."""
     worst = listed.examples[0]
     return f"{worst.place}: {worst.detail}"
 
@@ -151,9 +148,7 @@ def _of_speakers(part: PartHealth) -> Iterator[Finding]:
             'Add "speaker" to each row.',
         )
     elif speakers.unnamed:
-        yield Finding(
-            "note", f"{name}: {count(speakers.unnamed, 'row', 'names/name')} no speaker.", 'Add "speaker" to them.'
-        )
+        yield note(f"{name}: {count(speakers.unnamed, 'row', 'names/name')} no speaker.", 'Add "speaker" to them.')
     if part.is_training and speakers.count == 1 and not speakers.unnamed:
         yield warning(
             f"{name} has one speaker only, {speakers.largest}: other voices will be understood worse.",
@@ -179,23 +174,22 @@ def _of_rates(part: PartHealth) -> Iterator[Finding]:
 
 def _of_sound(part: PartHealth, sound: SoundHealth, most_rejected: float) -> Iterator[Finding]:
     name = short_name(part.path)
-    # As many more as were decoded are expected of the rest; the trainer counts them with the rows broken in themselves.
+    # As many of the rest are expected; the trainer counts them with the rows broken in themselves.
     left_out = part.utterances * sound.left_out / max(sound.asked, 1)
     broken, rows = part.broken.count + part.empty.count + left_out, _rows(part)
     too_many = left_out > 0 and broken > most_rejected * rows
     share = f"{'' if sound.asked == part.utterances else 'about '}{100 * broken / rows:.3g} %"
     limit = f"--max_rejected {100 * most_rejected:g}%"
     allowed = f"; {share} of the rows are broken, more than {limit}" if too_many else ""
+    left_out_finding = error if too_many else warning
     if sound.unreadable.count:
-        yield Finding(
-            "error" if too_many else "warning",
+        yield left_out_finding(
             f"{name}: {sound.unreadable.count} of {sound.asked} recordings tried cannot be read "
             f"({_first(sound.unreadable)}){allowed}.",
             "Training leaves them out, up to --max_rejected. --audio_utterances tries more of them.",
         )
     if sound.deviating.count:
-        yield Finding(
-            "error" if too_many else "warning",
+        yield left_out_finding(
             f"{name}: {sound.deviating.count} of {sound.heard} recordings last shorter or longer than their rows say, "
             f"so training leaves them out ({_first(sound.deviating)}){allowed}.",
             "Write the files' durations into the manifest.",
@@ -289,22 +283,20 @@ def _of_crossing(crossing: Crossing, health: CorpusHealth) -> Iterator[Finding]:
     first, second = short_name(crossing.first), short_name(crossing.second)
     total = next(part.utterances for part in health.parts if part.path == crossing.second)
     audio = crossing.audio
+    graver, milder = (error, warning) if crossing.with_training else (warning, note)
     if audio.count:
-        yield Finding(
-            "error" if crossing.with_training else "warning",
+        yield graver(
             f"{count(audio.count, 'recording')} of {second} {is_or_are(audio.count)} in {first} too ({_first(audio)}).",
             "A score on what was trained on says nothing: take them out of one of the two.",
         )
     if crossing.speakers:
-        yield Finding(
-            "warning" if crossing.with_training else "note",
+        yield milder(
             f"{count(crossing.speakers, 'speaker')} of {second} {is_or_are(crossing.speakers)} in {first} too "
             f"({', '.join(crossing.shared_speakers[:5])}).",
             "Scores will be better than for people whom the model has not heard: give each speaker to one manifest.",
         )
     if crossing.sentences.count and (crossing.with_training or crossing.sentences.count > OFTEN * total):
-        yield Finding(
-            "warning" if crossing.with_training else "note",
+        yield milder(
             f"{crossing.sentences.count} of {count(total, 'utterance')} of {second} say a sentence that is in {first} "
             f"({_first(crossing.sentences)}).",
             "The model may know them by heart: keep sentences apart where the language allows.",

@@ -9,6 +9,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 
@@ -304,14 +305,8 @@ def _measure_rates(part: CorpusPart, rows: RowNumbers) -> RateHealth:
 def fetch(rows: Iterable[Utterance], wanted: Iterable[int]) -> dict[int, Utterance]:
     """The rows with these indices, in one more pass that ends at the last of them."""
     wanted = set(wanted)
-    found: dict[int, Utterance] = {}
-    if wanted:
-        for number, utterance in enumerate(rows):
-            if number in wanted:
-                found[number] = utterance
-                if len(found) == len(wanted):
-                    break
-    return found
+    end = max(wanted, default=-1) + 1
+    return {number: utterance for number, utterance in enumerate(islice(rows, end)) if number in wanted}
 
 
 def _measure_speakers(rows: RowNumbers) -> SpeakerHealth:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from konkanivani.data.audio.files import AudioSource, read_bytes
+from konkanivani.data.audio.files import AudioSource, content_digest
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,7 @@ def content_key(source: AudioSource) -> int:
 
     Two utterances have the same audio when the bytes of their files (or shard members) and their spans are the same.
     """
-    digest = hashlib.blake2b(span_key(source).encode(), digest_size=8)
     try:
-        for piece in read_bytes(source):
-            digest.update(piece)
+        return text_key(f"{content_digest(source)} {span_key(source)}")
     except (OSError, ValueError):
         return 0
-    return int.from_bytes(digest.digest(), "little") or 1

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from konkanivani.base.errors import DataError
-from konkanivani.data.audio.files import AudioHeader, AudioSource, read_header
+from konkanivani.data.audio.files import SPAN_ROUNDING, AudioHeader, AudioSource, read_header
 from konkanivani.data.formats.found import FoundUtterance, RefusedRow
 from konkanivani.data.text import forbidden_character, normalize_text
 from konkanivani.data.utterance import Utterance
@@ -19,7 +19,6 @@ from konkanivani.data.utterance import Utterance
 ROWS_AT_ONCE = 512
 THREADS = 8  # they wait for the disk
 MAX_CHARACTERS = 20_000  # nobody says more at a time; what follows takes time by the character
-ROUNDING = 0.1  # seconds by which a span may reach beyond its file: tables round
 SHALLOW = 3  # parts of a path such as /home/anita: no such folder is proposed as a place of audio
 LINE_ENDS = re.compile("[\t\n\r]")  # in a cell: a quotation mark has swallowed others
 NOT_UTF8 = re.compile("[\ud800-\udfff]")
@@ -41,6 +40,14 @@ class CheckedUtterance:
     @property
     def where(self) -> str:
         return f"{self.file}, row {self.utterance.row}"
+
+    @property
+    def start(self) -> float:
+        return self.utterance.offset or 0.0
+
+    @property
+    def end(self) -> float:
+        return self.start + self.utterance.duration
 
 
 @dataclass(frozen=True)
@@ -174,6 +181,6 @@ def _span_reason(found: FoundUtterance, file_seconds: float) -> str:
         length = "the end" if seconds is None else f"{seconds:g} s"
         return f"it is no span: from {found.start:g} s, for {length}"
     end = found.start + (seconds or 0.0)
-    if end > file_seconds + ROUNDING or found.start >= file_seconds:
+    if end > file_seconds + SPAN_ROUNDING or found.start >= file_seconds:
         return f"it reaches to {end:.2f} s, its audio file ends at {file_seconds:.2f} s"
     return ""

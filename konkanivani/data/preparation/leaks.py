@@ -1,6 +1,5 @@
 """What is in two splits at once, and so makes a score look better than it is: audio, speakers, sentences."""
 
-import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -9,7 +8,7 @@ from itertools import groupby
 
 from konkanivani.base.console import printable
 from konkanivani.base.errors import DataError, explained
-from konkanivani.data.audio.files import AudioSource, read_bytes
+from konkanivani.data.audio.files import AudioSource, content_digest
 from konkanivani.data.preparation.corpus import CheckedUtterance
 
 MAX_EXAMPLES = 5
@@ -70,12 +69,9 @@ def _same_bytes(by_recording: dict[AudioSource, list[CheckedUtterance]]) -> Iter
         if len(same_size) == 1 or len(splits) == 1:
             yield from ([recording] for recording in same_size)
         else:
-            alike: dict[bytes, list[AudioSource]] = {}
+            alike: dict[str, list[AudioSource]] = {}
             for recording in same_size:
-                digest = hashlib.sha256()
-                for piece in read_bytes(recording):
-                    digest.update(piece)
-                alike.setdefault(digest.digest(), []).append(recording)
+                alike.setdefault(content_digest(recording), []).append(recording)
             yield from alike.values()
 
 
@@ -85,19 +81,11 @@ def _size(recording: AudioSource) -> int:
 
 def _overlaps(spoken: list[CheckedUtterance]) -> Iterator[str]:
     furthest: dict[str, CheckedUtterance] = {}  # by split, the utterance that ends last of those that began before
-    for checked in sorted(spoken, key=_start):
+    for checked in sorted(spoken, key=lambda one: one.start):
         for split, other in furthest.items():
-            if split != checked.split and _end(other) - _start(checked) > 0.01:
+            if split != checked.split and other.end - checked.start > 0.01:
                 yield f"{other.where} ({split}) and {checked.where} ({checked.split})"
                 break
         known = furthest.get(checked.split)
-        if known is None or _end(known) < _end(checked):
+        if known is None or known.end < checked.end:
             furthest[checked.split] = checked
-
-
-def _start(checked: CheckedUtterance) -> float:
-    return checked.utterance.offset or 0.0
-
-
-def _end(checked: CheckedUtterance) -> float:
-    return _start(checked) + checked.utterance.duration

@@ -152,9 +152,6 @@ def prepare_corpus(task: Preparation) -> PreparationReport:
     return report
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
-
-
 def _check_source(task: Preparation) -> None:
     if not task.source.is_dir():
         raise UsageError(f"--source {task.source} is no folder. Give the folder into which it was unpacked.")
@@ -191,7 +188,6 @@ def _told(rows: Found, task: Preparation) -> Iterator[FoundUtterance | RefusedRo
 
 
 def _check_damage(task: Preparation, corpus: Corpus, most_rejected: float) -> None:
-    """Raises a DataError where too few rows can be used."""
     if corpus.utterances and corpus.damage <= most_rejected:
         return
     first = next((row for row in corpus.refused if not row.is_expected), None)
@@ -214,9 +210,6 @@ def _printable(row: RefusedRow) -> RefusedRow:
 
 def _counts(refused: Iterable[RefusedRow]) -> tuple[RefusalCount, ...]:
     return tuple(RefusalCount(kind, rows) for kind, rows in Counter(row.kind for row in refused).most_common())
-
-
-# ----------------------------------------------------------------------------------------------------------- publishing
 
 
 def _report(task: Preparation, split_by: SplitBy, drawn: Drawn, refused: list[RefusedRow]) -> PreparationReport:

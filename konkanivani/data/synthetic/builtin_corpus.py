@@ -1,7 +1,4 @@
-"""The built-in corpus: its plan, and how it gets to its folder. Synthetic, Marathi voice.
-
-It lets a first run start without recordings and shows that the machine works: that training learns, that decoding
-decodes. It does not show how well the machine hears Konkani: no person speaks in it, and the voice is a Marathi one.
+"""The built-in corpus: its plan, and how it gets to its folder. Synthetic, Marathi voice: to show that all works.
 
 No sentence is in two splits, no voice is in two splits, and half of the test sentences follow patterns of which
 training has no sentence (`pattern` is `unseen`).
@@ -17,7 +14,7 @@ from pathlib import Path
 
 from konkanivani.base.errors import DataError, ResourceError, UsageError, explained
 from konkanivani.base.files import folder_lock
-from konkanivani.data.synthetic.builtin_patterns import evenly_spaced, interleave_sentences, read_patterns
+from konkanivani.data.synthetic.builtin_patterns import evenly_spaced, hold_out, interleave_sentences, read_patterns
 from konkanivani.data.synthetic.speech_synthesis import SpeechSynthesizer, UnspeakableError, reads_signs_by_name
 from konkanivani.data.synthetic.spoken_sentences import (
     RECIPE_VERSION,
@@ -91,15 +88,11 @@ def plan_corpus(size: CorpusSize) -> CorpusPlan:
     sentences = interleave_sentences(patterns, book.slots, size.train + held_out)
     # The first round has one sentence of every pattern, all for training: so each pattern in test is a seen one.
     first_round, rest = sentences[: len(patterns)], sentences[len(patterns) :]
-    places = set(evenly_spaced(held_out, len(rest)))
-    train = first_round + [sentence for place, sentence in enumerate(rest) if place not in places]
-    kept = [rest[place] for place in sorted(places)]
-    valid_places = set(evenly_spaced(size.valid, len(kept)))
-    valid = [sentence for place, sentence in enumerate(kept) if place in valid_places]
-    test = [sentence for place, sentence in enumerate(kept) if place not in valid_places]
+    kept, for_training = hold_out(rest, held_out)
+    valid, test = hold_out(kept, size.valid)
     unseen = interleave_sentences(book.unseen, book.slots, unseen_count)
     return CorpusPlan(
-        train=tuple(assign_styles(train, TRAIN_VOICES, "seen")),
+        train=tuple(assign_styles(first_round + for_training, TRAIN_VOICES, "seen")),
         valid=tuple(assign_styles(valid, VALID_VOICES, "seen")),
         test=tuple(assign_styles(test, TEST_VOICES, "seen") + assign_styles(unseen, TEST_VOICES, "unseen")),
     )
@@ -169,10 +162,9 @@ def write_corpus(recipe: CorpusRecipe, directory: Path) -> list[UnspeakableError
             texts += [sentence.text for sentence in sentences if sentence.text not in unspoken]
             counts.append(len(sentences) - len(refused))
             errors += refused
-        engine = synthesizer.engine
     description = {
         "name": recipe.name,
-        "engine": engine,
+        "engine": synthesizer.engine,
         "utterances": asdict(CorpusSize(*counts)),
         "sentences": hashlib.sha256("".join(f"{text}\n" for text in texts).encode()).hexdigest(),
         "recipe": recipe.digest,

@@ -92,3 +92,10 @@ def interleave_sentences(patterns: Sequence[str], slots: dict[str, tuple[str, ..
 def evenly_spaced(count: int, total: int) -> list[int]:
     """`count` places among 0 .. total - 1, evenly apart."""
     return [(2 * index + 1) * total // (2 * count) for index in range(count)]
+
+
+def hold_out(sentences: Sequence[str], count: int) -> tuple[list[str], list[str]]:
+    """`count` of the sentences, evenly apart, and the others, both in their order."""
+    places = set(evenly_spaced(count, len(sentences)))
+    held_out = [text for place, text in enumerate(sentences) if place in places]
+    return held_out, [text for place, text in enumerate(sentences) if place not in places]

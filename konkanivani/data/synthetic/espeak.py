@@ -95,11 +95,11 @@ class Espeak:
 
     def answer(self, request: Request) -> bytes | dict[str, object]:
         """What `request` wants; a ValueError says why it cannot be had."""
-        if request.wants != "engine" and not any(character.isalnum() for character in request.text):
-            raise ValueError("there is no letter in it")
         if request.wants == "engine":
             version = self._library.espeak_Info(None).decode()
             return {"sample_rate": self.sample_rate, "engine": f"espeak-ng {version}"}
+        if not any(character.isalnum() for character in request.text):
+            raise ValueError("there is no letter in it")
         # An unknown variant would be passed over in silence.
         _, plus, variant = request.voice.partition("+")
         is_known = not plus or os.path.isfile(os.path.join(self.data_path, "voices", "!v", variant))

@@ -21,14 +21,8 @@ from konkanivani.data.synthetic.builtin_corpus import (
     read_description,
     write_corpus,
 )
-from konkanivani.data.synthetic.builtin_patterns import evenly_spaced
-from konkanivani.data.synthetic.spoken_sentences import (
-    TEST_VOICES,
-    TRAIN_VOICES,
-    VALID_VOICES,
-    SpokenSentence,
-    assign_styles,
-)
+from konkanivani.data.synthetic.builtin_patterns import hold_out
+from konkanivani.data.synthetic.spoken_sentences import TEST_VOICES, TRAIN_VOICES, VALID_VOICES, assign_styles
 from konkanivani.data.text import normalize_text
 
 SENTENCE_CORPUS = "corpus of sentences"
@@ -133,16 +127,12 @@ def plan_splits(sentences: Sequence[str], valid: int | None, test: int | None) -
             "training: each split needs at least 1. Give more --sentences, or other --valid_utterances and "
             "--test_utterances."
         )
-    held_out = evenly_spaced(valid + test, len(sentences))
-    for_valid = {held_out[place] for place in evenly_spaced(valid, len(held_out))}
-    for_test = set(held_out) - for_valid
-    for_training = set(range(len(sentences))) - for_valid - for_test
-
-    def speak(places: set[int], voices: Sequence[str]) -> tuple[SpokenSentence, ...]:
-        return tuple(assign_styles([sentences[place] for place in sorted(places)], voices))
-
+    held_out, for_training = hold_out(sentences, valid + test)
+    for_valid, for_test = hold_out(held_out, valid)
     return CorpusPlan(
-        train=speak(for_training, TRAIN_VOICES), valid=speak(for_valid, VALID_VOICES), test=speak(for_test, TEST_VOICES)
+        train=tuple(assign_styles(for_training, TRAIN_VOICES)),
+        valid=tuple(assign_styles(for_valid, VALID_VOICES)),
+        test=tuple(assign_styles(for_test, TEST_VOICES)),
     )
 
 

@@ -5,14 +5,13 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
+import soundfile
 
 from konkanivani.data.manifest import write_manifest
 from konkanivani.data.synthetic.speech_synthesis import SpeakingStyle, SpeechSynthesizer, UnspeakableError
 from konkanivani.data.utterance import Utterance
-
-if TYPE_CHECKING:
-    import numpy as np
 
 RECIPE_VERSION = 1  # counts changes of how sentences become files; changes of sentences and styles are seen without it
 
@@ -56,36 +55,28 @@ def write_split(
 
     Sentences that cannot be spoken are left out; their errors come back.
     """
+    from konkanivani.base.lengths import SAMPLE_RATE
+
     audio = manifest.parent / "audio"
     audio.mkdir(parents=True, exist_ok=True)
     utterances, errors = [], []
     for sentence in sentences:
         path = audio / f"{manifest.stem}-{len(utterances):04d}.flac"
         try:
-            duration = write_audio(sentence, path, synthesizer)
+            waveform = spoken_waveform(sentence, synthesizer)
         except UnspeakableError as error:
             errors.append(error)
             continue
-        place = f"audio/{path.name}", str(path), duration
+        content = io.BytesIO()  # written by Python, which reports a full disk
+        soundfile.write(content, waveform, SAMPLE_RATE, format="FLAC", subtype="PCM_16")
+        path.write_bytes(content.getvalue())
+        place = f"audio/{path.name}", str(path), len(waveform) / SAMPLE_RATE
         utterances.append(Utterance(*place, sentence.text, sentence.style.voice, sentence.pattern))
     write_manifest(manifest, utterances)
     return errors
 
 
-def write_audio(sentence: SpokenSentence, path: Path, synthesizer: SpeechSynthesizer) -> float:
-    """Writes `sentence` as a FLAC file, 16 kHz mono 16-bit; returns its duration in seconds."""
-    import soundfile
-
-    from konkanivani.base.lengths import SAMPLE_RATE
-
-    waveform = spoken_waveform(sentence, synthesizer)
-    content = io.BytesIO()  # written by Python, which reports a full disk
-    soundfile.write(content, waveform, SAMPLE_RATE, format="FLAC", subtype="PCM_16")
-    path.write_bytes(content.getvalue())
-    return len(waveform) / SAMPLE_RATE
-
-
-def spoken_waveform(sentence: SpokenSentence, synthesizer: SpeechSynthesizer) -> "np.ndarray":
+def spoken_waveform(sentence: SpokenSentence, synthesizer: SpeechSynthesizer) -> np.ndarray:
     """(S,) int16 at 16 kHz: `sentence` as the corpus has it, from espeak-ng's first sample to its last."""
     import torch
     import torchaudio

@@ -41,7 +41,7 @@ def _across(histogram: Histogram, value: float) -> float:
 
 
 def _bars(histogram: Histogram, across: str, up: str) -> Iterator[str]:
-    most = _top(histogram)
+    _, most = _scale(histogram)
     for number, amount in enumerate(histogram.amounts):
         if not amount:
             continue
@@ -54,22 +54,17 @@ def _bars(histogram: Histogram, across: str, up: str) -> Iterator[str]:
         )
 
 
-def _step(histogram: Histogram) -> float:
-    """The distance of two lines; a whole number where all amounts are."""
-    step = round_step(max(histogram.amounts), MAX_Y_LABELS)
+def _scale(histogram: Histogram) -> tuple[float, float]:
+    """The distance of two lines, a whole number where all amounts are, and the round value at the axis's upper end."""
+    most = max(histogram.amounts)
+    step = round_step(most, MAX_Y_LABELS)
     if all(float(amount).is_integer() for amount in histogram.amounts):
-        return max(1.0, step if step.is_integer() else 2 * step)
-    return step
-
-
-def _top(histogram: Histogram) -> float:
-    """The value at the upper end of the axis: a round one."""
-    step = _step(histogram)
-    return math.ceil(max(histogram.amounts) / step - 1e-9) * step
+        step = max(1.0, step if step.is_integer() else 2 * step)
+    return step, math.ceil(most / step - 1e-9) * step
 
 
 def _rows(histogram: Histogram) -> Iterator[str]:
-    top, step = _top(histogram), _step(histogram)
+    step, top = _scale(histogram)
     for number in range(round(top / step) + 1):
         y = BOTTOM - number * step / top * (BOTTOM - TOP)
         yield f'<line class="grid" x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'

@@ -1,11 +1,9 @@
 """The report of a score as one line of JSON."""
 
 import json
-import math
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 
-from konkanivani.evaluation.bootstrap import Interval
 from konkanivani.evaluation.hypotheses import TextPairs
 from konkanivani.evaluation.metrics import ErrorRates
 from konkanivani.evaluation.score import Comparison, ScoreReport, Slice
@@ -15,25 +13,17 @@ def score_json(pairs: TextPairs, report: ScoreReport, output: Path | None) -> st
     """One line: where it comes from and what the report says; numbers to six places, null where they are not finite."""
     fields = asdict(pairs.source) | {"normalize": pairs.normalizer} | score_fields(report)
     fields |= {"hypotheses": str(output)} if output else {}
-    return json.dumps(_rounded(fields), ensure_ascii=False, allow_nan=False)
-
-
-def _rounded(value: object) -> object:
-    if isinstance(value, dict):
-        return {name: _rounded(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_rounded(part) for part in value]
-    if isinstance(value, float):
-        return round(value, 6) if math.isfinite(value) else None
-    return value
+    exact = json.dumps(fields)
+    rounded = json.loads(exact, parse_float=lambda number: round(float(number), 6), parse_constant=lambda _: None)
+    return json.dumps(rounded, ensure_ascii=False, allow_nan=False)
 
 
 def score_fields(report: ScoreReport) -> dict[str, object]:
     """What the report says in numbers; rates are shares of one."""
     edits = report.rates
-    fields: dict[str, object] = {"wer": edits.wer, "cer": edits.cer, "utterances": report.utterances}
+    fields = {"wer": edits.wer, "cer": edits.cer, "utterances": report.utterances}
     fields |= count_fields(edits) | _kind_fields(edits)
-    fields |= {"wer_interval": _ends(report.wer_interval), "cer_interval": _ends(report.cer_interval)}
+    fields |= {"wer_interval": astuple(report.wer_interval), "cer_interval": astuple(report.cer_interval)}
     fields |= {"interval_unit": report.unit}
     for part in report.patterns:
         fields |= {f"wer_{part.name}_patterns": part.rates.wer, f"cer_{part.name}_patterns": part.rates.cer}
@@ -59,7 +49,7 @@ def _kind_fields(rates: ErrorRates) -> dict[str, int]:
 
 
 def _slice_fields(name: str, part: Slice) -> dict[str, object]:
-    fields = {name: part.name, "wer": part.rates.wer, "wer_interval": _ends(part.interval), "cer": part.rates.cer}
+    fields = {name: part.name, "wer": part.rates.wer, "wer_interval": astuple(part.interval), "cer": part.rates.cer}
     fields |= {"utterances": part.utterances, "seconds": part.seconds}
     return fields | count_fields(part.rates) | _kind_fields(part.rates)
 
@@ -71,11 +61,7 @@ def _comparison_fields(compared: Comparison) -> dict[str, object]:
         "wer": compared.rates.wer,
         "other_wer": compared.other.wer,
         "difference": compared.difference,
-        "difference_interval": _ends(compared.interval),
+        "difference_interval": astuple(compared.interval),
         "share_fewer_errors": compared.fewer,
         "share_more_errors": compared.more,
     }
-
-
-def _ends(interval: Interval) -> list[float]:
-    return [interval.low, interval.high]

@@ -71,7 +71,6 @@ def draw_score_page(report: ScoreReport) -> str:
 
 
 def _headline(report: ScoreReport) -> str:
-    """Both rates with their intervals, and what they are made of."""
     sides = (
         ("WER", "word", report.rates.words, report.wer_interval),
         ("CER", "character", report.rates.characters, report.cer_interval),
