@@ -20,7 +20,7 @@ from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.recipe.train import train_and_report
 from konkanivani.training.gradient import local_gradient
 from konkanivani.training.step import GradientTask, StepParts, forward_and_backward
-from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_script
+from tests.conftest import TINY_MODEL, read_log, run_folders, run_script, write_corpus
 from tests.laws.parts import MODEL, VOCAB_SIZE, speeches, window
 from tests.starts import begin_run, parse_flags
 
@@ -78,9 +78,10 @@ def test_its_trace_asks_for_less(heads):
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_it_is_trained_resumed_scored_and_used_by_the_scripts(heads, corpus: Corpus, tmp_path):
+def test_it_is_trained_resumed_scored_and_used_by_the_scripts(heads, tmp_path):
+    corpus = write_corpus(tmp_path / "corpus", {"train": 4, "valid": 1, "test": 1}, lengths=range(2, 3))
     flags = (*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), "--num_workers", "0", *FLAGS[heads])
-    flags = (*flags, "--batch_size", "13", "--gradient_accumulation_steps", "1")  # two steps are an epoch
+    flags = (*flags, "--batch_size", "2", "--gradient_accumulation_steps", "1")  # two steps are an epoch
     flags = (*flags, "--gradient_checkpointing", "auto", "--memory_budget", "1GiB")
     train_and_report(ask([*flags, "--max_steps", "1"]))
     more = ("--max_steps", "2", "--resume", "auto", "--test_manifest", corpus.manifest("test"))
