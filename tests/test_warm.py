@@ -73,8 +73,6 @@ TWO = "import subprocess\ndef test_starts(): subprocess.run(['true'])\ndef test_
 def test_quick_leaves_out_what_starts_a_process(flags, said, tmp_path, monkeypatch):
     (tmp_path / "test_two.py").write_text(TWO)
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # that one has none yet where it begins
-    program, own = (
-        "import pytest, sys; pytest.main(sys.argv[1:])",
-        ("-q", "-p", "tests.conftest", "-p", "no:cacheprovider"),
-    )
-    assert said in warm_parent().run_program(program, *own, *flags, str(tmp_path), cwd=ROOT).stdout
+    plain = ("-q", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path))
+    done = warm_parent().run_program("import pytest, sys; pytest.main(sys.argv[1:])", *plain, *flags, cwd=ROOT)
+    assert said in done.stdout
