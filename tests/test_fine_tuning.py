@@ -28,12 +28,14 @@ from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from konkanivani.training.optimizer import begun_share
 from konkanivani.training.step import StepParts, train_step
-from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_script, run_trainer, write_corpus
+from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_script, write_corpus
 from tests.laws.parts import measured_peak, speeches, window
 from tests.starts import begin_run, parse_flags
 
 CPU = torch.device("cpu")
 STEADY = "--epochs 20 --schedule inverse_sqrt --warmup_steps 1 --num_workers 0 --device cpu".split()
+SMALL = ("--batch_size", "4", "--gradient_accumulation_steps", "1")
+TWO_STEPS = ("--batch_size", "13", "--gradient_accumulation_steps", "1")  # are an epoch
 HALF = ("--frozen_dtype", "half")
 HEADS = {name for head in ("ctc_head", "decoder.output") for name in (f"{head}.weight", f"{head}.bias")}
 WIDE = ModelConfig(d_model=96, encoder_layers=4, decoder_layers=1, subsampling_channels=8)
@@ -45,8 +47,9 @@ def weights_of(folder: Path) -> Weights:
 
 
 def tuned(corpus: Corpus, base: Path, folder: Path, steps: int, *flags: str) -> Weights:
-    begun = (*corpus.flags(), *run_folders(folder), *STEADY, "--init_from", str(base), *flags)
-    train(build_run(begin_run([*begun, "--max_steps", str(steps)])))
+    """What so many steps make of the base's weights."""
+    begun = ("--train_manifest", corpus.manifest("train"), *run_folders(folder), *STEADY, *SMALL, *flags)
+    train(build_run(begin_run([*begun, "--init_from", str(base), "--max_steps", str(steps)])))
     return weights_of(folder)
 
 
@@ -61,7 +64,7 @@ def changed(before: Weights, after: Weights) -> set[str]:
 def test_the_last_layers_and_what_is_behind_them_are_trained_and_no_other_has_moments(count, base, corpus, tmp_path):
     before = dict(read_checkpoint(base).states["model"])
     kept = ("encoder.subsampling.", *(f"encoder.blocks.{number}." for number in range(2 - count)))
-    after = tuned(corpus, base, tmp_path, 3, "--train_layers", str(count))
+    after = tuned(corpus, base, tmp_path, 1, "--train_layers", str(count))
     assert changed(before, after) == {name for name in before if not name.startswith(kept)}
     moments = read_checkpoint(tmp_path / "checkpoints" / LAST).states["optimizer"]
     assert {name.rpartition("/")[0] for name in moments} == changed(before, after)
@@ -69,45 +72,44 @@ def test_the_last_layers_and_what_is_behind_them_are_trained_and_no_other_has_mo
 
 
 def test_the_last_layers_are_the_complement_of_the_first(base, corpus, tmp_path):
-    first = tuned(corpus, base, tmp_path / "first", 2, "--freeze", "1")
-    last = tuned(corpus, base, tmp_path / "last", 2, "--train_layers", "1")
+    first = tuned(corpus, base, tmp_path / "first", 1, "--freeze", "1")
+    last = tuned(corpus, base, tmp_path / "last", 1, "--train_layers", "1")
     assert all(torch.equal(weight, first[name]) for name, weight in last.items())
 
 
 def test_at_first_the_head_alone_is_trained_and_then_all_with_moments_for_all_from_the_start(base, corpus, tmp_path):
-    before, flags = dict(read_checkpoint(base).states["model"]), ("--freeze_steps", "2")
-    alone = tuned(corpus, base, tmp_path / "alone", 2, *flags)
+    before, flags = dict(read_checkpoint(base).states["model"]), ("--freeze_steps", "1")
+    alone = tuned(corpus, base, tmp_path / "alone", 1, *flags)
     assert changed(before, alone) == {name for name in before if name.startswith(OVER_TOKENS)}
     moments = read_checkpoint(tmp_path / "alone" / "checkpoints" / LAST).states["optimizer"]
     assert {name.rpartition("/")[0] for name in moments} == before.keys()
     assert not any(moment.any() for name, moment in moments.items() if not name.startswith(OVER_TOKENS))
-    assert changed(before, tuned(corpus, base, tmp_path / "all", 3, *flags)) == before.keys()
+    assert changed(before, tuned(corpus, base, tmp_path / "all", 2, *flags)) == before.keys()
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--freeze_steps", "3", "--encoder_rate_factor", "0.3"),
-        ("--train_layers", "1", "--freeze_steps", "3", "--frozen_dtype", "half"),
-        ("--new_tokenizer", "--lora_rank", "2", "--freeze_steps", "3", "--frozen_dtype", "half"),
+        ("--freeze_steps", "2", "--encoder_rate_factor", "0.3"),
+        ("--train_layers", "1", "--freeze_steps", "2", "--frozen_dtype", "half"),
+        ("--new_tokenizer", "--lora_rank", "2", "--freeze_steps", "2", "--frozen_dtype", "half"),
     ],
 )
 def test_stopped_on_either_side_of_the_switch_it_goes_on_bit_for_bit_with_its_rates(flags, base, corpus, tmp_path):
     flags = (*flags, "--dropout", "0.2")
-    whole = tuned(corpus, base, tmp_path / "whole", 6, *flags)
+    whole = tuned(corpus, base, tmp_path / "whole", 4, *flags)
     pieces = tmp_path / "pieces"
-    tuned(corpus, base, pieces, 2, *flags)
-    for steps in ("4", "6"):
+    tuned(corpus, base, pieces, 1, *flags)
+    for steps in ("3", "4"):
         train(build_run(begin_run([*run_folders(pieces), "--resume", "auto", "--max_steps", steps])))
     one, other = (read_checkpoint(folder / "checkpoints" / LAST) for folder in (tmp_path / "whole", pieces))
-    assert not changed(whole, dict(other.states["model"]))
-    moments = one.states["optimizer"]
-    assert all(torch.equal(moment, other.states["optimizer"][name]) for name, moment in moments.items())
+    for part in ("model", "optimizer"):
+        assert all(torch.equal(tensor, other.states[part][name]) for name, tensor in one.states[part].items())
     assert one.states["progress"] == other.states["progress"]
     rates = [[record["learning_rate"] for record in read_log(folder)] for folder in (tmp_path / "whole", pieces)]
-    assert rates[0] == rates[1] and len(rates[0]) == 6
-    another = tuned(corpus, base, tmp_path / "control", 6, *flags, "--freeze_steps", "4")
-    assert changed(whole, another)
+    assert rates[0] == rates[1] and len(rates[0]) == 4
+    another = tuned(corpus, base, tmp_path / "control", 4, *flags, "--freeze_steps", "3")
+    assert not all(torch.equal(weight, another[name]) for name, weight in whole.items())
 
 
 def test_the_encoder_has_its_own_rate_and_what_begins_later_a_warm_up_of_its_own(base, corpus, tmp_path):
@@ -186,7 +188,7 @@ def test_rounded_weights_give_nearly_the_same_losses(precision):
     losses = []
     for dtype in ("fp32", "half"):
         parts = step_parts(dataclasses.replace(LORA, frozen_dtype=dtype), **precision)
-        losses.append(torch.tensor([train_step(parts, window(spoken(), 2), number).loss for number in range(5)]))
+        losses.append(torch.tensor([train_step(parts, window(spoken(), 2), number).loss for number in range(3)]))
     assert not torch.equal(*losses) and torch.allclose(*losses, rtol=2e-3 if not precision else 1e-2)
     assert losses[1][-1] < losses[1][0]
 
@@ -195,7 +197,7 @@ def test_rounded_weights_give_the_same_steps_fetched_from_the_host():
     config, losses = tuned_config(dataclasses.replace(LORA, frozen_dtype="half")), []
     for place in (ON_CARD, Placement(fetched=3)):
         parts = build_step_parts(config, architecture_of(config, 20), CPU, 100, layout=StateLayout(placement=place))
-        losses.append([train_step(parts, window(spoken(), 2), number).loss for number in range(3)])
+        losses.append([train_step(parts, window(spoken(), 2), number).loss for number in range(2)])
     assert losses[0] == losses[1]
 
 
@@ -211,7 +213,7 @@ def test_weights_that_no_half_holds_are_refused(base, corpus, tmp_path):
 
 def test_beside_rounded_weights_low_rank_products_merge_and_every_script_takes_them(base, corpus, tmp_path):
     flags = ("--lora_rank", "4", "--frozen_dtype", "half", "--learning_rate", "0.05")
-    after = tuned(corpus, base, tmp_path, 8, *flags)
+    after = tuned(corpus, base, tmp_path, 2, *flags)
     assert {after[f"encoder.blocks.0.{part}.weight"].dtype for part in ("attention.output", "convolution.gate")} == {
         torch.float16
     }
@@ -243,15 +245,15 @@ def texted_corpus(directory: Path, texts: list[str], lengths: range = range(1, 7
     return written
 
 
-def test_text_that_the_tokenizer_lacks_is_refused_with_its_characters_and_what_to_do(base, tmp_path):
+def test_text_that_the_tokenizer_lacks_is_refused_with_its_characters_and_what_to_do(base, tmp_path, capsys):
     other = texted_corpus(tmp_path / "digits", ["एक 2", "दोन 2 3"])
-    flags = (*other.flags(), *run_folders(tmp_path), "--init_from", str(base), "--max_steps", "1", "--num_workers", "0")
-    done = run_trainer(*flags)
-    assert done.returncode == 3 and "Traceback" not in done.stderr
-    for part in ("% of the tokens of", "2 12 times", "3 6 times", "--digits spell", "--new_tokenizer"):
-        assert part in done.stderr, done.stderr
-    spelt = run_trainer(*flags, "--digits", "spell")
-    assert spelt.returncode == 0 and "left out (begin anew): 0 tensors" in spelt.stdout, spelt.stderr
+    flags = (*other.flags(), *run_folders(tmp_path), "--init_from", str(base), "--num_workers", "0")
+    with pytest.raises(DataError, match="% of the tokens of") as refused:
+        build_run(begin_run(list(flags)))
+    for part in ("2 12 times", "3 6 times", "--digits spell", "--new_tokenizer"):
+        assert part in str(refused.value)
+    build_run(begin_run([*flags, "--digits", "spell"]))
+    assert "left out (begin anew): 0 tensors" in capsys.readouterr().out
     latin = texted_corpus(tmp_path / "latin", ["एक zero", "दोन"])
     with pytest.raises(DataError, match="--new_tokenizer") as refused:
         flags = (*latin.flags(), *run_folders(tmp_path / "control"), "--init_from", str(base), "--num_workers", "0")
@@ -318,28 +320,30 @@ def test_shape_and_tokens_are_the_checkpoints_unless_flags_say_otherwise(base, c
         begin_run([*flags, "--train_layers", "3"])
 
 
-def test_the_planner_plans_the_checkpoints_shape(base):
-    flags, named = ("--memory_budget", "310MiB", "--train_layers", "1", "--json"), ("--init_from", str(base))
-    cases = ((*named, *flags), (f"--checkpoint={base}", *flags, *HALF))  # other scripts call it so
-    planned = [json.loads(run_script("training_scripts/plan_memory.py", *words).stdout) for words in cases]
-    assert planned[1]["state"] < planned[0]["state"] < 2**21
-    assert f"--init_from {base} --train_layers 1 --frozen_dtype half" in planned[1]["flags"]
+def test_the_planner_plans_the_checkpoints_shape(base, corpus, tmp_path):
+    flags, asked = ("--init_from", str(base), "--train_layers", "1"), ("--memory_budget", "310MiB", "--json")
+    named = (f"--checkpoint={base}", *flags[2:], *HALF)  # as other scripts call it
+    planned = json.loads(run_script("training_scripts/plan_memory.py", *named, *asked).stdout)
+    begun = (*corpus.flags(), *run_folders(tmp_path), "--fresh", *flags)
+    steps = [build_run(begin_run([*begun, *more])).step for more in ((), HALF)]
+    states = [model_state_bytes(step.model, step.optimizer.tensors) for step in steps]
+    assert planned["state"] == states[1] < states[0] < 2**21
+    assert " ".join((*flags, *HALF)) in planned["flags"]
 
 
 # --------------------------------------------------------------------------------------------- the score at the start
 
 
-def test_the_score_at_the_start_stands_beside_every_later_one_and_is_kept_over_a_resume(base, corpus, tmp_path):
-    flags = (*corpus.flags(), *run_folders(tmp_path), *STEADY, "--init_from", str(base), "--max_steps", "6")
-    done = run_trainer(*flags)
-    assert done.returncode == 0, done.stderr
-    assert "(at first " in done.stdout
-    assert run_trainer(*run_folders(tmp_path), "--resume", "auto", "--max_steps", "9").returncode == 0
+def test_the_score_at_the_start_stands_beside_every_later_one_and_is_kept_over_a_resume(base, corpus, tmp_path, capsys):
+    flags = (*corpus.flags(), *run_folders(tmp_path), *STEADY, *TWO_STEPS, "--init_from", str(base), "--max_steps", "3")
+    train(build_run(begin_run(list(flags))))
+    assert "(at first " in capsys.readouterr().out
+    train(build_run(begin_run([*run_folders(tmp_path), "--resume", "auto", "--max_steps", "4"])))
     first, *later = read_log(tmp_path, "validation")
     expected = evaluate_manifest(load_evaluation_model(base, CPU), corpus.manifest("valid"), greedy_ctc)
     assert (first["step"], first["epoch"], first["cer"], first["wer"], first["loss"]) == (
         *(0, 0, expected.rates.cer, expected.rates.wer),
-        pytest.approx(expected.losses.all, rel=1e-6),  # another number of threads sums otherwise
+        expected.losses.all,
     )
     assert len(later) == 2 and later[0]["epoch"] == 1
     assert {(record["initial_wer"], record["initial_cer"]) for record in (first, *later)} == {
@@ -348,7 +352,7 @@ def test_the_score_at_the_start_stands_beside_every_later_one_and_is_kept_over_a
 
 
 def test_negative_control_a_run_from_nothing_or_without_validation_has_no_score_at_the_start(base, corpus, tmp_path):
-    flags = (*STEADY, "--max_steps", "7", "--batch_size", "4")
+    flags = (*STEADY, *TWO_STEPS, "--max_steps", "2")
     train(build_run(begin_run([*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path / "fresh"), *flags])))
     assert [record["initial_cer"] for record in read_log(tmp_path / "fresh", "validation")] == [None]
     only = ("--train_manifest", corpus.manifest("train"), "--init_from", str(base))
@@ -397,20 +401,20 @@ def test_a_setting_of_other_blocks_is_refused_where_it_is_given_and_kept_where_a
             parse_flags(["--resume", "auto", *given.split()], stored)
 
 
-@pytest.mark.parametrize("flag", "--train_layers=1 --freeze_steps=7 --encoder_rate_factor=0.5 --new_tokenizer".split())
-def test_a_run_does_not_go_on_otherwise_tuned(flag, base, corpus, tmp_path):
+def test_a_run_does_not_go_on_otherwise_tuned(base, corpus, tmp_path):
     tuned(corpus, base, tmp_path, 1, "--freeze_steps", "3", "--encoder_rate_factor", "0.2")
-    with pytest.raises(CheckpointError, match=f"{flag.split('=')[0]} is .* here and .* in the checkpoint"):
-        begin_run([*run_folders(tmp_path), "--resume", "auto", flag])
+    for flag in "--train_layers=1 --freeze_steps=7 --encoder_rate_factor=0.5 --new_tokenizer".split():
+        with pytest.raises(CheckpointError, match=f"{flag.split('=')[0]} is .* here and .* in the checkpoint"):
+            begin_run([*run_folders(tmp_path), "--resume", "auto", flag])
 
 
 def test_the_same_command_with_resume_auto_begins_and_goes_on_but_not_with_another_start(base, corpus, tmp_path):
-    for steps, start in ((1, base), (3, base.parent / ".." / base.parent.name / base.name)):
+    for steps, start in ((1, base), (2, base.parent / ".." / base.parent.name / base.name)):
         tuned(corpus, start, tmp_path / "twice", steps, "--resume", "auto")
-    once, twice = tuned(corpus, base, tmp_path / "once", 3), weights_of(tmp_path / "twice")
+    once, twice = tuned(corpus, base, tmp_path / "once", 2), weights_of(tmp_path / "twice")
     assert all(torch.equal(weight, twice[name]) for name, weight in once.items())
     path = str(tmp_path / "twice" / "checkpoints" / "checkpoint_last.pt")
     for newest in ("auto", path):
         with pytest.raises(CheckpointError, match="--init_from is other.pt here and .*in the checkpoint"):
             begin_run([*run_folders(tmp_path / "twice"), "--resume", newest, "--init_from", "other.pt"])
-    assert begin_run(["--resume", path]).resumed.step == 3  # what it began with need not be said again
+    assert begin_run(["--resume", path]).resumed.step == 2  # what it began with need not be said again

@@ -53,7 +53,7 @@ def is_exact(log_probabilities: torch.Tensor, fusion: Fusion) -> bool:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.integers(0, 10**6), st.sampled_from([0.0, 0.4]), st.sampled_from([0.0, 0.3, 2.5]), st.sampled_from([-1, 0, 2])
 )
@@ -101,7 +101,7 @@ def test_a_language_model_decides_between_what_sounds_the_same(model):
 
 @pytest.mark.parametrize("beam", [1, 5, 7])
 def test_a_batch_is_one_by_one_and_never_exceeds_the_truth(model, beam):
-    lengths, fusion = (5, 0, 3, 5), Fusion(model, 0.6, 0.4)
+    lengths, fusion = (4, 0, 3, 4), Fusion(model, 0.6, 0.4)
     log_probabilities = problem(1, lengths, VOCABULARY, impossible=0.1)
     together = prefix_beam_search(log_probabilities, lengths, beam, beam, fusion)
     for row, length in enumerate(lengths):

@@ -25,6 +25,7 @@ LARGE = ModelConfig(
     d_model=32, encoder_layers=4, decoder_layers=2, attention_heads=4, convolution_kernel=7, subsampling_channels=8
 )
 VOCABULARY = 10
+ONE_EPOCH = "--epochs 1 --batch_size 13 --gradient_accumulation_steps 1 --num_workers 0".split()
 HEADS_OF_THE_VOCABULARY = {"ctc_head.weight", "ctc_head.bias", "decoder.embedding.weight", "decoder.output.weight"}
 
 
@@ -159,7 +160,7 @@ def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flags(corpus: Corpus, directory: Path) -> tuple[str, ...]:
-    return (*TINY_MODEL, *corpus.flags(), *run_folders(directory), "--epochs", "1", "--num_workers", "0")
+    return (*TINY_MODEL, *corpus.flags(), *run_folders(directory), *ONE_EPOCH)
 
 
 def test_the_same_shape_begins_with_the_checkpoints_validation_loss(corpus, trained, tmp_path, capsys):

@@ -131,8 +131,7 @@ def test_what_does_not(said):
 
 def built(corpus: Corpus, directory: Path, *more: str) -> Run:
     cut = ("--batch_size", "4", "--gradient_accumulation_steps", "1", "--micro_batches_at_once", "1")
-    cut += ("--num_workers", "0", "--max_steps", "9")
-    flags = (*TINY_MODEL, *corpus.flags(), *cut, *run_folders(directory), "--save_steps", "1", *more)
+    flags = (*TINY_MODEL, *corpus.flags(), *cut, *run_folders(directory), "--num_workers", "0", *more)
     return build_run(begin_run(list(flags)))
 
 
@@ -141,8 +140,8 @@ def failing(run: Run, when: When) -> Run:
 
 
 def test_a_run_with_splits_has_the_cursor_the_counts_and_the_steps_of_one_without(corpus, tmp_path, capsys):
-    train(built(corpus, tmp_path / "whole"))
-    train(failing(built(corpus, tmp_path / "split"), above(2)))
+    train(built(corpus, tmp_path / "whole", "--max_steps", "8"))
+    train(failing(built(corpus, tmp_path / "split", "--max_steps", "8"), above(2)))
     whole, split = read_log(tmp_path / "whole"), read_log(tmp_path / "split")
     for name in ("step", "epoch", "tokens", "utterances", "learning_rate", "padding_share"):
         assert [record[name] for record in whole] == [record[name] for record in split], name
@@ -157,25 +156,24 @@ def test_a_run_with_splits_has_the_cursor_the_counts_and_the_steps_of_one_withou
     # One line for each retried step and for the one validation, which remembers for itself.
     assert sum(record["splits"] for record in split) <= len(told) <= len(states[1]["splits"]) + 3
 
-    resumed = failing(built(corpus, tmp_path / "split", "--resume", "auto", "--max_steps", "11"), above(2))
+    resumed = failing(built(corpus, tmp_path / "split", "--resume", "auto", "--max_steps", "10"), above(2))
     assert resumed.step.splits.state_dict() == states[1]["splits"]
     train(resumed)
-    assert [record["splits"] for record in read_log(tmp_path / "split")][9:] == [0, 0]
+    assert [record["splits"] for record in read_log(tmp_path / "split")][8:] == [0, 0]
 
 
-def test_an_old_checkpoint_without_splits_can_be_gone_on_from(corpus, tmp_path):
-    train(built(corpus, tmp_path, "--max_steps", "2"))
-    path = tmp_path / "checkpoints" / LAST
+def test_an_old_checkpoint_without_splits_can_be_gone_on_from(copy):
+    path = copy / "checkpoints" / LAST
     checkpoint = read_checkpoint(path)
     states = {name: state for name, state in checkpoint.states.items() if name != "splits"}
     write_checkpoint(path, dataclasses.replace(checkpoint, states=states))
-    run = built(corpus, tmp_path, "--resume", "auto", "--max_steps", "3")
+    run = build_run(begin_run([*run_folders(copy), "--resume", "auto", "--max_steps", "4"]))
     train(run)
-    assert run.state.step == 3
+    assert run.state.step == 4
 
 
 def test_steps_before_an_utterance_that_does_not_fit_are_saved(corpus, tmp_path):
-    run = built(corpus, tmp_path, "--save_steps", "0", "--save_minutes", "0")
+    run = built(corpus, tmp_path, "--max_steps", "9", "--save_steps", "0", "--save_minutes", "0")
     calls = []
 
     def from_the_third_step_on(_number: int, size: int) -> bool:

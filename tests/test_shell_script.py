@@ -15,14 +15,15 @@ SCRIPT = "run_training_memory_optimized.sh"
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A folder with the script, a bootstrap that names the other program, and that program."""
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the script, a python3 whose bootstrap names the other program, and that program."""
     shutil.copy(ROOT / SCRIPT, tmp_path)
-    (tmp_path / "training_scripts").mkdir()
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "$PET_SIGNALS_TO_HANDLE $*"\nprintf "%s\\n" "$@" > told.txt\n')
-    python.chmod(0o755)
-    (tmp_path / "training_scripts" / "bootstrap.py").write_text(f"print({str(python)!r})\n")
+    told = 'echo "$PET_SIGNALS_TO_HANDLE $*"\nprintf "%s\\n" "$@" > told.txt'
+    named = f'if [ "$1" = training_scripts/bootstrap.py ]; then echo "{tmp_path}/python"; fi'
+    for name, lines in (("python", told), ("python3", named)):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     return tmp_path
 
 

@@ -53,9 +53,10 @@ def test_what_still_runs_ends_with_the_parent(tmp_path):
     (tmp_path / "script.py").write_text("import time; print('began', flush=True); time.sleep(3600)")
     output = tmp_path / "output"
     program = (
-        "import sys, time; from pathlib import Path; from tests.conftest import start_script; "
-        "fork = start_script(sys.argv[1], output=Path(sys.argv[2])); print(fork.pid, flush=True); "
-        "[time.sleep(0.01) for _ in iter(Path(sys.argv[2]).read_text, 'began\\n')]"
+        "import sys, time; from pathlib import Path; from tests.warm import Job, WarmParent; "
+        "parent, output = WarmParent(('torch',)), Path(sys.argv[2]); "
+        "print(parent.start(Job(Path(sys.argv[1]), (), output)).pid, flush=True); "
+        "[time.sleep(0.01) for _ in iter(lambda: output.exists() and output.read_text(), 'began\\n')]"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "script.py"), str(output)]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
@@ -71,6 +72,7 @@ TWO = "import subprocess\ndef test_starts(): subprocess.run(['true'])\ndef test_
 @pytest.mark.parametrize("flags, said", [((), "2 passed"), (("--quick",), "1 passed, 1 skipped")])
 def test_quick_leaves_out_what_starts_a_process(flags, said, tmp_path, monkeypatch):
     (tmp_path / "test_two.py").write_text(TWO)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", *flags, tmp_path]
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # that one has none yet where it begins
-    assert said in subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout
+    plain = ("-q", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path))
+    done = warm_parent().run_program("import pytest, sys; pytest.main(sys.argv[1:])", *plain, *flags, cwd=ROOT)
+    assert said in done.stdout

@@ -1,11 +1,10 @@
 """Law 8: killed at any instant of a save, truncated or bit-flipped, the newest sound checkpoint is found."""
 
+import contextlib
 import dataclasses
 import os
 import random
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from konkanivani.base.errors import CheckpointError
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
-from tests.conftest import ROOT
+from tests.warm import Job, warm_parent
 
 SAVES_FOREVER = """
 import sys, torch
@@ -42,22 +41,23 @@ def is_sound(found: Checkpoint) -> bool:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_killed_at_a_random_instant(tmp_path, seed):
-    process = subprocess.Popen(
-        [sys.executable, "-c", SAVES_FOREVER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    draw = random.Random(seed)
-    published = [int(process.stdout.readline()) for _ in range(draw.randint(2, 12))]
-    try:
-        process.wait(timeout=draw.random() * 0.02)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGKILL)
-    published += [int(line) for line in process.stdout.read().split()]
-    path, found = Checkpointer(tmp_path, keep=2).read_newest_sound()
+    script, said, folder, draw = tmp_path / "saves.py", tmp_path / "said", tmp_path / "saved", random.Random(seed)
+    script.write_text(SAVES_FOREVER)
+    os.mkfifo(said)
+    process = warm_parent().start(Job(script, [str(folder)], said))
+    with open(said) as lines:
+        published = [int(lines.readline()) for _ in range(draw.randint(2, 12))]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=draw.random() * 0.02)
+        process.kill()
+        published += [int(line) for line in lines.read().split()]
+    process.wait()
+    path, found = Checkpointer(folder, keep=2).read_newest_sound()
     assert path.name == "checkpoint_last.pt"
     assert is_sound(found) and found.step >= published[-1]
-    for name in ("checkpoint_previous.pt", *(p.name for p in tmp_path.glob("checkpoint_epoch_*.pt"))):
-        assert is_sound(read_checkpoint(tmp_path / name))
-    assert not list(tmp_path.glob("*.damaged"))
+    for name in ("checkpoint_previous.pt", *(p.name for p in folder.glob("checkpoint_epoch_*.pt"))):
+        assert is_sound(read_checkpoint(folder / name))
+    assert not list(folder.glob("*.damaged"))
 
 
 def test_killed_between_the_names_of_a_save_the_next_one_leaves_nothing_beside(tmp_path):

@@ -8,6 +8,7 @@ import torch
 
 from konkanivani.base.config import AugmentConfig, DataConfig, LossConfig, OptimizerConfig, TrainConfig
 from konkanivani.base.errors import CheckpointError, UsageError
+from konkanivani.base.flags import ask
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
@@ -16,9 +17,10 @@ from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.planning.tracing import build_tracer
+from konkanivani.recipe.train import train_and_report
 from konkanivani.training.gradient import local_gradient
 from konkanivani.training.step import GradientTask, StepParts, forward_and_backward
-from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_script, run_trainer
+from tests.conftest import TINY_MODEL, read_log, run_folders, run_script, write_corpus
 from tests.laws.parts import MODEL, VOCAB_SIZE, speeches, window
 from tests.starts import begin_run, parse_flags
 
@@ -76,16 +78,16 @@ def test_its_trace_asks_for_less(heads):
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_it_is_trained_resumed_scored_and_used_by_the_scripts(heads, corpus: Corpus, tmp_path):
+def test_it_is_trained_resumed_scored_and_used_by_the_scripts(heads, tmp_path):
+    corpus = write_corpus(tmp_path / "corpus", {"train": 4, "valid": 1, "test": 1}, lengths=range(2, 3))
     flags = (*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), "--num_workers", "0", *FLAGS[heads])
+    flags = (*flags, "--batch_size", "2", "--gradient_accumulation_steps", "1")  # two steps are an epoch
     flags = (*flags, "--gradient_checkpointing", "auto", "--memory_budget", "1GiB")
-    first = run_trainer(*flags, "--max_steps", "3")
-    assert first.returncode == 0, first.stderr
-    resumed = run_trainer(*flags, "--max_steps", "8", "--resume", "auto", "--test_manifest", corpus.manifest("test"))
-    assert resumed.returncode == 0, resumed.stderr
-    scored = json.loads(resumed.stdout.splitlines()[-1])
+    train_and_report(ask([*flags, "--max_steps", "1"]))
+    more = ("--max_steps", "2", "--resume", "auto", "--test_manifest", corpus.manifest("test"))
+    scored = json.loads(train_and_report(ask([*flags, *more])))
     way = "prefix" if heads == "CTC alone" else "attention"
-    assert scored["steps"] == 8 and scored["test_cer"] is not None and scored[f"test_cer_{way}"] is not None
+    assert scored["steps"] == 2 and scored["test_cer"] is not None and scored[f"test_cer_{way}"] is not None
     steps, (validation, *_) = read_log(tmp_path), read_log(tmp_path, "validation")
     absent = "attention_loss" if heads == "CTC alone" else "ctc_loss"
     assert all(step[absent] is None for step in steps) and steps[0]["loss"] > 0

@@ -24,6 +24,7 @@ from tests.laws.parts import MODEL, VOCAB_SIZE
 from tests.starts import begin_run
 
 CPU = torch.device("cpu")
+SMALL = ("--batch_size", "4", "--gradient_accumulation_steps", "1", "--num_workers", "0")
 TUNED = {
     "encoder": (("--freeze", "encoder"), "encoder."),
     "one block": (("--freeze", "1"), ("encoder.subsampling.", "encoder.blocks.0.")),
@@ -38,12 +39,12 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("tuned", TUNED)
 def test_it_is_trained_stopped_and_resumed_and_the_frozen_weights_are_the_base_s(tuned, base, corpus, tmp_path):
     flags, frozen = TUNED[tuned]
-    common = (*TINY_MODEL, *corpus.flags(), "--num_workers", "0", "--warmup_steps", "1", *flags)
+    common = (*TINY_MODEL, "--train_manifest", corpus.manifest("train"), *SMALL, "--warmup_steps", "1", *flags)
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     begun = ("--init_from", str(base), "--dropout", "0.2", "--epochs", "20", "--schedule", "inverse_sqrt")
-    train(build_run(begin_run([*common, *run_folders(whole), *begun, "--max_steps", "6"])))
-    train(build_run(begin_run([*common, *run_folders(halves), *begun, "--max_steps", "3"])))
-    train(build_run(begin_run([*run_folders(halves), "--resume", "auto", "--max_steps", "6"])))
+    train(build_run(begin_run([*common, *run_folders(whole), *begun, "--max_steps", "4"])))
+    train(build_run(begin_run([*common, *run_folders(halves), *begun, "--max_steps", "2"])))
+    train(build_run(begin_run([*run_folders(halves), "--resume", "auto", "--max_steps", "4"])))
     before, after = weights_of(base), weights_of(whole / "checkpoints" / LAST)
     again, kept = weights_of(halves / "checkpoints" / LAST), {name for name in before if name.startswith(frozen)}
     assert all(torch.equal(after[name], again[name]) for name in after)
@@ -54,32 +55,29 @@ def test_it_is_trained_stopped_and_resumed_and_the_frozen_weights_are_the_base_s
     assert {name.rpartition("/")[0] for name in moments} == learnt  # a frozen weight has none
 
 
-def test_low_rank_products_begin_as_nothing_and_merge_into_the_weights(base, corpus, tmp_path):
-    flags = (*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), "--num_workers", "0", "--init_from", str(base))
-    run = build_run(begin_run([*flags, "--lora_rank", "4", "--warmup_steps", "0", "--learning_rate", "0.05"]))
+def test_low_rank_products_begin_as_nothing_and_merge_into_the_weights_that_another_model_begins_with(
+    base, corpus, tmp_path
+):
+    flags = (*TINY_MODEL, "--train_manifest", corpus.manifest("train"), *SMALL)
+    tuned = ("--lora_rank", "4", "--warmup_steps", "0", "--learning_rate", "0.05", "--max_steps", "2")
+    run = build_run(begin_run([*flags, *tuned, *run_folders(tmp_path), "--init_from", str(base)]))
     model, plain = run.step.model.eval(), build_speech_model(read_checkpoint(base), CPU).model
     features, lengths = torch.randn(1, 90, 80), (90,)
     with torch.no_grad():
         assert torch.equal(model.ctc_logits(features, lengths)[0], plain.ctc_logits(features, lengths)[0])
-    run = build_run(begin_run([*flags, "--fresh", "--lora_rank", "4", "--max_steps", "8", "--learning_rate", "0.05"]))
+    model.train()
     train(run)
-    adapted = load_evaluation_model(tmp_path / "checkpoints" / LAST, CPU).forward.model.eval()
-    merged = build_speech_model(read_checkpoint(tmp_path / "checkpoints" / LAST), CPU).model
+    checkpoint = tmp_path / "checkpoints" / LAST
+    adapted = load_evaluation_model(checkpoint, CPU).forward.model.eval()
+    merged = build_speech_model(read_checkpoint(checkpoint), CPU).model
     assert set(merged.state_dict()) == set(plain.state_dict()) < set(adapted.state_dict())
     with torch.no_grad():
         wanted, found = adapted.ctc_logits(features, lengths)[0], merged.ctc_logits(features, lengths)[0]
         assert (wanted - found).abs().max() < 1e-5
         # Negative control: what was learnt is more than rounding.
         assert (wanted - plain.ctc_logits(features, lengths)[0]).abs().max() > 1e-3
-
-
-def test_another_model_begins_with_the_merged_weights(base, corpus, tmp_path):
-    flags = (*TINY_MODEL, *corpus.flags(), "--num_workers", "0")
-    tuned = (*run_folders(tmp_path / "tuned"), "--init_from", str(base), "--lora_rank", "2", "--max_steps", "3")
-    assert run_trainer(*flags, *tuned).returncode == 0
-    checkpoint = tmp_path / "tuned" / "checkpoints" / LAST
     run = build_run(begin_run([*flags, *run_folders(tmp_path / "next"), "--init_from", str(checkpoint)]))
-    wanted = build_speech_model(read_checkpoint(checkpoint), CPU).model.state_dict()
+    wanted = merged.state_dict()
     assert all(torch.equal(weight, wanted[name]) for name, weight in run.step.model.state_dict().items())
 
 
@@ -97,8 +95,8 @@ def test_a_trace_keeps_nothing_of_what_is_frozen_below_all_that_is_trained():
 
 
 def test_what_is_tuned_is_told_by_the_scripts(base, corpus, tmp_path):
-    flags = (*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), "--init_from", str(base), "--freeze", "encoder")
-    trained = run_trainer(*flags, "--max_steps", "2")
+    flags = (*TINY_MODEL, *corpus.flags(), *SMALL, *run_folders(tmp_path), "--init_from", str(base))
+    trained = run_trainer(*flags, "--freeze", "encoder", "--max_steps", "1")
     assert trained.returncode == 0 and "frozen" in trained.stdout
     checkpoint, bundle = tmp_path / "checkpoints" / LAST, str(tmp_path / "model.safetensors")
     exported = run_script("training_scripts/export_asr.py", "--checkpoint", str(checkpoint), "--bundle", bundle)
