@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ import pytest
 from konkanivani.base.config import PRESETS, TrainConfig
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
+from tests.comparison import SCRIPT as COMPARISON
+from tests.comparison import run_comparison
 from tests.conftest import ROOT, TINY_MODEL, TRAINER, run_script, write_corpus, write_surroundings
 from tests.nemo.files import NemoParts, changed, in_languages
 from tests.patience import PATIENCE
@@ -32,10 +35,10 @@ PAGES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "LO
 MAX_WORDS, PICTURES, MAX_PICTURE_BYTES = 950, 4, 150 * 1024
 SETUP = "./run_training_memory_optimized.sh"
 TOP = (SETUP, "./run_tests.sh")
-# What has tests of its own, names no corpus, or plans the largest preset, which takes minutes.
-COMPARISON, PLANNER = "training_scripts/compare_models.py", "training_scripts/plan_memory.py"
+PLANNER = "training_scripts/plan_memory.py"
 STEPS = 2  # as many epochs
 SMALLEST = (*TINY_MODEL[:-2], "--encoder_layers", "1")
+# What has tests of its own, names no corpus, or plans the largest preset, which takes minutes.
 ELSEWHERE = ("benchmarks/", "--source egs/x", "--source FOLDER", "plan_memory.py --memory_budget", "--world 8")
 FLAGS_IN = (
     "konkanivani/base/config.py",
@@ -97,7 +100,8 @@ def run(command: str, folder: Path, max_steps: int) -> str:
         words += ["--memory_budget", "500MiB"]  # in little memory no trace is long
     if script in (TRAINER, PLANNER) and not {"--resume", "--pretrained", "--checkpoint"} & set(words):
         words += SMALLEST
-    done = run_script(script, *words, cwd=folder)
+    run_this = run_comparison if script == COMPARISON else partial(run_script, script)
+    done = run_this(*words, cwd=folder)
     assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, f"{command}\n{done}"
     if script == TRAINER:
         summary = json.loads(done.stdout.splitlines()[-1])
