@@ -6,7 +6,6 @@ from collections import Counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from konkanivani.base.config import TrainConfig
-from konkanivani.memory import planner
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.tracer import StepTracer
 from konkanivani.memory.traces import Traces
@@ -40,8 +39,3 @@ def traces_of(config: TrainConfig, costs: DeviceCosts = ONLY_TENSORS) -> Traces:
     """What it says: each load is traced once."""
     tracer = tracer_of(config, costs)
     return Traces(lambda: tracer, tracer.blocks, costs, architecture_of(config, VOCAB_SIZE).framing.encoder_hop)
-
-
-def plan_minutes_at_most() -> None:
-    """No utterance of an hour is traced any more: a small model takes that many, and the trace alone ten seconds."""
-    planner.MAX_SECONDS = 300.0

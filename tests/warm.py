@@ -66,6 +66,7 @@ class Job:
     before: Callable[[], None] | None = None
 
     def run(self) -> None:
+        """Runs it in this process, a fork."""
         import numpy
         import torch
 
@@ -143,20 +144,17 @@ class WarmParent:
         theirs.close()
 
     def start(self, job: Job) -> Fork:
+        """Begins it."""
         assert can_fork(job.environment)
         return Fork(self.ask(job), self)
 
     def run(
-        self,
-        script: Path,
-        *arguments: str,
-        cwd: Path = ROOT,
-        stdin: Path = NOTHING,
-        before: Callable[[], None] | None = None,
+        self, script: Path, *arguments: str, cwd: Path = ROOT, stdin: Path = NOTHING
     ) -> subprocess.CompletedProcess[str]:
+        """Runs it to its end."""
         with tempfile.TemporaryDirectory() as folder:
             said = Path(folder, "output"), Path(folder, "errors")
-            fork = self.start(Job(script, arguments, *said, cwd, stdin=stdin, before=before))
+            fork = self.start(Job(script, arguments, *said, cwd, stdin=stdin))
             try:
                 code = fork.wait(PATIENCE)
             finally:
@@ -164,6 +162,7 @@ class WarmParent:
             return subprocess.CompletedProcess((script, *arguments), code, *(each.read_text("utf-8") for each in said))
 
     def run_program(self, source: str, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+        """Runs the lines of a program to its end."""
         with tempfile.TemporaryDirectory() as folder:
             script = Path(folder, "program.py")
             script.write_text(source, encoding="utf-8")
