@@ -13,11 +13,11 @@ from konkanivani.base.errors import DataError, UsageError
 from konkanivani.recipe.comparison.candidates import check_data, choose_candidates, distinct_names, flags_in
 from konkanivani.recipe.comparison.outcome import KEPT, Kept, Outcome, read_kept, table_of, write_kept
 from konkanivani.recipe.comparison.trainer import Ended
-from tests.comparison import SCRIPT, run_comparison
-from tests.conftest import TINY_MODEL, WORDS, Corpus, script_command, start_cold, well, write_corpus
+from tests.conftest import TINY_MODEL, WORDS, Corpus, run_script, script_command, start_cold, well, write_corpus
 from tests.patience import PATIENCE
 from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files
 
+SCRIPT = "training_scripts/compare_models.py"
 SMALL = ("--device", "cpu", "--num_workers", "0", "--max_steps", "2", "--test_decode", "greedy")
 
 
@@ -57,7 +57,7 @@ def flags_of(corpus: Corpus, folder: Path) -> tuple[str, ...]:
 def test_each_model_has_its_row_and_one_that_fails_its_reason(short, folders, tmp_path):
     sound, broken = map(str, folders)
     flags = (*flags_of(short, tmp_path / "c"), "--language", "mr", "--json", *TINY_MODEL[:-2])
-    done = well(run_comparison("--pretrained", broken, "--pretrained", sound, "--presets", "minimal", *flags))
+    done = well(run_script(SCRIPT, "--pretrained", broken, "--pretrained", sound, "--presets", "minimal", *flags))
     rows = json.loads(done.stdout)["models"]
     assert json.loads((tmp_path / "c" / "comparison.json").read_text()) == {"models": rows}
     failed, whisper, ours = rows
@@ -81,7 +81,7 @@ def test_each_model_has_its_row_and_one_that_fails_its_reason(short, folders, tm
     # The same again, without one of them: who has been trained is not trained again, who failed is tried again.
     log = tmp_path / "c" / "sound" / "logs" / "default" / "log.jsonl"
     before = log.stat().st_mtime_ns
-    again = run_comparison("--pretrained", sound, broken, *flags_of(short, tmp_path / "c"), "--language", "mr")
+    again = run_script(SCRIPT, "--pretrained", sound, broken, *flags_of(short, tmp_path / "c"), "--language", "mr")
     said = [line.split() for line in again.stdout.splitlines()]
     assert again.returncode == 0 and said == [table[place].split() for place in (0, 2, 1)], again.stderr
     assert "sound: has been trained" in again.stderr and log.stat().st_mtime_ns == before
@@ -112,10 +112,10 @@ def test_a_stopped_comparison_has_saved_and_goes_on(corpus, tmp_path):
     assert kept is not None and kept.outcome is None and not (folder / "comparison.json").exists()
 
     # Under other conditions it is refused before anything is trained; under the same ones it goes on.
-    refused = run_comparison(*flags)
+    refused = run_script(SCRIPT, *flags)
     assert refused.returncode == 2 and "differs in --max_steps" in refused.stderr
     write_kept(folder / "minimal", dataclasses.replace(kept, conditions={**kept.conditions, "--max_steps": "2"}))
-    gone_on = well(run_comparison(*flags))
+    gone_on = well(run_script(SCRIPT, *flags))
     assert f"step {len(steps)}" in gone_on.stderr and "training begins" not in gone_on.stderr
     made = read_log_of(folder / "minimal")  # what was made before the stop is not made again
     assert made[: len(steps)] == steps and len(made) == max(2, len(steps)) and read_kept(folder / "minimal").is_finished
@@ -164,17 +164,17 @@ def test_what_is_wrong_is_told_once_before_anything_is_trained(corpus, tmp_path)
     presets, folder = ("--presets", "minimal", "optimized"), tmp_path / "c"
     broken = corpus.directory / "absent.jsonl"
     flags = [str(broken) if word.endswith(("test.jsonl", "train.jsonl")) else word for word in flags_of(corpus, folder)]
-    done = run_comparison(*presets, *flags)
+    done = run_script(SCRIPT, *presets, *flags)
     assert done.returncode == 3 and done.stderr.count("cannot be read") == 2 and not folder.exists()
-    idle = run_comparison(*presets, *flags_of(corpus, folder), "--noise_prob", "0.2")
+    idle = run_script(SCRIPT, *presets, *flags_of(corpus, folder), "--noise_prob", "0.2")
     assert idle.returncode == 2 and idle.stderr.count("does nothing") == 1 and not folder.exists()
-    nothing = run_comparison(*flags_of(corpus, folder))
+    nothing = run_script(SCRIPT, *flags_of(corpus, folder))
     assert nothing.returncode == 2 and "nothing to compare" in nothing.stderr
-    absent = run_comparison("--pretrained", str(tmp_path / "no"), *flags_of(corpus, folder))
+    absent = run_script(SCRIPT, "--pretrained", str(tmp_path / "no"), *flags_of(corpus, folder))
     assert absent.returncode == 2 and "not there" in absent.stderr and not folder.exists()
     folder.mkdir()
     (folder / "comparison.json").write_text("mine")
-    done = run_comparison(*presets, *flags_of(corpus, folder))
+    done = run_script(SCRIPT, *presets, *flags_of(corpus, folder))
     assert done.returncode == 2 and "is no comparison" in done.stderr
     assert (folder / "comparison.json").read_text() == "mine"
 

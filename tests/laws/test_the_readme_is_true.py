@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,6 @@ from konkanivani.base.config import PRESETS, TrainConfig
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
 from tests.comparison import SCRIPT as COMPARISON
-from tests.comparison import run_comparison
 from tests.conftest import ROOT, TINY_MODEL, TRAINER, run_script, write_corpus, write_surroundings
 from tests.nemo.files import NemoParts, changed, in_languages
 from tests.patience import PATIENCE
@@ -100,8 +98,7 @@ def run(command: str, folder: Path, max_steps: int) -> str:
         words += ["--memory_budget", "500MiB"]  # in little memory no trace is long
     if script in (TRAINER, PLANNER) and not {"--resume", "--pretrained", "--checkpoint"} & set(words):
         words += SMALLEST
-    run_this = run_comparison if script == COMPARISON else partial(run_script, script)
-    done = run_this(*words, cwd=folder)
+    done = run_script(script, *words, cwd=folder)
     assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, f"{command}\n{done}"
     if script == TRAINER:
         summary = json.loads(done.stdout.splitlines()[-1])
