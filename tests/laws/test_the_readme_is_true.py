@@ -21,7 +21,6 @@ import pytest
 from konkanivani.base.config import PRESETS, TrainConfig
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
-from tests.comparison import SCRIPT as COMPARISON
 from tests.conftest import ROOT, TINY_MODEL, TRAINER, run_script, write_corpus, write_surroundings
 from tests.nemo.files import NemoParts, changed, in_languages
 from tests.patience import PATIENCE
@@ -33,7 +32,7 @@ PAGES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "LO
 MAX_WORDS, PICTURES, MAX_PICTURE_BYTES = 950, 4, 150 * 1024
 SETUP = "./run_training_memory_optimized.sh"
 TOP = (SETUP, "./run_tests.sh")
-PLANNER = "training_scripts/plan_memory.py"
+COMPARISON, PLANNER = "training_scripts/compare_models.py", "training_scripts/plan_memory.py"
 STEPS = 2  # as many epochs
 SMALLEST = (*TINY_MODEL[:-2], "--encoder_layers", "1")
 # What has tests of its own, names no corpus, or plans the largest preset, which takes minutes.
