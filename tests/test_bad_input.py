@@ -68,7 +68,6 @@ FLAGS = [
 EACH_IN_TURN = """
 import json, runpy, sys
 script, *cases = sys.argv[1:]
-sys.path.insert(0, script.rpartition("/")[0])
 for case in cases:
     sys.argv = [script, *json.loads(case)]
     try:
@@ -81,7 +80,7 @@ for case in cases:
 def test_a_flag_that_cannot_work_ends_with_2_before_torch_is_imported(tmp_path, tmp_path_factory, monkeypatch):
     spoilt = tmp_path_factory.mktemp("spoilt")
     (spoilt / "torch.py").write_text("raise SystemExit('torch was imported')\n", encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(spoilt))
+    monkeypatch.setenv("PYTHONPATH", f"{spoilt}:{ROOT / 'training_scripts'}")
     cases = [json.dumps([*flags, *run_folders(tmp_path)]) for flags, _ in FLAGS]
     command = [sys.executable, "-c", EACH_IN_TURN, str(ROOT / TRAINER), *cases]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
