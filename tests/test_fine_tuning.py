@@ -214,9 +214,8 @@ def test_weights_that_no_half_holds_are_refused(base, corpus, tmp_path):
 def test_beside_rounded_weights_low_rank_products_merge_and_every_script_takes_them(base, corpus, tmp_path):
     flags = ("--lora_rank", "4", "--frozen_dtype", "half", "--learning_rate", "0.05")
     after = tuned(corpus, base, tmp_path, 2, *flags)
-    assert {after[f"encoder.blocks.0.{part}.weight"].dtype for part in ("attention.output", "convolution.gate")} == {
-        torch.float16
-    }
+    named = (f"encoder.blocks.0.{part}.weight" for part in ("attention.output", "convolution.gate"))
+    assert all(after[name].dtype == torch.float16 for name in named)
     checkpoint, features = tmp_path / "checkpoints" / LAST, torch.randn(1, 90, 80)
     adapted = load_evaluation_model(checkpoint, CPU).forward.model.eval()
     merged = build_speech_model(read_checkpoint(checkpoint), CPU).model
@@ -341,10 +340,8 @@ def test_the_score_at_the_start_stands_beside_every_later_one_and_is_kept_over_a
     train(build_run(begin_run([*run_folders(tmp_path), "--resume", "auto", "--max_steps", "4"])))
     first, *later = read_log(tmp_path, "validation")
     expected = evaluate_manifest(load_evaluation_model(base, CPU), corpus.manifest("valid"), greedy_ctc)
-    assert (first["step"], first["epoch"], first["cer"], first["wer"], first["loss"]) == (
-        *(0, 0, expected.rates.cer, expected.rates.wer),
-        expected.losses.all,
-    )
+    of_the_base = [0, 0, expected.rates.cer, expected.rates.wer, expected.losses.all]
+    assert [first[name] for name in ("step", "epoch", "cer", "wer", "loss")] == of_the_base
     assert len(later) == 2 and later[0]["epoch"] == 1
     assert {(record["initial_wer"], record["initial_cer"]) for record in (first, *later)} == {
         (expected.rates.wer, expected.rates.cer)

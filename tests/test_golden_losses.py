@@ -16,7 +16,7 @@ from konkanivani.training.step import StepParts, train_step
 from tests.laws.parts import MODEL, double_parts, speeches, window
 
 GOLDEN = Path(__file__).parent / "golden_losses.txt"
-STEPS = 6
+STEPS = 4
 RUNS = {
     "conformer": MODEL,
     "transformer": dataclasses.replace(MODEL, encoder_type="transformer"),

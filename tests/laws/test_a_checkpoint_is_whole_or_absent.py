@@ -21,7 +21,7 @@ from konkanivani.training.checkpoint.checkpoint import Checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
 keeper = Checkpointer(sys.argv[1], keep=2)
 for step in range(1, 100_000):
-    state = {"weight": torch.full((200_000,), float(step)), "step": step}
+    state = {"weight": torch.full((2_000_000,), float(step)), "step": step}
     whole = Checkpoint("--seed 1\\n", b"tokens", 3, step, 7, {"model": state})
     keeper.save(whole, epoch=step // 3, is_best=step % 5 == 0)
     print(step, flush=True)

@@ -39,9 +39,7 @@ def gradients(parts: StepParts) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in parts.model.named_parameters() if p.grad is not None}
 
 
-@functools.cache
-def whole_gradients() -> dict[str, torch.Tensor]:
-    return gradients(parts_with())
+whole_gradients = functools.cache(lambda: gradients(parts_with()))
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])

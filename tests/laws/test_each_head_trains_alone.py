@@ -27,6 +27,8 @@ from tests.starts import begin_run, parse_flags
 QUIET = dataclasses.replace(MODEL, dropout=0.0)
 CPU = torch.device("cpu")
 HEADS = {"CTC alone": (0, 1.0), "attention alone": (2, 0.0)}
+PLANNED = "--gradient_checkpointing auto --memory_budget 1GiB --num_workers 0".split()
+PLANNED += "--batch_size 2 --gradient_accumulation_steps 1".split()
 FLAGS = {"CTC alone": ("--decoder_layers", "0"), "attention alone": ("--ctc_weight", "0")}
 
 
@@ -80,9 +82,7 @@ def test_its_trace_asks_for_less(heads):
 @pytest.mark.parametrize("heads", HEADS)
 def test_it_is_trained_resumed_scored_and_used_by_the_scripts(heads, tmp_path):
     corpus = write_corpus(tmp_path / "corpus", {"train": 4, "valid": 1, "test": 1}, lengths=range(2, 3))
-    flags = (*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), "--num_workers", "0", *FLAGS[heads])
-    flags = (*flags, "--batch_size", "2", "--gradient_accumulation_steps", "1")  # two steps are an epoch
-    flags = (*flags, "--gradient_checkpointing", "auto", "--memory_budget", "1GiB")
+    flags = (*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), *PLANNED, *FLAGS[heads])
     train_and_report(ask([*flags, "--max_steps", "1"]))
     more = ("--max_steps", "2", "--resume", "auto", "--test_manifest", corpus.manifest("test"))
     scored = json.loads(train_and_report(ask([*flags, *more])))

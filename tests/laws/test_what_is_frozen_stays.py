@@ -55,9 +55,7 @@ def test_it_is_trained_stopped_and_resumed_and_the_frozen_weights_are_the_base_s
     assert {name.rpartition("/")[0] for name in moments} == learnt  # a frozen weight has none
 
 
-def test_low_rank_products_begin_as_nothing_and_merge_into_the_weights_that_another_model_begins_with(
-    base, corpus, tmp_path
-):
+def test_low_rank_products_begin_as_nothing_and_merge_into_what_another_model_begins_with(base, corpus, tmp_path):
     flags = (*TINY_MODEL, "--train_manifest", corpus.manifest("train"), *SMALL)
     tuned = ("--lora_rank", "4", "--warmup_steps", "0", "--learning_rate", "0.05", "--max_steps", "2")
     run = build_run(begin_run([*flags, *tuned, *run_folders(tmp_path), "--init_from", str(base)]))
@@ -77,8 +75,7 @@ def test_low_rank_products_begin_as_nothing_and_merge_into_the_weights_that_anot
         # Negative control: what was learnt is more than rounding.
         assert (wanted - plain.ctc_logits(features, lengths)[0]).abs().max() > 1e-3
     run = build_run(begin_run([*flags, *run_folders(tmp_path / "next"), "--init_from", str(checkpoint)]))
-    wanted = merged.state_dict()
-    assert all(torch.equal(weight, wanted[name]) for name, weight in run.step.model.state_dict().items())
+    assert all(torch.equal(weight, merged.state_dict()[name]) for name, weight in run.step.model.state_dict().items())
 
 
 def test_a_trace_keeps_nothing_of_what_is_frozen_below_all_that_is_trained():
