@@ -21,7 +21,7 @@ import pytest
 from konkanivani.base.config import PRESETS, TrainConfig
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
-from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, run_script, write_surroundings
+from tests.conftest import ROOT, TINY_MODEL, TRAINER, run_script, write_corpus, write_surroundings
 from tests.nemo.files import changed, in_languages
 from tests.patience import PATIENCE
 from tests.test_formats import common_voice
@@ -30,10 +30,12 @@ from tests.whisper.small_model import write_model
 README, TRAINING, CONTRIBUTING = ROOT / "README.md", ROOT / "docs" / "training.md", ROOT / "CONTRIBUTING.md"
 PAGES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "LOG.md")
 MAX_WORDS, PICTURES, MAX_PICTURE_BYTES = 950, 4, 150 * 1024
+SHORT = "--memory_budget", "520MiB"  # a plan's search ends where this is full, the card's context among it
+FIRST_STEPS = 2  # of the first training command: as many epochs, a checkpoint each
 SETUP = "./run_training_memory_optimized.sh"
 TOP = (SETUP, "./run_tests.sh")
 # What has tests of its own, names no corpus, or plans the largest preset, which takes minutes.
-COMPARISON = "training_scripts/compare_models.py"
+COMPARISON, PLANNER = "training_scripts/compare_models.py", "training_scripts/plan_memory.py"
 ELSEWHERE = ("benchmarks/", "--source egs/x", "--source FOLDER", "plan_memory.py --memory_budget", "--world 8")
 FLAGS_IN = (
     "konkanivani/base/config.py",
@@ -59,10 +61,10 @@ def commands(page: Path, begins: str = "") -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files that the pages have a reader own, after the first training command of docs/training.md."""
     folder = tmp_path_factory.mktemp("readme")
-    shutil.copytree(corpus.directory, folder / "corpus")
+    corpus = write_corpus(folder / "corpus", {"train": 8, "valid": 2, "test": 2})
     (folder / "recordings").mkdir()
     for path in sorted((corpus.directory / "audio").glob("test_*.flac"))[:2]:
         shutil.copy(path, folder / "recordings")
@@ -74,7 +76,7 @@ def folder(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("whisper-small", "whisper-tiny"):
         write_model(folder / name, positions=64)  # untrained, it says as much as it may
     changed(in_languages({"hi": 40, "kok": 50, "mr": 44}), folder / "indicconformer_kok.nemo")
-    run(commands(TRAINING)[0], folder, 8)
+    run(commands(TRAINING)[0], folder, FIRST_STEPS)
     return folder
 
 
@@ -84,8 +86,9 @@ def run(command: str, folder: Path, max_steps: int) -> str:
     words = ["cpu" if word == "cuda" else word for word in words]
     if script in (TRAINER, COMPARISON):
         words += ["--max_steps", str(max_steps), "--num_workers", "0"]
-    if script == TRAINER:
-        words += [] if {"--resume", "--pretrained"} & set(words) else TINY_MODEL
+    words += SHORT if script == PLANNER else ()
+    if script in (TRAINER, PLANNER) and not {"--resume", "--pretrained", "--checkpoint"} & set(words):
+        words += TINY_MODEL if script == TRAINER else TINY_MODEL[:-2]  # the device is the plan's card
     done = run_script(script, *words, cwd=folder)
     assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, f"{command}\n{done}"
     if script == TRAINER:
@@ -106,9 +109,9 @@ def test_it_is_short_and_begins_with_the_two_commands():
 def test_its_other_commands_run(folder):
     """In their order, as a reader types them: own recordings, training, use."""
     prepare, train, transcribe, plan = [c for c in commands(README) if c not in TOP and not c.startswith(".venv/")]
-    assert run(prepare, folder, 8).splitlines()[-1].replace(f"{folder}/", "") == train
+    assert run(prepare, folder, FIRST_STEPS).splitlines()[-1].replace(f"{folder}/", "") == train
     for command in (train, transcribe, plan):
-        run(command, folder, 8)
+        run(command, folder, FIRST_STEPS)
     assert len(list((folder / "subtitles").iterdir())) == len(list((folder / "recordings").iterdir()))
     (program,) = blocks(README, "python")
     subprocess.run([sys.executable, "-c", program], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
@@ -118,7 +121,7 @@ def test_its_other_commands_run(folder):
 def test_a_pages_commands_run(folder, page):
     """In their order, each after the training run with which docs/training.md begins."""
     listed = commands(ROOT / "docs" / f"{page}.md", "python3 ")
-    for number, command in enumerate(listed[page == "training" :], start=9):
+    for number, command in enumerate(listed[page == "training" :], start=FIRST_STEPS + 1):
         run(command, folder, number)
 
 
