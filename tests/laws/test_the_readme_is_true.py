@@ -5,7 +5,6 @@ The two at the README's top are run by `.ci/run` and by `benchmarks/first_run.sh
 
 import contextlib
 import json
-import os
 import re
 import shlex
 import shutil
@@ -21,10 +20,12 @@ import pytest
 from konkanivani.base.config import PRESETS, TrainConfig
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
-from tests.conftest import ROOT, TINY_MODEL, TRAINER, run_script, write_corpus, write_surroundings
-from tests.nemo.files import changed, in_languages
+from tests.conftest import ROOT, TINY_MODEL, TRAINER, run_script, well, write_corpus, write_surroundings
+from tests.nemo.files import NemoParts, changed, in_languages
 from tests.patience import PATIENCE
+from tests.test_compare_models import compare_in_forks
 from tests.test_formats import common_voice
+from tests.warm import warm_parent
 from tests.whisper.small_model import write_model
 
 README, TRAINING, CONTRIBUTING = ROOT / "README.md", ROOT / "docs" / "training.md", ROOT / "CONTRIBUTING.md"
@@ -36,6 +37,7 @@ SETUP = "./run_training_memory_optimized.sh"
 TOP = (SETUP, "./run_tests.sh")
 # What has tests of its own, names no corpus, or plans the largest preset, which takes minutes.
 COMPARISON, PLANNER = "training_scripts/compare_models.py", "training_scripts/plan_memory.py"
+SHAPE = (*TINY_MODEL[:2], "--encoder_layers", "1", *TINY_MODEL[4:])  # ONNX traces every layer, a second each
 ELSEWHERE = ("benchmarks/", "--source egs/x", "--source FOLDER", "plan_memory.py --memory_budget", "--world 8")
 FLAGS_IN = (
     "konkanivani/base/config.py",
@@ -74,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text("एक दोन तीन\nउदक घर\n", encoding="utf-8")
     write_surroundings(folder / "noise")
     for name in ("whisper-small", "whisper-tiny"):
-        write_model(folder / name, positions=64)  # untrained, it says as much as it may
+        write_model(folder / name, positions=40)  # untrained, it says as much as it may
     changed(in_languages({"hi": 40, "kok": 50, "mr": 44}), folder / "indicconformer_kok.nemo")
     run(commands(TRAINING)[0], folder, FIRST_STEPS)
     return folder
@@ -88,8 +90,8 @@ def run(command: str, folder: Path, max_steps: int) -> str:
         words += ["--max_steps", str(max_steps), "--num_workers", "0"]
     words += SHORT if script == PLANNER else ()
     if script in (TRAINER, PLANNER) and not {"--resume", "--pretrained", "--checkpoint"} & set(words):
-        words += TINY_MODEL if script == TRAINER else TINY_MODEL[:-2]  # the device is the plan's card
-    done = run_script(script, *words, cwd=folder)
+        words += SHAPE if script == TRAINER else SHAPE[:-2]  # the device is the plan's card
+    done = compare_in_forks(*words, cwd=folder) if script == COMPARISON else run_script(script, *words, cwd=folder)
     assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, f"{command}\n{done}"
     if script == TRAINER:
         summary = json.loads(done.stdout.splitlines()[-1])
@@ -114,7 +116,7 @@ def test_its_other_commands_run(folder):
         run(command, folder, FIRST_STEPS)
     assert len(list((folder / "subtitles").iterdir())) == len(list((folder / "recordings").iterdir()))
     (program,) = blocks(README, "python")
-    subprocess.run([sys.executable, "-c", program], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    well(warm_parent().run_program(program, cwd=folder))
 
 
 @pytest.mark.parametrize("page", [page.stem for page in PAGES if commands(page, "python3 ")])
