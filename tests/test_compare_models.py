@@ -2,14 +2,10 @@
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 
@@ -17,9 +13,9 @@ from konkanivani.base.errors import DataError, UsageError
 from konkanivani.recipe.comparison.candidates import check_data, choose_candidates, distinct_names, flags_in
 from konkanivani.recipe.comparison.outcome import KEPT, Kept, Outcome, read_kept, table_of, write_kept
 from konkanivani.recipe.comparison.trainer import Ended
-from tests.conftest import ROOT, TINY_MODEL, WORDS, Corpus, run_script, script_command, start_cold, well, write_corpus
+from tests.conftest import TINY_MODEL, WORDS, Corpus, run_script, script_command, start_cold, well, write_corpus
+from tests.forks import run_in_forks
 from tests.patience import PATIENCE
-from tests.warm import Job, warm_parent
 from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files
 
 SCRIPT = "training_scripts/compare_models.py"
@@ -59,38 +55,10 @@ def flags_of(corpus: Corpus, folder: Path) -> tuple[str, ...]:
     return (*manifests, *SMALL, "--folder", str(folder))
 
 
-def compare_in_forks(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Runs the comparison to its end; its trainers are forks of it, as they would be interpreters of their own."""
-    said = cwd / "compared.txt", cwd / "told.txt"
-    for path in said:
-        path.write_bytes(b"")
-    fork = warm_parent().start(Job(ROOT / SCRIPT, words, *said, cwd, before=have_trainers_forked))
-    try:
-        return subprocess.CompletedProcess(words, fork.wait(PATIENCE), *(path.read_text("utf-8") for path in said))
-    finally:
-        fork.kill()
-
-
-def have_trainers_forked() -> None:
-    patch("konkanivani.recipe.comparison.trainer.subprocess.Popen", fork_trainer).start()
-
-
-def fork_trainer(command: list[str], **_: object) -> SimpleNamespace:
-    """What the comparison uses of a Popen."""
-    pipes = os.pipe(), os.pipe()
-    job = Job(Path(command[1]), command[2:], *(Path(f"/proc/self/fd/{end}") for _, end in pipes), Path.cwd())
-    process = multiprocessing.get_context("fork").Process(target=job.run)
-    process.start()
-    for _, end in pipes:
-        os.close(end)
-    streams = dict(zip(("stdout", "stderr"), (open(end, encoding="utf-8") for end, _ in pipes), strict=True))
-    return SimpleNamespace(**streams, wait=lambda: process.join() or process.exitcode)
-
-
 def test_each_model_has_its_row_and_one_that_fails_its_reason(short, folders, tmp_path):
     sound, broken = map(str, folders)
     flags = (*flags_of(short, tmp_path / "c"), "--language", "mr", "--json", *TINY_MODEL[:-2])
-    done = well(compare_in_forks("--pretrained", broken, "--pretrained", sound, "--presets", "minimal", *flags, cwd=tmp_path))
+    done = well(run_in_forks(SCRIPT, "--pretrained", broken, "--pretrained", sound, "--presets", "minimal", *flags))
     rows = json.loads(done.stdout)["models"]
     assert json.loads((tmp_path / "c" / "comparison.json").read_text()) == {"models": rows}
     failed, whisper, ours = rows
@@ -115,7 +83,7 @@ def test_each_model_has_its_row_and_one_that_fails_its_reason(short, folders, tm
     log = tmp_path / "c" / "sound" / "logs" / "default" / "log.jsonl"
     before = log.stat().st_mtime_ns
     flags = (*flags_of(short, tmp_path / "c"), "--language", "mr")
-    again = compare_in_forks("--pretrained", sound, broken, *flags, cwd=tmp_path)
+    again = run_in_forks(SCRIPT, "--pretrained", sound, broken, *flags)
     said = [line.split() for line in again.stdout.splitlines()]
     assert again.returncode == 0 and said == [table[place].split() for place in (0, 2, 1)], again.stderr
     assert "sound: has been trained" in again.stderr and log.stat().st_mtime_ns == before
