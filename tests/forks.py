@@ -5,27 +5,30 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.patience import PATIENCE
 from tests.warm import ROOT, Job, warm_parent
 
 
-def run_in_forks(script: str, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def start_forks() -> None:
+    """From now on, this process starts no script in another interpreter."""
+    subprocess.Popen = Forked
+
+
+def run_in_forks(
+    script: str, *words: str, cwd: Path = ROOT, before: Callable[[], None] = start_forks
+) -> subprocess.CompletedProcess[str]:
     """Runs it to its end, with one thread: a second one doubles what a model as small as the tests' takes."""
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder, "output"), Path(folder, "errors")
-        fork = warm_parent().start(Job(ROOT / script, words, *said, cwd, threads=1, before=start_forks))
+        fork = warm_parent().start(Job(ROOT / script, words, *said, cwd, threads=1, before=before))
         try:
             code = fork.wait(PATIENCE)
         finally:
             fork.kill()
         return subprocess.CompletedProcess((script, *words), code, *(path.read_text("utf-8") for path in said))
-
-
-def start_forks() -> None:
-    """From now on, this process starts no script in another interpreter."""
-    subprocess.Popen = Forked
 
 
 class Forked:
