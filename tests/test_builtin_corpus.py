@@ -4,6 +4,9 @@ import hashlib
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,8 +19,8 @@ from konkanivani.data.synthetic.builtin_patterns import pattern_sentences, read_
 from konkanivani.data.synthetic.speech_synthesis import SpeakingStyle, SpeechSynthesizer, reads_signs_by_name
 from konkanivani.data.synthetic.spoken_sentences import TEST_VOICES, TRAIN_VOICES, VALID_VOICES, SpokenSentence
 from konkanivani.data.text import normalize_text
+from tests.warm import NOTHING, ROOT, Job, warm_parent
 
-ROOT = Path(__file__).resolve().parents[1]
 MINIATURE = CorpusSize(train=14, valid=2, test=6)
 
 
@@ -170,12 +173,13 @@ def test_a_whole_corpus_is_left_alone_and_any_other_is_made_anew(miniature, tmp_
     assert len(list(read_manifest(directory / "train.jsonl"))) == 13
 
 
-def kill_once_it_speaks(program: str, directory: Path) -> None:
-    """Runs a program that puts a corpus at the directory, and kills it when some of its audio is there."""
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+def kill_once_it_speaks(build: Callable[[], object], directory: Path) -> None:
+    """Puts a corpus at the directory in another process, and kills it when some of its audio is there."""
+    process = warm_parent().start(Job(NOTHING, (), NOTHING, before=build))
     try:
         while not list(directory.parent.glob(f".{directory.name}.partial/audio/*.flac")):
             assert process.poll() is None
+            time.sleep(0.01)
     finally:
         process.kill()
         process.wait()
@@ -184,8 +188,7 @@ def kill_once_it_speaks(program: str, directory: Path) -> None:
 
 def test_a_killed_build_leaves_nothing_half_written(miniature, tmp_path):
     directory = tmp_path / "builtin"
-    program = "from konkanivani.data.synthetic.builtin_corpus import *; build_builtin_corpus(r'%s')" % directory
-    kill_once_it_speaks(program, directory)
+    kill_once_it_speaks(partial(build_builtin_corpus, directory), directory)
     assert build_builtin_corpus(directory, MINIATURE)
     assert file_digests(directory) == file_digests(miniature)
     assert [path.name for path in tmp_path.iterdir()] == ["builtin"]

@@ -319,9 +319,8 @@ print([name for name in trainer if name in sys.modules])
 """
 
 
-def test_a_bundle_is_heard_without_the_trainer(path, tmp_path):
-    command = [sys.executable, "-c", HEARING, str(ROOT), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path)
+def test_a_bundle_is_heard_without_the_trainer(path, tmp_path, torch_alone):
+    done = torch_alone.run_program(HEARING, str(ROOT), str(path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     _, loaded, control = done.stdout.splitlines()
     assert loaded == "[]" and "konkanivani.training.step" in control

@@ -169,9 +169,10 @@ def test_the_process_may_open_no_file_write_none_and_grow_little(voice):
     assert {path.name for path in inside} == {"0", "1", "2", "3"}  # the file is closed; the 5th may be the next one's
 
 
+HANGS = "while True: pass"
 SPOILT = {
     "it crashes": ("os.kill(os.getpid(), signal.SIGSEGV)", "brought down .*SIGSEGV"),
-    "it hangs": ("while True: pass", "came to nothing"),
+    "it hangs": (HANGS, "came to nothing"),
     "it takes all memory": ("bytearray(2**32)", "more memory than a recording can need"),
     "it opens a file": ("open('/etc/passwd')", "Too many open files"),
     "it ends": ("sys.exit(0)", "exit code 0"),
@@ -180,8 +181,9 @@ SPOILT = {
 
 @contextlib.contextmanager
 def spoilt_program(monkeypatch: pytest.MonkeyPatch, folder: Path, line: str) -> Iterator[None]:
-    """The process does this where it should open a file, and has a second of a processor for each answer."""
-    program = media_process.PROGRAM.read_text(encoding="utf-8").replace("MAX_SECONDS = 60", "MAX_SECONDS = 1")
+    """The process does this where it should open a file, and has a second of a processor for it or, to hang, less."""
+    seconds = 0 if line == HANGS else 1
+    program = media_process.PROGRAM.read_text(encoding="utf-8").replace("MAX_SECONDS = 60", f"MAX_SECONDS = {seconds}")
     begin = "    def __init__(self, window: FileSlice) -> None:\n"
     assert begin in program
     spoilt = folder / "media_reader.py"

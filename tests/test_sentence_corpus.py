@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -206,9 +207,7 @@ def test_a_split_of_which_nothing_can_be_spoken_leaves_nothing(synthesizer, tmp_
 
 def test_a_killed_build_leaves_nothing_half_written(synthesizer, tmp_path):
     path, directory = write_sentences(tmp_path / "s.txt", 80), tmp_path / "corpus"
-    program = "from konkanivani.data.synthetic.sentence_corpus import *; build_sentence_corpus([%r], %r)"
-    program %= (path, str(directory))
-    kill_once_it_speaks(program, directory)
+    kill_once_it_speaks(partial(build_sentence_corpus, [path], directory), directory)
     assert build_sentence_corpus([path], directory).is_new
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "s.txt"]
 

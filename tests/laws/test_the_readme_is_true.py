@@ -5,7 +5,6 @@ The two at the README's top are run by `.ci/run` and by `benchmarks/first_run.sh
 
 import contextlib
 import json
-import os
 import re
 import shlex
 import shutil
@@ -21,21 +20,24 @@ import pytest
 from konkanivani.base.config import PRESETS, TrainConfig
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
-from tests.conftest import ROOT, TINY_MODEL, TRAINER, run_script, write_corpus, write_surroundings
+from tests.conftest import ROOT, TINY_MODEL, TRAINER, run_script, well, write_corpus, write_surroundings
+from tests.forks import run_in_forks
 from tests.nemo.files import NemoParts, changed, in_languages
 from tests.patience import PATIENCE
 from tests.test_formats import common_voice
+from tests.warm import warm_parent
 from tests.whisper.small_model import write_model
 
 README, TRAINING, CONTRIBUTING = ROOT / "README.md", ROOT / "docs" / "training.md", ROOT / "CONTRIBUTING.md"
 PAGES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "LOG.md")
 MAX_WORDS, PICTURES, MAX_PICTURE_BYTES = 950, 4, 150 * 1024
+SHORT = "--memory_budget", "520MiB"  # a plan's search ends where this is full, the card's context among it
+FIRST_STEPS = 2  # of the first training command: as many epochs, a checkpoint each
 SETUP = "./run_training_memory_optimized.sh"
 TOP = (SETUP, "./run_tests.sh")
-COMPARISON, PLANNER = "training_scripts/compare_models.py", "training_scripts/plan_memory.py"
-STEPS = 2  # as many epochs
-SMALLEST = (*TINY_MODEL[:-2], "--encoder_layers", "1")
 # What has tests of its own, names no corpus, or plans the largest preset, which takes minutes.
+COMPARISON, PLANNER = "training_scripts/compare_models.py", "training_scripts/plan_memory.py"
+SHAPE = (*TINY_MODEL[:2], "--encoder_layers", "1", *TINY_MODEL[4:])  # ONNX traces every layer, a second each
 ELSEWHERE = ("benchmarks/", "--source egs/x", "--source FOLDER", "plan_memory.py --memory_budget", "--world 8")
 FLAGS_IN = (
     "konkanivani/base/config.py",
@@ -64,9 +66,9 @@ def commands(page: Path, begins: str = "") -> list[str]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files that the pages have a reader own, after the first training command of docs/training.md."""
     folder = tmp_path_factory.mktemp("readme")
-    corpus = write_corpus(folder / "corpus", {"train": 8, "valid": 2, "test": 2}, lengths=range(1, 4))
+    corpus = write_corpus(folder / "corpus", {"train": 8, "valid": 2, "test": 2})
     (folder / "recordings").mkdir()
-    for path in sorted((corpus.directory / "audio").glob("test_*.flac")):
+    for path in sorted((corpus.directory / "audio").glob("test_*.flac"))[:2]:
         shutil.copy(path, folder / "recordings")
     common_voice(folder)
     shutil.copy(next(folder.glob("cv-corpus-*/kok/clips/*.mp3")), folder / "speech.wav")  # its bytes say what it is
@@ -75,16 +77,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_surroundings(folder / "noise")
     for name in ("whisper-small", "whisper-tiny"):
         write_model(folder / name, positions=64)  # untrained, it says as much as it may
-    changed(of_one_block, folder / "indicconformer_kok.nemo")
-    run(commands(TRAINING)[0], folder, STEPS)
+    changed(in_three_languages, folder / "indicconformer_kok.nemo")
+    run(commands(TRAINING)[0], folder, FIRST_STEPS)
     return folder
 
 
-def of_one_block(parts: NemoParts) -> None:
-    """As AI4Bharat's fork saves it, and the smallest: an export follows each block several times."""
+def in_three_languages(parts: NemoParts) -> None:
+    """With one block of the encoder's two, as SHAPE."""
     in_languages({"hi": 40, "kok": 50, "mr": 44})(parts)
     parts.config["encoder"]["n_layers"] = 1
-    parts.tensors = {name: tensor for name, tensor in parts.tensors.items() if ".layers.1." not in name}
+    parts.tensors = {name: parts.tensors[name] for name in parts.tensors if "encoder.layers.1." not in name}
 
 
 def run(command: str, folder: Path, max_steps: int) -> str:
@@ -92,12 +94,11 @@ def run(command: str, folder: Path, max_steps: int) -> str:
     script, *words = [TRAINER, *shlex.split(command)[1:]] if command.startswith(SETUP) else shlex.split(command)[1:]
     words = ["cpu" if word == "cuda" else word for word in words]
     if script in (TRAINER, COMPARISON):
-        words += ["--max_steps", str(max_steps), "--num_workers", "0", "--device", "cpu"]
-    if script == PLANNER:
-        words += ["--memory_budget", "500MiB"]  # in little memory no trace is long
+        words += ["--max_steps", str(max_steps), "--num_workers", "0"]
+    words += SHORT if script == PLANNER else ()
     if script in (TRAINER, PLANNER) and not {"--resume", "--pretrained", "--checkpoint"} & set(words):
-        words += SMALLEST
-    done = run_script(script, *words, cwd=folder)
+        words += SHAPE if script == TRAINER else SHAPE[:-2]  # the device is the plan's card
+    done = run_in_forks(script, *words, cwd=folder)
     assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, f"{command}\n{done}"
     if script == TRAINER:
         summary = json.loads(done.stdout.splitlines()[-1])
@@ -117,19 +118,19 @@ def test_it_is_short_and_begins_with_the_two_commands():
 def test_its_other_commands_run(folder):
     """In their order, as a reader types them: own recordings, training, use."""
     prepare, train, transcribe, plan = [c for c in commands(README) if c not in TOP and not c.startswith(".venv/")]
-    assert run(prepare, folder, STEPS).splitlines()[-1].replace(f"{folder}/", "") == train
+    assert run(prepare, folder, FIRST_STEPS).splitlines()[-1].replace(f"{folder}/", "") == train
     for command in (train, transcribe, plan):
-        run(command, folder, STEPS)
+        run(command, folder, FIRST_STEPS)
     assert len(list((folder / "subtitles").iterdir())) == len(list((folder / "recordings").iterdir()))
     (program,) = blocks(README, "python")
-    subprocess.run([sys.executable, "-c", program], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    well(warm_parent().run_program(program, cwd=folder))
 
 
 @pytest.mark.parametrize("page", [page.stem for page in PAGES if commands(page, "python3 ")])
 def test_a_pages_commands_run(folder, page):
     """In their order, each after the training run with which docs/training.md begins."""
     listed = commands(ROOT / "docs" / f"{page}.md", "python3 ")
-    for number, command in enumerate(listed[page == "training" :], start=STEPS + 1):
+    for number, command in enumerate(listed[page == "training" :], start=FIRST_STEPS + 1):
         run(command, folder, number)
 
 
