@@ -309,21 +309,21 @@ def test_another_error_in_validation_passes_through():
     assert caught.value is error
 
 
-@pytest.mark.parametrize("recompute, fails_in_backward", [("never", False), ("always", True)])
-def test_really_out_of_memory_and_the_same_step(recompute, fails_in_backward):
-    """A process whose data segment may not grow far enough: the whole micro-batch does not fit in it, halves do."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.laws.short_of_memory", recompute],
-        cwd=ROOT,
-        # Blocks of this size and more are mapped one by one, so that freeing one gives its memory back.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+@pytest.fixture(scope="module")
+def short_of_memory() -> tuple[dict[str, dict], str]:
+    """What came of steps whose data segment may not grow far enough for the whole micro-batch, and what was said."""
+    # Blocks of this size and more are mapped one by one, so that freeing one gives its memory back.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-m", "tests.laws.short_of_memory"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1]), done.stdout
+
+
+@pytest.mark.parametrize("recompute, fails_in_backward", [("never", False), ("always", True)])
+def test_really_out_of_memory_and_the_same_step(recompute, fails_in_backward, short_of_memory):
+    found, said = short_of_memory[0][recompute], short_of_memory[1]
     assert found["undisturbed_splits"] == 0 and found["splits"] >= 1
     assert found["failed_in_backward"] == fails_in_backward
     assert found["loss_difference"] < BOUND and found["weight_difference"] < BOUND
-    assert "Out of memory at 4 x 8.0 s" in done.stdout
+    assert said.count("Out of memory at 4 x 5.0 s") == 2
