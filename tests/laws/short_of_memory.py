@@ -37,7 +37,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step came to: the memory it took, its retries, whether one was in the backward pass, its loss, the weights."""
+    """What a step came to: the memory it took, its retries, whether one was in the backward pass, loss and weights."""
 
     growth: int
     splits: int
