@@ -43,7 +43,7 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
     return max(relative_difference(tensor, other[name]) for name, tensor in one.items())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     chunk_frames=st.integers(1, 60),
     utterances=st.integers(1, 4),

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import shlex
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import pytest
 import torch
@@ -22,8 +20,8 @@ from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.planning.report import plan_budget, plan_presets
 from konkanivani.recipe.planning.state import check_state
 from tests.conftest import TINY_MODEL, run_script, well
-from tests.patience import PATIENCE
 from tests.tracers import ONLY_TENSORS, traces_of
+from tests.warm import warm_parent
 
 SMALL = ModelConfig(d_model=32, encoder_layers=3, decoder_layers=1, attention_heads=2, subsampling_channels=8)
 
@@ -206,7 +204,7 @@ def test_the_plan_from_the_command_line_and_the_trainer_takes_its_flags(corpus, 
     folders = "--checkpoint_dir", str(tmp_path / "c"), "--log_dir", str(tmp_path / "r")
     trained = run_script(
         "training_scripts/train_konkanivani_asr.py",
-        *(*shlex.split(report["flags"]), *corpus.flags(), *folders, "--max_steps", "1"),
+        *(*shlex.split(report["flags"]), *corpus.flags(), *folders, "--max_steps", "1", "--num_workers", "0"),
     )
     assert trained.returncode == 0, trained.stderr
     assert "Memory plan for 314MiB" in trained.stdout and "conformer 32, 3+1 layers" in trained.stdout
@@ -243,10 +241,9 @@ def test_a_card_by_name_is_its_own_budget():
     assert report["device"] == "GTX 750" and report["precision"] == "half precision"
 
 
-def in_a_fresh_process(function):
-    """The function's result where no backward pass has run: PyTorch forbids one in a fork of where one has."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function).result(timeout=PATIENCE)
+def printed_afresh(call: str) -> str:
+    """What it prints where no backward pass has run: PyTorch forbids one in a fork of where one has."""
+    return well(warm_parent().run_program(f"from tests import test_planner\nprint(test_planner.{call})")).stdout
 
 
 def modes_from_busy_threads():
@@ -257,7 +254,7 @@ def modes_from_busy_threads():
 
 
 def test_the_answers_come_from_a_process_whose_threads_are_at_work_as_well():
-    assert in_a_fresh_process(modes_from_busy_threads) == ["never", "always"]
+    assert printed_afresh("modes_from_busy_threads()").splitlines()[-1] == "['never', 'always']"
 
 
 def table_of_the_small_preset():
@@ -266,7 +263,7 @@ def table_of_the_small_preset():
 
 
 def test_the_table_holds_a_dash_where_the_state_does_not_fit_and_grows_to_the_right():
-    cells = in_a_fresh_process(table_of_the_small_preset).splitlines()[-1].split()
+    cells = printed_afresh("table_of_the_small_preset()").splitlines()[-1].split()
     assert cells[0] == "small" and cells[1:7] == ["-", "/", "-", "-", "/", "-"]
     numbers = [float(cell) for cell in cells[7:] if cell != "/"]
     assert len(numbers) == 8 and all(less < more for less, more in zip(numbers[:4], numbers[4:], strict=True))
