@@ -14,7 +14,6 @@ from konkanivani.recipe.comparison.candidates import check_data, choose_candidat
 from konkanivani.recipe.comparison.outcome import KEPT, Kept, Outcome, read_kept, table_of, write_kept
 from konkanivani.recipe.comparison.trainer import Ended
 from tests.conftest import TINY_MODEL, WORDS, Corpus, run_script, script_command, start_cold, well, write_corpus
-from tests.forks import run_in_forks
 from tests.patience import PATIENCE
 from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files
 
@@ -58,7 +57,7 @@ def flags_of(corpus: Corpus, folder: Path) -> tuple[str, ...]:
 def test_each_model_has_its_row_and_one_that_fails_its_reason(short, folders, tmp_path):
     sound, broken = map(str, folders)
     flags = (*flags_of(short, tmp_path / "c"), "--language", "mr", "--json", *TINY_MODEL[:-2])
-    done = well(run_in_forks(SCRIPT, "--pretrained", broken, "--pretrained", sound, "--presets", "minimal", *flags))
+    done = well(run_script(SCRIPT, "--pretrained", broken, "--pretrained", sound, "--presets", "minimal", *flags))
     rows = json.loads(done.stdout)["models"]
     assert json.loads((tmp_path / "c" / "comparison.json").read_text()) == {"models": rows}
     failed, whisper, ours = rows
@@ -82,8 +81,7 @@ def test_each_model_has_its_row_and_one_that_fails_its_reason(short, folders, tm
     # The same again, without one of them: who has been trained is not trained again, who failed is tried again.
     log = tmp_path / "c" / "sound" / "logs" / "default" / "log.jsonl"
     before = log.stat().st_mtime_ns
-    flags = (*flags_of(short, tmp_path / "c"), "--language", "mr")
-    again = run_in_forks(SCRIPT, "--pretrained", sound, broken, *flags)
+    again = run_script(SCRIPT, "--pretrained", sound, broken, *flags_of(short, tmp_path / "c"), "--language", "mr")
     said = [line.split() for line in again.stdout.splitlines()]
     assert again.returncode == 0 and said == [table[place].split() for place in (0, 2, 1)], again.stderr
     assert "sound: has been trained" in again.stderr and log.stat().st_mtime_ns == before

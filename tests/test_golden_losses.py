@@ -16,7 +16,7 @@ from konkanivani.training.step import StepParts, train_step
 from tests.laws.parts import MODEL, double_parts, speeches, window
 
 GOLDEN = Path(__file__).parent / "golden_losses.txt"
-STEPS = 4
+STEPS = 12
 RUNS = {
     "conformer": MODEL,
     "transformer": dataclasses.replace(MODEL, encoder_type="transformer"),
@@ -25,6 +25,7 @@ RUNS = {
 
 
 def parts_of(run: str) -> StepParts:
+    """The run's step parts, freshly initialised."""
     parts = double_parts(RUNS[run])
     loss = LossConfig(ctc_weight=0.3, intermediate_ctc_weight=0.3 if run == "intermediate_ctc" else 0.0)
     forward = dataclasses.replace(parts.forward, objective=parts.architecture.objective(loss))
@@ -39,6 +40,7 @@ def losses(parts: StepParts) -> list[float]:
 
 
 def read_golden(run: str) -> list[float]:
+    """The run's losses in the file."""
     rows = (line.split() for line in GOLDEN.read_text().splitlines() if not line.startswith("#"))
     return [float(loss) for name, _, loss in rows if name == run]
 

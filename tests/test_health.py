@@ -3,13 +3,11 @@
 import json
 import math
 import re
-import sys
 import tracemalloc
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +49,7 @@ from konkanivani.evaluation.reports.health_text import health_lines, sparkline
 from konkanivani.evaluation.reports.html import PAGE_START, write_page
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.speech import build_training_speech
-from tests.forks import run_in_forks, start_forks
+from tests.conftest import run_script
 from tests.page_parts import PageParts
 
 SCRIPT = "training_scripts/inspect_data.py"
@@ -300,11 +298,11 @@ def test_a_long_manifest_stays_on_the_disk():
     request = HealthRequest(CONFIG, None, 0)
     measure_corpus([CorpusPart("warm", True, LazyRows(10), 10)], request)
     tracemalloc.start()
-    health = measure_corpus([CorpusPart("long", True, LazyRows(2_000), 2_000)], request)
+    health = measure_corpus([CorpusPart("long", True, LazyRows(20_000), 20_000)], request)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert health.parts[0].utterances == health.parts[0].sentences == 2_000 and health.parts[0].speakers.count == 9
-    assert peak / 2_000 < 250  # an Utterance alone is more; numpy's copies while judging are in it
+    assert health.parts[0].utterances == health.parts[0].sentences == 20_000 and health.parts[0].speakers.count == 9
+    assert peak / 20_000 < 250  # an Utterance alone is more; numpy's copies while judging are in it
 
 
 # Findings
@@ -531,8 +529,8 @@ def test_what_is_left_out_is_what_the_trainer_leaves_out(small, tmp_path):
 # The script
 
 
-def inspect(*arguments: object, before: Callable[[], None] = start_forks) -> tuple[int, str, str]:
-    done = run_in_forks(SCRIPT, *map(str, arguments), before=before)
+def inspect(*arguments: object) -> tuple[int, str, str]:
+    done = run_script(SCRIPT, *map(str, arguments))
     assert "Traceback" not in done.stdout + done.stderr, done.stderr
     return done.returncode, done.stdout, done.stderr
 
@@ -600,23 +598,17 @@ def hostile_corpus(directory: Path) -> tuple[str, ...]:
     return tuple(str(directory / f"{name}.jsonl") for name in ("train", "valid", "none", "broken", "absent"))
 
 
-def write_as(encoding: str) -> None:
-    """As PYTHONIOENCODING has an interpreter do."""
-    sys.stdout.reconfigure(encoding=encoding)
-    sys.stderr.reconfigure(encoding=encoding)
-
-
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_a_hostile_corpus_gives_a_report_and_no_traceback(tmp_path, encoding):
-    before = partial(write_as, encoding)
+def test_a_hostile_corpus_gives_a_report_and_no_traceback(tmp_path, monkeypatch, encoding):
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
     manifests, page = hostile_corpus(tmp_path), tmp_path / "page.html"
-    code, out, _ = inspect(*manifests, "--html", page, "--vocab_size", "60", before=before)
+    code, out, _ = inspect(*manifests, "--html", page, "--vocab_size", "60")
     assert code == 3 and out.splitlines()[-1].startswith("Can be trained: no, because")
     assert "it holds samples that are not numbers" in out and "is empty" in out and "not a line of JSON" in out
     text = page.read_text(encoding="utf-8")
     assert "<script" not in text and "&lt;script&gt;alert(1)" in text and "&amp;lt;" in text
     assert not {"\u202e", "\x1b", "\x00", "\ud800"} & set(text + out)
-    code, out, _ = inspect(*manifests, "--json", before=before)
+    code, out, _ = inspect(*manifests, "--json")
     assert code == 3 and json.loads(out)["verdict"]["can_be_trained"] is False
 
 

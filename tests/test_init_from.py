@@ -41,7 +41,6 @@ def numbered() -> dict[str, torch.Tensor]:
 
 
 def cut(weights: dict[str, torch.Tensor], **changes: object) -> tuple[dict[str, torch.Tensor], WeightTransfer]:
-    """A smaller model's tensors cut from `weights`."""
     model = build(**changes).double()
     transfer = transfer_weights(model, weights, LARGE, is_same_vocabulary=True)
     return model.state_dict(), transfer

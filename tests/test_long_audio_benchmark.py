@@ -5,13 +5,12 @@ import json
 import pytest
 
 from tests.conftest import run_script, well
-from tests.forks import run_in_forks
 
 MINIMAL = ("--preset", "minimal", "--tokens_per_second", "2")
 
 
 def test_two_lengths_each_for_itself():
-    done = well(run_in_forks("benchmarks/long_audio.py", *MINIMAL, "--seconds", "4", "62", "--json"))
+    done = well(run_script("benchmarks/long_audio.py", *MINIMAL, "--seconds", "4", "62", "--json"))
     found = json.loads(done.stdout.splitlines()[-1])
     short, long = found["steps"]
     assert [(step["seconds"], step["tokens"], step["splits"]) for step in (short, long)] == [(4, 8, 0), (62, 124, 0)]

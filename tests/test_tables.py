@@ -20,7 +20,6 @@ from tests.test_prepare_data import ALL, COLUMNS, Table, prepare, rejected, tabl
 
 
 def texts(directory: Path) -> set[str]:
-    """All transcripts that were prepared."""
     paths = [directory / "out" / f"{split}.jsonl" for split in SPLITS]
     return {u.text for path in paths if path.exists() for u in read_manifest(path, (str(directory),))}
 

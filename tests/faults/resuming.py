@@ -61,12 +61,10 @@ class Settings:
     more: tuple[str, ...] = ()
 
     def faults(self) -> list[Fault]:
-        """What goes wrong in both."""
         by_precision = {"fp16": [("half_precision", HALF_SCALE)], "fp64": [("double_precision",)]}
         return by_precision.get(self.precision, []) + ([("out_of_memory", 1, 1.5)] if self.splits else [])
 
     def flags(self) -> tuple[str, ...]:
-        """What both are given beside the corpus and the folders."""
         precision = ("--mixed_precision",) if self.precision in ("fp16", "bf16") else ()
         return (*TINY_MODEL, *TWO_BY_TWO, *SCHEDULE, *precision, *self.more)
 
@@ -170,12 +168,10 @@ class ResumeBench:
 
     @functools.cached_property
     def corpus(self) -> Corpus:
-        """26 utterances in files of their own."""
         return write_corpus(self.folder / "tones", {"train": 26, "valid": 5, "test": 5})
 
     @functools.cached_property
     def shards(self) -> Corpus:
-        """The same in tar files."""
         return write_shards(self.corpus, self.folder / "shards")
 
     @functools.cached_property
@@ -185,11 +181,9 @@ class ResumeBench:
 
     @functools.cached_property
     def surroundings(self) -> tuple[str, ...]:
-        """Flags for noise and rooms."""
         return write_surroundings(self.folder / "sounds")
 
     def flags(self, settings: Settings, directory: Path, workers: int) -> tuple[str, ...]:
-        """The command line of a run in `directory`."""
         corpora = {"files": "corpus", "surrounded": "shards"}
         corpus = getattr(self, corpora.get(settings.source, settings.source))
         sounds = self.surroundings if settings.source == "surrounded" else ()

@@ -34,7 +34,6 @@ class FullDisk:
     operation: tuple[str, int] | None = None
 
     def faults(self, folder: Path, size: int) -> list[Fault]:
-        """What goes wrong, from window 4 to window 6."""
         free = int(self.share * size)
         if self.operation:
             # The saves at steps 2 and 4 have as many calls each; the first has no `previous` to make.

@@ -32,11 +32,9 @@ class Sound:
 
     @property
     def pickled(self) -> bytes:
-        """What its pickle says."""
         return self.records["data.pkl"]
 
     def content(self) -> dict:
-        """What the checkpoint holds."""
         return torch.load(self.path, weights_only=True)  # noqa: TID251
 
 
@@ -105,7 +103,6 @@ def calling(function: Callable, *arguments: object, protocol: int = 2) -> Callab
 
 
 def pickled(content: bytes) -> Callable[[Sound, Path], None]:
-    """A checkpoint with this pickle in place of its own."""
     return lambda sound, path: write_records(path, {**sound.records, "data.pkl": content})
 
 
@@ -126,8 +123,6 @@ def changed(**fields: object) -> Callable[[Sound, Path], None]:
 
 
 def configured(*lines: str) -> Callable[[Sound, Path], None]:
-    """A checkpoint with other settings."""
-
     def write(sound: Sound, path: Path) -> None:
         content = sound.content()
         torch.save(content | {"config": content["config"] + "".join(f"{line}\n" for line in lines)}, path)
@@ -136,8 +131,6 @@ def configured(*lines: str) -> Callable[[Sound, Path], None]:
 
 
 def states_changed(change: Callable[[dict], None]) -> Callable[[Sound, Path], None]:
-    """A checkpoint with changed states."""
-
     def write(sound: Sound, path: Path) -> None:
         content = sound.content()
         change(content["states"])

@@ -18,7 +18,6 @@ BLOCK = 512
 
 
 def header(name: str = "a.wav", size: int = 0, kind: bytes = tarfile.REGTYPE) -> bytearray:
-    """One block of a tar."""
     member = tarfile.TarInfo(name)
     member.size, member.type = size, kind
     return bytearray(member.tobuf(tarfile.GNU_FORMAT))
@@ -42,7 +41,6 @@ def padded(data: bytes) -> bytes:
 
 
 def pax(data: bytes, kind: bytes = tarfile.XHDTYPE) -> bytes:
-    """A PAX header of this data."""
     return bytes(header("x", len(data), kind)) + padded(data)
 
 

@@ -17,7 +17,6 @@ FLIPS = 60  # benchmarks/faults.py --parts files --full: 1,000
 
 @pytest.fixture
 def folder(small_run: Path, tmp_path: Path) -> Path:
-    """A copy of a run's checkpoints."""
     return Path(shutil.copytree(small_run / "checkpoints", tmp_path / "checkpoints"))
 
 

@@ -102,7 +102,6 @@ class RankRun:
         return (*TINY_MODEL, *self.corpus.flags(), *run_folders(self.directory), *batch, *steady, *saves, *shard)
 
     def logged(self) -> int:
-        """The last step in its log; 0 before the first."""
         try:
             return read_log(self.directory)[-1]["step"]
         except (OSError, IndexError):

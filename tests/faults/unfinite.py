@@ -26,7 +26,6 @@ class OddBatch:
         return Settings("poisoned" if self.what == "audio" else "files", self.precision)
 
     def faults(self) -> list[Fault]:
-        """What the run has."""
         own = [] if self.what == "audio" else [("not_finite", self.what, self.value, POISONED)]
         return [*self.settings.faults(), *own]
 

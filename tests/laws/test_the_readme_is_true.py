@@ -21,7 +21,6 @@ from konkanivani.base.config import PRESETS, TrainConfig
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import parameter_count
 from tests.conftest import ROOT, TINY_MODEL, TRAINER, run_script, well, write_corpus, write_surroundings
-from tests.forks import run_in_forks
 from tests.nemo.files import NemoParts, changed, in_languages
 from tests.patience import PATIENCE
 from tests.test_formats import common_voice
@@ -98,7 +97,7 @@ def run(command: str, folder: Path, max_steps: int) -> str:
     words += SHORT if script == PLANNER else ()
     if script in (TRAINER, PLANNER) and not {"--resume", "--pretrained", "--checkpoint"} & set(words):
         words += SHAPE if script == TRAINER else SHAPE[:-2]  # the device is the plan's card
-    done = run_in_forks(script, *words, cwd=folder)
+    done = run_script(script, *words, cwd=folder)
     assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, f"{command}\n{done}"
     if script == TRAINER:
         summary = json.loads(done.stdout.splitlines()[-1])
