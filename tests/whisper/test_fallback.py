@@ -35,9 +35,8 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> PromptedVocabulary:
 
 @pytest.fixture(scope="module")
 def model(vocabulary: PromptedVocabulary) -> Whisper:
-    """A random one of a block that is surer of itself, and hardly ever says times."""
-    kind = dataclasses.replace(kind_of(vocabulary), layers=(1, 1))
-    found = ours_of(reference(kind, seed=12), kind)  # of 14 the first with which the utterances are what they are named
+    """A random one that is surer of itself, and hardly ever says times."""
+    found = ours_of(reference(kind_of(vocabulary)), kind_of(vocabulary))
     with torch.no_grad():
         found.decoder.norm.weight.mul_(1.5)
         weight = found.decoder.embedding.weight
@@ -150,7 +149,7 @@ def test_the_first_good_one_is_taken_else_the_last(model, vocabulary, utterances
 
 @pytest.mark.parametrize("beam", [1, 3])
 def test_alone_and_in_any_batch_the_same_is_found(model, vocabulary, utterances, beam):
-    decode = fallback(vocabulary, beam, temperatures=(0.2, 0.6, 1.0))
+    decode = fallback(vocabulary, beam)
     alone = {name: decoded(decode, model, frames)[0] for name, frames in utterances.items()}
     assert alone["silence"] == [] and len(set(map(tuple, alone.values()))) == len(alone) - 1  # two say the same
     for order in (list(alone), list(alone)[::-1], ["loop", "good", "loop"], ["guess", "sure loop", "loop", "loop"]):
@@ -248,14 +247,10 @@ def test_the_mean_log_probability_is_transformers(vocabulary, says_times):
     assert compared > 3
 
 
-def test_tokens_are_drawn_with_the_probabilities_of_their_temperature(model, vocabulary, utterances, monkeypatch):
+def test_tokens_are_drawn_with_the_probabilities_of_their_temperature(model, vocabulary, utterances):
     loop, draws, inner = utterances["loop"], 300, fallback(vocabulary).inner
-    found, step = [], model.decoder.step
-    monkeypatch.setattr(model.decoder, "step", lambda *given: found.append(step(*given)) or found[-1])
     with torch.no_grad():
         scores = inner.attention(model, loop[None], (FRAMES,), 1).score()[0, 0]
-    behind_prompt = found[-1]
-    monkeypatch.setattr(model.decoder, "step", lambda *_given: behind_prompt)  # each draw is of this first token
     for temperature, others in ((0.6, 1.5), (1.0, 0.4)):
         decode = fallback(vocabulary, temperatures=(temperature,), max_compression=-1.0)
         short = with_most_tokens(decode, 1)

@@ -57,11 +57,12 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
 @pytest.mark.parametrize("recompute", RECOMPUTED)
 def test_any_cut_gives_the_same_gradient(mode, recompute):
     parts = whisper_parts(mode, whisper_config(recompute))
-    for spoken, size in ((SPOKEN, 1), (RAGGED, 2)):
+    for spoken in (SPOKEN, RAGGED):
         whole = gradients(parts, window(spoken, len(spoken)))
         assert whole.keys() == {name for name, _ in parts.model.named_parameters() if is_trained(name, mode)}
         assert all(gradient.norm() > 0 for gradient in whole.values())
-        assert largest_difference(whole, gradients(parts, window(spoken, size))) < BOUND
+        for size in (1, 2):
+            assert largest_difference(whole, gradients(parts, window(spoken, size))) < BOUND
 
 
 @every_mode
@@ -79,18 +80,17 @@ def test_negative_control_averaging_the_micro_batches_means_is_another_gradient(
 
 
 @every_mode
-def test_recomputed_blocks_give_the_same_gradient_bit_for_bit(mode):
-    parts, found = whisper_parts(mode), []
-    policies = [RecomputePolicy("always"), *map(RecomputePolicy.first, (1, 2, 4))]
-    for tried in (parts, *map(parts.recomputing, policies)):
+@pytest.mark.parametrize("policy", [RecomputePolicy("always"), *map(RecomputePolicy.first, (1, 2, 4))])
+def test_recomputed_blocks_give_the_same_gradient_bit_for_bit(mode, policy):
+    parts, flop = whisper_parts(mode), []
+    found = []
+    for tried in (parts, parts.recomputing(policy)):
         with FlopCounterMode(display=False) as counter:
-            found.append((gradients(tried), counter))
-    (plain, products), *others = found
-    for policy, (again, more) in zip(policies, others, strict=True):
-        assert are_equal(plain, again), policy
-        # Below all that is trained nothing is kept, so nothing is to be computed again.
-        is_more = more.get_total_flops() > products.get_total_flops()
-        assert is_more == (policy(1.0).count > BLOCKS_BELOW[mode]), policy
+            found.append(gradients(tried))
+        flop.append(counter.get_total_flops())
+    assert are_equal(*found)
+    # Below all that is trained nothing is kept, so nothing is to be computed again.
+    assert (flop[1] > flop[0]) == (policy(1.0).count > BLOCKS_BELOW[mode])
 
 
 @every_mode
@@ -113,8 +113,7 @@ def test_what_attention_gave_is_kept_where_a_block_is_recomputed(mode, monkeypat
 
 
 @functools.cache
-def undisturbed(mode: str) -> tuple[StepReport, dict[str, torch.Tensor]]:
-    """What a step says that is not split, and what it leaves."""
+def undisturbed_step(mode: str) -> tuple[StepReport, dict[str, torch.Tensor]]:
     parts = whisper_parts(mode)
     return train_step(parts, window(SPOKEN, 2), 3), state_of(parts)
 
@@ -123,7 +122,7 @@ def undisturbed(mode: str) -> tuple[StepReport, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("when", [once_at(0), once_at(1), above(1)], ids=["the first", "the second", "every pair"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_step_split_for_want_of_memory_is_the_same_step(where, when, mode):
-    parts, (wanted, whole) = whisper_parts(mode), undisturbed(mode)
+    parts, (undisturbed, whole) = whisper_parts(mode), undisturbed_step(mode)
     half_way = SHAPE.encoder_layers + 1  # the decoder's first block: the second one's gradient is there
     failing = (
         failing_forward(parts, when, ERRORS["cpu"])
@@ -131,26 +130,26 @@ def test_a_step_split_for_want_of_memory_is_the_same_step(where, when, mode):
         else failing_backward(parts, when, ERRORS["cuda"], half_way)
     )
     report = train_step(failing, window(SPOKEN, 2), 3)
-    assert (wanted.splits, report.splits) == (0, 1) and not report.is_skipped
+    assert (undisturbed.splits, report.splits) == (0, 1) and not report.is_skipped
     for name in ("loss", "attention_loss", "gradient_norm"):
-        assert getattr(report, name) == pytest.approx(getattr(wanted, name), rel=BOUND, abs=0)
+        assert getattr(report, name) == pytest.approx(getattr(undisturbed, name), rel=BOUND, abs=0)
     assert largest_difference(whole, state_of(parts)) < BOUND
 
 
 @every_mode
 def test_negative_control_what_the_failed_attempt_added_up_is_another_step(mode, monkeypatch):
-    parts, (_, whole) = whisper_parts(mode), undisturbed(mode)
+    parts = whisper_parts(mode)
     monkeypatch.setattr(parts.optimizer, "zero_grad", lambda: None)
     assert train_step(failing_forward(parts, once_at(1), ERRORS["cpu"]), window(SPOKEN, 2), 3).splits == 1
-    assert largest_difference(whole, state_of(parts)) > 1e-3
+    assert largest_difference(undisturbed_step(mode)[1], state_of(parts)) > 1e-3
 
 
 # ----------------------------------------------------------------------------------------- 11: side by side is in turn
 
 
-def window_of_three() -> Window:
-    """In fp32, three micro-batches of one, which two threads cannot share evenly, in the order that they take."""
-    cut = window([dataclasses.replace(one, waveform=one.waveform.float()) for one in SPOKEN[:3]], 1)
+def window_of_five() -> Window:
+    """In fp32, five micro-batches of one, which two threads cannot share evenly, in the order in which they take it."""
+    cut = window([dataclasses.replace(one, waveform=one.waveform.float()) for one in RAGGED], 1)
     return dataclasses.replace(cut, micro_batches=order_for_concurrency(cut.micro_batches, 2))
 
 
@@ -159,14 +158,14 @@ def trained(mode: str, at_once: int, recompute: str = "never") -> dict[str, torc
     torch.set_num_threads(2)
     parts = whisper_parts(mode, whisper_config(recompute, at_once=at_once), torch.float32)
     torch.set_num_threads(at_once)  # so that every product is one thread's
-    reports = [train_step(parts, window_of_three(), number) for number in range(2)]
+    reports = [train_step(parts, window_of_five(), number) for number in range(2)]
     assert parts.forward.at_once == at_once and all(isinstance(report, StepReport) for report in reports)
     return state_of(parts) | {"losses": torch.tensor([[report.loss, report.gradient_norm] for report in reports])}
 
 
 def held_up(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """The first micro-batch begins late."""
-    (late, *_), forward_and_backward = window_of_three().micro_batches, step.forward_and_backward
+    (late, *_), forward_and_backward = window_of_five().micro_batches, step.forward_and_backward
 
     def held(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
         time.sleep(seconds if batch.utterance_ids == late.utterance_ids else 0.0)
@@ -195,11 +194,11 @@ def test_negative_control_without_turns_it_matters_who_is_late(monkeypatch, two_
 
 
 @every_mode
-def test_after_thirty_steps_what_is_frozen_has_its_digest_and_nothing_else_has(mode):
-    parts = whisper_parts(mode, whisper_config(rate=4e-3), torch.float32)
+def test_after_a_hundred_steps_what_is_frozen_has_its_digest_and_nothing_else_has(mode):
+    parts = whisper_parts(mode, dtype=torch.float32)
     cut = window([dataclasses.replace(one, waveform=one.waveform.float()) for one in speeches(2)], 2)
     before = {name: digest_of({name: one}) for name, one in parts.model.state_dict().items()}
-    losses = [train_step(parts, cut, number).loss for number in range(30)]
+    losses = [train_step(parts, cut, number).loss for number in range(100)]
     assert losses[-1] < 0.98 * losses[0]
     kept = {name for name, one in parts.model.state_dict().items() if digest_of({name: one}) == before[name]}
     assert kept == {name for name in before if not is_trained(name, mode)} and kept < before.keys()
@@ -243,7 +242,7 @@ def validated(parts: StepParts) -> RecognizedPortion:
     """Each utterance's likeliest tokens, as many as there is room for, on the decoder's cache."""
     rules = GenerationRules(prompt=(4, 5), suppressed=(OUR_TOKENS.end,), most_tokens=SHAPE.target_positions - 3)
     batches = [
-        (batch, [Utterance(n, n, 1.0, "") for n in batch.utterance_ids]) for batch in window(SPOKEN, 4).micro_batches
+        (batch, [Utterance(n, n, 1.0, "") for n in batch.utterance_ids]) for batch in window(SPOKEN, 3).micro_batches
     ]
     return recognize_all(parts.forward, batches, Numbers(), BeamDecode(1, 0.0, 0.0, None, 0.0, OUR_TOKENS, rules))
 
@@ -253,9 +252,9 @@ def validated(parts: StepParts) -> RecognizedPortion:
 def test_generation_between_two_gradients_changes_neither(mode, recompute):
     parts = whisper_parts(mode, whisper_config(recompute))
     alone, said = gradients(parts), []
-    for _ in range(2):
+    for _ in range(3):
         said.append(validated(parts))
         assert are_equal(gradients(parts), alone)
-    assert said[0] == said[1] and max(len(one.hypothesis.split()) for one in said[0].scored) > FIRST_ROOM
+    assert said[0] == said[1] == said[2] and max(len(one.hypothesis.split()) for one in said[0].scored) > FIRST_ROOM
     train_step(parts, window(SPOKEN, 2), 0)
     assert validated(parts) != said[0] and not are_equal(gradients(parts), alone)  # the negative control

@@ -8,7 +8,7 @@ from tests.conftest import WORDS
 from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files
 from tests.whisper.folders import Kind
 
-POSITIONS = 40  # of the decoder, of at most 64 in tests/whisper/folders.py
+POSITIONS = 64  # of the decoder, as in tests/whisper/folders.py
 
 
 def write_vocabulary(folder: Path) -> Path:
