@@ -96,7 +96,7 @@ def test_weight_decay_is_on_matrices_only():
 
 def test_steps_reduce_the_loss():
     parts = double_parts()
-    cut = window(speeches(2, augmented=False), 2)
+    cut = window(speeches(4, augmented=False), 2)
     losses = [train_step(parts, cut, step).loss for step in range(30)]
     assert losses[-1] < 0.7 * losses[0]
 

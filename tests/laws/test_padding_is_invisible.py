@@ -1,9 +1,9 @@
 """Law 3: an utterance's output is the same alone and in any batch, from the waveform on; to 1e-9 in float64."""
 
 import dataclasses
-import functools
 from contextlib import closing
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -68,11 +68,13 @@ def test_alone_and_in_a_batch(kind, augmented):
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2, 4])
-def test_from_shards_in_noise_an_utterance_is_the_same_in_any_micro_batch(surrounded, workers):
-    parts = double_parts(vocab_size=surrounded.tokenizer.size)
+def test_from_shards_in_noise_an_utterance_is_the_same_in_any_micro_batch(corpus, workers, tmp_path):
+    speech = surrounded_speech(corpus, tmp_path)
+    parts = double_parts(vocab_size=speech.tokenizer.size)
+    windows = {size: epoch_of(speech, size, workers) for size in (1, 4)}
     found = [
-        {name: pair for window in windows for name, pair in batch_outputs(parts, doubled(window)).items()}
-        for windows in (epoch_of(surrounded, size, workers) for size in (1, 4))
+        {name: pair for window in windows[size] for name, pair in batch_outputs(parts, doubled(window)).items()}
+        for size in (1, 4)
     ]
     assert found[0].keys() == found[1].keys() and len(found[0]) == 26
     for name, pair in found[0].items():
@@ -80,10 +82,8 @@ def test_from_shards_in_noise_an_utterance_is_the_same_in_any_micro_batch(surrou
             assert one.shape == other.shape and relative_difference(one, other) < BOUND
 
 
-@pytest.fixture(scope="module")
-def surrounded(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> TrainingSpeech:
+def surrounded_speech(corpus: Corpus, directory: Path) -> TrainingSpeech:
     """The corpus from shards, in noise and rooms."""
-    directory = tmp_path_factory.mktemp("surrounded")
     shards, more = write_shards(corpus, directory / "shards"), write_surroundings(directory / "sounds")
     utterances = list(read_manifest(shards.manifest("train")))
     tokenizer = train_tokenizer([u.text for u in utterances], "char", 100)
@@ -91,7 +91,6 @@ def surrounded(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Trai
     return TrainingSpeech(utterances, tokenizer, (0.9, 1.1), 3, noise_reverb=read_noise_reverb(augment, 3))
 
 
-@functools.cache
 def epoch_of(speech: TrainingSpeech, size: int, workers: int) -> list[Window]:
     """An epoch's windows, cut into micro-batches of so many utterances."""
     planner = EpochPlanner(np.array([u.duration for u in speech.utterances]), 4, seed=3)

@@ -4,7 +4,6 @@ In fp32 with dropout, operators on one thread each both times, whatever micro-ba
 """
 
 import dataclasses
-import functools
 import threading
 import time
 from contextlib import nullcontext
@@ -53,7 +52,7 @@ def window_of(batch_size: int = 1) -> Window:
     return dataclasses.replace(cut, micro_batches=order_for_concurrency(cut.micro_batches, 2))
 
 
-def trained(parts: StepParts, threads: int = 2, steps: int = 2) -> dict[str, torch.Tensor]:
+def trained(parts: StepParts, threads: int = 2, steps: int = 3) -> dict[str, torch.Tensor]:
     """Losses, weights and the optimizer's state after some steps."""
     torch.set_num_threads(threads)
     reports = [train_step(parts, window_of(), number) for number in range(steps)]
@@ -65,12 +64,6 @@ def trained(parts: StepParts, threads: int = 2, steps: int = 2) -> dict[str, tor
         **dict(parts.model.named_parameters()),
         **OptimizerState(parts.model, parts.optimizer).state_dict(),
     }
-
-
-@functools.cache
-def one_by_one(recompute: str = "never", model: ModelConfig = MODEL, steps: int = 2) -> dict[str, torch.Tensor]:
-    """The same, one micro-batch after another, on one thread."""
-    return trained(parts_of(1, recompute, model), threads=1, steps=steps)
 
 
 def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -92,7 +85,9 @@ def held_up(monkeypatch: pytest.MonkeyPatch, number: int, seconds: float = 0.5) 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("kind", ["conformer", "transformer", "other parts"])
 def test_bit_for_bit_with_dropout(kind, recompute):
-    assert are_equal(trained(parts_of(2, recompute, KINDS[kind])), one_by_one(recompute, KINDS[kind]))
+    model = KINDS[kind]
+    one_by_one = trained(parts_of(1, recompute, model), threads=1)
+    assert are_equal(trained(parts_of(2, recompute, model)), one_by_one)
 
 
 def test_recomputing_draws_the_same_masks_side_by_side():
@@ -112,20 +107,20 @@ def test_one_micro_batch_alone_is_halved_where_two_are_to_run_and_an_utterance_i
 
 @pytest.mark.parametrize("number", range(5))
 def test_whichever_is_late(monkeypatch, number):
-    expected = one_by_one(steps=1)
+    expected = trained(parts_of(1), threads=1, steps=1)
     held_up(monkeypatch, number)
     assert are_equal(trained(parts_of(2), steps=1), expected)
 
 
 def test_negative_control_without_turns_it_matters_who_is_late(monkeypatch):
-    expected = one_by_one(steps=1)
+    expected = trained(parts_of(1), threads=1, steps=1)
     monkeypatch.setattr(OrderedAccumulation, "_wait", lambda self, index, gradient=None: None)
     held_up(monkeypatch, 0, seconds=3.0)
     assert not are_equal(trained(parts_of(2), steps=1), expected)
 
 
 def test_negative_control_masks_that_all_threads_draw_from_one_generator_are_others(monkeypatch):
-    expected = one_by_one(steps=1)
+    expected = trained(parts_of(1), threads=1, steps=1)
     monkeypatch.setattr("konkanivani.model.kernels.dropout.dropout_generator", lambda: None)
     assert not are_equal(trained(parts_of(2), steps=1), expected)
 
