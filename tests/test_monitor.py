@@ -18,8 +18,7 @@ from konkanivani.memory.monitor import CacheClearing, MemoryMonitor, reset_peak_
 from konkanivani.memory.monitor import peak_resident_mib as system_peak_mib
 from konkanivani.recipe.train import allocator_retries, memory_table, summary_line
 from konkanivani.training.state import TrainState
-from tests.conftest import ROOT, TINY_MODEL, Corpus, read_log, run_folders, run_trainer, well
-from tests.warm import warm_parent
+from tests.conftest import ROOT, TINY_MODEL, Corpus, read_log, run_folders, run_trainer
 
 LARGE = 200 * MIB
 
@@ -232,7 +231,7 @@ STEP_PHASES = ("data", "forward", "backward", "update")
 
 
 def test_a_run_logs_every_phase_and_ends_with_the_table(corpus: Corpus, tmp_path):
-    done = run_trainer(*corpus.flags(), *TINY_MODEL, *run_folders(tmp_path), "--max_steps", "3", "--save_steps", "2")
+    done = run_trainer(*corpus.flags(), *TINY_MODEL, *run_folders(tmp_path), "--max_steps", "4", "--save_steps", "2")
     assert done.returncode == 0, done.stderr
     steps = read_log(tmp_path)
     assert [phase["phase"] for phase in steps[0]["memory"]] == ["start", *STEP_PHASES]
@@ -245,7 +244,7 @@ def test_a_run_logs_every_phase_and_ends_with_the_table(corpus: Corpus, tmp_path
     peaks = {line.split()[0]: float(line.split()[1]) for line in table[2:8]}
     assert list(peaks) == ["start", *STEP_PHASES, "log"]
     logged = {phase["phase"]: phase["peak_mib"] for step in steps for phase in step["memory"]}
-    assert set(peaks) <= set(logged) and summary["peak_memory_mib"] >= max(logged.values())
+    assert set(peaks) <= set(logged) and summary["peak_memory_mib"] >= round(max(logged.values()), 4)
 
 
 def test_on_a_cpu_the_heaps_free_pages_go_back_every_so_many_micro_batches(monkeypatch):
@@ -269,29 +268,26 @@ def test_a_trimmed_heap_is_smaller():
         "trim_heap()\n"
         "print(before - resident_mib())\n"
     )
-    assert float(well(warm_parent().run_program(script)).stdout) > 100
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(done.stdout) > 100
 
 
-def test_a_run_that_keeps_to_its_plan_leaves_no_holes():
+@pytest.mark.parametrize("call", ["monitor.set_mmap_threshold()", "pass"])
+def test_a_run_that_keeps_to_its_plan_leaves_no_holes(call):
     script = (
-        "import os\n"
         "from konkanivani.memory import monitor\n"
-        "if os.fork():\n"  # the process itself is the negative control
-        "    os.wait()\n"
-        "else:\n"
-        "    monitor.set_mmap_threshold()\n"
+        f"{call}\n"
         "bytearray(30 << 20)\n"  # malloc has seen a large block freed, as in every training
         "before = monitor.resident_mib()\n"
         "pieces = [bytearray(300_000 + 997 * n) for n in range(400)]\n"
         "apart = pieces[::20]\n"
         "del pieces\n"
-        "print(monitor.resident_mib() - before, flush=True)\n"
+        "print(monitor.resident_mib() - before)\n"
     )
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, check=True)
-    kept, left = map(float, done.stdout.split())
-    assert kept < 20 <= left
+    assert (float(done.stdout) < 20) == (call != "pass")
 
 
 def test_a_phase_has_the_seconds_between_its_moments_and_those_before(monkeypatch):
