@@ -21,9 +21,8 @@ from tests.tracers import tracer_of
 CPU = torch.device("cpu")
 SMALL = ModelConfig(d_model=32, encoder_layers=2, decoder_layers=1, attention_heads=2, subsampling_channels=8)
 POLICIES = {"never": RecomputePolicy("never"), "some": RecomputePolicy.first(2), "always": RecomputePolicy("always")}
-MINIMAL = dataclasses.replace(PRESETS["minimal"], encoder_layers=2, decoder_layers=1)
 OTHER = dataclasses.replace(SMALL, attention_positions="relative", convolution_norm="none", subsampling="striding")
-MODELS = {"small": SMALL, "minimal": MINIMAL, "other parts": OTHER}
+MODELS = {"small": SMALL, "minimal": PRESETS["minimal"], "other parts": OTHER}
 
 
 def config_of(model: ModelConfig, half: bool) -> TrainConfig:
