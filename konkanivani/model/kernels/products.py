@@ -20,8 +20,8 @@ import torch.nn.functional as F
 
 HAS_OPERATOR = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # PyTorch's own, without a public name
 MIN_ROWS = 64  # with fewer, laying out the matrix for oneDNN takes as long as it saves
-# A millisecond goes into oneDNN's code for a product of each new size, and batches have new ones all the time: in a
-# smaller product it gains no tenth of that.
+# A millisecond goes into oneDNN's code for a product of each new size, and batches have new ones all the time: a
+# smaller product takes less than that altogether.
 MIN_MULTIPLICATIONS = 2**25
 Gradients = Any  # what autograd takes: one, or a tuple of which each may be None
 Backward = tuple[torch.Tensor | None, ...]
