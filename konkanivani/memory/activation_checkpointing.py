@@ -30,7 +30,7 @@ class RecomputedBlocks:
         run = block if masks is None else _seeded(block, derive_seed(masks.initial_seed(), block.number))
         is_fetched = isinstance(block, PlacedBlock) and block.is_fetched
         if block.number < self.count or is_fetched:
-            return run_recomputed(run, *inputs, keeps_random_state=masks is None, kept=block.kept)
+            return run_recomputed(run, *inputs, keeps_random_state=masks is None, keeps_attention=block.keeps_attention)
         return run(*inputs)
 
 

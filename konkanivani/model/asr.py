@@ -49,7 +49,7 @@ class KonkaniVaniASR(torch.nn.Module):
             self.ctc_head.bias.data[0] += 3.0  # docs/LOG.md, "A head that begins with the blank"
         self.decoder = Decoder(config, vocab_size) if config.decoder_layers else None
         for number, block in enumerate(self.blocks):
-            block.number, block.kept = number, frozenset()
+            block.number, block.keeps_attention = number, False
 
     @property
     def blocks(self) -> list[torch.nn.Module]:

@@ -74,10 +74,7 @@ def load_base(pretrained: Pretrained, model: torch.nn.Module) -> None:
 
 
 def make_origin(
-    pretrained: Pretrained | None,
-    resumed: Checkpoint | None,
-    architecture: Architecture,
-    model: torch.nn.Module,
+    pretrained: Pretrained | None, resumed: Checkpoint | None, architecture: Architecture, model: torch.nn.Module
 ) -> Origin | None:
     """What checkpoints are to keep of the recogniser that others have trained, if one has; all ranks call it."""
     if pretrained is None:

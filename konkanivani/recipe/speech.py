@@ -16,13 +16,7 @@ from konkanivani.base.errors import ErrorCollector
 from konkanivani.base.flags import config_from_text
 from konkanivani.base.units import parse_share
 from konkanivani.data.batching import EpochPlanner, choose_subset, plan_evaluation
-from konkanivani.data.checking import (
-    Limits,
-    check_any_usable,
-    check_utterances,
-    evaluation_limits,
-    training_limits,
-)
+from konkanivani.data.checking import Limits, check_any_usable, check_utterances, evaluation_limits, training_limits
 from konkanivani.data.dataset import EvaluationSpeech, TrainingSpeech
 from konkanivani.data.fingerprint import Fingerprint, make_fingerprint
 from konkanivani.data.loader.workers import LoaderConfig

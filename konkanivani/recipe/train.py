@@ -156,11 +156,7 @@ def _columns(phases: tuple[PhaseMemory, ...], seconds: list[float]) -> Iterator[
 
 
 def summary_line(
-    run: Run,
-    scores: dict[str, Evaluation | None],
-    forgetting: Forgetting | None,
-    checkpoint: str,
-    tensorboard: str,
+    run: Run, scores: dict[str, Evaluation | None], forgetting: Forgetting | None, checkpoint: str, tensorboard: str
 ) -> str:
     """One line of JSON; error rates are shares, null where nothing was tested or validated."""
     rates = {}

@@ -26,13 +26,7 @@ from konkanivani.model.asr import ASROutput, KonkaniVaniASR
 from konkanivani.model.blocks import BlockRunner
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.model.losses import LossCounts, LossSums, Objective
-from konkanivani.training.optimizer import (
-    Optimizer,
-    begun_share,
-    later_parameters,
-    learning_rate,
-    set_learning_rate,
-)
+from konkanivani.training.optimizer import Optimizer, begun_share, later_parameters, learning_rate, set_learning_rate
 
 
 @dataclass(frozen=True)

@@ -98,10 +98,7 @@ class RecognizedPortion:
 
 @torch.no_grad()
 def recognize_all(
-    forward: ForwardPass,
-    batches: Iterable[tuple[Batch, list[Utterance]]],
-    tokenizer: Vocabulary,
-    decode: Decode,
+    forward: ForwardPass, batches: Iterable[tuple[Batch, list[Utterance]]], tokenizer: Vocabulary, decode: Decode
 ) -> RecognizedPortion:
     """Recognises `batches`, each with its utterances in order; the weights stay as they are.
 

@@ -8,14 +8,7 @@ import torch
 
 from benchmarks.measuring.fixed_step import peak_mib, warm_up
 from benchmarks.measuring.peers.contest import Entry
-from benchmarks.measuring.whisper.work import (
-    LORA_RANK,
-    SCHEDULE,
-    TOTAL_STEPS,
-    WhisperTerms,
-    build_speech,
-    fill,
-)
+from benchmarks.measuring.whisper.work import LORA_RANK, SCHEDULE, TOTAL_STEPS, WhisperTerms, build_speech, fill
 from konkanivani.base.config import DataConfig, LossConfig, MemoryConfig, TrainConfig, TuningConfig
 from konkanivani.base.device import choose_device
 from konkanivani.base.units import MIB

@@ -10,14 +10,7 @@ from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForCondi
 
 from benchmarks.measuring.fixed_step import MAX_WARM_UP_STEPS
 from benchmarks.measuring.peers.peak import peak_bytes
-from benchmarks.measuring.whisper.work import (
-    LORA_RANK,
-    SCHEDULE,
-    TOTAL_STEPS,
-    WhisperTerms,
-    build_speech,
-    fill,
-)
+from benchmarks.measuring.whisper.work import LORA_RANK, SCHEDULE, TOTAL_STEPS, WhisperTerms, build_speech, fill
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.memory.monitor import peak_resident_mib, reset_peak_resident, resident_mib
 from konkanivani.model.whisper.shape import WhisperShape

@@ -129,8 +129,8 @@ class PlacedWeights:
         is_fetched = block.number < self.placement.fetched
         if block in self._at_hand or not (is_fetched or self.placement.halved):
             return block
-        kept = block.kept if self.placement.ahead else frozenset()
-        return PlacedBlock(block, self._brought, block.number, is_fetched, kept)
+        keeps_attention = block.keeps_attention and self.placement.ahead
+        return PlacedBlock(block, self._brought, block.number, is_fetched, keeps_attention)
 
     def _brought(self, block: torch.nn.Module) -> dict[str, torch.Tensor]:
         """What is multiplied by in the block's weights' places, on the card; its gradients are the weights'."""
@@ -177,14 +177,14 @@ class PlacedWeights:
 class PlacedBlock:
     """A block that runs with weights that are brought; what is fetched has to be recomputed, or it would stay.
 
-    Where weights come ahead there is room, and what attention gave is `kept` as of a block on the card.
+    Where weights come ahead there is room, and `keeps_attention` is that of a block on the card.
     """
 
     block: torch.nn.Module
     brought: Callable[[torch.nn.Module], dict[str, torch.Tensor]]
     number: int
     is_fetched: bool
-    kept: Set[torch._ops.OpOverload]
+    keeps_attention: bool
 
     def __call__(self, *inputs: object) -> torch.Tensor:
         return functional_call(self.block, self.brought(self.block), inputs)

@@ -89,11 +89,7 @@ def _losses(log_alpha: torch.Tensor, token_lengths: Lengths) -> torch.Tensor:
 
 @torch.library.custom_op("konkanivani::ctc_chunk", mutates_args=())
 def ctc_chunk(
-    log_probabilities: torch.Tensor,
-    states: torch.Tensor,
-    skips: torch.Tensor,
-    before: torch.Tensor,
-    left: list[int],
+    log_probabilities: torch.Tensor, states: torch.Tensor, skips: torch.Tensor, before: torch.Tensor, left: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log forward variables (C, B, S + 2) of each frame, those after the last (B, S + 2)), float64.
 

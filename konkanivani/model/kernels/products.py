@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from konkanivani.model.kernels.recompute import recomputed_part
+
 HAS_OPERATOR = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # PyTorch's own, without a public name
 MIN_ROWS = 64  # with fewer, laying out the matrix for oneDNN takes as long as it saves
 # A millisecond goes into oneDNN's code for a product of each new size, and batches have new ones all the time: a
@@ -32,28 +34,24 @@ ACTIVATIONS = {F.silu: torch.ops.aten.silu_backward, F.gelu: torch.ops.aten.gelu
 
 def fast_linear(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """rows (..., M, K) by the transpose of matrix (N, K) in any layout, plus bias (N,): (..., M, N)."""
-    outputs, inputs = matrix.shape
-    if is_by_onednn(rows) and is_large(rows.numel() // inputs, inputs, outputs):
+    if is_by_onednn(rows, *matrix.shape):
         return torch.ops.mkldnn._linear_pointwise(rows, matrix, bias, "none", [], "")
     return F.linear(rows, matrix, bias)
 
 
 def weight_gradient(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """The transpose of left (M, N) by right (M, K): (N, K), the gradient of a layer's weights."""
-    if is_by_onednn(left) and is_large(left.shape[1], *right.shape):
+    if is_by_onednn(left, right.shape[1], len(left)):
         # oneDNN's linear layer wants its rows one after another: a copy, which takes a tenth of the product.
         return torch.ops.mkldnn._linear_pointwise(left.t().contiguous(), right.t(), None, "none", [], "")
     return left.t() @ right
 
 
-def is_large(rows: int, inputs: int, outputs: int) -> bool:
-    """Whether a product is large enough for oneDNN to be the sooner done."""
-    return rows >= MIN_ROWS and rows * inputs * outputs >= MIN_MULTIPLICATIONS
-
-
-def is_by_onednn(rows: torch.Tensor) -> bool:
-    """Whether products of these rows are made by oneDNN."""
-    if not is_onednn_preferred() or rows.device.type != "cpu" or rows.dtype != torch.float32:
+def is_by_onednn(rows: torch.Tensor, outputs: int, inputs: int) -> bool:
+    """Whether a product of rows of so many inputs is made by oneDNN, which is the sooner done if it is large."""
+    if rows.device.type != "cpu" or rows.dtype != torch.float32 or not is_onednn_preferred():
+        return False
+    if rows.numel() < MIN_ROWS * inputs or rows.numel() * outputs < MIN_MULTIPLICATIONS:
         return False
     return not torch.is_autocast_enabled("cpu") and not torch.compiler.is_exporting()
 
@@ -97,24 +95,27 @@ class Weighted(Protocol):
 
 
 def fused_linear(
-    x: torch.Tensor,
-    linear: Weighted,
-    norm: torch.nn.LayerNorm | None = None,
-    activation: Activation | None = None,
+    x: torch.Tensor, linear: Weighted, norm: torch.nn.LayerNorm | None = None, activation: Activation | None = None
 ) -> torch.Tensor:
     """linear(activation(norm(x))) of x (B, T, D), without the norm or the activation where there is none.
 
     In autocast the product is in half precision, the norm in at least fp32 on every device.
     """
-    low_rank = getattr(linear, "low_rank", None)
-    if low_rank is not None or not torch.is_grad_enabled():
-        normed = x if norm is None else norm(_in_full(x))
-        inner = activation(normed) if activation else normed
-    if not torch.is_grad_enabled():  # a Function's own time is half of a decoder's step over a few tokens
-        whole = fast_linear(inner, _as_multiplied(linear.weight, inner), linear.bias)
-    else:
+    low_rank, keeps_little = (
+        getattr(linear, "low_rank", None),
+        torch.is_grad_enabled() and recomputed_part.get() is None,
+    )
+    if low_rank is None and keeps_little:
         scale, shift, epsilon = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
-        whole = _Linear.apply(x, linear.weight, linear.bias, scale, shift, epsilon, activation)
+        return _Linear.apply(x, linear.weight, linear.bias, scale, shift, epsilon, activation)
+    normed = x if norm is None else norm(_in_full(x))
+    inner = activation(normed) if activation else normed
+    # What is not kept for long is left to autograd: a Function takes as long as a small product.
+    is_as_it_is = _is_multiplied_as_it_is(linear.weight, inner) and not is_by_onednn(inner, *linear.weight.shape)
+    if keeps_little or torch.is_grad_enabled() and not is_as_it_is:
+        whole = _Linear.apply(inner, linear.weight, linear.bias, None, None, 0.0, None)
+    else:
+        whole = fast_linear(inner, _as_multiplied(linear.weight, inner), linear.bias)
     return whole if low_rank is None else whole + low_rank(inner)
 
 
@@ -189,9 +190,11 @@ class _Linear(torch.autograd.Function):
 
 def _as_multiplied(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The weight in the precision of x where it is kept in another one, for as long as the product takes."""
-    if weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type):  # which sees to it itself
-        return weight
-    return weight.to(x.dtype)
+    return weight if _is_multiplied_as_it_is(weight, x) else weight.to(x.dtype)
+
+
+def _is_multiplied_as_it_is(weight: torch.Tensor, x: torch.Tensor) -> bool:
+    return weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)  # which sees to it itself
 
 
 def _normalize(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from konkanivani.model.cache import KeysAndValues
 from konkanivani.model.kernels.products import Linear, fused_linear
+from konkanivani.model.kernels.recompute import attend
 from konkanivani.model.whisper.shape import STRIDE, WhisperShape
 
 
@@ -57,7 +58,7 @@ class Attention(torch.nn.Module):
     ) -> torch.Tensor:
         """norm(x) over norm(x); causal: a token sees none after it."""
         query, key, value = (self._heads_of(x, linear, norm) for linear in (self.query, self.key, self.value))
-        return self._joined(F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask, is_causal=causal))
+        return self._joined(attend(query, key, value, key_mask, causal))
 
     def over(
         self,
@@ -69,7 +70,7 @@ class Attention(torch.nn.Module):
     ) -> torch.Tensor:
         """norm(x) over given keys and values (B, H, S, E)."""
         query = self._heads_of(x, self.query, norm)
-        return self._joined(F.scaled_dot_product_attention(query, key, value, attn_mask=key_mask))
+        return self._joined(attend(query, key, value, key_mask))
 
     def scores(self, x: torch.Tensor, norm: torch.nn.LayerNorm, key: torch.Tensor) -> torch.Tensor:
         """What a softmax over the keys (B, H, S, E) makes weights of: (B, H, T, S)."""

@@ -17,7 +17,6 @@ from konkanivani.model.attention import key_mask_of
 from konkanivani.model.blocks import BlockRunner, run_directly
 from konkanivani.model.cache import FIRST_ROOM, DecoderCache
 from konkanivani.model.kernels.products import fused_linear
-from konkanivani.model.kernels.recompute import ATTENTION
 from konkanivani.model.losses import LossSums, Objective, Spoken
 from konkanivani.model.whisper.blocks import DecoderBlock, EncoderBlock, Subsampling
 from konkanivani.model.whisper.shape import STRIDE, WhisperShape
@@ -221,7 +220,7 @@ class Whisper(torch.nn.Module):
         self.decoder = Decoder(shape)
         self._initialise()
         for number, block in enumerate(self.blocks):
-            block.number, block.kept = number, ATTENTION
+            block.number, block.keeps_attention = number, True
 
     @property
     def blocks(self) -> list[torch.nn.Module]:

@@ -86,8 +86,11 @@ class _Scores:
         in_half = torch.is_autocast_enabled(device)
         self.dtype = torch.get_autocast_dtype(device) if in_half else rows.dtype
         self.rows, self.counts = rows.to(self.dtype), targets != TARGET_PADDING
-        self._weight, self._targets = weight, targets
+        self._weight, vocabulary = weight, len(weight)
         self._width = max(MIN_COLUMNS, SLICE_NUMBERS // max(1, *rows.shape))
+        starts = torch.arange(0, vocabulary, self._width, device=targets.device)[:, None]
+        self._is_inside = (targets >= starts) & (targets < starts + self._width)
+        self._places = torch.where(self._is_inside, targets - starts, 0)[..., None]
 
     def slices(self) -> Iterator[slice]:
         """Of the vocabulary, in order."""
@@ -105,16 +108,15 @@ class _Scores:
 
     def of_targets(self, logits: torch.Tensor, columns: slice) -> torch.Tensor:
         """(N,): those of the targets that lie in the slice, 0 for others."""
-        places, is_inside = self._places(columns)
+        places, is_inside = self._of_slice(columns)
         return torch.where(is_inside, logits.gather(1, places).squeeze(1), 0.0)
 
     def add_at_targets(self, values: torch.Tensor, columns: slice, summand: float) -> None:
         """Adds to values (N, W), in place, where a target lies in the slice."""
-        places, is_inside = self._places(columns)
+        places, is_inside = self._of_slice(columns)
         values.scatter_add_(1, places, (summand * is_inside.to(values.dtype))[:, None])
 
-    def _places(self, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def _of_slice(self, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Columns (N, 1) of the slice, any where the target is in another one, and whether it is in this one (N,)."""
-        places = self._targets - columns.start
-        is_inside = (places >= 0) & (self._targets < columns.stop)
-        return places.clamp(0, columns.stop - columns.start - 1)[:, None], is_inside
+        number = columns.start // self._width
+        return self._places[number], self._is_inside[number]
