@@ -8,10 +8,12 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import tarfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -420,19 +422,22 @@ def test_a_full_disk_ends_with_6_and_leaves_what_was_there(table):
     assert {path.name: path.read_bytes() for path in table.output.iterdir()} == before
 
 
-def die_at_a_rename() -> None:
-    """When everything is written and nothing has its name."""
-    os.rename = os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+def die_at(event: str) -> None:
+    """At the first opening of a file in the folder that is being written, or the first rename of one (PEP 578)."""
+    sys.addaudithook(
+        lambda what, where: what == event and ".partial" in str(where[0]) and os.kill(os.getpid(), signal.SIGKILL)
+    )
 
 
-def test_a_preparation_that_is_killed_leaves_no_manifest_and_the_next_one_clears_up(tmp_path):
+@pytest.mark.parametrize("moment", ["open", "os.rename"])
+def test_a_preparation_that_is_killed_leaves_no_manifest_and_the_next_one_clears_up(moment, tmp_path):
     rows = [(f"s-{number:06d}", sentence(number)) for number in range(90)]
     (tmp_path / "corpus" / "train").mkdir(parents=True)
     write_sentence(tmp_path / "corpus" / "train" / "0.wav", 0)
     for name, values in (("text", rows), ("wav.scp", [(name, "0.wav") for name, _ in rows])):
         write_table(tmp_path / "corpus" / "train" / name, (), values, " ")
     words = ("--format", "kaldi", "--source", "corpus", "--output", "out", *ALL)
-    killed = warm_parent().start(Job(ROOT / SCRIPT, words, NOTHING, cwd=tmp_path, before=die_at_a_rename))
+    killed = warm_parent().start(Job(ROOT / SCRIPT, words, NOTHING, cwd=tmp_path, before=partial(die_at, moment)))
     assert killed.wait(PATIENCE) == -signal.SIGKILL
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".prepare.partial"]
     done = prepare(tmp_path, "kaldi", *ALL)

@@ -7,7 +7,6 @@ import torch
 
 from konkanivani.base.errors import CheckpointError
 from konkanivani.base.units import MIB, budget_text, peak_text
-from konkanivani.data.batching import SizeLimit
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.asr import parameter_count
@@ -54,10 +53,6 @@ class MemoryPlan:
     """Where the weights are."""
     host: int = 0
     """Of the costliest bucket what lies on the host beside a card."""
-
-    def size_limits(self) -> tuple[SizeLimit, ...]:
-        """How many utterances of what length go at once."""
-        return tuple(SizeLimit(bucket.seconds, bucket.utterances) for bucket in self.buckets)
 
     def recompute_policy(self) -> RecomputePolicy:
         """How many blocks are recomputed at what length."""

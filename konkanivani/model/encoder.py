@@ -19,6 +19,16 @@ CARD_FRAMES = 100  # of a chunk on a card, where a convolution of all channels c
 MAX_PACKED = 8  # utterances: each is an attention and a convolution of its own, which takes long for many short ones
 
 
+class PointwiseConv(torch.nn.Conv2d):
+    """A convolution of one place of (B, C, T, F) as the product that it is: a quarter of oneDNN's time on a CPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_exporting():
+            return super().forward(x)
+        matrix = self.weight.flatten(1).expand(len(x), -1, -1)
+        return torch.baddbmm(self.bias[:, None], matrix, x.flatten(2)).view_as(x)
+
+
 class Subsampling(torch.nn.Module):
     """Features (B, T, F) -> (B, T', D) by a convolution and a depthwise-separable one, both 3 x 3 with stride 2.
 
@@ -33,7 +43,7 @@ class Subsampling(torch.nn.Module):
         super().__init__()
         self.first = torch.nn.Conv2d(1, channels, 3, stride=2)
         self.depthwise = torch.nn.Conv2d(channels, channels, 3, stride=2, groups=channels)
-        self.pointwise = torch.nn.Conv2d(channels, channels, 1)
+        self.pointwise = PointwiseConv(channels, channels, 1)
         self.output = Linear(channels * subsampled_length(mel_bins), d_model)
 
     pads = False
@@ -81,7 +91,7 @@ class PaddedSubsampling(torch.nn.Module):
         else:
             for _ in range(2):
                 depthwise = torch.nn.Conv2d(channels, channels, **full, groups=channels)
-                stages.append([depthwise, torch.nn.Conv2d(channels, channels, 1)])
+                stages.append([depthwise, PointwiseConv(channels, channels, 1)])
         self.stages = torch.nn.ModuleList(torch.nn.Sequential(*stage) for stage in stages)
         self.output = Linear(channels * subsampled_length(mel_bins, kind), d_model)
 

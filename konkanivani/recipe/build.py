@@ -13,7 +13,7 @@ from konkanivani.base.distributed import Topology, agree, from_first, gather
 from konkanivani.base.errors import UsageError
 from konkanivani.base.flags import config_to_text
 from konkanivani.base.units import MIB, budget_text, parse_budget, peak_text
-from konkanivani.data.batching import EpochPlanner, same_size
+from konkanivani.data.batching import EpochPlanner, SizeLimit, same_size
 from konkanivani.data.dataset import TrainingSpeech
 from konkanivani.data.loader.loading import WindowStream
 from konkanivani.decoding.decode import greedy_decode
@@ -70,10 +70,11 @@ def build_run(start: Start, report: Report = silent) -> Run:
         load_weights(start, speech.tokenizer, planner, step, state, stateful)
     _learn_sizes(config, step)
     _tell_plan(config, step, speech.train, planner)
+    limits = same_size(config.data.batch_size)
     if plan:
         print(plan_sentences(plan, blocks=len(step.model.blocks)), flush=True)
+        limits = tuple(SizeLimit(bucket.seconds, bucket.utterances) for bucket in plan.buckets)
     checkpointer, validation = take_checkpoint_folder(start, run_directory), speech.validation
-    limits = plan.size_limits() if plan else same_size(config.data.batch_size)
     logbook = Logbook(run_directory, resumed=Resumed(state.step, state.skipped_steps, state.epochs_finished))
     logbook.log_settings(config_to_text(config))
     return Run(

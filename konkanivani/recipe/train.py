@@ -32,7 +32,7 @@ from konkanivani.training.logs.records import RehearsalRecord
 from konkanivani.training.loop import train
 from konkanivani.training.rehearsal import rehearse
 from konkanivani.training.run import Run
-from konkanivani.training.validation import Evaluation
+from konkanivani.training.validation import Evaluation, rates_over
 
 
 def train_and_report(asked: Asked) -> str:
@@ -165,7 +165,9 @@ def summary_line(
         patterns = {s.utterance.pattern for s in test.scored} - {""} if test else set()
         rates[f"test_wer{by}"] = test.rates.wer if test else None
         rates[f"test_cer{by}"] = test.rates.cer if test else None
-        rates |= {f"test_cer_{p}_patterns{by}": test.rates_of(p).cer for p in sorted(patterns)}
+        for pattern in sorted(patterns):
+            scored = [each for each in test.scored if each.utterance.pattern == pattern]
+            rates[f"test_cer_{pattern}_patterns{by}"] = rates_over(scored).cer
     if forgetting is not None:
         for when, found in (("before", forgetting.before), ("after", forgetting.after)):
             rates |= {f"forgetting_wer_{when}": found.wer, f"forgetting_cer_{when}": found.cer}

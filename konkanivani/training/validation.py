@@ -51,10 +51,6 @@ class Evaluation:
     scored: tuple[ScoredUtterance, ...]
     seconds: float
 
-    def rates_of(self, pattern: str) -> ErrorRates:
-        """The rates over the utterances whose manifest marks them with `pattern`."""
-        return rates_over([s for s in self.scored if s.utterance.pattern == pattern])
-
 
 def rates_over(scored: list[ScoredUtterance]) -> ErrorRates:
     """The error rates over these utterances, case and punctuation aside."""

@@ -1,31 +1,24 @@
 """Law 8: killed at any instant of a save, truncated or bit-flipped, the newest sound checkpoint is found."""
 
-import contextlib
 import dataclasses
+import multiprocessing
 import os
 import random
-import subprocess
+import resource
+import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from konkanivani.base.errors import CheckpointError
+from konkanivani.training.checkpoint import checkpointer
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
-from tests.warm import Job, warm_parent
-
-SAVES_FOREVER = """
-import sys, torch
-from konkanivani.training.checkpoint.checkpoint import Checkpoint
-from konkanivani.training.checkpoint.checkpointer import Checkpointer
-keeper = Checkpointer(sys.argv[1], keep=2)
-for step in range(1, 100_000):
-    state = {"weight": torch.full((2_000_000,), float(step)), "step": step}
-    whole = Checkpoint("--seed 1\\n", b"tokens", 3, step, 7, {"model": state})
-    keeper.save(whole, epoch=step // 3, is_best=step % 5 == 0)
-    print(step, flush=True)
-"""
+from tests.faults.fuse import POINTS, Fuse
+from tests.patience import PATIENCE
 
 
 def checkpoint(step: int) -> Checkpoint:
@@ -39,25 +32,44 @@ def is_sound(found: Checkpoint) -> bool:
     return state["step"] == found.step and bool((state["weight"] == found.step).all())
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_killed_at_a_random_instant(tmp_path, seed):
-    script, said, folder, draw = tmp_path / "saves.py", tmp_path / "said", tmp_path / "saved", random.Random(seed)
-    script.write_text(SAVES_FOREVER)
-    os.mkfifo(said)
-    process = warm_parent().start(Job(script, [str(folder)], said))
-    with open(said) as lines:
-        published = [int(lines.readline()) for _ in range(draw.randint(2, 12))]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=draw.random() * 0.02)
-        process.kill()
-        published += [int(line) for line in lines.read().split()]
-    process.wait()
+def save_thrice(folder: Path, prepare: Callable[[Path], None]) -> int | None:
+    """Saves two steps, and a third in a process of its own, prepared for its end; that one's exit code."""
+    for step in (1, 2):
+        Checkpointer(folder, keep=2, step_of_last=step - 1).save(checkpoint(step), epoch=step, is_best=True)
+
+    def save() -> None:
+        prepare(folder)
+        Checkpointer(folder, keep=1, step_of_last=2).save(checkpoint(3), epoch=3, is_best=True)
+
+    process = multiprocessing.get_context("fork").Process(target=save)
+    process.start()
+    process.join(PATIENCE)
+    return process.exitcode
+
+
+def check_sound(folder: Path, step: int) -> None:
+    """The last save is of this step, and under no name lies half of one."""
     path, found = Checkpointer(folder, keep=2).read_newest_sound()
-    assert path.name == "checkpoint_last.pt"
-    assert is_sound(found) and found.step >= published[-1]
-    for name in ("checkpoint_previous.pt", *(p.name for p in folder.glob("checkpoint_epoch_*.pt"))):
-        assert is_sound(read_checkpoint(folder / name))
-    assert not list(folder.glob("*.damaged"))
+    assert (path.name, found.step) == ("checkpoint_last.pt", step)
+    assert all(is_sound(read_checkpoint(path)) for path in folder.glob("*.pt"))
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: point.label)
+def test_killed_at_any_instant_of_a_save(tmp_path, point):
+    assert save_thrice(tmp_path, Fuse(point, 0).lay) == -signal.SIGKILL
+    check_sound(tmp_path, 3 if point.is_published else 2)
+
+
+def test_negative_control_a_save_written_in_place_is_seen(tmp_path, monkeypatch):
+    def write_in_place(path: Path, saved: Checkpoint) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+        write_checkpoint(path.with_suffix(""), saved)
+
+    spoil = partial(monkeypatch.setattr, checkpointer, "write_checkpoint", write_in_place)
+    assert save_thrice(tmp_path, lambda _: spoil()) == -signal.SIGXFSZ
+    with pytest.raises(AssertionError):
+        check_sound(tmp_path, 2)
 
 
 def test_killed_between_the_names_of_a_save_the_next_one_leaves_nothing_beside(tmp_path):

@@ -222,14 +222,8 @@ def test_the_failed_attempts_tensors_are_gone_before_the_next_attempt(monkeypatc
 
 
 def test_negative_control_a_traceback_that_is_kept_keeps_tensors(monkeypatch):
-    kept = []
-    is_out_of_memory = recovery.is_out_of_memory
-
-    def keep_and_tell(error):
-        kept.append(error.__traceback__)
-        return is_out_of_memory(error)
-
-    monkeypatch.setattr(recovery, "is_out_of_memory", keep_and_tell)
+    kept, tell = [], recovery.is_out_of_memory
+    monkeypatch.setattr(recovery, "is_out_of_memory", lambda error: kept.append(error.__traceback__) or tell(error))
     (alive,) = tensors_alive_at_the_retry(monkeypatch)
     assert alive > 0
 

@@ -118,7 +118,8 @@ def table_of(outcomes: Sequence[Outcome]) -> str:
     head, *lines = table_lines([HEADS, *(_cells(outcome) for outcome in outcomes)])
     for number, outcome in enumerate(outcomes):
         if outcome.reason is not None:
-            lines[number] = f"{outcome.name.ljust(names)}  failed: {first_sentence(outcome.reason)}"
+            first_sentence = re.split(r"(?<=[.!?])\s+(?=[A-Z])", outcome.reason, maxsplit=1)[0]
+            lines[number] = f"{outcome.name.ljust(names)}  failed: {first_sentence}"
     return "\n".join([head, *lines])
 
 
@@ -145,8 +146,3 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
         number(outcome.peak_memory_mib, 0),
         number(outcome.checkpoint_mib, 0),
     )
-
-
-def first_sentence(text: str) -> str:
-    """As far as the first full stop behind which a sentence begins."""
-    return re.split(r"(?<=[.!?])\s+(?=[A-Z])", text, maxsplit=1)[0]
