@@ -52,7 +52,9 @@ def find_gpu(name: str) -> Gpu:
             f"--gpu {name}: PyTorch has no kernels for a card as old as this (compute capability below 5.0, that of a "
             "GTX 750). Train on the CPU, and plan for that with --memory_budget alone, for example 4GiB."
         )
-    named = [gpu for way in _ways(wanted) for gpu in KNOWN_GPUS if _plain(gpu.name)[0] == way]
+    # Then what else it may mean: a laptop's card, or the one on a desk that a laptop's is like.
+    ways = wanted, f"{wanted}laptop", wanted.removesuffix("laptop")
+    named = [gpu for way in ways for gpu in KNOWN_GPUS if _plain(gpu.name)[0] == way]
     for gpu in named:
         if size in (None, gpu.box):
             return gpu
@@ -65,11 +67,6 @@ def find_gpu(name: str) -> Gpu:
     raise UsageError(
         f"--gpu {name} is not a card known here. {examples}. Or give --memory_budget with its memory, for example 8GiB."
     )
-
-
-def _ways(plain: str) -> tuple[str, ...]:
-    """A name, then what else it may mean: that of a laptop's card, or a laptop's that is like the one on a desk."""
-    return plain, f"{plain}laptop", plain.removesuffix("laptop")
 
 
 def _plain(name: str) -> tuple[str, int | None]:

@@ -10,23 +10,13 @@ from konkanivani.base.lengths import CHUNK_FRAMES, SUBSAMPLING, Lengths, padding
 from konkanivani.model.attention import RotaryPositions, SequenceLayout
 from konkanivani.model.blocks import BlockRunner, ConformerBlock, TransformerBlock
 from konkanivani.model.kernels.dropout import Dropout
-from konkanivani.model.kernels.products import Linear
+from konkanivani.model.kernels.products import Linear, PointwiseConv
 from konkanivani.model.kernels.recompute import as_it_is_now, run_recomputed
 from konkanivani.model.kernels.rotary import has_varlen_attention
 from konkanivani.model.relative import RelativePositions
 
 CARD_FRAMES = 100  # of a chunk on a card, where a convolution of all channels copies its inputs ninefold
 MAX_PACKED = 8  # utterances: each is an attention and a convolution of its own, which takes long for many short ones
-
-
-class PointwiseConv(torch.nn.Conv2d):
-    """A convolution of one place of (B, C, T, F) as the product that it is: a quarter of oneDNN's time on a CPU."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_exporting():
-            return super().forward(x)
-        matrix = self.weight.flatten(1).expand(len(x), -1, -1)
-        return torch.baddbmm(self.bias[:, None], matrix, x.flatten(2)).view_as(x)
 
 
 class Subsampling(torch.nn.Module):

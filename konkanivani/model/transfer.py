@@ -58,7 +58,8 @@ def transfer_weights(
 
     Tensors over the vocabulary are taken only where it is the same; a smaller tensor never fills a larger one.
     """
-    counts = {stack: _layer_count(weights, stack) for stack in ("encoder", "decoder")}
+    matches = [match for name in weights if (match := LAYER.fullmatch(name))]
+    counts = {match[1]: 1 + max(int(one[2]) for one in matches if one[1] == match[1]) for match in matches}
     whole, part = Layers.of(config), Layers.of(model.config)
     taken, cut, left_out = [], [], []
     for name, target in model.state_dict().items():
@@ -76,11 +77,6 @@ def transfer_weights(
     return WeightTransfer(tuple(taken), tuple(cut), tuple(left_out))
 
 
-def _layer_count(weights: Mapping[str, torch.Tensor], stack: str) -> int:
-    found = [int(m.group(2)) for name in weights if (m := LAYER.fullmatch(name)) and m.group(1) == stack]
-    return max(found, default=-1) + 1
-
-
 def _source_name(name: str, model: KonkaniVaniASR, counts: Mapping[str, int]) -> str:
     """The name of the tensor to take: layer i of n comes from layer i x (N - 1) / (n - 1) of N, where N > n."""
     match = LAYER.fullmatch(name)
@@ -88,7 +84,7 @@ def _source_name(name: str, model: KonkaniVaniASR, counts: Mapping[str, int]) ->
         return name
     stack, layer, rest = match.group(1), int(match.group(2)), match.group(3)
     asked = len(getattr(model, stack).blocks)
-    if counts[stack] > asked:
+    if counts.get(stack, 0) > asked:
         layer = round(layer * (counts[stack] - 1) / max(1, asked - 1))
     return f"{stack}.blocks.{layer}.{rest}"
 

@@ -106,7 +106,8 @@ def build_planned_step(
 ) -> tuple[StepParts, MemoryPlan | None]:
     """The step, freshly initialised, and the memory plan that it keeps to, if one is asked for."""
     config, topology = start.config, start.topology
-    free = free_memory(topology, device)
+    # What the rank with the least memory may take without anyone's word on it; a machine's ranks share it.
+    free = -agree(topology, -(available_bytes(device) // (topology.local_world if device.type == "cpu" else 1)))
     architecture = start.architecture(speech.tokenizer.size)
     sharded = choose_sharding(config, architecture, device, free, topology)
     plan = plan_memory(start, speech, architecture, device, free, sharded) if config.is_planned else None
@@ -165,12 +166,6 @@ def _learn_sizes(config: TrainConfig, step: StepParts) -> None:
         forget_sizes(folder)
     for sizes in gather(topology, read_sizes(folder, step.splits.conditions)):
         step.splits.learn(sizes)
-
-
-def free_memory(topology: Topology, device: torch.device) -> int:
-    """Bytes that the rank with the least memory may take without anyone's word on it; a machine's ranks share it."""
-    ranks_here = topology.local_world if device.type == "cpu" else 1
-    return -agree(topology, -(available_bytes(device) // ranks_here))
 
 
 def choose_sharding(

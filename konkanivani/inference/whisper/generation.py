@@ -67,13 +67,11 @@ class FallbackDecode:
         return found
 
     def _is_good(self, said: Said) -> bool:
-        return self._is_likely(said) and self._is_readable(said.tokens)
+        is_readable = compression_ratio(self.vocabulary.decode(said.tokens).encode()) <= self.max_compression
+        return is_readable and self._is_likely(said)
 
     def _is_likely(self, said: Said) -> bool:
         return said.mean_log_probability >= self.min_log_probability
-
-    def _is_readable(self, tokens: list[int]) -> bool:
-        return compression_ratio(self.vocabulary.decode(tokens).encode()) <= self.max_compression
 
     def _is_surely_good(self, found: tuple[Hypothesis, ...]) -> bool:
         """Whether a search by the decoder alone tells enough of what it has found, so that nothing is computed for it.

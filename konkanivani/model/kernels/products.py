@@ -101,18 +101,15 @@ def fused_linear(
 
     In autocast the product is in half precision, the norm in at least fp32 on every device.
     """
-    low_rank, keeps_little = (
-        getattr(linear, "low_rank", None),
-        torch.is_grad_enabled() and recomputed_part.get() is None,
-    )
-    if low_rank is None and keeps_little:
+    low_rank, is_recomputed = getattr(linear, "low_rank", None), recomputed_part.get() is not None
+    if low_rank is None and torch.is_grad_enabled() and not is_recomputed:
         scale, shift, epsilon = (None, None, 0.0) if norm is None else (norm.weight, norm.bias, norm.eps)
         return _Linear.apply(x, linear.weight, linear.bias, scale, shift, epsilon, activation)
     normed = x if norm is None else norm(_in_full(x))
     inner = activation(normed) if activation else normed
-    # What is not kept for long is left to autograd: a Function takes as long as a small product.
-    is_as_it_is = _is_multiplied_as_it_is(linear.weight, inner) and not is_by_onednn(inner, *linear.weight.shape)
-    if keeps_little or torch.is_grad_enabled() and not is_as_it_is:
+    # What is not kept for long is left to autograd, which is quicker, where its backward heeds no surroundings.
+    is_left = is_recomputed and torch.is_autocast_enabled(inner.device.type)
+    if torch.is_grad_enabled() and not is_left:
         whole = _Linear.apply(inner, linear.weight, linear.bias, None, None, 0.0, None)
     else:
         whole = fast_linear(inner, _as_multiplied(linear.weight, inner), linear.bias)
@@ -124,6 +121,13 @@ class Linear(torch.nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return fused_linear(x, self)
+
+
+class PointwiseConv(torch.nn.Conv2d):
+    """A convolution of one place of (B, C, T, F) as the product that it is: a quarter of oneDNN's time on a CPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if torch.compiler.is_exporting() else _Places.apply(x, self.weight, self.bias)
 
 
 class LowRank(torch.nn.Module):
@@ -188,13 +192,29 @@ class _Linear(torch.autograd.Function):
         return by_x, by_weight, by_bias, by_scale, by_shift, None, None
 
 
+class _Places(torch.autograd.Function):
+    """`torch.baddbmm` of the places, whose own backward would heed an autocast that surrounds it."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        places = torch.baddbmm(bias[:, None], weight.flatten(1).expand(len(x), -1, -1), x.flatten(2))
+        return torch.ops.aten._unsafe_view(places, x.shape)  # padding is zeroed in place
+
+    @staticmethod
+    @in_own_precision
+    def backward(ctx, gradient: torch.Tensor) -> Backward:
+        x, weight = (tensor.to(gradient.dtype) for tensor in ctx.saved_tensors)
+        places = gradient.flatten(2)
+        by_x = (weight.flatten(1).t() @ places).view_as(x) if ctx.needs_input_grad[0] else None
+        by_weight = (places @ x.flatten(2).mT).sum(0).view_as(weight) if ctx.needs_input_grad[1] else None
+        return by_x, by_weight, places.sum((0, 2)) if ctx.needs_input_grad[2] else None
+
+
 def _as_multiplied(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The weight in the precision of x where it is kept in another one, for as long as the product takes."""
-    return weight if _is_multiplied_as_it_is(weight, x) else weight.to(x.dtype)
-
-
-def _is_multiplied_as_it_is(weight: torch.Tensor, x: torch.Tensor) -> bool:
-    return weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)  # which sees to it itself
+    # Autocast sees to it itself.
+    return weight if torch.is_autocast_enabled(x.device.type) else weight.to(x.dtype)
 
 
 def _normalize(

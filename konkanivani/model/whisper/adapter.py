@@ -39,19 +39,14 @@ def write_adapter(base: WhisperFolder, weights: Mapping[str, torch.Tensor], tuni
     products = {name: tensor for name, tensor in weights.items() if name.endswith(LOW_RANK_TENSORS)}
     if not products:
         raise UsageError("The model has no low-rank products to write apart. Write its weights as a whole folder.")
-    layers = _layers_of(base)
+    modules = base.architecture.build_without_values().named_modules()
+    layers = {name: (layer.out_features, layer.in_features) for name, layer in modules if isinstance(layer, Linear)}
     adapted = {name.removesuffix(f".{part}") for part in LOW_RANK_TENSORS for name in products if name.endswith(part)}
     _check_shapes(base, products, {name: layers.get(name, (0, 0)) for name in adapted}, tuning.lora_rank)
     check_finite(products)
     with whole_folder(out) as partial:
         safetensors.torch.save_file(_named_as_in_peft(products), partial / WEIGHTS, {"format": "pt"})
         write_json(partial / CONFIG, _config(base, tuning, _targets(layers, adapted)))
-
-
-def _layers_of(base: WhisperFolder) -> dict[str, tuple[int, int]]:
-    """(N, D) of each layer that can have a product, by our names."""
-    modules = base.architecture.build_without_values().named_modules()
-    return {name: (layer.out_features, layer.in_features) for name, layer in modules if isinstance(layer, Linear)}
 
 
 def _check_shapes(

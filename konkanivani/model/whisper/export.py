@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +54,8 @@ def write_whisper_folder(
     """
     check_is_new(out)
     named = _named_as_in_files(base, weights)
-    in_full = any(not _in_range(named[name], tensor) for name, tensor in _tensors_of(base))
+    kept_as = (pair for file in base.files for pair in read_tensors(base.path / file).items())
+    in_full = any(not named[name].to(tensor.dtype).isfinite().all() for name, tensor in kept_as)
     with whole_folder(out) as partial:
         kept, left_out = _other_files(base)
         _check_room(base, kept, out)
@@ -79,15 +80,6 @@ def _named_as_in_files(base: WhisperFolder, weights: Mapping[str, torch.Tensor])
     named = {names[name]: tensor.detach().cpu() for name, tensor in weights.items()}
     has_head = any(HEAD in tensors for tensors in base.files.values())
     return named | ({HEAD: named["model.decoder.embed_tokens.weight"].clone()} if has_head else {})
-
-
-def _tensors_of(base: WhisperFolder) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in base.files:
-        yield from read_tensors(base.path / name).items()
-
-
-def _in_range(weight: torch.Tensor, like: torch.Tensor) -> bool:
-    return bool(weight.to(like.dtype).isfinite().all())
 
 
 def _write_weights(source: Path, weights: Mapping[str, torch.Tensor], target: Path, in_full: bool) -> bool:
