@@ -106,15 +106,22 @@ def write_surroundings(directory: Path) -> tuple[str, ...]:
     return (*noise, "--rir_manifest", str(directory / "rir.jsonl"), "--rir_prob", "0.5", "--gain", "3")
 
 
+def further(*cases: object) -> list:
+    """Parameters of cases that are only tried with `--full`: others are of their kind."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.full) for case in cases]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--quick` and `--card`."""
+    """`--quick`, `--full` and `--card`."""
     parser.addoption("--quick", action="store_true", help="leave out every test that starts a process")
+    parser.addoption("--full", action="store_true", help="try further cases too of what other cases try")
     parser.addoption("--card", action="store_true", help="run the tests of a CUDA card, and no others")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Has a test that is about to start a process be left out where that is asked for; hides a card from all others."""
     config.addinivalue_line("markers", "card: what only a CUDA card shows")
+    config.addinivalue_line("markers", "full: a further case of what others try, or a benchmark")
     if not config.getoption("--card"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if config.getoption("--quick"):
@@ -122,16 +129,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test of a card is skipped where there is none or it is hidden."""
+    """Leaves out what `--full` is for; a test of a card is skipped where there is none or it is hidden."""
     import torch  # not before tests.warm has set what it reads
 
     from konkanivani.base.device import choose_device
 
     on_card = config.getoption("--card")
     of_card = [item for item in items if item.get_closest_marker("card")]
-    if on_card:
-        config.hook.pytest_deselected(items=[item for item in items if item not in of_card])
-        items[:] = of_card
+    asked = of_card if on_card else items
+    asked = [item for item in asked if config.getoption("--full") or not item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=[item for item in items if item not in asked])
+    items[:] = asked
     if on_card and torch.cuda.is_available():
         choose_device("cuda")  # with what every script has PyTorch do there
     why = "this machine has no CUDA card" if on_card else "it needs a CUDA card: pytest --card"

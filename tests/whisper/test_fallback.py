@@ -253,9 +253,11 @@ def test_tokens_are_drawn_with_the_probabilities_of_their_temperature(model, voc
         scores = inner.attention(model, loop[None], (FRAMES,), 1).score()[0, 0]
     for temperature, others in ((0.6, 1.5), (1.0, 0.4)):
         decode = fallback(vocabulary, temperatures=(temperature,), max_compression=-1.0)
-        short = with_most_tokens(decode, 1)
-        found = [decoded(dataclasses.replace(short, seed=seed), model, loop)[0] for seed in range(draws)]
-        counts = torch.bincount(torch.tensor([tokens[0] for tokens in found if tokens]), minlength=len(scores))
+        seeds = [dataclasses.replace(with_most_tokens(decode, 1), seed=seed) for seed in range(draws)]
+        found = [int(one._drawn(temperature)(0, [0], scores.log_softmax(0)[None])) for one in seeds]
+        for one, first in zip(seeds[:5], found, strict=False):
+            assert decoded(one, model, loop)[0] == [first] * (first != vocabulary.special.end)
+        counts = torch.bincount(torch.tensor(found), minlength=len(scores))
         likely = (scores / temperature).softmax(dim=0)
         deviation = (likely * (1 - likely) / draws).sqrt()
         common = likely > 0.02
