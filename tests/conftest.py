@@ -116,10 +116,11 @@ def crossed(*axes: Iterable) -> list:
     """Parameters of all combinations, of which as many are tried without `--full` as show each case of each axis."""
     axes = [[*axis] for axis in axes]
     shown = [[each % len(axis) for axis in axes] for each in range(max(map(len, axes)))]
-    return [
-        pytest.param(*(axis[n] for axis, n in zip(axes, at, strict=True)), marks=() if at in shown else pytest.mark.full)
-        for at in map(list, itertools.product(*(range(len(axis)) for axis in axes)))
-    ]
+    found = []
+    for at in map(list, itertools.product(*(range(len(axis)) for axis in axes))):
+        marks = () if at in shown else pytest.mark.full
+        found.append(pytest.param(*(axis[n] for axis, n in zip(axes, at, strict=True)), marks=marks))
+    return found
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
