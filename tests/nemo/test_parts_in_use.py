@@ -24,7 +24,7 @@ from konkanivani.model.kernels.recompute import run_recomputed
 from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.loop import train
-from tests.conftest import TINY_MODEL, Corpus, run_folders, run_script
+from tests.conftest import TINY_MODEL, Corpus, further, run_folders, run_script
 from tests.laws.parts import OTHER_FEATURES, OTHER_PARTS
 from tests.starts import begin_run
 from tests.test_block_parts import laid_out, random_attention
@@ -107,7 +107,7 @@ def test_what_has_always_been_is_written_as_it_always_was():
     assert "reflected" in told["edges"] and (told["preemphasis"], told["power_guard"]) == (0.97, "added")
 
 
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("kind", ["striding", *further("separable")])  # by 8 too: test_used.py
 def test_onnx_files_say_what_the_model_says(kind, tmp_path):
     speech_model = speech_model_of(*SHAPES[kind])
     (tmp_path / "m.onnx").write_bytes(build_onnx(speech_model))

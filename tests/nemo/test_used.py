@@ -13,7 +13,7 @@ from konkanivani.base.flags import config_from_text
 from konkanivani.base.rules import settings_of
 from konkanivani.inference.averaging import NamedCheckpoint, average_checkpoints
 from konkanivani.inference.bundle import read_bundle
-from konkanivani.inference.onnx_export import read_onnx
+from konkanivani.inference.onnx_export import build_onnx, read_onnx
 from konkanivani.inference.provenance import STATE, provenance_of, read_provenance
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.inference.speech_model import build_speech_model
@@ -84,9 +84,9 @@ def test_a_bundle_says_the_same_and_where_it_comes_from(name, imported, tmp_path
 
 
 def test_an_onnx_file_says_the_same(imported, tmp_path):
-    checkpoint, onnx = imported / "parakeet.pt", tmp_path / "a.onnx"  # the other kind: test_parts_in_use.py
-    run("export_asr", "--checkpoint", str(checkpoint), "--onnx", str(onnx))
-    model, again = build_speech_model(read_checkpoint(checkpoint), CPU), read_onnx(onnx)
+    model = build_speech_model(read_checkpoint(imported / "parakeet.pt"), CPU)  # the other kind: test_parts_in_use.py
+    (tmp_path / "a.onnx").write_bytes(build_onnx(model))
+    again = read_onnx(tmp_path / "a.onnx")
     assert again.recognize(*sound()) == [heard.text for heard in hear(model, *sound())]
     for waveforms, lengths in (sound(), check_signal()):
         found, found_lengths = again.log_probabilities(waveforms, lengths)
