@@ -1,5 +1,7 @@
 """NeMo's own tiny files and what it heard with them (benchmarks/import_parity.py makes them anew), and changed ones."""
 
+import copy
+import functools
 import gzip
 import io
 import tarfile
@@ -11,7 +13,7 @@ import sentencepiece
 import torch
 import yaml
 
-FOLDER = Path(__file__).parent
+FOLDER, DUMPER = Path(__file__).parent, getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 WORDS = "उदक घरांत आसा आनी शाळा बाजारा लागीं एक दोन तीन चार पांच आवय घरा वता कोण खंय सकाळ रात फूल".split()
 
@@ -33,7 +35,7 @@ class NemoParts:
         torch.save(self.tensors, weights)
         return {
             **{f"./{name}": data for name, data in self.others.items()},
-            f"./{CONFIG}": yaml.safe_dump(self.config, allow_unicode=True, sort_keys=False).encode(),
+            f"./{CONFIG}": yaml.dump(self.config, Dumper=DUMPER, allow_unicode=True, sort_keys=False).encode(),
             f"./{WEIGHTS}": weights.getvalue(),
         }
 
@@ -44,6 +46,11 @@ class NemoParts:
 
 def read_parts(name: str = "striding", folder: Path = FOLDER) -> NemoParts:
     """Those of one of NeMo's files."""
+    return copy.deepcopy(_read_parts(name, folder))
+
+
+@functools.cache
+def _read_parts(name: str, folder: Path) -> NemoParts:
     with tarfile.open(folder / f"{name}.nemo", "r:*") as archive:
         read = {m.name.removeprefix("./"): archive.extractfile(m).read() for m in archive if m.isfile()}
     tensors = torch.load(io.BytesIO(read.pop(WEIGHTS)), weights_only=True)  # noqa: TID251

@@ -89,10 +89,7 @@ def bombed(path: Path) -> None:
     """A member of a gigabyte in a megabyte."""
     header = tarfile.TarInfo(f"./{WEIGHTS}")
     header.size = 2**30
-    with gzip.open(path, "wb", 9) as packed:
-        packed.write(header.tobuf())
-        for _ in range(256):
-            packed.write(bytes(2**22))
+    path.write_bytes(gzip.compress(header.tobuf()) + 256 * gzip.compress(bytes(2**22)))
 
 
 def noted(path: Path) -> None:
@@ -221,8 +218,8 @@ def test_a_file_that_is_cut_anywhere_is_refused(is_packed, tmp_path):
     whole = (FOLDER / "striding.nemo").read_bytes()
     whole = gzip.compress(whole) if is_packed else whole
     path = tmp_path / "x.nemo"
-    for part in range(20):
-        path.write_bytes(whole[: len(whole) * part // 20])
+    for part in range(10):
+        path.write_bytes(whole[: len(whole) * part // 10])
         verdict = watch(lambda: run_import(path), tmp_path)
         assert verdict.outcome == "CheckpointError", (part, verdict)
         assert re.search("breaks off|is damaged", verdict.message), verdict.message
