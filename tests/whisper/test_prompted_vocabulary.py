@@ -12,7 +12,7 @@ from konkanivani.data.batch import Speech, check_tokens, collate
 from konkanivani.data.checking import Limits, reason_to_reject
 from konkanivani.data.generation import TimeRules
 from konkanivani.data.utterance import Utterance
-from konkanivani.inference.whisper.byte_pairs import read_byte_pairs
+from konkanivani.inference.whisper.byte_pairs import BytePairs, read_byte_pairs
 from konkanivani.inference.whisper.vocabulary import (
     ModelTokens,
     Prompt,
@@ -53,16 +53,27 @@ def folder(request, tmp_path_factory) -> Path:
     return small(place, KINDS[request.param])
 
 
-def read(folder: Path, language: str | None = "mr", task: str | None = "transcribe", **changes) -> PromptedVocabulary:
-    pairs = read_byte_pairs(folder)
+@pytest.fixture(scope="module")
+def pairs(folder) -> BytePairs:
+    return read_byte_pairs(folder)
+
+
+@pytest.fixture(scope="module")
+def peer(folder):
+    return transformers.WhisperTokenizer.from_pretrained(str(folder))
+
+
+def read(of: Path | BytePairs, language: str | None = "mr", task: str | None = "transcribe", **changes):
+    """The vocabulary of a folder, or of what was read of it, with this prompt."""
+    pairs = read_byte_pairs(of) if isinstance(of, Path) else of
     tokens = ModelTokens(changes.get("size", pairs.size), 448, changes.get("en", False), changes.get("said", {}))
     return PromptedVocabulary(pairs, Prompt(language, task), tokens)
 
 
 @pytest.mark.parametrize("language, task", [("mr", "transcribe"), ("hi", "translate"), ("en", "transcribe")])
-def test_labels_and_prompts_are_those_of_transformers(folder, language, task):
-    peer = transformers.WhisperTokenizer.from_pretrained(str(folder), language=language, task=task)
-    ours = read(folder, language, task)
+def test_labels_and_prompts_are_those_of_transformers(pairs, peer, language, task):
+    peer.set_prefix_tokens(language=language, task=task, predict_timestamps=False)
+    ours = read(pairs, language, task)
     assert [ours.special.start, *ours.prefix] == peer.prefix_tokens
     assert [ours.special.start, *ours.encode(TEXT), ours.special.end] == peer(TEXT)["input_ids"]
     assert (ours.special.end, ours.size) == (peer.eos_token_id, len(peer))
@@ -75,9 +86,8 @@ def test_labels_and_prompts_are_those_of_transformers(folder, language, task):
     assert ours.encode_with_times(TEXT, 0.0, 3.42) == [*peer.prefix_tokens[1:], begin, *text, end]
 
 
-def test_a_batch_feeds_the_prompt_and_asks_for_it(folder):
-    ours = read(folder)
-    pairs = read_byte_pairs(folder)
+def test_a_batch_feeds_the_prompt_and_asks_for_it(pairs):
+    ours = read(pairs)
     said = pairs.decode([0]) + TEXT
     speech = Speech("u", torch.zeros(10), ours.encode(said), None)
     check_tokens(speech, ours.size, ours.special)
@@ -89,22 +99,21 @@ def test_a_batch_feeds_the_prompt_and_asks_for_it(folder):
     assert batch.decoder_tokens[0].tolist().count(ours.special.start) == 1
 
 
-def test_decoding_leaves_prompt_and_times_out(folder):
-    ours = read(folder)
-    peer = transformers.WhisperTokenizer.from_pretrained(str(folder))
+def test_decoding_leaves_prompt_and_times_out(pairs, peer):
+    ours = read(pairs)
     said = [ours.special.start, *ours.encode_with_times(f" {TEXT}", 1.0, None), ours.time_token(30.0), ours.special.end]
     text = said[len(ours.prefix_with_times) + 2 : -2]
-    assert ours.decode(said) == TEXT == peer.decode(text).strip() and text == read_byte_pairs(folder).encode(f" {TEXT}")
+    assert ours.decode(said) == TEXT == peer.decode(text).strip() and text == pairs.encode(f" {TEXT}")
     assert [ours.seconds_of(token) for token in said[3:4] + said[-2:]] == [1.0, 30.0, None]
     assert ours.time_token(99.0) == ours.time_token(30.0) == ours.size - 1
 
 
-def test_what_is_kept_makes_an_equal_one(folder):
-    ours = read(folder, "hi", "translate")
+def test_what_is_kept_makes_an_equal_one(pairs):
+    ours = read(pairs, "hi", "translate")
     for other in (vocabulary_of(ours.model), copy.copy(ours)):
         assert (other.model, other.prefix, other.special) == (ours.model, ours.prefix, ours.special)
         assert other.encode(TEXT) == ours.encode(TEXT)
-    assert read(folder, "mr").model != ours.model  # counts of labels are kept by it
+    assert read(pairs, "mr").model != ours.model  # counts of labels are kept by it
 
 
 def test_a_language_that_is_not_there_is_told_with_those_that_are(tmp_path):
@@ -158,31 +167,31 @@ def test_what_was_never_kept_gets_one_sentence(kept):
     assert "\n" not in str(refused.value)
 
 
-def test_rules_come_from_the_files_or_from_the_tokens(folder):
+def test_rules_come_from_the_files_or_from_the_tokens(folder, pairs):
     settings = {"suppress_tokens": [1, 2], "begin_suppress_tokens": [7], "max_initial_timestamp_index": 3}
-    ours = read(folder, said=settings | {"return_timestamps": False})
+    ours = read(pairs, said=settings | {"return_timestamps": False})
     rules = vocabulary_of(ours.saying_times().model).rules
     assert (rules.suppressed, rules.suppressed_first, rules.most_tokens) == ((1, 2), (7,), 445)
     assert rules.times == TimeRules(ours.no_times, ours.first_time, 3) and rules.prompt == ours.prefix_with_times
-    made = read(folder).rules
+    made = read(pairs).rules
     assert (made.most_tokens, ours.rules.times) == (444, None)
     assert made.times is None and made.prompt == ours.prefix
-    assert made.suppressed_first == (*read_byte_pairs(folder).encode(" "), ours.special.end)
+    assert made.suppressed_first == (*pairs.encode(" "), ours.special.end)
     assert {ours.special.start, ours.no_speech} <= set(made.suppressed)
     assert not {ours.special.end, ours.no_times} & set(made.suppressed)
     if folder.parent.name.startswith("real"):
-        tasks = {read_byte_pairs(folder).names[f"<|{task}|>"] for task in ("transcribe", "translate")}
+        tasks = {pairs.names[f"<|{task}|>"] for task in ("transcribe", "translate")}
         assert set(made.suppressed) == tasks | set(configuration.NON_SPEECH_TOKENS_MULTI)
         assert made.suppressed_first == (220, 50257)
     for wrong in ([ours.size], [-2], ["a"], 5, [True]):
         with pytest.raises(DataError, match="suppress_tokens is not a list of the model's tokens"):
-            read(folder, said={"suppress_tokens": wrong})
+            read(pairs, said={"suppress_tokens": wrong})
     with pytest.raises(DataError, match="max_initial_timestamp_index"):
-        read(folder, said={"max_initial_timestamp_index": "50"})
+        read(pairs, said={"max_initial_timestamp_index": "50"})
 
 
-def test_labels_beyond_the_decoders_positions_are_left_out_with_the_reason(folder):
-    ours, limits = read(folder), Limits(0.1, 40.0, 10**9, 1.0, is_aligned=False).within(30.0, 447, 0.9)
+def test_labels_beyond_the_decoders_positions_are_left_out_with_the_reason(pairs):
+    ours, limits = read(pairs), Limits(0.1, 40.0, 10**9, 1.0, is_aligned=False).within(30.0, 447, 0.9)
     utterance = Utterance("u.wav", "u.wav", 5.0, "!")
     longest = ours.encode("") + [0] * ours.rules.most_tokens
     assert len(collate([Speech("u", torch.zeros(5), longest, None)], ours.special).decoder_tokens[0]) == 448

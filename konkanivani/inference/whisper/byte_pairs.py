@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,7 +108,7 @@ class BytePairs:
         self.source, self._merges_written = source, tuple(merges)
         self._check_names(vocabulary)
         self._spelt = _spelt({**vocabulary, **named}, source)
-        self._merges = Merges(dict(self._ranked(vocabulary)))
+        self._merges = Merges(self._ranked(vocabulary))
         absent = [byte for byte, character in enumerate(byte_characters()) if character not in vocabulary]
         if absent:
             raise DataError(f"{source} has no token for the byte {absent[0]}: some texts could not be written. {OTHER}")
@@ -125,19 +125,20 @@ class BytePairs:
             if vocabulary.get(name, token) != token:
                 raise DataError(f"{self.source} gives {name} two ids, {vocabulary[name]} and {token}. {OTHER}")
 
-    def _ranked(self, vocabulary: Mapping[str, int]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-        seen = set()
+    def _ranked(self, vocabulary: Mapping[str, int]) -> dict[tuple[int, int], tuple[int, int]]:
+        found: dict[tuple[int, int], tuple[int, int]] = {}
         for rank, (left, right) in enumerate(self._merges_written):
-            absent = [token for token in (left, right, left + right) if token not in vocabulary]
-            if absent:
+            try:
+                pair, merged = (vocabulary[left], vocabulary[right]), vocabulary[left + right]
+            except KeyError as absent:
                 raise DataError(
                     f"{self.source}: merge {rank + 1}, {_shown(left)} and {_shown(right)}, is of the token "
-                    f"{_shown(absent[0])}, which the vocabulary has not. {OTHER}"
-                )
-            if (left, right) in seen:
+                    f"{_shown(absent.args[0])}, which the vocabulary has not. {OTHER}"
+                ) from None
+            if pair in found:
                 raise DataError(f"{self.source} has the merge of {_shown(left)} and {_shown(right)} twice. {OTHER}")
-            seen.add((left, right))
-            yield (vocabulary[left], vocabulary[right]), (rank, vocabulary[left + right])
+            found[pair] = rank, merged
+        return found
 
     @property
     def size(self) -> int:
@@ -195,9 +196,10 @@ def _spelt(ids: Mapping[str, int], source: str) -> list[str]:
 
 def _bytes_of(piece: str, byte_of: Mapping[str, int]) -> bytes:
     """The bytes that a piece of a vocabulary file writes; of one that is written in other characters, its own."""
-    if all(character in byte_of for character in piece):
-        return bytes(byte_of[character] for character in piece)
-    return piece.encode(errors="replace")
+    try:
+        return bytes(map(byte_of.__getitem__, piece))
+    except KeyError:
+        return piece.encode(errors="replace")
 
 
 def _shown(piece: str) -> str:
@@ -294,6 +296,6 @@ def _merge_lines(path: Path) -> list[str]:
 
 def _pairs_in(merges: list, source: str) -> list[tuple[str, str]]:
     for rank, merge in enumerate(merges):
-        if not isinstance(merge, list) or len(merge) != 2 or not all(isinstance(t, str) and t for t in merge):
+        if not isinstance(merge, list) or [*map(type, merge)] != [str, str] or not all(merge):
             raise DataError(f"{source}: merge {rank + 1} is not of two tokens. {OTHER}")
     return [(left, right) for left, right in merges]
