@@ -25,12 +25,14 @@ from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.optimizer import set_learning_rate
 from konkanivani.training.step import StepParts
 from konkanivani.training.validation import recognize
+from tests.conftest import crossed
 from tests.laws.failing import ERRORS, above, failing_forward
 from tests.laws.parts import KINDS, PLACES, double_parts, features_of, speeches, weights_after, window, with_dropout
 from tests.whisper.parts import MODES, whisper_config, whisper_parts
 
-ALL, SOME, AHEAD = PLACES["host"], PLACES["some on the host"], PLACES["ahead"]
-BOTH, HALVED = PLACES["host and half"], PLACES["halved"]
+ALL, SOME, AHEAD, HALVED = PLACES["host"], PLACES["some on the host"], PLACES["ahead"], PLACES["halved"]
+FETCHED, IN_HALF = ("some on the host", "host", "ahead"), ("host", "ahead", "halved", "host and half")
+OURS = ("conformer", "other parts")
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
@@ -65,9 +67,9 @@ def ours_in_half(placement: Placement, kind: str) -> StepParts:
 
 
 def ours_in_chunks(placement: Placement, kind: str) -> StepParts:
-    """Our own recogniser with every block recomputed, and what is long in chunks of 7 frames."""
+    """Our own recogniser with every block recomputed, and what is long in chunks of 13 frames."""
     parts = ours(placement, "always", kind)
-    return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, chunk_frames=7))
+    return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, chunk_frames=13))
 
 
 def whisper(placement: Placement, mode: str) -> StepParts:
@@ -80,40 +82,35 @@ def whisper_in_half(placement: Placement, mode: str) -> StepParts:
     return whisper_parts(mode, whisper_config("always", half=True), torch.float32, placement=placement)
 
 
-@pytest.mark.parametrize("kind", ["conformer", "other parts"])
-@pytest.mark.parametrize("recompute", ["always", "never"])
-@pytest.mark.parametrize("placement", [SOME, ALL, AHEAD], ids=["some", "all", "ahead"])
-def test_our_own_fetched(placement: Placement, recompute: str, kind: str) -> None:
-    assert not differing(on_card(ours, recompute, kind), weights_after(ours(placement, recompute, kind), STEPS))
+@pytest.mark.parametrize(("place", "recompute", "kind"), crossed(FETCHED, ["always", "never"], OURS))
+def test_our_own_fetched(place: str, recompute: str, kind: str) -> None:
+    assert not differing(on_card(ours, recompute, kind), weights_after(ours(PLACES[place], recompute, kind), STEPS))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("placement", [SOME, ALL, AHEAD], ids=["some", "all", "ahead"])
-def test_whisper_fetched(mode: str, placement: Placement) -> None:
-    assert not differing(on_card(whisper, mode), weights_after(whisper(placement, mode), STEPS))
+@pytest.mark.parametrize(("place", "mode"), crossed(FETCHED, MODES))
+def test_whisper_fetched(place: str, mode: str) -> None:
+    assert not differing(on_card(whisper, mode), weights_after(whisper(PLACES[place], mode), STEPS))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("placement", [ALL, AHEAD, HALVED, BOTH], ids=["all", "ahead", "halved", "both"])
-def test_whisper_in_half_precision(mode: str, placement: Placement) -> None:
-    away = weights_after(whisper_in_half(placement, mode), STEPS, torch.float32)
+@pytest.mark.parametrize(("place", "mode"), crossed(IN_HALF, MODES))
+def test_whisper_in_half_precision(place: str, mode: str) -> None:
+    away = weights_after(whisper_in_half(PLACES[place], mode), STEPS, torch.float32)
     assert not differing(on_card(whisper_in_half, mode, dtype=torch.float32), away)
 
 
-@pytest.mark.parametrize("kind", ["conformer", "other parts"])
-@pytest.mark.parametrize("placement", [ALL, AHEAD, HALVED, BOTH], ids=["all", "ahead", "halved", "both"])
-def test_our_own_in_half_precision(placement: Placement, kind: str) -> None:
-    away = weights_after(ours_in_half(placement, kind), STEPS, torch.float32)
+@pytest.mark.parametrize(("place", "kind"), crossed(IN_HALF, OURS))
+def test_our_own_in_half_precision(place: str, kind: str) -> None:
+    away = weights_after(ours_in_half(PLACES[place], kind), STEPS, torch.float32)
     assert not differing(on_card(ours_in_half, kind, dtype=torch.float32), away)
 
 
-@pytest.mark.parametrize("kind", ["conformer", "other parts"])
+@pytest.mark.parametrize("kind", OURS)
 def test_in_chunks(kind: str) -> None:
     """What is recomputed within a block that is recomputed finds the weights that were brought for it."""
     assert not differing(on_card(ours_in_chunks, kind), weights_after(ours_in_chunks(ALL, kind), STEPS))
 
 
-@pytest.mark.parametrize("kind", ["conformer", "other parts"])
+@pytest.mark.parametrize("kind", OURS)
 def test_a_long_utterance_is_planned_with_its_weights_on_the_host(kind: str) -> None:
     """The card's place and the host's are two to a trace: what it multiplies by must all be on the card."""
     config = TrainConfig(model=KINDS[kind], features=features_of(KINDS[kind]))

@@ -9,6 +9,7 @@ from tests.conftest import run_script
 pytest.importorskip(
     "transformers", reason="transformers, beside which it measures, is not installed: pip install -e .[test]"
 )
+pytestmark = pytest.mark.full
 
 
 def test_both_sides_take_the_same_step(tmp_path):
