@@ -1,6 +1,7 @@
 """Language models of tokens: estimates and scores against plain definitions, an n-gram at a time; files; a script."""
 
 import gzip
+import itertools
 import json
 import math
 import runpy
@@ -79,11 +80,14 @@ def expected_scores(model: Model, tokens: Gram) -> list[float]:
     return scores
 
 
+def states_along(model: LanguageModel, tokens: Sequence[int]) -> list[torch.Tensor]:
+    """The state at first, and that after each of the tokens."""
+    follow = lambda state, token: model.advance(state, torch.tensor([token]))  # noqa: E731
+    return [*itertools.accumulate(tokens, follow, initial=model.initial(1))]
+
+
 def state_after(model: LanguageModel, tokens: Gram) -> torch.Tensor:
-    states = model.initial(1)
-    for token in tokens:
-        states = model.advance(states, torch.tensor([token]))
-    return states
+    return states_along(model, tokens)[-1]
 
 
 def is_close(one: Sequence[float], other: Sequence[float], bound: float = 1e-12) -> bool:
@@ -107,7 +111,7 @@ def models(draw: st.DrawFn) -> Model:
 histories = st.lists(st.lists(st.sampled_from([UNKNOWN, *PIECES]), max_size=6).map(tuple), min_size=1, max_size=4)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(models(), histories)
 def test_scores_are_those_of_the_definition(model, sentences):
     built = build_language_model(ngrams_of(model), VOCABULARY, CPU)
@@ -260,7 +264,7 @@ def test_a_wrong_estimate_would_be_seen(part, mistake, monkeypatch):
 
 def walked(model: LanguageModel, sentences: Sequence[Sequence[int]]) -> torch.Tensor:
     """The scores in all states that the sentences pass through."""
-    return torch.cat([model.score(state_after(model, tuple(t[:n]))) for t in sentences for n in range(len(t) + 1)])
+    return model.score(torch.cat([state for tokens in sentences for state in states_along(model, tokens)]))
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 6, 12])
@@ -283,7 +287,7 @@ def test_a_text_is_more_probable_than_noise():
     step = model.score(model.initial(1))[0, END].item()
     assert nothing == pytest.approx(step)
     many = [*zipf(300), []]
-    assert score_sentences(model, many) == pytest.approx([score_sentences(model, [t])[0] for t in many])
+    assert score_sentences(model, many)[::10] == pytest.approx([score_sentences(model, [t])[0] for t in many[::10]])
 
 
 # Files
@@ -424,7 +428,7 @@ def _first(ngrams: Ngrams, count: int) -> Ngrams:
     return Ngrams(ngrams.tokens[:count], ngrams.log_probabilities[:count], ngrams.backoffs[:count])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_whatever_is_done_to_a_file_it_is_a_model_or_a_sentence(data, orders, tokenizer, tmp_path_factory):
     path = tmp_path_factory.mktemp("fuzz") / "lm.arpa"
