@@ -166,7 +166,7 @@ def test_a_batch_is_one_by_one(lengths, beam):
 
 def test_a_batch_of_nothing_but_ties_is_one_by_one():
     """Two levels of probability: sums that are equal on paper, but rounded differently at other places of a batch."""
-    for seed in range(30):
+    for seed in range(15):
         generator = torch.Generator().manual_seed(seed)
         lengths = tuple(torch.randint(1, 25, (4,), generator=generator).tolist())
         levels = torch.randint(2, (4, max(lengths), 5), generator=generator).double().log_softmax(-1)
@@ -266,7 +266,7 @@ def test_a_step_of_a_batch_of_beams_is_that_of_each_hypothesis():
             assert all(map(is_close, scores[row, place].tolist(), expected))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_small_problem_is_exact(data):
     lengths = tuple(data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3)))
