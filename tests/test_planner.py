@@ -24,6 +24,7 @@ from tests.tracers import ONLY_TENSORS, traces_of
 from tests.warm import warm_parent
 
 SMALL = ModelConfig(d_model=32, encoder_layers=3, decoder_layers=1, attention_heads=2, subsampling_channels=8)
+TINY = dataclasses.replace(SMALL, encoder_layers=1)
 
 
 def traces(model: ModelConfig, costs: DeviceCosts = ONLY_TENSORS, half: bool = False) -> Traces:
@@ -190,8 +191,7 @@ def test_a_card_that_is_not_known_is_refused_with_a_way_on(written, said):
 
 
 def test_the_plan_from_the_command_line_and_the_trainer_takes_its_flags(corpus, tmp_path):
-    model = (*TINY_MODEL, "--encoder_layers", "3")
-    flags = ("--memory_budget", "314MiB", *model)
+    flags = ("--memory_budget", "314MiB", *TINY_MODEL, "--encoder_layers", "3")
     done = well(run_script("training_scripts/plan_memory.py", *flags, "--json"))
     report = json.loads(done.stdout)
     never, always = report["answers"]
@@ -248,8 +248,7 @@ def printed_afresh(call: str) -> str:
 
 def modes_from_busy_threads():
     torch.randn(600, 600) @ torch.randn(600, 600)  # from here on OpenMP has threads that a fork does not take along
-    tiny = dataclasses.replace(SMALL, encoder_layers=1)
-    report = plan_budget(TrainConfig(model=tiny, text=TextConfig(vocab_size=40)), cpu_costs(), parse_budget("312MiB"))
+    report = plan_budget(TrainConfig(model=TINY, text=TextConfig(vocab_size=40)), cpu_costs(), parse_budget("312MiB"))
     return [answer.gradient_checkpointing for answer in report.answers]
 
 
@@ -259,7 +258,7 @@ def test_the_answers_come_from_a_process_whose_threads_are_at_work_as_well():
 
 def table_of_the_small_preset():
     config = dataclasses.replace(TrainConfig(), text=TextConfig(vocab_size=40))
-    return plan_presets(config, cpu_costs(), {"small": SMALL}, budgets=(0.1, 0.33, 0.38))
+    return plan_presets(config, cpu_costs(), {"small": TINY}, budgets=(0.1, 0.33, 0.38))
 
 
 def test_the_table_holds_a_dash_where_the_state_does_not_fit_and_grows_to_the_right():
