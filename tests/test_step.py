@@ -139,7 +139,7 @@ def test_the_garbage_collector_leaves_out_what_was_there_before_training_and_onl
         raise NumericsError("The gradients are not finite.")
     assert is_walked(before)
     gc.freeze()
-    with freeze_gc():  # who calls has left something out: it stays so
+    with freeze_gc():  # who calls has left out what there was: it stays so
         pass
     assert not is_walked(before)
 
