@@ -206,6 +206,8 @@ def serve(descriptor: int, imported: Sequence[str]) -> NoReturn:
     del sys.modules["bootstrap"]
     for name in imported:
         importlib.import_module(name)
+    if flags := sys.modules.get("konkanivani.base.flags"):
+        flags.ask([])  # what tyro finds out of a configuration's types and docstrings takes a third of a short run
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()  # else the first collection in each fork copies all that is shared
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack a thread"
