@@ -1,13 +1,14 @@
 """A miniature corpus of tones, written in a second, and the real scripts run on it as child processes."""
 
 import gc
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,6 +110,17 @@ def write_surroundings(directory: Path) -> tuple[str, ...]:
 def further(*cases: object) -> list:
     """Parameters of cases that are only tried with `--full`: others are of their kind."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.full) for case in cases]
+
+
+def crossed(*axes: Iterable) -> list:
+    """Parameters of all combinations, of which as many are tried without `--full` as show each case of each axis."""
+    axes = [[*axis] for axis in axes]
+    shown = [[each % len(axis) for axis in axes] for each in range(max(map(len, axes)))]
+    found = []
+    for at in map(list, itertools.product(*(range(len(axis)) for axis in axes))):
+        marks = () if at in shown else pytest.mark.full
+        found.append(pytest.param(*(axis[n] for axis, n in zip(axes, at, strict=True)), marks=marks))
+    return found
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -36,10 +37,12 @@ ROOT = Path(__file__).resolve().parent.parent
 THREADS = 2
 NOTHING = Path(os.devnull)
 IMPORTED = (
-    *("tyro", "numpy.random", "PIL.Image", "safetensors.torch"),
+    *("numpy.random", "PIL.Image", "safetensors.torch", "html", "multiprocessing.popen_fork", "tyro", "typeguard"),
+    *("tyro._backends._argparse_formatter", "tyro._backends._tyro_backend", "tyro.constructors._struct_spec_dataclass"),
     *("torch.utils.tensorboard.summary", "tensorboard.summary.writer.record_writer"),
     *("torch.utils.serialization", "torch._dynamo"),  # the second one is what a trace imports
     *("konkanivani.recipe.train", "konkanivani.recipe.dry_run", "konkanivani.recipe.evaluation_model"),
+    *("konkanivani.inference.transcribe", "konkanivani.evaluation.reports.score_page"),
 )
 # What is read as an interpreter or a library starts: another value than the parent's cannot be given to a fork.
 EARLY = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "ONEDNN_", "PYTORCH_", "LC_", "LANG")
@@ -209,6 +212,8 @@ def serve(descriptor: int, imported: Sequence[str]) -> NoReturn:
     if flags := sys.modules.get("konkanivani.base.flags"):
         flags.ask([])  # what tyro finds out of a configuration's types and docstrings takes a third of a short run
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for finalizer in weakref.finalize._registry:
+        finalizer.atexit = False  # at each fork's end PyTorch would take its operators out one by one
     gc.freeze()  # else the first collection in each fork copies all that is shared
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack a thread"
     requests = Connection(descriptor)

@@ -26,8 +26,8 @@ class Kind:
 
     mel_bins: int = 80
     layers: tuple[int, int] = (2, 2)
-    vocab_size: int = 51_865
-    end: int = 50_257
+    vocab_size: int = 1_865
+    end: int = 257
     largest_file: str = "5GB"
 
     @property
@@ -39,9 +39,9 @@ class Kind:
 
 KINDS = {
     "tiny": Kind(),
-    "v3": Kind(128, vocab_size=51_866),
-    "turbo": Kind(128, (4, 1), 51_866, largest_file="3MB"),
-    "en": Kind(layers=(1, 3), vocab_size=51_864, end=50_256),
+    "v3": Kind(128, vocab_size=1_866),
+    "turbo": Kind(128, (4, 1), 1_866, largest_file="200KB"),
+    "en": Kind(layers=(1, 3), vocab_size=1_864, end=256),
 }
 
 
@@ -99,7 +99,7 @@ def write_folder(kind: Kind, path: Path, seed: int = 0, dtype: torch.dtype = tor
     reference(kind, seed).to(dtype).save_pretrained(path, max_shard_size=kind.largest_file)
     transformers.WhisperFeatureExtractor(feature_size=kind.mel_bins, chunk_length=SECONDS).save_pretrained(path)
     generation = json.loads((path / "generation_config.json").read_text())
-    generation |= {"suppress_tokens": [1, 2, 7], "lang_to_id": {"<|mr|>": 50_320}, "alignment_heads": [[0, 1]]}
+    generation |= {"suppress_tokens": [1, 2, 7], "lang_to_id": {"<|mr|>": 320}, "alignment_heads": [[0, 1]]}
     (path / "generation_config.json").write_text(json.dumps(generation))
     for name in ("vocab.json", "merges.txt", "added_tokens.json", "tokenizer_config.json", "README.md"):
         (path / name).write_text(f"what a folder of Whisper has in {name}\n")

@@ -17,7 +17,7 @@ from konkanivani.inference.whisper.vocabulary import PromptedVocabulary
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.model.whisper.network import Whisper
 from konkanivani.model.whisper.shape import WhisperShape
-from tests.conftest import WORDS
+from tests.conftest import WORDS, further
 from tests.whisper.folders import FRAMES, reference, transformers
 from tests.whisper.test_parity import ours_of
 from tests.whisper.vocabularies import POSITIONS, kind_of, read_vocabulary, write_vocabulary
@@ -113,7 +113,7 @@ def test_what_is_good_is_as_it_was_and_costs_nothing(model, vocabulary, utteranc
     assert decoded(strict, model, *good) and begun.sizes[6:] == [3] * (3 + len(decode.temperatures))
 
 
-@pytest.mark.parametrize("beam", [1, 3])
+@pytest.mark.parametrize("beam", [3, *further(1)])
 def test_only_what_repeats_itself_is_drawn_anew(model, vocabulary, utterances, beam, monkeypatch):
     decode, given = fallback(vocabulary, beam), [utterances[name] for name in ("good", "loop", "other", "good")]
     first = decoded(decode.inner, model, *given)
@@ -122,8 +122,7 @@ def test_only_what_repeats_itself_is_drawn_anew(model, vocabulary, utterances, b
     found = decoded(decode, model, *given)
     assert [one == other for one, other in zip(found, first, strict=True)] == [True, False, True, True]
     assert begun.sizes[0] == 4 and set(begun.sizes[1:]) == {1} and 3 <= len(begun.sizes[1:]) <= 7
-    for seed in (1, 2):
-        assert decoded(dataclasses.replace(decode, seed=seed), model, *given)[1] != found[1]
+    assert decoded(dataclasses.replace(decode, seed=1), model, *given)[1] != found[1]
     lenient = dataclasses.replace(decode, max_compression=100.0, min_log_probability=-100.0)  # the negative control
     assert decoded(lenient, model, *given) == first
 
@@ -147,16 +146,16 @@ def test_the_first_good_one_is_taken_else_the_last(model, vocabulary, utterances
     )
 
 
-@pytest.mark.parametrize("beam", [1, 3])
+@pytest.mark.parametrize("beam", [3, *further(1)])
 def test_alone_and_in_any_batch_the_same_is_found(model, vocabulary, utterances, beam):
-    decode = fallback(vocabulary, beam)
+    decode = fallback(vocabulary, beam, temperatures=(0.4, 1.0))
     alone = {name: decoded(decode, model, frames)[0] for name, frames in utterances.items()}
     assert alone["silence"] == [] and len(set(map(tuple, alone.values()))) == len(alone) - 1  # two say the same
-    for order in (list(alone), list(alone)[::-1], ["loop", "good", "loop"], ["guess", "sure loop", "loop", "loop"]):
+    for order in (list(alone)[::-1], ["loop", "good", "loop"], ["guess", "sure loop", "loop"]):
         found = decoded(decode, model, *(utterances[name] for name in order))
         assert found == [alone[name] for name in order]
-    drawn = [decoded(dataclasses.replace(decode, seed=seed), model, utterances["loop"])[0] for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2]  # the negative control
+    other = decoded(dataclasses.replace(decode, seed=1), model, utterances["loop"])
+    assert other != [alone["loop"]]  # the negative control
 
 
 def test_silence_has_no_tokens(model, vocabulary, utterances, monkeypatch):
@@ -219,11 +218,12 @@ def greedily(model: torch.nn.Module, encoded: torch.Tensor, vocabulary: Prompted
 def test_the_mean_log_probability_is_transformers(vocabulary, says_times):
     vocabulary = vocabulary.saying_times() if says_times else vocabulary
     end, compared = vocabulary.special.end, 0
-    for seed in range(5):
+    for seed in range(4):
         peer = reference(kind_of(vocabulary), seed)
         with torch.no_grad():
             peer.model.decoder.embed_tokens.weight[end] *= 2.5  # so that some end
-        ours, encoded = ours_of(peer, kind_of(vocabulary)), torch.randn(3, FRAMES, 32)
+        ours = ours_of(peer, kind_of(vocabulary))
+        encoded = torch.randn(3, FRAMES, 32, generator=torch.Generator().manual_seed(seed))
         tokens, scores = greedily(peer, encoded, vocabulary)
         search = fallback(vocabulary).inner
         with torch.no_grad():
@@ -271,7 +271,7 @@ def test_tokens_are_drawn_with_the_probabilities_of_their_temperature(model, voc
 
 
 def test_decoding_again_takes_no_more_memory(vocabulary):
-    shape = WhisperShape(64, 2, 1, 4, 256, 80, vocabulary.size, target_positions=POSITIONS)
+    shape = WhisperShape(64, 2, 1, 4, 256, 80, vocabulary.size, 400, POSITIONS)
     torch.manual_seed(0)
     model, encoded = Whisper(shape).eval(), torch.randn(3, shape.source_positions, 64)
     decode = with_most_tokens(fallback(vocabulary, temperatures=(0.2, 1.0)), 6)

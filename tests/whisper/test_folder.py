@@ -222,7 +222,7 @@ BAD = {
         "sampling_rate in its preprocessor_config.json is 8000",
     ),
     "no generation": (written(GENERATION, "nothing"), r"generation_config\.json is not JSON"),
-    "a token too many": (settings(GENERATION, suppress_tokens=[51_865]), "suppress_tokens in .* names the token 51865"),
+    "a token too many": (settings(GENERATION, suppress_tokens=[1_865]), "suppress_tokens in .* names the token 1865"),
     "a language too many": (settings(GENERATION, lang_to_id={"<|xx|>": -1}), "lang_to_id in .* names the token -1"),
     "no head": (settings(GENERATION, alignment_heads=[[0, 4]]), "alignment_heads in its generation_config.json"),
     "no pairs": (settings(GENERATION, alignment_heads=[3]), "alignment_heads in its generation_config.json"),

@@ -31,13 +31,13 @@ from konkanivani.model.blocks import run_directly
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.front_end import WhisperFrontEnd
 from konkanivani.model.whisper.network import Whisper
-from tests.conftest import WORDS
+from tests.conftest import WORDS, further
 from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files
 from tests.whisper.folders import KINDS, SECONDS, Kind, ours_of, random_features, reference, transformers
 
 whisper = pytest.importorskip("transformers.models.whisper.tokenization_whisper")
 
-MODELS, INPUTS, POSITIONS = 13, 2, 40  # of each kind: 52 models in all, 104 inputs
+MODELS, INPUTS, POSITIONS = 8, 2, 24  # of each kind
 BEAM_OF_ONE = DecodingConfig(decode="attention", beam=1, language_model_weight=0.0)
 PROMPTS = (("mr", "transcribe"), ("hi", "translate"), ("en", "transcribe"))
 Rows = list[list[int]]
@@ -134,9 +134,9 @@ def case_of(name: str, pairs: BytePairs, seed: int) -> Case:
     return Case(model, ours_of(model, kind), vocabulary, prompt, random_features(kind, INPUTS, seed).double())
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["tiny", "v3", "en", *further("turbo")])
 def cases(request, tmp_path_factory) -> list[Case]:
-    """Thirteen models of a kind, with a small vocabulary that has as many languages as the kind's own."""
+    """Eight models of a kind, with a small vocabulary that has as many languages as the kind's own."""
     languages = tuple(whisper.LANGUAGES)[: 100 if request.param in ("v3", "turbo") else 99]
     found = vocabulary_of_text(" ".join(WORDS), 300)
     folder = write_files(tmp_path_factory.mktemp("pairs") / "files", *found, named_after(found[0], languages))
@@ -155,8 +155,8 @@ def test_greedy_ids_are_those_of_generate(cases, with_times):
         assert build_decode(BEAM_OF_ONE, case.architecture, vocabulary, torch.device("cpu")) == decode
         said += case.expected[with_times]
     lengths, most = [len(row) for row in said], cases[0].speaking(with_times).rules.most_tokens
-    assert len(set(map(tuple, said))) > 20 and len(set(lengths)) > 5
-    assert max(lengths) == most and sum(length < most for length in lengths) > 8
+    assert len(set(map(tuple, said))) > 10 and len(set(lengths)) > 3
+    assert max(lengths) == most and sum(length < most for length in lengths) > 4
     times = {tuple(token for token in row if token >= cases[0].vocabulary.first_time) for row in said}
     assert not with_times or len(times) > 8
 
@@ -170,7 +170,7 @@ def test_a_beam_of_three_finds_what_generate_finds_where_both_end(cases, with_ti
     other models that ended this decided none.
     """
     compared, unlike_greedy = 0, 0
-    for case in cases[::2]:
+    for case in cases:
         rules = case.speaking(with_times).rules
         expected, found, greedy = generated(case, with_times, beam=3), case.ruled(rules, beam=3), case.ruled(rules)
         for one, other, likeliest in zip(expected, found, greedy, strict=True):

@@ -27,6 +27,7 @@ from konkanivani.training.concurrent import OrderedAccumulation
 from konkanivani.training.optimizer import OptimizerState
 from konkanivani.training.step import StepParts, StepReport, train_step
 from konkanivani.training.validation import RecognizedPortion, recognize_all
+from tests.conftest import crossed
 from tests.laws.failing import ERRORS, above, failing_backward, failing_forward, once_at
 from tests.laws.parts import relative_difference, speeches, window
 from tests.tracers import Calls
@@ -36,6 +37,7 @@ BOUND = 1e-9
 RECOMPUTED = ["never", "always"]
 RAGGED = speeches(5)
 BLOCKS_BELOW = {"full": 0, "LoRA": 1, "one block": 2, "encoder": 3}  # that have nothing to learn
+FAILING = {"the first": once_at(0), "the second": once_at(1), "every pair": above(1)}
 every_mode = pytest.mark.parametrize("mode", MODES)
 
 
@@ -53,8 +55,7 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
 # ------------------------------------------------------------------------------ 2: the split never changes the gradient
 
 
-@every_mode
-@pytest.mark.parametrize("recompute", RECOMPUTED)
+@pytest.mark.parametrize(("mode", "recompute"), crossed(MODES, RECOMPUTED))
 def test_any_cut_gives_the_same_gradient(mode, recompute):
     parts = whisper_parts(mode, whisper_config(recompute))
     for spoken in (SPOKEN, RAGGED):
@@ -79,10 +80,10 @@ def test_negative_control_averaging_the_micro_batches_means_is_another_gradient(
 # ------------------------------------------------------------------------- 4: activation checkpointing, memory only
 
 
-@every_mode
-@pytest.mark.parametrize("policy", [RecomputePolicy("always"), *map(RecomputePolicy.first, (1, 2, 4))])
-def test_recomputed_blocks_give_the_same_gradient_bit_for_bit(mode, policy):
+@pytest.mark.parametrize(("mode", "first"), crossed(MODES, ("all", 1, 2, 4)))
+def test_recomputed_blocks_give_the_same_gradient_bit_for_bit(mode, first):
     parts, flop = whisper_parts(mode), []
+    policy = RecomputePolicy("always") if first == "all" else RecomputePolicy.first(first)
     found = []
     for tried in (parts, parts.recomputing(policy)):
         with FlopCounterMode(display=False) as counter:
@@ -118,11 +119,9 @@ def undisturbed_step(mode: str) -> tuple[StepReport, dict[str, torch.Tensor]]:
     return train_step(parts, window(SPOKEN, 2), 3), state_of(parts)
 
 
-@every_mode
-@pytest.mark.parametrize("when", [once_at(0), once_at(1), above(1)], ids=["the first", "the second", "every pair"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_step_split_for_want_of_memory_is_the_same_step(where, when, mode):
-    parts, (undisturbed, whole) = whisper_parts(mode), undisturbed_step(mode)
+@pytest.mark.parametrize(("mode", "where", "when"), crossed(MODES, ("forward", "backward"), FAILING))
+def test_a_step_split_for_want_of_memory_is_the_same_step(mode, where, when):
+    parts, (undisturbed, whole), when = whisper_parts(mode), undisturbed_step(mode), FAILING[when]
     half_way = SHAPE.encoder_layers + 1  # the decoder's first block: the second one's gradient is there
     failing = (
         failing_forward(parts, when, ERRORS["cpu"])
@@ -174,8 +173,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(step, "forward_and_backward", held)
 
 
-@every_mode
-@pytest.mark.parametrize("recompute", RECOMPUTED)
+@pytest.mark.parametrize(("mode", "recompute"), crossed(MODES, RECOMPUTED))
 def test_side_by_side_is_one_after_another_whoever_is_late(mode, recompute, monkeypatch, two_threads):
     expected = trained(mode, 1, recompute)
     assert are_equal(trained(mode, 2, recompute), expected)
@@ -194,11 +192,11 @@ def test_negative_control_without_turns_it_matters_who_is_late(monkeypatch, two_
 
 
 @every_mode
-def test_after_a_hundred_steps_what_is_frozen_has_its_digest_and_nothing_else_has(mode):
+def test_after_forty_steps_what_is_frozen_has_its_digest_and_nothing_else_has(mode):
     parts = whisper_parts(mode, dtype=torch.float32)
     cut = window([dataclasses.replace(one, waveform=one.waveform.float()) for one in speeches(2)], 2)
     before = {name: digest_of({name: one}) for name, one in parts.model.state_dict().items()}
-    losses = [train_step(parts, cut, number).loss for number in range(100)]
+    losses = [train_step(parts, cut, number).loss for number in range(40)]
     assert losses[-1] < 0.98 * losses[0]
     kept = {name for name, one in parts.model.state_dict().items() if digest_of({name: one}) == before[name]}
     assert kept == {name for name in before if not is_trained(name, mode)} and kept < before.keys()
@@ -247,14 +245,13 @@ def validated(parts: StepParts) -> RecognizedPortion:
     return recognize_all(parts.forward, batches, Numbers(), BeamDecode(1, 0.0, 0.0, None, 0.0, OUR_TOKENS, rules))
 
 
-@every_mode
-@pytest.mark.parametrize("recompute", RECOMPUTED)
+@pytest.mark.parametrize(("mode", "recompute"), crossed(MODES, RECOMPUTED))
 def test_generation_between_two_gradients_changes_neither(mode, recompute):
     parts = whisper_parts(mode, whisper_config(recompute))
     alone, said = gradients(parts), []
-    for _ in range(3):
+    for _ in range(2):
         said.append(validated(parts))
         assert are_equal(gradients(parts), alone)
-    assert said[0] == said[1] == said[2] and max(len(one.hypothesis.split()) for one in said[0].scored) > FIRST_ROOM
+    assert said[0] == said[1] and max(len(one.hypothesis.split()) for one in said[0].scored) > FIRST_ROOM
     train_step(parts, window(SPOKEN, 2), 0)
     assert validated(parts) != said[0] and not are_equal(gradients(parts), alone)  # the negative control
