@@ -39,6 +39,8 @@ IMPORTED = (
     *("tyro", "numpy.random", "PIL.Image", "safetensors.torch"),
     *("torch.utils.tensorboard.summary", "tensorboard.summary.writer.record_writer"),
     *("torch.utils.serialization", "torch._dynamo"),  # the second one is what a trace imports
+    *("typeguard", "tyro._backends._tyro_backend", "tyro.constructors._struct_spec_attrs"),  # what flags import
+    *("multiprocessing.synchronize", "PIL.GifImagePlugin", "PIL.PngImagePlugin"),  # what a loader and a picture do
     *("konkanivani.recipe.train", "konkanivani.recipe.dry_run", "konkanivani.recipe.evaluation_model"),
 )
 # What is read as an interpreter or a library starts: another value than the parent's cannot be given to a fork.
