@@ -3,7 +3,6 @@
 import gc
 import math
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
@@ -63,8 +62,7 @@ def freeze_gc() -> Iterator[None]:
     Of a quarter of a million objects, most of them torch's modules, a walk through all takes 0.14 s, every sixteenth
     step (docs/LOG.md). Where a caller has left something out already, what is left out stays its own affair.
     """
-    # What Python began with tells; gc.get_freeze_count() would walk through all that is left out, for a tenth of a second.
-    if not any(found is sys.modules for found in gc.get_objects()):
+    if not any(found is gc for found in gc.get_objects()):  # gc.get_freeze_count() walks through all of it
         yield
         return
     gc.collect()
