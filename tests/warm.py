@@ -32,6 +32,7 @@ from typing import NoReturn
 from tests.patience import PATIENCE
 from training_scripts.bootstrap import set_process_defaults
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 ROOT = Path(__file__).resolve().parent.parent
 THREADS = 2
 NOTHING = Path(os.devnull)
@@ -70,9 +71,6 @@ class Job:
     def run(self) -> None:
         """Runs it in this process, a fork."""
         import numpy
-        import torch
-
-        from konkanivani.data.loader.workers import PR_SET_PDEATHSIG
 
         os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -83,6 +81,8 @@ class Job:
         os.chdir(self.cwd)
         numpy.random.seed()
         if self.threads != THREADS:
+            import torch
+
             torch.set_num_threads(self.threads)
         if self.before:
             self.before()
@@ -151,12 +151,17 @@ class WarmParent:
         return Fork(self.ask(job), self)
 
     def run(
-        self, script: Path, *arguments: str, cwd: Path = ROOT, stdin: Path = NOTHING
+        self,
+        script: Path,
+        *arguments: str,
+        cwd: Path = ROOT,
+        stdin: Path = NOTHING,
+        before: Callable[[], None] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Runs it to its end."""
         with tempfile.TemporaryDirectory() as folder:
             said = Path(folder, "output"), Path(folder, "errors")
-            fork = self.start(Job(script, arguments, *said, cwd, stdin=stdin))
+            fork = self.start(Job(script, arguments, *said, cwd, stdin=stdin, before=before))
             try:
                 code = fork.wait(PATIENCE)
             finally:
