@@ -33,12 +33,13 @@ from typing import NoReturn
 from tests.patience import PATIENCE
 from training_scripts.bootstrap import set_process_defaults
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 ROOT = Path(__file__).resolve().parent.parent
 THREADS = 2
 NOTHING = Path(os.devnull)
 IMPORTED = (
-    *("numpy.random", "PIL.Image", "safetensors.torch", "html", "multiprocessing.popen_fork", "tyro", "typeguard"),
-    *("tyro._backends._argparse_formatter", "tyro._backends._tyro_backend", "tyro.constructors._struct_spec_dataclass"),
+    *("numpy.random", "PIL.GifImagePlugin", "PIL.PngImagePlugin", "html", "safetensors.torch"),
+    *("multiprocessing.popen_fork", "multiprocessing.synchronize"),
     *("torch.utils.tensorboard.summary", "tensorboard.summary.writer.record_writer"),
     *("torch.utils.serialization", "torch._dynamo"),  # the second one is what a trace imports
     *("konkanivani.recipe.train", "konkanivani.recipe.dry_run", "konkanivani.recipe.evaluation_model"),
@@ -71,9 +72,6 @@ class Job:
     def run(self) -> None:
         """Runs it in this process, a fork."""
         import numpy
-        import torch
-
-        from konkanivani.data.loader.workers import PR_SET_PDEATHSIG
 
         os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -84,6 +82,8 @@ class Job:
         os.chdir(self.cwd)
         numpy.random.seed()
         if self.threads != THREADS:
+            import torch
+
             torch.set_num_threads(self.threads)
         if self.before:
             self.before()
@@ -152,12 +152,17 @@ class WarmParent:
         return Fork(self.ask(job), self)
 
     def run(
-        self, script: Path, *arguments: str, cwd: Path = ROOT, stdin: Path = NOTHING
+        self,
+        script: Path,
+        *arguments: str,
+        cwd: Path = ROOT,
+        stdin: Path = NOTHING,
+        before: Callable[[], None] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Runs it to its end."""
         with tempfile.TemporaryDirectory() as folder:
             said = Path(folder, "output"), Path(folder, "errors")
-            fork = self.start(Job(script, arguments, *said, cwd, stdin=stdin))
+            fork = self.start(Job(script, arguments, *said, cwd, stdin=stdin, before=before))
             try:
                 code = fork.wait(PATIENCE)
             finally:
@@ -210,7 +215,7 @@ def serve(descriptor: int, imported: Sequence[str]) -> NoReturn:
     for name in imported:
         importlib.import_module(name)
     if flags := sys.modules.get("konkanivani.base.flags"):
-        flags.ask([])  # what tyro finds out of a configuration's types and docstrings takes a third of a short run
+        flags.ask([])  # what tyro imports, and finds out of types and docstrings, takes a quarter of a short run
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for finalizer in weakref.finalize._registry:
         finalizer.atexit = False  # at each fork's end PyTorch would take its operators out one by one
