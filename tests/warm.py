@@ -49,6 +49,7 @@ IMPORTED = (
 EARLY = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "ONEDNN_", "PYTORCH_", "LC_", "LANG")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: tests may share their cores
 BEGINNING = dict(os.environ)
+Before = Callable[[], None] | None
 SERVE = "import sys; from tests.warm import serve; serve(int(sys.argv[1]), sys.argv[2:])"
 
 
@@ -67,7 +68,7 @@ class Job:
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     threads: int = THREADS
     stdin: Path = NOTHING
-    before: Callable[[], None] | None = None
+    before: Before = None
 
     def run(self) -> None:
         """Runs it in this process, a fork."""
@@ -135,6 +136,28 @@ class Fork:
             os.kill(self.pid, signal.SIGKILL)
 
 
+class ForkedScript:
+    """In the place of subprocess.Popen for a script of this repository: a fork of this process, its output in pipes."""
+
+    def __init__(self, command: Sequence[str], **_others: object) -> None:
+        reading, writing = zip(os.pipe(), os.pipe(), strict=True)
+        job = Job(Path(command[1]), command[2:], *(Path(f"/dev/fd/{end}") for end in writing), Path.cwd())
+        self._pid = os.fork()
+        if not self._pid:
+            _live(job)
+        for end in writing:
+            os.close(end)
+        self.stdout, self.stderr = (open(end, encoding="utf-8", errors="replace") for end in reading)
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+
+def fork_scripts() -> None:
+    """Has the scripts that this process starts be forks of it: `before` of a job whose own processes are not tested."""
+    subprocess.Popen = ForkedScript
+
+
 class WarmParent:
     """The process that forks, started here once it has imported this; it ends when this process does."""
 
@@ -152,12 +175,7 @@ class WarmParent:
         return Fork(self.ask(job), self)
 
     def run(
-        self,
-        script: Path,
-        *arguments: str,
-        cwd: Path = ROOT,
-        stdin: Path = NOTHING,
-        before: Callable[[], None] | None = None,
+        self, script: Path, *arguments: str, cwd: Path = ROOT, stdin: Path = NOTHING, before: Before = None
     ) -> subprocess.CompletedProcess[str]:
         """Runs it to its end."""
         with tempfile.TemporaryDirectory() as folder:
