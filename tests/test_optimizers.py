@@ -30,7 +30,6 @@ from tests.laws.failing import ERRORS, failing_backward, failing_forward, once_a
 from tests.laws.parts import MODEL, double_parts, measured_peak, relative_difference, speeches, window
 from tests.starts import parse_flags
 from tests.test_host_reads import Reads
-from tests.test_step import TRAIN
 from tests.tracers import ONLY_TENSORS, VOCAB_SIZE, tracer_of
 
 SMALLER = ["adamw8bit", "adafactor"]
@@ -343,18 +342,6 @@ def test_an_update_does_not_wait_for_the_device(kind):
     with Reads() as mode:
         ours(kind)(net).step()
     assert set(mode.found) <= ({"_local_scalar_dense"} if kind == "adamw8bit" else set())  # fused, on a CPU
-
-
-EIGHT_BITS = """
-from konkanivani.base.config import OptimizerConfig
-eight_bits = OptimizerConfig(optimizer="adamw8bit")
-"""
-
-
-def test_a_step_does_not_load_pytorchs_compiler(torch_alone):
-    source = TRAIN.format(before=EIGHT_BITS).replace("double_parts()", "double_parts(optimizer=eight_bits)")
-    ended = torch_alone.run_program(source)
-    assert ended.stdout.strip() == "False False", ended.stdout + ended.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------- The laws

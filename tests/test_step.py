@@ -71,10 +71,12 @@ def test_the_update_allocates_no_state():
 
 TRAIN = """
 import sys
+from konkanivani.base.config import OptimizerConfig
 from konkanivani.training.step import train_step
 from tests.laws.parts import double_parts, speeches, window
 {before}
-train_step(double_parts(), window(speeches(2), 1), step=0)
+for kind in ("adamw", "adamw8bit"):
+    train_step(double_parts(optimizer=OptimizerConfig(optimizer=kind)), window(speeches(2), 1), step=0)
 print("torch._dynamo" in sys.modules, "triton" in sys.modules)
 """
 
