@@ -160,8 +160,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Has garbage be looked for among what tests make alone: a sixth of their time went into what was imported."""
+    """Has garbage be looked for among what tests make alone: a sixth of their time went into what was imported.
+
+    And has this process compute with one thread: with tensors of this size two take half as much time again.
+    """
+    import torch
+
     gc.freeze()
+    torch.set_num_threads(1)
 
 
 def _leave_out(event: str, _arguments: tuple) -> None:

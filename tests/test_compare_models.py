@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from konkanivani.base.errors import DataError, UsageError
 from konkanivani.recipe.comparison.candidates import check_data, choose_candidates, distinct_names, flags_in
 from konkanivani.recipe.comparison.outcome import KEPT, Kept, Outcome, read_kept, table_of, write_kept
 from konkanivani.recipe.comparison.trainer import Ended
-from tests.conftest import TINY_MODEL, WORDS, Corpus, run_script, script_command, start_cold, well, write_corpus
+from tests.conftest import ROOT, TINY_MODEL, Corpus, start_script, well, write_corpus
 from tests.patience import PATIENCE
-from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files
+from tests.warm import fork_scripts, warm_parent
+from tests.whisper.small_model import write_model
 
 SCRIPT = "training_scripts/compare_models.py"
 SMALL = ("--device", "cpu", "--num_workers", "0", "--max_steps", "2", "--test_decode", "greedy")
@@ -31,17 +33,8 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two folders of Whisper models of which the second has no sound weights."""
-    from tests.whisper.folders import Kind, write_folder
-
-    pairs, merges = vocabulary_of_text(" ".join(WORDS), 300)
-    added, root = named_after(pairs, ("en", "mr")), tmp_path_factory.mktemp("models")
-    kind = Kind(layers=(1, 1), vocab_size=len(pairs) + len(added), end=len(pairs) - 1)
-    paths = tuple(write_folder(kind, root / name, seed) for seed, name in enumerate(("sound", "broken")))
-    for path in paths:
-        write_files(path, pairs, merges, added)
-        said = json.loads((path / "generation_config.json").read_text()) | {"is_multilingual": True}
-        said |= {"suppress_tokens": [], "lang_to_id": {"<|en|>": added["<|en|>"], "<|mr|>": added["<|mr|>"]}}
-        (path / "generation_config.json").write_text(json.dumps(said))
+    root, shape = tmp_path_factory.mktemp("models"), {"seconds": 1, "layers": (1, 1), "positions": 64}
+    paths = tuple(write_model(root / name, ("en", "mr"), **shape) for name in ("sound", "broken"))
     weights = paths[1] / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-400:] = b"\xff" * 400  # no numbers; its list of tensors is as it was
@@ -54,10 +47,15 @@ def flags_of(corpus: Corpus, folder: Path) -> tuple[str, ...]:
     return (*manifests, *SMALL, "--folder", str(folder))
 
 
+def compare(*flags: str) -> subprocess.CompletedProcess[str]:
+    """Runs it to its end, the trainers in forks."""
+    return warm_parent().run(ROOT / SCRIPT, *flags, before=fork_scripts)
+
+
 def test_each_model_has_its_row_and_one_that_fails_its_reason(short, folders, tmp_path):
     sound, broken = map(str, folders)
     flags = (*flags_of(short, tmp_path / "c"), "--language", "mr", "--json", *TINY_MODEL[:-2])
-    done = well(run_script(SCRIPT, "--pretrained", broken, "--pretrained", sound, "--presets", "minimal", *flags))
+    done = well(compare("--pretrained", broken, "--pretrained", sound, "--presets", "minimal", *flags))
     rows = json.loads(done.stdout)["models"]
     assert json.loads((tmp_path / "c" / "comparison.json").read_text()) == {"models": rows}
     failed, whisper, ours = rows
@@ -81,7 +79,7 @@ def test_each_model_has_its_row_and_one_that_fails_its_reason(short, folders, tm
     # The same again, without one of them: who has been trained is not trained again, who failed is tried again.
     log = tmp_path / "c" / "sound" / "logs" / "default" / "log.jsonl"
     before = log.stat().st_mtime_ns
-    again = run_script(SCRIPT, "--pretrained", sound, broken, *flags_of(short, tmp_path / "c"), "--language", "mr")
+    again = compare("--pretrained", sound, broken, *flags_of(short, tmp_path / "c"), "--language", "mr")
     said = [line.split() for line in again.stdout.splitlines()]
     assert again.returncode == 0 and said == [table[place].split() for place in (0, 2, 1)], again.stderr
     assert "sound: has been trained" in again.stderr and log.stat().st_mtime_ns == before
@@ -94,11 +92,11 @@ def read_log_of(place: Path) -> list[dict]:
 
 
 def test_a_stopped_comparison_has_saved_and_goes_on(corpus, tmp_path):
-    """The signal reaches the comparison alone, as a `kill` does."""
+    """The signal reaches the comparison alone, as a `kill` does; its trainer is an interpreter of its own."""
     folder = tmp_path / "c"
     flags = ("--presets", "minimal", *flags_of(corpus, folder), *TINY_MODEL[:-2])
     endless = [flag if flag != "2" or flags[place - 1] != "--max_steps" else "4000" for place, flag in enumerate(flags)]
-    process = start_cold(script_command(SCRIPT, *endless), tmp_path / "said.txt")
+    process = start_script(SCRIPT, *endless, output=tmp_path / "said.txt")
     log, until = folder / "minimal" / "logs" / "default" / "log.jsonl", time.monotonic() + PATIENCE
     while not (log.is_file() and log.stat().st_size):
         assert process.poll() is None and time.monotonic() < until, (tmp_path / "said.txt").read_text()
@@ -112,10 +110,10 @@ def test_a_stopped_comparison_has_saved_and_goes_on(corpus, tmp_path):
     assert kept is not None and kept.outcome is None and not (folder / "comparison.json").exists()
 
     # Under other conditions it is refused before anything is trained; under the same ones it goes on.
-    refused = run_script(SCRIPT, *flags)
+    refused = compare(*flags)
     assert refused.returncode == 2 and "differs in --max_steps" in refused.stderr
     write_kept(folder / "minimal", dataclasses.replace(kept, conditions={**kept.conditions, "--max_steps": "2"}))
-    gone_on = well(run_script(SCRIPT, *flags))
+    gone_on = well(compare(*flags))
     assert f"step {len(steps)}" in gone_on.stderr and "training begins" not in gone_on.stderr
     made = read_log_of(folder / "minimal")  # what was made before the stop is not made again
     assert made[: len(steps)] == steps and len(made) == max(2, len(steps)) and read_kept(folder / "minimal").is_finished
@@ -164,17 +162,17 @@ def test_what_is_wrong_is_told_once_before_anything_is_trained(corpus, tmp_path)
     presets, folder = ("--presets", "minimal", "optimized"), tmp_path / "c"
     broken = corpus.directory / "absent.jsonl"
     flags = [str(broken) if word.endswith(("test.jsonl", "train.jsonl")) else word for word in flags_of(corpus, folder)]
-    done = run_script(SCRIPT, *presets, *flags)
+    done = compare(*presets, *flags)
     assert done.returncode == 3 and done.stderr.count("cannot be read") == 2 and not folder.exists()
-    idle = run_script(SCRIPT, *presets, *flags_of(corpus, folder), "--noise_prob", "0.2")
+    idle = compare(*presets, *flags_of(corpus, folder), "--noise_prob", "0.2")
     assert idle.returncode == 2 and idle.stderr.count("does nothing") == 1 and not folder.exists()
-    nothing = run_script(SCRIPT, *flags_of(corpus, folder))
+    nothing = compare(*flags_of(corpus, folder))
     assert nothing.returncode == 2 and "nothing to compare" in nothing.stderr
-    absent = run_script(SCRIPT, "--pretrained", str(tmp_path / "no"), *flags_of(corpus, folder))
+    absent = compare("--pretrained", str(tmp_path / "no"), *flags_of(corpus, folder))
     assert absent.returncode == 2 and "not there" in absent.stderr and not folder.exists()
     folder.mkdir()
     (folder / "comparison.json").write_text("mine")
-    done = run_script(SCRIPT, *presets, *flags_of(corpus, folder))
+    done = compare(*presets, *flags_of(corpus, folder))
     assert done.returncode == 2 and "is no comparison" in done.stderr
     assert (folder / "comparison.json").read_text() == "mine"
 

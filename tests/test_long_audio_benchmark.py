@@ -9,6 +9,7 @@ from tests.conftest import run_script, well
 MINIMAL = ("--preset", "minimal", "--tokens_per_second", "2")
 
 
+@pytest.mark.full
 def test_two_lengths_each_for_itself():
     done = well(run_script("benchmarks/long_audio.py", *MINIMAL, "--seconds", "4", "62", "--json"))
     found = json.loads(done.stdout.splitlines()[-1])

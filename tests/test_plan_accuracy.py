@@ -15,6 +15,7 @@ CPU_CELL = CpuCell(CASE, PLANNED, live=100 * MIB, waiting=9 * MIB, resident_grow
 CUDA_CELL = CudaCell(replace(CASE, device="cuda"), PLANNED, 300 * MIB, reserved=310 * MIB, context=400 * MIB)
 
 
+@pytest.mark.full
 def test_a_cell_is_planned_and_measured():
     flags = ("--seconds", "2", "--recompute", "never", "--precisions", "fp32", "--json")
     done = well(run_script("benchmarks/plan_accuracy.py", *flags))

@@ -24,6 +24,7 @@ from tests.tracers import ONLY_TENSORS, traces_of
 from tests.warm import warm_parent
 
 SMALL = ModelConfig(d_model=32, encoder_layers=3, decoder_layers=1, attention_heads=2, subsampling_channels=8)
+TINY = dataclasses.replace(SMALL, encoder_layers=1)
 
 
 def traces(model: ModelConfig, costs: DeviceCosts = ONLY_TENSORS, half: bool = False) -> Traces:
@@ -190,8 +191,7 @@ def test_a_card_that_is_not_known_is_refused_with_a_way_on(written, said):
 
 
 def test_the_plan_from_the_command_line_and_the_trainer_takes_its_flags(corpus, tmp_path):
-    model = (*TINY_MODEL, "--encoder_layers", "3")
-    flags = ("--memory_budget", "314MiB", *model)
+    flags = ("--memory_budget", "314MiB", *TINY_MODEL, "--encoder_layers", "3")
     done = well(run_script("training_scripts/plan_memory.py", *flags, "--json"))
     report = json.loads(done.stdout)
     never, always = report["answers"]
@@ -241,29 +241,28 @@ def test_a_card_by_name_is_its_own_budget():
     assert report["device"] == "GTX 750" and report["precision"] == "half precision"
 
 
-def printed_afresh(call: str) -> str:
-    """What it prints where no backward pass has run: PyTorch forbids one in a fork of where one has."""
-    return well(warm_parent().run_program(f"from tests import test_planner\nprint(test_planner.{call})")).stdout
-
-
-def modes_from_busy_threads():
+def print_answers():
+    """What a process plans whose threads are at work."""
     torch.randn(600, 600) @ torch.randn(600, 600)  # from here on OpenMP has threads that a fork does not take along
-    tiny = dataclasses.replace(SMALL, encoder_layers=1)
-    report = plan_budget(TrainConfig(model=tiny, text=TextConfig(vocab_size=40)), cpu_costs(), parse_budget("312MiB"))
-    return [answer.gradient_checkpointing for answer in report.answers]
+    config = TrainConfig(model=TINY, text=TextConfig(vocab_size=40))
+    report = plan_budget(config, cpu_costs(), parse_budget("312MiB"))
+    print([answer.gradient_checkpointing for answer in report.answers])
+    print(plan_presets(config, cpu_costs(), {"small": TINY}, (0.1, 0.33, 0.38)))
 
 
-def test_the_answers_come_from_a_process_whose_threads_are_at_work_as_well():
-    assert printed_afresh("modes_from_busy_threads()").splitlines()[-1] == "['never', 'always']"
+@pytest.fixture(scope="module")
+def printed() -> list[str]:
+    """From where no backward pass has run: PyTorch forbids one in a fork of where one has."""
+    program = "from tests import test_planner\ntest_planner.print_answers()"
+    return well(warm_parent().run_program(program)).stdout.splitlines()
 
 
-def table_of_the_small_preset():
-    config = dataclasses.replace(TrainConfig(), text=TextConfig(vocab_size=40))
-    return plan_presets(config, cpu_costs(), {"small": SMALL}, budgets=(0.1, 0.33, 0.38))
+def test_the_answers_come_from_a_process_whose_threads_are_at_work_as_well(printed):
+    assert printed[0] == "['never', 'always']"
 
 
-def test_the_table_holds_a_dash_where_the_state_does_not_fit_and_grows_to_the_right():
-    cells = printed_afresh("table_of_the_small_preset()").splitlines()[-1].split()
+def test_the_table_holds_a_dash_where_the_state_does_not_fit_and_grows_to_the_right(printed):
+    cells = printed[-1].split()
     assert cells[0] == "small" and cells[1:7] == ["-", "/", "-", "-", "/", "-"]
     numbers = [float(cell) for cell in cells[7:] if cell != "/"]
     assert len(numbers) == 8 and all(less < more for less, more in zip(numbers[:4], numbers[4:], strict=True))

@@ -71,10 +71,12 @@ def test_the_update_allocates_no_state():
 
 TRAIN = """
 import sys
+from konkanivani.base.config import OptimizerConfig
 from konkanivani.training.step import train_step
 from tests.laws.parts import double_parts, speeches, window
 {before}
-train_step(double_parts(), window(speeches(2), 1), step=0)
+for kind in ("adamw", "adamw8bit"):
+    train_step(double_parts(optimizer=OptimizerConfig(optimizer=kind)), window(speeches(2), 1), step=0)
 print("torch._dynamo" in sys.modules, "triton" in sys.modules)
 """
 
@@ -139,7 +141,7 @@ def test_the_garbage_collector_leaves_out_what_was_there_before_training_and_onl
         raise NumericsError("The gradients are not finite.")
     assert is_walked(before)
     gc.freeze()
-    with freeze_gc():  # who calls has left something out: it stays so
+    with freeze_gc():  # who calls has left out what there was: it stays so
         pass
     assert not is_walked(before)
 

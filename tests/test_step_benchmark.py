@@ -29,6 +29,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.full
 def test_the_line_holds_what_was_measured(kept):
     assert kept["peer"] == "konkanivani"
     assert (kept["batch"], kept["accum"], kept["dropout"], kept["gradient_checkpointing"]) == (2, 2, 0.1, "never")
@@ -42,6 +43,7 @@ def test_the_line_holds_what_was_measured(kept):
     assert kept["rss_mib"] > kept["rss_growth_mib"] > weights_and_moments
 
 
+@pytest.mark.full
 def test_recomputing_lowers_the_peak_and_not_the_loss(kept, tmp_path):
     done = run_benchmark(tmp_path, *SMALL, "--gradient_checkpointing", "always", "--json")
     recomputed = json.loads(done.stdout.splitlines()[-1])

@@ -66,11 +66,16 @@ def test_what_still_runs_ends_with_the_parent(tmp_path):
         time.sleep(0.01)
 
 
-TWO = "import subprocess\ndef test_starts(): subprocess.run(['true'])\ndef test_does_not(): pass\n"
+TWO = (
+    "import subprocess, pytest\ndef test_starts(): subprocess.run(['true'])\ndef test_does_not(): pass\n"
+    "@pytest.mark.full\ndef test_more(): pass\n"
+)
 
 
-@pytest.mark.parametrize("flags, said", [((), "2 passed"), (("--quick",), "1 passed, 1 skipped")])
-def test_quick_leaves_out_what_starts_a_process(flags, said, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "flags, said", [((), "2 passed"), (("--quick",), "1 passed, 1 skipped"), (("--full",), "3 passed")]
+)
+def test_quick_leaves_out_what_starts_a_process_and_full_adds_to_it(flags, said, tmp_path, monkeypatch):
     (tmp_path / "test_two.py").write_text(TWO)
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # that one has none yet where it begins
     plain = ("-q", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path))

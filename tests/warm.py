@@ -33,12 +33,13 @@ from typing import NoReturn
 from tests.patience import PATIENCE
 from training_scripts.bootstrap import set_process_defaults
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 ROOT = Path(__file__).resolve().parent.parent
 THREADS = 2
 NOTHING = Path(os.devnull)
 IMPORTED = (
-    *("numpy.random", "PIL.Image", "safetensors.torch", "html", "multiprocessing.popen_fork", "tyro", "typeguard"),
-    *("tyro._backends._argparse_formatter", "tyro._backends._tyro_backend", "tyro.constructors._struct_spec_dataclass"),
+    *("numpy.random", "PIL.GifImagePlugin", "PIL.PngImagePlugin", "html", "safetensors.torch"),
+    *("multiprocessing.popen_fork", "multiprocessing.synchronize"),
     *("torch.utils.tensorboard.summary", "tensorboard.summary.writer.record_writer"),
     *("torch.utils.serialization", "torch._dynamo"),  # the second one is what a trace imports
     *("konkanivani.recipe.train", "konkanivani.recipe.dry_run", "konkanivani.recipe.evaluation_model"),
@@ -48,6 +49,7 @@ IMPORTED = (
 EARLY = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "ONEDNN_", "PYTORCH_", "LC_", "LANG")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported: tests may share their cores
 BEGINNING = dict(os.environ)
+Before = Callable[[], None] | None
 SERVE = "import sys; from tests.warm import serve; serve(int(sys.argv[1]), sys.argv[2:])"
 
 
@@ -66,14 +68,11 @@ class Job:
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     threads: int = THREADS
     stdin: Path = NOTHING
-    before: Callable[[], None] | None = None
+    before: Before = None
 
     def run(self) -> None:
         """Runs it in this process, a fork."""
         import numpy
-        import torch
-
-        from konkanivani.data.loader.workers import PR_SET_PDEATHSIG
 
         os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -84,6 +83,8 @@ class Job:
         os.chdir(self.cwd)
         numpy.random.seed()
         if self.threads != THREADS:
+            import torch
+
             torch.set_num_threads(self.threads)
         if self.before:
             self.before()
@@ -135,6 +136,28 @@ class Fork:
             os.kill(self.pid, signal.SIGKILL)
 
 
+class ForkedScript:
+    """In the place of subprocess.Popen for a script of this repository: a fork of this process, its output in pipes."""
+
+    def __init__(self, command: Sequence[str], **_others: object) -> None:
+        reading, writing = zip(os.pipe(), os.pipe(), strict=True)
+        job = Job(Path(command[1]), command[2:], *(Path(f"/dev/fd/{end}") for end in writing), Path.cwd())
+        self._pid = os.fork()
+        if not self._pid:
+            _live(job)
+        for end in writing:
+            os.close(end)
+        self.stdout, self.stderr = (open(end, encoding="utf-8", errors="replace") for end in reading)
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+
+def fork_scripts() -> None:
+    """Has the scripts that this process starts be forks of it: `before` of a job whose own processes are not tested."""
+    subprocess.Popen = ForkedScript
+
+
 class WarmParent:
     """The process that forks, started here once it has imported this; it ends when this process does."""
 
@@ -152,12 +175,12 @@ class WarmParent:
         return Fork(self.ask(job), self)
 
     def run(
-        self, script: Path, *arguments: str, cwd: Path = ROOT, stdin: Path = NOTHING
+        self, script: Path, *arguments: str, cwd: Path = ROOT, stdin: Path = NOTHING, before: Before = None
     ) -> subprocess.CompletedProcess[str]:
         """Runs it to its end."""
         with tempfile.TemporaryDirectory() as folder:
             said = Path(folder, "output"), Path(folder, "errors")
-            fork = self.start(Job(script, arguments, *said, cwd, stdin=stdin))
+            fork = self.start(Job(script, arguments, *said, cwd, stdin=stdin, before=before))
             try:
                 code = fork.wait(PATIENCE)
             finally:
@@ -209,6 +232,8 @@ def serve(descriptor: int, imported: Sequence[str]) -> NoReturn:
     del sys.modules["bootstrap"]
     for name in imported:
         importlib.import_module(name)
+    if flags := sys.modules.get("konkanivani.base.flags"):
+        flags.ask([])  # what tyro imports, and finds out of types and docstrings, takes a quarter of a short run
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for finalizer in weakref.finalize._registry:
         finalizer.atexit = False  # at each fork's end PyTorch would take its operators out one by one

@@ -37,7 +37,7 @@ def read_flags(
             args=list(map(with_new_name, arguments)),
             default=tyro.MISSING_NONPROP if default is None else default,
             description=(sys.modules["__main__"].__doc__ or "").strip(),
-            config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff),
             use_underscores=True,
         )
     except BrokenPipeError:  # of --help

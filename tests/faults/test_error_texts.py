@@ -1,15 +1,12 @@
-"""Every error of ours says what to do, and every script ends bad usage with 2 and answers --help without torch."""
+"""Every error of ours says what to do."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, script_command
+from tests.conftest import ROOT
 
 OURS = {"UsageError", "DataError", "CheckpointError", "NumericsError", "ResourceError", "OtherVersionError"}
 # What makes an error of one of the system's: the places of what cannot be done and of the advice.
@@ -35,7 +32,6 @@ ADVICE = {
     "loaded.error",
 }
 ADVICE |= {"'; '.join(broken)"}
-SCRIPTS = sorted(path.name for path in (ROOT / "training_scripts").glob("[a-z]*.py") if path.name != "bootstrap.py")
 
 
 def spoken(node: ast.expr) -> str:
@@ -117,63 +113,3 @@ def test_every_error_is_a_sentence_that_says_what_to_do():
 def test_negative_control_a_message_that_falls_short_is_found(raised):
     (message,) = messages(raised)
     assert complaint(message)
-
-
-PROBE = """
-import runpy, sys
-sys.argv = ["{script}", {argument!r}]
-sys.path.insert(0, "{script.parent}")
-code = 0
-try:
-    runpy.run_path("{script}", run_name="__main__")
-except SystemExit as end:
-    code = end.code or 0
-print("torch" if "torch" in sys.modules else "", file=sys.stderr)
-sys.exit(code)
-"""
-
-
-def probe(script: str, argument: str) -> subprocess.CompletedProcess[str]:
-    """The script with one argument; the last line of its stderr says whether it has imported torch."""
-    code = PROBE.format(script=ROOT / "training_scripts" / script, argument=argument)
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, stdin=subprocess.DEVNULL
-    )
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_and_bad_usage_end_at_once_without_torch(script):
-    shown = probe(script, "--help")
-    assert shown.returncode == 0 and shown.stdout.startswith("usage:"), shown.stderr
-    assert f"training_scripts/{script}" in shown.stdout  # the exact command
-    refused = probe(script, "--no_such_flag")
-    assert refused.returncode == 2 and "--no_such_flag" in refused.stderr, refused.stderr
-    for done in (shown, refused):
-        assert "Traceback" not in done.stderr and done.stderr.splitlines()[-1] == ""
-
-
-def test_negative_control_a_script_that_has_imported_torch_is_found(tmp_path):
-    (tmp_path / "torch.py").touch()
-    (tmp_path / "heavy.py").write_text("import torch\n")
-    code = PROBE.format(script=tmp_path / "heavy.py", argument="--help")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stderr.splitlines()[-1] == "torch"
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_ctrl_c_amid_imports_and_flags_is_one_line(script, tmp_path):
-    """As the script comes to import tyro; another error still has its traceback."""
-    for line, code, said in (("raise KeyboardInterrupt", 130, "Interrupted.\n"), ("1 / 0", 1, "Traceback")):
-        (tmp_path / "tyro.py").write_text(line)
-        own = {"env": os.environ | {"PYTHONPATH": str(tmp_path)}, "capture_output": True, "text": True}
-        done = subprocess.run(script_command(f"training_scripts/{script}"), **own)
-        assert done.returncode == code and done.stdout == "" and done.stderr.startswith(said)
-        assert (code == 130) == (done.stderr == said)
-
-
-def test_the_trainers_help_lists_every_exit_code():
-    done = subprocess.run(
-        script_command("training_scripts/train_konkanivani_asr.py", "--help"), capture_output=True, text=True
-    )
-    for code in ("0 done", "2 usage", "3 data", "4 checkpoint", "5 numerics", "6 resources", "130 ", "143 "):
-        assert code in " ".join(done.stdout.split()), code

@@ -1,19 +1,24 @@
-"""Scripts whose stdin, stdout or stderr is closed work as with /dev/null; each can be run as a module too."""
+"""How scripts begin: --help and bad usage without torch, closed streams as with /dev/null, as a module too."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
-from tests.conftest import ROOT, TRAINER, run_folders, script_command
+from tests.conftest import ROOT, TRAINER, further, run_folders, run_trainer, script_command
+from tests.faults.beginnings import close_streams, without_torch
 from tests.faults.small_run import SMALL_MODEL
-from tests.faults.test_error_texts import SCRIPTS
+from tests.patience import PATIENCE
+from tests.warm import NOTHING, Job, WarmParent, warm_parent
 
 ALL = "<&- >&- 2>&-"
+SCRIPTS = sorted(path for path in (ROOT / "training_scripts").glob("[a-z]*.py") if path.name != "bootstrap.py")
 
 
 def run_closed(closed: str, *command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -23,8 +28,57 @@ def run_closed(closed: str, *command: str, cwd: Path = ROOT) -> subprocess.Compl
     return subprocess.run(shell, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, "bootstrap.py"])
-def test_help_and_usage_errors_with_closed_streams(script):
+@pytest.fixture(scope="module")
+def light() -> Iterator[WarmParent]:
+    """A process that has imported what the scripts import for their flags, and nothing that is heavy."""
+    parent = WarmParent(("numpy", "tyro", "tyro._backends._tyro_backend"))
+    yield parent
+    parent.close()
+
+
+def begin(
+    light: WarmParent, script: Path, *arguments: str, closed: tuple[int, ...] = (), error: BaseException | None = None
+) -> tuple[int, str, str]:
+    """The exit code of a fork that cannot import torch, and what it says on its two streams."""
+    done = light.run(script, *arguments, before=partial(without_torch, closed, error))
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_help_and_bad_usage_end_at_once_without_torch(script, light):
+    code, shown, errors = begin(light, script, "--help")
+    assert (code, errors) == (0, "") and shown.startswith("usage:")
+    assert f"training_scripts/{script.name}" in shown  # the exact command
+    if script.name in ("inspect_data.py", "plan_memory.py"):  # its own flags, and where the trainer's are
+        assert "train_konkanivani_asr.py --help" in shown and "--json" in shown and "--learning_rate" not in shown
+    code, shown, errors = begin(light, script, "--no_such_flag")
+    assert (code, shown) == (2, "") and "--no_such_flag" in errors and "Traceback" not in errors
+
+
+def test_negative_control_a_script_that_imports_torch_ends_in_a_traceback(light, tmp_path):
+    (tmp_path / "heavy.py").write_text("import torch\n")
+    code, _, errors = begin(light, tmp_path / "heavy.py", "--help")
+    assert code == 1 and "PyTorch is imported" in errors
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_ctrl_c_amid_imports_and_flags_is_one_line(script, light):
+    assert begin(light, script, error=KeyboardInterrupt()) == (130, "", "Interrupted.\n")
+
+
+def test_another_error_amid_imports_still_has_its_traceback(light):
+    code, shown, errors = begin(light, SCRIPTS[-1], error=ZeroDivisionError())
+    assert (code, shown) == (1, "") and errors.startswith("Traceback")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_help_and_usage_errors_with_closed_streams(script, light):
+    assert begin(light, script, "--help", closed=(0, 1, 2)) == (0, "", "")
+    assert begin(light, script, "--no_such_flag", closed=(0, 1, 2))[0] == 2
+
+
+@pytest.mark.parametrize("script", ["bootstrap.py", "transcribe.py"])
+def test_help_and_usage_errors_of_a_cold_start_with_some_streams_closed(script):
     path = f"training_scripts/{script}"
     for closed in (">&-", ALL):
         process = run_closed(closed, *script_command(path, "--help"))
@@ -34,17 +88,16 @@ def test_help_and_usage_errors_with_closed_streams(script):
     assert run_closed(ALL, *script_command(path, "--no_such_flag")).returncode == 2
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [SCRIPTS[-1], *further(*SCRIPTS[:-1])], ids=lambda path: path.name)
 def test_a_script_is_a_module_too(script):
-    module = f"training_scripts.{script.removesuffix('.py')}"
-    process = run_closed("", sys.executable, "-m", module, "--help")
+    process = run_closed("", sys.executable, "-m", f"training_scripts.{script.stem}", "--help")
     assert (process.returncode, process.stderr) == (0, "") and "usage: " in process.stdout
 
 
-@pytest.mark.parametrize("script", ["inspect_data.py", "plan_memory.py"])
-def test_help_lists_a_scripts_own_flags_and_says_where_the_trainers_are(script):
-    shown = run_closed("", *script_command(f"training_scripts/{script}", "--help")).stdout
-    assert "train_konkanivani_asr.py --help" in shown and "--json" in shown and "--learning_rate" not in shown
+def test_the_trainers_help_lists_every_exit_code():
+    shown = " ".join(run_trainer("--help").stdout.split())
+    for code in ("0 done", "2 usage", "3 data", "4 checkpoint", "5 numerics", "6 resources", "130 ", "143 "):
+        assert code in shown, code
 
 
 def test_help_that_nobody_reads_to_its_end_is_quiet():
@@ -75,8 +128,9 @@ def test_what_is_printed_does_not_go_into_the_next_file(tmp_path, how, held):
 
 def test_a_run_without_streams_is_trained_and_saved(corpus, tmp_path):
     flags = (*SMALL_MODEL, *corpus.flags(), "--max_steps", "2", "--save_steps", "1", "--num_workers", "0")
-    process = run_closed(ALL, *script_command(TRAINER, *flags, *run_folders(tmp_path)))
-    assert process.returncode == 0
+    closed = partial(close_streams, 0, 1, 2)
+    job = Job(ROOT / TRAINER, (*flags, *run_folders(tmp_path)), NOTHING, threads=1, before=closed)
+    assert warm_parent().start(job).wait(PATIENCE) == 0
     assert read_checkpoint(tmp_path / "checkpoints" / LAST).step == 2
     files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(b"utterances a step" in file for file in files)  # what the trainer prints at the start

@@ -8,21 +8,13 @@ import torch
 from konkanivani.model.encoder import Encoder
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A second one doubles what a model as small as the laws' takes; what is about threads asks for `two_threads`."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
-def two_threads(one_thread: None) -> Iterator[None]:
+def two_threads() -> Iterator[None]:
     """As on a processor of two cores, whatever runs the tests."""
     torch.set_num_threads(2)
     yield
     assert torch.get_num_threads() == 2, "a step leaves the number of threads as it was"
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(params=[True, False], ids=["packed", "padded"])

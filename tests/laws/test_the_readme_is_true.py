@@ -24,7 +24,7 @@ from tests.conftest import ROOT, TINY_MODEL, TRAINER, run_script, well, write_co
 from tests.nemo.files import NemoParts, changed, in_languages
 from tests.patience import PATIENCE
 from tests.test_formats import common_voice
-from tests.warm import warm_parent
+from tests.warm import fork_scripts, warm_parent
 from tests.whisper.small_model import write_model
 
 README, TRAINING, CONTRIBUTING = ROOT / "README.md", ROOT / "docs" / "training.md", ROOT / "CONTRIBUTING.md"
@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text("एक दोन तीन\nउदक घर\n", encoding="utf-8")
     write_surroundings(folder / "noise")
     for name in ("whisper-small", "whisper-tiny"):
-        write_model(folder / name, positions=64)  # untrained, it says as much as it may
+        write_model(folder / name, layers=(1, 1), positions=64)  # untrained, it says as much as it may
     changed(in_three_languages, folder / "indicconformer_kok.nemo")
     run(commands(TRAINING)[0], folder, FIRST_STEPS)
     return folder
@@ -88,7 +88,7 @@ def in_three_languages(parts: NemoParts) -> None:
     parts.tensors = {name: parts.tensors[name] for name in parts.tensors if "encoder.layers.1." not in name}
 
 
-def run(command: str, folder: Path, max_steps: int) -> str:
+def run(command: str, folder: Path, max_steps: int = 1) -> str:
     """Runs it on a CPU, few steps of it; what it printed."""
     script, *words = [TRAINER, *shlex.split(command)[1:]] if command.startswith(SETUP) else shlex.split(command)[1:]
     words = ["cpu" if word == "cuda" else word for word in words]
@@ -97,7 +97,7 @@ def run(command: str, folder: Path, max_steps: int) -> str:
     words += SHORT if script == PLANNER else ()
     if script in (TRAINER, PLANNER) and not {"--resume", "--pretrained", "--checkpoint"} & set(words):
         words += SHAPE if script == TRAINER else SHAPE[:-2]  # the device is the plan's card
-    done = run_script(script, *words, cwd=folder)
+    done = warm_parent().run(ROOT / script, *words, cwd=folder, before=fork_scripts)
     assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, f"{command}\n{done}"
     if script == TRAINER:
         summary = json.loads(done.stdout.splitlines()[-1])
@@ -117,9 +117,9 @@ def test_it_is_short_and_begins_with_the_two_commands():
 def test_its_other_commands_run(folder):
     """In their order, as a reader types them: own recordings, training, use."""
     prepare, train, transcribe, plan = [c for c in commands(README) if c not in TOP and not c.startswith(".venv/")]
-    assert run(prepare, folder, FIRST_STEPS).splitlines()[-1].replace(f"{folder}/", "") == train
+    assert run(prepare, folder).splitlines()[-1].replace(f"{folder}/", "") == train
     for command in (train, transcribe, plan):
-        run(command, folder, FIRST_STEPS)
+        run(command, folder)
     assert len(list((folder / "subtitles").iterdir())) == len(list((folder / "recordings").iterdir()))
     (program,) = blocks(README, "python")
     well(warm_parent().run_program(program, cwd=folder))
@@ -130,7 +130,7 @@ def test_a_pages_commands_run(folder, page):
     """In their order, each after the training run with which docs/training.md begins."""
     listed = commands(ROOT / "docs" / f"{page}.md", "python3 ")
     for number, command in enumerate(listed[page == "training" :], start=FIRST_STEPS + 1):
-        run(command, folder, number)
+        run(command, folder, number if "--resume" in command else 1)
 
 
 def test_tensorboard_shows_the_run(folder):

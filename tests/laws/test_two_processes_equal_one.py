@@ -10,7 +10,7 @@ from tests.laws.parts import relative_difference
 from tests.laws.ranks import Case, Trained, train_case, train_in_ranks
 
 BOUND = 1e-9
-FEW, MANY = 6, 10  # the third window has one utterance for two ranks, the fifth is ragged
+FEW, MANY = 5, 8  # the third window has one utterance for two ranks, the fifth is ragged
 CASES = {
     "one micro-batch": Case(FEW, batch_size=8),
     "accumulated": Case(MANY, batch_size=2),

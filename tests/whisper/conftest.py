@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.laws.conftest import one_thread, two_threads
+from tests.laws.conftest import two_threads
 
-__all__ = ["one_thread", "two_threads", "whisper_folders"]
+__all__ = ["two_threads", "whisper_folders"]
 
 
 @pytest.fixture(scope="session")

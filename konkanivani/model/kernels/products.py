@@ -108,8 +108,7 @@ def fused_linear(
     normed = x if norm is None else norm(_in_full(x))
     inner = activation(normed) if activation else normed
     # What is not kept for long is left to autograd, which is quicker, where its backward heeds no surroundings.
-    is_left = is_recomputed and torch.is_autocast_enabled(inner.device.type)
-    if torch.is_grad_enabled() and not is_left:
+    if torch.is_grad_enabled() and not (is_recomputed and torch.is_autocast_enabled(inner.device.type)):
         whole = _Linear.apply(inner, linear.weight, linear.bias, None, None, 0.0, None)
     else:
         whole = fast_linear(inner, _as_multiplied(linear.weight, inner), linear.bias)

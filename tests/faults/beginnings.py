@@ -1,0 +1,36 @@
+"""What a process finds as it begins to run a script. PyTorch is not imported here."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+
+def close_streams(*numbers: int) -> None:
+    """Leaves this process as an interpreter begins where a shell has closed stdin (0), stdout (1) or stderr (2)."""
+    for number in numbers:
+        os.close(number)
+        for prefix in ("", "__"):
+            setattr(sys, prefix + ("stdin", "stdout", "stderr")[number] + prefix, None)
+
+
+def refuse_torch() -> None:
+    """What imports PyTorch from now on ends in a traceback."""
+    break_import("torch", AssertionError("PyTorch is imported."))
+
+
+def break_import(module: str, error: BaseException) -> None:
+    """The error comes where the module is imported."""
+
+    def hear(event: str, arguments: tuple) -> None:
+        if event == "import" and arguments[0] == module:
+            raise error
+
+    sys.addaudithook(hear)
+
+
+def without_torch(closed: Sequence[int] = (), error: BaseException | None = None) -> None:
+    """Both, and an error amid what a script imports."""
+    close_streams(*closed)
+    refuse_torch()
+    if error:
+        break_import("konkanivani.base.command_line", error)
