@@ -10,6 +10,7 @@ from tests.conftest import ROOT, run_script
 from tests.patience import PATIENCE
 from tests.whisper.folders import transformers
 
+pytestmark = pytest.mark.full
 SCRIPT = "benchmarks/accumulation.py"
 WITHOUT = """
 import importlib.util, runpy, sys
