@@ -1,7 +1,6 @@
 """Language models of tokens: estimates and scores against plain definitions, an n-gram at a time; files; a script."""
 
 import gzip
-import itertools
 import json
 import math
 import runpy
@@ -82,8 +81,10 @@ def expected_scores(model: Model, tokens: Gram) -> list[float]:
 
 def states_along(model: LanguageModel, tokens: Sequence[int]) -> list[torch.Tensor]:
     """The state at first, and that after each of the tokens."""
-    follow = lambda state, token: model.advance(state, torch.tensor([token]))  # noqa: E731
-    return [*itertools.accumulate(tokens, follow, initial=model.initial(1))]
+    states = [model.initial(1)]
+    for token in tokens:
+        states.append(model.advance(states[-1], torch.tensor([token])))
+    return states
 
 
 def state_after(model: LanguageModel, tokens: Gram) -> torch.Tensor:

@@ -191,35 +191,28 @@ class Bigrams:
 
 
 @functools.cache
-def tiny(seed: int) -> tuple[KonkaniVaniASR, torch.Tensor]:
-    """A model of few tokens, and four frames."""
-    return sharp_model(TINY_VOCABULARY, seed, end=-2.0), random_encoded((4,), seed)[0]
-
-
-@functools.cache
-def log_probabilities(seed: int, tokens: tuple[int, ...]) -> tuple[float, float]:
-    """By its attention decoder and by CTC."""
-    return attention_log_probability(*tiny(seed), tokens), ctc_log_probability(*tiny(seed), tokens)
+def tiny(seed: int) -> tuple[KonkaniVaniASR, torch.Tensor, dict[tuple[int, ...], tuple[float, float]]]:
+    """A model of few tokens, four frames, and what attention and CTC give all that can be said in them."""
+    given = sharp_model(TINY_VOCABULARY, seed, end=-2.0), random_encoded((4,), seed)[0]
+    words = [1, *range(4, TINY_VOCABULARY)]
+    said = (tokens for count in range(5) for tokens in itertools.product(words, repeat=count))
+    return *given, {t: (attention_log_probability(*given, t), ctc_log_probability(*given, t)) for t in said}
 
 
 @pytest.mark.parametrize("ctc_weight", [0.0, 0.3, 0.8])
 @pytest.mark.parametrize("length_bonus", [0.0, 1.5])
 @pytest.mark.parametrize("language_model_weight", [0.0, 0.7])
 def test_a_wide_beam_is_brute_force(ctc_weight, length_bonus, language_model_weight):
-    words, best = [1, *range(4, TINY_VOCABULARY)], 5
-    everything = [tokens for count in range(5) for tokens in itertools.product(words, repeat=count)]
     for seed in range(2):
-        (model, encoded), bigrams = tiny(seed), Bigrams(seed, TINY_VOCABULARY)
-        scored = []
-        for tokens in everything:
-            attention, ctc = log_probabilities(seed, tokens)
-            total = (1 - ctc_weight) * attention + ctc_weight * (ctc if ctc_weight else 0.0)
+        (model, encoded, everything), bigrams, scored = tiny(seed), Bigrams(seed, TINY_VOCABULARY), []
+        for tokens, (attention, ctc) in everything.items():
+            total = (1 - ctc_weight) * attention + (ctc_weight * ctc if ctc_weight else 0.0)  # which may be infinite
             total += language_model_weight * bigrams.log_probability(tokens) + length_bonus * len(tokens)
             scored.append((total, tokens))
-        expected = sorted(scored, reverse=True)[:best]
+        expected = sorted(scored, reverse=True)[:5]
         fused = bigrams if language_model_weight else None
         decode = BeamDecode(200, ctc_weight, length_bonus, fused, language_model_weight)
-        (found,) = decode.search(model, encoded[None], (4,), best)
+        (found,) = decode.search(model, encoded[None], (4,), best=5)
         assert [hypothesis.tokens for hypothesis in found] == [tokens for _, tokens in expected]
         for hypothesis, (total, _) in zip(found, expected, strict=True):
             assert hypothesis.log_probability == pytest.approx(total, abs=1e-5)  # CTC's frames are fp32
