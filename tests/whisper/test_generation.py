@@ -161,7 +161,7 @@ def test_greedy_ids_are_those_of_generate(cases, with_times):
     assert not with_times or len(times) > 8
 
 
-@pytest.mark.parametrize("with_times", [False, True])
+@pytest.mark.parametrize("with_times", [True, *further(False)])
 def test_a_beam_of_three_finds_what_generate_finds_where_both_end(cases, with_times):
     """With `length_penalty` 0 a score is the sum of its tokens' and the end's, as ours.
 
@@ -183,7 +183,7 @@ def test_a_beam_of_three_finds_what_generate_finds_where_both_end(cases, with_ti
 def test_ids_of_a_waveform_are_those_of_generate(cases):
     """Each side makes its own features."""
     generator = torch.Generator().manual_seed(0)
-    for case in cases[:2]:
+    for case in cases[:1]:
         waves = [torch.randn(length, generator=generator) for length in (16_000, 9_000)]
         extract = transformers.WhisperFeatureExtractor(case.ours.shape.mel_bins, chunk_length=SECONDS)
         heard = np.array(extract([wave.numpy() for wave in waves], sampling_rate=16_000)["input_features"])

@@ -1,6 +1,7 @@
 """Optimizer steps of a Whisper model are those of AdamW written by hand on transformers' model."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -112,7 +113,7 @@ def test_negative_control_another_step_is_seen(change):
     matrices["weight_decay"] = 0.0 if change == "no decay" else DECAY
     others["weight_decay"] = DECAY if change == "decay of all" else 0.0
     by_hand.largest_norm = math.inf if change == "no clipping" else LARGEST_NORM
-    for number, (batch, micro_batches) in enumerate(windows()):
+    for number, (batch, micro_batches) in itertools.islice(enumerate(windows()), 10):
         train_step(parts, window_of(micro_batches), number)
         taken = micro_batches if change == "mean of means" else (batch,)
         by_hand.step(sum(by_hand.loss(parts, one) for one in taken) / len(taken), number)
