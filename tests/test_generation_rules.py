@@ -60,7 +60,7 @@ TIME_RULES = st.none() | st.builds(TimeRules, st.just(NO_TIMES), st.just(FIRST_T
 RULES = st.builds(GenerationRules, st.just(()), IDS, IDS, TIME_RULES)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(RULES, st.integers(0, 10**6), st.sampled_from([0.1, 1.0, 4.0]))
 def test_what_is_forbidden_is_what_transformers_forbids(rules, seed, spread):
     """Ten steps of three utterances with two hypotheses each, any token chosen that is allowed and is not the end."""

@@ -19,6 +19,7 @@ from konkanivani.model.whisper.folder import name_in_file, read_whisper_folder
 from konkanivani.model.whisper.front_end import WhisperFrontEnd
 from konkanivani.model.whisper.network import Whisper, sinusoids
 from konkanivani.model.whisper.shape import WhisperShape
+from tests.conftest import crossed
 from tests.whisper.folders import (
     KINDS,
     Kind,
@@ -64,9 +65,7 @@ def theirs(waveform: torch.Tensor, mel_bins: int, seconds: int) -> torch.Tensor:
     return torch.from_numpy(np.array(found))[0].T
 
 
-@pytest.mark.parametrize("mel_bins", [80, 128])
-@pytest.mark.parametrize("seconds", [1, 30])
-@pytest.mark.parametrize("loudness", [1.0, 1e-3, 1e-7, 0.0])
+@pytest.mark.parametrize(("mel_bins", "seconds", "loudness"), crossed((80, 128), (1, 30), (1.0, 1e-3, 1e-7, 0.0)))
 def test_features_are_transformers(mel_bins, seconds, loudness):
     shape = WhisperShape(8, 1, 1, 1, 8, mel_bins, 10, 50 * seconds)
     front_end, generator = WhisperFrontEnd(shape, AugmentConfig()), torch.Generator().manual_seed(0)

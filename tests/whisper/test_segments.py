@@ -64,7 +64,7 @@ SEGMENTS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(SEGMENTS, st.booleans())
 def test_segments_are_those_of_transformers(vocabulary, peer, segments, is_open):
     tokens, step = [], 0
