@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import importlib
 import json
 import math
 import re
@@ -34,7 +35,7 @@ from konkanivani.inference.verify import TOLERANCE, check_bundle, check_onnx, ch
 from konkanivani.model.architecture import HybridArchitecture
 from konkanivani.model.front_end import LogMel, described
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, write_checkpoint
-from tests.conftest import ROOT, WORDS, Corpus, run_script, speak
+from tests.conftest import ROOT, WORDS, Corpus, run_script, speak, well
 from tests.patience import PATIENCE
 
 FRAMING, FEATURES = Framing(FeatureConfig()), described(FeatureConfig())
@@ -85,10 +86,8 @@ def exported(speech_model: SpeechModel, corpus: Corpus, tmp_path_factory: pytest
     checkpoint = directory / "checkpoint_averaged.pt"  # of a model's weights alone
     write_checkpoint(checkpoint, as_checkpoint(speech_model))
     files = ("--bundle", "m.safetensors", "--onnx", "m.onnx", "--int8", "m.int8.onnx")
-    done = run_script(
-        EXPORT, "--checkpoint", str(checkpoint), *files, "--manifest", corpus.manifest("test"), cwd=directory
-    )
-    assert done.returncode == 0, done.stderr
+    words = "--checkpoint", str(checkpoint), *files, "--manifest", corpus.manifest("test")
+    done = well(run_script(EXPORT, *words, cwd=directory))
     assert done.stderr == ""
     return Run(directory, checkpoint, done.stdout.splitlines())
 
@@ -320,8 +319,7 @@ print([name for name in trainer if name in sys.modules])
 
 
 def test_a_bundle_is_heard_without_the_trainer(path, tmp_path, torch_alone):
-    done = torch_alone.run_program(HEARING, str(ROOT), str(path), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = well(torch_alone.run_program(HEARING, str(ROOT), str(path), cwd=tmp_path))
     _, loaded, control = done.stdout.splitlines()
     assert loaded == "[]" and "konkanivani.training.step" in control
 
@@ -466,7 +464,7 @@ class TestOnnx:
         own, _ = onnx_model.log_probabilities(waveforms[2:], lengths[2:])
         eight, _ = found.log_probabilities(waveforms[2:], lengths[2:])
         assert 0 < float((own.exp() - eight.exp()).abs().mean()) < 0.01
-        operators = [node.op_type for node in _nodes(path)]
+        operators = [node.op_type for node in importlib.import_module("onnx").load(path).graph.node]
         assert "MatMulInteger" in operators or "DynamicQuantizeMatMul" in operators
         assert "ConvInteger" not in operators and "Gemm" not in operators
 
@@ -497,12 +495,6 @@ def test_the_benchmark_of_eight_bits_compares_with_single_precision(onnx_bytes):
     assert again == quantize(onnx_bytes)
 
 
-def _nodes(path: Path) -> list:
-    import onnx
-
-    return list(onnx.load(path).graph.node)
-
-
 def test_the_example_of_the_documentation_hears_what_the_model_hears(speech_model, onnx_bytes, tmp_path):
     text = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
     example = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "onnxruntime" in block)
@@ -510,10 +502,8 @@ def test_the_example_of_the_documentation_hears_what_the_model_hears(speech_mode
     waveform = spoken(2.0)
     soundfile.write(tmp_path / "recording.flac", waveform.numpy(), 16_000, subtype="PCM_24")
     (tmp_path / "example.py").write_text(example + "\nimport sys; assert 'torch' not in sys.modules\n")
-    done = subprocess.run(
-        [sys.executable, "-I", "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.returncode == 0, done.stderr
+    command, said = [sys.executable, "-I", "example.py"], {"capture_output": True, "text": True}
+    done = well(subprocess.run(command, cwd=tmp_path, timeout=PATIENCE, **said))
     assert done.stdout.strip() == recognize_with(speech_model)(waveform[None], (len(waveform),))[0] != ""
 
 
