@@ -21,6 +21,7 @@ from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.step import StepParts, forward_and_backward, train_step
 from konkanivani.training.validation import recognize
+from tests.conftest import crossed
 from tests.laws.parts import KINDS, double_parts, measured_peak, relative_difference, speeches, window, with_dropout
 
 BOUND = 1e-9
@@ -94,8 +95,7 @@ def test_a_minute_is_run_in_one_piece(monkeypatch):
         losses_and_gradients(in_chunks(parts, CHUNK_FRAMES - 10), window([spoken], 1))
 
 
-@pytest.mark.parametrize("model", ["ours", "by distance"])
-@pytest.mark.parametrize("mode", ["always", "never"])
+@pytest.mark.parametrize("mode, model", crossed(["never", "always"], ["ours", "by distance"]))
 def test_in_chunks_too_the_traced_peak_is_the_real_steps_peak(mode, model):
     config, cpu = TrainConfig(model=MODELS[model], data=DataConfig(micro_batches_at_once=1)), torch.device("cpu")
     spoken = [dataclasses.replace(s, waveform=s.waveform.float()) for s in speeches(4, augmented=False)]
@@ -118,8 +118,7 @@ SMALL = ModelConfig(d_model=32, encoder_layers=1, decoder_layers=1, attention_he
 MODELS = {"ours": SMALL, "by distance": dataclasses.replace(SMALL, attention_positions="relative")}
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("mode", ["always", "never"])
+@pytest.mark.parametrize("mode, model", crossed(["always", "never"], MODELS))
 def test_the_traced_peak_grows_linearly(mode, model):
     """Above the state, from one to five minutes and from five to ten, at 15 tokens a second."""
     config = TrainConfig(model=MODELS[model])

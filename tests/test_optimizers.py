@@ -26,6 +26,7 @@ from konkanivani.training.optimizers import adafactor, adamw8bit
 from konkanivani.training.optimizers.blocks import BLOCK, Codebook, dynamic_shares
 from konkanivani.training.optimizers.build import KINDS, build_optimizer
 from konkanivani.training.step import StepParts, train_step
+from tests.conftest import crossed
 from tests.laws.failing import ERRORS, failing_backward, failing_forward, once_at
 from tests.laws.parts import MODEL, double_parts, measured_peak, relative_difference, speeches, window
 from tests.starts import parse_flags
@@ -311,8 +312,7 @@ def test_the_planned_state_is_the_real_one_to_the_byte(kind):
     )
 
 
-@pytest.mark.parametrize("kind", SMALLER)
-@pytest.mark.parametrize("policy", ["never", "always"])
+@pytest.mark.parametrize("kind, policy", crossed(SMALLER, ["never", "always"]))
 def test_a_planned_peak_bounds_the_measured_one(kind, policy):
     model = ModelConfig(d_model=128, encoder_layers=1, decoder_layers=1)
     config, recompute = config_of(kind, model), RecomputePolicy(policy)

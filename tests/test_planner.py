@@ -19,7 +19,7 @@ from konkanivani.memory.traces import Traces
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.planning.report import plan_budget, plan_presets
 from konkanivani.recipe.planning.state import check_state
-from tests.conftest import TINY_MODEL, run_script, well
+from tests.conftest import TINY_MODEL, crossed, run_script, well
 from tests.tracers import ONLY_TENSORS, traces_of
 from tests.warm import warm_parent
 
@@ -52,8 +52,7 @@ def test_each_block_more_that_is_recomputed_takes_less():
     assert tracer.trace(load, RecomputePolicy.first(tracer.blocks)) == tracer.trace(load, ALWAYS)
 
 
-@pytest.mark.parametrize("policy", [NEVER, ALWAYS], ids=["never", "always"])
-@pytest.mark.parametrize("seconds", [2.0, 8.0])
+@pytest.mark.parametrize("policy, seconds", crossed([NEVER, ALWAYS], [2.0, 8.0]))
 def test_the_largest_batch_fits_and_one_utterance_more_does_not(seconds, policy):
     planner = planner_of(SMALL, "48MiB")
     plan = planner.largest_batch(seconds, round(10 * seconds), policy, most=512)

@@ -23,6 +23,7 @@ from konkanivani.training import step
 from konkanivani.training.concurrent import OrderedAccumulation, map_ordered
 from konkanivani.training.optimizer import OptimizerState
 from konkanivani.training.step import StepParts, StepReport, train_step
+from tests.conftest import crossed
 from tests.laws.failing import ERRORS, above, failing_forward
 from tests.laws.parts import KINDS, MODEL, VOCAB_SIZE, double_parts, relative_difference, speeches, window, with_dropout
 from tests.patience import PATIENCE
@@ -83,8 +84,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch, number: int, seconds: float = 0.5) 
     monkeypatch.setattr(step, "forward_and_backward", held)
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
-@pytest.mark.parametrize("kind", ["conformer", "transformer", "other parts"])
+@pytest.mark.parametrize("kind, recompute", crossed(["conformer", "transformer", "other parts"], ["always", "never"]))
 def test_bit_for_bit_with_dropout(kind, recompute):
     model = KINDS[kind]
     one_by_one = trained(parts_of(1, recompute, model), threads=1)
