@@ -19,7 +19,7 @@ from konkanivani.base.distributed import ALONE, Topology, read_topology
 from konkanivani.base.errors import UsageError
 from konkanivani.recipe.ranks import take_card
 from konkanivani.recipe.start import check_ranks
-from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders, run_trainer, well
+from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, further, read_log, run_folders, run_trainer, well
 from tests.faults.under_torchrun import (
     RankRun,
     hold_two_seconds,
@@ -35,8 +35,9 @@ from tests.warm import Fork, Job, warm_parent
 TWO = Topology(rank=0, world=2, local_rank=0, local_world=2)
 
 
-def test_a_killed_rank_costs_nothing_where_torchrun_may_start_again(corpus, tmp_path):
-    killed = RankRun(corpus, tmp_path / "killed", steps=12)
+@pytest.mark.parametrize("is_cold", [False, *further(True)], ids=["forks", "by its command line"])
+def test_a_killed_rank_costs_nothing_where_torchrun_may_start_again(is_cold, corpus, tmp_path):
+    killed = RankRun(corpus, tmp_path / "killed", steps=12, is_cold=is_cold)
     assert len(kill_ranks(killed, 1, random.Random(2))) == 1  # while it trains
     said = (tmp_path / "killed" / "output.txt").read_text(encoding="utf-8")
     assert said.count("gone or not answering") == 1
