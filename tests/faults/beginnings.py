@@ -13,6 +13,11 @@ def close_streams(*numbers: int) -> None:
             setattr(sys, prefix + ("stdin", "stdout", "stderr")[number] + prefix, None)
 
 
+def print_at_once() -> None:
+    """What is printed is in its file with each line."""
+    sys.stdout.reconfigure(line_buffering=True)
+
+
 def refuse_torch() -> None:
     """What imports PyTorch from now on ends in a traceback."""
     break_import("torch", AssertionError("PyTorch is imported."))
