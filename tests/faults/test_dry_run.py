@@ -216,7 +216,7 @@ def test_ctrl_c_ends_the_script_with_130_and_its_workers_with_it(few, tmp_path, 
     said = tmp_path_factory.mktemp("said") / "output.txt"
     said.touch()
     child = warm_parent().start(Job(ROOT / TRAINER, given, said, threads=1, before=print_at_once))
-    while child.poll() is None and b"\nmodel:" not in said.read_bytes():
+    while child.poll() is None and b"model: " not in said.read_bytes():
         time.sleep(0.01)
     os.killpg(child.pid, signal.SIGINT)  # as a terminal does
     assert child.wait(PATIENCE) == 130, said.read_text(encoding="utf-8")
