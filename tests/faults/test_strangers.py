@@ -22,7 +22,7 @@ from konkanivani.data.manifest import read_manifest, read_recordings
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpointer import LAST
-from tests.conftest import ROOT, run_trainer, well
+from tests.conftest import ROOT, further, run_trainer, well
 from tests.faults.strangers import HOSTILE, configured, exploding, read_sound, use_everywhere
 from tests.faults.watching import watch
 from tests.starts import begin_run
@@ -37,7 +37,13 @@ def sound(small_run: Path, tmp_path_factory: pytest.TempPathFactory):
     return read_sound(path)
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+# Others do the same in another way.
+ALIKE = ("calls eval", "calls exec", "calls open", "calls by protocol 4", "calls through a new object")
+ALIKE += ("a stride of 2^60", "a size below zero", "a storage of 2^60", "half a character", "a compressed pickle")
+ALIKE += ("a state that is a list", "a vocabulary of 2^40", "a model 2^60 wide", "a million layers", "logs above")
+
+
+@pytest.mark.parametrize("name", [*(name for name in HOSTILE if name not in ALIKE), *further(*ALIKE)])
 def test_a_hostile_checkpoint_ends_with_its_error_and_nothing_else(name, sound, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     HOSTILE[name](sound, tmp_path / LAST)
@@ -68,7 +74,7 @@ def test_a_bundle_whose_header_claims_any_size_is_refused(size, tmp_path):
     assert (verdict.outcome, verdict.fault) == ("CheckpointError", None), verdict
 
 
-@pytest.mark.parametrize("name", ["calls os.system", "calls eval", "calls exec", "calls open", "a record twice"])
+@pytest.mark.parametrize("name", ["calls os.system", "a record twice", *further(*ALIKE[:3])])
 def test_negative_control_believed_they_explode(name, sound, tmp_path):
     HOSTILE[name](sound, tmp_path / LAST)
     assert exploding(tmp_path / LAST)
