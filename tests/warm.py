@@ -150,18 +150,11 @@ class WarmParent:
         assert can_fork(job.environment)
         return Fork(self.ask(job), self)
 
-    def run(
-        self,
-        script: Path,
-        *arguments: str,
-        cwd: Path = ROOT,
-        stdin: Path = NOTHING,
-        before: Callable[[], None] | None = None,
-    ) -> subprocess.CompletedProcess[str]:
-        """Runs it to its end."""
+    def run(self, script: Path, *arguments: str, **settings: object) -> subprocess.CompletedProcess[str]:
+        """Runs it to its end; `settings` are a Job's."""
         with tempfile.TemporaryDirectory() as folder:
             said = Path(folder, "output"), Path(folder, "errors")
-            fork = self.start(Job(script, arguments, *said, cwd, stdin=stdin, before=before))
+            fork = self.start(Job(script, arguments, *said, **settings))
             try:
                 code = fork.wait(PATIENCE)
             finally:

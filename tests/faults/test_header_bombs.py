@@ -177,6 +177,8 @@ def tensor(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[s
 BUNDLES: dict[str, Callable[[], bytes]] = {
     "a header of 2^60 bytes": lambda: bundle(b"{}", 2**60),
     "a header of 2^64 - 1 bytes": lambda: bundle(b"{}", 2**64 - 1),
+    "a header of 2 GiB": lambda: bundle(b'{"__metadata__":{}}', 2**31),
+    "a header of 0 bytes": lambda: bundle(b'{"__metadata__":{}}', 0),
     "100 MB of JSON": lambda: bundle(b'{"__metadata__":{"a":"' + b"x" * 10**8 + b'"}}'),
     "99 MB of small entries": lambda: bundle(b"{" + entries(9000, b"[]") + b"}"),
     "99 MB of metadata entries": lambda: bundle(b'{"__metadata__":{' + entries(7500, b'""') + b"}}"),

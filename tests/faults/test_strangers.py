@@ -1,5 +1,6 @@
 """What comes from a stranger runs no code, opens nothing outside of its folder, and takes no memory to refuse."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -18,8 +19,8 @@ from konkanivani.base.errors import CheckpointError, DataError, KonkaniVaniError
 from konkanivani.data.audio.roots import audio_roots, is_named_inside, resolved_inside
 from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.formats.shards import read_members
+from konkanivani.data.health.repeats import content_key
 from konkanivani.data.manifest import read_manifest, read_recordings
-from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpointer import LAST
 from tests.conftest import ROOT, further, run_trainer, well
@@ -54,24 +55,12 @@ def test_a_hostile_checkpoint_ends_with_its_error_and_nothing_else(name, sound, 
     assert not (tmp_path / "exploded").exists()
 
 
-def test_there_are_enough_of_them():
-    assert len(HOSTILE) >= 15
-
-
 def test_a_sound_checkpoint_is_taken_wherever_it_lies(sound, tmp_path, monkeypatch):
     """Negative control: it is not that all are refused."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(sound.path, tmp_path / LAST)
     verdict = watch(lambda: use_everywhere(tmp_path / LAST), tmp_path)
     assert verdict.outcome == "taken", verdict.message
-
-
-@pytest.mark.parametrize("size", [2**60, 2**64 - 1, 2**31, 0])
-def test_a_bundle_whose_header_claims_any_size_is_refused(size, tmp_path):
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(struct.pack("<Q", size) + b'{"__metadata__":{}}')
-    verdict = watch(lambda: load_recognizer(path, device="cpu"), tmp_path)
-    assert (verdict.outcome, verdict.fault) == ("CheckpointError", None), verdict
 
 
 @pytest.mark.parametrize("name", ["calls os.system", "a record twice", *further(*ALIKE[:3])])
@@ -143,9 +132,6 @@ def test_audio_outside_of_the_manifests_folder_is_never_opened(name, downloaded)
     manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def read() -> None:
-        from konkanivani.data.audio.waveform import load_audio
-        from konkanivani.data.health.repeats import content_key
-
         found = read_manifest(manifest)
         for utterance in [*found, *read_recordings(manifest)]:
             content_key(utterance.source)
@@ -172,8 +158,6 @@ def test_the_named_root_allows_it(downloaded):
     assert len(found) == 4 and not found.broken
 
     def read() -> None:
-        from konkanivani.data.audio.waveform import load_audio
-
         for utterance in found:
             load_audio(utterance.source)
 
@@ -252,7 +236,7 @@ def test_a_tars_members_are_never_unpacked_and_its_names_are_never_paths(downloa
     assert not [path for path in verdict.opened if path.startswith(("/etc", "/dev"))]
     assert sorted(downloaded.parent.rglob("*")) == before
     found = []
-    with pytest.raises(DataError) if verdict.outcome == "DataError" else _nothing():
+    with pytest.raises(DataError) if verdict.outcome == "DataError" else contextlib.nullcontext():
         for member in read_members(shard):
             found.append(member)
     assert {member.name for member in found} <= {"../../above.wav", "/etc/absolute.wav", "a/../../b.wav"}
@@ -362,9 +346,3 @@ def test_no_secret_of_the_environment_is_in_anything_that_a_run_says_or_writes(
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert any("tfevents" in path.name for path in written) and len(written) > 10
     assert [path for path in written if CANARY.encode() in path.read_bytes()] == []
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...

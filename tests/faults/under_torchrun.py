@@ -33,14 +33,6 @@ PR_SET_NAME = 15  # linux/prctl.h
 Agent = Fork | subprocess.Popen
 
 
-def start_ranks(output: Path, world: int, restarts: int, *arguments: str) -> subprocess.Popen:
-    """Starts the ranks under torchrun, one thread each; what they and torchrun print goes to `output`."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
-    command = [*launcher, "--max-restarts", str(restarts), str(ROOT / TRAINER), *arguments]
-    output.parent.mkdir(parents=True, exist_ok=True)
-    return start_cold(command, output, threads=1)
-
-
 def run_ranks(
     output: Path, world: int, *arguments: str, restarts: int = 0, before: Callable[[], None] | None = None
 ) -> str:
@@ -125,10 +117,12 @@ class RankRun:
 
     def start(self, restarts: int) -> Agent:
         output = self.directory / "output.txt"
-        if self.is_cold:
-            return start_ranks(output, 2, restarts, *self.flags())
         self.directory.mkdir(parents=True)
-        return warm_parent().start(Job(Path(__file__), (str(restarts), *self.flags()), output, threads=1))
+        if not self.is_cold:
+            return warm_parent().start(Job(Path(__file__), (str(restarts), *self.flags()), output, threads=1))
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        script = ["--max-restarts", str(restarts), str(ROOT / TRAINER), *self.flags()]
+        return start_cold([*torchrun, *script], output, threads=1)
 
 
 def train_undisturbed(run: RankRun) -> RankRun:
