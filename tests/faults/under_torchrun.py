@@ -107,7 +107,8 @@ class RankRun:
         steady = ("--schedule", "inverse_sqrt", "--warmup_steps", "2", "--max_steps", str(self.steps))
         saves = ("--save_steps", str(SAVE_STEPS), "--num_workers", "1", "--resume", "auto")
         shard = ("--shard", "always" if self.sharded else "never")
-        return (*TINY_MODEL, *self.corpus.flags(), *run_folders(self.directory), *batch, *steady, *saves, *shard)
+        model = (*TINY_MODEL, "--encoder_layers", "1")
+        return (*model, *self.corpus.flags(), *run_folders(self.directory), *batch, *steady, *saves, *shard)
 
     def logged(self) -> int:
         try:
