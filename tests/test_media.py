@@ -58,7 +58,7 @@ def likeness(heard: np.ndarray, wanted: np.ndarray) -> float:
     shifts = np.arange(RATE // 10, 3 * RATE // 10, 2)
     spectra = np.fft.rfft(wanted), np.fft.rfft(middle, len(wanted))
     products = np.fft.irfft(spectra[0] * spectra[1].conj(), len(wanted))[shifts]
-    sums, squares = (np.cumsum([0.0, *part]) for part in (wanted, wanted.astype(np.float64) ** 2))
+    sums, squares = (np.cumsum(np.insert(part, 0, 0.0)) for part in (wanted, wanted.astype(np.float64) ** 2))
     inside, energy = (part[shifts + len(middle)] - part[shifts] for part in (sums, squares))
     return float((products / np.sqrt((energy - inside**2 / len(middle)) * (middle @ middle))).max())
 
