@@ -518,7 +518,7 @@ class TestScripts:
         """As tests/faults/test_streams.py has it of the scripts, here of all but the main parts."""
         paths = [str(path) for path in SCRIPTS if path.parent.name == "benchmarks"]
         heads = (
-            "import pathlib, runpy, sys; from tests.faults.beginnings import refuse_torch; refuse_torch()\n"
+            "import pathlib, runpy, sys; from tests.faults.beginnings import without_torch; without_torch()\n"
             "for path in sys.argv[1:]:\n"
             "    sys.path.insert(0, str(pathlib.Path(path).parent)); runpy.run_path(path, run_name='head')\n"
         )

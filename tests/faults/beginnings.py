@@ -18,11 +18,6 @@ def print_at_once() -> None:
     sys.stdout.reconfigure(line_buffering=True)
 
 
-def refuse_torch() -> None:
-    """What imports PyTorch from now on ends in a traceback."""
-    break_import("torch", AssertionError("PyTorch is imported."))
-
-
 def break_import(module: str, error: BaseException) -> None:
     """The error comes where the module is imported."""
 
@@ -34,8 +29,8 @@ def break_import(module: str, error: BaseException) -> None:
 
 
 def without_torch(closed: Sequence[int] = (), error: BaseException | None = None) -> None:
-    """Both, and an error amid what a script imports."""
+    """What imports PyTorch ends in a traceback; streams are closed, and an error comes amid a script's imports."""
     close_streams(*closed)
-    refuse_torch()
+    break_import("torch", AssertionError("PyTorch is imported."))
     if error:
         break_import("konkanivani.base.command_line", error)

@@ -19,18 +19,7 @@ from konkanivani.base.distributed import ALONE, Topology, read_topology
 from konkanivani.base.errors import UsageError
 from konkanivani.recipe.ranks import take_card
 from konkanivani.recipe.start import check_ranks
-from tests.conftest import (
-    ROOT,
-    TINY_MODEL,
-    TRAINER,
-    Corpus,
-    further,
-    read_log,
-    run_folders,
-    run_trainer,
-    well,
-    write_corpus,
-)
+from tests.conftest import TINY_MODEL, TRAINER, Corpus, further, read_log, run_folders, run_trainer, well, write_corpus
 from tests.faults.under_torchrun import (
     RankRun,
     hold_two_seconds,
@@ -41,7 +30,7 @@ from tests.faults.under_torchrun import (
 )
 from tests.laws.ranks import environments_of
 from tests.patience import PATIENCE
-from tests.warm import Fork, Job, warm_parent
+from tests.warm import ROOT, Fork, Job, warm_parent
 
 TWO = Topology(rank=0, world=2, local_rank=0, local_world=2)
 
