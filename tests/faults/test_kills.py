@@ -27,8 +27,9 @@ def killed(corpus, tmp_path_factory, request) -> LongRun:
     Without --full at some of those that are other bytes of a write, or another name given to the file.
     """
     points = [*POINTS, *WORSE_IN_A_ROW]
+    alike = ("after 1 %", "after 99 %", "previous: ", "best: before what", "best: after")
     if not request.config.getoption("--full"):
-        points = [point for point in points if not point.label.startswith(("after 1 %", "after 99 %", "previous: "))]
+        points = [point for point in points if not point.label.startswith(alike)]
     run = killing.run_to_be_killed_at_points(corpus, tmp_path_factory.mktemp("points") / "killed")
     for death in kill_at_points(run, len(points), points):
         assert death.complaints == (), death

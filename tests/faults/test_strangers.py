@@ -43,6 +43,8 @@ def sound(small_run: Path, tmp_path_factory: pytest.TempPathFactory):
 ALIKE = ("calls eval", "calls exec", "calls open", "calls by protocol 4", "calls through a new object")
 ALIKE += ("a stride of 2^60", "a size below zero", "a storage of 2^60", "half a character", "a compressed pickle")
 ALIKE += ("a state that is a list", "a vocabulary of 2^40", "a model 2^60 wide", "a million layers", "logs above")
+ALIKE += ("persistent ids in each other", "a storage beyond its record", "a pickle without an end", "no tokenizer")
+ALIKE += ("a vocabulary below zero", "a tokenizer of noise", "settings in settings", "a list in itself")
 
 
 @pytest.mark.parametrize("name", [*(name for name in HOSTILE if name not in ALIKE), *further(*ALIKE)])
