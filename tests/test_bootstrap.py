@@ -20,6 +20,7 @@ import torch
 
 from konkanivani.base.device import TORCH_RANGE, check_gpu_architecture, choose_device
 from konkanivani.base.errors import ResourceError
+from tests.conftest import further
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +29,18 @@ NO_DRIVER = "NVIDIA-SMI has failed because it couldn't communicate with the NVID
 OLD_TABLE = "| NVIDIA-SMI 470.82.01    Driver Version: 470.82.01    CUDA Version: 11.4     |"
 
 # The machine that tests is not to need the room that an installation does.
-ROOMY_DISK = "import shutil; shutil.disk_usage = lambda path: shutil._ntuple_diskusage(2**40, 0, 2**40)"
+ROOMY_DISK = "import shutil; shutil.disk_usage = lambda path: shutil._ntuple_diskusage(2**40, 0, 2**40)\n"
+# An environment that has this Python's own pip: to install another one takes five seconds of a processor.
+PIP_AT_HAND = """
+import pathlib, pip, subprocess
+run = subprocess.run
+def run_without_ensurepip(command, **options):
+    done = run(command + (["--without-pip"] if command[1:3] == ["-m", "venv"] else []), **options)
+    for packages in pathlib.Path(command[-1]).glob("lib/python*/site-packages"):
+        (packages / "pip").symlink_to(pathlib.Path(pip.__file__).parent)
+    return done
+subprocess.run = run_without_ensurepip
+"""
 
 
 def load_bootstrap(root: Path):
@@ -212,9 +224,10 @@ class TestStamp:
 class TestWhatCannotBeDone:
     Version = namedtuple("Version", "major minor micro")
 
-    def test_no_network(self, checkout):
+    @pytest.mark.parametrize("pip", [PIP_AT_HAND, *further("")], ids=["pip at hand", "ensurepip"])
+    def test_no_network(self, checkout, pip):
         arguments = ["training_scripts/bootstrap.py", "--extras", "synthesis"]
-        (checkout / "sitecustomize.py").write_text(ROOMY_DISK)
+        (checkout / "sitecustomize.py").write_text(ROOMY_DISK + pip)
         network = {"PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_RETRIES": "0", "PYTHONPATH": str(checkout)}
         process = run(bare_python(), arguments, checkout, **network)
         assert_one_sentence(process, "check the network", "PIP_INDEX_URL")
@@ -505,7 +518,7 @@ class TestScripts:
         """As tests/faults/test_streams.py has it of the scripts, here of all but the main parts."""
         paths = [str(path) for path in SCRIPTS if path.parent.name == "benchmarks"]
         heads = (
-            "import pathlib, runpy, sys; from tests.faults.beginnings import refuse_torch; refuse_torch()\n"
+            "import pathlib, runpy, sys; from tests.faults.beginnings import without_torch; without_torch()\n"
             "for path in sys.argv[1:]:\n"
             "    sys.path.insert(0, str(pathlib.Path(path).parent)); runpy.run_path(path, run_name='head')\n"
         )

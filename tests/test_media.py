@@ -53,12 +53,14 @@ def voice(folder: Path) -> Path:
 
 def likeness(heard: np.ndarray, wanted: np.ndarray) -> float:
     """The correlation where they lie best on each other, a tenth of a second apart at most."""
-    reach, middle = RATE // 10, heard[RATE // 5 : len(wanted) - RATE // 5]
-    shifts = range(RATE // 5 - reach, RATE // 5 + reach, 2)
-    return max(
-        float(np.corrcoef(middle[: len(part)], part)[0, 1])
-        for part in (wanted[shift : shift + len(middle)] for shift in shifts)
-    )
+    middle = heard[RATE // 5 : len(wanted) - RATE // 5].astype(np.float64)
+    middle -= middle.mean()
+    shifts = np.arange(RATE // 10, 3 * RATE // 10, 2)
+    spectra = np.fft.rfft(wanted), np.fft.rfft(middle, len(wanted))
+    products = np.fft.irfft(spectra[0] * spectra[1].conj(), len(wanted))[shifts]
+    sums, squares = (np.cumsum(np.insert(part, 0, 0.0)) for part in (wanted, wanted.astype(np.float64) ** 2))
+    inside, energy = (part[shifts + len(middle)] - part[shifts] for part in (sums, squares))
+    return float((products / np.sqrt((energy - inside**2 / len(middle)) * (middle @ middle))).max())
 
 
 # ------------------------------------------------------------------------------------------------------- what is read
@@ -86,8 +88,9 @@ def test_a_file_is_read_whole_by_blocks_and_by_spans_to_the_same_samples(kind, f
 def test_what_cannot_be_made_here_is_read_too(name):
     heard = load_audio(AudioSource(str(ENCODED / name))).numpy()
     assert read_header(AudioSource(str(ENCODED / name))).rate == (16_000 if name == "amr_wb.awb" else 32_000)
-    begin = max(range(0, 4000, 8), key=lambda at: abs(np.dot(heard[at : at + 16_000], rising_tone(1.0, RATE))))
-    assert likeness(heard[begin:], rising_tone(1.0, RATE)) > 0.9  # the encoder's delay stands before it
+    tone = rising_tone(1.0, RATE)
+    begin = max(range(0, 4000, 8), key=lambda at: abs(np.dot(heard[at : at + 16_000], tone)))
+    assert likeness(heard[begin:], tone) > 0.9  # the encoder's delay stands before it
 
 
 def test_negative_control_likeness_tells_another_sound():
@@ -202,7 +205,8 @@ def spoilt_program(monkeypatch: pytest.MonkeyPatch, folder: Path, line: str) -> 
 def test_whatever_becomes_of_ffmpeg_is_a_reason(name, voice, monkeypatch, tmp_path):
     line, said = SPOILT[name]
     with spoilt_program(monkeypatch, tmp_path, line):
-        for read in (read_samples, lambda path: list(read_blocks(AudioSource(str(path)), 1.0))):
+        reads = (read_samples, lambda path: list(read_blocks(AudioSource(str(path)), 1.0)))
+        for read in reads[: 1 if line == HANGS else 2]:  # it takes two seconds of a processor
             with pytest.raises(UnusableAudio, match=said):
                 read(voice)
     assert len(read_samples(voice))  # the next file is read as ever

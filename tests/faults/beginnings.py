@@ -13,9 +13,9 @@ def close_streams(*numbers: int) -> None:
             setattr(sys, prefix + ("stdin", "stdout", "stderr")[number] + prefix, None)
 
 
-def refuse_torch() -> None:
-    """What imports PyTorch from now on ends in a traceback."""
-    break_import("torch", AssertionError("PyTorch is imported."))
+def print_at_once() -> None:
+    """What is printed is in its file with each line."""
+    sys.stdout.reconfigure(line_buffering=True)
 
 
 def break_import(module: str, error: BaseException) -> None:
@@ -29,8 +29,8 @@ def break_import(module: str, error: BaseException) -> None:
 
 
 def without_torch(closed: Sequence[int] = (), error: BaseException | None = None) -> None:
-    """Both, and an error amid what a script imports."""
+    """What imports PyTorch ends in a traceback; streams are closed, and an error comes amid a script's imports."""
     close_streams(*closed)
-    refuse_torch()
+    break_import("torch", AssertionError("PyTorch is imported."))
     if error:
         break_import("konkanivani.base.command_line", error)

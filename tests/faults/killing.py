@@ -3,6 +3,7 @@
 import itertools
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tests.faults.fuse import BEST_NAME, EPOCH, POINTS, WORSE_IN_A_ROW, Fuse, Po
 from tests.faults.lives import SCRIPT, Aftermath, LongRun
 from tests.faults.resuming import run_differences
 
-KEPT_EPOCHS = 4
+KEPT_EPOCHS = 3
 FEWER_EPOCHS = ("--keep_checkpoints", "2")  # so that a save has two to remove
 SAVE_STEPS = 2  # of the runs that are killed at random
 
@@ -88,11 +89,8 @@ def complaints_of(found: Aftermath, code: int | None, most_lost: int) -> list[st
 
 
 def what_differs(run: LongRun, undisturbed: LongRun) -> list[str]:
-    """Ends the run four steps on, trains another without a kill to the same step: every difference, in sentences.
-
-    The run that was killed at every point is two steps into an epoch then.
-    """
-    steps = run.logged_step() + 4
+    """Ends the run three steps on, trains another without a kill to the same step: every difference, in sentences."""
+    steps = run.logged_step() + 3
     for each in (run, undisturbed):
         code = each.begin("--max_steps", str(steps)).end()
         if code != 0:
@@ -114,8 +112,8 @@ def left_behind(run: LongRun) -> list[str]:
     return found + run.tracebacks()
 
 
-def kill_at_points(run: LongRun, count: int) -> list[Death]:
+def kill_at_points(run: LongRun, count: int, points: Sequence[Point] = (*POINTS, *WORSE_IN_A_ROW)) -> list[Death]:
     """So many lives, through all points again and again: the first two end in the first save, the second with half a
     file and no checkpoint."""
-    points = itertools.islice(itertools.cycle((*POINTS, *WORSE_IN_A_ROW)), count)
+    points = itertools.islice(itertools.cycle(points), count)
     return [kill_at(run, point, skip=number % 3 if number > 1 else 0) for number, point in enumerate(points)]

@@ -66,7 +66,7 @@ class Settings:
 
     def flags(self) -> tuple[str, ...]:
         precision = ("--mixed_precision",) if self.precision in ("fp16", "bf16") else ()
-        return (*TINY_MODEL, *TWO_BY_TWO, *SCHEDULE, *precision, *self.more)
+        return (*TINY_MODEL, "--encoder_layers", "1", *TWO_BY_TWO, *SCHEDULE, *precision, *self.more)
 
 
 @dataclass(frozen=True)

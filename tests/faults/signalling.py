@@ -90,6 +90,13 @@ def end_by_two(run: LongRun, number: signal.Signals, workers: int, delay: float)
     return _told_to_stop(run, life, number, sent, before)  # a save may have fallen due before the first signal
 
 
+class IgnoredHangUps:
+    """As nohup leaves them to the program that it starts."""
+
+    def lay(self, _checkpoints: Path) -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
 @dataclass
 class HangingAudio:
     """Has each audio worker hang after so many recordings, as one does that reads from a server which has gone."""

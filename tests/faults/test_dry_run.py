@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -25,17 +24,30 @@ from konkanivani.training.checkpoint.checkpointer import LAST, PREVIOUS
 from konkanivani.training.checkpoint.compare import differences, relative_difference
 from konkanivani.training.checkpoint.run_lock import RunLock
 from konkanivani.training.loop import train
-from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders, run_trainer, script_command, well
+from tests.conftest import ROOT, TRAINER, Corpus, read_log, run_folders, run_trainer, well, write_corpus
+from tests.faults.beginnings import print_at_once
+from tests.faults.small_run import SMALL_MODEL
 from tests.patience import PATIENCE
 from tests.starts import begin_run
+from tests.warm import Job, warm_parent
 
 QUICK = ("--num_workers", "0", "--batch_size", "2", "--gradient_accumulation_steps", "2")
 STAGES = ["flags", "paths", "disk", "data", "plan", "model", "rehearsal", "two steps", "validation", "saved", "resumed"]
 
 
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "tones", {"train": 10, "valid": 2, "test": 2})
+
+
+@pytest.fixture
+def copy(small_run: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(small_run, tmp_path / "copy")
+
+
 def flags(corpus: Corpus, directory: Path, *more: str) -> list[str]:
     tested = "--test_manifest", corpus.manifest("test")
-    return [*TINY_MODEL, *QUICK, *corpus.flags(), *tested, *run_folders(directory), *more]
+    return [*SMALL_MODEL, *QUICK, *corpus.flags(), *tested, *run_folders(directory), *more]
 
 
 def files_of(directory: Path) -> dict[str, tuple[int, bytes]]:
@@ -51,17 +63,17 @@ def stages_of(output: str) -> list[str]:
     return re.findall(r"^(\w[\w ]*): .* \(\d+\.\d s\)$", output, re.MULTILINE)
 
 
-def test_the_script_tells_every_stage_and_leaves_nothing(corpus, tmp_path):
+def test_the_script_tells_every_stage_and_leaves_nothing(few, tmp_path):
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "mine.txt").write_text("mine")
     before = files_of(tmp_path)
-    given = flags(corpus, tmp_path / "here" / "deep" / "er", "--dry_run", "--num_workers", "2", "--epochs", "20")
+    given = flags(few, tmp_path / "here" / "deep" / "er", "--dry_run", "--num_workers", "2", "--epochs", "20")
     done = well(run_trainer(*given, cwd=tmp_path))
     assert stages_of(done.stdout) == [*STAGES, "removed"]
-    assert "26 utterances to train on" in done.stdout and "7 steps of 4 utterances an epoch" in done.stdout
-    assert "the 140 steps to come" in done.stdout and "bit for bit" in done.stdout
+    assert "10 utterances to train on" in done.stdout and "3 steps of 4 utterances an epoch" in done.stdout
+    assert "the 60 steps to come" in done.stdout and "bit for bit" in done.stdout
     summary = json.loads(done.stdout.splitlines()[-1])
-    assert summary["dry_run"] is True and summary["steps"] == 140 and summary["resumed_difference"] == 0
+    assert summary["dry_run"] is True and summary["steps"] == 60 and summary["resumed_difference"] == 0
     assert summary["tensors_compared"] > 100 and summary["seconds_in_all"] > 0
     assert files_of(tmp_path) == before
 
@@ -74,44 +86,46 @@ def test_the_script_tells_every_stage_and_leaves_nothing(corpus, tmp_path):
     ],
     ids=["planned", "half precision"],
 )
-def test_it_takes_the_path_of_other_runs_too(more, corpus, tmp_path, capsys):
-    given = flags(corpus, tmp_path, "--dry_run", *more)
+def test_it_takes_the_path_of_other_runs_too(more, few, tmp_path):
+    given = flags(few, tmp_path, "--dry_run", *more)
     if "auto" in more:
         at = given.index("--gradient_accumulation_steps")
         del given[at : at + 2]
-    summary = json.loads(dry_run(ask(given)))
-    assert summary["resumed_difference"] == 0 and summary["steps"] == (1 if "--max_steps" in more else 80)
-    output = capsys.readouterr().out
+    output = well(run_trainer(*given)).stdout
+    summary = json.loads(output.splitlines()[-1])
+    assert summary["resumed_difference"] == 0 and summary["steps"] == (1 if "--max_steps" in more else 40)
     assert stages_of(output)[-2:] == ["resumed", "removed"]
     assert ("planned peak" in output) == ("auto" in more)
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("batch", ["13", "26"])  # an epoch ends with every second window, or with every one
-def test_saves_that_fall_due_on_the_way_change_nothing(batch, corpus, tmp_path):
-    given = [*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), "--num_workers", "0", "--batch_size", batch]
+@pytest.mark.parametrize("batch", ["5", "10"])  # an epoch ends with every second window, or with every one
+def test_saves_that_fall_due_on_the_way_change_nothing(batch, few, tmp_path):
+    given = [*SMALL_MODEL, *few.flags(), *run_folders(tmp_path), "--num_workers", "0", "--batch_size", batch]
     given += ["--gradient_accumulation_steps", "1", "--save_steps", "1", "--epochs", "1", "--dry_run"]
-    summary = json.loads(dry_run(ask(given)))
-    assert summary["resumed_difference"] == 0 and summary["steps"] == 26 // int(batch)
+    summary = json.loads(well(run_trainer(*given)).stdout.splitlines()[-1])
+    assert summary["resumed_difference"] == 0 and summary["steps"] == 10 // int(batch)
     assert os.listdir(tmp_path) == []
 
 
 def test_a_dry_resume_goes_on_from_the_checkpoint_and_touches_nothing_of_its_run(copy, capsys):
     before = files_of(copy)
     for resumed in (["--resume", "auto", *run_folders(copy)], ["--resume", str(copy / "checkpoints" / LAST)]):
-        given = [*resumed, *run_folders(copy), "--max_steps", "9", "--dry_run"]
+        given = [*resumed, *run_folders(copy), "--epochs", "4", "--dry_run"]
         assert json.loads(dry_run(ask(given)))["steps"] == 6
         output = capsys.readouterr().out
-        assert "with the state of step 3" in output and "step 6 after it is the same, bit for bit" in output
+        assert "with the state of step 6" in output and "step 9 after it is the same, bit for bit" in output
         assert files_of(copy) == before
 
 
 def test_a_dry_resume_passes_over_damaged_checkpoints_and_leaves_them_their_names(copy, capsys):
     folder = copy / "checkpoints"
+    for path in {*folder.glob("checkpoint_*")} - {folder / LAST}:
+        path.unlink()
     shutil.copy(folder / LAST, folder / PREVIOUS)
     (folder / LAST).write_bytes((folder / LAST).read_bytes()[:-100])
     before = files_of(copy)
-    given = ["--resume", "auto", *run_folders(copy), "--max_steps", "9", "--dry_run"]
+    given = ["--resume", "auto", *run_folders(copy), "--epochs", "4", "--dry_run"]
     assert json.loads(dry_run(ask(given)))["steps"] == 6
     output = capsys.readouterr().out
     assert f"{LAST} is damaged" in output and "Trying the one before." in output and "Moved" not in output
@@ -126,15 +140,15 @@ def test_a_dry_resume_passes_over_damaged_checkpoints_and_leaves_them_their_name
 REFUSED = [
     (("--learning_rate", "nan"), UsageError, "finite"),
     (("--valid_manifest", "none.jsonl"), DataError, "none.jsonl"),
-    (("--min_duration", "19"), DataError, "None of the 26"),
+    (("--min_duration", "19"), DataError, "None of the 10"),
     (("--memory_budget", "2MiB"), ResourceError, "before any audio"),
     (("--resume", "none.pt"), CheckpointError, "none.pt"),
 ]
 
 
 @pytest.mark.parametrize("more, kind, said", REFUSED, ids=[more[0] for more, _, _ in REFUSED])
-def test_it_refuses_what_the_run_would_and_leaves_nothing(more, kind, said, corpus, tmp_path):
-    given = flags(corpus, tmp_path, *more)
+def test_it_refuses_what_the_run_would_and_leaves_nothing(more, kind, said, few, tmp_path):
+    given = flags(few, tmp_path, *more)
     with pytest.raises(kind, match=said) as refused:
         dry_run(ask([*given, "--dry_run"]))
     assert os.listdir(tmp_path) == []
@@ -143,14 +157,14 @@ def test_it_refuses_what_the_run_would_and_leaves_nothing(more, kind, said, corp
     assert str(refused.value) == str(real.value)
 
 
-def test_a_used_folder_is_refused_as_the_run_would(corpus, copy):
+def test_a_used_folder_is_refused_as_the_run_would(few, copy):
     before = files_of(copy)
     with pytest.raises(UsageError, match="holds checkpoints of a run"):
-        dry_run(ask(flags(corpus, copy, "--dry_run")))
+        dry_run(ask(flags(few, copy, "--dry_run")))
     assert files_of(copy) == before
 
 
-def test_a_folder_in_which_another_process_trains_is_refused(corpus, tmp_path):
+def test_a_folder_in_which_another_process_trains_is_refused(few, tmp_path):
     child = os.fork()
     if child == 0:
         lock = RunLock(tmp_path / "checkpoints")
@@ -165,7 +179,7 @@ def test_a_folder_in_which_another_process_trains_is_refused(corpus, tmp_path):
             time.sleep(0.01)
         before = files_of(tmp_path)
         with pytest.raises(ResourceError, match=f"Process {child} is training"):
-            dry_run(ask(flags(corpus, tmp_path, "--dry_run")))
+            dry_run(ask(flags(few, tmp_path, "--dry_run")))
         assert files_of(tmp_path) == before
     finally:
         os.kill(child, signal.SIGKILL)
@@ -178,9 +192,7 @@ def test_a_folder_in_which_another_process_trains_is_refused(corpus, tmp_path):
 @pytest.mark.parametrize(
     "number, stage", [(signal.SIGINT, "data"), (signal.SIGTERM, "rehearsal"), (signal.SIGINT, "saved")]
 )
-def test_a_signal_at_any_stage_ends_it_with_its_code_and_removes_everything(
-    number, stage, corpus, tmp_path, monkeypatch
-):
+def test_a_signal_at_any_stage_ends_it_with_its_code_and_removes_everything(number, stage, few, tmp_path, monkeypatch):
     tell = dry.StageClock.done
 
     def interrupted(clock: dry.StageClock, name: str, sentence: str) -> None:
@@ -193,30 +205,23 @@ def test_a_signal_at_any_stage_ends_it_with_its_code_and_removes_everything(
     monkeypatch.setattr(dry.StageClock, "done", interrupted)
     handlers = [signal.getsignal(each) for each in stopping_signals()]
     with pytest.raises(Interrupted) as stopped:
-        dry_run(ask(flags(corpus, tmp_path, "--dry_run")))
+        dry_run(ask(flags(few, tmp_path, "--dry_run")))
     assert stopped.value.exit_code == 128 + number and "removed" in str(stopped.value)
     assert os.listdir(tmp_path) == []
     assert [signal.getsignal(each) for each in stopping_signals()] == handlers
 
 
-def test_ctrl_c_ends_the_script_with_130_and_its_workers_with_it(corpus, tmp_path):
-    given = flags(corpus, tmp_path, "--dry_run", "--num_workers", "2", "--batch_size", "1", "--d_model", "256")
-    child = subprocess.Popen(
-        script_command(TRAINER, *given),
-        cwd=ROOT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    for line in child.stdout:
-        if line.startswith("model:"):
-            break
+def test_ctrl_c_ends_the_script_with_130_and_its_workers_with_it(few, tmp_path, tmp_path_factory):
+    given = flags(few, tmp_path, "--dry_run", "--num_workers", "2", "--batch_size", "1", "--d_model", "256")
+    said = tmp_path_factory.mktemp("said") / "output.txt"
+    said.touch()
+    child = warm_parent().start(Job(ROOT / TRAINER, given, said, threads=1, before=print_at_once))
+    while child.poll() is None and b"model: " not in said.read_bytes():
+        time.sleep(0.01)
     os.killpg(child.pid, signal.SIGINT)  # as a terminal does
-    output, errors = child.communicate(timeout=PATIENCE)
-    assert child.returncode == 130, output + errors
-    assert "Traceback" not in errors and "what it wrote is removed" in errors
+    assert child.wait(PATIENCE) == 130, said.read_text(encoding="utf-8")
+    output = said.read_text(encoding="utf-8")
+    assert "Traceback" not in output and "what it wrote is removed" in output
     assert os.listdir(tmp_path) == []
     with pytest.raises(ProcessLookupError):
         os.killpg(child.pid, 0)
@@ -246,20 +251,20 @@ def test_two_states_are_equal_only_to_the_last_bit():
     assert 0 < apart < 1e-6
 
 
-def test_negative_control_a_resume_that_forgets_something_is_found(corpus, tmp_path, monkeypatch):
+def test_negative_control_a_resume_that_forgets_something_is_found(few, tmp_path, monkeypatch):
     """The optimizer's moments are not loaded: weights are equal, the step after is not."""
     from konkanivani.training.optimizer import OptimizerState
 
     monkeypatch.setattr(OptimizerState, "load_state_dict", lambda self, state: None)
     with pytest.raises(CheckpointError, match="What was resumed is not what was saved: .*optimizer/"):
-        dry_run(ask(flags(corpus, tmp_path, "--dry_run")))
+        dry_run(ask(flags(few, tmp_path, "--dry_run")))
     monkeypatch.setattr(dry, "differences", lambda one, other: [])
-    summary = json.loads(dry_run(ask(flags(corpus, tmp_path, "--dry_run"))))
+    summary = json.loads(dry_run(ask(flags(few, tmp_path, "--dry_run"))))
     assert summary["resumed_difference"] > 0
     assert os.listdir(tmp_path) == []
 
 
-def test_negative_control_a_save_that_loses_a_bit_is_found(corpus, tmp_path, monkeypatch):
+def test_negative_control_a_save_that_loses_a_bit_is_found(few, tmp_path, monkeypatch):
     read = dry.read_checkpoint
 
     def read_wrongly(path: Path) -> Checkpoint:
@@ -270,7 +275,7 @@ def test_negative_control_a_save_that_loses_a_bit_is_found(corpus, tmp_path, mon
 
     monkeypatch.setattr(dry, "read_checkpoint", read_wrongly)
     with pytest.raises(CheckpointError, match="What was saved is not what is read back: 1 value"):
-        dry_run(ask(flags(corpus, tmp_path, "--dry_run")))
+        dry_run(ask(flags(few, tmp_path, "--dry_run")))
     assert os.listdir(tmp_path) == []
 
 
@@ -287,10 +292,10 @@ def test_a_scratch_folder_takes_its_parents_along_and_leaves_what_was_there(tmp_
     assert sorted(os.listdir(tmp_path)) == ["a", "c"] and os.listdir(tmp_path / "c") == ["of_another"]
 
 
-def test_the_run_after_a_dry_run_is_the_run_without_one_bit_for_bit(corpus, tmp_path):
+def test_the_run_after_a_dry_run_is_the_run_without_one_bit_for_bit(few, tmp_path):
     logs = []
     for name in ("with", "without"):
-        given = flags(corpus, tmp_path / name, "--max_steps", "3")
+        given = flags(few, tmp_path / name, "--max_steps", "3")
         if name == "with":
             dry_run(ask([*given, "--dry_run"]))
         train(build_run(begin_run(given)))

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from tests.conftest import further
 from tests.faults.resuming import (
     STEPS,
     ResumeBench,
@@ -16,10 +17,10 @@ from tests.faults.resuming import (
 )
 
 CASES = {case.name + case.settings.precision: case for case in resume_cases()}
-SAMPLE = ("twice in one epochbf16", "after window 12, fp16 steps skipped beforefp16")
+SAMPLE = "after window 12, fp16 steps skipped beforefp16"
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", [SAMPLE, *further("twice in one epochbf16")])
 def test_it_is_the_same_bit_for_bit(bench: ResumeBench, name, tmp_path):
     assert bench.differences(CASES[name], tmp_path / "run") == []
 

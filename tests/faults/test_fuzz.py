@@ -9,7 +9,7 @@ from tests.faults import fuzz
 from tests.faults.fuzz import Fuzzer
 from tests.faults.watching import CONTAINER_SECONDS, MAX_GROWTH_MIB, MAX_SECONDS
 
-COUNTS = {"audio": 20, "media": 8, "manifests": 20, "checkpoints": 40, "flags": 12}  # --parts fuzz --full: 19,000
+COUNTS = {"audio": 12, "media": 8, "manifests": 12, "checkpoints": 20, "flags": 8}  # --parts fuzz --full: 19,000
 OURS = {
     "audio": {"taken", "UnusableAudio", "DataError"},
     "media": {"taken", "UnusableAudio", "DataError"},
@@ -23,7 +23,7 @@ OURS = {
 def test_changed_input_is_taken_or_refused(kind, small_run, tmp_path):
     if kind == "media":
         pytest.importorskip("av", reason="the extra `media` is not installed: pip install av")
-    tally = fuzz.fuzz(kind, COUNTS[kind], 2, tmp_path / "work", small_run)
+    tally = fuzz.fuzz(kind, COUNTS[kind], 4, tmp_path / "work", small_run)
     assert tally.faults == [], tally.faults[-1]
     assert set(tally.outcomes) <= OURS[kind], tally.outcomes
     assert sum(tally.outcomes.values()) >= COUNTS[kind] and len(tally.outcomes) > 1, tally.outcomes

@@ -159,6 +159,12 @@ def bundle(head: bytes, claimed: int | None = None) -> bytes:
     return struct.pack("<Q", len(head) if claimed is None else claimed) + head
 
 
+def entries(thousands: int, value: bytes) -> bytes:
+    """Entries of as many names, each of them with this value."""
+    thousand = b",".join(b'"####%03d":%s' % (number, value) for number in range(1000))
+    return b",".join(thousand.replace(b"####", b"%04d" % number) for number in range(thousands))
+
+
 def tensors(**shapes: object) -> bytes:
     entry = {"__metadata__": {"konkanivani": json.dumps({"format": 1})}}
     return json.dumps(entry | shapes).encode()
@@ -171,11 +177,11 @@ def tensor(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[s
 BUNDLES: dict[str, Callable[[], bytes]] = {
     "a header of 2^60 bytes": lambda: bundle(b"{}", 2**60),
     "a header of 2^64 - 1 bytes": lambda: bundle(b"{}", 2**64 - 1),
+    "a header of 2 GiB": lambda: bundle(b'{"__metadata__":{}}', 2**31),
+    "a header of 0 bytes": lambda: bundle(b'{"__metadata__":{}}', 0),
     "100 MB of JSON": lambda: bundle(b'{"__metadata__":{"a":"' + b"x" * 10**8 + b'"}}'),
-    "99 MB of small entries": lambda: bundle(b"{" + b",".join(b'"%07d":[]' % n for n in range(9 * 10**6)) + b"}"),
-    "99 MB of metadata entries": lambda: bundle(
-        b'{"__metadata__":{' + b",".join(b'"%07d":""' % n for n in range(75 * 10**5)) + b"}}"
-    ),
+    "99 MB of small entries": lambda: bundle(b"{" + entries(9000, b"[]") + b"}"),
+    "99 MB of metadata entries": lambda: bundle(b'{"__metadata__":{' + entries(7500, b'""') + b"}}"),
     "brackets in brackets": lambda: bundle(b"[" * 10**6 + b"]" * 10**6),
     "objects in objects": lambda: bundle(b'{"a":' * 10**6 + b"1" + b"}" * 10**6),
     "a description in brackets": lambda: bundle(

@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from konkanivani.training.checkpoint.checkpointer import LAST
+from tests.conftest import Corpus, write_corpus
 from tests.faults import killing
 from tests.faults.fuse import POINTS, WORSE_IN_A_ROW
 from tests.faults.killing import complaints_of, kill_at_points, kill_at_random, left_behind, what_differs
@@ -14,10 +15,23 @@ from tests.faults.lives import LongRun
 
 
 @pytest.fixture(scope="module")
-def killed(corpus, tmp_path_factory) -> LongRun:
-    """A run that was killed once at every point of a save, and twice in a row where that could be worse than once."""
+def corpus(tmp_path_factory) -> Corpus:
+    """A corpus of three steps: most points come once in an epoch."""
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "tones", {"train": 18, "valid": 3}, lengths=range(1, 3))
+
+
+@pytest.fixture(scope="module")
+def killed(corpus, tmp_path_factory, request) -> LongRun:
+    """A run that was killed once at every point of a save, and twice in a row where that could be worse than once.
+
+    Without --full at some of those that are other bytes of a write, or another name given to the file.
+    """
+    points = [*POINTS, *WORSE_IN_A_ROW]
+    alike = ("after 1 %", "after 99 %", "previous: ", "best: before what", "best: after")
+    if not request.config.getoption("--full"):
+        points = [point for point in points if not point.label.startswith(alike)]
     run = killing.run_to_be_killed_at_points(corpus, tmp_path_factory.mktemp("points") / "killed")
-    for death in kill_at_points(run, len(POINTS) + len(WORSE_IN_A_ROW)):
+    for death in kill_at_points(run, len(points), points):
         assert death.complaints == (), death
     return run
 
@@ -28,7 +42,7 @@ def test_killed_at_every_point_of_a_save_it_is_the_run_that_nobody_killed(killed
 
 def test_killed_at_random_with_workers_it_is_the_run_that_nobody_killed(corpus, tmp_path):
     run, draw = killing.run_to_be_killed_at_random(corpus, tmp_path / "killed"), random.Random(0)
-    for _ in range(4):
+    for _ in range(3):
         death = kill_at_random(run, draw)
         assert death.complaints == (), death
     assert what_differs(run, killing.run_to_be_killed_at_random(corpus, tmp_path / "undisturbed")) == []
@@ -41,9 +55,9 @@ def test_negative_control_a_torn_or_lost_checkpoint_is_complained_of(killed, is_
     assert complaints_of(run.aftermath(), -9, most_lost=1) == []
     if is_torn:
         os.truncate(run.checkpoints / LAST, (run.checkpoints / LAST).stat().st_size // 2)
-    else:  # as a trainer would that published only the epochs
-        (run.checkpoints / LAST).unlink()
-        (run.checkpoints / "checkpoint_previous.pt").unlink()
+    else:  # as a trainer would that published the first of these epochs alone
+        for later in sorted(run.checkpoints.glob("checkpoint_*"), key=lambda path: path.stat().st_mtime)[1:]:
+            later.unlink()
     assert said in "".join(complaints_of(run.aftermath(), -9, most_lost=1))
 
 

@@ -10,9 +10,10 @@ from konkanivani.base.errors import CheckpointError, ResourceError
 from konkanivani.training.checkpoint import checkpoint, checkpointer
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import BEST, LAST, PREVIOUS, Checkpointer
+from tests.conftest import further
 from tests.faults.lying import flip, flips, refuses_where_all_are_bad, same, truncations, try_damages
 
-FLIPS = 60  # benchmarks/faults.py --parts files --full: 1,000
+FLIPS = 40  # benchmarks/faults.py --parts files --full: 1,000
 
 
 @pytest.fixture
@@ -30,7 +31,8 @@ def test_a_bit_flipped_anywhere_is_detected_or_harmless(folder, tmp_path):
     assert set(found) <= {"detected", "harmless"} and found["detected"] > FLIPS / 2, found
 
 
-def test_every_bit_of_the_list_of_records_flipped_is_detected_or_harmless(tmp_path):
+@pytest.mark.parametrize("bits", [1, *further(8)])
+def test_every_byte_of_the_list_of_records_flipped_is_detected_or_harmless(bits, tmp_path):
     """It says what lies where and how, and among a run's weights a drawn bit seldom meets it."""
     saver = Checkpointer(tmp_path / "run", keep=2)
     for step in (1, 2):
@@ -38,7 +40,8 @@ def test_every_bit_of_the_list_of_records_flipped_is_detected_or_harmless(tmp_pa
     content = (tmp_path / "run" / LAST).read_bytes()
     ends = content.index(b"PK\x01\x02")  # the list of records, behind the last of them
     assert len(content) - ends < 2000
-    damages = (flip(content, place) for place in range(8 * ends, 8 * len(content)))
+    places = (8 * byte + (byte + bit) % 8 for byte in range(ends, len(content)) for bit in range(bits))
+    damages = (flip(content, place) for place in places)
     found = try_damages(tmp_path / "run", damages, tmp_path / "work")
     assert set(found) == {"detected", "harmless"}, found
 

@@ -19,7 +19,7 @@ from konkanivani.base.distributed import ALONE, Topology, read_topology
 from konkanivani.base.errors import UsageError
 from konkanivani.recipe.ranks import take_card
 from konkanivani.recipe.start import check_ranks
-from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders, run_trainer, well
+from tests.conftest import TINY_MODEL, TRAINER, Corpus, further, read_log, run_folders, run_trainer, well, write_corpus
 from tests.faults.under_torchrun import (
     RankRun,
     hold_two_seconds,
@@ -30,30 +30,31 @@ from tests.faults.under_torchrun import (
 )
 from tests.laws.ranks import environments_of
 from tests.patience import PATIENCE
-from tests.warm import Fork, Job, warm_parent
+from tests.warm import ROOT, Fork, Job, warm_parent
 
 TWO = Topology(rank=0, world=2, local_rank=0, local_world=2)
 
 
-def test_a_killed_rank_costs_nothing_where_torchrun_may_start_again(corpus, tmp_path):
-    killed = RankRun(corpus, tmp_path / "killed", steps=12)
+@pytest.mark.parametrize("is_cold", [False, *further(True)], ids=["forks", "by its command line"])
+def test_a_killed_rank_costs_nothing_where_torchrun_may_start_again(is_cold, corpus, tmp_path):
+    killed = RankRun(corpus, tmp_path / "killed", steps=8, is_cold=is_cold)
     assert len(kill_ranks(killed, 1, random.Random(2))) == 1  # while it trains
     said = (tmp_path / "killed" / "output.txt").read_text(encoding="utf-8")
     assert said.count("gone or not answering") == 1
-    assert what_differs(killed, train_undisturbed(RankRun(corpus, tmp_path / "undisturbed", steps=12))) == []
+    assert what_differs(killed, train_undisturbed(RankRun(corpus, tmp_path / "undisturbed", steps=8))) == []
 
 
-def test_ranks_that_share_and_then_one_process_make_the_run_of_one(corpus, tmp_path):
-    broken = corpus_with_a_broken_recording(corpus, tmp_path / "corpus")
-    steady = ("--schedule", "inverse_sqrt", "--warmup_steps", "2", "--batch_size", "2", "--dropout", "0")
+def test_ranks_that_share_and_then_one_process_make_the_run_of_one(tmp_path):
+    broken = corpus_with_a_broken_recording(tmp_path / "corpus")
+    steady = ("--schedule", "inverse_sqrt", "--warmup_steps", "1", "--batch_size", "2", "--dropout", "0")
     flags = (*TINY_MODEL, *broken.flags(), *steady, "--gradient_accumulation_steps", "2", "--max_rejected", "10%")
     flags += ("--test_manifest", broken.manifest("test"), "--test_decode", "greedy", "--num_workers", "1")
-    well(run_trainer(*flags, *run_folders(tmp_path / "one"), "--max_steps", "12"))
+    well(run_trainer(*flags, *run_folders(tmp_path / "one"), "--max_steps", "9"))
     shared = (*flags, *run_folders(tmp_path / "ranks"), "--resume", "auto")
-    said = run_ranks(tmp_path / "output.txt", 2, *shared, "--max_steps", "8", "--shard", "always")
+    said = run_ranks(tmp_path / "output.txt", 2, *shared, "--max_steps", "4", "--shard", "always")
     assert said.count("Left out: ") == 1 and said.count('"test_wer"') == 1
     assert len(read_log(tmp_path / "ranks", "validation")[0]["rank_peaks_mib"]) == 2
-    well(run_trainer(*shared, "--max_steps", "12"))
+    well(run_trainer(*shared, "--max_steps", "9"))
     for kind, name in (("step", "loss"), ("validation", "loss"), ("validation", "cer"), ("step", "tokens")):
         alone, ranks = ([record[name] for record in read_log(tmp_path / run, kind)] for run in ("one", "ranks"))
         assert ranks == pytest.approx(alone, rel=1e-4), name
@@ -61,23 +62,23 @@ def test_ranks_that_share_and_then_one_process_make_the_run_of_one(corpus, tmp_p
     assert rejected[0] == rejected[1] and rejected[0].count("\n") == 1
 
 
-def corpus_with_a_broken_recording(corpus: Corpus, directory: Path) -> Corpus:
-    """The corpus with a training recording that turns out broken only when it is read to its end."""
-    shutil.copytree(corpus.directory, directory)
-    path = directory / "audio" / "train_011.flac"
+def corpus_with_a_broken_recording(directory: Path) -> Corpus:
+    """A corpus of three steps with a training recording that turns out broken only when it is read to its end."""
+    corpus = write_corpus(directory, {"train": 12, "valid": 3, "test": 3})
+    path = directory / "audio" / "train_005.flac"
     data = bytearray(path.read_bytes())
     data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
     path.write_bytes(data)
-    return Corpus(directory)
+    return corpus
 
 
 def test_dealt_weights_begin_again_in_smaller_pieces_after_an_out_of_memory(corpus, tmp_path):
-    run = RankRun(corpus, tmp_path, sharded=True, steps=2)
+    run = RankRun(corpus, tmp_path, sharded=True, steps=1)
     flags = (*run.flags(), "--batch_size", "4")
-    said = run_ranks(tmp_path / "output.txt", 2, *flags, restarts=4, before=hold_two_seconds)
+    said = run_ranks(tmp_path / "output.txt", 2, *flags, restarts=2, before=hold_two_seconds)
     sizes = re.findall(r"Out of memory at (.*) \(the test's memory is full\) where the ranks share the weights", said)
-    assert sizes and len(sizes) == len(set(sizes)), sizes  # for each size anew, each time once
-    assert [record["step"] for record in read_log(tmp_path)] == [1, 2]
+    assert len(sizes) > 1 and len(sizes) == len(set(sizes)), sizes  # for each size anew, each time once
+    assert [record["step"] for record in read_log(tmp_path)] == [1]
     assert (tmp_path / "checkpoints" / "did_not_fit_1.json").is_file()
     assert 'Traceback (most recent call last):\n  File "/tmp' not in said
 

@@ -17,9 +17,10 @@ from konkanivani.training.interruption import PATIENCE
 from konkanivani.training.loop import train
 from tests.conftest import ROOT, TINY_MODEL, read_log, run_folders
 from tests.faults.killing import what_differs
-from tests.faults.lives import SCRIPT, LongRun, members
+from tests.faults.lives import LongRun, members
 from tests.faults.signalling import (
     HangingCall,
+    IgnoredHangUps,
     begin,
     end_by_closing_its_terminal,
     end_by_signal,
@@ -56,13 +57,7 @@ def test_a_terminal_that_closes_costs_no_step(run):
 
 
 def test_with_nohup_a_run_outlives_its_terminal(run):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        life = run.begin_script(SCRIPT, "--num_workers", "2")
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    logged = run.logged_step()
-    life.wait_until(lambda: run.logged_step() > logged, "the first step")
+    life = begin(run, "the process", 2, trap=IgnoredHangUps())
     send(life, signal.SIGHUP, "its group")
     logged = run.logged_step()
     life.wait_until(lambda: run.logged_step() > logged + 1, "a step after the signal")

@@ -1,7 +1,9 @@
 """What comes from a stranger runs no code, opens nothing outside of its folder, and takes no memory to refuse."""
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -18,11 +20,11 @@ from konkanivani.base.errors import CheckpointError, DataError, KonkaniVaniError
 from konkanivani.data.audio.roots import audio_roots, is_named_inside, resolved_inside
 from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.formats.shards import read_members
+from konkanivani.data.health.repeats import content_key
 from konkanivani.data.manifest import read_manifest, read_recordings
-from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpointer import LAST
-from tests.conftest import ROOT, run_trainer, well
+from tests.conftest import ROOT, further, run_trainer, well
 from tests.faults.strangers import HOSTILE, configured, exploding, read_sound, use_everywhere
 from tests.faults.watching import watch
 from tests.starts import begin_run
@@ -37,7 +39,15 @@ def sound(small_run: Path, tmp_path_factory: pytest.TempPathFactory):
     return read_sound(path)
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+# Others do the same in another way.
+ALIKE = ("calls eval", "calls exec", "calls open", "calls by protocol 4", "calls through a new object")
+ALIKE += ("a stride of 2^60", "a size below zero", "a storage of 2^60", "half a character", "a compressed pickle")
+ALIKE += ("a state that is a list", "a vocabulary of 2^40", "a model 2^60 wide", "a million layers", "logs above")
+ALIKE += ("persistent ids in each other", "a storage beyond its record", "a pickle without an end", "no tokenizer")
+ALIKE += ("a vocabulary below zero", "a tokenizer of noise", "settings in settings", "a list in itself")
+
+
+@pytest.mark.parametrize("name", [*(name for name in HOSTILE if name not in ALIKE), *further(*ALIKE)])
 def test_a_hostile_checkpoint_ends_with_its_error_and_nothing_else(name, sound, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     HOSTILE[name](sound, tmp_path / LAST)
@@ -48,10 +58,6 @@ def test_a_hostile_checkpoint_ends_with_its_error_and_nothing_else(name, sound, 
     assert not (tmp_path / "exploded").exists()
 
 
-def test_there_are_enough_of_them():
-    assert len(HOSTILE) >= 15
-
-
 def test_a_sound_checkpoint_is_taken_wherever_it_lies(sound, tmp_path, monkeypatch):
     """Negative control: it is not that all are refused."""
     monkeypatch.chdir(tmp_path)
@@ -60,15 +66,7 @@ def test_a_sound_checkpoint_is_taken_wherever_it_lies(sound, tmp_path, monkeypat
     assert verdict.outcome == "taken", verdict.message
 
 
-@pytest.mark.parametrize("size", [2**60, 2**64 - 1, 2**31, 0])
-def test_a_bundle_whose_header_claims_any_size_is_refused(size, tmp_path):
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(struct.pack("<Q", size) + b'{"__metadata__":{}}')
-    verdict = watch(lambda: load_recognizer(path, device="cpu"), tmp_path)
-    assert (verdict.outcome, verdict.fault) == ("CheckpointError", None), verdict
-
-
-@pytest.mark.parametrize("name", ["calls os.system", "calls eval", "calls exec", "calls open", "a record twice"])
+@pytest.mark.parametrize("name", ["calls os.system", "a record twice", *further(*ALIKE[:3])])
 def test_negative_control_believed_they_explode(name, sound, tmp_path):
     HOSTILE[name](sound, tmp_path / LAST)
     assert exploding(tmp_path / LAST)
@@ -137,9 +135,6 @@ def test_audio_outside_of_the_manifests_folder_is_never_opened(name, downloaded)
     manifest.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def read() -> None:
-        from konkanivani.data.audio.waveform import load_audio
-        from konkanivani.data.health.repeats import content_key
-
         found = read_manifest(manifest)
         for utterance in [*found, *read_recordings(manifest)]:
             content_key(utterance.source)
@@ -166,8 +161,6 @@ def test_the_named_root_allows_it(downloaded):
     assert len(found) == 4 and not found.broken
 
     def read() -> None:
-        from konkanivani.data.audio.waveform import load_audio
-
         for utterance in found:
             load_audio(utterance.source)
 
@@ -246,7 +239,7 @@ def test_a_tars_members_are_never_unpacked_and_its_names_are_never_paths(downloa
     assert not [path for path in verdict.opened if path.startswith(("/etc", "/dev"))]
     assert sorted(downloaded.parent.rglob("*")) == before
     found = []
-    with pytest.raises(DataError) if verdict.outcome == "DataError" else _nothing():
+    with pytest.raises(DataError) if verdict.outcome == "DataError" else contextlib.nullcontext():
         for member in read_members(shard):
             found.append(member)
     assert {member.name for member in found} <= {"../../above.wav", "/etc/absolute.wav", "a/../../b.wav"}
@@ -286,18 +279,15 @@ FORBIDDEN = (
 )
 
 
-def lint(directory: Path, source: str) -> str:
-    """What ruff says of a file of this source, by our own settings."""
-    (directory / "written.py").write_text(source)
-    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--config", str(ROOT / "pyproject.toml"), "-q"]
-    return subprocess.run([*command, "written.py"], cwd=directory, capture_output=True, text=True).stdout
-
-
 def test_code_that_runs_what_it_reads_is_no_style_of_ours(tmp_path):
-    for imported, statement in FORBIDDEN:
-        said = lint(tmp_path, f"{imported}\n\n{statement}\n" if imported else f"{statement}\n")
-        assert any(rule in said for rule in ("S102", "S30", "S506", "S60", "TID251")), (statement, said)
-    assert lint(tmp_path, "import json\n\njson.loads('1')\n") == ""  # negative control
+    for number, lines in enumerate([*FORBIDDEN, ("import json", "json.loads('1')")]):
+        (tmp_path / f"written_{number}.py").write_text("\n\n".join(filter(None, lines)) + "\n")
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--config", str(ROOT / "pyproject.toml")]
+    command += ["--quiet", "--output-format", "concise", "."]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+    for number, lines in enumerate(FORBIDDEN):
+        assert re.search(rf"written_{number}\.py:.* (S102|S30|S506|S60|TID251)", said), (lines, said)
+    assert f"written_{len(FORBIDDEN)}.py" not in said  # negative control
 
 
 def test_what_is_let_through_loads_weights_only_but_in_the_controls():
@@ -356,9 +346,3 @@ def test_no_secret_of_the_environment_is_in_anything_that_a_run_says_or_writes(
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert any("tfevents" in path.name for path in written) and len(written) > 10
     assert [path for path in written if CANARY.encode() in path.read_bytes()] == []
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...

@@ -1,7 +1,12 @@
-"""Ranks of the real script: forks with a rank's environment, or under torchrun, where they are killed and come back."""
+"""Ranks of the real script: forks with a rank's environment, or under torchrun, where they are killed and come back.
 
+As a script it is torchrun's agent, which forks its ranks: nobody waits for what they import.
+"""
+
+import ctypes
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -9,6 +14,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.model.front_end import FrontEnd
@@ -16,18 +25,12 @@ from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_fold
 from tests.faults.resuming import run_differences
 from tests.laws.ranks import environments_of
 from tests.patience import PATIENCE
-from tests.warm import Job, warm_parent
+from tests.warm import Fork, Job, warm_parent
 
 STEPS = 60
 SAVE_STEPS = 2
-
-
-def start_ranks(output: Path, world: int, restarts: int, *arguments: str) -> subprocess.Popen:
-    """Starts the ranks under torchrun, one thread each; what they and torchrun print goes to `output`."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
-    command = [*launcher, "--max-restarts", str(restarts), str(ROOT / TRAINER), *arguments]
-    output.parent.mkdir(parents=True, exist_ok=True)
-    return start_cold(command, output, threads=1)
+PR_SET_NAME = 15  # linux/prctl.h
+Agent = Fork | subprocess.Popen
 
 
 def run_ranks(
@@ -62,7 +65,7 @@ def hold_two_seconds() -> None:
         FrontEnd.forward = forward
 
 
-def end_all(agent: subprocess.Popen) -> None:
+def end_all(agent: Agent) -> None:
     """Ends torchrun and its ranks, where any still live."""
     ranks = ranks_of(agent)
     if agent.poll() is None:
@@ -72,13 +75,14 @@ def end_all(agent: subprocess.Popen) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def ranks_of(agent: subprocess.Popen) -> dict[int, int]:
+def ranks_of(agent: Agent) -> dict[int, int]:
     """The process ids of torchrun's ranks that live, by local rank."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             names = (folder / "environ").read_bytes().split(b"\0") if parent == agent.pid else []
+            names += [(folder / "comm").read_bytes()] if parent == agent.pid else []
         except (OSError, IndexError):  # it has just ended
             continue
         found |= {int(name.partition(b"=")[2]): int(folder.name) for name in names if name.startswith(b"LOCAL_RANK=")}
@@ -87,19 +91,24 @@ def ranks_of(agent: subprocess.Popen) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class RankRun:
-    """A run of two ranks that saves every second step; `sharded`: the weights are sharded over them."""
+    """A run of two ranks that saves every second step; `sharded`: the weights are sharded over them.
+
+    `is_cold`: torchrun itself starts it, by its command line.
+    """
 
     corpus: Corpus
     directory: Path
     sharded: bool = False
     steps: int = STEPS
+    is_cold: bool = True
 
     def flags(self) -> tuple[str, ...]:
         batch = ("--batch_size", "2", "--gradient_accumulation_steps", "2", "--epochs", "1000")
         steady = ("--schedule", "inverse_sqrt", "--warmup_steps", "2", "--max_steps", str(self.steps))
         saves = ("--save_steps", str(SAVE_STEPS), "--num_workers", "1", "--resume", "auto")
         shard = ("--shard", "always" if self.sharded else "never")
-        return (*TINY_MODEL, *self.corpus.flags(), *run_folders(self.directory), *batch, *steady, *saves, *shard)
+        model = (*TINY_MODEL, "--encoder_layers", "1")
+        return (*model, *self.corpus.flags(), *run_folders(self.directory), *batch, *steady, *saves, *shard)
 
     def logged(self) -> int:
         try:
@@ -107,8 +116,14 @@ class RankRun:
         except (OSError, IndexError):
             return 0
 
-    def start(self, restarts: int) -> subprocess.Popen:
-        return start_ranks(self.directory / "output.txt", 2, restarts, *self.flags())
+    def start(self, restarts: int) -> Agent:
+        output = self.directory / "output.txt"
+        self.directory.mkdir(parents=True)
+        if not self.is_cold:
+            return warm_parent().start(Job(Path(__file__), (str(restarts), *self.flags()), output, threads=1))
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        script = ["--max-restarts", str(restarts), str(ROOT / TRAINER), *self.flags()]
+        return start_cold([*torchrun, *script], output, threads=1)
 
 
 def train_undisturbed(run: RankRun) -> RankRun:
@@ -146,7 +161,7 @@ def kill_ranks(run: RankRun, kills: int, draw: random.Random) -> list[str]:
     return where
 
 
-def _wait_for_a_step(run: RankRun, process: subprocess.Popen, before: int) -> None:
+def _wait_for_a_step(run: RankRun, process: Agent, before: int) -> None:
     until, seen = time.monotonic() + PATIENCE, set()
     while process.poll() is None and not (seen and run.logged() not in seen | {before}):
         assert time.monotonic() < until, "no step was made"
@@ -154,7 +169,7 @@ def _wait_for_a_step(run: RankRun, process: subprocess.Popen, before: int) -> No
         time.sleep(0.02)
 
 
-def _wait_for_the_end_of(pids: set[int], process: subprocess.Popen) -> None:
+def _wait_for_the_end_of(pids: set[int], process: Agent) -> None:
     until = time.monotonic() + PATIENCE
     while process.poll() is None and pids & set(ranks_of(process).values()):
         assert time.monotonic() < until, "the other rank did not end"
@@ -167,3 +182,27 @@ def what_differs(run: RankRun, undisturbed: RankRun) -> list[str]:
     if [record["step"] for record in read_log(run.directory)] != list(range(1, run.steps + 1)):
         found.append("the log does not hold each step once")
     return found
+
+
+def train_as_rank(arguments: list[str]) -> None:
+    """A fork of the agent, which runs the script and has a name that tells its rank."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, f"LOCAL_RANK={os.environ['LOCAL_RANK']}".encode())
+    sys.argv, sys.path[0] = [str(ROOT / TRAINER), *arguments], str(ROOT / "training_scripts")
+    told = SimpleNamespace(**vars(os) | {"_exit": sys.exit})  # the agent asks a function for what it returns
+    with patch("konkanivani.base.command_line.os", told):
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
+
+
+def main(restarts: str, *arguments: str) -> None:
+    """What torchrun does, the ranks forked."""
+    rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": str(os.getpid())}
+    agent = LaunchConfig(1, 1, 2, max_restarts=int(restarts), start_method="fork", **rendezvous)
+    elastic_launch(agent, train_as_rank)(list(arguments))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
