@@ -1,4 +1,4 @@
-"""The step benchmark measures what it says, on the batch on which others were measured."""
+"""The benchmarks of a step and of long audio measure what they say, on the batch on which others were measured."""
 
 import ast
 import json
@@ -51,19 +51,49 @@ def test_recomputing_lowers_the_peak_and_not_the_loss(kept, tmp_path):
     assert recomputed["loss"] == kept["loss"]
 
 
+@pytest.mark.full
+def test_of_long_utterances_each_length_is_measured_for_itself():
+    done = well(
+        run_script(
+            "benchmarks/long_audio.py",
+            "--preset",
+            "minimal",
+            "--tokens_per_second",
+            "2",
+            "--seconds",
+            "4",
+            "62",
+            "--json",
+        )
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    short, long = found["steps"]
+    assert [(step["seconds"], step["tokens"], step["splits"]) for step in (short, long)] == [(4, 8, 0), (62, 124, 0)]
+    assert not short["is_skipped"] and not long["is_skipped"] and long["loss"] > 0
+    state = 16 * long["params"] / 2**20
+    assert 0 < long["peak_above_state_mib"] < long["rss_growth_mib"]
+    # A live peak that the process never had would be a fault of the count.
+    assert long["peak_above_state_mib"] + state < long["rss_growth_mib"] < 1024
+
+
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("script", "flags"),
     [
-        (("--batch", "3", "--accum", "2"), "divide --batch"),
-        (("--dropout", "1"), "--dropout"),
-        (("--acum", "2"), "--accum"),
+        ("step", "--batch 3 --accum 2"),
+        ("step", "--dropout 1"),
+        ("step", "--acum 2"),
+        *(("long_audio", flags) for flags in ("--seconds 0", "--seconds 1e9", "--tokens_per_second 0")),
+        *(("plan_accuracy", flags) for flags in ("--seconds 0.5", "--seconds 1e9", "--presets", "--precisions fp8")),
+        *(
+            ("drift", flags)
+            for flags in ("--steps 1", "--shortest 0", "--longest 0.7", "--batch_size 0", "--distinct 0")
+        ),
     ],
 )
-def test_flags_that_cannot_work_end_with_two(tmp_path, flags, said):
-    done = run_benchmark(tmp_path, *flags)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+def test_flags_that_cannot_work_end_with_two(script, flags):
+    done = run_script(f"benchmarks/{script}.py", *flags.split())
+    said = {"--acum": "--accum"}.get(flags.split()[0], flags.split()[0])
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_window_holds_the_whole_batch():
