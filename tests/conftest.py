@@ -21,6 +21,7 @@ import soundfile
 from tests.leftovers import descendants, end_leftovers, heed_what_nohup_ignores
 from tests.patience import PATIENCE
 from tests.warm import NOTHING, ROOT, THREADS, Fork, Job, WarmParent, can_fork, warm_parent
+from training_scripts.bootstrap import mend_streams
 
 heed_what_nohup_ignores()
 
@@ -274,12 +275,12 @@ def run_here(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script to its end in this process, a tenth of a fork's time; one that leaves nothing behind in it.
 
-    Its head is left out, which sets up a process.
+    Of its head, which sets up a process, only the streams are mended.
     """
     streams = [io.TextIOWrapper(io.BytesIO(), encoding, errors) for errors in ("strict", "backslashreplace")]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
         patch.chdir(cwd)
-        patch.setitem(sys.modules, "bootstrap", SimpleNamespace(rerun_under_venv=lambda: None))
+        patch.setitem(sys.modules, "bootstrap", SimpleNamespace(rerun_under_venv=mend_streams))
         for name, value in zip(("argv", "stdout", "stderr"), ([script, *arguments], *streams), strict=True):
             patch.setattr(sys, name, value)
         runpy.run_path(str(ROOT / script), run_name="__main__")
