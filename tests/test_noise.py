@@ -27,7 +27,7 @@ from konkanivani.data.manifest import read_manifest
 from konkanivani.data.noise_reverb import NoiseReverb, Sound, load_excerpt, read_noise_reverb, read_sounds
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import train_tokenizer
-from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer
+from tests.conftest import TINY_MODEL, Corpus, further, read_log, run_folders, run_trainer
 from tests.starts import parse_flags
 
 RATE = 16_000
@@ -273,7 +273,7 @@ def test_ratios_are_drawn_from_the_whole_range(everything, monkeypatch):
 
 @pytest.fixture(scope="module")
 def speech(corpus: Corpus, everything: NoiseReverb) -> TrainingSpeech:
-    utterances = list(read_manifest(corpus.manifest("train")))
+    utterances = list(read_manifest(corpus.manifest("train")))[:14]  # 4 windows an epoch
     tokenizer = train_tokenizer([u.text for u in utterances], "char", 100)
     return TrainingSpeech(utterances, tokenizer, (0.9, 1.0, 1.1), 3, noise_reverb=everything)
 
@@ -289,11 +289,11 @@ def windows(speech: TrainingSpeech, workers: int, cursor: Cursor, count: int) ->
     return [[batch.waveforms.numpy().tobytes() for batch in window.micro_batches] for window in taken]
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2, 4])
+@pytest.mark.parametrize("workers", [0, 2, *further(1, 4)])
 def test_windows_are_the_same_bits_for_any_worker_count_from_any_cursor(speech, workers):
-    whole = windows(speech, 0, Cursor(0, 0), 9)  # 7 windows an epoch
-    assert windows(speech, workers, Cursor(0, 0), 9) == whole
-    assert windows(speech, workers, Cursor(0, 3), 6) == whole[3:]
+    whole = windows(speech, 0, Cursor(0, 0), 6)
+    assert windows(speech, workers, Cursor(0, 0), 6) == whole
+    assert windows(speech, workers, Cursor(0, 2), 4) == whole[2:]
     assert multiprocessing.active_children() == []
 
 
@@ -311,16 +311,16 @@ def flags(noises: Path) -> tuple[str, ...]:
 
 def test_a_run_with_noise_rooms_and_gain_resumes_exactly_with_other_workers(corpus, noises, tmp_path):
     shape = (*TINY_MODEL, *corpus.flags(), "--batch_size", "2", "--gradient_accumulation_steps", "2")
-    for name, first, workers in (("whole", "5", "0"), ("parted", "2", "2")):
+    for name, first, workers in (("whole", "3", "0"), ("parted", "1", "2")):
         begun = run_trainer(
             *shape, *flags(noises), *run_folders(tmp_path / name), "--max_steps", first, "--num_workers", workers
         )
         assert begun.returncode == 0, begun.stderr
     folders = run_folders(tmp_path / "parted")
-    more = run_trainer("--resume", "auto", *folders, "--max_steps", "5", "--num_workers", "1", "--noise_prob", "0.5")
+    more = run_trainer("--resume", "auto", *folders, "--max_steps", "3", "--num_workers", "1", "--noise_prob", "0.5")
     assert more.returncode == 0, more.stderr  # a flag whose manifest the checkpoint brings is not idle
     whole, parted = ([record["loss"] for record in read_log(tmp_path / name)] for name in ("whole", "parted"))
-    assert len(whole) == 5 and whole == parted
+    assert len(whole) == 3 and whole == parted
     clean = run_trainer(*shape, *run_folders(tmp_path / "clean"), "--max_steps", "1", "--num_workers", "0")
     assert clean.returncode == 0 and read_log(tmp_path / "clean")[0]["loss"] != whole[0]
 
