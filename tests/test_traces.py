@@ -19,7 +19,7 @@ from konkanivani.recipe.planning import plan as run_plan
 from konkanivani.recipe.planning import tracing
 from konkanivani.recipe.planning.report import answer
 from konkanivani.recipe.planning.request import PlanRequest, peak_of_validation
-from tests.conftest import TINY_MODEL, Corpus, run_folders
+from tests.conftest import TINY_MODEL, Corpus, run_folders, write_corpus
 from tests.starts import begin_run
 
 BLOCKS = 4
@@ -91,6 +91,12 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, place):
     traces.write(tmp_path / place)
     traces.read(tmp_path / place)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a file", "a folder"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Utterances of two words each, so that few loads are asked about."""
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "tones", {"train": 8, "valid": 2}, lengths=range(2, 3))
 
 
 def planned(corpus: Corpus, directory: Path, *more: str, budget: str = "480MiB") -> MemoryPlan:
