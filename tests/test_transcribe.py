@@ -28,7 +28,18 @@ from konkanivani.inference.subtitles import build_cues, render, srt_time
 from konkanivani.inference.transcribe import Recording, find_recordings, output_paths
 from konkanivani.inference.transcript import Segment, Word
 from konkanivani.training.checkpoint.checkpointer import BEST
-from tests.conftest import ROOT, TINY_MODEL, TRAINER, run_folders, run_script, speak, start_script, well, write_corpus
+from tests.conftest import (
+    ROOT,
+    TINY_MODEL,
+    TRAINER,
+    run_folders,
+    run_here,
+    run_script,
+    speak,
+    start_script,
+    well,
+    write_corpus,
+)
 from tests.patience import PATIENCE
 from tests.warm import Job, warm_parent
 
@@ -72,7 +83,7 @@ def utterances() -> list[np.ndarray]:
 
 
 def transcribe(trained: Trained, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return run_script(TRANSCRIBE, *map(str, arguments), "--checkpoint", str(trained.checkpoint), "--device", "cpu")
+    return run_here(TRANSCRIBE, *map(str, arguments), "--checkpoint", str(trained.checkpoint), "--device", "cpu")
 
 
 # ----------------------------------------------------------------------------------------------------- the recogniser
