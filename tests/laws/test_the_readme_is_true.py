@@ -65,7 +65,7 @@ def commands(page: Path, begins: str = "") -> list[str]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files that the pages have a reader own, after the first training command of docs/training.md."""
     folder = tmp_path_factory.mktemp("readme")
-    corpus = write_corpus(folder / "corpus", {"train": 8, "valid": 2, "test": 2})
+    corpus = write_corpus(folder / "corpus", {"train": 8, "valid": 2, "test": 2}, lengths=range(2, 4))
     (folder / "recordings").mkdir()
     for path in sorted((corpus.directory / "audio").glob("test_*.flac"))[:2]:
         shutil.copy(path, folder / "recordings")
