@@ -18,8 +18,7 @@ META = torch.device("meta")
 CARD, HOST = torch.device("cpu"), META
 # Channels last, and what is kept of a norm in half precision.
 CTC_BACKWARD = torch.ops.aten._ctc_loss_backward.default  # unknown to the meta device: as the log probabilities are
-NORM = torch.ops.aten.native_layer_norm.default
-OF_THE_KERNEL = frozenset({torch.ops.aten.convolution.default, NORM})
+OF_THE_KERNEL = frozenset({torch.ops.aten.convolution.default, torch.ops.aten.native_layer_norm.default})
 
 
 class Shape(torch.Tensor):
@@ -90,8 +89,6 @@ class Shapes(TorchDispatchMode):
         return _laid_out(known, kwargs.get("device") or _place_of(args))
 
     def _said_by_fakes(self, operation: Callable, args: tuple, kwargs: Mapping) -> object:
-        if operation is NORM:  # of which PyTorch's would make a dozen operations
-            return _normalized(*args[:2])
         with self._fakes:
             given = [_fake_of(value) for value in args]
             return operation(*given, **{name: _fake_of(value) for name, value in kwargs.items()})
@@ -167,12 +164,6 @@ def _fake_of(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
     return [_fake_of(one) for one in value] if isinstance(value, (list, tuple)) else value
-
-
-def _normalized(x: torch.Tensor, over: Sequence[int]) -> list[torch.Tensor]:
-    """What a CPU makes of a layer norm: the result, and the mean and the deviation of each row in its precision."""
-    rows = (*x.shape[: -len(over)], *(1 for _ in over))
-    return [torch.empty(size, dtype=x.dtype, device=META) for size in (x.shape, rows, rows)]
 
 
 def _layout_of(made: object) -> object:
