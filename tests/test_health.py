@@ -7,7 +7,7 @@ import tracemalloc
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -346,8 +346,8 @@ class Small:
     """A corpus that a test may spoil before it is written and after."""
 
     directory: Path
-    train: list[Row]
-    valid: list[Row]
+    train: list[Row] = field(default_factory=lambda: rows_of("train", "abc", 40))
+    valid: list[Row] = field(default_factory=lambda: rows_of("valid", "d", 20))
 
     def written(self) -> tuple[str, str]:
         return write_part(self.directory, "train", self.train), write_part(self.directory, "valid", self.valid)
@@ -356,18 +356,14 @@ class Small:
         return diagnose(self.written(), config, 500)
 
 
-def healthy_corpus(directory: Path) -> Small:
-    return Small(directory, rows_of("train", "abc", 40), rows_of("valid", "d", 20))
-
-
 @pytest.fixture
 def small(tmp_path: Path) -> Small:
-    return healthy_corpus(tmp_path)
+    return Small(tmp_path)
 
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
-    return healthy_corpus(tmp_path_factory.mktemp("healthy")).diagnosis()
+    return Small(tmp_path_factory.mktemp("healthy")).diagnosis()
 
 
 def said(diagnosis: Diagnosis, severity: str) -> str:

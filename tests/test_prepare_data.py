@@ -24,7 +24,7 @@ from konkanivani.base.errors import KonkaniVaniError
 from konkanivani.data.formats.splits import Shares, draw_splits, split_named
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.preparation.prepare import Preparation, prepare_corpus
-from tests.conftest import run_here, script_command, well
+from tests.conftest import run_here, well
 from tests.patience import PATIENCE
 from tests.test_formats import (
     MINIATURES,
@@ -408,16 +408,9 @@ def test_an_output_that_cannot_be_written_ends_with_6(table):
 def test_a_full_disk_ends_with_6_and_leaves_what_was_there(table):
     assert table.prepare().returncode == 0
     before = {path.name: path.read_bytes() for path in table.output.iterdir()}
-    done = subprocess.run(
-        script_command(
-            SCRIPT, "--format", "csv", "--source", "corpus", "--output", "out", "--table", "all.csv", "--force"
-        ),
-        cwd=table.directory,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512)),  # no file may grow beyond it
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    words = ("--format", "csv", "--source", "corpus", "--output", "out", "--table", "all.csv", "--force")
+    small = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (512, 512))  # no file may grow beyond it
+    done = warm_parent().run(ROOT / SCRIPT, *words, cwd=table.directory, before=small)
     assert done.returncode == 6 and "Free room there" in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert {path.name: path.read_bytes() for path in table.output.iterdir()} == before
 

@@ -28,20 +28,9 @@ from konkanivani.inference.subtitles import build_cues, render, srt_time
 from konkanivani.inference.transcribe import Recording, find_recordings, output_paths
 from konkanivani.inference.transcript import Segment, Word
 from konkanivani.training.checkpoint.checkpointer import BEST
-from tests.conftest import (
-    ROOT,
-    TINY_MODEL,
-    TRAINER,
-    run_folders,
-    run_here,
-    run_script,
-    speak,
-    start_script,
-    well,
-    write_corpus,
-)
+from tests.conftest import TINY_MODEL, TRAINER, run_folders, run_here, run_script, speak, well, write_corpus
 from tests.patience import PATIENCE
-from tests.warm import Job, warm_parent
+from tests.warm import ROOT, Job, warm_parent
 
 TRANSCRIBE = "training_scripts/transcribe.py"
 WORDS = ("एक", "दोन", "तीन", "उदक", "घर", "शाळा", "बाजार", "आवय", "चार", "घर", "पांच", "दोन", "एक", "शाळा")
@@ -66,7 +55,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         *("--learning_rate", "0.005", "--warmup_steps", "20", "--epochs", "50", "--speed_perturbation", "1.0"),
         *("--frequency_masks", "0", "--time_masks", "0", "--dropout", "0", "--save_minutes", "0"),
     )
-    assert start_script(TRAINER, *flags, output=directory / "said.txt", threads=1).wait(PATIENCE) == 0
+    assert warm_parent().start(Job(ROOT / TRAINER, flags, directory / "said", threads=1)).wait(PATIENCE) == 0
     checkpoint = directory / "checkpoints" / BEST
     return Trained(checkpoint, load_recognizer(checkpoint, device="cpu"), directory / "tones" / "audio")
 
@@ -396,9 +385,9 @@ def test_standard_input_is_heard_as_its_file_is(trained, folder, tmp_path):
     record = json.loads(done.stdout)
     assert (done.returncode, record["audio_filepath"], record["text"]) == (0, "-", expected)
     piped, written = (folder / "good.wav").read_bytes(), ("--format", "srt", "--output_dir", str(tmp_path))
-    os.mkfifo(tmp_path / "pipe")
-    hears = warm_parent().start(Job(ROOT / TRANSCRIBE, (*flags, *written), tmp_path / "said", stdin=tmp_path / "pipe"))
-    (tmp_path / "pipe").write_bytes(piped)
+    os.mkfifo(pipe := tmp_path / "pipe")
+    hears = warm_parent().start(Job(ROOT / TRANSCRIBE, (*flags, *written), tmp_path / "said", stdin=pipe))
+    pipe.write_bytes(piped)
     assert hears.wait(PATIENCE) == 0
     assert (tmp_path / "stdin.srt").read_text(encoding="utf-8").startswith("1\n00:00:00,")
     (tmp_path / "none").write_bytes(b"no audio")
