@@ -377,8 +377,7 @@ def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     directory = tmp_path_factory.mktemp("format")
     spoken = build(directory / "corpus")
     name = request.param.split()[0]
-    done = run_here(SCRIPT, "--format", name, "--source", "corpus", "--output", "prepared", *flags, cwd=directory)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = well(run_here(SCRIPT, "--format", name, "--source", "corpus", "--output", "prepared", *flags, cwd=directory))
     return Prepared(directory, spoken, done.stdout)
 
 

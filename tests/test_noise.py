@@ -27,7 +27,7 @@ from konkanivani.data.manifest import read_manifest
 from konkanivani.data.noise_reverb import NoiseReverb, Sound, load_excerpt, read_noise_reverb, read_sounds
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import train_tokenizer
-from tests.conftest import TINY_MODEL, Corpus, further, read_log, run_folders, run_trainer
+from tests.conftest import TINY_MODEL, Corpus, further, read_log, run_folders, run_trainer, well
 from tests.starts import parse_flags
 
 RATE = 16_000
@@ -312,13 +312,13 @@ def flags(noises: Path) -> tuple[str, ...]:
 def test_a_run_with_noise_rooms_and_gain_resumes_exactly_with_other_workers(corpus, noises, tmp_path):
     shape = (*TINY_MODEL, *corpus.flags(), "--batch_size", "2", "--gradient_accumulation_steps", "2")
     for name, first, workers in (("whole", "3", "0"), ("parted", "1", "2")):
-        begun = run_trainer(
-            *shape, *flags(noises), *run_folders(tmp_path / name), "--max_steps", first, "--num_workers", workers
+        well(
+            run_trainer(
+                *shape, *flags(noises), *run_folders(tmp_path / name), "--max_steps", first, "--num_workers", workers
+            )
         )
-        assert begun.returncode == 0, begun.stderr
     folders = run_folders(tmp_path / "parted")
-    more = run_trainer("--resume", "auto", *folders, "--max_steps", "3", "--num_workers", "1", "--noise_prob", "0.5")
-    assert more.returncode == 0, more.stderr  # a flag whose manifest the checkpoint brings is not idle
+    well(run_trainer("--resume", "auto", *folders, "--max_steps", "3", "--num_workers", "1", "--noise_prob", "0.5"))
     whole, parted = ([record["loss"] for record in read_log(tmp_path / name)] for name in ("whole", "parted"))
     assert len(whole) == 3 and whole == parted
     clean = run_trainer(*shape, *run_folders(tmp_path / "clean"), "--max_steps", "1", "--num_workers", "0")
