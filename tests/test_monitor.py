@@ -172,12 +172,9 @@ def test_nothing_is_cleared_or_waited_for_on_a_cpu_or_without_an_interval(alloca
 
 def run_with(monitor: MemoryMonitor, splits: int = 0) -> SimpleNamespace:
     """As much of a run as the table and the summary ask for."""
-    forward, progress = (
-        SimpleNamespace(monitor=monitor),
-        SimpleNamespace(audio_seconds_per_second=lambda: 1.0, waiting_share=lambda: 0.0),
-    )
+    progress = SimpleNamespace(audio_seconds_per_second=lambda: 1.0, waiting_share=lambda: 0.0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1, bias=False).requires_grad_(False))
-    step = SimpleNamespace(forward=forward, model=model)
+    step = SimpleNamespace(forward=SimpleNamespace(monitor=monitor), model=model)
     state = TrainState(splits=splits)
     return SimpleNamespace(state=state, step=step, validation=None, progress=progress, topology=ALONE)
 

@@ -149,8 +149,5 @@ def test_without_a_home_nothing_is_kept(corpus, tmp_path, monkeypatch):
 
 
 def test_what_a_card_takes_for_itself_is_no_part_of_a_trace():
-    paths = {
-        tracing.traces_path(TrainConfig(), 100, costs)
-        for costs in (cpu_costs(), cuda_costs("T4", (7, 5), 2**28), cuda_costs("T4", (7, 5), 2**29))
-    }
-    assert len(paths) == 2
+    devices = cpu_costs(), cuda_costs("T4", (7, 5), 2**28), cuda_costs("T4", (7, 5), 2**29)
+    assert len({tracing.traces_path(TrainConfig(), 100, costs) for costs in devices}) == 2

@@ -32,14 +32,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def flags(corpus: Corpus, directory: Path, workers: int, *more: str) -> tuple[str, ...]:
-    return (
-        *TINY_MODEL,
-        *corpus.flags(),
-        *run_folders(directory),
-        *("--batch_size", "2", "--gradient_accumulation_steps", "2", "--epochs", "3", "--max_steps", str(STEPS)),
-        *("--save_steps", "2", "--num_workers", str(workers)),
-        *more,
-    )
+    cut = ("--batch_size", "2", "--gradient_accumulation_steps", "2", "--epochs", "3", "--max_steps", str(STEPS))
+    saved = ("--save_steps", "2", "--num_workers", str(workers))
+    return (*TINY_MODEL, *corpus.flags(), *run_folders(directory), *cut, *saved, *more)
 
 
 def losses(directory: Path) -> list[tuple]:
