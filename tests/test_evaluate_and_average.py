@@ -13,7 +13,7 @@ from konkanivani.base.errors import CheckpointError
 from konkanivani.inference.averaging import NamedCheckpoint, average_checkpoints, newest_epochs
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
-from tests.conftest import ROOT, TINY_MODEL, Corpus, run_folders, run_script, run_trainer, well
+from tests.conftest import ROOT, TINY_MODEL, Corpus, run_folders, run_here, run_script, run_trainer, well
 
 EVALUATE = "training_scripts/evaluate_konkanivani_asr.py"
 AVERAGE = "training_scripts/average_checkpoints.py"
@@ -145,7 +145,7 @@ OF_THE_BEST = ("--checkpoint", "{best}", "--manifest")
 )
 def test_what_cannot_be_scored_or_averaged_is_said_in_a_sentence(trained, script, flags, exit_code, said):
     known = {"{best}": str(trained.path("best")), "{last}": str(trained.path("last")), "{manifest}": trained.manifest}
-    done = run_script(script, *(known.get(flag, flag) for flag in flags))
+    done = run_here(script, *(known.get(flag, flag) for flag in flags))
     assert done.returncode == exit_code, done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr + done.stdout

@@ -14,7 +14,7 @@ import soundfile
 
 from konkanivani.data.audio.files import read_samples
 from konkanivani.data.manifest import read_manifest
-from tests.conftest import TINY_MODEL, WORDS, run_folders, run_script, run_trainer, speak, well
+from tests.conftest import TINY_MODEL, WORDS, further, run_folders, run_here, run_script, run_trainer, speak, well
 
 SCRIPT = "training_scripts/prepare_data.py"
 SPLITS = ("train", "valid", "test")
@@ -366,17 +366,22 @@ class Prepared:
         return (root,) if root else ()
 
 
-@pytest.fixture(scope="module", params=MINIATURES)
+# Whole files, spans of them, and bytes of a shard: what training reads is one of these, whatever the corpus was.
+TRAINED = ("common_voice", "kaldi", "nemo tarred", "huggingface parquet")
+TRAININGS = [each for name in MINIATURES for each in ([name] if name in TRAINED else further(name))]
+
+
+@pytest.fixture(scope="module")
 def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     build, flags = MINIATURES[request.param]
     directory = tmp_path_factory.mktemp("format")
     spoken = build(directory / "corpus")
     name = request.param.split()[0]
-    done = run_script(SCRIPT, "--format", name, "--source", "corpus", "--output", "prepared", *flags, cwd=directory)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = well(run_here(SCRIPT, "--format", name, "--source", "corpus", "--output", "prepared", *flags, cwd=directory))
     return Prepared(directory, spoken, done.stdout)
 
 
+@pytest.mark.parametrize("prepared", MINIATURES, indirect=True)
 def test_every_utterance_is_in_a_manifest_with_its_text_span_speaker_and_split(prepared):
     expected = {spoken.text: spoken for spoken in prepared.spoken}
     given = {spoken.split for spoken in prepared.spoken} - {""}
@@ -401,6 +406,7 @@ def test_every_utterance_is_in_a_manifest_with_its_text_span_speaker_and_split(p
     assert "./run_training_memory_optimized.sh --train_manifest" in prepared.said
 
 
+@pytest.mark.parametrize("prepared", TRAININGS, indirect=True)
 def test_two_steps_of_training_run_on_it(prepared, tmp_path):
     flags = ("--max_steps", "2", "--batch_size", "2", "--gradient_accumulation_steps", "2", "--num_workers", "0")
     done = run_trainer(
@@ -417,7 +423,7 @@ def test_two_steps_of_training_run_on_it(prepared, tmp_path):
 def test_a_whole_table_of_common_voice_is_split_by_its_speakers(tmp_path):
     common_voice(tmp_path / "corpus")
     flags = ("--source", "corpus/cv-corpus-21.0-2025-03-14/kok", "--table", "validated.tsv", "--output", "out")
-    done = run_script(SCRIPT, "--format", "common_voice", *flags, cwd=tmp_path)
+    done = run_here(SCRIPT, "--format", "common_voice", *flags, cwd=tmp_path)
     assert done.returncode == 0 and "split by speaker" in done.stdout, done.stderr
     manifests = [
         list(read_manifest(tmp_path / "out" / f"{split}.jsonl", (str(tmp_path / "corpus"),))) for split in SPLITS

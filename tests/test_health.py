@@ -7,7 +7,7 @@ import tracemalloc
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +49,7 @@ from konkanivani.evaluation.reports.health_text import health_lines, sparkline
 from konkanivani.evaluation.reports.html import PAGE_START, write_page
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.speech import build_training_speech
-from tests.conftest import run_script
+from tests.conftest import run_here
 from tests.page_parts import PageParts
 
 SCRIPT = "training_scripts/inspect_data.py"
@@ -298,11 +298,11 @@ def test_a_long_manifest_stays_on_the_disk():
     request = HealthRequest(CONFIG, None, 0)
     measure_corpus([CorpusPart("warm", True, LazyRows(10), 10)], request)
     tracemalloc.start()
-    health = measure_corpus([CorpusPart("long", True, LazyRows(20_000), 20_000)], request)
+    health = measure_corpus([CorpusPart("long", True, LazyRows(5_000), 5_000)], request)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert health.parts[0].utterances == health.parts[0].sentences == 20_000 and health.parts[0].speakers.count == 9
-    assert peak / 20_000 < 250  # an Utterance alone is more; numpy's copies while judging are in it
+    assert health.parts[0].utterances == health.parts[0].sentences == 5_000 and health.parts[0].speakers.count == 9
+    assert peak / 5_000 < 250  # an Utterance alone is more; numpy's copies while judging are in it
 
 
 # Findings
@@ -346,8 +346,8 @@ class Small:
     """A corpus that a test may spoil before it is written and after."""
 
     directory: Path
-    train: list[Row]
-    valid: list[Row]
+    train: list[Row] = field(default_factory=lambda: rows_of("train", "abc", 40))
+    valid: list[Row] = field(default_factory=lambda: rows_of("valid", "d", 20))
 
     def written(self) -> tuple[str, str]:
         return write_part(self.directory, "train", self.train), write_part(self.directory, "valid", self.valid)
@@ -358,7 +358,12 @@ class Small:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Small:
-    return Small(tmp_path, rows_of("train", "abc", 40), rows_of("valid", "d", 20))
+    return Small(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
+    return Small(tmp_path_factory.mktemp("healthy")).diagnosis()
 
 
 def said(diagnosis: Diagnosis, severity: str) -> str:
@@ -422,9 +427,8 @@ FINDINGS = {"error": ERRORS, "warning": WARNINGS, "note": NOTES}
 
 
 @pytest.mark.parametrize("severity, name", [(kind, name) for kind, found in FINDINGS.items() for name in found])
-def test_a_finding_is_made_where_there_is_one_and_only_there(small, severity, name):
+def test_a_finding_is_made_where_there_is_one_and_only_there(small, healthy, severity, name):
     spoil, sentence = FINDINGS[severity][name]
-    healthy = small.diagnosis()
     everything = "\n".join(finding.sentence for finding in healthy.findings)
     assert healthy.verdict.can_be_trained and not re.search(sentence, everything), everything
     spoil(small)
@@ -529,8 +533,8 @@ def test_what_is_left_out_is_what_the_trainer_leaves_out(small, tmp_path):
 # The script
 
 
-def inspect(*arguments: object) -> tuple[int, str, str]:
-    done = run_script(SCRIPT, *map(str, arguments))
+def inspect(*arguments: object, encoding: str = "utf-8") -> tuple[int, str, str]:
+    done = run_here(SCRIPT, *map(str, arguments), encoding=encoding)
     assert "Traceback" not in done.stdout + done.stderr, done.stderr
     return done.returncode, done.stdout, done.stderr
 
@@ -599,16 +603,15 @@ def hostile_corpus(directory: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_a_hostile_corpus_gives_a_report_and_no_traceback(tmp_path, monkeypatch, encoding):
-    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+def test_a_hostile_corpus_gives_a_report_and_no_traceback(tmp_path, encoding):
     manifests, page = hostile_corpus(tmp_path), tmp_path / "page.html"
-    code, out, _ = inspect(*manifests, "--html", page, "--vocab_size", "60")
+    code, out, _ = inspect(*manifests, "--html", page, "--vocab_size", "60", encoding=encoding)
     assert code == 3 and out.splitlines()[-1].startswith("Can be trained: no, because")
     assert "it holds samples that are not numbers" in out and "is empty" in out and "not a line of JSON" in out
     text = page.read_text(encoding="utf-8")
     assert "<script" not in text and "&lt;script&gt;alert(1)" in text and "&amp;lt;" in text
     assert not {"\u202e", "\x1b", "\x00", "\ud800"} & set(text + out)
-    code, out, _ = inspect(*manifests, "--json")
+    code, out, _ = inspect(*manifests, "--json", encoding=encoding)
     assert code == 3 and json.loads(out)["verdict"]["can_be_trained"] is False
 
 

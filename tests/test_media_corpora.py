@@ -13,7 +13,7 @@ pytest.importorskip("av", reason="the extra `media` is not installed: pip instal
 from konkanivani.base.errors import DataError
 from konkanivani.data.audio import files as audio_file
 from konkanivani.data.preparation.prepare import Preparation, PreparationReport, prepare_corpus
-from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_script, run_trainer, speak, well, write_corpus
+from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_here, run_trainer, speak, well, write_corpus
 from tests.media_files import ENCODED, KINDS, Kind, write_media
 from tests.test_cut_audio import write_cut
 
@@ -43,7 +43,7 @@ def rejected(output: Path) -> dict[str, dict]:
 
 def test_all_that_a_phone_writes_is_prepared(phones, tmp_path):
     arguments = ("--format", "folder", "--source", str(phones), "--output", str(tmp_path / "out"))
-    well(run_script("training_scripts/prepare_data.py", *arguments, "--split_by", "utterance"))
+    well(run_here("training_scripts/prepare_data.py", *arguments, "--split_by", "utterance"))
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert sum(split["utterances"] for split in report["splits"]) == 23 and report["refused"] == []
     rows = [json.loads(line) for path in (tmp_path / "out").glob("t*n.jsonl") for line in path.read_text().splitlines()]
@@ -101,10 +101,10 @@ def as_alac(corpus: Corpus, directory: Path) -> Corpus:
 
 
 def test_training_on_m4a_without_loss_is_training_on_flac(tmp_path):
-    corpus = write_corpus(tmp_path / "flac", {"train": 12, "valid": 3, "test": 1})
+    corpus = write_corpus(tmp_path / "flac", {"train": 8, "valid": 2, "test": 1})
     losses = {}
     for name, each in (("flac", corpus), ("m4a", as_alac(corpus, tmp_path / "m4a"))):
-        flags = ("--batch_size", "2", "--gradient_accumulation_steps", "2", "--max_steps", "3")
+        flags = ("--batch_size", "2", "--gradient_accumulation_steps", "2", "--max_steps", "2")
         folders = run_folders(tmp_path / f"run_{name}")
         well(run_trainer(*TINY_MODEL, *each.flags(), *folders, *flags, "--num_workers", "2"))
         losses[name] = [step["loss"] for step in read_log(tmp_path / f"run_{name}")]

@@ -27,7 +27,7 @@ from konkanivani.data.manifest import read_manifest
 from konkanivani.data.noise_reverb import NoiseReverb, Sound, load_excerpt, read_noise_reverb, read_sounds
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import train_tokenizer
-from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_trainer
+from tests.conftest import TINY_MODEL, Corpus, further, read_log, run_folders, run_trainer, well
 from tests.starts import parse_flags
 
 RATE = 16_000
@@ -58,15 +58,9 @@ def noises(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random = np.random.default_rng(5)
     long, short = (0.2 * random.standard_normal(length).clip(-4, 4) for length in (44_100 * 6, 8_000 // 3))
     stereo = 0.1 * random.standard_normal((16_000, 2)).clip(-4, 4)
-    write_rows(
-        directory / "noise.jsonl",
-        [
-            write_row(directory, "long.wav", long, 44_100),
-            write_row(directory, "short.wav", short, 8_000, text=""),
-            write_row(directory, "stereo.flac", stereo, RATE, text=None),
-            {"audio_filepath": "long.wav", "offset": 1.0, "duration": 2.5},
-        ],
-    )
+    rows = [write_row(directory, "long.wav", long, 44_100), write_row(directory, "short.wav", short, 8_000, text="")]
+    rows.append(write_row(directory, "stereo.flac", stereo, RATE, text=None))
+    write_rows(directory / "noise.jsonl", [*rows, {"audio_filepath": "long.wav", "offset": 1.0, "duration": 2.5}])
     decay = np.exp(-np.arange(4_000) / 600)[:, None] * random.standard_normal((4_000, 3)) * 0.1
     decay[300] = 0.9
     write_rows(directory / "rooms.jsonl", [write_row(directory, "room.wav", decay)])
@@ -76,14 +70,9 @@ def noises(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def everything(noises: Path) -> NoiseReverb:
     """Noise, room and gain for most utterances."""
-    config = AugmentConfig(
-        rir_manifest=str(noises / "rooms.jsonl"),
-        rir_prob=0.7,
-        noise_manifest=str(noises / "noise.jsonl"),
-        noise_prob=0.8,
-        gain=6.0,
-    )
-    return read_noise_reverb(config, seed=3)
+    rooms, noise = (str(noises / f"{kind}.jsonl") for kind in ("rooms", "noise"))
+    shares = {"rir_prob": 0.7, "noise_prob": 0.8, "gain": 6.0}
+    return read_noise_reverb(AugmentConfig(rir_manifest=rooms, noise_manifest=noise, **shares), seed=3)
 
 
 # Noise
@@ -224,22 +213,14 @@ def test_the_same_seed_epoch_and_utterance_are_the_same_bits_and_any_other_is_an
 @pytest.mark.parametrize("kind", ["rooms", "noise", "gain"])
 def test_each_kind_by_itself_is_another_for_another_seed_epoch_or_utterance(kind, everything):
     rooms, noise = (dataclasses.replace(corpus, prob=1.0) for corpus in (everything.reverb, everything.noise))
-    alone = {
-        "rooms": NoiseReverb(3, reverb=rooms),
-        "noise": NoiseReverb(3, noise=noise),
-        "gain": NoiseReverb(3, gain=6.0),
-    }
+    alone = {"rooms": {"reverb": rooms}, "noise": {"noise": noise}, "gain": {"gain": 6.0}}
     speech = speech_of(0.3)
 
     def heard(seed: int, epoch: int, name: str) -> bytes:
-        return dataclasses.replace(alone[kind], seed=seed)(speech, epoch, name).numpy().tobytes()
+        return NoiseReverb(seed, **alone[kind])(speech, epoch, name).numpy().tobytes()
 
     # Twenty draws find each of the room's three channels.
-    for others in (
-        [(n, 0, "u") for n in range(20)],
-        [(0, n, "u") for n in range(20)],
-        [(0, 0, f"{n}") for n in range(20)],
-    ):
+    for others in zip(*([(n, 0, "u"), (0, n, "u"), (0, 0, f"{n}")] for n in range(20)), strict=True):
         found = [heard(*other) for other in others]
         assert found == [heard(*other) for other in others]
         assert len(set(found)) == (3 if kind == "rooms" else 20)
@@ -251,10 +232,8 @@ def test_shares_are_kept_and_one_kind_does_not_move_another(everything):
     changed = [not torch.equal(only_noise(speech, 0, f"u{number}"), speech) for number in range(300)]
     assert 210 < sum(changed) < 270  # 0.8
     louder = dataclasses.replace(only_noise, gain=6.0)
-    assert changed == [
-        not torch.allclose(waveform / waveform.norm(), speech / speech.norm(), atol=1e-5)
-        for waveform in (louder(speech, 0, f"u{number}") for number in range(300))
-    ]
+    waveforms, of_one = (louder(speech, 0, f"u{number}") for number in range(300)), speech / speech.norm()
+    assert changed == [not torch.allclose(each / each.norm(), of_one, atol=1e-5) for each in waveforms]
     never = dataclasses.replace(only_noise, noise=dataclasses.replace(everything.noise, prob=0.0))
     assert all(torch.equal(never(speech, 0, f"u{number}"), speech) for number in range(20))
     assert torch.equal(NoiseReverb()(speech, 0, "u"), speech)
@@ -273,7 +252,7 @@ def test_ratios_are_drawn_from_the_whole_range(everything, monkeypatch):
 
 @pytest.fixture(scope="module")
 def speech(corpus: Corpus, everything: NoiseReverb) -> TrainingSpeech:
-    utterances = list(read_manifest(corpus.manifest("train")))
+    utterances = list(read_manifest(corpus.manifest("train")))[:14]  # 4 windows an epoch
     tokenizer = train_tokenizer([u.text for u in utterances], "char", 100)
     return TrainingSpeech(utterances, tokenizer, (0.9, 1.0, 1.1), 3, noise_reverb=everything)
 
@@ -289,11 +268,11 @@ def windows(speech: TrainingSpeech, workers: int, cursor: Cursor, count: int) ->
     return [[batch.waveforms.numpy().tobytes() for batch in window.micro_batches] for window in taken]
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2, 4])
+@pytest.mark.parametrize("workers", [0, 2, *further(1, 4)])
 def test_windows_are_the_same_bits_for_any_worker_count_from_any_cursor(speech, workers):
-    whole = windows(speech, 0, Cursor(0, 0), 9)  # 7 windows an epoch
-    assert windows(speech, workers, Cursor(0, 0), 9) == whole
-    assert windows(speech, workers, Cursor(0, 3), 6) == whole[3:]
+    whole = windows(speech, 0, Cursor(0, 0), 6)
+    assert windows(speech, workers, Cursor(0, 0), 6) == whole
+    assert windows(speech, workers, Cursor(0, 2), 4) == whole[2:]
     assert multiprocessing.active_children() == []
 
 
@@ -311,16 +290,13 @@ def flags(noises: Path) -> tuple[str, ...]:
 
 def test_a_run_with_noise_rooms_and_gain_resumes_exactly_with_other_workers(corpus, noises, tmp_path):
     shape = (*TINY_MODEL, *corpus.flags(), "--batch_size", "2", "--gradient_accumulation_steps", "2")
-    for name, first, workers in (("whole", "5", "0"), ("parted", "2", "2")):
-        begun = run_trainer(
-            *shape, *flags(noises), *run_folders(tmp_path / name), "--max_steps", first, "--num_workers", workers
-        )
-        assert begun.returncode == 0, begun.stderr
+    for name, first, workers in (("whole", "3", "0"), ("parted", "1", "2")):
+        ends = ("--max_steps", first, "--num_workers", workers)
+        well(run_trainer(*shape, *flags(noises), *run_folders(tmp_path / name), *ends))
     folders = run_folders(tmp_path / "parted")
-    more = run_trainer("--resume", "auto", *folders, "--max_steps", "5", "--num_workers", "1", "--noise_prob", "0.5")
-    assert more.returncode == 0, more.stderr  # a flag whose manifest the checkpoint brings is not idle
+    well(run_trainer("--resume", "auto", *folders, "--max_steps", "3", "--num_workers", "1", "--noise_prob", "0.5"))
     whole, parted = ([record["loss"] for record in read_log(tmp_path / name)] for name in ("whole", "parted"))
-    assert len(whole) == 5 and whole == parted
+    assert len(whole) == 3 and whole == parted
     clean = run_trainer(*shape, *run_folders(tmp_path / "clean"), "--max_steps", "1", "--num_workers", "0")
     assert clean.returncode == 0 and read_log(tmp_path / "clean")[0]["loss"] != whole[0]
 

@@ -24,7 +24,7 @@ from konkanivani.base.errors import KonkaniVaniError
 from konkanivani.data.formats.splits import Shares, draw_splits, split_named
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.preparation.prepare import Preparation, prepare_corpus
-from tests.conftest import run_script, script_command, well
+from tests.conftest import run_here, well
 from tests.patience import PATIENCE
 from tests.test_formats import (
     MINIATURES,
@@ -70,7 +70,7 @@ class Table:
 
 
 def prepare(directory: Path, name: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    done = run_script(SCRIPT, "--format", name, "--source", "corpus", "--output", "out", *flags, cwd=directory)
+    done = run_here(SCRIPT, "--format", name, "--source", "corpus", "--output", "out", *flags, cwd=directory)
     assert "Traceback" not in done.stdout + done.stderr, done.stderr
     assert [*directory.rglob("*.partial")] == []
     return done
@@ -306,7 +306,7 @@ def test_a_corpus_damaged_anywhere_is_prepared_or_refused_in_one_line(name, tmp_
     flags.pop("source", None)
     build(tmp_path / "sound")
     generator, refused = random.Random(name), 0
-    for attempt in range(30):
+    for attempt in range(15):
         corpus, output = tmp_path / f"corpus{attempt}", tmp_path / f"out{attempt}"
         shutil.copytree(tmp_path / "sound", corpus)
         files = sorted(path for path in corpus.rglob("*") if path.is_file())
@@ -320,7 +320,7 @@ def test_a_corpus_damaged_anywhere_is_prepared_or_refused_in_one_line(name, tmp_
             assert "\n" not in str(error)
             assert not output.exists() or [path.name for path in output.iterdir()] == ["rejected.jsonl"]
         shutil.rmtree(corpus)
-    assert 0 < refused <= 30
+    assert 0 < refused <= 15
 
 
 # What is refused
@@ -408,16 +408,9 @@ def test_an_output_that_cannot_be_written_ends_with_6(table):
 def test_a_full_disk_ends_with_6_and_leaves_what_was_there(table):
     assert table.prepare().returncode == 0
     before = {path.name: path.read_bytes() for path in table.output.iterdir()}
-    done = subprocess.run(
-        script_command(
-            SCRIPT, "--format", "csv", "--source", "corpus", "--output", "out", "--table", "all.csv", "--force"
-        ),
-        cwd=table.directory,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512)),  # no file may grow beyond it
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    words = ("--format", "csv", "--source", "corpus", "--output", "out", "--table", "all.csv", "--force")
+    small = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (512, 512))  # no file may grow beyond it
+    done = warm_parent().run(ROOT / SCRIPT, *words, cwd=table.directory, before=small)
     assert done.returncode == 6 and "Free room there" in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert {path.name: path.read_bytes() for path in table.output.iterdir()} == before
 
@@ -460,10 +453,7 @@ def test_the_split_depends_on_the_seed_and_the_names_and_not_on_the_order_of_row
     moved = table.directory.with_name(table.directory.name + "-moved")
     table.directory.rename(moved)
     again = Table(moved, table.rows)
-    assert (
-        again.prepare("--force", "--valid_share", "20%", "--test_share", "20%", "--split_by", "utterance").returncode
-        == 0
-    )
+    well(again.prepare("--force", "--valid_share", "20%", "--test_share", "20%", "--split_by", "utterance"))
     assert {u.text: split for split in SPLITS for u in again.utterances(split)} == first
 
 

@@ -69,7 +69,7 @@ LETTERS = "कखगशाळएाीें़्ऽ॒०९।॥ \u200c\u200
 INDIC = st.text(st.sampled_from(LETTERS), max_size=30)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.one_of(st.text(max_size=40), INDIC), st.sampled_from(["keep", "spell"]))
 def test_normalisation_is_idempotent_composed_and_single_spaced(text, digits):
     once = normalize_text(text, digits)

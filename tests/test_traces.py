@@ -19,7 +19,7 @@ from konkanivani.recipe.planning import plan as run_plan
 from konkanivani.recipe.planning import tracing
 from konkanivani.recipe.planning.report import answer
 from konkanivani.recipe.planning.request import PlanRequest, peak_of_validation
-from tests.conftest import TINY_MODEL, Corpus, run_folders
+from tests.conftest import TINY_MODEL, Corpus, run_folders, write_corpus
 from tests.starts import begin_run
 
 BLOCKS = 4
@@ -93,6 +93,12 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, place):
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a file", "a folder"]
 
 
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Utterances of two words each, so that few loads are asked about."""
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "tones", {"train": 8, "valid": 2}, lengths=range(2, 3))
+
+
 def planned(corpus: Corpus, directory: Path, *more: str, budget: str = "480MiB") -> MemoryPlan:
     flags = (*TINY_MODEL, *corpus.flags(), *run_folders(directory), "--num_workers", "0", *more)
     return build_run(begin_run([*flags, "--batch_size", "auto", "--memory_budget", budget])).plan
@@ -143,8 +149,5 @@ def test_without_a_home_nothing_is_kept(corpus, tmp_path, monkeypatch):
 
 
 def test_what_a_card_takes_for_itself_is_no_part_of_a_trace():
-    paths = {
-        tracing.traces_path(TrainConfig(), 100, costs)
-        for costs in (cpu_costs(), cuda_costs("T4", (7, 5), 2**28), cuda_costs("T4", (7, 5), 2**29))
-    }
-    assert len(paths) == 2
+    devices = cpu_costs(), cuda_costs("T4", (7, 5), 2**28), cuda_costs("T4", (7, 5), 2**29)
+    assert len({tracing.traces_path(TrainConfig(), 100, costs) for costs in devices}) == 2

@@ -43,7 +43,9 @@ IMPORTED = (
     *("torch.utils.tensorboard.summary", "tensorboard.summary.writer.record_writer"),
     *("torch.utils.serialization", "torch._dynamo"),  # the second one is what a trace imports
     *("konkanivani.recipe.train", "konkanivani.recipe.dry_run", "konkanivani.recipe.evaluation_model"),
-    *("konkanivani.inference.transcribe", "konkanivani.evaluation.reports.score_page"),
+    *("konkanivani.data.preparation.prepare", "konkanivani.data.synthetic.builtin_corpus"),
+    *("konkanivani.inference.recognizer", "konkanivani.inference.transcribe"),
+    *("konkanivani.evaluation.reports.health_page", "konkanivani.evaluation.reports.score_page"),
 )
 # What is read as an interpreter or a library starts: another value than the parent's cannot be given to a fork.
 EARLY = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "ONEDNN_", "PYTORCH_", "LC_", "LANG")
