@@ -119,9 +119,6 @@ def test_a_stopped_comparison_has_saved_and_goes_on(corpus, tmp_path):
     assert made[: len(steps)] == steps and len(made) == max(2, len(steps)) and read_kept(folder / "minimal").is_finished
 
 
-# ---------------------------------------------------------------------------------------- before anything is trained
-
-
 def choose(*arguments: str, pretrained: tuple[str, ...] = (), presets: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     return [candidate.flags for candidate in choose_candidates(pretrained, presets, flags_in(arguments))]
 
@@ -184,9 +181,6 @@ def test_without_a_test_manifest_there_is_nothing_to_compare_by(corpus):
     (tested,) = choose_candidates((), ("minimal",), flags_in((*corpus.flags(), "--test_manifest", __file__)))
     with pytest.raises(DataError, match="broken"):
         check_data(tested.config)
-
-
-# ------------------------------------------------------------------------------------------------- reasons, the file
 
 
 @pytest.mark.parametrize(

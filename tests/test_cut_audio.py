@@ -12,8 +12,6 @@ import soundfile
 from konkanivani.data.audio.files import AudioSource, ShortAudio, UnusableAudio, read_blocks, read_header, read_samples
 from tests.test_audio_file import RATE, tones
 
-# ------------------------------------------------------------------------------------------------ shorter than they say
-
 
 def write_cut(path: Path, file_format: str, share: float = 0.5, **fields: str) -> Path:
     """Ten seconds of a rising tone, the file cut to this share of its bytes."""
@@ -49,9 +47,6 @@ def test_what_a_stream_leaves_in_its_header_is_no_cut(claimed, tmp_path):
             assert claimed == 0  # libsndfile takes it at its word
             return
         assert header.missing == 0 and sum(map(len, read_blocks(AudioSource(str(path)), 1.0))) == header.frames
-
-
-# ------------------------------------------------------------------------------------------------------- MP3 in blocks
 
 
 def write_mp3(path: Path, rate: int) -> int:

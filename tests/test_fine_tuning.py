@@ -28,7 +28,7 @@ from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from konkanivani.training.optimizer import begun_share
 from konkanivani.training.step import StepParts, train_step
-from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_script, write_corpus
+from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_script, well, write_corpus
 from tests.laws.parts import measured_peak, speeches, window
 from tests.starts import begin_run, parse_flags
 
@@ -55,9 +55,6 @@ def tuned(corpus: Corpus, base: Path, folder: Path, steps: int, *flags: str) -> 
 
 def changed(before: Weights, after: Weights) -> set[str]:
     return {name for name, weight in after.items() if not torch.equal(weight, before[name])}
-
-
-# ----------------------------------------------------------------------------------------------------- what is trained
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
@@ -158,9 +155,6 @@ def test_what_is_frozen_at_first_takes_no_memory_then_and_the_plan_holds_for_wha
     assert early < 0.8 * late and 0.999 * late <= planned <= 1.02 * late
 
 
-# ---------------------------------------------------------------------------------------------- rounded frozen weights
-
-
 LORA = TuningConfig(lora_rank=2)
 TOP = TuningConfig(train_layers=1)
 
@@ -224,13 +218,9 @@ def test_beside_rounded_weights_low_rank_products_merge_and_every_script_takes_t
         ours, theirs, before = (m.ctc_logits(features, (90,))[0].log_softmax(-1) for m in (adapted, merged, plain))
     assert (ours - theirs).abs().max() <= 1e-5 < (ours - before).abs().max()
     bundle = str(tmp_path / "model.safetensors")
-    exported = run_script("training_scripts/export_asr.py", "--checkpoint", str(checkpoint), "--bundle", bundle)
-    assert exported.returncode == 0, exported.stderr
+    well(run_script("training_scripts/export_asr.py", "--checkpoint", str(checkpoint), "--bundle", bundle))
     again = build_run(begin_run([*corpus.flags(), *run_folders(tmp_path / "next"), "--init_from", str(checkpoint)]))
     assert all(torch.equal(weight, merged.state_dict()[name]) for name, weight in again.step.model.state_dict().items())
-
-
-# ------------------------------------------------------------------------------------------------ tokens, head, shape
 
 
 def texted_corpus(directory: Path, texts: list[str], lengths: range = range(1, 7)) -> Corpus:
@@ -330,9 +320,6 @@ def test_the_planner_plans_the_checkpoints_shape(base, corpus, tmp_path):
     assert " ".join((*flags, *HALF)) in planned["flags"]
 
 
-# --------------------------------------------------------------------------------------------- the score at the start
-
-
 def test_the_score_at_the_start_stands_beside_every_later_one_and_is_kept_over_a_resume(base, corpus, tmp_path, capsys):
     flags = (*corpus.flags(), *run_folders(tmp_path), *STEADY, *TWO_STEPS, "--init_from", str(base), "--max_steps", "3")
     train(build_run(begin_run(list(flags))))
@@ -355,9 +342,6 @@ def test_negative_control_a_run_from_nothing_or_without_validation_has_no_score_
     only = ("--train_manifest", corpus.manifest("train"), "--init_from", str(base))
     train(build_run(begin_run([*only, *run_folders(tmp_path / "blind"), *flags])))
     assert read_log(tmp_path / "blind", "validation") == []
-
-
-# ----------------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(

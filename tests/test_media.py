@@ -63,9 +63,6 @@ def likeness(heard: np.ndarray, wanted: np.ndarray) -> float:
     return float((products / np.sqrt((energy - inside**2 / len(middle)) * (middle @ middle))).max())
 
 
-# ------------------------------------------------------------------------------------------------------- what is read
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.name}{kind.suffix}")
 def test_a_file_is_read_whole_by_blocks_and_by_spans_to_the_same_samples(kind, folder):
     path = folder / f"{kind.name}{kind.suffix}"
@@ -135,9 +132,6 @@ def test_a_row_of_another_duration_and_a_span_beyond_the_end_are_refused(voice):
     for start, seconds in ((2.5, 1.0), (9.0, 1.0)):
         with pytest.raises(UnusableAudio, match=r"it ends at 3\.0\d s"):
             read_samples(voice, start=start, seconds=seconds)
-
-
-# -------------------------------------------------------------------------------------------------- what cannot happen
 
 
 def test_a_playlist_opens_nothing(voice, tmp_path):

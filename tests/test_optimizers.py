@@ -100,9 +100,6 @@ def distance(one: torch.nn.Module, other: torch.nn.Module) -> float:
     return max(relative_difference(mine.double(), theirs.double()) for mine, theirs in pairs)
 
 
-# ------------------------------------------------------------------------------------------------------------- 8 bits
-
-
 @pytest.mark.parametrize("is_signed", [True, False])
 def test_the_shares_are_the_papers(is_signed):
     shares = np.array(dynamic_shares(is_signed))
@@ -204,9 +201,6 @@ def test_slices_of_8_bits_change_nothing(monkeypatch):
     assert distance(whole, updated(ours("adamw8bit"))) == 0
 
 
-# ---------------------------------------------------------------------------------------------------------- Adafactor
-
-
 def adafactor_by_hand(net: torch.nn.Sequential):
     """The paper's algorithm in float64, each tensor as a matrix of rows."""
     means, steps = {parameter: (0.0, 0.0) for parameter in net.parameters()}, []
@@ -271,9 +265,6 @@ def test_an_update_of_adafactor_is_clipped():
         net.weight.grad, before = size * torch.ones_like(net.weight), net.weight.detach().clone()
         optimizer.step()
         assert float((net.weight.detach() - before).square().mean().sqrt()) == pytest.approx(RATE, rel=1e-3)
-
-
-# ------------------------------------------------------------------------------------------------------- What they take
 
 
 def grown_by_an_update(optimizer: Optimizer, net: torch.nn.Module) -> int:
@@ -344,9 +335,6 @@ def test_an_update_does_not_wait_for_the_device(kind):
     assert set(mode.found) <= ({"_local_scalar_dense"} if kind == "adamw8bit" else set())  # fused, on a CPU
 
 
-# ---------------------------------------------------------------------------------------------------------- The laws
-
-
 def trained(kind: str, steps: range, parts: StepParts | None = None) -> StepParts:
     parts = parts or parts_of(kind)
     for step in steps:
@@ -411,9 +399,6 @@ def test_scaled_gradients_give_the_update_of_unscaled_ones(kind):
 @pytest.mark.parametrize("kind", SMALLER)
 def test_weights_on_the_host_are_updated_alike(kind):
     assert not differing(trained(kind, range(2)), trained(kind, range(2), parts_of(kind, placement=Placement(99))))
-
-
-# --------------------------------------------------------------------------------------------------------- Its flag
 
 
 def test_a_run_cannot_go_on_with_another_optimizer_and_older_checkpoints_are_adamws():

@@ -198,9 +198,6 @@ def test_a_cache_cannot_exist_in_training():
     assert not any("cache" in name for name in inspect.signature(KonkaniVaniASR.forward).parameters)
 
 
-# ---------------------------------------------------------------------------------------------------- intermediate CTC
-
-
 def with_intermediate(parts: StepParts, weight: float) -> StepParts:
     """The same parts with a share of the CTC loss asked of the middle block."""
     objective = dataclasses.replace(parts.forward.objective, intermediate_ctc=weight)

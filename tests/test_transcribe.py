@@ -75,9 +75,6 @@ def transcribe(trained: Trained, *arguments: str | Path) -> subprocess.Completed
     return run_here(TRANSCRIBE, *map(str, arguments), "--checkpoint", str(trained.checkpoint), "--device", "cpu")
 
 
-# ----------------------------------------------------------------------------------------------------- the recogniser
-
-
 def test_the_tiny_model_has_learnt_its_words(trained):
     heard = [trained.recognizer.transcribe(audio).text for audio in (tones(WORDS[:3]), tones(WORDS[3:7]))]
     assert error_rates([" ".join(WORDS[:3]), " ".join(WORDS[3:7])], heard).cer < 0.2
@@ -198,9 +195,6 @@ def test_a_checkpoint_that_is_none_is_said_in_a_sentence(trained, tmp_path):
         load_recognizer(tmp_path / "nowhere.pt")
 
 
-# ---------------------------------------------------------------------------------------------------------- the formats
-
-
 def word(text: str, start: float, end: float, confidence: float | None = 0.5) -> Word:
     return Word(text, start, end, confidence)
 
@@ -251,9 +245,6 @@ def test_cues_can_be_read(timestamps):
 def test_a_word_longer_than_a_line_has_a_line_of_its_own():
     (cue,) = build_cues([Segment((word("क" * 60, 0, 1),))], "segment")
     assert cue.text == "क" * 60
-
-
-# ----------------------------------------------------------------------------------------------------------- the script
 
 
 @pytest.fixture(scope="module")

@@ -97,8 +97,6 @@ class Fuzzer:
     seconds: float = MAX_SECONDS
 
 
-# ----------------------------------------------------------------------------------------------------- changes to bytes
-
 Change = tuple[str, int, int]
 NUMBERS = st.one_of(st.sampled_from(EDGES), st.integers(-(2**63), 2**64 - 1))
 
@@ -131,8 +129,6 @@ def changed(content: bytes, changes: list[Change]) -> bytes:
             content = content[:place]
     return content
 
-
-# ---------------------------------------------------------------------------------------------------------------- audio
 
 AUDIO = (
     *(("WAV", subtype) for subtype in ("PCM_16", "PCM_24", "FLOAT", "ULAW", "IMA_ADPCM", "MS_ADPCM", "GSM610")),
@@ -183,8 +179,6 @@ def _audio(folder: Path, run: Path) -> Fuzzer:
 
     return Fuzzer(examples, handle)
 
-
-# ------------------------------------------------------------------------------------------------------------ manifests
 
 STRANGE = ["", "एक", "../x.wav", "/dev/zero", "good.wav", "\0", "\x1b[2J", "\ud800", "a" * 5000, ".", "/", "pipe"]
 TEXTS = st.one_of(st.text(max_size=20), st.sampled_from(STRANGE))
@@ -239,9 +233,6 @@ def _manifests(folder: Path, run: Path) -> Fuzzer:
     return Fuzzer(examples, handle)
 
 
-# ---------------------------------------------------------------------------------------------------------- checkpoints
-
-
 def _checkpoints(folder: Path, run: Path) -> Fuzzer:
     sound = read_sound(run / "checkpoints" / LAST)
     here = folder / "sound.pt"
@@ -291,8 +282,6 @@ def _zipped(sound: Sound, other: dict[str, bytes]) -> bytes:
             archive.writestr(f"archive/{name}", content)
     return written.getvalue()
 
-
-# ---------------------------------------------------------------------------------------------------------------- flags
 
 WORDS = ["", "=", "0", "-1", "1", "2", "1e400", "nan", "inf", "-inf", "None", "True", "auto", "../..", "/etc", "a b"]
 WORDS += ["एक"]

@@ -77,9 +77,6 @@ def _begin_from(path: Path) -> None:
     begin_run([*flags, "--device", "cpu", "--train_manifest", str(manifest)])
 
 
-# --------------------------------------------------------------------------------------------- what pickles may ask for
-
-
 class Calls:
     """Unpickled, it calls the function."""
 
@@ -155,9 +152,6 @@ def _tensor(size: int, stride: int, claimed: int = 1) -> bytes:
 
 # A list of two of the same list of two of the same list, and so on.
 LAUGHS = b"]" + b"".join(b"q%c0](h%ch%ce" % (level, level, level) for level in range(100, 160))
-
-
-# --------------------------------------------------------------------------------------------------- what zips may hold
 
 
 def _duplicate(sound: Sound, path: Path) -> None:

@@ -152,9 +152,6 @@ def test_negative_control_without_the_bound_a_header_fills_the_memory(tmp_path, 
     assert verdict.fault is not None, verdict
 
 
-# -------------------------------------------------------------------------------------------------------------- bundles
-
-
 def bundle(head: bytes, claimed: int | None = None) -> bytes:
     return struct.pack("<Q", len(head) if claimed is None else claimed) + head
 

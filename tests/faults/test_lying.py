@@ -57,9 +57,6 @@ def test_where_all_are_bad_it_is_refused_however_often_it_is_started(folder, tmp
     assert refuses_where_all_are_bad(folder, content, tmp_path / "work")
 
 
-# ------------------------------------------------------------------------------------------------------------ retention
-
-
 def small(step: int) -> Checkpoint:
     return Checkpoint("--seed 1\n", b"tokens", 3, step, 7, {"model": {"weight": torch.full((1000,), float(step))}})
 

@@ -103,9 +103,6 @@ def desk(trained: Path, tmp_path: Path) -> Desk:
     return Desk(tmp_path / "desk")
 
 
-# --------------------------------------------------------------------------------------------------- another corpus
-
-
 def test_another_corpus_in_the_same_folder_is_refused_and_both_are_named(desk, konkani, english):
     before = holdings(desk.folder)
     ended = desk.train(english, "mine", "mine", "--resume", "auto", "--epochs", "5")
@@ -153,9 +150,6 @@ def test_negative_control_without_the_question_the_weights_go_on_with_the_other_
     )
     ended = desk.train(english, "mine", "mine", "--resume", "auto", "--epochs", "5", faults=unasked)
     assert ended.code == 0 and before.lost(holdings(desk.folder)) > 0
-
-
-# ---------------------------------------------------------------------------------------------------------- going back
 
 
 def test_going_back_says_by_how_many_steps_and_keeps_all_that_is_newer_however_often(desk):
@@ -212,9 +206,6 @@ def test_negative_control_without_moving_aside_the_newer_ones_are_written_over(d
         "--resume", str(older), *more, faults=(("forget", "konkanivani.recipe.build", "move_newer_aside"),)
     )
     assert ended.code == 0 and before.lost(holdings(desk.folder)) > 0
-
-
-# --------------------------------------------------------------------------------------------------------------- logs
 
 
 def test_a_copied_folder_logs_beside_itself_and_the_original_keeps_its_log(desk):

@@ -29,8 +29,6 @@ from tests.faults.strangers import HOSTILE, configured, exploding, read_sound, u
 from tests.faults.watching import watch
 from tests.starts import begin_run
 
-# ---------------------------------------------------------------------------------------------------------- checkpoints
-
 
 @pytest.fixture(scope="module")
 def sound(small_run: Path, tmp_path_factory: pytest.TempPathFactory):
@@ -81,9 +79,6 @@ def test_negative_control_what_reaches_out_hangs_or_grows_is_seen(tmp_path):
     assert "ZeroDivisionError" in watch(lambda: 1 / 0, tmp_path).fault
     assert "SIGSEGV" in watch(lambda: os.kill(os.getpid(), 11), tmp_path).fault
     assert watch(lambda: (tmp_path / "inside").write_text("x"), tmp_path).fault is None
-
-
-# -------------------------------------------------------------------------------------------- manifests and their audio
 
 
 def tone(path: Path) -> Path:
@@ -205,9 +200,6 @@ def test_an_index_that_came_with_a_manifest_is_never_believed(downloaded, monkey
     assert [(u.text, u.duration) for u in read_manifest(copy / "train.jsonl")] == [("एक", 1.0)]
 
 
-# --------------------------------------------------------------------------------------------------------------- shards
-
-
 def _add(tar: tarfile.TarFile, name: str, kind: bytes = tarfile.REGTYPE, size: int = 0, link: str = "") -> None:
     member = tarfile.TarInfo(name)
     member.type, member.size, member.linkname = kind, size, link
@@ -258,8 +250,6 @@ def test_a_member_that_claims_2_to_the_60_bytes_is_a_broken_row(downloaded):
         assert verdict.outcome == "UnusableAudio" and "its shard ends" in verdict.message and not verdict.fault
 
 
-# ----------------------------------------------------------------------------------------------------------- lint rules
-
 FORBIDDEN = (
     ("import pickle", 'pickle.load(open("x", "rb"))'),
     ("import pickle", 'pickle.loads(b"")'),
@@ -300,9 +290,6 @@ def test_what_is_let_through_loads_weights_only_but_in_the_controls():
     assert "weights_only=True" in found[0][1]
     pyproject = (ROOT / "pyproject.toml").read_text()
     assert all(f'"{rule}"' in pyproject for rule in ("S102", "S301", "S307", "S506", "S602", "S604", "S605", "TID251"))
-
-
-# ---------------------------------------------------------------------------------------------- TensorBoard and secrets
 
 
 def test_every_text_that_starts_tensorboard_starts_it_for_this_machine_alone():

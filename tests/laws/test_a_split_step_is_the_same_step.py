@@ -24,7 +24,7 @@ from konkanivani.model.kernels import ctc
 from konkanivani.training.optimizer import OptimizerState
 from konkanivani.training.step import StepParts, StepReport, train_step
 from konkanivani.training.validation import Evaluation, join_portions, recognize_all
-from tests.conftest import ROOT
+from tests.conftest import ROOT, well
 from tests.laws.failing import ERRORS, above, failing_backward, failing_forward, failing_pieces, once_at
 from tests.laws.parts import MODEL as DEEPER
 from tests.laws.parts import double_parts, long_speeches, relative_difference, speeches, window, with_dropout
@@ -316,8 +316,7 @@ def short_of_memory() -> tuple[dict[str, dict], str]:
     # Blocks of this size and more are mapped one by one, so that freeing one gives its memory back.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-m", "tests.laws.short_of_memory"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
+    done = well(subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE))
     return json.loads(done.stdout.splitlines()[-1]), done.stdout
 
 

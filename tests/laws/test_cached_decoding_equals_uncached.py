@@ -63,9 +63,6 @@ def decode_of(decode: str, beam: int = 10) -> Decode:
     return build_decode(DecodingConfig(decode, beam), ARCHITECTURE, NumberTokenizer(), torch.device("cpu"))
 
 
-# ---------------------------------------------------------------------------------------------------- the cache
-
-
 def decoded_step_by_step(model: KonkaniVaniASR, tokens: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
     """Hypotheses (B, K, U) through the cache, one token at a time: (B, K, U, D)."""
     with torch.no_grad():
@@ -119,9 +116,6 @@ def followed_difference(model: KonkaniVaniASR, encoded: torch.Tensor) -> float:
                 cache.select(kept)
                 places, tokens = places[kept], tokens[kept]
     return worst
-
-
-# ------------------------------------------------------------------------------------------------- greedy, brute force
 
 
 def greedy_without_cache(model: KonkaniVaniASR, encoded: torch.Tensor, length: int) -> list[int]:
@@ -218,9 +212,6 @@ def test_a_wide_beam_is_brute_force(ctc_weight, length_bonus, language_model_wei
             assert hypothesis.log_probability == pytest.approx(total, abs=1e-5)  # CTC's frames are fp32
 
 
-# ------------------------------------------------------------------------------------------------------ batch, limits
-
-
 @pytest.mark.parametrize("ctc_weight", [0.0, 0.3])
 @pytest.mark.parametrize("length_bonus", [0.0, 0.5])
 def test_a_batch_is_one_by_one(ctc_weight, length_bonus):
@@ -268,9 +259,6 @@ def test_what_cannot_get_better_is_not_gone_on_with():
     scorer = Counting(model, encoded, (40,), 4)
     (found,) = beam_search(Scorers((Weighted(scorer, 1.0),), None, 0.0, 0.0), (40,), 4, 1, encoded.device)
     assert len(found) == 1 and Counting.asked == len(found[0].tokens) + 1 < 40
-
-
-# --------------------------------------------------------------------------------------------------- the step after it
 
 
 def validate(parts: StepParts, decode: str) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from konkanivani.inference.nemo.imported import import_nemo
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
-from tests.conftest import run_script
+from tests.conftest import run_script, well
 from tests.faults.strangers import Calls
 from tests.faults.test_error_texts import complaint
 from tests.faults.watching import watch
@@ -232,8 +232,7 @@ def test_what_the_script_says_and_leaves(tmp_path):
     sound, out = FOLDER / "striding.nemo", tmp_path / "out.pt"
     bad = tmp_path / "bad.nemo"
     FILES["vggnet"][0](bad)
-    done = run_script(SCRIPT, str(sound), str(out))
-    assert done.returncode == 0, done.stderr
+    done = well(run_script(SCRIPT, str(sound), str(out)))
     before = out.read_bytes()
     read_checkpoint(out)
     for words, code, said in (

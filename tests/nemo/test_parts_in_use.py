@@ -24,7 +24,7 @@ from konkanivani.model.kernels.recompute import run_recomputed
 from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.loop import train
-from tests.conftest import TINY_MODEL, Corpus, further, run_folders, run_script
+from tests.conftest import TINY_MODEL, Corpus, further, run_folders, run_script, well
 from tests.laws.parts import OTHER_FEATURES, OTHER_PARTS
 from tests.starts import begin_run
 from tests.test_block_parts import laid_out, random_attention
@@ -73,8 +73,7 @@ def test_trained_resumed_exported_and_heard(corpus: Corpus, tmp_path: Path):
     assert "encoder.blocks.0.entry_norm.weight" not in weights and "encoder.blocks.1.entry_norm.weight" in weights
 
     checkpoint, bundle = str(tmp_path / "checkpoints" / "checkpoint_last.pt"), tmp_path / "m.safetensors"
-    done = run_script(EXPORT, "--checkpoint", checkpoint, "--bundle", str(bundle))
-    assert done.returncode == 0, done.stderr
+    well(run_script(EXPORT, "--checkpoint", checkpoint, "--bundle", str(bundle)))
     heard = [load_recognizer(path, device="cpu").transcribe(spoken(3.0).numpy()).text for path in (checkpoint, bundle)]
     assert heard[0] == heard[1]
     other = run_script("training_scripts/train_konkanivani_asr.py", "--resume", checkpoint, "--edges", "none", *folder)

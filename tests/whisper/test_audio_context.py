@@ -83,9 +83,6 @@ def apart(one: dict, other: dict) -> float:
     return max(relative_difference(mine, theirs) for mine, theirs in pairs)
 
 
-# ------------------------------------------------------------------------------------------------ padding is invisible
-
-
 @pytest.mark.parametrize("augmented", [False, True])
 def test_an_utterance_is_the_same_alone_and_in_any_batch(augmented):
     parts, spoken = parts_of(), speeches(6, augmented=augmented)
@@ -128,9 +125,6 @@ def test_greedy_search_says_the_same_alone_and_in_a_batch():
             found |= dict(zip(batch.utterance_ids, decode(parts.model, *encoded), strict=True))
         said.append(found)
     assert said[0] == said[1] and len({tuple(tokens) for tokens in said[0].values()}) > 1
-
-
-# ------------------------------------------------------------------------------------------- what is computed, and when
 
 
 @pytest.mark.parametrize("samples", [5_001, 6_400, 16_000])
@@ -204,9 +198,6 @@ def test_products_of_a_step_are_what_the_formulas_say():
     (head,) = (layer.flop for layer in layers if layer.name == "decoder's output")  # which the loss makes once more
     assert counted == step_flop(dense, False) + head + 2 * heard * SHAPE.mel_bins * 201
     assert step_flop(layers, False) < step_flop(ARCHITECTURE.forward_layers(samples, 20), False)
-
-
-# ------------------------------------------------------------------------------------------------ flags, folders, marks
 
 
 def test_it_is_the_flags_or_the_folders_and_a_run_keeps_it(whisper_folders, tmp_path):

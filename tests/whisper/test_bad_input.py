@@ -16,7 +16,7 @@ import torch
 
 from konkanivani.base.errors import CheckpointError
 from konkanivani.training.checkpoint.checkpoint import check_is_there
-from tests.conftest import TINY_MODEL, Corpus, further, run_folders, run_script, run_trainer, write_corpus
+from tests.conftest import TINY_MODEL, Corpus, further, run_folders, run_script, run_trainer, well, write_corpus
 from tests.faults.test_error_texts import complaint
 from tests.whisper.small_model import write_model
 
@@ -65,10 +65,8 @@ def models(tmp_path_factory) -> Models:
     added.write_text(added.read_text().replace("<|translate|>", "<|nothing|>"))
     for kind, flags in KINDS.items():
         flags = ("--pretrained", found.folder(), *LANGUAGE, *flags)
-        done = run_trainer(*found.corpus.flags(), *SHORT, *run_folders(root / kind), *flags)
-        assert done.returncode == 0, done.stderr
-    done = run_trainer(*TINY_MODEL, *found.corpus.flags(), *SHORT, *run_folders(root / "ours"))
-    assert done.returncode == 0, done.stderr
+        well(run_trainer(*found.corpus.flags(), *SHORT, *run_folders(root / kind), *flags))
+    well(run_trainer(*TINY_MODEL, *found.corpus.flags(), *SHORT, *run_folders(root / "ours")))
     return found
 
 
@@ -212,9 +210,6 @@ def test_a_task_that_is_none_is_refused(models, tmp_path):
     assert done.returncode == 2 and "sing" in done.stderr and "translate" in done.stderr
 
 
-# ------------------------------------------------------------------------------------------------------- going on
-
-
 def resume(models: Models, out: Path, kind: str, *flags: str):
     """Goes on with a copy of the run."""
     if not out.exists():
@@ -303,8 +298,6 @@ def test_a_checkpoint_that_was_tampered_with_is_refused_by_all_that_read_it(case
     assert not os.path.exists(whisper)
 
 
-# ------------------------------------------------------------------------------------------------- export and plan
-
 EXPORTS = {
     "not empty": (("{full}", "--whisper", "{out}"), 2, "is there already"),
     "ours": (("{ours}", "--whisper", "{out}/new"), 2, "is of a model of ours"),
@@ -360,9 +353,6 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_is_traced(case, models
 def test_a_models_folder_in_a_checkpoints_place_is_told_where_it_belongs(models):
     with pytest.raises(CheckpointError, match="give a Whisper model as --pretrained"):
         check_is_there(Path(models.folder()))
-
-
-# ------------------------------------------------------------------------------------------------------------ data
 
 
 def test_what_the_model_cannot_hear_or_say_is_left_out_with_row_and_reason(models, tmp_path):

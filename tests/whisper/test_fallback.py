@@ -175,9 +175,6 @@ def test_a_broken_utterance_has_no_tokens_and_harms_no_other(model, vocabulary, 
     assert decoded(decode, model, broken, *(utterances[name] for name in names)) == [[], *alone]
 
 
-# -------------------------------------------------------------------------------------------------- what is measured
-
-
 def test_the_compression_ratio_is_transformers(vocabulary):
     """Theirs is of the bytes of ids, ours of the text, as in the code of the paper: the function is the same."""
     generator = torch.Generator().manual_seed(0)
@@ -265,9 +262,6 @@ def test_tokens_are_drawn_with_the_probabilities_of_their_temperature(model, voc
         assert ((counts / draws - likely).abs() < 4 * deviation + 1e-3)[common].all()
         unlike = (scores / others).softmax(dim=0)  # the negative control
         assert not ((counts / draws - unlike).abs() < 4 * deviation + 1e-3)[common].all()
-
-
-# ------------------------------------------------------------------------------------------------------------ memory
 
 
 def test_decoding_again_takes_no_more_memory(vocabulary):

@@ -40,9 +40,6 @@ def test_names_are_mapped_both_ways(whisper_folders):
     assert all(name_in_file(ours) == theirs for theirs, ours in names.items())
 
 
-# ------------------------------------------------------------------------------------------------------- out again
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_an_unchanged_model_is_written_byte_for_byte(name, whisper_folders, tmp_path):
     base = read_whisper_folder(whisper_folders[name])
@@ -120,9 +117,6 @@ def test_what_cannot_be_written_leaves_nothing(whisper_folders, tmp_path, monkey
         patch.setattr(export.shutil, "copyfile", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
         write_whisper_folder(base, weights, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full"]
-
-
-# -------------------------------------------------------------------------------------------------------- bad input
 
 
 def settings(name: str, **changes: object) -> Callable[[Path], None]:

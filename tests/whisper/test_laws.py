@@ -52,9 +52,6 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
     return max(relative_difference(tensor, other[name]) for name, tensor in one.items())
 
 
-# ------------------------------------------------------------------------------ 2: the split never changes the gradient
-
-
 @pytest.mark.parametrize(("mode", "recompute"), crossed(MODES, RECOMPUTED))
 def test_any_cut_gives_the_same_gradient(mode, recompute):
     parts = whisper_parts(mode, whisper_config(recompute))
@@ -75,9 +72,6 @@ def test_negative_control_averaging_the_micro_batches_means_is_another_gradient(
         step.forward_and_backward(parts, batch, LossCounts(4 * sum(batch.token_lengths), 4))
     wrong = {name: p.grad for name, p in parts.model.named_parameters() if p.grad is not None}
     assert largest_difference(whole, wrong) > 1e-3
-
-
-# ------------------------------------------------------------------------- 4: activation checkpointing, memory only
 
 
 @pytest.mark.parametrize(("mode", "first"), crossed(MODES, ("all", 1, 2, 4)))
@@ -110,9 +104,6 @@ def test_what_attention_gave_is_kept_where_a_block_is_recomputed(mode, monkeypat
     assert calls("always")[0] > never[0]  # the negative control
 
 
-# ------------------------------------------------------------------------------------ 5: a split step is the same step
-
-
 @functools.cache
 def undisturbed_step(mode: str) -> tuple[StepReport, dict[str, torch.Tensor]]:
     parts = whisper_parts(mode)
@@ -141,9 +132,6 @@ def test_negative_control_what_the_failed_attempt_added_up_is_another_step(mode,
     monkeypatch.setattr(parts.optimizer, "zero_grad", lambda: None)
     assert train_step(failing_forward(parts, once_at(1), ERRORS["cpu"]), window(SPOKEN, 2), 3).splits == 1
     assert largest_difference(undisturbed_step(mode)[1], state_of(parts)) > 1e-3
-
-
-# ----------------------------------------------------------------------------------------- 11: side by side is in turn
 
 
 def window_of_five() -> Window:
@@ -188,9 +176,6 @@ def test_negative_control_without_turns_it_matters_who_is_late(monkeypatch, two_
     assert not are_equal(trained("LoRA", 2), expected)
 
 
-# ------------------------------------------------------------------------------------------ 12: what is frozen stays
-
-
 @every_mode
 def test_after_forty_steps_what_is_frozen_has_its_digest_and_nothing_else_has(mode):
     parts = whisper_parts(mode, dtype=torch.float32)
@@ -224,9 +209,6 @@ def test_low_rank_products_begin_as_nothing_and_merged_they_are_the_same_model()
     merged.load_state_dict(weights)
     assert relative_difference(logits(tuned), logits(merged)) < 1e-6
     assert relative_difference(logits(tuned), logits(base)) > 1e-3  # the negative control
-
-
-# ----------------------------------------------------------------------------- validation between steps changes nothing
 
 
 class Numbers:

@@ -55,9 +55,6 @@ def far_apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> f
     return max(float((one[name] - other[name]).norm() / one[name].norm()) for name in one)
 
 
-# -------------------------------------------------------------------------------------------------------- features
-
-
 def theirs(waveform: torch.Tensor, mel_bins: int, seconds: int) -> torch.Tensor:
     """Features (T, F) by transformers."""
     extract = transformers.WhisperFeatureExtractor(feature_size=mel_bins, chunk_length=seconds)
@@ -93,9 +90,6 @@ def test_negative_control_the_batchs_maximum_and_another_scale_are_seen():
     assert float((clamped[0] - expected).abs().max()) > 0.1
     front_end.log_mel.bands.mul_(1.001)
     assert float((front_end(quiet[None], (8_000,), None)[0][0] - expected).abs().max()) > 2e-5
-
-
-# -------------------------------------------------------------------------------------------------- logits, gradients
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -164,9 +158,6 @@ def test_negative_control_another_network_is_seen(change, monkeypatch):
 def test_fixed_positions_are_transformers():
     kept = reference(KINDS["tiny"]).model.encoder.embed_positions.weight
     torch.testing.assert_close(sinusoids(*kept.shape), kept.detach(), rtol=0, atol=1e-6)
-
-
-# ---------------------------------------------------------------------------------------------------------- decoding
 
 
 def greedy_by_transformers(model: torch.nn.Module, features: torch.Tensor, kind: Kind, most: int) -> list[list[int]]:

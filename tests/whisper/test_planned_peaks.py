@@ -93,9 +93,6 @@ def test_below_all_that_is_trained_nothing_is_kept():
     assert activations("encoder", deep) < 0.4 * activations("full", deep)
 
 
-# ----------------------------------------------------------------------------------------------------------- validation
-
-
 SHAPES = {
     "an encoder that takes most": SHAPE,
     "a cache that takes most": dataclasses.replace(SHAPE, decoder_layers=6),

@@ -144,9 +144,6 @@ def test_a_traced_peak_is_the_measured_one(recompute):
     assert 0.999 * measured <= planned <= 1.02 * measured
 
 
-# -------------------------------------------------------------------------------------------------------- arithmetic
-
-
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_products_of_a_step_are_what_the_formulas_say(recompute):
     parts, spoken = parts_of(torch.float32, recompute), speeches(3, torch.float32)
@@ -175,9 +172,6 @@ def test_convolutions_are_what_pytorch_counts():
         with FlopCounterMode(display=False) as counter:
             features = convolution(features)
         assert counter.get_total_flops() == layers[f"{name} convolution"].flop
-
-
-# ----------------------------------------------------------------------------------------------- architecture, features
 
 
 def test_a_window_is_as_many_frames_whatever_is_said_in_it():
