@@ -28,7 +28,7 @@ from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from konkanivani.training.optimizer import begun_share
 from konkanivani.training.step import StepParts, train_step
-from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, run_script, well, write_corpus
+from tests.conftest import TINY_MODEL, Corpus, further, read_log, run_folders, run_script, well, write_corpus
 from tests.laws.parts import measured_peak, speeches, window
 from tests.starts import begin_run, parse_flags
 
@@ -88,7 +88,7 @@ def test_at_first_the_head_alone_is_trained_and_then_all_with_moments_for_all_fr
     "flags",
     [
         ("--freeze_steps", "2", "--encoder_rate_factor", "0.3"),
-        ("--train_layers", "1", "--freeze_steps", "2", "--frozen_dtype", "half"),
+        *further((("--train_layers", "1", "--freeze_steps", "2", "--frozen_dtype", "half"),)),
         ("--new_tokenizer", "--lora_rank", "2", "--freeze_steps", "2", "--frozen_dtype", "half"),
     ],
 )

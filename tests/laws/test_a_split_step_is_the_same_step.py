@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -24,7 +25,7 @@ from konkanivani.model.kernels import ctc
 from konkanivani.training.optimizer import OptimizerState
 from konkanivani.training.step import StepParts, StepReport, train_step
 from konkanivani.training.validation import Evaluation, join_portions, recognize_all
-from tests.conftest import ROOT, well
+from tests.conftest import ROOT, crossed, well
 from tests.laws.failing import ERRORS, above, failing_backward, failing_forward, failing_pieces, once_at
 from tests.laws.parts import MODEL as DEEPER
 from tests.laws.parts import double_parts, long_speeches, relative_difference, speeches, window, with_dropout
@@ -70,10 +71,9 @@ def assert_same_step(parts: StepParts, report: StepReport, batch_size: int, is_l
     assert all(p.grad is None for p in parts.model.parameters())
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("where", FAILING)
-@pytest.mark.parametrize("micro_batch", [0, 1, 2])
-def test_out_of_memory_at_any_micro_batch(where, micro_batch, error):
+@pytest.mark.parametrize("place, error", crossed(itertools.product(FAILING, [0, 1, 2]), ERRORS))
+def test_out_of_memory_at_any_micro_batch(place, error):
+    where, micro_batch = place
     parts = FAILING[where](parts_of(), once_at(micro_batch), ERRORS[error])
     report = train_step(parts, window(SPOKEN, 2), step=3)
     assert report.splits == 1
@@ -276,8 +276,7 @@ def undisturbed_validation() -> Evaluation:
     return evaluated(parts_of())
 
 
-@pytest.mark.parametrize("when", [once_at(0), once_at(1), above(2), above(1)])
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("error, when", crossed(ERRORS, [once_at(0), once_at(1), above(2), above(1)]))
 def test_validation_in_pieces_is_the_same_validation(error, when):
     expected = undisturbed_validation()
     failing = failing_forward(parts_of(), when, ERRORS[error])
