@@ -10,17 +10,17 @@ from tests.laws.parts import relative_difference
 from tests.laws.ranks import Case, Trained, train_case, train_in_ranks
 
 BOUND = 1e-9
-FEW, MANY = 5, 8  # the third window has one utterance for two ranks, the fifth is ragged
+STEPS = 5  # the third window has one utterance for two ranks, the fifth is ragged
 CASES = {
-    "one micro-batch": Case(FEW, batch_size=8),
-    "accumulated": Case(MANY, batch_size=2),
-    "out of memory on one rank": Case(FEW, batch_size=2, out_of_memory_rank=1),
-    "sharded weights": Case(FEW, batch_size=8, sharded=True),
-    "sharded weights, accumulated": Case(MANY, batch_size=2, sharded=True),
-    "sharded weights, recomputed": Case(FEW, batch_size=2, sharded=True, recompute="always"),
-    "sharded weights of other parts": Case(FEW, batch_size=2, sharded=True, recompute="always", kind="other parts"),
+    "one micro-batch": Case(STEPS, batch_size=8),
+    "accumulated": Case(STEPS, batch_size=2),
+    "out of memory on one rank": Case(STEPS, batch_size=2, out_of_memory_rank=1),
+    "sharded weights": Case(STEPS, batch_size=8, sharded=True),
+    "sharded weights, accumulated": Case(STEPS, batch_size=2, sharded=True),
+    "sharded weights, recomputed": Case(STEPS, batch_size=2, sharded=True, recompute="always"),
+    "sharded weights of other parts": Case(STEPS, batch_size=2, sharded=True, recompute="always", kind="other parts"),
 }
-OWN_DIVISOR = Case(FEW, batch_size=2, own_divisor=True)
+OWN_DIVISOR = Case(STEPS, batch_size=2, own_divisor=True)
 
 
 @pytest.fixture(scope="module")
