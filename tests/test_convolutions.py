@@ -5,6 +5,7 @@ import torch
 
 from konkanivani.model.encoder import Subsampling
 from konkanivani.model.kernels.depthwise import depthwise_conv
+from konkanivani.model.kernels.products import PointwiseConv
 from tests.laws.parts import relative_difference
 
 BOUND = 1e-12
@@ -42,6 +43,16 @@ def test_negative_control_spans_that_see_each_other_are_another_convolution():
     module = torch.nn.Conv1d(6, 6, 31, padding=15, groups=6).double()
     x = torch.randn(1, 40, 6, dtype=torch.float64)
     assert relative_difference(depthwise_conv(x, module, (20, 20)), depthwise_conv(x, module, (40,))) > 1e-2
+
+
+def test_of_one_place_it_is_conv2d_and_with_its_channels_changed_about_it_is_not():
+    torch.manual_seed(0)
+    module = PointwiseConv(6, 6, 1).double()
+    x = torch.randn(3, 6, 5, 4, dtype=torch.float64, requires_grad=True)
+    parameters, conv2d = [x, module.weight, module.bias], torch.nn.functional.conv2d
+    ours, theirs = module(x), conv2d(*parameters)
+    assert differences([ours, *gradients(ours, parameters)], [theirs, *gradients(theirs, parameters)]) < BOUND
+    assert relative_difference(conv2d(x, module.weight.transpose(0, 1), module.bias), ours) > 1e-2
 
 
 def test_subsampling_in_half_precision_is_rounded_once():
