@@ -15,7 +15,7 @@ from konkanivani.memory.tracer import BatchShape
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
-from tests.conftest import further
+from tests.conftest import crossed, further
 from tests.laws.parts import measured_peak
 from tests.tracers import tracer_of
 
@@ -46,8 +46,7 @@ def window_of(lengths: tuple[float, ...], batch_size: int) -> Window:
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("model", ["small", "other parts", *further("minimal")])
+@pytest.mark.parametrize("model, policy", crossed(MODELS, POLICIES))
 def test_the_traced_window_is_the_real_one(model, policy, half):
     config = config_of(MODELS[model], half)
     window = window_of((1.0, 1.3, 2.4, 2.5), 2)
