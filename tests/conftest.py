@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,6 +116,11 @@ def further(*cases: object) -> list:
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.full) for case in cases]
 
 
+def of_each_kind(cases: Iterable[str], shown: Container[str]) -> list:
+    """Parameters: the cases, of which those that are not shown are like others."""
+    return [*(case for case in cases if case in shown), *further(*(case for case in cases if case not in shown))]
+
+
 def crossed(*axes: Iterable) -> list:
     """Parameters of all combinations, of which as many are tried without `--full` as show each case of each axis."""
     axes = [[*axis] for axis in axes]
@@ -154,7 +159,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     of_card = [item for item in items if item.get_closest_marker("card")]
     asked = of_card if on_card else items
     asked = [item for item in asked if config.getoption("--full") or not item.get_closest_marker("full")]
-    config.hook.pytest_deselected(items=[item for item in items if item not in asked])
+    config.hook.pytest_deselected(items=list(set(items).difference(asked)))
     items[:] = asked
     if on_card and torch.cuda.is_available():
         choose_device("cuda")  # with what every script has PyTorch do there
@@ -291,7 +296,7 @@ def run_script(
 def run_here(
     script: str, *arguments: str, cwd: Path = ROOT, encoding: str = "utf-8"
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a script to its end in this process, a tenth of a fork's time; one that leaves nothing behind in it.
+    """Runs a script to its end in this process, a third of a fork's time; one that leaves nothing behind in it.
 
     Of its head, which sets up a process, only the streams are mended.
     """

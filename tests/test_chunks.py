@@ -21,7 +21,7 @@ from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.step import StepParts, forward_and_backward, train_step
 from konkanivani.training.validation import recognize
-from tests.conftest import crossed
+from tests.conftest import crossed, further
 from tests.laws.parts import KINDS, double_parts, measured_peak, relative_difference, speeches, window, with_dropout
 
 BOUND = 1e-9
@@ -118,13 +118,14 @@ SMALL = ModelConfig(d_model=32, encoder_layers=1, decoder_layers=1, attention_he
 MODELS = {"ours": SMALL, "by distance": dataclasses.replace(SMALL, attention_positions="relative")}
 
 
+@pytest.mark.parametrize("minutes", [(1, 5, 10), *further(((1, 10, 20),))])
 @pytest.mark.parametrize("mode, model", crossed(["always", "never"], MODELS))
-def test_the_traced_peak_grows_linearly(mode, model):
-    """Above the state, from one to five minutes and from five to ten, at 15 tokens a second."""
+def test_the_traced_peak_grows_linearly(mode, model, minutes):
+    """Above the state, from the first of these lengths to the second and on to the third, at 15 tokens a second."""
     config = TrainConfig(model=MODELS[model])
     tracer = build_tracer(config, architecture_of(config, 1000), cpu_costs())
-    one, five, ten = (
+    one, second, twice = (
         tracer.trace(BatchShape(1, seconds, 15 * seconds), RecomputePolicy(mode)).bytes - tracer.state()
-        for seconds in (60, 300, 600)
+        for seconds in (60 * minute for minute in minutes)
     )
-    assert five < 5.25 * one and ten < 2.2 * five
+    assert second < 1.05 * minutes[1] * one and twice < 2.2 * second

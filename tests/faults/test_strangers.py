@@ -24,7 +24,7 @@ from konkanivani.data.health.repeats import content_key
 from konkanivani.data.manifest import read_manifest, read_recordings
 from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpointer import LAST
-from tests.conftest import ROOT, further, run_trainer, well
+from tests.conftest import ROOT, further, of_each_kind, run_trainer, well
 from tests.faults.strangers import HOSTILE, configured, exploding, read_sound, use_everywhere
 from tests.faults.watching import watch
 from tests.starts import begin_run
@@ -45,7 +45,7 @@ ALIKE += ("persistent ids in each other", "a storage beyond its record", "a pick
 ALIKE += ("a vocabulary below zero", "a tokenizer of noise", "settings in settings", "a list in itself")
 
 
-@pytest.mark.parametrize("name", [*(name for name in HOSTILE if name not in ALIKE), *further(*ALIKE)])
+@pytest.mark.parametrize("name", of_each_kind(HOSTILE, HOSTILE.keys() - ALIKE))
 def test_a_hostile_checkpoint_ends_with_its_error_and_nothing_else(name, sound, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     HOSTILE[name](sound, tmp_path / LAST)
@@ -54,6 +54,10 @@ def test_a_hostile_checkpoint_ends_with_its_error_and_nothing_else(name, sound, 
     assert verdict.outcome == "CheckpointError", verdict
     assert "\n" not in verdict.message.strip() and len(verdict.message) < 1000
     assert not (tmp_path / "exploded").exists()
+
+
+def test_there_are_enough_of_them():
+    assert len(HOSTILE) >= 15 and HOSTILE.keys() > set(ALIKE)
 
 
 def test_a_sound_checkpoint_is_taken_wherever_it_lies(sound, tmp_path, monkeypatch):

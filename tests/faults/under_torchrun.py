@@ -118,7 +118,7 @@ class RankRun:
 
     def start(self, restarts: int) -> Agent:
         output = self.directory / "output.txt"
-        self.directory.mkdir(parents=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
         if not self.is_cold:
             return warm_parent().start(Job(Path(__file__), (str(restarts), *self.flags()), output, threads=1))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -13,8 +13,9 @@ def two_threads() -> Iterator[None]:
     """As on a processor of two cores, whatever runs the tests."""
     torch.set_num_threads(2)
     yield
-    assert torch.get_num_threads() == 2, "a step leaves the number of threads as it was"
+    found = torch.get_num_threads()
     torch.set_num_threads(1)
+    assert found == 2, "a step leaves the number of threads as it was"
 
 
 @pytest.fixture(params=[True, False], ids=["packed", "padded"])

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "konkanivani"
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_LOOP_LINES = 300, 50, 40
 MAX_CALLS_TO_LOOP, MAX_CALLS_TO_BACKWARD, MAX_FILES_IN_A_STEP = 2, 5, 20
 MAX_FILES_IN_A_FOLDER, MAX_ENTRIES, MAX_ROOM_IMPORTS = 15, 10, 31
-MAX_PACKAGE_LINES, MAX_TEST_LINES = 27_226, 25_343  # beside a recogniser's own folders
+MAX_PACKAGE_LINES, MAX_TEST_LINES = 27_226, 25_338  # beside a recogniser's own folders
 # Lists of settings, of their rules and of findings, which no cut would make easier to read.
 LONGER_FILES = {
     "base/config.py": 400,

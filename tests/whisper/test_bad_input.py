@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import torch
 
 from konkanivani.base.errors import CheckpointError
 from konkanivani.training.checkpoint.checkpoint import check_is_there
-from tests.conftest import TINY_MODEL, Corpus, further, run_folders, run_script, run_trainer, well, write_corpus
+from tests.conftest import TINY_MODEL, Corpus, of_each_kind, run_folders, run_script, run_trainer, well, write_corpus
 from tests.faults.test_error_texts import complaint
 from tests.whisper.small_model import write_model
 
@@ -47,11 +47,6 @@ class Models:
         places = {name: self.folder(name) for name in ("base", "wide", "other", "english", "no_translate")}
         places |= {kind: self.checkpoint(kind) for kind in (*KINDS, "ours")}
         return [word.format(out=out, **places) for word in words]
-
-
-def of_each_kind(cases: Iterable[str], shown: Container[str]) -> list:
-    """Parameters: the cases, of which those that are not shown are like others."""
-    return [*(case for case in cases if case in shown), *further(*(case for case in cases if case not in shown))]
 
 
 @pytest.fixture(scope="session")
