@@ -187,7 +187,7 @@ def _open(source: AudioSource) -> Iterator[SoundReader]:
 
 def _sound_of(opened: OpenedAudio) -> SoundReader:
     try:
-        return SndfileSound(opened)
+        return SndfileSound(opened, MAX_FRAMES_PER_BYTE * opened.size, MAX_FILE_SECONDS)
     except NotKnown as error:
         reason = f"it cannot be opened as audio ({error})"
     if not may_be_media(opened):

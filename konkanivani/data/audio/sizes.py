@@ -17,13 +17,13 @@ def missing_share(opened: OpenedAudio) -> float:
     """How much more the header of a WAV, RF64, W64 or AIFF claims than there is, as a multiple of what there is."""
     head, large = opened.at(0, 40), 0
     if head[:4] in (b"RIFF", b"RF64") and head[8:12] == b"WAVE":
-        samples, chunks = b"data", _chunks(opened, "<4sL", 12)
+        samples, chunks = b"data", iterate_chunks(opened, "<4sL", 12)
         if head[:4] == b"RF64" and head[12:16] == b"ds64":
             large = struct.unpack("<Q", opened.at(28, 8))[0]
     elif head[:4] == b"FORM" and head[8:12] in (b"AIFF", b"AIFC"):
-        samples, chunks = b"SSND", _chunks(opened, ">4sL", 12)
+        samples, chunks = b"SSND", iterate_chunks(opened, ">4sL", 12)
     elif head[:4] == b"riff" and head[24:28] == b"wave":
-        samples, chunks = W64_DATA, _chunks(opened, "<16sQ", 40)
+        samples, chunks = W64_DATA, iterate_chunks(opened, "<16sQ", 40)
     else:
         return 0.0
     begin, claimed = next(((begin, claimed) for name, begin, claimed in chunks if name == samples), (0, 0))
@@ -34,15 +34,24 @@ def missing_share(opened: OpenedAudio) -> float:
     return claimed / there - 1 if is_known and 0 < there < claimed else 0.0
 
 
-def _chunks(opened: OpenedAudio, shape: str, begin: int) -> Iterator[tuple[bytes, int, int]]:
-    """Name, beginning and claimed length of each chunk; W64 counts a chunk's head too and pads to eight bytes."""
+def iterate_chunks(opened: OpenedAudio, shape: str, begin: int) -> Iterator[tuple[bytes, int, int]]:
+    """Yield the name, place of the content and claimed length of each chunk from `begin` on.
+
+    `shape` is the struct of a chunk's head. Chunks of RIFF and AIFF are padded to two bytes, those of CAF not at all;
+    W64 counts a chunk's head too and pads to eight bytes.
+    """
     size = struct.calcsize(shape)
+    is_w64 = size == 24
+    is_caf = size == 12
     for _ in range(MAX_CHUNKS):
         head = opened.at(begin, size)
         if len(head) < size:
             return
         name, claimed = struct.unpack(shape, head)
-        yield name, begin + size, claimed - size if size > 8 else claimed
-        begin += -(-claimed // 8) * 8 if size > 8 else size + claimed + claimed % 2
-        if claimed == 0 and size > 8:
+        yield name, begin + size, claimed - size if is_w64 else claimed
+        if claimed == 0 and is_w64:
             return
+        if is_w64:
+            begin += -(-claimed // 8) * 8
+        else:
+            begin += size + claimed + (0 if is_caf else claimed % 2)

@@ -5,10 +5,13 @@ import soundfile
 
 from konkanivani.data.audio.media_reader import FileSlice
 from konkanivani.data.audio.source import AudioHeader, OpenedAudio, UnusableAudio
+from konkanivani.data.audio.unset_lengths import Patches, length_patches
 
 # An MP3's frame needs bits of those before it. Where libmpg123 jumps into the middle it has none of them, says so on
 # stderr and makes noise of it: so much is decoded before a span, in seconds, and none is jumped over where that is all.
 MP3_RUN_UP, MP3_NO_JUMP = 1.0, 60.0
+UNKNOWN_FRAMES = 2**62  # libsndfile reports at least this many frames for a FLAC of unknown length
+PIECE_SAMPLES = 2**20  # of all channels, decoded at once where the length is unknown
 
 
 class NotKnown(Exception):
@@ -16,31 +19,57 @@ class NotKnown(Exception):
 
 
 class SndfileSound:
-    """What libsndfile decodes of a file. Where `is_counted`, `header.frames` is how many there are to read."""
+    """An audio file that libsndfile decodes.
 
-    is_counted = True
+    If `is_counted`, `header.frames` is the number of frames to read. Otherwise the file does not say its length (a FLAC
+    of a stream: STREAMINFO's total of samples is 0), `header.frames` is 0, and only decoding counts them.
+    """
 
-    def __init__(self, opened: OpenedAudio) -> None:
-        """Raises a NotKnown where libsndfile does not know what that is."""
+    def __init__(self, opened: OpenedAudio, most_frames: int, most_seconds: float) -> None:
+        """Open the file. A file of unknown length is refused as soon as it decodes to more frames or seconds.
+
+        Raises:
+            NotKnown: libsndfile does not know this kind of file.
+        """
         self.source = opened.source
-        inside = _Member(opened.file.fileno(), opened.begin, opened.size) if self.source.byte_count else None
+        self.size = opened.size
+        self.done = 0
+        patches = length_patches(opened)
+        virtual = None
+        if patches or self.source.byte_count:
+            virtual = _Member(opened.file.fileno(), opened.begin, opened.size, patches)
         try:
-            self.file = _Forward(inside or opened.file.fileno(), closefd=False)
+            self.file = _Forward(virtual or opened.file.fileno(), closefd=False)
         except (OSError, RuntimeError, TypeError, ValueError) as error:  # soundfile's own errors are RuntimeErrors
             is_its_own = isinstance(error, soundfile.LibsndfileError)
             raise NotKnown(str(error).rsplit(": ", 1)[-1].rstrip(".") if is_its_own else str(error)) from None
-        self.header = AudioHeader(self.file.frames, self.file.samplerate, self.file.channels)
+        self.is_counted = self.file.frames < UNKNOWN_FRAMES
+        frames = self.file.frames if self.is_counted else 0
+        self.header = AudioHeader(frames, self.file.samplerate, self.file.channels)
+        self.most_frames = min(most_frames, int(most_seconds * self.header.rate))
+        can_seek = soundfile.SoundFile.seekable(self.file)  # libsndfile cannot jump in GSM 6.10
+        self.skips_by_decoding = not (self.is_counted and can_seek)
 
     def read(self, count: int) -> np.ndarray:
-        """The next samples (frames, channels) float32, `count` of them, fewer at the end."""
-        try:
-            return self.file.read(count, dtype="float32", always_2d=True)
-        except (OSError, RuntimeError, ValueError, MemoryError) as error:
-            reason = str(error).removeprefix("Error : ").rstrip(".") or "it cannot be decoded"
-            raise UnusableAudio(self.source, reason) from None
+        """Return the next `count` samples (frames, channels) float32, fewer at the end."""
+        if self.is_counted:
+            return self._decode(count)
+        # In pieces: soundfile allocates all that is asked for, and `count` may be eleven days.
+        pieces = [np.empty((0, self.header.channels), np.float32)]
+        left = count
+        while left > 0:
+            wanted = min(left, max(1, PIECE_SAMPLES // self.header.channels))
+            piece = self._decode(wanted)
+            pieces.append(piece)
+            left -= len(piece)
+            if len(piece) < wanted:
+                break
+        return np.concatenate(pieces) if len(pieces) != 2 else pieces[1]
 
     def skip(self, count: int) -> int:
-        """Goes on by so many frames from the beginning; how many there were."""
+        """Skip `count` frames and return how many there were."""
+        if self.skips_by_decoding:
+            return self._decode_and_drop(count)
         rate, run_up = self.header.rate, 0
         if self.file.format == "MP3":
             run_up = count if count <= MP3_NO_JUMP * rate else round(MP3_RUN_UP * rate)
@@ -52,20 +81,61 @@ class SndfileSound:
         return count - run_up + (len(self.read(run_up)) if run_up else 0)
 
     def count(self) -> int:
-        return self.header.frames
+        """Return the number of frames; a file of unknown length is decoded to its end."""
+        if self.is_counted:
+            return self.header.frames
+        return self.done + self._decode_and_drop(self.most_frames + 1)
 
     def close(self) -> None:
+        """Close the file."""
         self.file.close()
+
+    def _decode_and_drop(self, count: int) -> int:
+        left = count
+        while left > 0:
+            wanted = min(left, max(1, PIECE_SAMPLES // self.header.channels))
+            dropped = len(self._decode(wanted))
+            left -= dropped
+            if dropped < wanted:
+                break
+        return count - left
+
+    def _decode(self, count: int) -> np.ndarray:
+        try:
+            samples = self.file.read(count, dtype="float32", always_2d=True)
+        except (OSError, RuntimeError, ValueError, MemoryError) as error:
+            reason = str(error).removeprefix("Error : ").rstrip(".") or "it cannot be decoded"
+            raise UnusableAudio(self.source, reason) from None
+        self.done += len(samples)
+        if not self.is_counted and self.done > self.most_frames:
+            seconds = self.done / self.header.rate
+            raise UnusableAudio(self.source, f"more than {seconds:.0f} s come out of its {self.size} bytes")
+        return samples
 
 
 class _Member(FileSlice):
-    """A shard's member as a file; a disk that fails ends it, for what is raised here cffi prints."""
+    """A shard's member, or a file whose header is patched, as a file object.
+
+    A read error ends it: an exception raised here would only be printed by cffi.
+    """
+
+    def __init__(self, descriptor: int, begin: int, size: int, patches: Patches) -> None:
+        super().__init__(descriptor, begin, size)
+        self.patches = patches
 
     def read(self, count: int) -> bytes:
+        """Return the next bytes, with the patches in place of those of the file."""
+        first = self.at
         try:
-            return super().read(count)
+            piece = super().read(count)
         except OSError:
             return b""
+        for place, content in self.patches.items():
+            begin = max(place, first)
+            end = min(place + len(content), first + len(piece))
+            if begin < end:
+                piece = piece[: begin - first] + content[begin - place : end - place] + piece[end - first :]
+        return piece
 
 
 class _Forward(soundfile.SoundFile):

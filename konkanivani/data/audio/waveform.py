@@ -94,6 +94,11 @@ def stream_samples(samples: np.ndarray | torch.Tensor, rate: int) -> Iterator[to
     if samples.dtype in (torch.bool, torch.uint8) or samples.is_complex():
         raise DataError(f"Samples cannot be {samples.dtype}. Give floats between -1 and 1, or signed integers.")
     channels = samples.shape[1] if samples.dim() == 2 else 1
+    if samples.dim() == 2 and channels > MAX_CHANNELS and 1 <= len(samples) <= MAX_CHANNELS:
+        raise DataError(
+            f"Samples of shape {tuple(samples.shape)} are (channels, S), torchaudio's layout; (S, channels) is "
+            "expected. Pass samples.T."
+        )
     if samples.dim() not in (1, 2) or not 1 <= channels <= MAX_CHANNELS:
         raise DataError(f"Samples of shape {tuple(samples.shape)} are no recording. Give (S,) or (S, channels).")
     blocks = samples.reshape(len(samples), channels).split(max(1, int(BLOCK_SECONDS * rate)))
