@@ -1,5 +1,7 @@
 """A file that libsndfile knows, read from its beginning or from a place in it, block by block."""
 
+import os
+
 import numpy as np
 import soundfile
 
@@ -11,6 +13,13 @@ from konkanivani.data.audio.unset_lengths import Patches, length_patches
 # stderr and makes noise of it: so much is decoded before a span, in seconds, and none is jumped over where that is all.
 MP3_RUN_UP, MP3_NO_JUMP = 1.0, 60.0
 UNKNOWN_FRAMES = 2**62  # libsndfile reports at least this many frames for a FLAC of unknown length
+# mpg123 estimates the length of an MP3 without Xing, Info or VBRI header from the bit rate of its first frame, and
+# libsndfile stops there. Rates differ by a factor of 40 at most (8 to 320 kbit/s): a file that seems to be so many times
+# as large is read to its true end.
+MP3_LENGTH_HEADERS = (b"Xing", b"Info", b"VBRI")
+MP3_RATE_RANGE = 64
+ID3_HEAD = 10  # bytes
+ID3V1_TAG = 128  # bytes at the end of a file
 PIECE_SAMPLES = 2**20  # of all channels, decoded at once where the length is unknown
 
 
@@ -35,15 +44,15 @@ class SndfileSound:
         self.size = opened.size
         self.done = 0
         patches = length_patches(opened)
-        virtual = None
         if patches or self.source.byte_count:
-            virtual = _Member(opened.file.fileno(), opened.begin, opened.size, patches)
-        try:
-            self.file = _Forward(virtual or opened.file.fileno(), closefd=False)
-        except (OSError, RuntimeError, TypeError, ValueError) as error:  # soundfile's own errors are RuntimeErrors
-            is_its_own = isinstance(error, soundfile.LibsndfileError)
-            raise NotKnown(str(error).rsplit(": ", 1)[-1].rstrip(".") if is_its_own else str(error)) from None
+            self.file = _open_file(_Member(opened, patches))
+        else:
+            self.file = _open_file(opened.file.fileno())
         self.is_counted = self.file.frames < UNKNOWN_FRAMES
+        if self.file.format == "MP3" and not _has_length_header(opened):
+            self.file.close()
+            self.file = _open_file(_Member(opened, patches, opened.size * MP3_RATE_RANGE))
+            self.is_counted = False
         frames = self.file.frames if self.is_counted else 0
         self.header = AudioHeader(frames, self.file.samplerate, self.file.channels)
         self.most_frames = min(most_frames, int(most_seconds * self.header.rate))
@@ -113,19 +122,50 @@ class SndfileSound:
         return samples
 
 
+def _open_file(file: "int | _Member") -> "_Forward":
+    """Open a descriptor or a file object with libsndfile; raise NotKnown if it does not know this kind of file."""
+    try:
+        return _Forward(file, closefd=False)
+    except (OSError, RuntimeError, TypeError, ValueError) as error:  # soundfile's own errors are RuntimeErrors
+        is_its_own = isinstance(error, soundfile.LibsndfileError)
+        raise NotKnown(str(error).rsplit(": ", 1)[-1].rstrip(".") if is_its_own else str(error)) from None
+
+
+def _has_length_header(opened: OpenedAudio) -> bool:
+    """Return whether an MP3's first frame, after an ID3v2 tag, says how many frames there are."""
+    begin = 0
+    head = opened.at(0, ID3_HEAD)
+    if head[:3] == b"ID3" and len(head) == ID3_HEAD:
+        size = head[6] << 21 | head[7] << 14 | head[8] << 7 | head[9]
+        begin = ID3_HEAD + size
+    frame = opened.at(begin, 2**12)
+    return any(name in frame for name in MP3_LENGTH_HEADERS)
+
+
 class _Member(FileSlice):
-    """A shard's member, or a file whose header is patched, as a file object.
+    """A shard's member, or a file whose header is patched, as a file object of `claimed_size` bytes.
 
     A read error ends it: an exception raised here would only be printed by cffi.
     """
 
-    def __init__(self, descriptor: int, begin: int, size: int, patches: Patches) -> None:
-        super().__init__(descriptor, begin, size)
+    def __init__(self, opened: OpenedAudio, patches: Patches, claimed_size: int = 0) -> None:
+        super().__init__(opened.file.fileno(), opened.begin, opened.size)
         self.patches = patches
+        self.claimed_size = claimed_size or opened.size
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to a place in the file, or to the end that is nearest."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.claimed_size}[whence]
+        self.at = min(max(base + offset, 0), self.claimed_size)
+        return self.at
 
     def read(self, count: int) -> bytes:
         """Return the next bytes, with the patches in place of those of the file."""
         first = self.at
+        if first >= max(self.size, self.claimed_size - ID3V1_TAG):
+            # mpg123 looks for a tag at the claimed end, and gives up if it cannot read there.
+            self.at = min(first + count, self.claimed_size)
+            return bytes(self.at - first)
         try:
             piece = super().read(count)
         except OSError:
