@@ -22,6 +22,7 @@ import numpy as np
 
 from konkanivani.base.console import say
 from konkanivani.data.audio.roots import audio_roots
+from konkanivani.data.audio.unicode_paths import existing_path
 from konkanivani.data.utterance import BadRow, parse_row
 
 VERSION = 3  # 2: without a sketch; 1: by the time of the last change alone, which an archive brings along
@@ -182,7 +183,7 @@ def _scan(manifest: str, first: int, end: int, roots: tuple[str, ...]) -> tuple[
                     if size > MAX_LINE:
                         raise BadRow(f"{size:,} bytes are too many for a row")
                     utterance = parse_row(line, folder, row, roots)
-                    if utterance.audio_path != known and not os.path.exists(utterance.audio_path):
+                    if utterance.audio_path != known and not os.path.exists(existing_path(utterance.audio_path)):
                         raise BadRow(MISSING, utterance.audio_filepath)
                     known = utterance.audio_path
                     marks.add(utterance.mark)

@@ -20,6 +20,7 @@ from konkanivani.base.files import atomic_write, visible_files
 from konkanivani.data.audio.files import AudioSource, ShortAudio, UnusableAudio, claimed_header
 from konkanivani.data.audio.names import AUDIO_SUFFIXES
 from konkanivani.data.audio.standard_input import SIGN
+from konkanivani.data.audio.unicode_paths import existing_path
 from konkanivani.data.batching import partition
 from konkanivani.inference.recognizer import Recognizer
 from konkanivani.inference.subtitles import TextFormat, Timestamps, render
@@ -56,7 +57,7 @@ def find_recordings(paths: Sequence[str], spooled: Path | None = None) -> list[R
     found = []
     for address in (path for path in paths if "://" in path):
         raise UsageError(f"{address} is the address of a file elsewhere. Download it first.")
-    for path in map(Path, paths):
+    for path in (Path(existing_path(path)) for path in paths):
         if spooled is not None and str(path) == SIGN:
             found.append(Recording(spooled, Path("stdin"), SIGN))
             continue

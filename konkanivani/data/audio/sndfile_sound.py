@@ -14,8 +14,8 @@ from konkanivani.data.audio.unset_lengths import Patches, length_patches
 MP3_RUN_UP, MP3_NO_JUMP = 1.0, 60.0
 UNKNOWN_FRAMES = 2**62  # libsndfile reports at least this many frames for a FLAC of unknown length
 # mpg123 estimates the length of an MP3 without Xing, Info or VBRI header from the bit rate of its first frame, and
-# libsndfile stops there. Rates differ by a factor of 40 at most (8 to 320 kbit/s): a file that seems to be so many times
-# as large is read to its true end.
+# libsndfile stops there. Rates differ by a factor of 40 at most (8 to 320 kbit/s): a file that seems to be 64 times as
+# large is read to its true end.
 MP3_LENGTH_HEADERS = (b"Xing", b"Info", b"VBRI")
 MP3_RATE_RANGE = 64
 ID3_HEAD = 10  # bytes

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from konkanivani.base.errors import DataError
 from konkanivani.data.audio.roots import LED_OUTSIDE, resolved_inside
+from konkanivani.data.audio.unicode_paths import existing_path
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,12 @@ def opened_audio(source: AudioSource) -> Iterator[OpenedAudio]:
 def open_file(source: AudioSource) -> io.BufferedReader:
     """The regular file that holds the audio; an UnusableAudio or an OSError where there is none, or none allowed.
 
-    What is no file, or lies outside, is never opened; where one takes a file's place in between, that does no harm.
+    A name that is only there in another Unicode normal form is that file. What is no file, or lies outside, is never
+    opened; where one takes a file's place in between, that does no harm.
     """
-    path = source.path if source.roots is None else resolved_inside(source.path, source.roots)
+    path = existing_path(source.path)
+    if source.roots is not None:
+        path = resolved_inside(path, source.roots)
     if path is None:
         raise UnusableAudio(source, LED_OUTSIDE)
     if not stat.S_ISREG(os.stat(path).st_mode):

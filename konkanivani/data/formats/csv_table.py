@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from konkanivani.base.errors import UsageError
+from konkanivani.data.audio.unicode_paths import existing_path
 from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.formats.splits import split_named
 from konkanivani.data.formats.tables import choose_columns, columns_alike, named_separator, read_cells, read_records
@@ -43,7 +44,7 @@ def find_utterances(source: SpeechFolder) -> Found:
 def _audio(folder: Path, cell: str) -> Path:
     """The path of a cell, without the blanks around it unless they are a part of the name."""
     path = folder / cell
-    return path if cell == cell.strip() or os.path.lexists(path) else folder / cell.strip()
+    return path if cell == cell.strip() or os.path.lexists(existing_path(str(path))) else folder / cell.strip()
 
 
 def _head(table: Path, delimiter: str) -> list[str]:

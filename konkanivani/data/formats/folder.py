@@ -9,6 +9,7 @@ from pathlib import Path
 from konkanivani.base.errors import DataError
 from konkanivani.base.files import visible_files
 from konkanivani.data.audio.names import AUDIO_SUFFIXES, audio_rank
+from konkanivani.data.audio.unicode_paths import existing_path
 from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.formats.splits import split_of_path
 from konkanivani.data.formats.tables import read_text
@@ -21,7 +22,8 @@ def find_utterances(source: SpeechFolder) -> Found:
         stem = audio.with_suffix("")
         best[stem] = min(audio, best.get(stem, audio), key=audio_rank)
     for audio in files:
-        transcript, taken = audio.with_suffix(".txt"), best[audio.with_suffix("")]
+        transcript = Path(existing_path(str(audio.with_suffix(".txt"))))
+        taken = best[audio.with_suffix("")]
         file = source.name_of(transcript)
         if taken != audio and transcript.exists():
             reason = f"its transcript is taken for {taken.name}, which lies beside it"

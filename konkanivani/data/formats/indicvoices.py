@@ -20,6 +20,7 @@ from pathlib import Path
 from konkanivani.base.errors import DataError
 from konkanivani.base.files import visible_files
 from konkanivani.data.audio.names import AUDIO_SUFFIXES
+from konkanivani.data.audio.unicode_paths import existing_path
 from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.formats.splits import split_of_path
 from konkanivani.data.formats.tables import as_seconds, as_text, parse_json, read_text
@@ -112,7 +113,7 @@ def _audio(path: Path, row: dict[str, object]) -> Path:
     if named:
         return path.parent / named
     candidates = [path.with_suffix(suffix) for suffix in AUDIO_SUFFIXES]
-    return next((candidate for candidate in candidates if os.path.exists(candidate)), candidates[0])
+    return next((candidate for candidate in candidates if os.path.exists(existing_path(str(candidate)))), candidates[0])
 
 
 def _without_marks(text: str) -> str:

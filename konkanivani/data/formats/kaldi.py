@@ -12,6 +12,7 @@ from pathlib import Path
 
 from konkanivani.base.errors import DataError
 from konkanivani.base.files import visible_entries
+from konkanivani.data.audio.unicode_paths import existing_path
 from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.formats.splits import split_named
 from konkanivani.data.formats.tables import as_seconds, read_lines
@@ -81,7 +82,7 @@ def _audio(source: SpeechFolder, folder: Path, value: str) -> Path | None:
         return Path(value)
     above = Path(os.path.abspath(folder)).parents
     paths = (place / value for place in (folder, source.path, source.audio_root or source.path, *above))
-    return next((path for path in paths if os.path.lexists(path)), None)
+    return next((path for path in paths if os.path.lexists(existing_path(str(path)))), None)
 
 
 def _reason_to_refuse(value: str) -> str:

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from konkanivani.data.audio.names import AUDIO_SUFFIXES
+from konkanivani.data.audio.unicode_paths import existing_path
 from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.formats.tables import read_cells
 
@@ -31,7 +32,7 @@ def _audio(folder: Path, name: str) -> Path:
     """The audio of an id: in wavs/, else where the id as a path leads; the likelier one of both where there is none."""
     in_wavs, as_it_stands = _spellings(folder / "wavs" / name), _spellings(folder / name)
     likelier = (as_it_stands if "/" in name else in_wavs)[0]
-    return next((path for path in (*in_wavs, *as_it_stands) if os.path.exists(path)), likelier)
+    return next((path for path in (*in_wavs, *as_it_stands) if os.path.exists(existing_path(str(path)))), likelier)
 
 
 def _spellings(path: Path) -> list[Path]:

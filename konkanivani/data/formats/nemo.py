@@ -19,6 +19,7 @@ from pathlib import Path
 from konkanivani.base.errors import DataError
 from konkanivani.base.files import is_hidden, visible_entries
 from konkanivani.data.audio.names import AUDIO_SUFFIXES
+from konkanivani.data.audio.unicode_paths import comparable_name
 from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.formats.shards import Member, read_member_text, read_members
 from konkanivani.data.formats.splits import split_of_path
@@ -81,7 +82,8 @@ def _read_manifest(source: SpeechFolder, manifest: Path, folder: Path, split: st
                 shards[shard.name] = _index(shard)
             stem, dot, suffix = name.rpartition(".")
             members = shards[shard.name]
-            member = members.get(name) or members.get(re.sub(r"-sub\d+$", "", stem) + dot + suffix)
+            names = (name, re.sub(r"-sub\d+$", "", stem) + dot + suffix)
+            member = next((members[each] for each in (*names, *map(comparable_name, names)) if each in members), None)
             absent = RefusedRow(file, number, "missing audio", f"{shard.name} has no member {name}", name)
             yield _of_member(found, shard, member) if member else absent
         else:
@@ -100,7 +102,10 @@ def _index(shard: Path) -> dict[str, Member]:
         if packed:
             raise DataError(f"{shard} does not exist, but {packed.name} does. Decompress it to {shard.name}.")
         raise DataError(f"{shard} does not exist, and its manifest names it. Download {shard.name} as well.")
-    return {member.name: member for member in read_members(shard)}
+    members = {member.name: member for member in read_members(shard)}
+    for name in list(members):  # an exact name comes first
+        members.setdefault(comparable_name(name), members[name])
+    return members
 
 
 def _of_member(found: FoundUtterance, shard: Path, member: Member) -> FoundUtterance | RefusedRow:

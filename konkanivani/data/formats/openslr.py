@@ -11,11 +11,13 @@ and the files behind them.
 
 import os
 import re
+from collections.abc import Container
 from pathlib import Path
 
 from konkanivani.base.errors import DataError
 from konkanivani.base.files import visible_files
 from konkanivani.data.audio.names import AUDIO_SUFFIXES, audio_rank
+from konkanivani.data.audio.unicode_paths import comparable_name
 from konkanivani.data.formats.folder import audio_files
 from konkanivani.data.formats.found import Found, FoundUtterance, RefusedRow, SpeechFolder
 from konkanivani.data.formats.splits import split_of_path
@@ -37,6 +39,8 @@ def find_utterances(source: SpeechFolder) -> Found:
     audio: dict[str, list[Path]] = {}  # by their names without suffix, the better known kinds first
     for path in sorted(audio_files(source.path), key=audio_rank):
         audio.setdefault(path.stem, []).append(path)
+    for name in list(audio):  # an exact name comes first
+        audio.setdefault(comparable_name(name), audio[name])
     for index in indices:
         if index.suffix == ".txt":
             rows = [Record(row, (), tuple(line.split(maxsplit=1))) for row, line in read_lines(index)]
@@ -55,8 +59,8 @@ def _utterance(
     if not 2 <= len(cells) <= 3 and index.suffix != ".csv":  # a text with commas makes more cells of a .csv
         reason = f"it has {len(cells)} columns where two or three are expected"
         return RefusedRow(file, record.row, "broken row", reason, cells[0])
-    place = next((n for n in (0, 1) if cells[n : n + 1] and _stem(cells[n]) in audio), 0)
-    name = _stem(cells[place])
+    place = next((n for n in (0, 1) if cells[n : n + 1] and _known_stem(cells[n], audio) in audio), 0)
+    name = _known_stem(cells[place], audio)
     if place == 0 and len(cells) == 3:
         speaker, text = cells[1], cells[2]
     else:
@@ -67,6 +71,12 @@ def _utterance(
     alike = [len(os.path.commonpath(map(os.path.abspath, (path, index)))) for path in audio.get(name, [])]
     found = audio[name][alike.index(max(alike))] if alike else source.path / f"{name}.wav"
     return FoundUtterance(file, record.row, found, text, speaker=speaker, split=split)
+
+
+def _known_stem(name: str, audio: Container[str]) -> str:
+    """Return the stem of a cell's name: as it is written, or in the form in which names are compared."""
+    stem = _stem(name)
+    return stem if stem in audio else comparable_name(stem)
 
 
 def _stem(name: str) -> str:

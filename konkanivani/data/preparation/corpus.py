@@ -12,6 +12,7 @@ from pathlib import Path
 
 from konkanivani.base.errors import DataError
 from konkanivani.data.audio.files import SPAN_ROUNDING, AudioHeader, AudioSource, read_header
+from konkanivani.data.audio.unicode_paths import existing_path
 from konkanivani.data.formats.found import FoundUtterance, RefusedRow
 from konkanivani.data.text import forbidden_character, normalize_text
 from konkanivani.data.utterance import Utterance
@@ -116,7 +117,7 @@ def _place(found: FoundUtterance, roots: AudioRoots) -> FoundUtterance | Refused
     if not normalize_text(found.text):
         return found.refused("empty transcript", "its transcript has no word")
     try:
-        path = found.audio.resolve()
+        path = Path(existing_path(str(found.audio))).resolve()
     except (OSError, RuntimeError, ValueError) as error:
         return found.refused("missing audio", f"its path cannot be followed: {error}")
     if not path.is_relative_to(roots.inside) and not path.is_relative_to(roots.staged):
