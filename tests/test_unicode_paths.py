@@ -133,7 +133,7 @@ IMPORTERS = [csv_table, kaldi, common_voice, ljspeech, openslr, folder, nemo, ne
 def test_importers_find_audio_in_the_other_form(tmp_path, write, named, on_disk):
     (tmp_path / "corpus" / "clips").mkdir(parents=True)
     name, *flags = write(tmp_path / "corpus", named, on_disk)
-    flags += ["--source", "corpus", "--output", "out", "--train_only"]
+    flags += ["--source", "corpus", "--output", "out", "--valid_share", "0", "--test_share", "0"]
     well(run_here("training_scripts/prepare_data.py", "--format", name, *flags, cwd=tmp_path))
     (utterance,) = read_manifest(tmp_path / "out" / "train.jsonl", (str(tmp_path),))
     assert Path(utterance.audio_path).is_file()  # the manifest has the spelling of the disk
