@@ -221,6 +221,6 @@ def test_prepare_and_transcribe_read_them(tmp_path, base):
 
 
 def transcribe(path, checkpoint) -> str:
-    """Return what the command says of a recording."""
+    """Return the transcript that the command prints."""
     flags = (str(path), "--checkpoint", str(checkpoint), "--device", "cpu")
     return well(run_here("training_scripts/transcribe.py", *flags)).stdout

@@ -1,4 +1,4 @@
-"""Containers whose length fields were never written, as recorders that were killed and pipes leave them.
+"""Containers with unset length fields, as written by killed recorders and into pipes.
 
 Programs that cannot seek back, or were stopped before they could, leave 0 (or all ones) in the header. FFmpeg reads
 such files to their end; libsndfile reports an empty file or refuses it. `length_patches` returns the header bytes that
@@ -79,14 +79,14 @@ def _caf_patches(opened: OpenedAudio) -> Patches:
     return {}
 
 
-def _holds_samples(opened: OpenedAudio, begin: int, shape: str) -> bool:
-    """Return whether the bytes from `begin` on are samples: neither nothing, nor chunks up to the end of the file.
+def _holds_samples(opened: OpenedAudio, start: int, shape: str) -> bool:
+    """Return whether the bytes from `start` on are samples: neither nothing, nor chunks up to the end of the file.
 
     Chunks there mean that the file was closed properly and holds no samples. The names of chunks are ASCII; digital
     silence would otherwise be a list of empty chunks.
     """
-    place = begin
-    for name, content, claimed in iterate_chunks(opened, shape, begin):
+    place = start
+    for name, content, claimed in iterate_chunks(opened, shape, start):
         if not all(0x20 <= character < 0x7F for character in name):
             return True
         place = content + claimed + claimed % 2
