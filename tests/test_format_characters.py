@@ -45,7 +45,7 @@ def test_both_spellings_of_the_eyelash_ra_are_one_word() -> None:
     assert normalize_text(other) == other != letter
 
 
-@pytest.mark.parametrize(("consonant", "chillu"), zip("ണനരലളക", "ൺൻർൽൾൿ", strict=True))
+@pytest.mark.parametrize(("consonant", "chillu"), list(zip("ണനരലളക", "ൺൻർൽൾൿ", strict=True)))
 def test_both_encodings_of_a_chillu_are_one_letter(consonant: str, chillu: str) -> None:
     assert normalize_text(f"അ{consonant}\u0d4d\u200d") == normalize_text(f"അ{chillu}") == f"അ{chillu}"
     assert normalize_text(f"അ{consonant}\u0d4d") != f"അ{chillu}"

@@ -63,7 +63,9 @@ class Utterance:
     @property
     def source(self) -> AudioSource:
         place = self.audio_path, self.byte_offset, self.byte_count
-        return AudioSource(*place, self.offset, self.duration, self.roots)
+        # The user names the manifest, and with it its absolute paths; only relative paths are confined to its folder.
+        roots = None if os.path.isabs(self.audio_filepath) else self.roots
+        return AudioSource(*place, self.offset, self.duration, roots)
 
 
 def row_of(utterance: Utterance) -> dict[str, object]:
