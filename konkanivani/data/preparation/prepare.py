@@ -146,8 +146,9 @@ def prepare_corpus(task: Preparation) -> PreparationReport:
         try:
             _check_damage(task, corpus, most_rejected)
         except DataError:
-            with _explained(task.output):
-                os.replace(staged / REJECTED, task.output / REJECTED)
+            if corpus.refused:
+                with _explained(task.output):
+                    os.replace(staged / REJECTED, task.output / REJECTED)
             raise
         drawn = draw(corpus, split_by, shares, task.seed, str(task.source))
         report = _report(task, split_by, drawn, corpus.refused)
