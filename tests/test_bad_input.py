@@ -217,7 +217,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
     "other duration": (_silence(16_000), {}, "lasts 1.00 s, not the 3.00 s"),
     "empty": (_with_nan, {"text": " ।"}, "empty after normalisation"),
     "control": (_with_nan, {"text": "एक\x07"}, "U+0007"),
-    "bidi": (_with_nan, {"text": "एक\u202e"}, "U+202E"),
+    "escape": (_with_nan, {"text": "एक\x1b[2J"}, "U+001B"),
 }
 
 

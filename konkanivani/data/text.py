@@ -1,6 +1,7 @@
 """Transcripts as normalised text, and normalised text as SentencePiece tokens.
 
-What normalisation does, in this order: Unicode NFC; zero-width joiners and other format characters are removed;
+What normalisation does, in this order: Unicode NFC; joiner sequences with an equivalent encoding are mapped to it and
+other format characters are removed (format_characters.py);
 digits are kept or spelt one by one (`digits="spell"`); dandas, punctuation and symbols become spaces; letters are
 lower-cased; runs of spaces become one. Vowel signs, anusvara, candrabindu, virama, nukta and avagraha stay.
 """
@@ -16,6 +17,7 @@ from typing import Literal
 import sentencepiece
 
 from konkanivani.base.errors import DataError, UsageError
+from konkanivani.data.format_characters import drop_unwritten, map_equivalent
 from konkanivani.data.generation import FREE
 
 WORD_BOUNDARY = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's mark before a word
@@ -26,7 +28,7 @@ Digits = Literal["keep", "spell"]
 def normalize_text(text: str, digits: Digits = "keep") -> str:
     """`text` as it is trained on and scored: see the module's first lines."""
     characters = []
-    for character in _spelt(unicodedata.normalize("NFC", text).lower(), digits):
+    for character in _spelt(_composed(text).lower(), digits):
         kind = unicodedata.category(character)
         if kind[0] in "LMN":
             characters.append(character)
@@ -38,7 +40,11 @@ def normalize_text(text: str, digits: Digits = "keep") -> str:
 
 def written_text(text: str, digits: Digits = "keep") -> str:
     """`text` with case and punctuation, for a model that writes them: NFC, digits kept or spelt, single spaces."""
-    return " ".join(unicodedata.normalize("NFC", _spelt(text, digits)).split())
+    return " ".join(unicodedata.normalize("NFC", _spelt(_composed(drop_unwritten(text)), digits)).split())
+
+
+def _composed(text: str) -> str:
+    return map_equivalent(unicodedata.normalize("NFC", text))
 
 
 def _spelt(text: str, digits: Digits) -> str:
@@ -47,15 +53,22 @@ def _spelt(text: str, digits: Digits) -> str:
     return "".join(f" {DIGIT_WORDS[unicodedata.digit(c)]} " if unicodedata.category(c) == "Nd" else c for c in text)
 
 
-# Control characters but tab and line ends, marks that turn the direction of writing, and halves of characters.
-_FORBIDDEN = re.compile(
-    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
+# Control characters except tab and line ends, and lone surrogates.
+_CONTROL = "\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff"
+_FORBIDDEN_IN_TEXT = re.compile(f"[{_CONTROL}]")
+# A direction mark in a path or an id can make a terminal show another name.
+_FORBIDDEN_IN_NAME = re.compile(f"[{_CONTROL}\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def forbidden_character(text: str) -> str | None:
-    """The first character that no transcript may hold, None where there is none. Joiners are letters' own affair."""
-    found = _FORBIDDEN.search(text)
+    """Return the first character that no path or id may contain, or None."""
+    found = _FORBIDDEN_IN_NAME.search(text)
+    return found.group() if found else None
+
+
+def forbidden_in_transcript(text: str) -> str | None:
+    """Return the first character that no transcript may contain, or None; format characters are allowed."""
+    found = _FORBIDDEN_IN_TEXT.search(text)
     return found.group() if found else None
 
 

@@ -19,6 +19,7 @@ from konkanivani.data.vocabulary import Vocabulary
 FEW_ROWS = 20_000  # counted here, without processes to help
 BLOCK_ROWS = 100_000
 MAX_COUNT = 2**16 - 1
+NORMALISATION_VERSION = b"2"  # increase when normalize_text changes: kept counts are then stale
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class TokenCounts:
 def count_tokens(manifest: Manifest, tokenizer: Vocabulary, digits: Digits) -> TokenCounts:
     """The counts of every row, kept beside the manifest's index where it has one."""
     kept = manifest.index.folder
-    path = kept and kept / f"tokens-{hashlib.sha256(tokenizer.model + digits.encode()).hexdigest()[:16]}"
+    key = hashlib.sha256(tokenizer.model + digits.encode() + NORMALISATION_VERSION).hexdigest()[:16]
+    path = kept and kept / f"tokens-{key}"
     if path and path.exists():
         both = np.memmap(path, np.uint16, mode="r").reshape(2, -1)
         return TokenCounts(both[0], both[1])

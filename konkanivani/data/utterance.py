@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.roots import OUTSIDE, is_named_inside
-from konkanivani.data.text import forbidden_character
+from konkanivani.data.text import forbidden_character, forbidden_in_transcript
 
 MAX_SECONDS = 1e9
 
@@ -63,7 +63,9 @@ class Utterance:
     @property
     def source(self) -> AudioSource:
         place = self.audio_path, self.byte_offset, self.byte_count
-        return AudioSource(*place, self.offset, self.duration, self.roots)
+        # The user names the manifest, and with it its absolute paths; only relative paths are confined to its folder.
+        roots = None if os.path.isabs(self.audio_filepath) else self.roots
+        return AudioSource(*place, self.offset, self.duration, roots)
 
 
 def row_of(utterance: Utterance) -> dict[str, object]:
@@ -124,9 +126,9 @@ def _reason_to_refuse(fields: dict[str, object]) -> str | None:
     text, duration, offset = fields.get("text"), fields.get("duration"), fields.get("offset")
     if not isinstance(text, str):
         return f"text must be the transcript in quotes, not {text!r:.200}"
-    character = forbidden_character(text)
+    character = forbidden_in_transcript(text)
     if character:
-        return f"the transcript holds U+{ord(character):04X}, which controls a screen and is no part of any text"
+        return f"the transcript holds U+{ord(character):04X}, which is a control character: remove it"
     if not _is_seconds(duration):
         return f"duration must be a number of seconds, not {duration!r:.200}"
     if offset is not None and not _is_seconds(offset):

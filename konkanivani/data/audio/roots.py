@@ -1,7 +1,7 @@
 """The folders in which a manifest's audio may lie: the manifest's own, and those that the user names.
 
-A manifest that comes from elsewhere could name any file that its reader may open. What lies outside is refused by its
-name alone, and by what its links resolve to, before anything is opened.
+A relative path that leads outside is refused by its name alone, and by what its links resolve to, before anything is
+opened. An absolute path of a manifest that the user names is accepted.
 """
 
 import os
@@ -20,11 +20,11 @@ def audio_roots(folder: str, named: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_named_inside(audio_filepath: str, roots: tuple[str, ...]) -> bool:
-    """Whether a path, relative to the first root or absolute, lies in one of them by its name; no disk is asked.
+    """Return whether a path is absolute or lies, relative to the first root, in one of the roots by its name.
 
-    Of most rows a glance is enough: a path that goes down and never up cannot leave its folder.
+    No disk access. A relative path without `..` cannot leave its folder.
     """
-    if ".." not in audio_filepath and not audio_filepath.startswith("/"):
+    if ".." not in audio_filepath or audio_filepath.startswith("/"):
         return True
     return _lies_in(os.path.normpath(os.path.join(roots[0], audio_filepath)), roots)
 

@@ -14,7 +14,7 @@ from konkanivani.base.errors import DataError
 from konkanivani.data.audio.files import SPAN_ROUNDING, AudioHeader, AudioSource, read_header
 from konkanivani.data.audio.unicode_paths import existing_path
 from konkanivani.data.formats.found import FoundUtterance, RefusedRow
-from konkanivani.data.text import forbidden_character, normalize_text
+from konkanivani.data.text import forbidden_character, forbidden_in_transcript, normalize_text
 from konkanivani.data.utterance import Utterance
 
 ROWS_AT_ONCE = 512
@@ -109,7 +109,8 @@ def _place(found: FoundUtterance, roots: AudioRoots) -> FoundUtterance | Refused
     for name, text in (("text", found.text), ("speaker", found.speaker), ("path", str(found.audio))):
         if NOT_UTF8.search(text):
             return found.refused("not UTF-8", f"its {name} is not UTF-8")
-        unfit = forbidden_character(text) or next(iter(LINE_ENDS.findall(text)), None)
+        find_forbidden = forbidden_in_transcript if name == "text" else forbidden_character
+        unfit = find_forbidden(text) or next(iter(LINE_ENDS.findall(text)), None)
         if unfit:
             return found.refused("control character", f"its {name} holds the character U+{ord(unfit):04X}")
     if len(found.text) > MAX_CHARACTERS:

@@ -143,11 +143,17 @@ def prepare_corpus(task: Preparation) -> PreparationReport:
             refuse_without_split(corpus)
         with _explained(task.output):
             write_json_lines(staged / REJECTED, (asdict(_printable(row)) for row in corpus.refused))
-            os.replace(staged / REJECTED, task.output / REJECTED)
-        _check_damage(task, corpus, most_rejected)
+        try:
+            _check_damage(task, corpus, most_rejected)
+        except DataError:
+            if corpus.refused:
+                with _explained(task.output):
+                    os.replace(staged / REJECTED, task.output / REJECTED)
+            raise
         drawn = draw(corpus, split_by, shares, task.seed, str(task.source))
         report = _report(task, split_by, drawn, corpus.refused)
         with _explained(task.output):
+            os.replace(staged / REJECTED, task.output / REJECTED)
             _publish(task, staged, drawn.utterances, report)
     return report
 
