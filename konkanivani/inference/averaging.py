@@ -81,16 +81,22 @@ def different_runs(one: Checkpoint, other: Checkpoint) -> str | None:
     seeds = [config_from_text(checkpoint.config).run.seed for checkpoint in (one, other)]
     if seeds[0] != seeds[1]:
         return f"--seed is {seeds[0]} and {seeds[1]}"
-    progress = [checkpoint.states.get(PROGRESS, {}) for checkpoint in (one, other)]
-    losses = [state.get("first_loss", 0.0) for state in progress]
+    losses = [_counter(checkpoint, "first_loss") for checkpoint in (one, other)]
     # 0 before the first epoch ends, and in checkpoints of older versions.
     if all(losses) and losses[0] != losses[1]:
         return f"the mean loss of their first epoch is {losses[0]:.6g} and {losses[1]:.6g}"
-    audio = [state.get("audio_seconds") for state in progress]
-    skips = [state.get("skipped_steps") for state in progress]
-    if one.step == other.step and None not in audio and skips[0] == skips[1] and audio[0] != audio[1]:
+    audio = [_counter(checkpoint, "audio_seconds") for checkpoint in (one, other)]
+    skips = [_counter(checkpoint, "skipped_steps") for checkpoint in (one, other)]
+    # Skipped steps consume audio without advancing the step.
+    if one.step == other.step and all(audio) and skips[0] == skips[1] and audio[0] != audio[1]:
         return f"their step {one.step} was reached after {audio[0]:g} and {audio[1]:g} s of audio"
     return None
+
+
+def _counter(checkpoint: Checkpoint, name: str) -> float:
+    """Return a counter of the training run, or 0 if the checkpoint holds none."""
+    value = checkpoint.states.get(PROGRESS, {}).get(name)
+    return value if type(value) in (int, float) else 0.0
 
 
 def newest_epochs(directory: str | Path, count: int) -> list[Path]:
