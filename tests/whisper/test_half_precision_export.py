@@ -1,5 +1,6 @@
 """Exported Whisper weights are the trained weights rounded to each tensor's number format, bit for bit."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,37 @@ def test_negative_control_one_flipped_bit_is_found_and_nothing_is_left(kind, tmp
     with pytest.raises(NumericsError, match="read again, differs from the trained weight rounded to"):
         export_whisper(tuned, read_pretrained_whisper(base), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_sharded_weights_are_rounded_to_the_format_of_each_tensor(tmp_path):
+    base = write_base(tmp_path / "base", FORMATS["mixed"])
+    tensors = safetensors.torch.load_file(base / WEIGHTS)
+    (base / WEIGHTS).unlink()
+    names = sorted(tensors)
+    shards = {"one.safetensors": names[:7], "two.safetensors": names[7:]}
+    for shard, held in shards.items():
+        safetensors.torch.save_file({name: tensors[name] for name in held}, base / shard)
+    index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
+    (base / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+    tuned, expected = trained(base)
+    export_whisper(tuned, read_pretrained_whisper(base), tmp_path / "out")
+    for shard, held in shards.items():
+        after = safetensors.torch.load_file(tmp_path / "out" / shard)
+        assert after.keys() == set(held)
+        for name in held:
+            assert after[name].dtype == tensors[name].dtype
+            assert torch.equal(after[name], expected[name].to(tensors[name].dtype)), name
+
+
+def test_a_weight_above_the_fp16_range_is_exported_in_fp32(tmp_path):
+    base = write_base(tmp_path / "base", FORMATS["fp16"])
+    tuned, expected = trained(base)
+    large = {name: tensor.clone() for name, tensor in tuned.weights.items()}
+    large["decoder.norm.bias"][0] = 70_000.0
+    written = export_whisper(
+        TunedWhisper(tuned.config, tuned.architecture, large, b""), read_pretrained_whisper(base), tmp_path / "out"
+    )
+    after = safetensors.torch.load_file(tmp_path / "out" / WEIGHTS)
+    assert written.in_full and {tensor.dtype for tensor in after.values()} == {torch.float32}
+    assert float(after["model.decoder.layer_norm.bias"][0]) == 70_000.0
+    assert torch.equal(after["model.encoder.conv1.bias"], expected["model.encoder.conv1.bias"])

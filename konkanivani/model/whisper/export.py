@@ -50,7 +50,8 @@ def write_whisper_folder(
 
     It is marked with what they were trained to hear where that is not what the base's were (None: it is).
     A UsageError where `out` is there and not empty, a CheckpointError where the weights are not those of the base's
-    network or not finite, a ResourceError where they cannot be written, a NumericsError where the files read again differ.
+    network or not finite, a ResourceError where they cannot be written, a NumericsError where the files read again
+    differ from the weights.
     """
     check_is_new(out)
     named = _named_as_in_files(base, weights)
