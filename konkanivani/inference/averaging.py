@@ -41,11 +41,11 @@ def average_checkpoints(checkpoints: Iterable[NamedCheckpoint], allow_different_
     count = 0
     for named in checkpoints:
         run = dataclasses.replace(named.checkpoint, states={PROGRESS: named.checkpoint.states.get(PROGRESS, {})})
+        first_run = first_run or run
         named = _model_alone(named)
         model = named.checkpoint.states["model"]
         if first is None:
             first = newest = named
-            first_run = run
             sums = {name: tensor.double() for name, tensor in model.items() if tensor.is_floating_point()}
         else:
             if found := _differences(first.checkpoint, named.checkpoint):
@@ -55,8 +55,8 @@ def average_checkpoints(checkpoints: Iterable[NamedCheckpoint], allow_different_
                 )
             if not allow_different_runs and (reason := different_runs(first_run, run)):
                 raise CheckpointError(
-                    f"{first.name} and {named.name} are of different runs: {reason}. Average checkpoints of one run, or "
-                    "give --allow_different_runs."
+                    f"{first.name} and {named.name} are of different runs: {reason}. Average checkpoints of one run, "
+                    "or give --allow_different_runs."
                 )
             for name, total in sums.items():
                 total += model[name]
