@@ -43,6 +43,8 @@ class Flags:
     """How many of the folder's epoch checkpoints to take, the newest ones."""
     force: bool = False
     """Replace a file that is there."""
+    allow_different_runs: bool = False
+    """Average checkpoints of different runs too; such a mean is rarely useful."""
 
 
 def check_flags(flags: Flags) -> None:
@@ -66,7 +68,7 @@ def average(flags: Flags) -> str:
     if is_name_of_a_run(output) or output.resolve() in [path.resolve() for path in paths]:
         raise UsageError(f"--output {output} is a name of the run's own checkpoints; name it {AVERAGED}, for example.")
     check_new_file(output, flags.force)
-    averaged = average_checkpoints(read_each(paths))
+    averaged = average_checkpoints(read_each(paths), flags.allow_different_runs)
     with atomic_write(output) as partial:
         write_checkpoint(partial, averaged)
     names = ", ".join(path.name for path in paths)

@@ -18,6 +18,8 @@ from konkanivani.inference.provenance import STATE as PROVENANCE
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
 from konkanivani.training.checkpoint.checkpointer import BEST, EPOCH_NAME, LAST, PREVIOUS, epochs_in
 
+PROGRESS = "progress"
+
 
 @dataclass(frozen=True)
 class NamedCheckpoint:
@@ -27,16 +29,19 @@ class NamedCheckpoint:
     checkpoint: Checkpoint
 
 
-def average_checkpoints(checkpoints: Iterable[NamedCheckpoint]) -> Checkpoint:
+def average_checkpoints(checkpoints: Iterable[NamedCheckpoint], allow_different_runs: bool = False) -> Checkpoint:
     """The mean of the models' weights, summed in float64; all else is the newest one's, without its training.
 
     One checkpoint is held at a time, so `checkpoints` may read them as they are asked for. Raises a CheckpointError
-    where one is not of the first one's shape, origin and tokenizer, or where there is none.
+    where one is not of the first one's shape, origin, tokenizer and (unless allowed) run, or where there is none.
     """
     sums: dict[str, torch.Tensor] = {}
     first = newest = None
+    first_run: Checkpoint | None = None
     count = 0
     for named in checkpoints:
+        run = dataclasses.replace(named.checkpoint, states={PROGRESS: named.checkpoint.states.get(PROGRESS, {})})
+        first_run = first_run or run
         named = _model_alone(named)
         model = named.checkpoint.states["model"]
         if first is None:
@@ -47,6 +52,11 @@ def average_checkpoints(checkpoints: Iterable[NamedCheckpoint]) -> Checkpoint:
                 raise CheckpointError(
                     f"{first.name} and {named.name} cannot be averaged: {'; '.join(found)}. Average checkpoints of one "
                     "run."
+                )
+            if not allow_different_runs and (reason := different_runs(first_run, run)):
+                raise CheckpointError(
+                    f"{first.name} and {named.name} are of different runs: {reason}. Average checkpoints of one run, "
+                    "or give --allow_different_runs."
                 )
             for name, total in sums.items():
                 total += model[name]
@@ -60,6 +70,33 @@ def average_checkpoints(checkpoints: Iterable[NamedCheckpoint]) -> Checkpoint:
         for name, tensor in newest.checkpoint.states["model"].items()
     }
     return dataclasses.replace(newest.checkpoint, states={**newest.checkpoint.states, "model": model})
+
+
+def different_runs(one: Checkpoint, other: Checkpoint) -> str | None:
+    """Return why two checkpoints are of different runs, or None if nothing shows it.
+
+    A checkpoint holds no run id. The seed and the mean loss of the first epoch stay the same when a run is resumed,
+    also in another folder; two runs have the same loss only if they computed the same steps.
+    """
+    seeds = [config_from_text(checkpoint.config).run.seed for checkpoint in (one, other)]
+    if seeds[0] != seeds[1]:
+        return f"--seed is {seeds[0]} and {seeds[1]}"
+    losses = [_counter(checkpoint, "first_loss") for checkpoint in (one, other)]
+    # 0 before the first epoch ends, and in checkpoints of older versions.
+    if all(losses) and losses[0] != losses[1]:
+        return f"the mean loss of their first epoch is {losses[0]:.6g} and {losses[1]:.6g}"
+    audio = [_counter(checkpoint, "audio_seconds") for checkpoint in (one, other)]
+    skips = [_counter(checkpoint, "skipped_steps") for checkpoint in (one, other)]
+    # Skipped steps consume audio without advancing the step.
+    if one.step == other.step and all(audio) and skips[0] == skips[1] and audio[0] != audio[1]:
+        return f"their step {one.step} was reached after {audio[0]:g} and {audio[1]:g} s of audio"
+    return None
+
+
+def _counter(checkpoint: Checkpoint, name: str) -> float:
+    """Return a counter of the training run, or 0 if the checkpoint holds none."""
+    value = checkpoint.states.get(PROGRESS, {}).get(name)
+    return value if type(value) in (int, float) else 0.0
 
 
 def newest_epochs(directory: str | Path, count: int) -> list[Path]:

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from konkanivani.base.config import AudioContext
-from konkanivani.base.errors import CheckpointError, ResourceError
+from konkanivani.base.errors import CheckpointError, NumericsError, ResourceError
 from konkanivani.model.whisper.files import INDEX, check_finite, read_json, read_tensors, write_json
 from konkanivani.model.whisper.folder import AUDIO_CONTEXT, CONFIG, HEAD, WhisperFolder
 from konkanivani.model.whisper.whole_folder import check_is_new, whole_folder
@@ -50,7 +50,8 @@ def write_whisper_folder(
 
     It is marked with what they were trained to hear where that is not what the base's were (None: it is).
     A UsageError where `out` is there and not empty, a CheckpointError where the weights are not those of the base's
-    network or not finite, a ResourceError where they cannot be written.
+    network or not finite, a ResourceError where they cannot be written, a NumericsError where the files read again
+    differ from the weights.
     """
     check_is_new(out)
     named = _named_as_in_files(base, weights)
@@ -63,6 +64,7 @@ def write_whisper_folder(
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(base.path / name, partial / name)
         rewritten = [name for name in base.files if _write_weights(base.path / name, named, partial / name, in_full)]
+        verify_weights(partial, base, named, in_full, out)
         if in_full:
             _tell_of_full_precision(partial)
         if audio_context not in (None, base.audio_context):
@@ -89,13 +91,39 @@ def _write_weights(source: Path, weights: Mapping[str, torch.Tensor], target: Pa
         name: weights[name].to(torch.float32 if in_full else tensor.dtype).contiguous()
         for name, tensor in before.items()
     }
-    if all(after[name].dtype == tensor.dtype and torch.equal(after[name], tensor) for name, tensor in before.items()):
+    if all(_has_same_bits(after[name], tensor) for name, tensor in before.items()):
         shutil.copyfile(source, target)
         return False
     with safetensors.safe_open(source, framework="pt") as file:
         metadata = file.metadata()
     safetensors.torch.save_file(after, target, metadata)
     return True
+
+
+def verify_weights(
+    written: Path, base: WhisperFolder, weights: Mapping[str, torch.Tensor], in_full: bool, out: Path
+) -> None:
+    """Compare the files in `written` with `weights` rounded to each tensor's number format, bit for bit.
+
+    Raises:
+        NumericsError: A tensor differs. `out` names the folder in the message.
+    """
+    for file in base.files:
+        found = read_tensors(written / file)
+        for name, original in read_tensors(base.path / file).items():
+            dtype = torch.float32 if in_full else original.dtype
+            if name not in found or not _has_same_bits(found[name], weights[name].to(dtype)):
+                raise NumericsError(
+                    f"{out} was not written: {name} in {file}, read again, differs from the trained weight rounded to "
+                    f"{str(dtype).removeprefix('torch.')}. Check the disk and export again."
+                )
+
+
+def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    # Comparing bytes also distinguishes 0.0 from -0.0.
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def _other_files(base: WhisperFolder) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -1,0 +1,67 @@
+"""Checkpoints of different runs are averaged only on request; a resumed run is one run."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from konkanivani.base.config import TrainConfig
+from konkanivani.base.errors import CheckpointError
+from konkanivani.base.flags import config_to_text
+from konkanivani.inference.averaging import NamedCheckpoint, average_checkpoints
+from konkanivani.training.checkpoint.checkpoint import Checkpoint, write_checkpoint
+from konkanivani.training.state import TrainState
+from tests.conftest import run_here
+
+AVERAGE = "training_scripts/average_checkpoints.py"
+
+
+def checkpoint(weight: float, step: int, seed: int = 1, folder: str = "a", **counters: float) -> NamedCheckpoint:
+    """A checkpoint with one weight, the settings and counters of a run."""
+    config = TrainConfig()
+    config = replace(config, run=replace(config.run, seed=seed, checkpoint_dir=folder))
+    states = {"model": {"weight": torch.tensor([weight])}, "progress": asdict(TrainState(step=step, **counters))}
+    return NamedCheckpoint(f"{folder}_{step}", Checkpoint(config_to_text(config), b"tokens", 9, step, 0, states))
+
+
+FIRST = checkpoint(1.0, 10, first_loss=5.25, audio_seconds=100.0)
+OTHERS = {
+    "seed": (checkpoint(3.0, 20, seed=2, first_loss=5.25), "--seed is 1 and 2"),
+    "first epoch": (checkpoint(3.0, 20, first_loss=5.5), "first epoch is 5.25 and 5.5"),
+    "audio": (checkpoint(3.0, 10, audio_seconds=90.0), "step 10 was reached after 100 and 90 s"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_different_runs_are_refused_unless_asked_for(case):
+    other, reason = OTHERS[case]
+    with pytest.raises(CheckpointError, match=reason) as refused:
+        average_checkpoints([FIRST, other])
+    assert FIRST.name in str(refused.value) and "--allow_different_runs" in str(refused.value)
+    mean = average_checkpoints([FIRST, other], allow_different_runs=True)
+    assert float(mean.states["model"]["weight"]) == 2.0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        checkpoint(3.0, 20, folder="resumed in another folder", first_loss=5.25, audio_seconds=200.0),
+        checkpoint(3.0, 20),  # of an older version, which kept no loss
+        checkpoint(3.0, 10, skipped_steps=1, audio_seconds=110.0, first_loss=5.25),
+    ],
+)
+def test_one_run_is_averaged(other):
+    assert float(average_checkpoints([FIRST, other]).states["model"]["weight"]) == 2.0
+
+
+def test_the_script_refuses_with_exit_code_4_and_takes_the_flag(tmp_path: Path):
+    paths = [tmp_path / "a.pt", tmp_path / "b.pt"]
+    for path, named in zip(paths, (FIRST, OTHERS["first epoch"][0]), strict=True):
+        write_checkpoint(path, named.checkpoint)
+    flags = [*map(str, paths), "--output", str(tmp_path / "mean.pt")]
+    done = run_here(AVERAGE, *flags)
+    assert done.returncode == 4 and "are of different runs" in done.stderr, done.stderr
+    assert not (tmp_path / "mean.pt").exists()
+    done = run_here(AVERAGE, *flags, "--allow_different_runs")
+    assert done.returncode == 0 and (tmp_path / "mean.pt").exists(), done.stderr
