@@ -18,35 +18,35 @@ class ModelConfig:
     """The shape of the network."""
 
     d_model: int = 256
-    """Width of the encoder and the decoder."""
+    """Model dimension of the encoder and the decoder."""
     encoder_layers: int = 12
-    """Blocks in the encoder."""
+    """Number of encoder blocks."""
     decoder_layers: int = 6
-    """Blocks in the attention decoder (0: none, CTC alone)."""
+    """Number of attention decoder blocks (0: CTC only)."""
     attention_heads: int = 4
-    """Attention heads; d_model / attention_heads must be even."""
+    """Number of attention heads; d_model / attention_heads must be even."""
     feedforward_dim: int | None = None
-    """Inner width of the feed-forward layers (None: 4 x d_model)."""
+    """Hidden dimension of the feed-forward layers (None: 4 x d_model)."""
     encoder_type: Literal["conformer", "transformer"] = "conformer"
-    """Kind of encoder block."""
+    """Type of encoder block."""
     convolution_kernel: int = 31
-    """Frames seen by a Conformer block's depthwise convolution (odd)."""
+    """Kernel size, in frames, of a Conformer block's depthwise convolution (odd)."""
     subsampling_channels: int = 64
-    """Channels of the convolutions that reduce the frame rate."""
+    """Channels of the subsampling convolutions."""
     dropout: float = 0.1
-    """Dropout on every residual branch."""
+    """Dropout probability on every residual branch."""
     attention_positions: Literal["rotary", "relative"] = "rotary"
-    """How the encoder's attention knows positions; relative: by sines and cosines of distance, with biases a head."""
+    """Position encoding of the encoder's attention: rotary, or relative (Transformer-XL, with biases per head)."""
     convolution_norm: Literal["layer", "none"] = "layer"
-    """Norm behind a Conformer block's depthwise convolution; none: where a BatchNorm was folded into it."""
+    """Normalisation after a Conformer block's depthwise convolution; none: for a folded BatchNorm."""
     subsampling: Literal["valid", "striding", "separable"] = "valid"
-    """How frames become fewer; valid: 4 times, without padding; striding: 4 times; separable: 8 times, both padded."""
+    """Subsampling: valid (4x, unpadded), striding (4x, padded) or separable (8x, padded, depthwise separable)."""
     scaled_input: bool = False
-    """Multiply what enters the encoder's blocks by the root of d_model."""
+    """Multiply the input of the encoder blocks by sqrt(d_model)."""
     entry_norm: Literal[True, False] = True
-    """Whether a norm stands before the first of a Conformer's blocks, as before each other one."""
+    """Apply a layer norm before the first Conformer block, as before every other block."""
     biases: Literal[True, False] = True
-    """Whether the encoder's blocks' linear layers and convolutions add a bias."""
+    """Add biases to the linear layers and convolutions of the encoder blocks."""
 
     @property
     def resolved_feedforward_dim(self) -> int:
@@ -56,177 +56,177 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class FeatureConfig:
-    """What the network hears: the logarithm of mel bands, of audio at 16 kHz."""
+    """Log-mel features of 16 kHz audio."""
 
     mel_bins: int = 80
-    """Mel bands in a feature frame."""
+    """Number of mel bins."""
     fft_samples: int = 512
-    """Samples in a Fourier transform."""
+    """FFT size, in samples."""
     window_samples: int = 400
-    """Samples in the Hann window in its middle (400: 25 ms)."""
+    """Length of the centred Hann window, in samples (400: 25 ms)."""
     hop_samples: int = 160
-    """Samples from one feature frame to the next (160: 10 ms)."""
+    """Hop between feature frames, in samples (160: 10 ms)."""
     smallest_power: float = 1e-10
-    """A band's power is taken for at least this before the logarithm, or this is added to it (--power_guard)."""
+    """Lower bound of the mel power before the logarithm, or a constant added to it (see --power_guard)."""
     power_guard: Literal["floor", "added"] = "floor"
-    """How --smallest_power keeps the logarithm finite."""
+    """How --smallest_power keeps the logarithm finite: floor (clamp) or added."""
     preemphasis: float = 0.0
-    """So much of each sample is taken from the next one (0: none)."""
+    """Pre-emphasis coefficient: x[n] - c x[n-1] (0: off)."""
     window: Literal["periodic", "symmetric"] = "periodic"
-    """Kind of Hann window."""
+    """Periodic or symmetric Hann window."""
     edges: Literal["none", "zeros", "reflected"] = "none"
-    """What a frame hears beyond the ends of the waveform; none: no frame reaches there."""
+    """Padding at both ends of the waveform: none, zeros, or reflected."""
     mel_scale: Literal["htk", "slaney"] = "htk"
-    """Where the mel bands lie; slaney: each is divided by its width, too."""
+    """Mel scale: htk, or slaney with area normalisation."""
     deviation: Literal["population", "sample"] = "population"
-    """Normalise by the standard deviation with n frames in the divisor, or n - 1."""
+    """Divisor of the standard deviation in feature normalisation: n (population) or n - 1 (sample)."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which speech is read, and how it is laid into batches."""
+    """Training data and batching."""
 
     train_manifest: str | None = None
     """JSONL manifest to train on: audio_filepath, duration, text, optionally speaker."""
     valid_manifest: str | None = None
     """JSONL manifest for validation after each epoch."""
     test_manifest: str | None = None
-    """JSONL manifest scored once at the end, by greedy CTC."""
+    """JSONL manifest scored once after training, by greedy CTC."""
     audio_roots: tuple[str, ...] = ()
-    """Folders beside each manifest's own that its audio may lie in; rows that name other places are broken."""
+    """Folders, besides each manifest's own, that may contain its audio; rows outside of them are rejected."""
     test_decode: Literal["auto", "greedy", "prefix", "attention", "joint"] = "auto"
-    """How the test manifest is scored once more, with a beam of 10; greedy: not (auto: joint, or by the only head)."""
+    """Second scoring of the test manifest, with beam 10 (auto: joint if the model has both heads; greedy: none)."""
     batch_size: int | Literal["auto"] = 2
-    """Utterances in one micro-batch; auto: by their length, as many as --memory_budget (or what is free) allows."""
+    """Utterances per micro-batch; auto: chosen per length to fit --memory_budget (or the free memory)."""
     gradient_accumulation_steps: int | Literal["auto"] = "auto"
-    """Micro-batches in one optimizer step; the effective batch is the product (auto: as many as make 8 utterances, with
-    less than ten hours of speech 20 seconds where that is less)."""
+    """Micro-batches per optimizer step (auto: an effective batch of 8 utterances; with under ten hours of speech, of at
+    most 20 s of audio)."""
     effective_batch_size: int | None = None
-    """Utterances in one optimizer step, with --batch_size auto (None: as with --gradient_accumulation_steps auto)."""
+    """Utterances per optimizer step with --batch_size auto (None: as --gradient_accumulation_steps auto)."""
     micro_batches_at_once: int | Literal["auto"] = "auto"
-    """On a CPU, run so many micro-batches side by side, each on its share of the cores: less time, more memory (auto: 2
-    where there are two threads and, with a memory plan, room)."""
+    """CPU only: run N micro-batches in parallel, each on a share of the cores; faster, but needs more memory (auto: 2
+    if there are two threads and the memory plan allows it)."""
     train_subset: float = 100.0
-    """Percent of the training utterances to use, chosen by the seed."""
+    """Percentage of the training utterances to use, drawn with the seed."""
     first_epoch: Literal["auto", "shuffled", "shortest_first"] = "auto"
-    """Order of the first epoch: as that of others, or from short utterances to long ones, of which CTC learns sooner
-    what it aligns (auto: shortest_first for less than ten hours of speech where the model begins from nothing)."""
+    """Order of the first epoch: shuffled, or shortest_first, which helps CTC to align early (auto: shortest_first when
+    training from scratch on under ten hours of speech)."""
     min_duration: float = 0.2
-    """Shortest utterance trained on, in seconds."""
+    """Skip training utterances shorter than this, in seconds."""
     max_duration: float = 20.0
-    """Longest utterance trained on, in seconds."""
+    """Skip training utterances longer than this, in seconds."""
     max_tokens: int = 400
-    """Longest transcript trained on, in tokens."""
+    """Skip training utterances with more tokens than this."""
     max_validation_duration: float = 30.0
-    """Longest utterance validated and tested on, in seconds."""
+    """Skip validation and test utterances longer than this, in seconds."""
     validation_batch_seconds: float = 60.0
-    """Padded audio in one validation batch, in seconds."""
+    """Padded audio per validation batch, in seconds."""
     max_rejected: str = "1%"
-    """Share of a manifest's rows that may be broken and are left out, such as 1% or 0.01; more end the run."""
+    """Maximum share of broken manifest rows, such as 1% or 0.01; they are skipped, more are an error."""
     num_workers: int = 2
-    """Processes that read and resample audio (0: the training process does)."""
+    """Data loading processes (0: load in the training process)."""
     loader_timeout: float = 300.0
-    """Seconds to wait for the workers before giving up."""
+    """Seconds to wait for a data loading process before failing."""
 
 
 @dataclass(frozen=True)
 class TextConfig:
-    """How transcripts become tokens."""
+    """Text normalisation and tokenizer."""
 
     tokenizer_type: Literal["auto", "unigram", "bpe", "char"] = "auto"
-    """SentencePiece model trained on the training manifest (auto: char for less than ten hours, else unigram)."""
+    """SentencePiece model type, trained on the training manifest (auto: char under ten hours, else unigram)."""
     vocab_size: int = 1000
-    """Tokens in the vocabulary; lowered to what the text allows."""
+    """Vocabulary size in tokens; reduced if the text is too short for it."""
     digits: Literal["keep", "spell"] = "keep"
-    """Leave digits as they are, or spell each one as its Konkani word."""
+    """Keep digits, or spell each one as its Konkani word."""
 
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    """What is done to training speech, drawn per (seed, epoch, utterance)."""
+    """Augmentation of the training audio, drawn per (seed, epoch, utterance)."""
 
     speed_perturbation: tuple[float, ...] | Literal["auto"] = "auto"
-    """Playing speeds to choose from (auto: 1 for less than ten hours of speech, else 0.9, 1 and 1.1)."""
+    """Speed factors to draw from (auto: 1 under ten hours of speech, else 0.9, 1 and 1.1)."""
     rir_manifest: str | None = None
-    """JSONL manifest of room impulse responses, to make speech sound as in a room: audio_filepath, duration."""
+    """JSONL manifest of room impulse responses for reverberation: audio_filepath, duration."""
     rir_prob: float = 0.3
-    """Probability that an utterance is put into a room, with --rir_manifest."""
+    """Probability of adding reverberation to an utterance, with --rir_manifest."""
     noise_manifest: str | None = None
-    """JSONL manifest of noise to mix with speech: audio_filepath, duration; text may be left out."""
+    """JSONL manifest of noise to add to the speech: audio_filepath, duration; text is optional."""
     noise_snr: str = "5:25"
-    """Lowest and highest signal-to-noise ratio in dB, drawn evenly, with --noise_manifest."""
+    """Range of the signal-to-noise ratio in dB, drawn uniformly, with --noise_manifest."""
     noise_prob: float = 0.5
-    """Probability that an utterance gets noise, with --noise_manifest."""
+    """Probability of adding noise to an utterance, with --noise_manifest."""
     gain: float = 0.0
-    """Up to so many dB louder or quieter, then clipped at full scale (0: off); normalised features show little else."""
+    """Random gain of up to this many dB up or down, then clipped at full scale (0: off)."""
     frequency_masks: int = 2
-    """SpecAugment: bands masked per utterance."""
+    """SpecAugment: frequency masks per utterance."""
     frequency_mask_bins: int = 15
-    """SpecAugment: widest band, in mel bins."""
+    """SpecAugment: maximum width of a frequency mask, in mel bins."""
     time_masks: int = 2
-    """SpecAugment: spans masked per utterance."""
+    """SpecAugment: time masks per utterance."""
     time_mask_share: float = 0.08
-    """SpecAugment: longest span, as a share of the utterance."""
+    """SpecAugment: maximum length of a time mask, as a fraction of the utterance."""
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What is minimised."""
+    """Training loss."""
 
     ctc_weight: float | Literal["auto"] = "auto"
-    """Share of the CTC loss; the rest is the attention loss (0: no CTC; auto: 0.7 for less than ten hours of speech,
-    else 0.3; 1 without a decoder)."""
+    """Weight of the CTC loss; the attention loss gets the rest (0: no CTC; auto: 0.7 under ten hours of speech, else
+    0.3; 1 without a decoder)."""
     intermediate_ctc_weight: float = 0.0
-    """Share of the CTC loss computed after the encoder's middle block, with the same head."""
+    """Share of the CTC loss computed after the middle encoder block, with the same head."""
     label_smoothing: float = 0.1
     """Label smoothing of the attention loss."""
 
 
 @dataclass(frozen=True)
 class PretrainedConfig:
-    """A recogniser that others have trained, to begin with in place of one of our own."""
+    """Fine-tuning of a pretrained Whisper model."""
 
     pretrained: str | None = None
-    """Folder of a Whisper model as Hugging Face lays it out; its shape, features and tokens are its own."""
+    """Folder of a pretrained Whisper model in Hugging Face format; it sets shape, features and tokenizer."""
     language: str | None = None
-    """Language that it shall write, by a code that it has a token for (Konkani has none: mr or hi)."""
+    """Language code of the transcripts, one that the model knows (it has no Konkani: use mr or hi)."""
     task: Literal["transcribe", "translate"] = "transcribe"
-    """What it shall write: the language itself, or English."""
+    """Transcribe in the spoken language, or translate to English."""
     audio_context: AudioContext | None = None
-    """What its encoder hears: a whole window of 30 s, or the speech alone, which takes much less memory and time where
-    utterances are short (None: what its folder says, else window)."""
+    """Encoder input: the full 30 s window, or only the speech, which needs far less memory and time for short
+    utterances (None: as the folder says, else window)."""
     timestamp_share: float = 0.0
-    """Share of the training utterances, drawn each epoch, whose labels say when speech begins and ends, so that the
-    model does not forget to say times."""
+    """Fraction of the training utterances, drawn each epoch, with timestamp labels, so that the model does not unlearn
+    timestamps."""
     forgetting_manifest: str | None = None
-    """JSONL manifest of speech that it knew before, scored before and after: what training here costs there."""
+    """JSONL manifest of speech the model already knows, scored before and after training to measure forgetting."""
     forgetting_language: str | None = None
-    """Language of that speech (None: that of --language)."""
+    """Language of --forgetting_manifest (None: --language)."""
 
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """What is trained of a model that begins with weights (--pretrained, --init_from)."""
+    """Trained parts of a model with initial weights (--pretrained, --init_from)."""
 
     freeze: Literal["none", "encoder"] | int = "none"
-    """Keep as it is: the encoder, or so many of its blocks from the input on (with all before them)."""
+    """Freeze the encoder, or its first N blocks and everything before them."""
     train_layers: int | None = None
-    """Train the last so many of the encoder's blocks and all behind them, and keep what is before (None: all)."""
+    """Train only the last N encoder blocks and everything after them; freeze the rest (None: train all)."""
     new_tokenizer: bool = False
-    """Make a tokenizer of the corpus's text, and a head for it, in place of the ones of --init_from."""
+    """Train a new tokenizer on the corpus, with a new output head, instead of those of --init_from."""
     freeze_steps: int | None = None
-    """Train the head alone for so many steps, and then all that is to be trained, which warms up by itself (None: as
-    many as the warm-up with --new_tokenizer, else 0)."""
+    """Train only the head for the first N steps, then warm up the other layers (None: the warm-up steps with
+    --new_tokenizer, else 0)."""
     encoder_rate_factor: float | None = None
-    """The encoder's learning rate is so many times the others' (None: 0.1 with --new_tokenizer, else 1)."""
+    """Multiplier of the encoder's learning rate (None: 0.1 with --new_tokenizer, else 1)."""
     frozen_dtype: Literal["fp32", "half"] = "fp32"
-    """Keep the matrices of frozen blocks in fp32, or in half precision, in half the memory."""
+    """Number format of frozen weight matrices; half precision halves their memory."""
     lora_rank: int = 0
-    """LoRA: train products of this rank beside frozen layers, and nothing else (0: no LoRA)."""
+    """Rank of the LoRA adapters; all other weights are frozen (0: no LoRA)."""
     lora_alpha: float = 0.0
-    """LoRA: the products count --lora_alpha / --lora_rank times (0: twice)."""
+    """LoRA alpha: the adapters are scaled by alpha / rank (0: twice the rank)."""
     lora_targets: tuple[str, ...] = ("query_key_value", "query", "key_value", "value")
-    """LoRA: names of the layers that get one; key, output, expand, contract and gate are others."""
+    """Layers that get a LoRA adapter; also available: key, output, expand, contract, gate."""
 
     @property
     def is_used(self) -> bool:
@@ -246,108 +246,112 @@ class TuningConfig:
 
 @dataclass(frozen=True)
 class DecodingConfig:
-    """How encoded speech becomes text."""
+    """Decoding."""
 
     decode: Literal["greedy", "prefix", "attention", "joint"] = "greedy"
-    """greedy: the best CTC path; prefix: beam search by CTC; attention: by the decoder; joint: by both."""
+    """greedy (best CTC path), prefix (CTC beam search), attention (decoder beam search) or joint (both scores)."""
     beam: int = 10
-    """Hypotheses kept in a beam search."""
+    """Beam size."""
     joint_ctc_weight: float = 0.5
-    """Share of CTC in --decode joint; the rest is the attention decoder's."""
+    """Weight of CTC in --decode joint; the attention decoder gets the rest."""
     length_bonus: float = 0.0
-    """Added to a hypothesis's log probability for each of its tokens."""
+    """Score added to a hypothesis per token."""
     language_model: str | None = None
-    """ARPA file of token n-grams whose log probability is added (train_language_model.py writes one)."""
+    """ARPA file of a token n-gram model for shallow fusion (written by train_language_model.py)."""
     language_model_weight: float = 0.3
-    """What the language model's log probability is multiplied by."""
+    """Weight of the language model's log probability."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer and its schedule, a pure function of the step."""
+    """Optimizer and learning rate schedule."""
 
     optimizer: Literal["adamw", "adamw8bit", "adafactor"] = "adamw"
-    """AdamW; with its moments in 8 bits; or Adafactor, which has next to none: 16, 10 and 8 bytes a trained number."""
+    """AdamW, AdamW with 8-bit moments, or Adafactor: 16, 10 and 8 bytes per trained parameter."""
     learning_rate: float | Literal["auto"] = "auto"
-    """Peak learning rate (auto: 1e-3; twice that of a small model that learns many words of 45 min to 10 h anew)."""
+    """Peak learning rate (auto: 1e-3, doubled for a small model trained from scratch on 45 min to 10 h of speech with a
+    large vocabulary)."""
     schedule: Literal["cosine", "inverse_sqrt"] = "cosine"
-    """After the warm-up: cosine to a hundredth at the run's last step, or 1/sqrt(step)."""
+    """Decay after warm-up: cosine to 1 % of the peak at the last step, or inverse square root."""
     warmup_steps: int | Literal["auto"] = "auto"
-    """Steps of linear warm-up (auto: a tenth of the run, at most 500)."""
+    """Linear warm-up steps (auto: 10 % of all steps, at most 500)."""
     weight_decay: float = 0.01
-    """Decoupled weight decay, on matrices only."""
+    """Decoupled weight decay of the weight matrices."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm over the whole effective batch."""
+    """Clip gradients to this norm, over the whole effective batch."""
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """What is given up for memory."""
+    """Memory use."""
 
     mixed_precision: bool = False
-    """Autocast: fp16 with loss scaling on CUDA, bf16 on a CPU."""
+    """Train in mixed precision: fp16 with loss scaling on CUDA, bf16 on CPU."""
     amp_dtype: Literal["fp16", "bf16"] = "fp16"
     """Number format of --mixed_precision."""
     gradient_checkpointing: Literal["always", "auto", "never"] = "never"
-    """Recompute blocks' activations in the backward pass instead of keeping them: all, or as few as must be (auto)."""
+    """Recompute activations in the backward pass: in every block, in as few as needed (auto), or never."""
     memory_budget: str | None = None
-    """Memory that training may take, such as 4GiB or 4G (4GB is 7 % less): on a GPU all that the process has there, on
-    a CPU all that it adds to itself (None: no bound; with auto, what is free)."""
+    """Maximum training memory, such as 4GiB or 4G (4GB is 7 % less): on a GPU all memory of the process, on a CPU its
+    growth (None: unlimited, or with auto the free memory)."""
     weights: Literal["card", "half", "host", "auto"] = "auto"
-    """On the card, in half precision there with masters on the host, or fetched from there a block at a time."""
+    """Weight placement: on the GPU, in half precision on the GPU with fp32 masters on the host, or on the host and
+    fetched block by block."""
     host_budget: str | None = None
-    """What may lie in the machine's memory beside a card, such as 12GiB (None: what is free)."""
+    """Maximum host memory for offloaded state, such as 12GiB (None: the free memory)."""
     rehearsal: Literal["always", "auto", "never"] = "auto"
-    """Try the costliest batches before the first epoch and undo them; auto: when a budget or auto is given."""
+    """Try the largest batches before the first epoch and undo them (auto: with a memory budget or an auto setting)."""
     shard: Literal["always", "auto", "never"] = "auto"
-    """Under torchrun: shard weights, gradients and optimizer over ranks (FSDP2); auto: where they do not fit whole."""
+    """Under torchrun: shard weights, gradients and optimizer over the ranks with FSDP2 (auto: if they do not fit on
+    one)."""
     replan: bool = False
-    """Make a new memory plan and forget what did not fit, instead of going on with the checkpoint's."""
+    """Make a new memory plan and discard recorded OOM limits, instead of resuming with the checkpoint's."""
     empty_cache_interval: int = 50
-    """Return cached GPU memory, on a CPU the heap's free pages, every so many micro-batches (0: never)."""
+    """Release cached GPU memory (CPU: free heap pages) every N micro-batches (0: never)."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How long, where to, and from where."""
+    """Run length, folders and checkpoints."""
 
     preset: Literal["original", "optimized", "minimal"] = "original"
-    """Model shape: original 256, 12+6; optimized 192, 8+4; minimal 128, 6+3. Single flags override it; with --init_from
-    and without this flag the shape is the checkpoint's."""
+    """Model size: original 256, 12+6; optimized 192, 8+4; minimal 128, 6+3 (dimension, encoder+decoder layers). Single
+    flags override it; with --init_from the default is the checkpoint's."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where to train."""
+    """Device to train on."""
     epochs: int | Literal["auto"] = "auto"
-    """Passes over the training data (auto: thirty hours of speech in all, between 20 and 60 passes)."""
+    """Passes over the training data (auto: 30 hours of speech in total, between 20 and 60 passes)."""
     max_steps: int | None = None
-    """Stop after so many optimizer steps, whatever --epochs says."""
+    """Stop after N optimizer steps, regardless of --epochs."""
     early_stop_epochs: int | None = None
-    """Stop after so many epochs without a better validation result."""
+    """Stop after N epochs without a better validation result."""
     seed: int = 1234
-    """Everything random follows from it."""
+    """Seed of all random numbers."""
     checkpoint_dir: str = "checkpoints"
-    """Folder of the checkpoints."""
+    """Folder for checkpoints."""
     log_dir: str = "runs"
-    """Folder of the logs; the run's own is log_dir/run_name."""
+    """Folder for logs; the run writes to log_dir/run_name."""
     run_name: str = "default"
     """Name of the run."""
     save_minutes: float = 10.0
-    """Save checkpoint_last.pt every so many minutes (0: only by steps and epochs)."""
+    """Save checkpoint_last.pt every N minutes (0: only by steps and epochs)."""
     save_steps: int = 0
-    """Save checkpoint_last.pt every so many steps (0: only by minutes and epochs)."""
+    """Save checkpoint_last.pt every N steps (0: only by minutes and epochs)."""
     keep_checkpoints: int = 3
-    """Epoch checkpoints to keep, at least 2."""
+    """Number of epoch checkpoints to keep, at least 2."""
     resume: str | None = None
-    """A checkpoint to go on from, or auto: the newest sound one in --checkpoint_dir."""
+    """Checkpoint to resume from, or auto: the newest valid one in --checkpoint_dir."""
     fresh: bool = False
-    """Begin anew in a folder that holds checkpoints; the old ones are moved into a folder beside them."""
+    """Start a new run in a folder with checkpoints; move the old ones to a separate folder first."""
     new_corpus: bool = False
-    """Go on with another training corpus than the checkpoint's, which is else refused; with --resume."""
+    """With --resume: allow a different training corpus than the checkpoint's."""
     init_from: str | None = None
-    """Begin anew with this checkpoint's weights, shape and tokens, cut down where flags ask for less."""
+    """Initialise weights, shape and tokenizer from this checkpoint and start a new run; a smaller shape truncates
+    it."""
     rank_timeout: float = 600.0
-    """Under torchrun: seconds that a rank waits for the others before it takes them for lost."""
+    """Under torchrun: seconds to wait for the other ranks before failing."""
     dry_run: bool = False
-    """Try everything in a minute and leave nothing behind: data, plan, two steps, a save, going on from it."""
+    """Test everything in a minute and leave no files: data, plan, two steps, saving and resuming."""
 
 
 @dataclass(frozen=True)
