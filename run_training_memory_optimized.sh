@@ -66,7 +66,7 @@ for argument in "$@"; do
     previous="$argument"
 done
 if [[ $wants_help == yes ]]; then
-    exec "$PYTHON" training_scripts/train_konkanivani_asr.py --help
+    exec "$PYTHON" training_scripts/train_konkanivani_asr.py "${trainer[@]}"
 fi
 
 # Without a wish of yours: the card, if nvidia-smi lists one and CUDA_VISIBLE_DEVICES does not hide it.

@@ -713,8 +713,12 @@ def explain_pip(output):
 
 def main(arguments):
     """Prints the path of the Python to use; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Finds or makes the Python environment; prints its Python's path.")
-    parser.add_argument("--extras", default="", help="what else to install: synthesis, test, or both with a comma")
+    parser = argparse.ArgumentParser(
+        description="Create the Python environment if needed and print the path of its Python."
+    )
+    parser.add_argument(
+        "--extras", default="", help="optional extras to install: synthesis, test, or both separated by a comma"
+    )
     extras = [extra for extra in parser.parse_args(arguments).extras.split(",") if extra]
     try:
         if not is_suitable(sys.version_info):

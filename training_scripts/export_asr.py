@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Exports a checkpoint to use elsewhere: a bundle of safetensors, an ONNX file, the same in eight bits; or, of a run
-that began with --pretrained, a folder like that one.
+"""Export a checkpoint as safetensors bundle, ONNX, int8 ONNX, Whisper folder or LoRA adapter.
 
-    python3 training_scripts/export_asr.py --checkpoint checkpoints/checkpoint_best.pt --bundle konkani.safetensors
-    python3 training_scripts/export_asr.py --checkpoint checkpoints/checkpoint_best.pt --whisper whisper-konkani
+    python3 training_scripts/export_asr.py \\
+        --checkpoint checkpoints/checkpoint_best.pt --bundle konkani.safetensors
+    python3 training_scripts/export_asr.py \\
+        --checkpoint checkpoints/checkpoint_best.pt --whisper whisper-konkani
 
-Each file is read again and compared with the checkpoint before it gets its name. With --manifest, each is scored.
+Each file is read back and compared with the checkpoint before it is renamed to its final name. With --manifest, each
+exported model is also evaluated.
 """
 
 import bootstrap
@@ -33,28 +35,28 @@ if TYPE_CHECKING:  # usage errors do not wait for torch
 
 @dataclass(frozen=True)
 class Flags:
-    """What is exported, in which forms, and what they are scored on."""
+    """Input, formats and evaluation."""
 
     checkpoint: str
-    """A checkpoint_*.pt file, an averaged one too."""
+    """Checkpoint to export; it may be an averaged one."""
     bundle: str | None = None
-    """Bundle to write, such as konkani.safetensors: weights, tokenizer and front end, as load_recognizer reads them."""
+    """Bundle to write, such as konkani.safetensors: weights, tokenizer and feature settings for load_recognizer."""
     onnx: str | None = None
-    """ONNX file to write, from waveforms to CTC's log probabilities; onnxruntime alone runs it."""
+    """ONNX file to write: waveform to CTC log probabilities, for onnxruntime."""
     int8: str | None = None
-    """ONNX file to write with weights of eight bits; feed it one utterance at a time."""
+    """ONNX file to write with int8 weights; run it on one utterance at a time."""
     whisper: str | None = None
-    """Folder to write like the --pretrained one that the run began with, for whatever reads such folders."""
+    """Folder to write in Hugging Face Whisper format, for a run with --pretrained."""
     adapter: str | None = None
-    """Folder to write with what --lora_rank has trained alone, in PEFT's format."""
+    """Folder to write with only the LoRA adapter, in PEFT format."""
     pretrained: str | None = None
-    """Where the folder is now that the run began with (None: where it was then)."""
+    """Current path of the run's --pretrained folder (None: the path used in training)."""
     manifest: str | None = None
-    """JSONL manifest on which the checkpoint and what was exported are scored and compared."""
+    """JSONL manifest to evaluate the checkpoint and the exported models on."""
     audio_roots: tuple[str, ...] = ()
-    """Folders beside the manifest's own that its audio may lie in."""
+    """Folders, besides the manifest's own, that may contain its audio."""
     force: bool = False
-    """Replace files that are there; a folder must be new."""
+    """Overwrite existing files; folders must be new."""
 
     @property
     def outputs(self) -> list[Path]:

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Makes a checkpoint of ours of a recogniser that others have trained: a Conformer or FastConformer of NeMo with CTC.
+"""Convert a NeMo Conformer or FastConformer CTC model to a KonkaniVani checkpoint.
 
-    python3 training_scripts/import_asr.py indicconformer_stt_kok_hybrid_ctc_rnnt_large.nemo konkani.pt --language kok
+    python3 training_scripts/import_asr.py \\
+        indicconformer_stt_kok_hybrid_ctc_rnnt_large.nemo konkani.pt \\
+        --language kok
 
-Nothing of the file is run or extracted. Evaluate, transcribe, export and --init_from take what is written as any other
+No code in the file is run. Evaluation, transcription, export and --init_from accept the result like any other
 checkpoint (docs/pretrained.md).
 """
 
@@ -26,16 +28,16 @@ from konkanivani.base.files import atomic_write, check_new_file
 
 @dataclass(frozen=True)
 class Flags:
-    """What is imported, and where to."""
+    """Input and output."""
 
     model: Annotated[str | None, tyro.conf.Positional] = None
-    """A .nemo file of a Conformer or FastConformer with a CTC head, or a folder of transformers' ParakeetForCTC."""
+    """A .nemo file with a CTC head, or a folder of transformers' ParakeetForCTC."""
     output: Annotated[str | None, tyro.conf.Positional] = None
     """Checkpoint to write."""
     language: str | None = None
-    """Which language's pieces to take, where the file has several: kok."""
+    """Language whose tokenizer to use, if the file has several, such as kok."""
     force: bool = False
-    """Replace a file that is there."""
+    """Overwrite an existing output file."""
 
 
 def check_flags(flags: Flags) -> None:

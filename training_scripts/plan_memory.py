@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Says what fits a memory budget before anything is trained. No GPU is needed: the step is traced.
+"""Compute the batch sizes that fit a memory budget. No GPU is needed: the training step is traced.
 
-    python3 training_scripts/plan_memory.py --memory_budget 4GiB --preset original
-    python3 training_scripts/plan_memory.py --gpu T4 --preset original --world 8 --shard always
-    python3 training_scripts/plan_memory.py --gpu "GTX 980" --checkpoint model.pt --train_layers 8
+    python3 training_scripts/plan_memory.py --memory_budget 4GiB
+    python3 training_scripts/plan_memory.py --gpu T4 --world 8 --shard always
+    python3 training_scripts/plan_memory.py \\
+        --gpu "GTX 980" --checkpoint model.pt --train_layers 8
 
-takes the trainer's flags too, such as --memory_budget and --preset (train_konkanivani_asr.py --help lists them), of
-which --init_from is called --checkpoint here too, as other scripts call it.
+Also accepts the trainer's flags, such as --memory_budget and --preset (train_konkanivani_asr.py --help lists them).
+--checkpoint is the same as --init_from.
 """
 
 import bootstrap
@@ -32,23 +33,23 @@ HOW_LONG = "10 to 20 seconds for one question, and 3 for the same again, since w
 
 @dataclass(frozen=True)
 class OwnFlags:
-    """The card, and the way to print."""
+    """GPU and output."""
 
     gpu: str | None = None
-    """A card by its name, such as "GTX 980" or "A100 80GB", in whose memory to plan (--device cuda: a nameless one)."""
+    """Name of the GPU to plan for, such as "GTX 980" or "A100 80GB"."""
     world: int = 1
-    """Ranks that train together, each with a card of that memory; --shard says whether they share the state."""
+    """Number of ranks, each with a GPU of this memory; --shard selects FSDP2 sharding."""
     presets: bool = False
-    """Print what fits for every preset in 2, 4, 8, 14.7 and 24 GiB."""
+    """Print a table for all presets in 2, 4, 8, 14.7 and 24 GiB."""
     table: bool = False
-    """Print what each published Whisper takes, trained whole or in part, its weights on the card or off it."""
+    """Print the memory of each published Whisper model, fully or partly trained, with and without offloading."""
     json: bool = False
-    """Print one line of JSON instead of a table; bytes and seconds."""
+    """Print one line of JSON instead of a table, in bytes and seconds."""
 
 
 @dataclass(frozen=True)
 class Flags(OwnFlags):
-    """These, and the trainer's flags, of which --memory_budget is one."""
+    """The own flags and the trainer's."""
 
     train: TrainConfig = field(default_factory=TrainConfig)
 

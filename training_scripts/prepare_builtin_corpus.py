@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Writes the built-in corpus: synthetic, Marathi voice. It shows that the machine works, not how well it hears Konkani.
+"""Generate the built-in corpus of synthetic speech (Marathi voice), which tests the training pipeline.
 
     python3 training_scripts/prepare_builtin_corpus.py --output data/builtin
 
-With --sentences it makes such a corpus of your own text, one sentence a line:
+With --sentences, synthesise your own text, one sentence per line:
 
-    python3 training_scripts/prepare_builtin_corpus.py --sentences mine.txt --output data/mine
+    python3 training_scripts/prepare_builtin_corpus.py \\
+        --sentences mine.txt --output data/mine
 """
 
 import bootstrap
@@ -27,14 +28,14 @@ MAX_NAMED = 10  # lines left out; the others stand in left_out.jsonl
 
 @dataclass(frozen=True)
 class Flags:
-    """Where the corpus goes, what is said in it, and how large it is."""
+    """Output, text and size."""
 
     output: str | None = None
-    """Folder to make (None: data/builtin, or data/sentences with --sentences)."""
+    """Folder to write (None: data/builtin, or data/sentences with --sentences)."""
     sentences: tuple[str, ...] | None = None
-    """Text files in UTF-8, one sentence a line, to be spoken instead of the built-in sentences."""
+    """Text files in UTF-8, one sentence per line, to synthesise instead of the built-in sentences."""
     train_utterances: int | None = None
-    """Utterances in train.jsonl (None: 1250; with --sentences always all that the others leave)."""
+    """Utterances in train.jsonl (None: 1250; with --sentences all that remain)."""
     valid_utterances: int | None = None
     """Utterances in valid.jsonl (None: 60, or 5 % of --sentences)."""
     test_utterances: int | None = None

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Turns a downloaded corpus into train.jsonl, valid.jsonl and test.jsonl; the audio stays where it is.
+"""Convert a downloaded corpus to train.jsonl, valid.jsonl and test.jsonl; the audio is not copied.
 
-python3 training_scripts/prepare_data.py --format common_voice --source cv-corpus/kok --output data/mine
+    python3 training_scripts/prepare_data.py \\
+        --format common_voice --source cv-corpus/kok --output data/mine
 """
 
 import bootstrap

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Writes a language model of a checkpoint's tokens, for its beam search to lean on: n-grams, interpolated Kneser-Ney.
+"""Train an n-gram language model (interpolated Kneser-Ney) on a checkpoint's tokens, for shallow fusion.
 
-    python3 training_scripts/train_language_model.py --checkpoint checkpoints/checkpoint_best.pt \\
+    python3 training_scripts/train_language_model.py \\
+        --checkpoint checkpoints/checkpoint_best.pt \\
         --text sentences.txt --held_out data/valid.jsonl --output lm.arpa
 
-Text is one sentence a line, in UTF-8, normalised as the checkpoint's transcripts were. The file is in ARPA format.
+The text has one sentence per line, in UTF-8; it is normalised like the checkpoint's transcripts. The output is an ARPA
+file for --language_model.
 """
 
 import bootstrap
@@ -34,22 +36,22 @@ CHARACTER_ORDER, SUBWORD_ORDER = 6, 4
 
 @dataclass(frozen=True)
 class Flags:
-    """What is read, and where the model goes."""
+    """Input and output."""
 
     checkpoint: str
-    """A checkpoint_*.pt file; its tokenizer spells the model's words."""
+    """Checkpoint whose tokenizer is used."""
     output: str
-    """ARPA file to write; gzipped where its name ends in .gz."""
+    """ARPA file to write; compressed if its name ends in .gz."""
     text: tuple[str, ...] = ()
-    """Text files in UTF-8, one sentence a line."""
+    """Text files in UTF-8, one sentence per line."""
     manifest: tuple[str, ...] = ()
-    """JSONL manifests whose transcripts are read."""
+    """JSONL manifests whose transcripts are used as text."""
     order: int | None = None
-    """Tokens in the longest n-gram (None: 6 of characters, 4 of subwords)."""
+    """Maximum n-gram order (None: 6 for characters, 4 for subwords)."""
     held_out: str | None = None
-    """A text file, or a manifest (.jsonl), to measure the perplexity on."""
+    """Text file or manifest (.jsonl) to compute the perplexity on."""
     force: bool = False
-    """Replace a file that is there."""
+    """Overwrite an existing output file."""
 
 
 def check_flags(flags: Flags) -> None:

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Writes down what is said in audio files of any length, or in folders of them, as text, JSON or subtitles.
+"""Transcribe audio files of any length, or folders of them, to text, JSON or subtitles.
 
-python3 training_scripts/transcribe.py interview.mp3 recordings/ --format srt --output_dir subtitles
-python3 training_scripts/transcribe.py - < speech.wav
+    python3 training_scripts/transcribe.py interview.mp3 recordings/ \\
+        --format srt --output_dir subtitles
+    python3 training_scripts/transcribe.py - < speech.wav
 """
 
 import bootstrap
@@ -32,26 +33,26 @@ MIN_PAUSE, MAX_PAUSE = 0.2, 60.0
 
 @dataclass(frozen=True)
 class Flags:
-    """What is transcribed, by which model, and how it is written down."""
+    """Input, model and output."""
 
-    files: Annotated[tuple[str, ...], Positional, arg(metavar="FILE …")]
-    """Audio files (WAV, FLAC, MP3, OGG; with PyAV M4A, WebM, MP4 and more), folders, and - for standard input."""
+    files: Annotated[tuple[str, ...], Positional, arg(metavar="FILE ...")]
+    """Audio files (WAV, FLAC, MP3, OGG; with PyAV also M4A, WebM, MP4 and more), folders, or - for standard input."""
     checkpoint: str | None = None
-    """A checkpoint_*.pt file, or a bundle that export_asr.py wrote (None: the best checkpoint in checkpoints/)."""
+    """Checkpoint, or bundle written by export_asr.py (None: the best checkpoint in checkpoints/)."""
     format: Literal["txt", "json", "srt", "vtt"] = "txt"
-    """txt: a line for what was said between two pauses; json: a line of JSON for each file; srt, vtt: subtitles."""
+    """txt (one line per segment), json (one line of JSON per file), srt or vtt (subtitles)."""
     timestamps: Literal["segment", "word"] = "segment"
-    """word: times of each word: in txt a line a word, in json a list of them, in subtitles a cue a word."""
+    """Timestamps per segment or per word."""
     output_dir: str | None = None
-    """Folder for a transcript of each file (None: print them)."""
+    """Folder for one transcript per file (None: print them)."""
     existing: Literal["refuse", "keep", "replace"] = "refuse"
-    """Transcripts that are in it already: begin nothing, make only the others, or make them anew."""
+    """If transcripts exist in --output_dir: refuse to start, keep them, or replace them."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where to run."""
+    """Device to run on."""
     longest_piece: float | None = None
-    """Seconds that are recognised in one piece at most (None: what the model was trained on, 30 at most)."""
+    """Maximum segment length in seconds (None: the longest training utterance, at most 30)."""
     pause: float = 0.4
-    """Seconds of silence at which speech is cut into pieces."""
+    """Minimum silence between segments, in seconds."""
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
     pretrained: PretrainedConfig = field(default_factory=PretrainedConfig)
 

@@ -6,12 +6,13 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn, TextIO, TypeVar
 
 from konkanivani.base.config import OLD_NAMES
 from konkanivani.base.console import say
 from konkanivani.base.errors import AlreadyTold, KonkaniVaniError, ResourceError
+from konkanivani.base.help_text import format_help
 
 Flags = TypeVar("Flags")
 
@@ -20,17 +21,21 @@ GRACE_SECONDS = 1.0  # that a rank with nothing to say leaves the others to say 
 
 
 def read_flags(
-    kind: type[Flags], arguments: list[str], default: Flags | None = None, shown: type | None = None
+    kind: type[Flags],
+    arguments: list[str],
+    default: Flags | None = None,
+    shown: type | None = None,
+    common: Sequence[str] = (),
 ) -> Flags:
-    """A `kind` from the command line, fields that are not given from `default`; nested fields have no prefix.
+    """Return a `kind` from the command line, fields that are not given from `default`; nested fields have no prefix.
 
-    An unknown or mistyped flag ends the process with exit code 2 and the nearest name. The script's own docstring
-    stands in --help, which lists the flags of `shown`, or of `kind`.
+    An unknown or mistyped flag ends the process with exit code 2 and the nearest name. `--help` prints the script's
+    docstring and the flags of `shown`, or of `kind`: those in `common`, if any, or all after `--help all`.
     """
+    if {"-h", "--help"} & set(arguments):
+        _print_help(shown or kind, None if shown else default, arguments, common)
     import tyro
 
-    if shown is not None and {"-h", "--help"} & set(arguments):
-        kind, default, arguments = shown, None, ["--help"]
     try:
         return tyro.cli(
             kind,
@@ -40,8 +45,20 @@ def read_flags(
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff),
             use_underscores=True,
         )
-    except BrokenPipeError:  # of --help
+    except BrokenPipeError:
         sys.exit(_leave_pipe())
+
+
+def _print_help(kind: type, default: object, arguments: list[str], common: Sequence[str]) -> NoReturn:
+    """Print the help of `kind` and end the process; `all` after `--help` lists every flag."""
+    place = next(index for index, word in enumerate(arguments) if word in ("-h", "--help"))
+    show_all = arguments[place + 1 : place + 2] == ["all"]
+    description = (sys.modules["__main__"].__doc__ or "").strip()
+    try:
+        print(format_help(kind, default, description, common, show_all), flush=True)
+    except BrokenPipeError:  # the reader of the pipe, such as head, has ended
+        sys.exit(_leave_pipe())
+    sys.exit(0)
 
 
 def with_new_name(flag: str) -> str:

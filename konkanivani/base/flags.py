@@ -15,6 +15,19 @@ from konkanivani.base.config import AUTO, PRESETS, DataConfig, FeatureConfig, Mo
 from konkanivani.base.errors import CheckpointError, ErrorCollector, UsageError
 from konkanivani.base.rules import Setting, check_config, settings_of, with_values
 
+# Listed by `--help` in this order; `--help all` lists every flag.
+COMMON_FLAGS = (
+    *("train_manifest", "valid_manifest", "test_manifest", "audio_roots"),
+    *("checkpoint_dir", "run_name", "device"),
+    *("preset", "tokenizer_type", "vocab_size"),
+    *("batch_size", "gradient_accumulation_steps", "max_duration", "num_workers"),
+    *("memory_budget", "mixed_precision", "gradient_checkpointing"),
+    *("epochs", "early_stop_epochs", "learning_rate", "seed", "ctc_weight"),
+    *("speed_perturbation", "noise_manifest"),
+    *("resume", "fresh", "dry_run", "save_minutes", "keep_checkpoints"),
+    *("init_from", "new_tokenizer", "pretrained", "language", "freeze", "lora_rank"),
+    "test_decode",
+)
 # These say how this one process starts; a checkpoint's values for them are never taken over.
 SESSION_FLAGS = ("resume", "fresh", "new_corpus", "replan", "dry_run")
 # What a run did whose checkpoint does not name a setting, which its version did not have.
@@ -106,7 +119,7 @@ def ask(arguments: list[str]) -> Asked:
 
     A flag that is not given has the preset's value, else the default.
     """
-    parsed = read_flags(TrainConfig, arguments, TrainConfig())
+    parsed = read_flags(TrainConfig, arguments, TrainConfig(), common=COMMON_FLAGS)
     base, given = defaults_beside(parsed), given_in(arguments)
     return Asked(_checked(_with_given(base, parsed, given), given, stored=None), parsed, given)
 

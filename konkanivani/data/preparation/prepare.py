@@ -50,38 +50,38 @@ REJECTED, REPORT, AUDIO = "rejected.jsonl", "report.json", "audio"
 
 @dataclass(frozen=True)
 class Preparation:
-    """What to read, where to write, and how to split. docs/data.md says what each format looks like."""
+    """Input, output and splits (docs/data.md describes the formats)."""
 
     format: FormatName
-    """How the corpus is laid out."""
+    """Format of the corpus."""
     source: Path
     """Folder of the corpus."""
     output: Path
-    """Folder for the manifests, rejected.jsonl and report.json; it is made."""
+    """Folder for the manifests, rejected.jsonl and report.json; created if missing."""
     table: str = ""
-    """The table to read (csv), or to read instead of the usual ones: a file in --source."""
+    """csv: table file in --source; other formats: a table to use instead of the standard ones."""
     audio_column: str = ""
-    """csv, huggingface: the column with the audio ("audio")."""
+    """csv, huggingface: name of the audio column."""
     text_column: str = ""
-    """csv, huggingface: the column with the transcript; indicvoices: normalized or verbatim."""
+    """csv, huggingface: name of the transcript column; indicvoices: normalized or verbatim."""
     speaker_column: str = ""
-    """csv, huggingface: the column with the speaker."""
+    """csv, huggingface: name of the speaker column."""
     split_column: str = ""
-    """csv: the column that says train, valid or test."""
+    """csv: name of the column with train, valid or test."""
     audio_root: str = ""
-    """The folder outside which no audio is read; --source unless given."""
+    """Folder that contains all audio; files outside of it are rejected (default: --source)."""
     split_by: SplitBy = "default"
-    """The corpus's own splits (valid drawn if it lacks), whole speakers, or utterances; default: the first it has."""
+    """Keep the corpus's own splits (given), or split by speaker or by utterance; default is the first that works."""
     valid_share: str = "5%"
-    """Part of the hours for valid.jsonl where it is drawn, as 5% or 0.05."""
+    """Share of the hours for valid.jsonl, such as 5% or 0.05."""
     test_share: str = "5%"
-    """Part of the hours for test.jsonl."""
+    """Share of the hours for test.jsonl."""
     seed: int = 0
-    """Another seed draws other splits; the order of rows never matters."""
+    """Seed of the random split."""
     max_rejected: str = "1%"
-    """Where more of the rows than this cannot be used, nothing is prepared."""
+    """Maximum share of unusable rows; more are an error."""
     force: bool = False
-    """Replace the manifests that --output holds."""
+    """Overwrite existing manifests in --output."""
 
     @property
     def root(self) -> Path:
