@@ -90,10 +90,11 @@ def run_script(action: Callable[[], str]) -> int:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        reason = (str(error) or "the system gave no more").splitlines()[0]
+        reason = (str(error) or "the system refused to allocate more").splitlines()[0]
         say(
-            f"Out of memory: {reason} Give a smaller --batch_size with more --gradient_accumulation_steps (the result "
-            "is the same), --gradient_checkpointing always, a lower --max_duration, or a smaller --preset.",
+            f"Out of memory: {reason} Use a smaller --batch_size with more --gradient_accumulation_steps (the "
+            "result is the same), --gradient_checkpointing always, a lower --max_duration, or a smaller "
+            "--preset.",
             sys.stderr,
         )
         return ResourceError.exit_code

@@ -64,15 +64,17 @@ def config_from_text(text: str) -> TrainConfig:
         name, _, value = with_new_name(line).removeprefix("--").partition(" ")
         if name not in known:
             raise CheckpointError(
-                f"The checkpoint was made with the flag --{name}, which this version does not have. Use the version "
-                "that made it."
+                f"The checkpoint was trained with the flag --{name}, which this version does not have. Use the "
+                "version that wrote it."
             )
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             setting = dataclasses.replace(known[name], value=ast.literal_eval(value))
             if _has_type(setting):
                 values[name] = setting.value
                 continue
-        raise CheckpointError(f"The checkpoint's --{name} cannot be {value[:80]!r}. Use another one.")
+        raise CheckpointError(
+            f"The checkpoint has an invalid value for --{name}: {value[:80]!r}. Use another checkpoint."
+        )
     return with_values(AS_BEFORE, values)
 
 
@@ -162,8 +164,8 @@ def _settle_effective_batch(config: TrainConfig, given: frozenset[str], stored: 
     if data.batch_size == AUTO:
         if is_accumulated:
             raise UsageError(
-                "--batch_size auto chooses the micro-batches itself, so --gradient_accumulation_steps contradicts it: "
-                "give --effective_batch_size, the utterances in one optimizer step, instead."
+                "--batch_size auto chooses the micro-batches, so --gradient_accumulation_steps contradicts "
+                "it: use --effective_batch_size, the utterances per optimizer step, instead."
             )
         wanted = stored.window_size if stored and not is_said else effective
         return dataclasses.replace(config, data=dataclasses.replace(data, effective_batch_size=wanted))
@@ -175,7 +177,7 @@ def _settle_effective_batch(config: TrainConfig, given: frozenset[str], stored: 
     if is_said and effective != config.window_size:
         raise UsageError(
             f"--effective_batch_size {effective} contradicts --batch_size x --gradient_accumulation_steps, "
-            f"{config.window_size}: leave it out, or give --batch_size auto."
+            f"{config.window_size}: omit it, or use --batch_size auto."
         )
     return config
 
@@ -186,11 +188,13 @@ def check_idle_flags(config: TrainConfig, given: frozenset[str]) -> None:
     for name, wanted in IDLE_WITHOUT.items():
         other, _, value = wanted.partition(" ")
         if name in given and (values[other] != value if value else not values[other]):
-            raise UsageError(f"--{name} does nothing without --{wanted}: give both, or leave it out.")
+            raise UsageError(f"--{name} has no effect without --{wanted}: give both, or omit it.")
     idle = sorted(OF_OUR_MODELS & given) if config.pretrained.pretrained is not None else []
     if idle:
         named, them = ", ".join(f"--{name}" for name in idle), "it" if len(idle) == 1 else "them"
-        raise UsageError(f"A --pretrained model is as its folder says, and {named} would change it: leave {them} out.")
+        raise UsageError(
+            f"A --pretrained model has the shape that its folder defines, and {named} would change it: omit {them}."
+        )
 
 
 def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
@@ -206,7 +210,7 @@ def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
     weights = [config.loss.ctc_weight for config in (asked, stored)]
     if 0 in weights and weights[0] != weights[1]:
         found.append(
-            f"--ctc_weight is {weights[0]} here and {weights[1]} in the checkpoint, and 0 is a model without CTC"
+            f"--ctc_weight is {weights[0]} here and {weights[1]} in the checkpoint; 0 means a model without a CTC head"
         )
     if len({run.init_from and os.path.realpath(run.init_from) for run in (stored.run, asked.run)}) > 1:
         found.append(f"--init_from is {asked.run.init_from} here and {stored.run.init_from} in the checkpoint")

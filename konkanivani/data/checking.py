@@ -91,14 +91,14 @@ def reason_to_reject(utterance: Utterance, tokens: list[int], limits: Limits) ->
     if utterance.duration > limits.max_duration:
         return f"{utterance.duration:.2f} s is longer than {limits.duration_flag} {limits.max_duration:g} s"
     if len(tokens) > limits.max_tokens:
-        return f"{len(tokens)} tokens are more than {limits.tokens_limit} {limits.max_tokens}"
+        return f"{len(tokens)} tokens exceed {limits.tokens_limit} {limits.max_tokens}"
     frames, needed = limits.encoder_frames(utterance.duration), ctc_frames_needed(tokens)
     if not limits.frames_missing(utterance.duration, needed):
         return None
     speed = f" at speed {limits.fastest_speed:g}" if limits.fastest_speed != 1 else ""
     if not limits.is_aligned:
-        return f"the audio gives no frame{speed}"
-    return f"CTC cannot align it: {needed} tokens and repeats need as many frames, the audio gives {frames}{speed}"
+        return f"the audio is shorter than one frame{speed}"
+    return f"CTC cannot align it: {needed} tokens and repeats need {needed} frames, the audio has {frames}{speed}"
 
 
 def check_utterances(
@@ -133,7 +133,7 @@ def check_any_usable(selection: Selection, rejections: list[Rejection]) -> None:
     """Raises a DataError where nothing is left."""
     if not len(selection):
         raise DataError(
-            f"None of the {count(len(rejections), 'utterance')} of {selection.manifest.path} can be used; the first: "
-            f"{rejections[0].reason}. Mend the manifest, or give limits that it keeps to (--min_duration, "
-            "--max_duration, --max_tokens; --max_validation_duration where it is validated or tested on)."
+            f"None of the {count(len(rejections), 'utterance')} of {selection.manifest.path} is usable; the "
+            f"first: {rejections[0].reason}. Fix the manifest, or change the limits (--min_duration, "
+            "--max_duration, --max_tokens; --max_validation_duration for validation and test sets)."
         )

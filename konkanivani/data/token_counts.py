@@ -39,14 +39,17 @@ def count_tokens(manifest: Manifest, tokenizer: Vocabulary, digits: Digits) -> T
         both = np.memmap(path, np.uint16, mode="r").reshape(2, -1)
         return TokenCounts(both[0], both[1])
     if path:
-        say(f"The transcripts of {manifest.path} are counted in tokens, once for this tokenizer.")
+        say(f"Tokenizing the transcripts of {manifest.path}, once for this tokenizer.")
     counts = np.concatenate(list(_counted(manifest, tokenizer, digits)), axis=1)
     if path:
         try:
             with atomic_replace(path) as partial:
                 counts.tofile(partial)
         except OSError as error:
-            say(f"They cannot be kept in {path} ({error.strerror or error}) and are counted at each start.")
+            say(
+                f"The token counts cannot be stored in {path} ({error.strerror or error}) and are recomputed at "
+                "each start."
+            )
     return TokenCounts(counts[0], counts[1])
 
 

@@ -67,7 +67,7 @@ def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner
     """Begins the epoch again where the data is not what the cursor was counted in."""
     if checkpoint.plan_digest != planner.digest() and state.window:
         print(
-            f"The training data or its order has changed since the checkpoint: epoch {state.epoch + 1} begins again.",
+            f"The training data or its order has changed since the checkpoint: epoch {state.epoch + 1} is restarted.",
             flush=True,
         )
         state.begin_epoch()
@@ -84,8 +84,9 @@ def _take_weights(
     )
     if not any(name.startswith("encoder.blocks") for name in transfer.taken + transfer.cut):
         raise UsageError(
-            "Nothing of the --init_from checkpoint's blocks fits the model that is asked for: it may be smaller, never "
-            "larger. Leave --preset and the flags of the shape out to have the checkpoint's, or begin without it."
+            "No block of the --init_from checkpoint fits the model shape given: it may be smaller, never "
+            "larger. Omit --preset and the model shape flags to use the checkpoint's shape, or omit "
+            "--init_from."
         )
     if tuning.new_tokenizer:
         begin_head(whole)

@@ -180,8 +180,8 @@ def choose_sharding(
     sharded = is_asked or from_first(topology, lambda: needs_sharding(config, architecture, costs, budget))
     if sharded and (tuning.freeze_steps or tuning.frozen_dtype == "half"):
         raise UsageError(
-            "--freeze_steps and --frozen_dtype half are for weights that each rank has whole, and these are sharded: "
-            "give --freeze_steps 0 and --frozen_dtype fp32, or --shard never."
+            "--freeze_steps and --frozen_dtype half do not support sharded weights: use --freeze_steps 0 and "
+            "--frozen_dtype fp32, or --shard never."
         )
     return sharded
 
@@ -222,10 +222,10 @@ def keep_to_plan(step: StepParts, plan: MemoryPlan, resident_before: float) -> S
 
 
 def _plan_sentence(config: TrainConfig, plan: MemoryPlan | None, planner: EpochPlanner) -> str:
-    cut = f"micro-batches of {config.data.batch_size}, no memory plan asked for"
+    cut = f"micro-batches of {config.data.batch_size}, no memory plan"
     if plan:
         cut = f"planned peak {peak_text(plan.peak)} of {budget_text(plan.budget)}"
-    return f"{count(planner.windows_per_epoch(), 'step')} of {count(config.window_size, 'utterance')} an epoch, {cut}"
+    return f"{count(planner.windows_per_epoch(), 'step')} of {count(config.window_size, 'utterance')} per epoch, {cut}"
 
 
 def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainingSpeech, planner: EpochPlanner) -> None:
@@ -233,17 +233,15 @@ def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainingSpeech, pla
     cut = f"{config.data.batch_size} x {config.data.gradient_accumulation_steps}"
     cut = str(config.window_size) if config.data.batch_size == "auto" else cut
     at_once = step.forward.at_once
-    side_by_side = f", {at_once} micro-batches side by side" if at_once > 1 else ""
+    side_by_side = f", {at_once} micro-batches in parallel" if at_once > 1 else ""
     amp = {None: "", torch.float16: " in fp16", torch.bfloat16: " in bf16"}[step.forward.amp_dtype]
     is_tuned = step.architecture.tuning.is_used
     trained, frozen = (counted(step.model) / 1e6 for counted in (parameter_count, frozen_count))
-    parameters = f"{trained:.1f} M parameters" + (f", {frozen:.1f} M others frozen" if is_tuned else "")
+    parameters = f"{trained:.1f} M parameters" + (f", {frozen:.1f} M frozen" if is_tuned else "")
     print(
-        f"{step.architecture.description}, "
-        f"{parameters}, {step.architecture.vocab_size} tokens, "
-        f"on {step.forward.device.type}{amp}; "
-        f"{count(len(speech.utterances), 'utterance')}, {duration_words(hours)}; "
-        f"{cut} utterances a step{side_by_side}, {count(planner.windows_per_epoch(), 'step')} an epoch, "
-        f"{step.total_steps} in all.",
+        f"{step.architecture.description}, {parameters}, {step.architecture.vocab_size} tokens, on "
+        f"{step.forward.device.type}{amp}; {count(len(speech.utterances), 'utterance')}, "
+        f"{duration_words(hours)}; {cut} utterances per step{side_by_side}, "
+        f"{count(planner.windows_per_epoch(), 'step')} per epoch, {step.total_steps} in total.",
         flush=True,
     )

@@ -42,9 +42,9 @@ class Placement:
 
     def describe(self, blocks: int) -> str:
         """For a person, of a model of so many blocks."""
-        fetched = f"{min(self.fetched, blocks)} of {blocks} blocks fetched from the host" if self.fetched else ""
-        halved = "in half precision on the card" if self.halved and self.fetched < blocks else ""
-        return "weights " + (", the others ".join(filter(None, (fetched, halved))) or "on the card")
+        fetched = f"{min(self.fetched, blocks)} of {blocks} blocks fetched from host memory" if self.fetched else ""
+        halved = "in half precision on the GPU" if self.halved and self.fetched < blocks else ""
+        return "weights " + (", the rest ".join(filter(None, (fetched, halved))) or "on the GPU")
 
 
 ON_CARD = Placement()
