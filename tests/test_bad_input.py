@@ -376,7 +376,7 @@ def test_folders_that_cannot_be_written_end_with_6(corpus, tmp_path):
     done = run_trainer(*TINY_MODEL, *corpus.flags(), "--checkpoint_dir", inside, "--log_dir", str(tmp_path / "runs"))
     assert done.returncode == 6 and "Give another --checkpoint_dir" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
-    with pytest.raises(ResourceError, match="Give another --log_dir"):
+    with pytest.raises(ResourceError, match="Choose another --log_dir"):
         flags = ("--checkpoint_dir", str(tmp_path / "checkpoints"), "--log_dir", inside)
         build_run(begin_run([*TINY_MODEL, *corpus.flags(), *flags]))
 

@@ -114,7 +114,7 @@ def test_a_stopped_comparison_has_saved_and_goes_on(corpus, tmp_path):
     assert refused.returncode == 2 and "differs in --max_steps" in refused.stderr
     write_kept(folder / "minimal", dataclasses.replace(kept, conditions={**kept.conditions, "--max_steps": "2"}))
     gone_on = well(compare(*flags))
-    assert f"step {len(steps)}" in gone_on.stderr and "training begins" not in gone_on.stderr
+    assert f"step {len(steps)}" in gone_on.stderr and "starting a new run" not in gone_on.stderr
     made = read_log_of(folder / "minimal")  # what was made before the stop is not made again
     assert made[: len(steps)] == steps and len(made) == max(2, len(steps)) and read_kept(folder / "minimal").is_finished
 
@@ -162,7 +162,7 @@ def test_what_is_wrong_is_told_once_before_anything_is_trained(corpus, tmp_path)
     done = compare(*presets, *flags)
     assert done.returncode == 3 and done.stderr.count("cannot be read") == 2 and not folder.exists()
     idle = compare(*presets, *flags_of(corpus, folder), "--noise_prob", "0.2")
-    assert idle.returncode == 2 and idle.stderr.count("does nothing") == 1 and not folder.exists()
+    assert idle.returncode == 2 and idle.stderr.count("has no effect") == 1 and not folder.exists()
     nothing = compare(*flags_of(corpus, folder))
     assert nothing.returncode == 2 and "nothing to compare" in nothing.stderr
     absent = compare("--pretrained", str(tmp_path / "no"), *flags_of(corpus, folder))

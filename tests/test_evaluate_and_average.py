@@ -128,7 +128,7 @@ OF_THE_BEST = ("--checkpoint", "{best}", "--manifest")
     [
         (EVALUATE, ("--checkpoint", "nowhere.pt", "--manifest", "{manifest}"), 4, "no checkpoint at nowhere.pt"),
         (EVALUATE, (*OF_THE_BEST, "{best}"), 3, "rows of"),
-        (EVALUATE, ("--checkpoint", BUNDLE, "--manifest", "{manifest}"), 4, "transcribe.py takes a bundle"),
+        (EVALUATE, ("--checkpoint", BUNDLE, "--manifest", "{manifest}"), 4, "use a bundle with transcribe.py"),
         (EVALUATE, (*OF_THE_BEST, "nowhere.jsonl"), 3, "nowhere.jsonl cannot be read"),
         (EVALUATE, (*OF_THE_BEST, "{manifest}", "--output", "/nowhere/out"), 6, "--output /nowhere/out cannot be"),
         (EVALUATE, (*OF_THE_BEST, "{manifest}", "--output", __file__), 2, "a file that is no list of hypotheses"),
@@ -139,7 +139,7 @@ OF_THE_BEST = ("--checkpoint", "{best}", "--manifest")
         (AVERAGE, ("{last}", "--outptu", "x.pt"), 2, "--output"),
         (AVERAGE, ("nowhere.pt",), 4, "There is no checkpoint at nowhere.pt"),
         (AVERAGE, ("{last}", "--output", f"{__file__}/x.pt"), 6, "x.pt cannot be written"),
-        (AVERAGE, ("{last}", "--output", __file__), 2, "is there already. Give another name, or --force"),
+        (AVERAGE, ("{last}", "--output", __file__), 2, "already exists. Choose another name, or overwrite it with --force"),
         (AVERAGE, ("konkani.nemo",), 4, "import_asr.py konkani.nemo konkani.pt"),
     ],
 )

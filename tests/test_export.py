@@ -544,7 +544,7 @@ class TestCommandLine:
             (("--checkpoint", "{checkpoint}", "--onnx", "x", "--int8", "./x"), 2, "files of their own"),
             (("--checkpoint", "{checkpoint}", "--onxn", "x"), 2, "--onnx"),
             (("--checkpoint", "{checkpoint}", "--bundle", "/nowhere/x"), 6, "/nowhere/x cannot be written"),
-            (("--checkpoint", "{checkpoint}", "--bundle", "{script}"), 2, "is there already. Give another name, or --"),
+            (("--checkpoint", "{checkpoint}", "--bundle", "{script}"), 2, "already exists. Choose another name, or overwrite it with --"),
             (("--checkpoint", "{checkpoint}", "--bundle", "."), 6, ". cannot be written"),
             (("--checkpoint", "{checkpoint}", "--bundle", "/dev/null"), 6, "/dev/null cannot be written"),
             (("--checkpoint", "{checkpoint}", "--bundle", "x", "--manifest", "none.jsonl"), 3, "none.jsonl"),

@@ -393,7 +393,7 @@ DEVIATES = (
 ERRORS: dict[str, tuple[Spoil, str]] = {
     "audio in both": (lambda s: s.valid.append(s.train[3]), "1 recording of valid.jsonl is in train.jsonl too"),
     "too much rejected": (first(text="।"), f"{BROKEN} is empty"),
-    "control": (first(text="\x07नदी"), rf"{BROKEN} holds U\+0007"),
+    "control": (first(text="\x07नदी"), rf"{BROKEN} contains the control character U\+0007"),
     "other duration": (first(written=1.3), DEVIATES),
 }
 WARNINGS: dict[str, tuple[Spoil, str]] = {

@@ -513,7 +513,7 @@ def test_the_script_writes_a_model_and_measures_it(folder, tokenizer):
     (("--text", "text.txt", "--output", "x.arpa", "--order", "0"), 2, "--order must be between 1 and 16"),
     (("--text", "text.txt", "--output", "text.txt"), 2, "would overwrite what is read"),
     (("--text", "text.txt", "--output", "checkpoint_best.pt"), 2, "would overwrite what is read"),
-    (("--text", "text.txt", "--output", "few.txt"), 2, "few.txt is there already. Give another name, or --force"),
+    (("--text", "text.txt", "--output", "few.txt"), 2, "few.txt already exists. Choose another name, or overwrite it with --force"),
     (("--text", "text.txt", "--output", "nowhere/x.arpa"), 6, "cannot be written"),
     (("--text", "nowhere.txt", "--output", "x.arpa"), 3, "nowhere.txt cannot be read: No such file"),
     (("--text", "/dev/zero", "--output", "x.arpa"), 3, "/dev/zero cannot be read: it is no file"),

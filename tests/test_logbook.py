@@ -431,7 +431,7 @@ def test_a_validation_is_a_line_and_five_pairs_on_the_console(tmp_path, capsys):
 def test_warnings_go_to_standard_error(tmp_path, capsys):
     (tmp_path / "run").write_text("")
     Logbook(tmp_path / "run").close()
-    assert "Training goes on" in capsys.readouterr().err
+    assert "Training continues" in capsys.readouterr().err
 
 
 def test_hypotheses_are_a_table_that_nothing_in_them_breaks(tmp_path):

@@ -141,7 +141,7 @@ def test_a_budget_is_taken_in_any_case_and_a_bare_letter_is_binary(text, size):
 def test_cards_are_known_by_the_names_that_people_write():
     assert find_gpu("gtx 980") == find_gpu("NVIDIA GeForce GTX 980") == find_gpu("GTX-980")
     assert find_gpu("Tesla T4").memory < 15 * 2**30
-    with pytest.raises(UsageError, match="--gpu Voodoo 2 is not a card known here.*T4.*--memory_budget"):
+    with pytest.raises(UsageError, match="--gpu Voodoo 2 is not a known GPU.*T4.*--memory_budget"):
         find_gpu("Voodoo 2")
 
 
@@ -179,9 +179,9 @@ def test_each_known_card_is_found_by_its_own_name():
     [
         ("RTX 3065", "nearest known are RTX 3060, .*--memory_budget"),
         ("A100 60GB", "known with 40 GB or 80 GB"),
-        ("Tesla K80", "no kernels for a card as old"),
-        ("GTX 680", "no kernels for a card as old"),
-        ("GeForce GTX TITAN", "no kernels for a card as old"),
+        ("Tesla K80", "does not support a GPU this old"),
+        ("GTX 680", "does not support a GPU this old"),
+        ("GeForce GTX TITAN", "does not support a GPU this old"),
     ],
 )
 def test_a_card_that_is_not_known_is_refused_with_a_way_on(written, said):
@@ -214,7 +214,7 @@ def test_the_plan_from_the_command_line_and_the_trainer_takes_its_flags(corpus, 
     [
         ((), "Give --memory_budget"),
         (("--memory_budget", "4"), "give a number and a unit"),
-        (("--gpu", "Voodoo 2"), "not a card known here"),
+        (("--gpu", "Voodoo 2"), "not a known GPU"),
         (("--gpu", "T4", "--device", "cpu"), "contradicts"),
     ],
 )

@@ -176,7 +176,7 @@ def test_an_old_checkpoint_without_splits_can_be_gone_on_from(copy):
 def test_steps_before_an_utterance_that_does_not_fit_are_saved(corpus, tmp_path):
     run = built(corpus, tmp_path, "--max_steps", "9", "--save_steps", "0", "--save_minutes", "0")
     calls = []
-    with pytest.raises(ResourceError, match="Out of memory with one utterance at a time"):
+    with pytest.raises(ResourceError, match="Out of memory with a micro-batch of one"):
         train(failing(run, lambda _number, size: calls.append(size) or run.state.step >= 2))
     assert read_checkpoint(tmp_path / "checkpoints" / LAST).states["progress"]["window"] == 2
     assert calls[2:] == [4, 2, 1, 1, 1]

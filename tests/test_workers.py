@@ -58,7 +58,7 @@ def test_what_lies_before_a_deadly_item_comes_although_it_takes_longer(capsys):
 @pytest.mark.parametrize("lives", [0, 1, 2])
 def test_all_come_once_and_in_order_where_workers_die_and_come_back(lives, capsys):
     assert _load(SlowThenDeadly(lives)) == (list(range(6)), None)
-    assert capsys.readouterr().out.count("started once more") == lives
+    assert capsys.readouterr().out.count("Restarting them once") == lives
 
 
 def _hand_over(pipe: Connection, errors: Path, begins_as_worker: bool) -> None:

@@ -104,7 +104,7 @@ def _while_full(bench: ResumeBench, case: FullDisk, run: Path) -> list[str]:
 def _until_the_end(bench: ResumeBench, case: FullDisk, run: Path) -> list[str]:
     """Left alone: one warning, training goes on, the next save is made."""
     ended = run_on(bench, run, case, [])
-    warnings = ended.output.count("Training goes on; the checkpoint before stays")
+    warnings = ended.output.count("Training continues; the previous checkpoint is kept")
     # What it says goes to a file too, and that may not grow beyond the smallest sizes either.
     is_heard = case.share > 0.01 or not case.name.startswith("no file beyond")
     if ended.code or warnings > 1 or warnings < is_heard or "Traceback" in ended.output:
@@ -122,7 +122,7 @@ def three_failures_findings(bench: ResumeBench, share: float, directory: Path) -
     """What is not as it should be where three saves in a row fail: an end with 6, and the old checkpoint as it was."""
     size = int(share * (bench.undisturbed(SETTINGS) / "checkpoints" / LAST).stat().st_size)
     ended = run_faulty(bench.flags(SETTINGS, directory, 0), directory / "output.txt", [("file_limit", size, FIRST, 99)])
-    warnings = ended.output.count("Training goes on; the checkpoint before stays")
+    warnings = ended.output.count("Training continues; the previous checkpoint is kept")
     if ended.code != 6 or warnings != 2 or "Traceback" in ended.output:
         return [f"it ended with {ended.code} after {warnings} warnings: {ended.output[-600:]}"]
     step = last_checkpoint(directory).step

@@ -114,7 +114,7 @@ def test_a_dry_resume_goes_on_from_the_checkpoint_and_touches_nothing_of_its_run
         given = [*resumed, *run_folders(copy), "--epochs", "4", "--dry_run"]
         assert json.loads(dry_run(ask(given)))["steps"] == 6
         output = capsys.readouterr().out
-        assert "with the state of step 6" in output and "step 9 after it is the same, bit for bit" in output
+        assert "built, at step 6" in output and "step 9 after resuming is identical bit for bit" in output
         assert files_of(copy) == before
 
 
@@ -128,7 +128,7 @@ def test_a_dry_resume_passes_over_damaged_checkpoints_and_leaves_them_their_name
     given = ["--resume", "auto", *run_folders(copy), "--epochs", "4", "--dry_run"]
     assert json.loads(dry_run(ask(given)))["steps"] == 6
     output = capsys.readouterr().out
-    assert f"{LAST} is damaged" in output and "Trying the one before." in output and "Moved" not in output
+    assert f"{LAST} is damaged" in output and "Trying the previous one." in output and "Renamed" not in output
     assert files_of(copy) == before
     (folder / PREVIOUS).unlink()
     for _ in range(2):
@@ -159,7 +159,7 @@ def test_it_refuses_what_the_run_would_and_leaves_nothing(more, kind, said, few,
 
 def test_a_used_folder_is_refused_as_the_run_would(few, copy):
     before = files_of(copy)
-    with pytest.raises(UsageError, match="holds checkpoints of a run"):
+    with pytest.raises(UsageError, match="contains checkpoints of a run"):
         dry_run(ask(flags(few, copy, "--dry_run")))
     assert files_of(copy) == before
 
@@ -221,7 +221,7 @@ def test_ctrl_c_ends_the_script_with_130_and_its_workers_with_it(few, tmp_path, 
     os.killpg(child.pid, signal.SIGINT)  # as a terminal does
     assert child.wait(PATIENCE) == 130, said.read_text(encoding="utf-8")
     output = said.read_text(encoding="utf-8")
-    assert "Traceback" not in output and "what it wrote is removed" in output
+    assert "Traceback" not in output and "its files are removed" in output
     assert os.listdir(tmp_path) == []
     with pytest.raises(ProcessLookupError):
         os.killpg(child.pid, 0)

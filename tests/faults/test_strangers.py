@@ -347,7 +347,7 @@ def test_no_secret_of_the_environment_is_in_anything_that_a_run_says_or_writes(
     with pytest.raises(CheckpointError) as caught:
         begin_run(["--resume", str(last), *folders])
     said += str(caught.value) + capsys.readouterr().out
-    assert CANARY not in said and "Going on from" in said
+    assert CANARY not in said and "Resuming from" in said
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert any("tfevents" in path.name for path in written) and len(written) > 10
     assert [path for path in written if CANARY.encode() in path.read_bytes()] == []

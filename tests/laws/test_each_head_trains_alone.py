@@ -110,11 +110,11 @@ def test_it_is_trained_resumed_scored_and_used_by_the_scripts(heads, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--decoder_layers 0 --ctc_weight 0.5", "--ctc_weight 1, or leave it out"),
-        ("--decoder_layers 0 --ctc_weight 0", "--ctc_weight 1, or leave it out"),
-        ("--decoder_layers 0 --test_decode joint", "give auto, greedy or prefix"),
-        ("--ctc_weight 0 --test_decode joint", "give auto, greedy or attention"),
-        ("--ctc_weight 0 --intermediate_ctc_weight 0.3", "of which --ctc_weight 0 leaves none"),
+        ("--decoder_layers 0 --ctc_weight 0.5", "--ctc_weight 1, or omit it"),
+        ("--decoder_layers 0 --ctc_weight 0", "--ctc_weight 1, or omit it"),
+        ("--decoder_layers 0 --test_decode joint", "use auto, greedy or prefix"),
+        ("--ctc_weight 0 --test_decode joint", "use auto, greedy or attention"),
+        ("--ctc_weight 0 --intermediate_ctc_weight 0.3", "but --ctc_weight is 0"),
         ("--decoder_layers -1", "at least 0"),
     ],
 )

@@ -117,7 +117,7 @@ def test_a_run_that_begins_with_it_takes_all_of_it_and_keeps_where_it_comes_from
     flags += ["--scaled_input", "--tokenizer_type", "bpe", "--vocab_size", str(initial.vocab_size)]
     words = [*corpus.flags(), *run_folders(tmp_path), "--max_steps", "2", "--device", "cpu", "--num_workers", "0"]
     done = well(run_script(TRAINER, *words, *flags, "--init_from", str(imported / "striding.pt")))
-    assert f"taken whole: {len(initial.states['model'])} tensors" in done.stdout
+    assert f"loaded: {len(initial.states['model'])} tensors" in done.stdout
     last = tmp_path / "checkpoints" / "checkpoint_last.pt"
     going_on = ("--checkpoint_dir", str(last.parent), "--resume", "auto", "--max_steps", "4", "--log_dir", words[7])
     done = well(run_script(TRAINER, *going_on))

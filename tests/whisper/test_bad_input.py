@@ -184,9 +184,9 @@ FLAGS: dict[str, tuple[tuple[str, ...], str]] = {
     "language alone": (LANGUAGE, "--language does nothing without --pretrained"),
     "task alone": (("--task", "translate"), "--task does nothing without --pretrained"),
     "freeze": ((*B, "--freeze", "99"), "--freeze 99: the encoder has 2 blocks"),
-    "targets": ((*B, "--lora_rank", "2", "--lora_targets", "gate"), "names no layer of this model: give some of"),
+    "targets": ((*B, "--lora_rank", "2", "--lora_targets", "gate"), "matches no layer of this model: choose from"),
     "targets alone": ((*B, "--lora_targets", "query"), "--lora_targets does nothing without --lora_rank"),
-    "init_from": (("--init_from", "{full}"), "is of a run that began with --pretrained. Write its model"),
+    "init_from": (("--init_from", "{full}"), "is a checkpoint of a run with --pretrained. Export its model"),
 }
 
 
@@ -346,7 +346,7 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_is_traced(case, models
 
 
 def test_a_models_folder_in_a_checkpoints_place_is_told_where_it_belongs(models):
-    with pytest.raises(CheckpointError, match="give a Whisper model as --pretrained"):
+    with pytest.raises(CheckpointError, match="use --pretrained .* for a Whisper model"):
         check_is_there(Path(models.folder()))
 
 
