@@ -98,8 +98,8 @@ MANIFESTS = {
     "empty": (b"", "empty"),
     "blank": (b"\n \n", "empty"),
     "broken": (b'\n{"audio_filepath": "a', "row 3: not a line of JSON"),
-    "list": (b"\n[1]", "row 3: a list where a JSON object"),
-    "number": (b"\n3", "row 3: a int where a JSON object"),
+    "list": (b"\n[1]", "row 3: a list, but a JSON object"),
+    "number": (b"\n3", "row 3: a int, but a JSON object"),
     "missing audio": (b'\n{"duration": 1, "text": "a"}', "row 3: audio_filepath must be"),
     "missing text": (b'\n{"audio_filepath": "a", "duration": 1}', "row 3: text must be"),
     "missing duration": (b'\n{"audio_filepath": "a", "text": "a"}', "row 3: duration must be"),
@@ -113,7 +113,7 @@ MANIFESTS = {
     "audio with NUL": (b'\n{"audio_filepath": "a\\u0000", "duration": 1, "text": "a"}', "row 3: audio_filepath must"),
     "latin-1": (b'\n{"audio_filepath": "caf\xe9", "duration": 1, "text": "a"}', "row 3: not UTF-8"),
     "binary": (b"\n" + bytes(range(11, 256)), "row 3: not UTF-8"),
-    "table": (b"\nText", "row 3: not a line of JSON (Expecting value: line 1 column 1 (char 0)); of a table prepare_"),
+    "table": (b"\nText", "row 3: not a line of JSON (Expecting value: line 1 column 1 (char 0)); prepare_data.py"),
     "nested": (b"\n" + b"[" * 100_000, "row 3: not a line of JSON"),
 }
 
@@ -150,7 +150,7 @@ def test_a_manifest_that_is_missing_a_folder_or_names_missing_audio_ends_with_3(
     row = json.dumps(GOOD_ROW)
     (tmp_path / "train.jsonl").write_text(row + "\n")
     message = refused(3, tmp_path, *TINY_MODEL, "--train_manifest", str(tmp_path / "train.jsonl"))
-    assert "row 1, a.flac: the audio file does not exist" in message and "take them out" in message
+    assert "row 1, a.flac: the audio file does not exist" in message and "Fix or delete them" in message
 
 
 def test_all_utterances_rejected_ends_with_3(corpus, tmp_path):
@@ -214,7 +214,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
     "NaN": (_with_nan, {}, "not numbers"),
     "channels": (_silence(4800, 1024), {"duration": 0.3}, "1024 channels|channels"),
     "three hours": (_with_nan, {"duration": 10_800.0}, "longer than --max_duration 20 s"),
-    "other duration": (_silence(16_000), {}, "lasts 1.00 s, not the 3.00 s"),
+    "other duration": (_silence(16_000), {}, "lasts 1.00 s, not 3.00 s"),
     "empty": (_with_nan, {"text": " ।"}, "empty after normalisation"),
     "control": (_with_nan, {"text": "एक\x07"}, "U+0007"),
     "escape": (_with_nan, {"text": "एक\x1b[2J"}, "U+001B"),
@@ -407,7 +407,7 @@ def test_a_failed_save_is_a_warning_and_three_in_a_row_are_an_error(capsys):
     saver = PeriodicSaver(FlakyRun({1, 2, 4, 5, 6}))
     for _ in range(5):
         saver.save()
-    assert capsys.readouterr().out.count("The disk is full. Training goes on") == 4
+    assert capsys.readouterr().out.count("The disk is full. Training continues") == 4
     with pytest.raises(ResourceError, match="disk is full"):
         saver.save()
     assert saver.run.phases == ["save"] * 6, "a save that failed took memory too"

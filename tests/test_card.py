@@ -123,7 +123,7 @@ def test_what_the_driver_does_not_tell_is_left_unsaid():
     """As in Windows' WSL and for other users' processes."""
     card = read(Driver(compute=((7, None),), used=2 * GIB))
     assert card.processes == (CardProcess(7, "", None),)
-    assert card.sentences().endswith("free. Process 7 holds some of it; how much cannot be read.")
+    assert card.sentences().endswith("free. Process 7 uses an unknown amount of it.")
 
 
 def test_what_is_held_outside_a_container_is_said_to_be_unseen():

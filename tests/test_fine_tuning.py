@@ -378,7 +378,7 @@ def test_a_setting_of_other_blocks_is_refused_where_it_is_given_and_kept_where_a
     stored = TrainConfig(model=ModelConfig(encoder_type="transformer", convolution_norm="none"))
     assert parse_flags(["--resume", "auto"], config_from_text(config_to_text(stored))).model == stored.model
     for given in ("--convolution_norm none", "--convolution_kernel 15", "--entry_norm False"):
-        with pytest.raises(UsageError, match=f"{given.split()[0]} does nothing without --encoder_type conformer"):
+        with pytest.raises(UsageError, match=f"{given.split()[0]} has no effect without --encoder_type conformer"):
             parse_flags(["--resume", "auto", *given.split()], stored)
 
 

@@ -87,7 +87,7 @@ def test_no_more_go_at_once_than_are_asked_for():
 
 def test_a_budget_below_the_models_state_is_refused_with_a_preset_that_fits():
     config = TrainConfig(model=PRESETS["optimized"])
-    with pytest.raises(ResourceError, match="1.. MiB before any audio.*budget of 60 MiB.*--preset minimal"):
+    with pytest.raises(ResourceError, match="1.. MiB, and .* more than the budget of 60 MiB.*--preset minimal"):
         check_state(config, architecture_of(config, 40), ONLY_TENSORS, parse_budget("60MiB"))
 
 
@@ -177,8 +177,8 @@ def test_each_known_card_is_found_by_its_own_name():
 @pytest.mark.parametrize(
     "written, said",
     [
-        ("RTX 3065", "nearest known are RTX 3060, .*--memory_budget"),
-        ("A100 60GB", "known with 40 GB or 80 GB"),
+        ("RTX 3065", "most similar known names are RTX 3060, .*--memory_budget"),
+        ("A100 60GB", "exists with 40 GB or 80 GB"),
         ("Tesla K80", "does not support a GPU this old"),
         ("GTX 680", "does not support a GPU this old"),
         ("GeForce GTX TITAN", "does not support a GPU this old"),

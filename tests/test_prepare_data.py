@@ -147,7 +147,7 @@ SPOILT: dict[str, tuple[Callable[[Table], object], str, str]] = {
     "twice": (_set("audio", "0.wav"), "duplicate", "the same audio as all.csv, row 2"),
     "no such split": (_set("split", "later"), "no split", "'later'"),
     "long text": (_set("text", "एक " * 10_000), "long transcript", "29999 characters"),
-    "cells": (lambda table: table.rows[5].append("x"), "broken row", "5 cells where the head has 4"),
+    "cells": (lambda table: table.rows[5].append("x"), "broken row", "5 cells, but the header has 4"),
 }
 
 
@@ -239,7 +239,7 @@ def test_a_file_shorter_than_its_table_says_is_left_out(tmp_path):
     write_table(tmp_path / "corpus" / "train.json", (), rows)
     done = prepare(tmp_path, "nemo", *ALL)
     assert done.returncode == 0 and [row["row"] for row in rejected(tmp_path)] == [2], done.stderr
-    assert "its table says 99.00 s" in rejected(tmp_path)[0]["reason"]
+    assert "its table states 99.00 s" in rejected(tmp_path)[0]["reason"]
 
 
 NEMO_LINES = ("{", "[1]", '{"audio_filepath": 3}', '{"text": "एक"}', "[" * 100_000, '"' * 50_000)
@@ -372,12 +372,12 @@ def test_a_folder_of_something_else_is_refused_in_one_sentence(name, tmp_path):
         (("--format", "flac"), "common_voice"),
         (("--format", "csv", "--source", "nowhere"), "--source nowhere is no folder"),
         (("--valid_share", "a lot"), "--valid_share a lot"),
-        (("--valid_share", "60%", "--test_share", "0.4"), "leave nothing to train on"),
+        (("--valid_share", "60%", "--test_share", "0.4"), "leave no training data"),
         (("--max_rejected", "200%"), "--max_rejected 200%"),
         (("--max_rejected", "nan"), "--max_rejected nan"),
         (("--text_column", "words"), "no column 'words', it has 'audio', 'speaker'"),
         (("--split_by", "given"), "--split_by given cannot be done"),
-        (("--output", "corpus"), "lies in --source"),
+        (("--output", "corpus"), "is inside --source"),
         (("--tabel", "x"), "--table"),
     ],
 )
@@ -411,7 +411,7 @@ def test_a_full_disk_ends_with_6_and_leaves_what_was_there(table):
     words = ("--format", "csv", "--source", "corpus", "--output", "out", "--table", "all.csv", "--force")
     small = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (512, 512))  # no file may grow beyond it
     done = warm_parent().run(ROOT / SCRIPT, *words, cwd=table.directory, before=small)
-    assert done.returncode == 6 and "Free room there" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 6 and "Free disk space there" in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert {path.name: path.read_bytes() for path in table.output.iterdir()} == before
 
 

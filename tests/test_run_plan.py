@@ -178,7 +178,7 @@ def test_a_plan_holds_while_all_that_it_depends_on_does(flag, value, matters):
 def weights_after(corpus: Corpus, directory: Path, *more: str) -> dict[str, torch.Tensor]:
     flags = ("--batch_size", "auto", "--memory_budget", "480MiB", "--max_steps", "3", *more)
     done = well(run_trainer(*TINY_MODEL, *corpus.flags(), *run_folders(directory), *flags))
-    assert ("Rehearsed and undone: the longest utterances" in done.stdout) == ("never" not in more)
+    assert ("Largest batches tested and undone: the longest utterances" in done.stdout) == ("never" not in more)
     return read_checkpoint(directory / "checkpoints" / LAST).states
 
 
@@ -211,7 +211,7 @@ def test_utterances_that_do_not_fit_are_named_with_what_helps(corpus, tmp_path):
     with pytest.raises(ResourceError) as caught:
         built(corpus, tmp_path, "--memory_budget", "302MiB")
     said = str(caught.value)
-    assert "training utterances do not fit the budget of 302MiB even one at a time: audio/train_" in said
+    assert "training utterances do not fit the budget of 302MiB even in a micro-batch of one: audio/train_" in said
     assert "--gradient_checkpointing auto" in said and "--mixed_precision" in said
 
 

@@ -336,7 +336,7 @@ def test_what_phones_write_is_found_in_a_folder_and_heard_as_from_wav(trained, p
     assert "2 of 11 files could not be transcribed" in done.stderr
     seconds = len(tones(WORDS[:4])) / 32_000
     (line,) = [line for line in done.stderr.splitlines() if "cut.wav" in line]
-    assert f"cut.wav ends {seconds:.1f} s before its header says. What there is of it is transcribed." in line
+    assert f"cut.wav is truncated: it is {seconds:.1f} s shorter than its header states. Transcribing the available part." in line
     assert trained.recognizer.transcribe(next(phone.glob("*.mp4"))).text == expected
 
 

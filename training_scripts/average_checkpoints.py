@@ -67,13 +67,13 @@ def average(flags: Flags) -> str:
         paths = newest_epochs(flags.checkpoint_dir, flags.last)
     output = Path(flags.output) if flags.output else paths[0].parent / AVERAGED
     if is_name_of_a_run(output) or output.resolve() in [path.resolve() for path in paths]:
-        raise UsageError(f"--output {output} is a name of the run's own checkpoints; name it {AVERAGED}, for example.")
+        raise UsageError(f"--output {output} is reserved for checkpoints of a run; name it {AVERAGED}, for example.")
     check_new_file(output, flags.force)
     averaged = average_checkpoints(read_each(paths), flags.allow_different_runs)
     with atomic_write(output) as partial:
         write_checkpoint(partial, averaged)
     names = ", ".join(path.name for path in paths)
-    return f"{output}: the mean of {count(len(paths), 'checkpoint')} ({names})."
+    return f"{output}: average of {count(len(paths), 'checkpoint')} ({names})."
 
 
 def read_each(paths: list[Path]) -> Iterator["NamedCheckpoint"]:

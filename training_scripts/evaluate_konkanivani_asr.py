@@ -147,7 +147,7 @@ def check_flags(flags: Flags) -> None:
     """Raises a UsageError where it is not clear what to score, a ResourceError where nothing could be written."""
     check_pretrained(flags.pretrained)
     if None not in (flags.checkpoint, flags.pretrained.pretrained):
-        raise UsageError("--checkpoint and --pretrained are two models: give one of them.")
+        raise UsageError("--checkpoint and --pretrained are two models: give only one.")
     of_checkpoint, of_texts = (flags.model, flags.manifest), (flags.references, flags.hypotheses)
     is_checkpoint = None not in of_checkpoint and of_texts == (None, None)
     is_text = of_checkpoint == (None, None) and flags.hypotheses is not None
@@ -155,8 +155,8 @@ def check_flags(flags: Flags) -> None:
         is_text = is_json_file(flags.hypotheses)
     if not is_checkpoint and not is_text:
         raise UsageError(
-            "Give --checkpoint and --manifest to score a checkpoint, or --references and --hypotheses to score what is "
-            "there already; --hypotheses alone where its JSON lines have both texts."
+            "Give --checkpoint and --manifest to evaluate a checkpoint, or --references and --hypotheses to "
+            "score existing transcripts (--hypotheses alone if its JSON lines contain both texts)."
         )
     check_decoding(flags.decoding)
     if flags.worst < 0:
@@ -165,7 +165,9 @@ def check_flags(flags: Flags) -> None:
         check_own_file(Path(flags.html), "--html", "page", PAGE_START)
     inputs = [path for path in (*of_checkpoint, *of_texts, flags.compare) if path is not None]
     if flags.output_path and any(flags.output_path.resolve() == Path(path).resolve() for path in inputs):
-        raise UsageError(f"--output {flags.output_path} is also read, and would be lost: give another path.")
+        raise UsageError(
+            f"--output {flags.output_path} is an input file and would be overwritten: choose another path."
+        )
 
 
 def main() -> str:

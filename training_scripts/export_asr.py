@@ -73,20 +73,21 @@ def check_flags(flags: Flags) -> None:
     """Raises a UsageError or a ResourceError where the files asked for could not be written, before any work."""
     if not flags.outputs and not flags.folders:
         raise UsageError(
-            "Nothing is asked for. Give --bundle, --onnx or --int8 with the file to write, or several; or, of a run "
-            "that began with --pretrained, --whisper or --adapter with the folder to write."
+            "No output is given. Give --bundle, --onnx or --int8 with the file to write, or several; for a "
+            "run with --pretrained, give --whisper or --adapter with the folder to write."
         )
     if flags.outputs and flags.folders:
         raise UsageError(
-            "--bundle, --onnx and --int8 are for models of ours, --whisper and --adapter for others': give one kind."
+            "--bundle, --onnx and --int8 are for models trained from scratch, --whisper and --adapter for "
+            "--pretrained models: give only one kind."
         )
     places = [path.resolve() for path in (Path(flags.checkpoint), *flags.outputs, *flags.folders)]
     are_nested = any(folder.resolve() in place.parents for folder in flags.folders for place in places)
     if len(set(places)) < len(places) or are_nested:
-        raise UsageError("What is read and what is written are files of their own, or folders. Give each its own name.")
+        raise UsageError("Inputs and outputs must be different files or folders. Choose different names.")
     for path in flags.folders:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise UsageError(f"{path} is there already. Name a folder that is not, or is empty.")
+            raise UsageError(f"{path} already exists. Choose a new or empty folder.")
     for path in flags.outputs:
         check_new_file(path, flags.force)
 
@@ -119,7 +120,7 @@ def export(flags: Flags) -> str:
     if flags.folders:
         forms += export_folders(flags, checkpoint)
     if flags.manifest is None:
-        return "Read again, compared with the checkpoint on a signal: sound. With --manifest they are scored."
+        return "Read back and verified against the checkpoint. With --manifest, the exported models are also evaluated."
     return "\n".join(score(flags, checkpoint, speech_model, forms))
 
 
@@ -140,13 +141,13 @@ def check_kind(flags: Flags, checkpoint: "Checkpoint") -> None:
     if is_ours and (flags.folders or flags.pretrained is not None):
         named = "--pretrained is" if flags.pretrained is not None else "--whisper and --adapter are"
         raise UsageError(
-            f"{flags.checkpoint} is of a model of ours, and {named} for others': export it with --bundle, --onnx or "
-            "--int8."
+            f"{flags.checkpoint} was trained without --pretrained, and {named} for --pretrained models: export "
+            "it with --bundle, --onnx or --int8."
         )
     if not is_ours and flags.outputs:
         raise UsageError(
-            f"The run of {flags.checkpoint} began with --pretrained: export it with --whisper, or what --lora_rank has "
-            "trained with --adapter."
+            f"The run of {flags.checkpoint} used --pretrained: export it with --whisper, or its LoRA adapter "
+            "with --adapter."
         )
 
 
@@ -193,7 +194,7 @@ def export_onnx(flags: Flags, speech_model: "SpeechModel") -> list["Exported"]:
     from konkanivani.inference.onnx_export import build_onnx, quantize, read_onnx
     from konkanivani.inference.verify import TOLERANCE, Exported, check_onnx
 
-    say("Tracing the model for ONNX, which takes up to a minute.")
+    say("Tracing the model for ONNX (up to a minute).")
     model = build_onnx(speech_model)
     forms = []
     for name, path, tolerance in (("ONNX", flags.onnx, TOLERANCE), ("ONNX, int8", flags.int8, math.inf)):
@@ -225,7 +226,7 @@ def score(flags: Flags, checkpoint: "Checkpoint", speech_model: "SpeechModel", f
 
 def table(comparisons: list["FormScore"]) -> list[str]:
     """One line a form, under its headings."""
-    lines = [f"{'':12} {'WER':>7} {'CER':>7} {'other texts':>14} {'size':>9}"]
+    lines = [f"{'':12} {'WER':>7} {'CER':>7} {'changed texts':>14} {'size':>9}"]
     for found in comparisons:
         rates, others = found.rates, f"{found.other_texts} of {found.utterances}"
         lines.append(f"{found.name:12} {rates.wer:7.2%} {rates.cer:7.2%} {others:>14} {size_in_words(found.size):>9}")

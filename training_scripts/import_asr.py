@@ -48,9 +48,9 @@ def check_flags(flags: Flags) -> None:
 
     output = Path(flags.output)
     if output.resolve() == Path(flags.model).resolve():
-        raise UsageError("What is read and what is written are files of their own. Give each its own name.")
+        raise UsageError("Input and output must be different files. Choose different names.")
     if is_name_of_a_run(output):
-        raise UsageError(f"{output} is a name of a run's own checkpoints, which --resume takes. Name it imported.pt.")
+        raise UsageError(f"{output} is reserved for checkpoints of a run, which --resume reads. Name it imported.pt.")
     check_new_file(output, flags.force)
 
 
@@ -66,10 +66,10 @@ def run_import(flags: Flags) -> str:
         write_checkpoint(partial, found.checkpoint)
     name, size = shlex.quote(flags.output), output.stat().st_size
     return (
-        f"{found.sentences()}\n{output}: {size / 1e6:.1f} MB. Next, each with what it is to work on:\n"
-        f"  python3 training_scripts/evaluate_konkanivani_asr.py --checkpoint {name} --manifest test.jsonl\n"
-        f"  python3 training_scripts/transcribe.py recordings --checkpoint {name}\n"
-        f"  python3 training_scripts/train_konkanivani_asr.py --init_from {name} --train_manifest train.jsonl"
+        f"{found.sentences()}\n{output}: {size / 1e6:.1f} MB. Next steps:\n  python3 "
+        f"training_scripts/evaluate_konkanivani_asr.py --checkpoint {name} --manifest test.jsonl\n  python3 "
+        f"training_scripts/transcribe.py recordings --checkpoint {name}\n  python3 "
+        f"training_scripts/train_konkanivani_asr.py --init_from {name} --train_manifest train.jsonl"
     )
 
 

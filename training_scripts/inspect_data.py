@@ -78,7 +78,7 @@ def chosen_manifests(flags: Flags) -> tuple[str, ...]:
     named = tuple(path for path in (data.train_manifest, data.valid_manifest, data.test_manifest) if path is not None)
     if bool(named) == bool(flags.manifests) or (named and data.train_manifest is None):
         raise UsageError(
-            "Give manifests, the one to train on first, or --train_manifest with the trainer's other flags."
+            "Give manifests, the training manifest first, or --train_manifest with the trainer's other flags."
         )
     return flags.manifests or named
 

@@ -28,7 +28,7 @@ from konkanivani.base.units import parse_budget
 from konkanivani.memory.devices import cpu_costs, cuda_costs
 from konkanivani.memory.known_gpus import Gpu, find_gpu
 
-HOW_LONG = "10 to 20 seconds for one question, and 3 for the same again, since what is traced is kept"
+HOW_LONG = "10 to 20 s the first time, 3 s when repeated, since traces are cached"
 
 
 @dataclass(frozen=True)
@@ -68,28 +68,28 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
         raise UsageError("--world must be at least 1.")
     gpu, budget = find_gpu(flags.gpu) if flags.gpu else None, flags.train.memory.memory_budget
     if not (gpu or budget or flags.presets):
-        raise UsageError("Give --memory_budget, for example 4GiB, or --gpu with the name of a card.")
+        raise UsageError("Give --memory_budget, for example 4GiB, or --gpu with the name of a GPU.")
     if gpu and flags.train.run.device == "cpu":
-        raise UsageError(f"--device cpu contradicts --gpu {flags.gpu}: give one of them.")
+        raise UsageError(f"--device cpu contradicts --gpu {flags.gpu}: give only one of them.")
     size = parse_budget(budget) if budget else gpu.memory if gpu else 0
     if flags.train.run.init_from is not None:
         flags = replace(flags, train=beginning_with_weights(flags.train, given))
     if flags.train.pretrained.pretrained is not None:
         check_pretrained(flags)
-    print(f"Tracing steps of training without data: {HOW_LONG}.", file=sys.stderr, flush=True)
+    print(f"Tracing training steps ({HOW_LONG}).", file=sys.stderr, flush=True)
     from konkanivani.recipe.planning.ranks import choose_ranks
     from konkanivani.recipe.planning.report import plan_budget, plan_presets
     from konkanivani.recipe.planning.table import plan_whisper
 
     costs = cpu_costs()
     if gpu or flags.train.run.device == "cuda":
-        gpu = gpu or Gpu("a CUDA card", size, (7, 5))
+        gpu = gpu or Gpu("a CUDA GPU", size, (7, 5))
         costs = cuda_costs(gpu.name, gpu.capability)
     if flags.table:
         return plan_whisper(flags.train, costs, size)
     if flags.presets:
         if flags.world > 1:
-            raise UsageError("--presets is for one process: give --world with one --preset.")
+            raise UsageError("--presets supports one process: use --world with one --preset.")
         return plan_presets(flags.train, costs)
     report = plan_budget(flags.train, costs, size, choose_ranks(flags.train, costs, size, flags.world), given)
     return report.as_json() if flags.json else report.as_table()
@@ -107,7 +107,7 @@ def beginning_with_weights(train: TrainConfig, given: frozenset[str]) -> TrainCo
 def check_pretrained(flags: Flags) -> None:
     """Raises the errors that a plan of this folder would end with, before anything is traced."""
     if flags.presets or flags.table:
-        raise UsageError("--presets and --table ask about other models: leave --pretrained out, or ask about it alone.")
+        raise UsageError("--presets and --table do not apply to --pretrained: omit them or --pretrained.")
     from konkanivani.recipe.origin import planned_architecture
 
     planned_architecture(flags.train).build_without_values()

@@ -57,14 +57,14 @@ class Flags:
 def check_flags(flags: Flags) -> None:
     """Raises an error where the flags cannot work, before anything is read."""
     if not flags.text and not flags.manifest:
-        raise UsageError("There is nothing to learn from: give --text sentences.txt, --manifest train.jsonl, or both.")
+        raise UsageError("No training text: give --text sentences.txt, --manifest train.jsonl, or both.")
     if flags.order is not None and not 1 <= flags.order <= MAX_ORDER:
         raise UsageError(f"--order must be between 1 and {MAX_ORDER}, not {flags.order}.")
     read = (flags.checkpoint, *flags.text, *flags.manifest, flags.held_out)
     inputs = [Path(file).resolve() for file in read if file]
     if Path(flags.output).resolve() in inputs:
         raise UsageError(
-            f"--output {flags.output} would overwrite what is read. Give it another name, such as lm.arpa."
+            f"--output {flags.output} would overwrite an input file. Choose another name, such as lm.arpa."
         )
     check_new_file(Path(flags.output), flags.force)
 
@@ -97,14 +97,14 @@ class TextCorpus:
             yield tokens
         if not self.sentences:
             raise DataError(
-                f"There is no sentence in {', '.join(files + manifests)}. Write one on each line, in UTF-8."
+                f"No sentence found in {', '.join(files + manifests)}. Write one sentence per line, in UTF-8."
             )
 
     def _lines_of(self, file: str) -> Iterator[str]:
         from konkanivani.data.synthetic.sentence_corpus import read_source_lines
 
         if Path(file).exists() and not Path(file).is_file():
-            raise DataError(f"The sentences in {file} cannot be read: it is no file. Give the path of a text file.")
+            raise DataError(f"The sentences in {file} cannot be read: it is not a file. Give the path of a text file.")
         yield from (line.text for line in read_source_lines(file))
 
     def _transcripts_of(self, manifest: str) -> Iterator[str]:
@@ -119,7 +119,7 @@ class TextCorpus:
     def told(self) -> str:
         """What has been read, in words."""
         unknown = f", {self.unknown / self.tokens:.1%} of them unknown to the tokenizer" if self.unknown else ""
-        broken = f"; {count(self.broken_rows, 'broken row')} left out" if self.broken_rows else ""
+        broken = f"; {count(self.broken_rows, 'broken row')} skipped" if self.broken_rows else ""
         said = ", ".join((count(self.sentences, "sentence"), count(self.words, "word"), count(self.tokens, "token")))
         return f"{said}{unknown}{broken}"
 
@@ -160,7 +160,7 @@ def measured(orders: tuple["Ngrams", ...], corpus: TextCorpus, sentences: list[l
     model = build_language_model(orders, corpus.tokenizer.size, torch.device("cpu"), corpus.tokenizer.special)
     total = math.fsum(score_sentences(model, sentences))
     a_token, a_word = (math.exp(-total / (count + len(sentences))) for count in (corpus.tokens, corpus.words))
-    return f"{corpus.told()}; perplexity {a_token:.4g} a token, {a_word:.4g} a word"
+    return f"{corpus.told()}; perplexity {a_token:.4g} per token, {a_word:.4g} per word"
 
 
 if __name__ == "__main__":

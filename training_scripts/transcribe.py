@@ -73,7 +73,7 @@ def transcribe_portion(flags: Flags, topology: "Topology") -> str:
     if SIGN not in flags.files:
         return transcribe_files(flags, topology, spooled=None)
     if not topology.is_alone:
-        raise UsageError("Standard input cannot be divided among ranks. Save it as a file and give its path.")
+        raise UsageError("Standard input cannot be split over ranks. Save it as a file and give its path.")
     with spooled_input() as spooled:
         return transcribe_files(flags, topology, spooled)
 
@@ -88,7 +88,7 @@ def transcribe_files(flags: Flags, topology: "Topology", spooled: Path | None) -
     checkpoint = Path(flags.checkpoint) if flags.checkpoint else best_checkpoint("checkpoints")
     if flags.checkpoint is None and flags.pretrained.pretrained is None and not checkpoint.is_file():
         raise CheckpointError(
-            "There is no checkpoint in checkpoints/. Give the path of one with --checkpoint, or train a model first."
+            "There is no checkpoint in checkpoints/. Give one with --checkpoint, or train a model first."
         )
     load = partial(
         build_recognizer, checkpoint, flags.decoding, flags.device, flags.longest_piece, flags.pause, flags.pretrained
@@ -100,9 +100,9 @@ def transcribe_files(flags: Flags, topology: "Topology", spooled: Path | None) -
 def check_flags(flags: Flags) -> None:
     """Raises a UsageError where the flags cannot work."""
     if not flags.files:
-        raise UsageError("There is nothing to transcribe. Give audio files, or folders of them.")
+        raise UsageError("No input. Give audio files, or folders of them.")
     if flags.files.count(SIGN) > 1:
-        raise UsageError(f"{SIGN}, standard input, is there only once. Give it once.")
+        raise UsageError(f"{SIGN} (standard input) is given more than once. Give it once.")
     if flags.longest_piece is not None and not MIN_PIECE <= flags.longest_piece <= MAX_PIECE:
         raise UsageError(f"--longest_piece must be from {MIN_PIECE:g} to {MAX_PIECE:g} seconds.")
     if not MIN_PAUSE <= flags.pause <= MAX_PAUSE:
@@ -110,7 +110,7 @@ def check_flags(flags: Flags) -> None:
     check_decoding(flags.decoding)
     check_pretrained(flags.pretrained)
     if flags.pretrained.pretrained is not None and flags.checkpoint is not None:
-        raise UsageError("--checkpoint and --pretrained are two models: give one of them.")
+        raise UsageError("--checkpoint and --pretrained are two models: give only one.")
 
 
 def main() -> str:

@@ -132,7 +132,7 @@ def test_a_dry_resume_passes_over_damaged_checkpoints_and_leaves_them_their_name
     assert files_of(copy) == before
     (folder / PREVIOUS).unlink()
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="None of the 1 checkpoints .* is sound. Restore a copy"):
+        with pytest.raises(CheckpointError, match="None of the 1 checkpoints .* is valid. Restore a backup"):
             dry_run(ask(given))
     assert (folder / LAST).exists()
 
@@ -256,7 +256,7 @@ def test_negative_control_a_resume_that_forgets_something_is_found(few, tmp_path
     from konkanivani.training.optimizer import OptimizerState
 
     monkeypatch.setattr(OptimizerState, "load_state_dict", lambda self, state: None)
-    with pytest.raises(CheckpointError, match="What was resumed is not what was saved: .*optimizer/"):
+    with pytest.raises(CheckpointError, match="The resumed state differs from the state saved: .*optimizer/"):
         dry_run(ask(flags(few, tmp_path, "--dry_run")))
     monkeypatch.setattr(dry, "differences", lambda one, other: [])
     summary = json.loads(dry_run(ask(flags(few, tmp_path, "--dry_run"))))
@@ -274,7 +274,7 @@ def test_negative_control_a_save_that_loses_a_bit_is_found(few, tmp_path, monkey
         return checkpoint
 
     monkeypatch.setattr(dry, "read_checkpoint", read_wrongly)
-    with pytest.raises(CheckpointError, match="What was saved is not what is read back: 1 value"):
+    with pytest.raises(CheckpointError, match="The checkpoint read back differs from the state saved: 1 value"):
         dry_run(ask(flags(few, tmp_path, "--dry_run")))
     assert os.listdir(tmp_path) == []
 

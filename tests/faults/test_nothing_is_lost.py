@@ -253,7 +253,7 @@ def test_a_corpus_is_no_old_log_to_be_moved_aside(desk, konkani):
     for name in ("rejected.jsonl", "train.jsonl"):  # as prepare_data.py leaves them
         (corpus / name).touch()
     ended = desk.train(konkani, "other", "corpus")
-    assert ended.code == 2 and f"{corpus} holds train.jsonl and is no run's log" in ended.output
+    assert ended.code == 2 and f"{corpus} contains train.jsonl and is not the log of a run" in ended.output
     assert len(os.listdir(corpus)) == 2 and not (desk.folder / "ck" / "other").exists()
 
 

@@ -81,10 +81,10 @@ def test_every_path_that_cannot_be_used_is_told_on_a_line_of_its_own(tmp_path):
         ("nothing.pt", "Give the path of a checkpoint"),
         ("--train_manifest", "No such file", "Give the path of a JSONL manifest"),
         ("--valid_manifest", "Is a directory", "Give"),
-        ("--test_manifest", "it is no file", "Give"),
+        ("--test_manifest", "it is not a file", "Give"),
         ("--rir_manifest", "No such file", "Give"),
         ("--noise_manifest", "Not a directory", "Give"),
-        ("checkpoint folder", "is a file", "Give another --checkpoint_dir"),
+        ("checkpoint folder", "is a file", "Choose another --checkpoint_dir"),
         ("log folder", "is a file", "Choose another --log_dir"),
     ]
     assert len(lines) == len(told)
@@ -94,7 +94,7 @@ def test_every_path_that_cannot_be_used_is_told_on_a_line_of_its_own(tmp_path):
 
 def test_a_start_that_is_refused_for_its_paths_makes_no_folder(corpus, tmp_path):
     message = refusal(UsageError, *run_folders(tmp_path), "--valid_manifest", str(tmp_path / "none.jsonl"))
-    assert [line.split()[0] for line in message.splitlines()] == ["No", "--valid_manifest"]
+    assert [line.split()[0] for line in message.splitlines()] == ["--train_manifest", "--valid_manifest"]
     assert os.listdir(tmp_path) == []
 
 
@@ -127,7 +127,7 @@ def test_a_folder_of_the_checkout_that_may_not_be_written_is_named_in_full(corpu
 
 def test_a_lock_that_another_has_made_is_named(tmp_path):
     (tmp_path / ".lock").mkdir()  # what root too cannot write
-    with pytest.raises(ResourceError, match=r"\.lock\)\. Give another --checkpoint_dir, or have the file's owner"):
+    with pytest.raises(ResourceError, match=r"\.lock\)\. Choose another --checkpoint_dir, or get write permission"):
         RunLock(tmp_path)
 
 

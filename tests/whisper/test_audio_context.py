@@ -241,7 +241,7 @@ def test_what_cannot_be_is_refused_and_a_person_is_told(whisper_folders, tmp_pat
     (folder / GENERATION).write_text(json.dumps(said | {"audio_context": ["speech"]}))
     with pytest.raises(CheckpointError, match=r"audio_context in its generation_config\.json is \['speech'\]"):
         read_whisper_folder(folder)
-    with pytest.raises(UsageError, match="--audio_context does nothing without --pretrained"):
+    with pytest.raises(UsageError, match="--audio_context has no effect without --pretrained"):
         parse_flags(["--audio_context", "speech"])
     note = TunedWhisper(TrainConfig(), SPEECH, {}, b"").note()
     assert (

@@ -174,18 +174,18 @@ FLAGS: dict[str, tuple[tuple[str, ...], str]] = {
         ("--pretrained", "{no_translate}", *LANGUAGE, "--task", "translate"),
         "--task translate: the model has",
     ),
-    "preset": ((*B, "--preset", "minimal"), "--preset would change it: leave it out"),
-    "width": ((*B, "--d_model", "64", "--vocab_size", "99"), "--d_model, --vocab_size would change it: leave them out"),
+    "preset": ((*B, "--preset", "minimal"), "--preset would change it: omit it"),
+    "width": ((*B, "--d_model", "64", "--vocab_size", "99"), "--d_model, --vocab_size would change it: omit them"),
     "CTC": ((*B, "--ctc_weight", "0.3"), "--ctc_weight would change it"),
     "inner CTC": ((*B, "--intermediate_ctc_weight", "0.3"), "--intermediate_ctc_weight would change it"),
     "two beginnings": ((*B, "--init_from", "{full}"), "--init_from would change it"),
     "bands": ((*B, "--mel_bins", "80"), "--mel_bins would change it"),
-    "joint": ((*B, "--test_decode", "joint"), "needs CTC, and a --pretrained model has none: give"),
-    "language alone": (LANGUAGE, "--language does nothing without --pretrained"),
-    "task alone": (("--task", "translate"), "--task does nothing without --pretrained"),
+    "joint": ((*B, "--test_decode", "joint"), "needs CTC, but a --pretrained model has no CTC head: use"),
+    "language alone": (LANGUAGE, "--language has no effect without --pretrained"),
+    "task alone": (("--task", "translate"), "--task has no effect without --pretrained"),
     "freeze": ((*B, "--freeze", "99"), "--freeze 99: the encoder has 2 blocks"),
     "targets": ((*B, "--lora_rank", "2", "--lora_targets", "gate"), "matches no layer of this model: choose from"),
-    "targets alone": ((*B, "--lora_targets", "query"), "--lora_targets does nothing without --lora_rank"),
+    "targets alone": ((*B, "--lora_targets", "query"), "--lora_targets has no effect without --lora_rank"),
     "init_from": (("--init_from", "{full}"), "is a checkpoint of a run with --pretrained. Export its model"),
 }
 
@@ -257,7 +257,7 @@ def test_a_run_whose_folder_is_gone_goes_on_where_its_checkpoint_holds_all(model
         without_folder(tmp_path / kind)
     assert resume(models, tmp_path / "full", "full").returncode == 0
     for kind in ("frozen", "lora"):
-        check_refusal(resume(models, tmp_path / kind, kind), 4, "is not there. Put it there, or say with --pretrained")
+        check_refusal(resume(models, tmp_path / kind, kind), 4, "does not exist. Put it there, or give its path with --pretrained")
     assert resume(models, tmp_path / "frozen", "frozen", "--pretrained", "{base}").returncode == 0
 
 

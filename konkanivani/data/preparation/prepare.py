@@ -93,7 +93,7 @@ class Preparation:
         """The parts of the hours that are drawn; a UsageError where they are none, or nothing is left."""
         shares = Shares(parse_share(self.valid_share, "--valid_share"), parse_share(self.test_share, "--test_share"))
         if shares.valid + shares.test >= 1:
-            raise UsageError("--valid_share and --test_share leave nothing to train on. Give smaller ones.")
+            raise UsageError("--valid_share and --test_share leave no training data. Use smaller ones.")
         return shares
 
 
@@ -160,14 +160,14 @@ def prepare_corpus(task: Preparation) -> PreparationReport:
 
 def _check_source(task: Preparation) -> None:
     if not task.source.is_dir():
-        raise UsageError(f"--source {task.source} is no folder. Give the folder into which it was unpacked.")
+        raise UsageError(f"--source {task.source} is not a folder. Give the folder of the unpacked corpus.")
     if not task.root.is_dir():
-        raise UsageError(f"--audio_root {task.root} is no folder. Give the folder that the audio lies in.")
+        raise UsageError(f"--audio_root {task.root} is not a folder. Give the folder that contains the audio.")
     source, output = task.source.resolve(), task.output.resolve()
     if output == source or (task.format in ("nemo", "indicvoices") and output.is_relative_to(source)):
         raise UsageError(
-            f"--output {task.output} lies in --source, where the manifests would be taken for a part of the corpus. "
-            "Give a folder outside it."
+            f"--output {task.output} is inside --source, so the manifests would be read as part of the corpus. "
+            "Choose a folder outside it."
         )
 
 
@@ -177,12 +177,13 @@ def _check_output(task: Preparation) -> None:
     there = [name for name in names if os.path.lexists(task.output / name)]
     if there and not task.force:
         raise UsageError(
-            f"{task.output} holds {' and '.join(there)} already. Give another --output, or --force to replace them."
+            f"{task.output} already contains {' and '.join(there)}. Choose another --output, or overwrite them "
+            "with --force."
         )
     audio, report = task.output / AUDIO, task.output / REPORT
     is_ours = report.is_file() and '"format": "huggingface"' in report.read_text(encoding="utf-8", errors="replace")
     if task.format == "huggingface" and os.path.lexists(audio) and not (task.force and is_ours):
-        raise UsageError(f"{audio} is there already, and audio would be written to it. Give another --output.")
+        raise UsageError(f"{audio} already exists, and audio would be written to it. Choose another --output.")
 
 
 def _told(rows: Found, task: Preparation) -> Iterator[FoundUtterance | RefusedRow]:
@@ -198,13 +199,16 @@ def _check_damage(task: Preparation, corpus: Corpus, most_rejected: float) -> No
         return
     first = next((row for row in corpus.refused if not row.is_expected), None)
     if first is None:
-        raise DataError(f"{task.source} holds no utterance that {task.format} can read. Check --format and --source.")
+        raise DataError(
+            f"{task.source} contains no utterance in the format {task.format}. Check --format and --source."
+        )
     first = _printable(first)
     listed = ", ".join(f"{count.rows} {count.kind}" for count in _counts(corpus.refused))
     raise DataError(
-        f"No manifest is written: {corpus.damage:.1%} of the rows of {task.source} cannot be used ({listed}), and "
-        f"--max_rejected is {most_rejected:.3g}. The first: {first.file}, row {first.row}: {first.reason.rstrip('.')}. "
-        f"All stand in {task.output / REJECTED}: mend them, or give --max_rejected a larger part."
+        f"No manifest was written: {corpus.damage:.1%} of the rows of {task.source} are unusable ({listed}), "
+        f"more than --max_rejected {most_rejected:.3g}. The first: {first.file}, row {first.row}: "
+        f"{first.reason.rstrip('.')}. All are listed in {task.output / REJECTED}: fix them, or raise "
+        "--max_rejected."
     )
 
 
@@ -262,7 +266,7 @@ def _staging(task: Preparation) -> Iterator[Path]:
 
 
 def _explained(output: Path) -> contextlib.AbstractContextManager[None]:
-    advice = "Free room there, or give --output a folder that you can write to."
+    advice = "Free disk space there, or choose a writable --output folder."
     return explained(ResourceError, f"The manifests cannot be written to {output}", advice)
 
 
