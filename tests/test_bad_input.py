@@ -59,7 +59,7 @@ def refusal(kind: type[KonkaniVaniError], directory: Path, *flags: str) -> str:
         (("--learning-rte", "1"), ("--learning-rte", "--learning_rate")),
         (("--epochs", "many"), ("--epochs", "many")),
         (("--preset", "huge"), ("huge", "minimal")),
-        (("--resume", "auto", "--fresh"), ("--resume", "--fresh", "give one of them")),
+        (("--resume", "auto", "--fresh"), ("--resume", "--fresh", "give only one of them")),
         (
             ("--d_model", "33", "--dropout", "2", "--epochs", "0", "--learning_rate", "nan", "--run_name", "a/b"),
             ("--d_model 33", "--dropout must", "--epochs must", "--learning_rate must be a finite", "--run_name must"),

@@ -127,7 +127,11 @@ def test_what_the_driver_does_not_tell_is_left_unsaid():
 
 
 def test_what_is_held_outside_a_container_is_said_to_be_unseen():
-    assert read(Driver(used=2 * GIB)).sentences().endswith("Another 2.00 GiB is used by processes that are not visible here.")
+    assert (
+        read(Driver(used=2 * GIB))
+        .sentences()
+        .endswith("Another 2.00 GiB is used by processes that are not visible here.")
+    )
 
 
 @pytest.mark.parametrize("broken", ["nvmlDeviceGetComputeRunningProcesses", "nvmlSystemGetProcessName"])

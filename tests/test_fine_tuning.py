@@ -359,7 +359,7 @@ def test_negative_control_a_run_from_nothing_or_without_validation_has_no_score_
         ("--freeze_steps 10", "give --init_from"),
         ("--new_tokenizer", "give --init_from"),
         ("--pretrained x --new_tokenizer", "give --init_from"),
-        ("--init_from x --train_layers 2 --freeze 2", "give one of them"),
+        ("--init_from x --train_layers 2 --freeze 2", "give only one of them"),
         ("--init_from x --train_layers 2 --lora_rank 2", "omit --freeze and --train_layers"),
         ("--init_from x --lora_rank 2 --freeze_steps 5", "or give --new_tokenizer"),
         ("--init_from x --train_layers -1", "at least 0"),

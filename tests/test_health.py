@@ -399,7 +399,7 @@ ERRORS: dict[str, tuple[Spoil, str]] = {
 WARNINGS: dict[str, tuple[Spoil, str]] = {
     "speaker in both": (lambda s: change(s.valid, 0, speaker="a"), r"1 speaker of valid.jsonl is in .*\(a\)"),
     "sentence in both": (lambda s: change(s.valid, 0, text=s.train[2].text + "।"), "1 of 20 utterances of valid"),
-    "listed again": (lambda s: s.train.append(s.train[3]), "lists 1 recording again"),
+    "listed again": (lambda s: s.train.append(s.train[3]), "lists 1 recording more than once"),
     "unalignable": (first(text="एक " * 40), r"cannot be used: 1 x CTC cannot align it\."),
     "wrong transcript": (first(seconds=15.0), r"1 transcript may not be .*row 1"),
     "empty": (first(gain=0.0), "1 of 40 recordings is empty"),
@@ -459,7 +459,9 @@ def test_files_that_are_missing_or_unreadable_end_training(small):
     (small.directory / "train003.wav").write_bytes(b"no audio")
     assert diagnose(paths, CONFIG, 0).verdict.can_be_trained  # none was decoded
     broken = diagnose(paths, CONFIG, 500)
-    assert "1 of 40 sampled recordings cannot be read (row 4, train003.wav: it cannot be opened" in said(broken, "error")
+    assert "1 of 40 sampled recordings cannot be read (row 4, train003.wav: it cannot be opened" in said(
+        broken, "error"
+    )
 
 
 @pytest.mark.parametrize("written, is_told", [(1.1, False), (1.12, False), (1.13, True), (0.91, False), (0.87, True)])
@@ -499,7 +501,9 @@ def test_what_the_trainer_never_opens_does_not_count(small):
     paths = small.written()
     (small.directory / "train000.wav").write_bytes(b"no audio")
     diagnosis = diagnose(paths, replace(CONFIG, data=DataConfig(max_duration=2.0)), 500)
-    assert diagnosis.verdict.can_be_trained and "1 of 40 sampled recordings cannot be read" in said(diagnosis, "warning")
+    assert diagnosis.verdict.can_be_trained and "1 of 40 sampled recordings cannot be read" in said(
+        diagnosis, "warning"
+    )
     assert "3 utterances (7.5 %) will be skipped: 3 x longer than --max_duration 2 s." in said(diagnosis, "warning")
     assert not diagnose(paths, CONFIG, 500).verdict.can_be_trained
 
@@ -629,7 +633,7 @@ def test_a_manifest_of_broken_rows_alone_is_told_row_by_row(tmp_path):
 def test_a_manifest_alone_that_cannot_be_read_is_said_to_be_so(tmp_path, number):
     code, out, _ = inspect(hostile_corpus(tmp_path)[number], "--html", tmp_path / "page.html")
     assert code == 3 and "Can be trained: no" in out
-    assert "no manifest that can be read" in (tmp_path / "page.html").read_text()
+    assert "no readable manifest" in (tmp_path / "page.html").read_text()
 
 
 # The page

@@ -115,11 +115,7 @@ def test_a_film_without_sound_and_text_that_is_called_so_are_refused_with_the_re
         container.mux([*stream.encode(picture), *stream.encode(None)])
     (tmp_path / "text.m4a").write_text("नमस्कार\n" * 100)
     (tmp_path / "empty.m4a").write_bytes(b"")
-    for name, said in (
-        ("silent.mp4", "only video"),
-        ("text.m4a", "Invalid data"),
-        ("empty.m4a", "cannot be opened"),
-    ):
+    for name, said in (("silent.mp4", "only video"), ("text.m4a", "Invalid data"), ("empty.m4a", "cannot be opened")):
         with pytest.raises(UnusableAudio, match=said):
             read_samples(tmp_path / name)
 

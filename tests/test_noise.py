@@ -361,7 +361,7 @@ def test_the_script_ends_with_2_for_flags_and_3_for_noise_that_cannot_be_used(co
         ({"audio_filepath": "gone.wav", "duration": 1}, "it does not exist"),
         ({"audio_filepath": "text.wav", "duration": 1}, "it cannot be opened as audio"),
         ({"audio_filepath": "empty.wav", "duration": 1}, "it contains no samples"),
-        ({"audio_filepath": ".", "duration": 1}, "it is no file"),
+        ({"audio_filepath": ".", "duration": 1}, "it is not a file"),
         ({"audio_filepath": "good.wav", "duration": 1, "offset": 1.5}, "ends at 2.00 s, before the end of the row"),
         ({"audio_filepath": "good.wav", "duration": 0, "offset": 1.5}, "has no samples in the row's range"),
         ({"audio_filepath": "good.wav"}, "duration must be a number"),

@@ -127,7 +127,7 @@ SPOILT: dict[str, tuple[Callable[[Table], object], str, str]] = {
     "missing": (_set("audio", "nowhere.wav"), "missing audio", "does not exist"),
     "no path": (_set("audio", ""), "broken row", "column audio is empty"),
     "text for audio": (_spoil_with(lambda path: path.write_text("x")), "unusable audio", "cannot be opened as audio"),
-    "FIFO": (_spoil_with(os.mkfifo), "unusable audio", "it is no file"),
+    "FIFO": (_spoil_with(os.mkfifo), "unusable audio", "it is not a file"),
     "device": (_spoil_with(lambda path: path.symlink_to("/dev/zero")), "outside the corpus", "--audio_root"),
     "link to itself": (_spoil_with(lambda path: path.symlink_to(path.name)), "", "spoilt.wav"),
     "long name": (_set("audio", "x" * 300 + ".wav"), "missing audio", "too long"),
@@ -411,7 +411,9 @@ def test_a_full_disk_ends_with_6_and_leaves_what_was_there(table):
     words = ("--format", "csv", "--source", "corpus", "--output", "out", "--table", "all.csv", "--force")
     small = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (512, 512))  # no file may grow beyond it
     done = warm_parent().run(ROOT / SCRIPT, *words, cwd=table.directory, before=small)
-    assert done.returncode == 6 and "Free disk space there" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 6 and "Free disk space there" in done.stderr and "Traceback" not in done.stderr, (
+        done.stderr
+    )
     assert {path.name: path.read_bytes() for path in table.output.iterdir()} == before
 
 

@@ -39,7 +39,10 @@ def test_every_setting_survives_the_text_that_a_checkpoint_carries():
 
 @pytest.mark.parametrize(
     "line, said",
-    [("--wings 2", "--wings"), *((f"--epochs {text}", "invalid value for --epochs") for text in ("__import__('os')", "'x'"))],
+    [
+        ("--wings 2", "--wings"),
+        *((f"--epochs {text}", "invalid value for --epochs") for text in ("__import__('os')", "'x'")),
+    ],
 )
 def test_a_checkpoints_settings_that_this_version_does_not_know_are_named(line, said):
     with pytest.raises(CheckpointError, match=re.escape(said)):

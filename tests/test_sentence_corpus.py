@@ -100,8 +100,8 @@ def test_a_size_that_cannot_be_had_is_a_usage_error():
     [
         ("एक\nदोन ".encode() + b"caf\xe9 \xff\n", "line 2: not UTF-8 at byte 14 of the line"),
         ("एक\n".encode("utf-16"), "line 1: not UTF-8"),
-        (b"", "There is no sentence in"),
-        (b"\n\n...\n", "There is no sentence in"),
+        (b"", "No sentence found in"),
+        (b"\n\n...\n", "No sentence found in"),
     ],
 )
 def test_a_file_that_is_no_text_or_empty_is_a_data_error(content, said, tmp_path):
@@ -192,16 +192,18 @@ def test_neither_corpus_takes_the_others_place_nor_that_of_anything_else(synthes
     (tmp_path / "other" / "kept.txt").write_text("kept")
     before = file_digests(tmp_path)
     for name in ("builtin", "other"):
-        with pytest.raises(UsageError, match="The corpus of sentences cannot be put at"):
+        with pytest.raises(UsageError, match="The corpus of sentences cannot be written to"):
             build_sentence_corpus([path], tmp_path / name)
-    with pytest.raises(UsageError, match="The built-in corpus cannot be put at"):
+    with pytest.raises(UsageError, match="The built-in corpus cannot be written to"):
         build_builtin_corpus(tmp_path / "mine", miniature)
     assert file_digests(tmp_path) == before
 
 
 def test_a_split_of_which_nothing_can_be_spoken_leaves_nothing(synthesizer, tmp_path):
     (tmp_path / "mute.txt").write_text("\u093e\n\u0940\n\u0941\n", encoding="utf-8")
-    with pytest.raises(DataError, match="None of the sentences for train can be synthesised; the first: it contains no letter"):
+    with pytest.raises(
+        DataError, match="None of the sentences for train can be synthesised; the first: it contains no letter"
+    ):
         build_sentence_corpus([str(tmp_path / "mute.txt")], tmp_path / "corpus")
     assert [path.name for path in tmp_path.iterdir()] == ["mute.txt"]
 

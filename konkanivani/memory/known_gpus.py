@@ -72,8 +72,7 @@ def find_gpu(name: str) -> Gpu:
         else "Known GPUs are for example GTX 980, RTX 3060 or T4"
     )
     raise UsageError(
-        f"--gpu {name} is not a known GPU. {examples}. Alternatively give its memory as --memory_budget, for "
-        "example 8GiB."
+        f"--gpu {name} is not a known GPU. {examples}. Or give its memory as --memory_budget, for example 8GiB."
     )
 
 

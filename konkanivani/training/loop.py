@@ -123,9 +123,9 @@ def check_numerics(run: Run, report: StepReport) -> None:
     reason = f"the loss scale fell to {report.scale:g}" if has_no_scale else f"{state.consecutive_skips} steps in a row"
     good = run.checkpointer.newest_before(state.step)
     known = f"The last good checkpoint is {good}" if good else "No checkpoint was saved before"
-    retry = f"resume from it with --resume {good}" if good else "start again with --fresh"
+    retry = f"Resume from it with --resume {good}" if good else "Start again with --fresh"
     other = ", or --amp_dtype bf16 if the GPU supports it" if scaler.is_enabled() else ""
     raise NumericsError(
         f"The gradients are not finite ({reason}) at step {state.step}; log.jsonl lists the utterances. {known}. "
-        f"To retry, {retry} and a lower --learning_rate{other}."
+        f"{retry} and a lower --learning_rate{other}."
     )

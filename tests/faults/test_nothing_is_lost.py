@@ -137,7 +137,11 @@ def test_a_corpus_that_has_grown_moved_or_been_corrected_is_the_same_one(desk, k
 
 def test_validating_on_what_is_trained_on_is_warned_of_and_on_other_speech_is_not(desk, konkani):
     ended = desk.train(konkani, "new", "new", "--max_steps", "1", "--valid_manifest", konkani.manifest("train"))
-    assert ended.code == 0 and "100% of the utterances of" in ended.output and "are also in the training set" in ended.output
+    assert (
+        ended.code == 0
+        and "100% of the utterances of" in ended.output
+        and "are also in the training set" in ended.output
+    )
     ended = desk.train(konkani, "newer", "newer", "--max_steps", "1")
     assert ended.code == 0 and "are also in the training set" not in ended.output
 
@@ -243,7 +247,9 @@ def test_a_run_that_begins_anew_says_where_the_old_one_is_and_loses_nothing_of_i
     ended = desk.train(konkani, "mine", "mine", "--fresh", "--max_steps", "2")
     assert ended.code == 0 and kept.lost(holdings(desk.folder)) == 0
     aside = desk.folder / "runs" / "mine_replaced_1"
-    assert f"moved to {desk.folder / 'ck' / 'mine' / 'replaced_1'}" in ended.output and f"moved to {aside}" in ended.output
+    assert (
+        f"moved to {desk.folder / 'ck' / 'mine' / 'replaced_1'}" in ended.output and f"moved to {aside}" in ended.output
+    )
     assert (aside / "rejected.jsonl").read_text() == '{"row": 1}\n'
     assert steps_logged(desk.folder / "runs" / "mine") == [1, 2]
 

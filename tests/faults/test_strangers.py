@@ -203,7 +203,7 @@ def test_a_manifest_that_is_no_file_is_refused_and_not_waited_for(place, tmp_pat
     for read in (read_manifest, read_recordings):
         verdict = watch(lambda read=read: read(path), tmp_path)
         assert (verdict.outcome, verdict.fault) == ("DataError", None), verdict
-        assert "it is no file" in verdict.message and str(path) not in verdict.opened
+        assert "it is not a file" in verdict.message and str(path) not in verdict.opened
 
 
 def test_an_index_that_came_with_a_manifest_is_never_believed(downloaded, monkeypatch):

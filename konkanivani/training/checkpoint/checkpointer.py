@@ -131,10 +131,10 @@ class Checkpointer:
         spoilt = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
         good = self.newest_before(checkpoint.step)
         known = f"The last good checkpoint is {good}" if good else "No checkpoint was saved before"
-        retry = f"resume from it with --resume {good}" if good else "start again with --fresh"
+        retry = f"Resume from it with --resume {good}" if good else "Start again with --fresh"
         raise NumericsError(
             f"The state of step {checkpoint.step} is not finite ({len(spoilt)} tensors, such as {spoilt[0]}) "
-            f"and was not saved. {known}. To retry, {retry} and a lower --learning_rate."
+            f"and was not saved. {known}. {retry} and a lower --learning_rate."
         )
 
     def newer_than(self, resumed: Path, step: int) -> dict[Path, int | None]:
