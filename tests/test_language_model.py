@@ -519,14 +519,14 @@ def test_the_script_writes_a_model_and_measures_it(folder, tokenizer):
     (("--text", "text.txt", "--output", "x.arpa", "--order", "0"), 2, "--order must be between 1 and 16"),
     (("--text", "text.txt", "--output", "text.txt"), 2, "would overwrite an input file"),
     (("--text", "text.txt", "--output", "checkpoint_best.pt"), 2, "would overwrite an input file"),
-    (("--text", "text.txt", "--output", "few.txt"), 2, "few.txt already exists. Choose another name, or overwrite it with --force"),
+    (("--text", "text.txt", "--output", "few.txt"), 2, "few.txt already exists. Choose another"),
     (("--text", "text.txt", "--output", "nowhere/x.arpa"), 6, "cannot be written"),
     (("--text", "nowhere.txt", "--output", "x.arpa"), 3, "nowhere.txt cannot be read: No such file"),
-    (("--text", "/dev/zero", "--output", "x.arpa"), 3, "/dev/zero cannot be read: it is no file"),
+    (("--text", "/dev/zero", "--output", "x.arpa"), 3, "/dev/zero cannot be read: it is not a file"),
     (("--text", "latin.txt", "--output", "x.arpa"), 3, "latin.txt, line 1: not UTF-8"),
     (("--text", "blank.txt", "--output", "x.arpa"), 3, "No sentence found in blank.txt"),
     (("--text", "text.txt", "--output", "x.arpa", "--held_out", "blank.txt"), 3, "No sentence found in blank.txt"),
-    (("--text", "text.txt", "--output", "x.arpa", "--checkpoint", "text.txt"), 4, "text.txt is damaged or not a KonkaniVani"),
+    (("--text", "text.txt", "--output", "x.arpa", "--checkpoint", "text.txt"), 4, "text.txt is damaged or not a"),
 ])  # fmt: skip
 def test_the_script_refuses_in_a_sentence(folder, flags, code, said, monkeypatch):
     """In this process, as the script itself calls it."""

@@ -233,7 +233,7 @@ def test_from_a_text_file_to_two_steps_of_training(students, tmp_path):
 @pytest.mark.parametrize(
     "flags, code, said",
     [
-        (("--sentences",), 2, "--sentences needs one or more text files"),
+        (("--sentences",), 2, "--sentences is empty"),
         (("--sentences", "bad.txt", "--train_utterances", "5"), 2, "--train_utterances has no effect with --sentences"),
         (("--sentences", "few.txt"), 2, "cannot be split"),
         (("--sentences", "bad.txt"), 3, "bad.txt, line 2: not UTF-8"),

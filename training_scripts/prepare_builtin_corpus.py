@@ -62,7 +62,7 @@ def prepare_builtin(flags: Flags) -> str:
 def prepare_sentences(flags: Flags) -> str:
     """Builds a corpus of the person's own sentences."""
     if not flags.sentences:
-        raise UsageError("--sentences needs one or more text files, one sentence per line, in UTF-8.")
+        raise UsageError("--sentences is empty: give one or more text files, one sentence per line, in UTF-8.")
     if flags.train_utterances is not None:
         raise UsageError(
             "--train_utterances has no effect with --sentences: all sentences that are not for validation or "

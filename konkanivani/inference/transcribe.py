@@ -86,8 +86,8 @@ def output_paths(recordings: Sequence[Recording], directory: Path, text_format: 
     for path, recording in zip(paths, recordings, strict=True):
         if path in taken:
             raise UsageError(
-                f"The transcripts of {taken[path]} and {recording} would both be written to {path}. Transcribe "
-                "them in two calls with different --output_dir."
+                f"The transcripts of {taken[path]} and {recording} would both be written to {path}. Use two "
+                "calls with different --output_dir."
             )
         taken[path] = recording
     return paths

@@ -32,7 +32,7 @@ ADVICE = {
     "error",
     "loaded.error",
 }
-ADVICE |= {"'; '.join(broken)"}
+ADVICE |= {"'; '.join(broken)", "'; '.join(problems)", "retry"}
 
 
 def spoken(node: ast.expr) -> str:
