@@ -190,7 +190,7 @@ def test_unusable_utterances_are_left_out_counted_and_listed_while_training_goes
     flags = ("--train_manifest", str(path), *SHORT_RUN, "--max_tokens", "150", "--max_steps", "1")
     flags += ("--max_rejected", "10%", "--tokenizer_type", "unigram")
     done = well(run_trainer(*TINY_MODEL, *flags, *run_folders(tmp_path)))
-    assert f"5 utterances of {path} are left out" in done.stdout
+    assert f"5 utterances of {path} are skipped" in done.stdout
     assert "  1 x longer than --max_duration 20 s\n  1 x shorter than --min_duration 0.2 s\n" in done.stdout
     found = [json.loads(line) for line in (tmp_path / "runs/default/rejected.jsonl").read_text().splitlines()]
     assert [r["row"] for r in found] == [3, 7, 11, 15, 19]
@@ -211,7 +211,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
     "missing": (lambda path: None, {}, "does not exist"),
     "corrupt": (_truncated_flac, {}, "breaks off|cannot be|flac|lasts"),
     "4 GB": (_claims_four_gigabytes, {}, "lasts|cannot be|breaks off|claims"),
-    "NaN": (_with_nan, {}, "not numbers"),
+    "NaN": (_with_nan, {}, "NaN or infinite"),
     "channels": (_silence(4800, 1024), {"duration": 0.3}, "1024 channels|channels"),
     "three hours": (_with_nan, {"duration": 10_800.0}, "longer than --max_duration 20 s"),
     "other duration": (_silence(16_000), {}, "lasts 1.00 s, not 3.00 s"),
@@ -374,7 +374,7 @@ def test_folders_that_cannot_be_written_end_with_6(corpus, tmp_path):
     (tmp_path / "file").write_text("")
     inside = str(tmp_path / "file" / "folder")
     done = run_trainer(*TINY_MODEL, *corpus.flags(), "--checkpoint_dir", inside, "--log_dir", str(tmp_path / "runs"))
-    assert done.returncode == 6 and "Give another --checkpoint_dir" in done.stderr, done.stderr
+    assert done.returncode == 6 and "Choose another --checkpoint_dir" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
     with pytest.raises(ResourceError, match="Choose another --log_dir"):
         flags = ("--checkpoint_dir", str(tmp_path / "checkpoints"), "--log_dir", inside)

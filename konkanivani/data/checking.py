@@ -91,7 +91,7 @@ def reason_to_reject(utterance: Utterance, tokens: list[int], limits: Limits) ->
     if utterance.duration > limits.max_duration:
         return f"{utterance.duration:.2f} s is longer than {limits.duration_flag} {limits.max_duration:g} s"
     if len(tokens) > limits.max_tokens:
-        return f"{len(tokens)} tokens exceed {limits.tokens_limit} {limits.max_tokens}"
+        return f"{len(tokens)} tokens are more than {limits.tokens_limit} {limits.max_tokens}"
     frames, needed = limits.encoder_frames(utterance.duration), ctc_frames_needed(tokens)
     if not limits.frames_missing(utterance.duration, needed):
         return None

@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from konkanivani.base.console import say
+from konkanivani.base.console import progress_bar, say
 from konkanivani.data.audio.roots import audio_roots
 from konkanivani.data.audio.unicode_paths import existing_path
 from konkanivani.data.utterance import BadRow, parse_row
@@ -152,7 +152,8 @@ def _scanned(manifest: Path, roots: tuple[str, ...]) -> Iterator[ManifestIndex]:
         if len(edges) > 2:
             pool = ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork"))
             run_each = opened.enter_context(pool).map
-        for block, lines in run_each(_scan, repeat(str(manifest)), edges[:-1], edges[1:], repeat(roots)):
+        scans = run_each(_scan, repeat(str(manifest)), edges[:-1], edges[1:], repeat(roots))
+        for block, lines in progress_bar(scans, len(edges) - 1, f"indexing {manifest.name}", "block"):
             broken = tuple(replace(row, row=row.row + lines_before) for row in block.broken)
             yield replace(block, rows=block.rows + np.int32(lines_before), broken=broken)
             lines_before += lines

@@ -16,6 +16,7 @@ from typing import Literal
 
 import sentencepiece
 
+from konkanivani.base.console import announced
 from konkanivani.base.errors import DataError, UsageError
 from konkanivani.data.format_characters import drop_unwritten, map_equivalent
 from konkanivani.data.generation import FREE
@@ -160,8 +161,11 @@ def train_tokenizer(texts: Iterable[str], kind: Literal["unigram", "bpe", "char"
         )
     if kind == "char":
         return Tokenizer(_train_sentencepiece(texts, kind, smallest))
+    # Measured on two cores with 1,000 tokens: 11 s for 0.3 million characters, 26 s for 3.3 million.
+    seconds = 10 + 5e-6 * sum(map(len, texts))
     try:
-        return Tokenizer(_train_sentencepiece(texts, kind, vocab_size))
+        with announced(f"Training a {kind} tokenizer on {len(texts):,} transcripts: about {seconds:.0f} s."):
+            return Tokenizer(_train_sentencepiece(texts, kind, vocab_size))
     except RuntimeError as error:
         # SentencePiece names the largest size that this text allows and offers no other way to ask for it.
         largest = re.search(r"value <= (\d+)", str(error))

@@ -9,7 +9,7 @@ from multiprocessing import get_context
 
 import numpy as np
 
-from konkanivani.base.console import say
+from konkanivani.base.console import progress_bar, say, short_name
 from konkanivani.base.files import atomic_replace
 from konkanivani.base.lengths import ctc_frames_needed
 from konkanivani.data.manifest import Manifest
@@ -59,7 +59,8 @@ def _counted(manifest: Manifest, tokenizer: Vocabulary, digits: Digits) -> list[
     firsts = range(0, len(manifest), BLOCK_ROWS)
     ends = [min(first + BLOCK_ROWS, len(manifest)) for first in firsts]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
-        return list(pool.map(_count, repeat(manifest), firsts, ends, repeat(tokenizer), repeat(digits)))
+        counts = pool.map(_count, repeat(manifest), firsts, ends, repeat(tokenizer), repeat(digits))
+        return list(progress_bar(counts, len(ends), f"tokenizing {short_name(str(manifest.path))}", "block"))
 
 
 def _count(manifest: Manifest, first: int, end: int, tokenizer: Vocabulary, digits: Digits) -> np.ndarray:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from konkanivani.base.config import TrainConfig
-from konkanivani.base.console import Report, count, duration_words, silent
+from konkanivani.base.console import Report, announced, count, duration_words, silent
 from konkanivani.base.device import choose_device
 from konkanivani.base.distributed import Topology, agree, from_first, gather
 from konkanivani.base.errors import UsageError
@@ -110,7 +110,10 @@ def build_planned_step(
     free = -agree(topology, -(available_bytes(device) // (topology.local_world if device.type == "cpu" else 1)))
     architecture = start.architecture(speech.tokenizer.size)
     sharded = choose_sharding(config, architecture, device, free, topology)
-    plan = plan_memory(start, speech, architecture, device, free, sharded) if config.is_planned else None
+    plan = None
+    if config.is_planned:
+        with announced("Making the memory plan: tracing batches of several lengths takes 10 to 20 s."):
+            plan = plan_memory(start, speech, architecture, device, free, sharded)
     report("plan", _plan_sentence(config, plan, planner))
     placement = (
         plan.placement

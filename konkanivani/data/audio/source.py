@@ -41,7 +41,7 @@ class UnusableAudio(DataError):
     """An audio file that cannot be read, or is not what is said of it; `reason` is without its name."""
 
     def __init__(self, source: AudioSource, reason: str) -> None:
-        super().__init__(f"The audio file {source} cannot be read: {reason}. Repair the file, or remove its row.")
+        super().__init__(f"The audio file {source} cannot be read: {reason}. Repair the file, or leave it out.")
         self.reason = reason
 
     def __reduce__(self) -> tuple:

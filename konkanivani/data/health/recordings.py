@@ -69,7 +69,7 @@ def measure_sound(chosen: list[tuple[Utterance, bool]]) -> SoundHealth:
         try:
             heard.append((utterance, measure_levels(utterance)))
         except DataError as error:
-            reason = str(error).split(" cannot be read: ", 1)[-1].removesuffix(" Repair the file, or remove its row.")
+            reason = str(error).split(" cannot be read: ", 1)[-1].removesuffix(" Repair the file, or leave it out.")
             unreadable.append(example(utterance, reason.rstrip(".")))
     deviations = [_deviation(utterance, sound) for utterance, sound in heard]
     as_told = {utterance.row for (utterance, _), deviation in zip(heard, deviations, strict=True) if not deviation}
