@@ -83,7 +83,7 @@ def test_each_model_has_its_row_and_one_that_fails_its_reason(short, folders, tm
     said = [line.split() for line in again.stdout.splitlines()]
     assert again.returncode == 0 and said == [table[place].split() for place in (0, 2, 1)], again.stderr
     assert "sound: already trained" in again.stderr and log.stat().st_mtime_ns == before
-    assert again.stderr.count("broken: trained in") == 1
+    assert again.stderr.count("broken: training in") == 1
 
 
 def read_log_of(place: Path) -> list[dict]:
@@ -111,7 +111,7 @@ def test_a_stopped_comparison_has_saved_and_goes_on(corpus, tmp_path):
 
     # Under other conditions it is refused before anything is trained; under the same ones it goes on.
     refused = compare(*flags)
-    assert refused.returncode == 2 and "differs in --max_steps" in refused.stderr
+    assert refused.returncode == 2 and "different --max_steps" in refused.stderr
     write_kept(folder / "minimal", dataclasses.replace(kept, conditions={**kept.conditions, "--max_steps": "2"}))
     gone_on = well(compare(*flags))
     assert f"step {len(steps)}" in gone_on.stderr and "starting a new run" not in gone_on.stderr
@@ -166,7 +166,7 @@ def test_what_is_wrong_is_told_once_before_anything_is_trained(corpus, tmp_path)
     nothing = compare(*flags_of(corpus, folder))
     assert nothing.returncode == 2 and "No models to compare" in nothing.stderr
     absent = compare("--pretrained", str(tmp_path / "no"), *flags_of(corpus, folder))
-    assert absent.returncode == 2 and "not there" in absent.stderr and not folder.exists()
+    assert absent.returncode == 2 and "not found" in absent.stderr and not folder.exists()
     folder.mkdir()
     (folder / "comparison.json").write_text("mine")
     done = compare(*presets, *flags_of(corpus, folder))

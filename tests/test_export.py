@@ -252,7 +252,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "an even kernel": (with_dimension("convolution_kernel", 8), "must be odd"),
     "a dimension that is text": (with_dimension("d_model", "32"), "wrong type"),
     "a dimension that is true": (with_dimension("encoder_layers", True), "wrong type"),
-    "a dimension of another name": (with_dimension("mel_bins", 80), "other names"),
+    "a dimension of another name": (with_dimension("mel_bins", 80), "unknown names"),
     "no dimensions": (with_entry("model", None), "not a KonkaniVani bundle"),
     "another format": (with_entry("format", 3), "has format 3; this version reads formats 1 and 2"),
     "a format that is a book": (with_entry("format", "x" * 10**5), "has format 'xxx"),

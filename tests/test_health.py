@@ -401,7 +401,7 @@ WARNINGS: dict[str, tuple[Spoil, str]] = {
     "sentence in both": (lambda s: change(s.valid, 0, text=s.train[2].text + "।"), "1 of 20 utterances of valid"),
     "listed again": (lambda s: s.train.append(s.train[3]), "lists 1 recording more than once"),
     "unalignable": (first(text="एक " * 40), r"cannot be used: 1 x CTC cannot align it\."),
-    "wrong transcript": (first(seconds=15.0), r"1 transcript may not be .*row 1"),
+    "wrong transcript": (first(seconds=15.0), r"1 transcript may not match .*row 1"),
     "empty": (first(gain=0.0), "1 of 40 recordings is empty"),
     "loud": (each("train", 3, gain=0.9), "3 of 40 recordings are louder"),
     "other level": (each("valid", 20, gain=0.02), "valid.jsonl is at -37 dBFS"),
@@ -409,7 +409,7 @@ WARNINGS: dict[str, tuple[Spoil, str]] = {
     "one speaker": (each("train", 40, speaker="a"), "only one speaker, a"),
     "most of one": (each("train", 30, speaker="a"), "% of the speech is by one of 3"),
     "few sentences": (lambda s: [change(s.train, n, text=SENTENCES[n % 7]) for n in range(40)], "only 7 different"),
-    "digits": (first(text="५५५ नदी"), "3 digits stand in the transcripts"),
+    "digits": (first(text="५५५ नदी"), "3 digits are in the transcripts"),
     "foreign": (first(text="aaa नदी"), "1 character is of another script than Devanagari: a U"),
     "mixed": (first(text="नaदी"), "1 word mixes scripts, such as नaदी"),
     "invisible": (first(text="न\u200bदी"), r"1 character is invisible or undefined: U\+200B ZERO WIDTH SPACE"),
@@ -562,7 +562,7 @@ def test_a_page_replaces_nothing_but_a_page(small, tmp_path):
     train, valid = small.written()
     before = Path(train).read_bytes()
     code, _, error = inspect("--html", train, valid)
-    assert code == 2 and "would be lost" in error and Path(train).read_bytes() == before
+    assert code == 2 and "would overwrite a file" in error and Path(train).read_bytes() == before
     page = tmp_path / "page.html"
     write_page(str(page), draw_page(small.diagnosis()))
     check_own_file(page, "--html", "page", PAGE_START)

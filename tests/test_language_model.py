@@ -350,14 +350,14 @@ ngram 2=2
 \\end\\
 """
 BROKEN = {
-    "empty": ("", "breaks off"),
-    "text": ("हांव घरा वतां\n" * 5, "breaks off"),
+    "empty": ("", "ends before"),
+    "text": ("हांव घरा वतां\n" * 5, "ends before"),
     "long text": ("हांव घरा वतां\n" * 2000, "line 1001: more than 1000 lines"),
     "one long line": ("a" * 100_000, "line 1: a line of more than"),
-    "truncated in a section": (ARPA[:58], "breaks off"),
+    "truncated in a section": (ARPA[:58], "ends before"),
     "truncated before its end": (ARPA[:-3], '"\\en" is found at its end'),
-    "no end": (ARPA.replace("\\end\\\n", ""), "breaks off"),
-    "cut in the head": (ARPA[:17], "breaks off"),
+    "no end": (ARPA.replace("\\end\\\n", ""), "ends before"),
+    "cut in the head": (ARPA[:17], "ends before"),
     "no 1-grams": ("\\data\\\n\\end\\\n", "no 1-grams"),
     "more than stated": (ARPA.replace("ngram 2=2", "ngram 2=1"), "more 2-grams than the 1 in its header"),
     "fewer than stated": (ARPA.replace("ngram 1=4", "ngram 1=5"), "fewer 1-grams than the 5 in its header"),
@@ -386,9 +386,9 @@ BROKEN = {
     ),
     "the blank": (ARPA.replace("<unk>", "<blank>"), '"<blank>" is not a token of the tokenizer. It must use'),
     "no 1-gram of it": (ARPA.replace("▁ </s>", "▁ घ"), '"घ" in its 2-grams is not in its 1-grams'),
-    "an n-gram twice": (ARPA.replace("▁ </s>", "<s> ▁"), '"<s> ▁" stands twice in its 2-grams'),
-    "a word twice": (ARPA.replace("<unk>", "▁"), '"▁" stands twice in its 1-grams'),
-    "few of the pieces": (ARPA, "knows 1 of the tokenizer's"),
+    "an n-gram twice": (ARPA.replace("▁ </s>", "<s> ▁"), '"<s> ▁" is listed twice in its 2-grams'),
+    "a word twice": (ARPA.replace("<unk>", "▁"), '"▁" is listed twice in its 1-grams'),
+    "few of the pieces": (ARPA, "has only 1 of the tokenizer's"),
 }
 
 
@@ -507,11 +507,11 @@ def test_the_script_writes_a_model_and_measures_it(folder, tokenizer):
     total = sum(score_sentences(model, held_out))
     tokens = sum(map(len, held_out))
     read, sizes, measured = done.stdout.splitlines()
-    assert read.startswith("read: 102 sentences, 204 words, ") and read.endswith(" tokens; 1 broken row left out")
+    assert read.startswith("read: 102 sentences, 204 words, ") and read.endswith(" tokens; 1 broken row skipped")
     assert sizes == f"lm.arpa: {', '.join(f'{len([g for g in again if len(g) == n]):,} {n}-grams' for n in (1, 2, 3))}"
     assert f"2 sentences, 3 words, {tokens} tokens, " in measured and "unknown to the tokenizer" in measured
     assert f"perplexity {math.exp(-total / (tokens + 2)):.4g} a token" in measured
-    assert measured.endswith(f"{math.exp(-total / (3 + 2)):.4g} a word")
+    assert measured.endswith(f"{math.exp(-total / (3 + 2)):.4g} per word")
 
 
 @pytest.mark.parametrize("flags, code, said", [

@@ -311,7 +311,7 @@ def test_a_resumed_run_can_leave_its_noise_behind():
     stored = parse_flags(["--noise_manifest", "n", "--noise_prob", "0.7"])
     assert parse_flags(["--resume", "auto", "--noise_prob", "0.2"], stored).augment.noise_prob == 0.2
     assert parse_flags(["--resume", "auto", "--noise_manifest", "None"], stored).augment.noise_manifest is None
-    with pytest.raises(UsageError, match="--rir_prob does nothing"):
+    with pytest.raises(UsageError, match="--rir_prob has no effect"):
         parse_flags(["--resume", "auto", "--rir_prob", "0.2"], stored)
 
 

@@ -87,7 +87,7 @@ def test_arrays_are_streamed_as_numbers_between_minus_one_and_one():
 @pytest.mark.parametrize(
     ("samples", "rate", "said"),
     [
-        (np.full(100, np.nan), 16_000, "not numbers"),
+        (np.full(100, np.nan), 16_000, "NaN or infinite"),
         (np.zeros((2, 16_000)), 16_000, "shape"),
         (np.zeros((4, 4, 4)), 16_000, "shape"),
         (np.zeros(100, dtype=np.uint8), 16_000, "uint8"),

@@ -134,14 +134,14 @@ SPOILT: dict[str, tuple[Callable[[Table], object], str, str]] = {
     "parent": (_set("audio", "../out.wav"), "outside the corpus", "--audio_root"),
     "absolute": (_absolute, "outside the corpus", "--audio_root"),
     "link": (_link_out, "outside the corpus", "--audio_root"),
-    "empty text": (_set("text", "  "), "empty transcript", "no word"),
-    "no word": (_set("text", "। ! –"), "empty transcript", "no word"),
+    "empty text": (_set("text", "  "), "empty transcript", "transcript is empty"),
+    "no word": (_set("text", "। ! –"), "empty transcript", "transcript is empty"),
     "not UTF-8": (_set("text", "caf\udce9"), "not UTF-8", "its text is not UTF-8"),
     "path not UTF-8": (_set("audio", "caf\udce9.wav"), "not UTF-8", "its path is not UTF-8"),
     "bell": (_set("text", "एक\a दोन"), "control character", "U+0007"),
     "line break": (_set("text", "एक\nदोन"), "control character", "U+000A"),
     "override in a speaker": (_set("speaker", "s\u202e"), "control character", "U+202E"),
-    "isolate": (_set("speaker", "s\u2066"), "control character", "its speaker holds the character U+2066"),
+    "isolate": (_set("speaker", "s\u2066"), "control character", "its speaker contains the character U+2066"),
     "mark in a path": (_set("audio", "0\u200f.wav"), "control character", "U+200F"),
     "escape in a path": (_set("audio", "\x1b[2J.wav"), "control character", "U+001B"),
     "twice": (_set("audio", "0.wav"), "duplicate", "the same audio as all.csv, row 2"),
@@ -159,7 +159,7 @@ def test_a_row_that_cannot_be_used_is_left_out_with_its_reason(name, table):
     (row,) = rejected(table.directory)
     assert (row["file"], row["row"]) == ("all.csv", 7)
     assert said in row["reason"] and kind in row["kind"], row
-    assert f"left out: 1 ({row['kind']})" in done.stdout
+    assert f"skipped: 1 ({row['kind']})" in done.stdout
     assert table.report()["refused"] == [{"kind": row["kind"], "rows": 1}]
     assert sum(len(table.utterances(split)) for split in SPLITS) == 11
     assert row["reason"].isprintable() and "\x1b" not in done.stdout
@@ -370,13 +370,13 @@ def test_a_folder_of_something_else_is_refused_in_one_sentence(name, tmp_path):
     "flags, said",
     [
         (("--format", "flac"), "common_voice"),
-        (("--format", "csv", "--source", "nowhere"), "--source nowhere is no folder"),
+        (("--format", "csv", "--source", "nowhere"), "--source nowhere is not a folder"),
         (("--valid_share", "a lot"), "--valid_share a lot"),
         (("--valid_share", "60%", "--test_share", "0.4"), "leave no training data"),
         (("--max_rejected", "200%"), "--max_rejected 200%"),
         (("--max_rejected", "nan"), "--max_rejected nan"),
-        (("--text_column", "words"), "no column 'words', it has 'audio', 'speaker'"),
-        (("--split_by", "given"), "--split_by given cannot be done"),
+        (("--text_column", "words"), "no column 'words'; its columns are 'audio', 'speaker'"),
+        (("--split_by", "given"), "--split_by given is not possible"),
         (("--output", "corpus"), "is inside --source"),
         (("--tabel", "x"), "--table"),
     ],

@@ -222,7 +222,7 @@ def test_from_a_text_file_to_two_steps_of_training(students, tmp_path):
     more, corpus = write_sentences(tmp_path / "more.txt"), tmp_path / "corpus"
     done = well(run_here(SCRIPT, "--sentences", students, more, "--output", str(corpus), "--valid_utterances", "2"))
     assert "17 utterances written in " in done.stdout and "(synthetic, Marathi voice)" in done.stdout
-    assert "1 blank and 1 repeated lines dropped; 5 lines left out" in done.stdout
+    assert "1 blank and 1 repeated lines dropped; 5 lines skipped" in done.stdout
     assert f"{students}, line 7: its speech is longer than 30 s" in done.stdout
     manifests = ("--train_manifest", str(corpus / "train.jsonl"), "--valid_manifest", str(corpus / "valid.jsonl"))
     shape = (*TINY_MODEL, "--vocab_size", "200", "--max_steps", "2", "--num_workers", "0")

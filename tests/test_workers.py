@@ -52,7 +52,7 @@ def _load(fetcher: SlowThenDeadly) -> tuple[list[int], WorkersFailed | None]:
 def test_what_lies_before_a_deadly_item_comes_although_it_takes_longer(capsys):
     came, failure = _load(SlowThenDeadly(lives=10))
     assert came == [0]
-    assert "item 1 were waited for" in failure.what
+    assert "waiting for item 1" in failure.what
 
 
 @pytest.mark.parametrize("lives", [0, 1, 2])

@@ -135,7 +135,7 @@ def full_log_findings(bench: ResumeBench, directory: Path) -> list[str]:
     with small_disk(directory / "runs", DISK_BYTES):
         faults = [("ballast", str(directory / "runs"), 0, FIRST, 9)]
         ended = run_faulty(bench.flags(SETTINGS, directory, 0), directory / "output.txt", faults)
-        if ended.code or "records are missing" not in ended.output or "Traceback" in ended.output:
+        if ended.code or "records were lost" not in ended.output or "Traceback" in ended.output:
             return [f"it ended with {ended.code}: {ended.output[-600:]}"]
         steps = [record["step"] for record in read_log(directory)]
         found = [] if steps[-1] == 17 and len(steps) < 17 else [f"the log holds the steps {steps}"]

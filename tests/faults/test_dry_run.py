@@ -70,8 +70,8 @@ def test_the_script_tells_every_stage_and_leaves_nothing(few, tmp_path):
     given = flags(few, tmp_path / "here" / "deep" / "er", "--dry_run", "--num_workers", "2", "--epochs", "20")
     done = well(run_trainer(*given, cwd=tmp_path))
     assert stages_of(done.stdout) == [*STAGES, "removed"]
-    assert "10 utterances to train on" in done.stdout and "3 steps of 4 utterances an epoch" in done.stdout
-    assert "the 60 steps to come" in done.stdout and "bit for bit" in done.stdout
+    assert "10 training utterances" in done.stdout and "3 steps of 4 utterances per epoch" in done.stdout
+    assert "the remaining 60 steps" in done.stdout and "bit for bit" in done.stdout
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["dry_run"] is True and summary["steps"] == 60 and summary["resumed_difference"] == 0
     assert summary["tensors_compared"] > 100 and summary["seconds_in_all"] > 0
@@ -141,7 +141,7 @@ REFUSED = [
     (("--learning_rate", "nan"), UsageError, "finite"),
     (("--valid_manifest", "none.jsonl"), DataError, "none.jsonl"),
     (("--min_duration", "19"), DataError, "None of the 10"),
-    (("--memory_budget", "2MiB"), ResourceError, "before any audio"),
+    (("--memory_budget", "2MiB"), ResourceError, "MiB, and a CPU needs another"),
     (("--resume", "none.pt"), CheckpointError, "none.pt"),
 ]
 

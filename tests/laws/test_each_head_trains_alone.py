@@ -100,7 +100,7 @@ def test_it_is_trained_resumed_scored_and_used_by_the_scripts(heads, tmp_path):
     well(run_script("training_scripts/export_asr.py", "--checkpoint", checkpoint, "--bundle", bundle))
     read.append(load_recognizer(bundle).transcribe(path))
     assert read[0] == read[1]
-    with pytest.raises(UsageError, match="give --decode greedy or " + way):
+    with pytest.raises(UsageError, match="use --decode greedy or " + way):
         load_recognizer(checkpoint, decode="joint")
     with pytest.raises(CheckpointError, match="decoder_layers" if heads == "CTC alone" else "ctc_weight"):
         back = ("--decoder_layers", "1", "--ctc_weight", "0.5")

@@ -96,7 +96,7 @@ def test_texts_become_the_tokens_that_theirs_are(folder):
 
 def test_the_script_takes_it_and_says_so(folder, tmp_path):
     done = well(run_script("training_scripts/import_asr.py", str(folder), str(tmp_path / "out.pt")))
-    assert "Left: nothing" in done.stdout and f"saved by transformers {transformers.__version__}" in done.stdout
+    assert "Not imported: nothing" in done.stdout and f"saved by transformers {transformers.__version__}" in done.stdout
     assert "80 ms per frame" in done.stdout
 
 

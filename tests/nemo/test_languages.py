@@ -76,7 +76,7 @@ def test_its_tokenizer_is_the_languages(path, parts):
     [
         (None, "has several languages. Use --language with one of hi, kok, mr"),
         ("gom", "--language gom is not a language of .*three.nemo. Use one of hi, kok, mr"),
-        ("", "--language  is none"),
+        ("", "--language  is not a language"),
     ],
 )
 def test_another_language_is_told_which_there_are(language, said, path):
@@ -117,7 +117,7 @@ def with_a_row_more(parts: NemoParts) -> None:
     [
         (swapped, "vocabulary of its output head differs from its tokenizers"),
         (unmasked, "only one softmax per language is supported"),
-        (with_a_row_more, r"ctc_decoder.decoder_layers.0.bias is \(136,\) .* asks for \(135,\)"),
+        (with_a_row_more, r"ctc_decoder.decoder_layers.0.bias is \(136,\) .* requires \(135,\)"),
     ],
 )
 def test_what_contradicts_itself_is_refused(change, said, tmp_path):

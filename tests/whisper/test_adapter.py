@@ -155,7 +155,7 @@ def test_what_cannot_be_written_leaves_nothing(base, tmp_path, monkeypatch):
     name = "decoder.blocks.1.feedforward.expand.low_rank.up"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "mine.txt").write_text("mine")
-    with pytest.raises(UsageError, match="mine is there already"):
+    with pytest.raises(UsageError, match="mine already exists"):
         write_adapter(base, weights, TUNING, tmp_path / "mine")
     with pytest.raises(UsageError, match="no LoRA adapter"):
         write_adapter(base, base.weights(), TUNING, out)

@@ -127,7 +127,7 @@ FOLDERS: dict[str, tuple[Change, int, str]] = {
     ),
     "pickle": (lambda at: (at / WEIGHTS).rename(at / "pytorch_model.bin"), 4, "is pickle, .* convert it"),
     "cut": (damaged(lambda data: data[:-100]), 4, r"model\.safetensors is damaged"),
-    "header of 2^60": (damaged(lambda data: (2**60).to_bytes(8, "little") + data[8:]), 4, "its header claims"),
+    "header of 2^60": (damaged(lambda data: (2**60).to_bytes(8, "little") + data[8:]), 4, "its header states"),
     "a tensor less": (tensors(lambda t: t.pop(EMBEDDING)), 4, f"it has no tensor {EMBEDDING}"),
     "another shape": (tensors(lambda t: t.update({BIAS: torch.zeros(1, 16)})), 4, r"has the shape \(1, 16\)"),
     "integers": (
@@ -307,9 +307,9 @@ def test_a_checkpoint_that_was_tampered_with_is_refused_by_all_that_read_it(case
 
 
 EXPORTS = {
-    "not empty": (("{full}", "--whisper", "{out}"), 2, "is there already"),
+    "not empty": (("{full}", "--whisper", "{out}"), 2, "already exists"),
     "ours": (("{ours}", "--whisper", "{out}/new"), 2, "was trained without --pretrained"),
-    "ours with a folder": (("{ours}", "--bundle", "{out}/new", *P), 2, "--pretrained is for others'"),
+    "ours with a folder": (("{ours}", "--bundle", "{out}/new", *P), 2, "--pretrained is for --pretrained models"),
     "bundle": (("{full}", "--bundle", "{out}/new"), 2, "used --pretrained: export it with --whisper"),
     "ONNX": (("{lora}", "--onnx", "{out}/new"), 2, "used --pretrained: export it with --whisper"),
     "both": (("{full}", "--bundle", "{out}/new", "--whisper", "{out}/more"), 2, "give only one kind"),
@@ -323,7 +323,7 @@ EXPORTS = {
         4,
         "Restore the original folder",
     ),
-    "no base": (("{lora}", "--adapter", "{out}/new", "--pretrained", "{out}/gone"), 4, "is not there. Put it there"),
+    "no base": (("{lora}", "--adapter", "{out}/new", "--pretrained", "{out}/gone"), 4, "does not exist. Put it there"),
 }
 
 

@@ -179,8 +179,8 @@ DAMAGED = {
         "vocab.json": {piece.replace("b", "bb"): token for piece, token in VALID.items()},
         "merges.txt": b"",
     },
-    "merge 2, 'x' and 'zz', is of the token 'zz'": {"merges.txt": b"#version: 0.2\na b\nx zz\n"},
-    "merge 1, 'a' and 'c', is of the token 'ac'": {"merges.txt": b"a c\n"},
+    "merge 2, 'x' and 'zz', gives the token 'zz'": {"merges.txt": b"#version: 0.2\na b\nx zz\n"},
+    "merge 1, 'a' and 'c', gives the token 'ac'": {"merges.txt": b"a c\n"},
     "the merge of 'a' and 'b' twice": {"merges.txt": b"a b\na b\n"},
     "merge 1 does not have two tokens": {"merges.txt": b"a b c\n"},
     "is not UTF-8": {"merges.txt": b"\xff\xfe\n"},
@@ -201,9 +201,9 @@ DAMAGED_WHOLE = {
         {"model": MODEL, "added_tokens": [token]} for token in (5, {}, {"content": 5, "id": 1})
     ],
     "an id that is not an integer": [{"model": MODEL, "added_tokens": [{"content": "x", "id": None}]}],
-    "its byte_fallback is another": [{"model": MODEL | {"byte_fallback": True}}],
-    "its normalizer is another": [{"model": MODEL, "normalizer": {"type": "NFC"}}],
-    "its pre_tokenizer is another": [
+    "its byte_fallback differs": [{"model": MODEL | {"byte_fallback": True}}],
+    "its normalizer differs": [{"model": MODEL, "normalizer": {"type": "NFC"}}],
+    "its pre_tokenizer differs": [
         {"model": MODEL, "pre_tokenizer": cut}
         for cut in (5, {"type": "Whitespace"}, {"type": "ByteLevel", "add_prefix_space": True})
     ],

@@ -154,7 +154,7 @@ def test_a_model_of_more_or_fewer_tokens_than_its_files(tmp_path):
     older, plain = read(folder, size=len(found[0]) + len(named) + 1501), read(folder)  # times are not named in it
     assert older.seconds_of(older.size - 1) == 30.0 and older.piece(older.size - 1) == f"<|{older.size - 1}|>"
     assert older.decode([*older.encode(TEXT), older.size - 1]) == TEXT
-    with pytest.raises(UsageError, match="no tokens for times"):
+    with pytest.raises(UsageError, match="no timestamp tokens"):
         plain.encode_with_times(TEXT, 0.0, 1.0)
     with pytest.raises(DataError, match="tokens, but its model has 100"):
         read(folder, size=100)

@@ -189,7 +189,7 @@ def test_what_is_no_window_longer_than_one_or_of_too_many_tokens_is_refused():
         front_end(torch.zeros(1, 16_001), (16_001,), None)
     tokens = torch.zeros(1, 41, dtype=torch.long)
     model(torch.zeros(1, 100, 80), (100,), tokens[:, :40])
-    with pytest.raises(DataError, match="40 tokens is longer than the 39 that the model takes"):
+    with pytest.raises(DataError, match="40 tokens is longer than the model's limit of 39"):
         model(torch.zeros(1, 100, 80), (100,), tokens)
 
 
