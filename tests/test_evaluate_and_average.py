@@ -131,7 +131,7 @@ OF_THE_BEST = ("--checkpoint", "{best}", "--manifest")
         (EVALUATE, ("--checkpoint", BUNDLE, "--manifest", "{manifest}"), 4, "use a bundle with transcribe.py"),
         (EVALUATE, (*OF_THE_BEST, "nowhere.jsonl"), 3, "nowhere.jsonl cannot be read"),
         (EVALUATE, (*OF_THE_BEST, "{manifest}", "--output", "/nowhere/out"), 6, "--output /nowhere/out cannot be"),
-        (EVALUATE, (*OF_THE_BEST, "{manifest}", "--output", __file__), 2, "a file that is no list of hypotheses"),
+        (EVALUATE, (*OF_THE_BEST, "{manifest}", "--output", __file__), 2, "a file that is not a list of hypotheses"),
         (EVALUATE, (*OF_THE_BEST, "{manifest}", "--outptu", "x"), 2, "--output"),
         (AVERAGE, (), 2, "either the checkpoints"),
         (AVERAGE, ("{last}", "--checkpoint_dir", "x"), 2, "either the checkpoints"),
@@ -222,7 +222,7 @@ def test_nothing_and_too_few_are_refused(trained):
     with pytest.raises(CheckpointError, match="No checkpoint to average"):
         average_checkpoints([])
     assert [path.name for path in newest_epochs(trained.checkpoints, 1)] == ["checkpoint_epoch_2.pt"]
-    with pytest.raises(CheckpointError, match="holds 2 epoch checkpoints, not 3"):
+    with pytest.raises(CheckpointError, match="contains 2 epoch checkpoints, not 3"):
         newest_epochs(trained.checkpoints, 3)
 
 
