@@ -77,7 +77,7 @@ HEADERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "33 channels": (lambda path: _wav(path, channels=33, data_bytes=2 * 33 * 100), "33 channels"),
     "slow": (lambda path: _wav(path, rate=3_999), "3999 Hz"),
     "fast": (lambda path: _wav(path, rate=384_001), "384001 Hz"),
-    "weeks": (lambda path: _flac_that_claims(path, 2**36 - 1), "claims 1193 hours"),
+    "weeks": (lambda path: _flac_that_claims(path, 2**36 - 1), "states 1193 hours"),
     "hours": (lambda path: _flac_that_claims(path, 10**10), "too much for .* bytes"),
 }
 

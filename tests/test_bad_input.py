@@ -209,8 +209,8 @@ def _claims_four_gigabytes(path: Path) -> None:
 
 HOSTILE: dict[str, tuple[Callable[[Path], object], dict[str, object], str]] = {
     "missing": (lambda path: None, {}, "does not exist"),
-    "corrupt": (_truncated_flac, {}, "breaks off|cannot be|flac|lasts"),
-    "4 GB": (_claims_four_gigabytes, {}, "lasts|cannot be|breaks off|claims"),
+    "corrupt": (_truncated_flac, {}, "is truncated|cannot be|flac|lasts"),
+    "4 GB": (_claims_four_gigabytes, {}, "lasts|cannot be|is truncated|states"),
     "NaN": (_with_nan, {}, "NaN or infinite"),
     "channels": (_silence(4800, 1024), {"duration": 0.3}, "1024 channels|channels"),
     "three hours": (_with_nan, {"duration": 10_800.0}, "longer than --max_duration 20 s"),

@@ -305,7 +305,7 @@ def test_shape_and_tokens_are_the_checkpoints_unless_flags_say_otherwise(base, c
     assert (preset.model.d_model, preset.model.encoder_layers, preset.text.vocab_size) == (128, 6, 30)
     new = begin_run([*flags, "--new_tokenizer"]).config
     assert new.model == stored.model and new.text == TrainConfig().text
-    with pytest.raises(UsageError, match="--train_layers 3: the encoder has 2 blocks"):
+    with pytest.raises(UsageError, match="--train_layers 3: the encoder has only 2 blocks"):
         begin_run([*flags, "--train_layers", "3"])
 
 

@@ -353,7 +353,7 @@ BROKEN = {
     "empty": ("", "ends before"),
     "text": ("हांव घरा वतां\n" * 5, "ends before"),
     "long text": ("हांव घरा वतां\n" * 2000, "line 1001: more than 1000 lines"),
-    "one long line": ("a" * 100_000, "line 1: a line of more than"),
+    "one long line": ("a" * 100_000, "line 1: a line has more than"),
     "truncated in a section": (ARPA[:58], "ends before"),
     "truncated before its end": (ARPA[:-3], '"\\en" is found at its end'),
     "no end": (ARPA.replace("\\end\\\n", ""), "ends before"),
@@ -510,7 +510,7 @@ def test_the_script_writes_a_model_and_measures_it(folder, tokenizer):
     assert read.startswith("read: 102 sentences, 204 words, ") and read.endswith(" tokens; 1 broken row skipped")
     assert sizes == f"lm.arpa: {', '.join(f'{len([g for g in again if len(g) == n]):,} {n}-grams' for n in (1, 2, 3))}"
     assert f"2 sentences, 3 words, {tokens} tokens, " in measured and "unknown to the tokenizer" in measured
-    assert f"perplexity {math.exp(-total / (tokens + 2)):.4g} a token" in measured
+    assert f"perplexity {math.exp(-total / (tokens + 2)):.4g} per token" in measured
     assert measured.endswith(f"{math.exp(-total / (3 + 2)):.4g} per word")
 
 

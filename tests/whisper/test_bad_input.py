@@ -112,7 +112,7 @@ def indexed(at: Path) -> None:
 
 HEADS = {"encoder_attention_heads": 3, "decoder_attention_heads": 3}
 FOLDERS: dict[str, tuple[Change, int, str]] = {
-    "no folder": (shutil.rmtree, 2, "There is no folder .*Give the folder"),
+    "no folder": (shutil.rmtree, 2, "There is no folder .*Use the folder"),
     "no config": (written(CONFIG, None), 4, r"has no config\.json"),
     "no JSON": (written(CONFIG, "{"), 4, r"config\.json is not JSON"),
     "another model": (settings(CONFIG, model_type="wav2vec2"), 4, "of type 'wav2vec2'"),
@@ -194,7 +194,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], str]] = {
     "joint": ((*B, "--test_decode", "joint"), "needs CTC, but a --pretrained model has no CTC head: use"),
     "language alone": (LANGUAGE, "--language has no effect without --pretrained"),
     "task alone": (("--task", "translate"), "--task has no effect without --pretrained"),
-    "freeze": ((*B, "--freeze", "99"), "--freeze 99: the encoder has 2 blocks"),
+    "freeze": ((*B, "--freeze", "99"), "--freeze 99: the encoder has only 2 blocks"),
     "targets": ((*B, "--lora_rank", "2", "--lora_targets", "gate"), "matches no layer of this model: choose from"),
     "targets alone": ((*B, "--lora_targets", "query"), "--lora_targets has no effect without --lora_rank"),
     "init_from": (("--init_from", "{full}"), "is a checkpoint of a run with --pretrained. Export its model"),
@@ -315,7 +315,7 @@ EXPORTS = {
     "both": (("{full}", "--bundle", "{out}/new", "--whisper", "{out}/more"), 2, "give only one kind"),
     "in each other": (("{lora}", "--adapter", "{out}/new/in", "--whisper", "{out}/new"), 2, "must be different files"),
     "in the base": (("{full}", "--whisper", "{base}/new"), 2, "is inside the folder that the run was started from"),
-    "no products": (("{full}", "--adapter", "{out}/new"), 2, "give --whisper"),
+    "no products": (("{full}", "--adapter", "{out}/new"), 2, "use --whisper"),
     "another shape": (("{full}", "--whisper", "{out}/new", "--pretrained", "{wide}"), 4, "dimensions or tokens"),
     "English": (("{full}", "--whisper", "{out}/new", "--pretrained", "{english}"), 4, "dimensions or tokens"),
     "another base": (
@@ -347,7 +347,7 @@ def test_a_base_that_is_gone_is_asked_for(models, tmp_path):
 
 PLANS: dict[str, tuple[tuple[str, ...], Change, int, str]] = {
     "width": (("--d_model", "64"), lambda at: None, 2, "--d_model would change it"),
-    "freeze": (("--freeze", "99"), lambda at: None, 2, "the encoder has 2 blocks"),
+    "freeze": (("--freeze", "99"), lambda at: None, 2, "the encoder has only 2 blocks"),
     "2^40": ((), settings(CONFIG, d_model=2**40), 4, "must be a number from 1 to 16384"),
     "no config": ((), written(CONFIG, None), 4, r"has no config\.json"),
 }

@@ -199,7 +199,7 @@ BAD = {
     "other heads": (settings(CONFIG, decoder_attention_heads=8), "decoder_attention_heads in its config.json is 8"),
     "other layers": (settings(CONFIG, encoder_layers=3), r"it has no tensor model\.encoder\.layers\.2\."),
     "fewer layers": (settings(CONFIG, encoder_layers=1), r"its tensor model\.encoder\.layers\.1\.\S+ is not part of"),
-    "another width": (settings(CONFIG, encoder_ffn_dim=64, decoder_ffn_dim=64), r"has the shape \(96,?.* says \(64"),
+    "another width": (settings(CONFIG, encoder_ffn_dim=64, decoder_ffn_dim=64), r"has the shape \(96,?.* \(64"),
     "untied": (settings(CONFIG, tie_word_embeddings=False), "tie_word_embeddings in its config.json is False"),
     "another activation": (
         settings(CONFIG, activation_function="relu"),
@@ -247,7 +247,7 @@ BAD = {
     ),
     "integers": (
         tensors(lambda found: found.update({"model.decoder.layer_norm.bias": torch.zeros(32, dtype=torch.int32)})),
-        r"model\.decoder\.layer_norm\.bias is of I32",
+        r"model\.decoder\.layer_norm\.bias is of type I32",
     ),
     "NaN": (
         tensors(lambda found: found[EMBEDDING][7].fill_(torch.nan)),
