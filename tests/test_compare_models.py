@@ -170,7 +170,7 @@ def test_what_is_wrong_is_told_once_before_anything_is_trained(corpus, tmp_path)
     folder.mkdir()
     (folder / "comparison.json").write_text("mine")
     done = compare(*presets, *flags_of(corpus, folder))
-    assert done.returncode == 2 and "is no comparison" in done.stderr
+    assert done.returncode == 2 and "is not a comparison" in done.stderr
     assert (folder / "comparison.json").read_text() == "mine"
 
 

@@ -243,7 +243,7 @@ def test_what_the_script_says_and_leaves(tmp_path):
         ((bad, out, "--force"), 4, "vggnet"),
         ((tmp_path / "none.nemo", out, "--force"), 4, "There is no model at .*Give the path"),
         ((tmp_path, out, "--force"), 4, "has no config.json"),
-        ((sound, out, "--language", "kok", "--force"), 2, "Leave it out"),
+        ((sound, out, "--language", "kok", "--force"), 2, "Omit it"),
         ((sound, sound), 2, "Choose different names"),
         ((sound, tmp_path / "checkpoint_last.pt"), 2, "reserved for checkpoints of a run"),
         ((sound, tmp_path / "none" / "out.pt"), 6, "cannot be written"),

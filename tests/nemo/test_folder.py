@@ -152,5 +152,5 @@ def test_a_bad_folder_ends_with_its_sentence(name, folder, tmp_path):
 
 
 def test_it_has_one_language(folder):
-    with pytest.raises(UsageError, match="Leave it out"):
+    with pytest.raises(UsageError, match="Omit it"):
         import_nemo(folder, "kok", folder.parent)
