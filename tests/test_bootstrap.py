@@ -361,10 +361,10 @@ class TestRerun:
     def test_does_not_go_in_circles(self, script, checkout):
         bare = bare_python()
         put_program(checkout / ".venv" / "bin", "python", f'exec {bare} "$@"')
-        assert_one_sentence(run(bare, [str(script)], checkout), "lacks torch", "bootstrap.py")
+        assert_one_sentence(run(bare, [str(script)], checkout), "does not have torch", "bootstrap.py")
 
     def test_says_what_lacks_where_there_is_no_venv(self, script, checkout):
-        words = ("lacks torch, torchaudio, sentencepiece", "run_training_memory_optimized.sh")
+        words = ("does not have torch, torchaudio, sentencepiece", "run_training_memory_optimized.sh")
         assert_one_sentence(run(bare_python(), [str(script)], checkout), *words)
 
     def test_refuses_an_environment_that_is_incomplete(self, script, checkout):

@@ -98,8 +98,8 @@ def test_says_what_is_free_and_who_holds_the_rest_the_largest_first():
     others = (CardProcess(75955, "python3", 3 * GIB // 2), CardProcess(812, "Xorg", GIB // 4))
     assert card == Card("NVIDIA GeForce GTX 980", 4 * GIB, 9 * GIB // 4, others, own=0)
     assert card.sentences() == (
-        "NVIDIA GeForce GTX 980: 2.25 of 4.00 GiB free. Process 75955 (python3) holds 1.50 GiB of it. "
-        "Process 812 (Xorg) holds 0.25 GiB of it."
+        "NVIDIA GeForce GTX 980: 2.25 of 4.00 GiB free. Process 75955 (python3) uses 1.50 GiB of it. "
+        "Process 812 (Xorg) uses 0.25 GiB of it."
     )
     assert driver.running == 0, "NVML was left open"
 

@@ -100,7 +100,7 @@ def test_where_nothing_can_be_drawn_the_hint_names_the_flags_that_do_it(table): 
         done.returncode == 0
         and "The corpus has no training part. Run again with --split_by speaker or utterance" in done.stdout
     )
-    assert "with --force" in done.stdout
+    assert "and --force" in done.stdout
     assert table.prepare("--split_by", "speaker", "--force").returncode == 0
     assert len(table.utterances("train")) == 6
 

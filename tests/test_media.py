@@ -269,5 +269,5 @@ def test_a_cut_voice_message_is_read_as_far_as_it_goes_and_says_so(voice, folder
     assert 1.0 < header.seconds < 2.0 and header.seconds + header.missing == pytest.approx(SECONDS, abs=0.1)
     with pytest.warns(ShortAudio, match="shorter than its header states"):
         assert sum(map(len, read_blocks(AudioSource(str(tmp_path / "voice.webm")), 0.5))) == header.frames
-    with pytest.raises(UnusableAudio, match="not the 3.00 s of its row: it ends"):
+    with pytest.raises(UnusableAudio, match="not 3.00 s as in its row: it is .* shorter"):
         read_samples(tmp_path / "voice.webm", seconds=SECONDS)

@@ -156,7 +156,7 @@ def two_trainers_findings(bench: ResumeBench, directory: Path) -> list[str]:
     second = run_faulty((*flags, "--resume", "auto"), second_output)
     ended = end_of(run, first_output)
     found = [] if second.code == 6 else [f"the second ended with {second.code}: {second.output[-600:]}"]
-    if f"Process {first} is training in" not in second.output:
+    if f"Process {first} is already training in" not in second.output:
         found.append(f"the second does not name the first: {second.output[-600:]}")
     if ended.code:
         found.append(f"the first ended with {ended.code}: {ended.output[-600:]}")

@@ -286,7 +286,11 @@ def log_of_two_at_once(desk: Desk, corpus: Corpus, *faults: Fault) -> tuple[int,
 
 def test_a_log_folder_is_locked_as_a_checkpoint_folder_is(desk, konkani):
     process, second, steps = log_of_two_at_once(desk, konkani)
-    assert second.code == 6 and f"Process {process} is logging to" in second.output and "--run_name" in second.output
+    assert (
+        second.code == 6
+        and f"Process {process} is already logging to" in second.output
+        and "--run_name" in second.output
+    )
     assert steps == list(range(1, len(steps) + 1))
 
 

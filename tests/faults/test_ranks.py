@@ -146,7 +146,7 @@ def places_of(what: str, corpus: Corpus, folder: Path) -> list[Place]:
 @pytest.mark.parametrize("what", ["flags", "code", "data"])
 def test_ranks_that_differ_are_all_refused_with_one_message(what, corpus, tmp_path):
     said = what_ranks_say(places_of(what, corpus, tmp_path))
-    assert said.count(f"rank 1 has other {what} than rank 0") == 1
+    assert said.count(f"rank 1 has different {what} than rank 0") == 1
     assert said.count("The ranks disagree") == 1 and "Traceback" not in said
     assert not list(tmp_path.glob("checkpoints/*.pt"))
 

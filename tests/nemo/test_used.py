@@ -40,7 +40,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in FILES:
         done = run_script("training_scripts/import_asr.py", str(FOLDER / f"{name}.nemo"), str(folder / f"{name}.pt"))
         assert done.returncode == 0, done.stderr
-        assert "In: 2 blocks" in done.stdout and f"From: {name}.nemo, SHA-256" in done.stdout
+        assert "Imported: 2 blocks" in done.stdout and f"Source: {name}.nemo, SHA-256" in done.stdout
         assert ("Not imported: an RNNT decoder" in done.stdout) == (name == "striding")
         assert (
             all(script in done.stdout for script in ("evaluate_", "transcribe.py", "--init_from")) and not done.stderr
