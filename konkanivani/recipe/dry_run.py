@@ -166,8 +166,8 @@ def check_equal(one: Checkpoint, other: Checkpoint, what: str) -> None:
     found = differences(one, other)
     if found:
         raise CheckpointError(
-            f"{what}: {count(len(found), 'value', 'differs/differ')}, first {found[0]}. Check the disk and memory of this "
-            "machine; if they are fine, report this as a bug."
+            f"{what}: {count(len(found), 'value', 'differs/differ')}, first {found[0]}. Check the disk and memory of "
+            "this machine; if they are fine, report this as a bug."
         )
 
 
