@@ -168,7 +168,7 @@ DAMAGED = {
     "is not JSON: it is nested too deeply": {"vocab.json": b'{"a":' + b"[" * 200_000},
     "is not JSON: 'utf-8' codec": {"vocab.json": b'{"\xff": 1}'},
     "is not a JSON object": {"vocab.json": b"[1, 2]"},
-    "has more than 64 MiB": {"vocab.json": b" " * (byte_pairs.LARGEST_FILE + 1)},
+    "is larger than 64 MiB": {"vocab.json": b" " * (byte_pairs.LARGEST_FILE + 1)},
     "an id that is not an integer": {"vocab.json": VALID | {"xx": "5"}},
     "the token 'yes' an id that is not an integer": {"vocab.json": VALID | {"yes": True}},
     "the id -1, which is out of range": {"vocab.json": VALID | {"xx": -1}},
