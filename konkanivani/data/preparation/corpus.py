@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from konkanivani.base.errors import DataError
+from konkanivani.data.audio.channels import channel_error
 from konkanivani.data.audio.files import SPAN_ROUNDING, AudioHeader, AudioSource, read_header
 from konkanivani.data.audio.unicode_paths import existing_path
 from konkanivani.data.formats.found import FoundUtterance, RefusedRow
@@ -153,6 +154,10 @@ def _finish(found: FoundUtterance, header: AudioHeader | str, roots: AudioRoots)
     told = found.file_seconds
     if told is not None and not abs(told - header.seconds) <= max(0.5, 0.1 * told):
         return found.refused("other duration", f"its table says {told:.2f} s, its audio file {header.seconds:.2f} s")
+    channel = None if found.is_channel_label and header.channels == 1 else found.channel
+    absent = channel_error(channel, header.channels)
+    if absent:
+        return found.refused("channel", absent)
     # The manifest's path: relative to its folder, absolute where they share only the root.
     is_staged = found.audio.is_relative_to(roots.staged)
     audio = roots.published / found.audio.relative_to(roots.staged) if is_staged else found.audio
@@ -168,10 +173,12 @@ def _finish(found: FoundUtterance, header: AudioHeader | str, roots: AudioRoots)
         offset=found.start if is_span else None,
         byte_offset=found.byte_offset,
         byte_count=found.byte_count,
+        channel=channel,
         row=found.row,
     )
     root = roots.staged if is_staged else roots.inside
     span = f"@{found.start:.3f}" + ("" if found.seconds is None else f"+{found.seconds:.3f}")
+    span += "" if channel is None else f":ch{channel}"
     identity = f"{found.audio.relative_to(root)}#{found.byte_offset}{span}"
     return CheckedUtterance(utterance, found.file, identity, found.split, normalize_text(found.text))
 

@@ -68,6 +68,8 @@ class Preparation:
     """csv, huggingface: the column with the speaker."""
     split_column: str = ""
     """csv: the column that says train, valid or test."""
+    channel_column: str = ""
+    """csv, huggingface: the column with the channel, from 0 ("channel"); none: no column."""
     audio_root: str = ""
     """The folder outside which no audio is read; --source unless given."""
     split_by: SplitBy = "default"
@@ -134,7 +136,7 @@ def prepare_corpus(task: Preparation) -> PreparationReport:
     shares, most_rejected = task.shares, parse_share(task.max_rejected, "--max_rejected")
     with _staging(task) as staged:
         columns = (task.audio_column, task.text_column, task.speaker_column, task.split_column)
-        source = SpeechFolder(task.source, task.table, *columns, staged / AUDIO, task.root)
+        source = SpeechFolder(task.source, task.table, *columns, staged / AUDIO, task.root, task.channel_column)
         output = task.output.resolve()
         roots = AudioRoots(task.root.resolve(), output, source.embedded_audio, output / AUDIO)
         corpus = read_corpus(_told(READERS[task.format](source), task), roots)
