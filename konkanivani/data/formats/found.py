@@ -41,6 +41,7 @@ class FoundUtterance:
     `start`, None for all that follows. `file_seconds` is how long the corpus says the whole audio file is. `split` is
     `train`, `valid`, `test`, or empty where the corpus gives none. `channel` is the only channel to use, from 0 (None:
     the mean of all); `is_channel_label` if it is a label that a file of one channel may carry too (Kaldi).
+    `removed` are the format characters that were removed from its text.
     """
 
     file: str
@@ -57,6 +58,7 @@ class FoundUtterance:
     file_seconds: float | None = None
     channel: int | None = None
     is_channel_label: bool = False
+    removed: tuple[str, ...] = ()
 
     def lasting(self, offset: float | None, duration: float | None) -> "FoundUtterance":
         """This with what a row says of its seconds: with an offset they are a span's, else the whole file's."""

@@ -14,6 +14,7 @@ from konkanivani.base.errors import DataError
 from konkanivani.data.audio.channels import channel_error
 from konkanivani.data.audio.files import SPAN_ROUNDING, AudioHeader, AudioSource, read_header
 from konkanivani.data.audio.unicode_paths import existing_path
+from konkanivani.data.format_characters import drop_unwritten, find_unwritten
 from konkanivani.data.formats.found import FoundUtterance, RefusedRow
 from konkanivani.data.text import forbidden_character, forbidden_in_transcript, normalize_text
 from konkanivani.data.utterance import Utterance
@@ -30,7 +31,8 @@ NOT_UTF8 = re.compile("[\ud800-\udfff]")
 class CheckedUtterance:
     """An utterance that can be used, the split that its corpus gave it, and what it is compared by.
 
-    `id` names it within the corpus, the same wherever the corpus lies; `sentence` is its normalised text.
+    `id` names it within the corpus, the same wherever the corpus lies; `sentence` is its normalised text. `removed` are
+    the format characters that its text had in the corpus and has no longer.
     """
 
     utterance: Utterance
@@ -38,6 +40,7 @@ class CheckedUtterance:
     id: str
     split: str
     sentence: str
+    removed: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:
@@ -114,6 +117,9 @@ def _place(found: FoundUtterance, roots: AudioRoots) -> FoundUtterance | Refused
         unfit = find_forbidden(text) or next(iter(LINE_ENDS.findall(text)), None)
         if unfit:
             return found.refused("control character", f"its {name} holds the character U+{ord(unfit):04X}")
+    removed = tuple(find_unwritten(found.text))
+    if removed:
+        found = replace(found, text=drop_unwritten(found.text).strip(), removed=removed)
     if len(found.text) > MAX_CHARACTERS:
         return found.refused("long transcript", f"its transcript has {len(found.text)} characters: is it one row?")
     if not normalize_text(found.text):
@@ -180,7 +186,7 @@ def _finish(found: FoundUtterance, header: AudioHeader | str, roots: AudioRoots)
     span = f"@{found.start:.3f}" + ("" if found.seconds is None else f"+{found.seconds:.3f}")
     span += "" if channel is None else f":ch{channel}"
     identity = f"{found.audio.relative_to(root)}#{found.byte_offset}{span}"
-    return CheckedUtterance(utterance, found.file, identity, found.split, normalize_text(found.text))
+    return CheckedUtterance(utterance, found.file, identity, found.split, normalize_text(found.text), found.removed)
 
 
 def _span_reason(found: FoundUtterance, file_seconds: float) -> str:

@@ -14,6 +14,7 @@ from konkanivani.base.errors import DataError, ResourceError, UsageError, explai
 from konkanivani.base.files import folder_lock, write_json_lines
 from konkanivani.base.units import parse_share
 from konkanivani.data.audio.roots import is_named_inside
+from konkanivani.data.format_characters import FormatCharacterCount
 from konkanivani.data.formats import (
     common_voice,
     csv_table,
@@ -111,7 +112,8 @@ class RefusalCount:
 class PreparationReport:
     """What came of a preparation; report.json is this. `audio_root` holds what audio the output does not ("": none).
 
-    `drawn` are the parts that were drawn out of the corpus's own part to train on, by `drawn_by`.
+    `drawn` are the parts that were drawn out of the corpus's own part to train on, by `drawn_by`. `removed_characters`
+    is a sentence on the invisible format characters that were removed from the texts ("": there were none).
     """
 
     format: str
@@ -124,6 +126,7 @@ class PreparationReport:
     audio_root: str
     drawn: tuple[str, ...]
     drawn_by: str
+    removed_characters: str
 
 
 def prepare_corpus(task: Preparation) -> PreparationReport:
@@ -222,6 +225,9 @@ def _counts(refused: Iterable[RefusedRow]) -> tuple[RefusalCount, ...]:
 
 def _report(task: Preparation, split_by: SplitBy, drawn: Drawn, refused: list[RefusedRow]) -> PreparationReport:
     utterances, output = drawn.utterances, str(task.output.resolve())
+    removed = FormatCharacterCount()
+    for checked in utterances:
+        removed.add(checked.removed)
     is_outside = any(not is_named_inside(u.utterance.audio_filepath, (output,)) for u in utterances)
     return PreparationReport(
         format=task.format,
@@ -234,6 +240,7 @@ def _report(task: Preparation, split_by: SplitBy, drawn: Drawn, refused: list[Re
         audio_root=str(task.root.resolve()) if is_outside else "",
         drawn=drawn.parts,
         drawn_by=drawn.unit,
+        removed_characters=removed.sentence(),
     )
 
 
