@@ -22,6 +22,8 @@ from konkanivani.data.utterance import Utterance
 ROWS_AT_ONCE = 512
 THREADS = 8  # they wait for the disk
 MAX_CHARACTERS = 20_000  # nobody says more at a time; what follows takes time by the character
+# Fast speech has some 40 code points a second; a text with far more belongs to another recording.
+MAX_CHARACTER_RATE, SPARE_CHARACTERS = 100, 100
 SHALLOW = 3  # parts of a path such as /home/anita: no such folder is proposed as a place of audio
 LINE_ENDS = re.compile("[\t\n\r]")  # in a cell: a quotation mark has swallowed others
 NOT_UTF8 = re.compile("[\ud800-\udfff]")
@@ -160,6 +162,11 @@ def _finish(found: FoundUtterance, header: AudioHeader | str, roots: AudioRoots)
     told = found.file_seconds
     if told is not None and not abs(told - header.seconds) <= max(0.5, 0.1 * told):
         return found.refused("other duration", f"its table says {told:.2f} s, its audio file {header.seconds:.2f} s")
+    left = header.seconds - found.start
+    seconds = left if found.seconds is None else min(found.seconds, left)
+    if len(found.text) > SPARE_CHARACTERS + MAX_CHARACTER_RATE * seconds:
+        reason = f"its transcript has {len(found.text)} characters, more than {seconds:.2f} s of speech have"
+        return found.refused("long transcript", f"{reason}: does it belong to this audio?")
     channel = None if found.is_channel_label and header.channels == 1 else found.channel
     absent = channel_error(channel, header.channels)
     if absent:
@@ -168,12 +175,11 @@ def _finish(found: FoundUtterance, header: AudioHeader | str, roots: AudioRoots)
     is_staged = found.audio.is_relative_to(roots.staged)
     audio = roots.published / found.audio.relative_to(roots.staged) if is_staged else found.audio
     is_far = os.path.commonpath((audio, roots.output)) == os.path.sep
-    left = header.seconds - found.start
     is_span = found.start > 0 or found.seconds is not None
     utterance = Utterance(
         audio_filepath=str(audio) if is_far else os.path.relpath(audio, roots.output),
         audio_path=str(found.audio),
-        duration=left if found.seconds is None else min(found.seconds, left),
+        duration=seconds,
         text=found.text,
         speaker=found.speaker,
         offset=found.start if is_span else None,
