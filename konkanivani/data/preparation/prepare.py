@@ -11,7 +11,7 @@ from typing import Literal
 
 from konkanivani.base.console import printable
 from konkanivani.base.errors import DataError, ResourceError, UsageError, explained
-from konkanivani.base.files import folder_lock, write_json_lines
+from konkanivani.base.files import folder_lock, without_empty_folders, write_json_lines
 from konkanivani.base.units import parse_share
 from konkanivani.data.audio.roots import is_named_inside
 from konkanivani.data.format_characters import FormatCharacterCount
@@ -151,7 +151,7 @@ def prepare_corpus(task: Preparation) -> PreparationReport:
         try:
             _check_damage(task, corpus, most_rejected)
         except DataError:
-            if corpus.refused:
+            if _first_unexpected(corpus):  # the message names the list then
                 with _explained(task.output):
                     os.replace(staged / REJECTED, task.output / REJECTED)
             raise
@@ -201,7 +201,7 @@ def _told(rows: Found, task: Preparation) -> Iterator[FoundUtterance | RefusedRo
 def _check_damage(task: Preparation, corpus: Corpus, most_rejected: float) -> None:
     if corpus.utterances and corpus.damage <= most_rejected:
         return
-    first = next((row for row in corpus.refused if not row.is_expected), None)
+    first = _first_unexpected(corpus)
     if first is None:
         raise DataError(f"{task.source} holds no utterance that {task.format} can read. Check --format and --source.")
     first = _printable(first)
@@ -211,6 +211,10 @@ def _check_damage(task: Preparation, corpus: Corpus, most_rejected: float) -> No
         f"--max_rejected is {most_rejected:.3g}. The first: {first.file}, row {first.row}: {first.reason.rstrip('.')}. "
         f"All stand in {task.output / REJECTED}: mend them, or give --max_rejected a larger part."
     )
+
+
+def _first_unexpected(corpus: Corpus) -> RefusedRow | None:
+    return next((row for row in corpus.refused if not row.is_expected), None)
 
 
 def _printable(row: RefusedRow) -> RefusedRow:
@@ -251,9 +255,9 @@ def _staging(task: Preparation) -> Iterator[Path]:
     Two preparations to one output wait for each other; what a killed one left is cleared up.
     """
     _check_source(task)
-    output, is_new = task.output, not task.output.exists()
+    output = task.output
     staged = output.resolve() / ".prepare.partial"
-    with contextlib.ExitStack() as held:
+    with without_empty_folders([output.absolute()]), contextlib.ExitStack() as held:
         with _explained(output):
             output.mkdir(parents=True, exist_ok=True)
             held.enter_context(folder_lock(output))
@@ -265,9 +269,6 @@ def _staging(task: Preparation) -> Iterator[Path]:
             yield staged
         finally:
             shutil.rmtree(staged, ignore_errors=True)
-            if is_new:
-                with contextlib.suppress(OSError):  # it holds something
-                    output.rmdir()
 
 
 def _explained(output: Path) -> contextlib.AbstractContextManager[None]:
