@@ -12,7 +12,7 @@ import torch
 
 from konkanivani.data.audio.files import AudioSource, UnusableAudio, read_blocks, read_samples
 from konkanivani.data.audio.waveform import load_audio, resample, stream_audio
-from konkanivani.data.dataset import EvaluationSpeech, TrainingSpeech
+from konkanivani.data.dataset import EvalDataset, TrainDataset
 from konkanivani.data.fingerprint import make_fingerprint
 from konkanivani.data.health.repeats import content_key, extent_key
 from konkanivani.data.index import open_index
@@ -76,10 +76,10 @@ def test_each_row_has_exactly_the_samples_of_its_channel(dataset: str, three_row
     manifest, samples = three_rows
     tokenizer = train_tokenizer([utterance.text for utterance in manifest], "char", 60)
     if dataset == "training":
-        speech = TrainingSpeech(manifest, tokenizer, (1.0,), seed=0, manifest=manifest.path)
+        speech = TrainDataset(manifest, tokenizer, (1.0,), seed=0, manifest=manifest.path)
         waveforms = [speech[0, index].waveform.numpy() for index in range(3)]
     else:
-        speech = EvaluationSpeech(manifest, tokenizer, manifest.path)
+        speech = EvalDataset(manifest, tokenizer, manifest.path)
         waveforms = [speech[index].waveform.numpy() for index in range(3)]
     expected = (samples[:, 0], samples[:, 1], torch.from_numpy(samples).mean(dim=1).numpy())
     for waveform, signal in zip(waveforms, expected, strict=True):
@@ -180,7 +180,7 @@ def test_a_channel_that_the_file_lacks_is_a_broken_row_where_its_header_is_read(
     write_stereo(tmp_path / "call.wav")
     manifest = read_manifest(write_rows(tmp_path / "train.jsonl", [row("call.wav", 1, channel=channel)]))
     tokenizer = train_tokenizer([sentence(1)], "char", 60)
-    rejection = EvaluationSpeech(manifest, tokenizer, manifest.path)[0]
+    rejection = EvalDataset(manifest, tokenizer, manifest.path)[0]
     assert isinstance(rejection, Rejection) and rejection.is_broken and rejection.row == 1
     assert rejection.reason == f"it has no channel {channel}: it has 2 channels, counted from 0"
     with pytest.raises(UnusableAudio):

@@ -42,7 +42,7 @@ class Spelling:
 
 
 @dataclass(frozen=True)
-class Twins:
+class SpellingVariants:
     """Different code points for the same character: one NFC form with all its spellings in the raw text."""
 
     shape: str
@@ -84,7 +84,7 @@ class CharacterHealth:
     different: int
     letters: int
     inventory: tuple[Character, ...]
-    twins: tuple[Twins, ...]
+    twins: tuple[SpellingVariants, ...]
     mixed_words: tuple[MixedWord, ...]
     mixed_word_count: int
     changes: Changes
@@ -148,7 +148,7 @@ class CharacterCount:
         """Return how many of a character are mapped; only a ZWJ can be."""
         return self.joiners_mapped if character == ZWJ else 0
 
-    def _twins(self) -> tuple[Twins, ...]:
+    def _twins(self) -> tuple[SpellingVariants, ...]:
         """Every NFC form that the raw text writes in more than one way, by how often."""
         found: dict[str, list[Spelling]] = {}
         composable, _ = _composition()
@@ -157,7 +157,7 @@ class CharacterCount:
             if shape in composable:
                 found.setdefault(shape, []).append(Spelling(tuple(map(ord, form)), count))
         twins = [
-            Twins(shape, tuple(sorted(spellings, key=lambda spelling: (-spelling.count, spelling.codes))))
+            SpellingVariants(shape, tuple(sorted(spellings, key=lambda spelling: (-spelling.count, spelling.codes))))
             for shape, spellings in found.items()
             if len(spellings) > 1
         ]
@@ -166,7 +166,7 @@ class CharacterCount:
     def _changes(self) -> Changes:
         sums = Counter()
         for character, count in self.raw.items():
-            sums[_fate(character)] += count
+            sums[_treatment(character)] += count
         return Changes(
             texts=self.changed,
             not_composed=self.not_composed,
@@ -194,7 +194,7 @@ def scripts_of(word: str) -> set[str]:
 
 def _describe(character: str, count: int, mapped: int, majority: str) -> Character:
     """Return the character with its marks; `mapped` of its `count` become part of an equivalent encoding."""
-    script, fate, category = script_of(character), _fate(character), unicodedata.category(character)
+    script, fate, category = script_of(character), _treatment(character), unicodedata.category(character)
     kind = {"Cc": "CONTROL", "Co": "PRIVATE USE", "Cn": "UNASSIGNED"}.get(category, "UNNAMED")
     marks = {
         "foreign script": script not in ("", majority),
@@ -211,7 +211,7 @@ def _describe(character: str, count: int, mapped: int, majority: str) -> Charact
 
 
 @cache
-def _fate(character: str) -> Literal["kept", "joiner", "format", "space", "lowered"]:
+def _treatment(character: str) -> Literal["kept", "joiner", "format", "space", "lowered"]:
     if character in JOINERS:
         return "joiner"
     if character == " ":
