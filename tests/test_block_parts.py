@@ -24,7 +24,7 @@ from konkanivani.model.encoder import Encoder, PaddedSubsampling
 from konkanivani.model.front_end import LogMel
 from konkanivani.model.relative import RelativePositions, RelativeSelfAttention
 from konkanivani.model.transfer import transfer_weights
-from tests.laws.parts import OTHER_FEATURES, OTHER_PARTS, relative_difference
+from tests.invariants.parts import OTHER_FEATURES, OTHER_PARTS, relative_difference
 from tests.starts import parse_flags
 from tests.test_convolutions import differences, gradients
 

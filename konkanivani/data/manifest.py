@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from konkanivani.base.amount import Amount
+from konkanivani.base.auto_defaults import Amount
 from konkanivani.base.errors import DataError, ErrorCollector, explained
 from konkanivani.base.files import write_json_lines
 from konkanivani.data.audio.roots import audio_roots

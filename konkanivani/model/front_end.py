@@ -33,7 +33,7 @@ DESCRIPTIONS = {
         "sample": "mean 0 and variance 1, of n frames with n - 1, of each bin over the utterance",
     },
 }
-UNSAID = {"preemphasis": 0.0, "power_guard": "floor"}  # where they have these values
+UNSAID = {"preemphasis": 0.0, "log_floor_mode": "floor"}  # where they have these values
 
 
 def described(config: FeatureConfig) -> dict[str, object]:
@@ -99,7 +99,7 @@ def has_margins(config: FeatureConfig) -> bool:
 
 def with_margins(waveforms: torch.Tensor, ends: torch.Tensor, framing: Framing) -> torch.Tensor:
     """Waveforms (B, S) with their ends (B,), pre-emphasised, zero beyond them, between the margins that are heard."""
-    config, (before, after) = framing.features, framing.margins
+    config, (before, after) = framing.features, framing.padding
     if config.preemphasis:  # the first sample is kept
         waveforms = waveforms - config.preemphasis * F.pad(waveforms, (1, 0))[:, :-1]
     waveforms = waveforms.masked_fill(beyond(ends, waveforms.shape[1]), 0.0)
@@ -113,7 +113,7 @@ def with_margins(waveforms: torch.Tensor, ends: torch.Tensor, framing: Framing) 
 
 def log_power(power: torch.Tensor, config: FeatureConfig, out: torch.Tensor | None = None) -> torch.Tensor:
     """The logarithm of bands, kept finite; in `out`, where it is given."""
-    guard = torch.clamp_min if config.power_guard == "floor" else torch.add
+    guard = torch.clamp_min if config.log_floor_mode == "floor" else torch.add
     return torch.log(guard(power, config.smallest_power, out=out), out=out)
 
 

@@ -18,7 +18,7 @@ NOT_COUNTED |= {"initial_wer": math.inf, "initial_cer": math.inf}
 class TrainState:
     """Counters of a run; every field is a plain number, and all of them are in the checkpoint.
 
-    `epoch` and `window` are the cursor; `epochs_finished` counts those validated; `best_score` is the lowest
+    `epoch` and `global_batch` are the cursor; `epochs_finished` counts those validated; `best_score` is the lowest
     validation score so far; `splits` counts how often a step ran out of memory and was begun again in smaller pieces.
     Of the epoch so far: its steps, how many of their gradients were clipped, their summed losses; `first_loss` is the
     mean loss of the first epoch's steps, 0 until it is finished. `initial_wer` and `initial_cer` are validation's of
@@ -27,7 +27,7 @@ class TrainState:
 
     step: int = 0
     epoch: int = 0
-    window: int = 0
+    global_batch: int = 0
     epochs_finished: int = 0
     best_score: float = float("inf")
     epochs_without_improvement: int = 0
@@ -45,16 +45,16 @@ class TrainState:
     @property
     def cursor(self) -> Cursor:
         """Where in the data the next window lies."""
-        return Cursor(self.epoch, self.window)
+        return Cursor(self.epoch, self.global_batch)
 
     @property
     def has_epoch_to_finish(self) -> bool:
         """Whether every window of an epoch is consumed and its validation is still to come."""
-        return self.window == 0 and self.epoch > self.epochs_finished
+        return self.global_batch == 0 and self.epoch > self.epochs_finished
 
     def advance(self, cursor: Cursor, audio_seconds: float, is_skipped: bool, splits: int) -> None:
         """Counts a consumed window; a skipped update holds the step, and with it the learning rate."""
-        self.epoch, self.window = cursor.epoch, cursor.window
+        self.epoch, self.global_batch = cursor.epoch, cursor.global_batch
         self.audio_seconds += audio_seconds
         self.splits += splits
         if is_skipped:
@@ -66,7 +66,7 @@ class TrainState:
 
     def begin_epoch(self) -> None:
         """Puts the cursor before the epoch's first window, and counts nothing of it yet."""
-        self.window = 0
+        self.global_batch = 0
         self.epoch_steps, self.epoch_clipped, self.epoch_loss = 0, 0, 0.0
 
     def add_up(self, loss: float, is_clipped: bool) -> None:

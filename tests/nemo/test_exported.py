@@ -21,9 +21,7 @@ from tests.nemo.goldens import hear, sound
 from tests.starts import begin_run
 
 NEAR = 1e-5
-OTHER = (
-    "--subsampling separable --biases False --edges reflected --power_guard floor --smallest_power 1e-10 --mel_bins 64"
-)
+OTHER = "--subsampling separable --biases False --edges reflected --log_floor_mode floor --smallest_power 1e-10 --mel_bins 64"
 
 
 def trained(folder: Path, corpus: Corpus, *shape: str) -> Path:

@@ -25,14 +25,14 @@ from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, Corpus, further, run_folders, run_script, well
-from tests.laws.parts import OTHER_FEATURES, OTHER_PARTS
+from tests.invariants.parts import OTHER_FEATURES, OTHER_PARTS
 from tests.starts import begin_run
 from tests.test_block_parts import laid_out, random_attention
 from tests.test_export import CPU, EXPORT, SHAPE, speech_model_of_shape, spoken
 
 FLAGS = (
     *("--attention_positions", "relative", "--convolution_norm", "none", "--subsampling", "striding"),
-    *("--scaled_input", "--entry_norm", "False", "--biases", "False", "--power_guard", "added"),
+    *("--scaled_input", "--entry_norm", "False", "--biases", "False", "--log_floor_mode", "added"),
     *("--smallest_power", "5.96e-8", "--preemphasis", "0.97", "--window", "symmetric", "--edges", "zeros"),
     *("--mel_scale", "slaney", "--deviation", "sample"),
 )
@@ -103,7 +103,7 @@ def test_what_has_always_been_is_written_as_it_always_was():
         *("mel_bins", "fft_samples", "window_samples", "hop_samples", "smallest_power"),
     ]
     told = described(OTHER_FEATURES)
-    assert "reflected" in told["edges"] and (told["preemphasis"], told["power_guard"]) == (0.97, "added")
+    assert "reflected" in told["edges"] and (told["preemphasis"], told["log_floor_mode"]) == (0.97, "added")
 
 
 @pytest.mark.parametrize("kind", ["striding", *further("separable")])  # by 8 too: test_used.py

@@ -5,7 +5,7 @@ import dataclasses
 import io
 import json
 
-from konkanivani.base.amount import resolve
+from konkanivani.base.auto_defaults import resolve
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.errors import KonkaniVaniError
 from konkanivani.data.health.findings import Diagnosis, find_all, reach_verdict

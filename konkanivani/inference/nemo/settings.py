@@ -125,7 +125,7 @@ def _features(section: Section, edges: str) -> FeatureConfig:
         window_samples=window,
         hop_samples=_samples(section, "window_stride", 0.01),
         smallest_power=smallest,
-        power_guard={"add": "added", "clamp": "floor"}[guard],
+        log_floor_mode={"add": "added", "clamp": "floor"}[guard],
         preemphasis=float(preemphasis or 0),
         window="symmetric",
         edges=edges,

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from konkanivani.base import amount
-from konkanivani.base.amount import Amount, as_stored, decisions, resolve
+from konkanivani.base import auto_defaults
+from konkanivani.base.auto_defaults import Amount, as_stored, decisions, resolve
 from konkanivani.base.config import (
     AUTO,
     PRESETS,
@@ -74,7 +74,7 @@ def test_a_small_model_takes_twice_the_rate_for_many_words_of_little_speech_from
 def test_words_are_counted_of_little_speech_alone(corpus, monkeypatch):
     manifest = read_manifest(corpus.manifest("train"))
     assert measure_amount(manifest).words == len({word for one in manifest for word in one.text.split()}) > 1
-    monkeypatch.setattr(amount, "LITTLE_HOURS", 0.0)
+    monkeypatch.setattr(auto_defaults, "LITTLE_HOURS", 0.0)
     assert measure_amount(manifest).words == 0
 
 
@@ -120,19 +120,24 @@ def test_the_warm_up_follows_from_the_steps(asked, total, steps):
 def test_of_little_speech_a_step_hears_about_twenty_seconds(seconds, batch_size, ranks, window):
     config = TrainConfig(data=DataConfig(batch_size=batch_size))
     amount = Amount(hours=1000 * seconds / 3600, utterances=1000, ranks=ranks)
-    assert resolve(config, amount).window_size == window
+    assert resolve(config, amount).global_batch_size == window
     much = Amount(hours=100.0, utterances=round(360_000 / seconds))
-    assert resolve(config, much).window_size == resolve(config).window_size == config.window_size == max(8, window)
+    assert (
+        resolve(config, much).global_batch_size
+        == resolve(config).global_batch_size
+        == config.global_batch_size
+        == max(8, window)
+    )
 
 
 def test_a_run_that_goes_on_in_other_micro_batches_keeps_its_window():
     asked = TrainConfig(data=DataConfig(batch_size=2))
     stored = resolve(asked, Amount(hours=7.0, utterances=4000))
-    assert stored.window_size == 4
+    assert stored.global_batch_size == 4
     for given, window in ((["--batch_size", "1"], 4), (["--batch_size", "4"], 4), (["--batch_size", "3"], 3)):
         again = parse_flags(given, stored)
-        assert again.window_size == window
+        assert again.global_batch_size == window
         assert bool(contradictions(stored, again)) == (window != 4)
-    assert parse_flags(["--batch_size", "auto"], stored).window_size == 4
+    assert parse_flags(["--batch_size", "auto"], stored).global_batch_size == 4
     both = ["--batch_size", "1", "--gradient_accumulation_steps", "2"]
     assert contradictions(stored, parse_flags(both, stored))
