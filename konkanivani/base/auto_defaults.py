@@ -22,7 +22,7 @@ TUNED_GLOBAL_BATCH_SIZE = 16  # utterances, of a model that has learnt already: 
 
 
 @dataclass(frozen=True)
-class Amount:
+class CorpusSize:
     """How much speech there is to train on, of how many distinct words; `ranks` are to share each step's."""
 
     hours: float
@@ -45,10 +45,10 @@ class Amount:
         return max(MIN_GLOBAL_BATCH_SIZE, self.ranks, wanted)
 
 
-UNLIMITED = Amount(float("inf"), 0)
+UNLIMITED = CorpusSize(float("inf"), 0)
 
 
-def resolve(config: TrainConfig, amount: Amount = UNLIMITED) -> TrainConfig:
+def resolve(config: TrainConfig, amount: CorpusSize = UNLIMITED) -> TrainConfig:
     """The configuration with every "auto" that the amount of speech to train on decides."""
     is_tuned = config.pretrained.pretrained is not None
     utterances = max(TUNED_GLOBAL_BATCH_SIZE, amount.ranks) if is_tuned else amount.global_batch_size

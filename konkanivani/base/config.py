@@ -10,7 +10,15 @@ AUTO = "auto"
 DEFAULT_RATE = 1e-3
 DEFAULT_EFFECTIVE_BATCH_SIZE = 8
 AudioContext = Literal["window", "speech"]
-OLD_NAMES = {"rir_share": "rir_prob", "noise_share": "noise_prob"}  # in old command lines and checkpoints
+# Old flag names, accepted on command lines and in checkpoints.
+OLD_NAMES = {
+    "rir_share": "rir_prob",
+    "noise_share": "noise_prob",
+    "micro_batches_at_once": "concurrent_micro_batches",
+    "edges": "frame_padding",
+    "deviation": "std_ddof",
+    "power_guard": "log_floor_mode",
+}
 
 
 @dataclass(frozen=True)
@@ -74,11 +82,11 @@ class FeatureConfig:
     """Pre-emphasis coefficient: x[n] - c x[n-1] (0: off)."""
     window: Literal["periodic", "symmetric"] = "periodic"
     """Periodic or symmetric Hann window."""
-    edges: Literal["none", "zeros", "reflected"] = "none"
+    frame_padding: Literal["none", "zeros", "reflected"] = "none"
     """Padding at both ends of the waveform: none, zeros, or reflected."""
     mel_scale: Literal["htk", "slaney"] = "htk"
     """Mel scale: htk, or slaney with area normalisation."""
-    deviation: Literal["population", "sample"] = "population"
+    std_ddof: Literal["population", "sample"] = "population"
     """Divisor of the standard deviation in feature normalisation: n (population) or n - 1 (sample)."""
 
 

@@ -50,14 +50,14 @@ class Framing:
         With zeros there the last frame is the one that begins a hop before the waveform ends: S // hop frames.
         """
         half, hop = self.features.fft_samples // 2, self.features.hop_samples
-        return {"none": (0, 0), "zeros": (half, half - hop), "reflected": (half, half)}[self.features.edges]
+        return {"none": (0, 0), "zeros": (half, half - hop), "reflected": (half, half)}[self.features.frame_padding]
 
     def feature_length(self, samples: Count) -> Count:
         """Feature frames, at least 0: 1 + (samples - 512) // 160 by default."""
         uncovered = self.features.fft_samples - sum(self.padding)
         frames = _at_least_0(1 + (samples - uncovered) // self.features.hop_samples)
         # What is to be reflected has to be there.
-        return frames * (samples > self.padding[0]) if self.features.edges == "reflected" else frames
+        return frames * (samples > self.padding[0]) if self.features.frame_padding == "reflected" else frames
 
     def encoded_length(self, samples: Count) -> Count:
         """Encoder frames, at least 0."""

@@ -229,7 +229,8 @@ def _plan_sentence(config: TrainConfig, plan: MemoryPlan | None, planner: EpochP
     cut = f"micro-batches of {config.data.batch_size}, no memory plan asked for"
     if plan:
         cut = f"planned peak {peak_text(plan.peak)} of {budget_text(plan.budget)}"
-    return f"{count(planner.global_batches_per_epoch(), 'step')} of {count(config.global_batch_size, 'utterance')} an epoch, {cut}"
+    steps = count(planner.global_batches_per_epoch(), "step")
+    return f"{steps} of {count(config.global_batch_size, 'utterance')} an epoch, {cut}"
 
 
 def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainDataset, planner: EpochPlanner) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from konkanivani.base.auto_defaults import Amount, as_stored, decisions, resolve
+from konkanivani.base.auto_defaults import CorpusSize, as_stored, decisions, resolve
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import count, duration_words, say
 from konkanivani.base.distributed import broadcast_from_rank0
@@ -20,7 +20,7 @@ from konkanivani.data.checking import Limits, check_any_usable, check_utterances
 from konkanivani.data.dataset import EvalDataset, TrainDataset
 from konkanivani.data.fingerprint import Fingerprint, make_fingerprint
 from konkanivani.data.loader.workers import LoaderConfig
-from konkanivani.data.manifest import Manifest, iterate_texts, measure_amount, no_text, read_manifest
+from konkanivani.data.manifest import Manifest, iterate_texts, measure_corpus_size, no_text, read_manifest
 from konkanivani.data.noise_reverb import NoiseReverb, read_noise_reverb
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.selection import Selection
@@ -93,7 +93,7 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
                 rejections.begin(manifest)
     problems.raise_all()
     warn_of_shared(corpus, valid, test)
-    start = settle(start, measure_amount(train))
+    start = settle(start, measure_corpus_size(train))
     config = start.config
     tokenizer = broadcast_from_rank0(start.topology, lambda: choose_tokenizer(start, train))
     architecture = start.architecture(tokenizer.size)
@@ -111,7 +111,7 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
     return RunData(config, corpus, tokenizer, training, validation, rejections, test_utterances)
 
 
-def settle(start: Start, amount: Amount) -> Start:
+def settle(start: Start, amount: CorpusSize) -> Start:
     """The start with what so much speech decides, which is said; weights taken over keep their tokens."""
     config = asked = start.config
     used = asked.data.train_subset / 100

@@ -42,15 +42,15 @@ OTHER_FEATURES = FeatureConfig(
     log_floor_mode="added",
     preemphasis=0.97,
     window="symmetric",
-    edges="reflected",
+    frame_padding="reflected",
     mel_scale="slaney",
-    deviation="sample",
+    std_ddof="sample",
 )
 PLACES = {
     "card": ON_CARD,
     "some on the host": Placement(offloaded_blocks=2),
     "host": Placement(offloaded_blocks=99),
-    "ahead": Placement(offloaded_blocks=99, ahead=True),
+    "ahead": Placement(offloaded_blocks=99, prefetch=True),
     "halved": Placement(half_precision=True),
     "host and half": Placement(offloaded_blocks=2, half_precision=True),
 }
@@ -66,7 +66,7 @@ def features_of(model: ModelConfig) -> FeatureConfig:
     """What the model hears: with NeMo's parts NeMo's features, at the edges of the audio in both of its ways."""
     if model.subsampling == "valid":
         return FeatureConfig()
-    return dataclasses.replace(OTHER_FEATURES, edges="zeros" if model.biases else "reflected")
+    return dataclasses.replace(OTHER_FEATURES, frame_padding="zeros" if model.biases else "reflected")
 
 
 def double_parts(

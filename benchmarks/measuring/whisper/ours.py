@@ -33,7 +33,7 @@ PLACEMENTS = {
     "": ON_CARD,
     "half": Placement(half_precision=True),
     "host": Placement(offloaded_blocks=sys.maxsize),
-    "ahead": Placement(offloaded_blocks=sys.maxsize, ahead=True),
+    "ahead": Placement(offloaded_blocks=sys.maxsize, prefetch=True),
 }
 
 

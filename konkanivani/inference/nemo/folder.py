@@ -107,9 +107,9 @@ def _features(path: Path) -> FeatureConfig:
         log_floor_mode="added",
         preemphasis=float(section.number("preemphasis", 0.97, 0, 0.999)),
         window="symmetric",
-        edges="zeros",
+        frame_padding="zeros",
         mel_scale="slaney",
-        deviation="sample",
+        std_ddof="sample",
     )
     section.finish()
     return found
