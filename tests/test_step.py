@@ -73,10 +73,10 @@ TRAIN = """
 import sys
 from konkanivani.base.config import OptimizerConfig
 from konkanivani.training.step import train_step
-from tests.invariants.parts import double_parts, speeches, window
+from tests.invariants.parts import double_parts, global_batch, speeches
 {before}
 for kind in ("adamw", "adamw8bit"):
-    train_step(double_parts(optimizer=OptimizerConfig(optimizer=kind)), window(speeches(2), 1), step=0)
+    train_step(double_parts(optimizer=OptimizerConfig(optimizer=kind)), global_batch(speeches(2), 1), step=0)
 print("torch._dynamo" in sys.modules, "triton" in sys.modules)
 """
 
@@ -116,7 +116,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_its_counter():
     assert all_equal(before[1], list(OptimizerState(parts.model, parts.optimizer).state_dict().values()))
     state = TrainState(step=1)
     state.advance(Cursor(0, 2), 1.0, report.is_skipped, report.splits)
-    assert (state.step, state.global_batch, state.skipped_steps, state.consecutive_skips) == (1, 2, 1, 1)
+    assert (state.step, state.consumed, state.skipped_steps, state.consecutive_skips) == (1, 2, 1, 1)
     assert not train_step(parts, global_batch(spoken, 1), step=1).is_skipped
 
 

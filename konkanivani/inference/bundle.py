@@ -31,7 +31,7 @@ FORMAT = 2
 # What format 1 says nothing of, which is written where all of that is as it always was.
 SINCE_FORMAT_2 = {
     *("attention_positions", "convolution_norm", "subsampling", "scaled_input", "entry_norm", "biases"),
-    *("log_floor_mode", "preemphasis", "window", "edges", "mel_scale", "deviation"),
+    *("power_guard", "preemphasis", "window", "edges", "mel_scale", "deviation"),
 }
 SUFFIX = ".safetensors"
 ENTRY = "konkanivani"  # of the file's metadata

@@ -33,9 +33,9 @@ DESCRIPTIONS = {
         "sample": "mean 0 and variance 1, of n frames with n - 1, of each bin over the utterance",
     },
 }
-UNSAID = {"preemphasis": 0.0, "log_floor_mode": "floor"}  # where they have these values
+UNSAID = {"preemphasis": 0.0, "power_guard": "floor"}  # where they have these values
 # Keys of these fields in bundles and ONNX files, which other programs and older versions read.
-STORED_NAMES = {"frame_padding": "edges", "std_ddof": "deviation", "log_floor_mode": "log_floor_mode"}
+STORED_NAMES = {"frame_padding": "edges", "std_ddof": "deviation", "log_floor_mode": "power_guard"}
 
 
 def stored_features(config: FeatureConfig) -> dict[str, object]:

@@ -65,7 +65,7 @@ def load_weights(
 
 def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner) -> None:
     """Begins the epoch again where the data is not what the cursor was counted in."""
-    if checkpoint.plan_digest != planner.digest() and state.global_batch:
+    if checkpoint.plan_digest != planner.digest() and state.consumed:
         print(
             f"The training data or its order has changed since the checkpoint: epoch {state.epoch + 1} begins again.",
             flush=True,

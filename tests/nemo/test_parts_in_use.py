@@ -104,7 +104,7 @@ def test_what_has_always_been_is_written_as_it_always_was():
         *("mel_bins", "fft_samples", "window_samples", "hop_samples", "smallest_power"),
     ]
     told = described(OTHER_FEATURES)
-    assert "reflected" in told["edges"] and (told["preemphasis"], told["log_floor_mode"]) == (0.97, "added")
+    assert "reflected" in told["edges"] and (told["preemphasis"], told["power_guard"]) == (0.97, "added")
 
 
 @pytest.mark.parametrize("kind", ["striding", *further("separable")])  # by 8 too: test_used.py

@@ -75,7 +75,7 @@ class GlobalBatchStream:
 
     def planned(self, cursor: Cursor) -> Iterator[list[tuple[int, int]]]:
         """The keys of this rank's share of each window from the cursor on; the loader runs ahead of the loop."""
-        epoch, consumed = cursor.epoch, cursor.global_batch
+        epoch, consumed = cursor.epoch, cursor.consumed
         while True:
             plan = self.planner.plan_epoch(epoch)
             for number in range(consumed, len(plan)):
