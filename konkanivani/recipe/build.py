@@ -74,6 +74,7 @@ def build_run(start: Start, report: Report = silent) -> Run:
     if plan:
         print(plan_sentences(plan, blocks=len(step.model.blocks)), flush=True)
         limits = tuple(SizeLimit(bucket.seconds, bucket.utterances) for bucket in plan.buckets)
+    loader = loader_config(config, device)
     checkpointer, validation = take_checkpoint_folder(start, run_directory), speech.validation
     logbook = Logbook(run_directory, resumed=Resumed(state.step, state.skipped_steps, state.epochs_finished))
     logbook.log_settings(config_to_text(config))
@@ -83,9 +84,7 @@ def build_run(start: Start, report: Report = silent) -> Run:
         tokenizer=speech.tokenizer,
         state=state,
         step=step,
-        global_batches=GlobalBatchStream(
-            speech.train, planner, limits, loader_config(config, device), speech.rejections, topology
-        ),
+        global_batches=GlobalBatchStream(speech.train, planner, limits, loader, speech.rejections, topology),
         plan=plan,
         watch=BudgetWatch(plan.budget / MIB if plan and device.type == "cpu" else float("inf"), resident_before),
         validation=validation.within(plan.validation_seconds) if plan and validation else validation,
