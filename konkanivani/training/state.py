@@ -19,11 +19,11 @@ NOT_COUNTED |= {"initial_wer": math.inf, "initial_cer": math.inf}
 class TrainState:
     """Counters of a run; every field is a plain number, and all of them are in the checkpoint.
 
-    `epoch` and `consumed` are the cursor, `consumed` the epoch's global batches so far; `epochs_finished` counts those validated; `best_score` is the lowest
-    validation score so far; `splits` counts how often a step ran out of memory and was begun again in smaller pieces.
-    Of the epoch so far: its steps, how many of their gradients were clipped, their summed losses; `first_loss` is the
-    mean loss of the first epoch's steps, 0 until it is finished. `initial_wer` and `initial_cer` are validation's of
-    the weights that the run began with, inf where it began with none.
+    `epoch` and `consumed` are the cursor, `consumed` the epoch's global batches so far; `epochs_finished` counts those
+    validated; `best_score` is the lowest validation score so far; `splits` counts how often a step ran out of memory
+    and was begun again in smaller pieces. Of the epoch so far: its steps, how many of their gradients were clipped,
+    their summed losses; `first_loss` is the mean loss of the first epoch's steps, 0 until it is finished. `initial_wer`
+    and `initial_cer` are validation's of the weights that the run began with, inf where it began with none.
     """
 
     step: int = 0
@@ -54,7 +54,7 @@ class TrainState:
         return self.consumed == 0 and self.epoch > self.epochs_finished
 
     def advance(self, cursor: Cursor, audio_seconds: float, is_skipped: bool, splits: int) -> None:
-        """Count one consumed global batch; a skipped update leaves the step, and with it the learning rate, unchanged."""
+        """Count one consumed global batch; a skipped update does not advance the step and its learning rate."""
         self.epoch, self.consumed = cursor.epoch, cursor.consumed
         self.audio_seconds += audio_seconds
         self.splits += splits
