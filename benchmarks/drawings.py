@@ -49,7 +49,7 @@ def draw(flags: Flags) -> str:
     folder = Path(flags.output)
     folder.mkdir(parents=True, exist_ok=True)
     performance = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    pictures = {"flow.svg": way_of_the_data(), "beside.svg": steps_beside_others(performance)}
+    pictures = {"flow.svg": way_of_the_data(), "step_comparison.svg": steps_beside_others(performance)}
     if flags.checkpoint:
         said = joined_utterances(Path(flags.manifest), flags.speaker, flags.sentences)
         if not said.texts:

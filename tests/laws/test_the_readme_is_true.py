@@ -178,7 +178,7 @@ def test_its_pictures_are_small_and_drawn_from_what_the_pages_say(tmp_path):
     named = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README.read_text(encoding="utf-8"))
     assert len(named) == PICTURES and all((ROOT / name).stat().st_size < MAX_PICTURE_BYTES for name in named)
     run_script("benchmarks/drawings.py", "--output", str(tmp_path))
-    for name in ("beside.svg", "flow.svg"):
+    for name in ("step_comparison.svg", "flow.svg"):
         assert (tmp_path / name).read_bytes() == (ROOT / "docs" / name).read_bytes(), "python3 benchmarks/drawings.py"
 
 
