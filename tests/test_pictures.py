@@ -61,7 +61,7 @@ def test_negative_control_text_drawn_with_a_font_is_found():
 
 
 def test_a_word_without_an_outline_is_refused():
-    with pytest.raises(DataError, match="no outline of अआइ. Add it with .*shape_words.py"):
+    with pytest.raises(DataError, match="no outline of अआइ. Run .*shape_words.py"):
         text("text", 0, 0, "हांव अआइ")
 
 

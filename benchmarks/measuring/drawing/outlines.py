@@ -38,7 +38,7 @@ class Outlines:
         missing = [word for word in text.split() if word not in self.words]
         if missing:
             command = f"benchmarks/measuring/drawing/shape_words.py --font FONT.ttf {' '.join(missing)}"
-            raise DataError(f"{OUTLINES} has no outline of {', '.join(missing)}. Add it with {command}.")
+            raise DataError(f"{OUTLINES} has no outline of {', '.join(missing)}. Run {command}.")
         return [self.words[word] for word in text.split()]
 
 
