@@ -235,7 +235,7 @@ def serve(descriptor: int, imported: Sequence[str]) -> NoReturn:
     for name in imported:
         importlib.import_module(name)
     if flags := sys.modules.get("konkanivani.base.flags"):
-        flags.ask([])  # what tyro imports, and finds out of types and docstrings, takes a quarter of a short run
+        flags.parse_args([])  # what tyro imports, and finds out of types and docstrings, takes a quarter of a short run
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for finalizer in weakref.finalize._registry:
         finalizer.atexit = False  # at each fork's end PyTorch would take its operators out one by one

@@ -143,8 +143,8 @@ def _data_rules(data: DataConfig) -> list[Rule]:
             "--effective_batch_size must be at least 1",
         ),
         (
-            data.micro_batches_at_once == AUTO or 1 <= data.micro_batches_at_once <= 64,
-            "--micro_batches_at_once must be between 1 and 64",
+            data.concurrent_micro_batches == AUTO or 1 <= data.concurrent_micro_batches <= 64,
+            "--concurrent_micro_batches must be between 1 and 64",
         ),
         (0 < data.train_subset <= 100, "--train_subset is a percentage: above 0, at most 100"),
         (0 <= data.min_duration < data.max_duration, "--min_duration must be below --max_duration"),
@@ -168,7 +168,10 @@ def _feature_rules(features: FeatureConfig) -> list[Rule]:
         (0 < features.hop_samples <= features.fft_samples, "--hop_samples must be between 1 and --fft_samples"),
         (features.smallest_power > 0, "--smallest_power must be above 0"),
         (0 <= features.preemphasis < 1, "--preemphasis must be at least 0 and below 1"),
-        (features.edges == "none" or features.fft_samples % 2 == 0, "--fft_samples must be even with --edges"),
+        (
+            features.frame_padding == "none" or features.fft_samples % 2 == 0,
+            "--fft_samples must be even with --frame_padding",
+        ),
     ]
 
 

@@ -152,7 +152,7 @@ class CharacterCount:
     def _changes(self) -> Changes:
         sums = Counter()
         for character, count in self.raw.items():
-            sums[_fate(character)] += count
+            sums[_treatment(character)] += count
         return Changes(
             texts=self.changed,
             not_composed=self.not_composed,
@@ -178,7 +178,7 @@ def scripts_of(word: str) -> set[str]:
 
 
 def _describe(character: str, count: int, majority: str) -> Character:
-    script, fate, category = script_of(character), _fate(character), unicodedata.category(character)
+    script, fate, category = script_of(character), _treatment(character), unicodedata.category(character)
     kind = {"Cc": "CONTROL", "Co": "PRIVATE USE", "Cn": "UNASSIGNED"}.get(category, "UNNAMED")
     marks = {
         "foreign script": script not in ("", majority),
@@ -194,7 +194,7 @@ def _describe(character: str, count: int, majority: str) -> Character:
 
 
 @cache
-def _fate(character: str) -> Literal["kept", "joiner", "format", "space", "lowered"]:
+def _treatment(character: str) -> Literal["kept", "joiner", "format", "space", "lowered"]:
     if character in JOINERS:
         return "joiner"
     if character == " ":

@@ -1,4 +1,4 @@
-"""How much of the planned micro-batches is padding, from durations alone; as `batching.cut_window` lays them."""
+"""The share of padding in the planned micro-batches, computed from durations as `batching` plans them."""
 
 from dataclasses import dataclass
 
