@@ -19,7 +19,7 @@ from konkanivani.data.synthetic.speech_synthesis import SpeakingStyle, SpeechSyn
 from konkanivani.data.synthetic.spoken_sentences import TEST_VOICES, TRAIN_VOICES, VALID_VOICES, SpokenSentence
 from konkanivani.data.text import normalize_text
 from tests.conftest import run_here
-from tests.warm import NOTHING, Job, warm_parent
+from tests.warm import DEV_NULL, Job, warm_parent
 
 MINIATURE = SplitSizes(train=14, valid=2, test=6)
 
@@ -170,7 +170,7 @@ def test_a_whole_corpus_is_left_alone_and_any_other_is_made_anew_with_the_same_b
 
 def kill_once_it_speaks(build: Callable[[], object], directory: Path) -> None:
     """Puts a corpus at the directory in another process, and kills it when some of its audio is there."""
-    process = warm_parent().start(Job(NOTHING, (), NOTHING, before=build))
+    process = warm_parent().start(Job(DEV_NULL, (), DEV_NULL, before=build))
     try:
         while not list(directory.parent.glob(f".{directory.name}.partial/audio/*.flac")):
             assert process.poll() is None

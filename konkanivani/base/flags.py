@@ -25,8 +25,8 @@ NATIVE_ONLY_FLAGS = frozenset(
     + tuple(leaf.name for group in (ModelConfig, FeatureConfig) for leaf in dataclasses.fields(group))
 )
 # What suits a model that has learnt already, where nobody says otherwise; the rest is decided when its folder is read.
-NOTHING = dict.fromkeys(("ctc_weight", "label_smoothing", "weight_decay"), 0.0)
-PRETRAINED_DEFAULTS = NOTHING | {"max_duration": 30.0, "max_tokens": 2**16}
+NO_REGULARISATION = dict.fromkeys(("ctc_weight", "label_smoothing", "weight_decay"), 0.0)
+PRETRAINED_DEFAULTS = NO_REGULARISATION | {"max_duration": 30.0, "max_tokens": 2**16}
 # What a run cannot go on with another value of.
 FREE_TO_CHANGE = ("dropout", "pretrained", "forgetting_manifest", "forgetting_language")
 GROUPS_OF_SHAPE = ("text", "features", "model", "pretrained", "tuning")

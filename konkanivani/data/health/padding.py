@@ -28,7 +28,7 @@ def measure_epoch(planner: EpochPlanner, micro_batch: int) -> EpochHealth:
     padded = sum(padded_seconds(window, limits) for window in windows)
     return EpochHealth(
         utterances=len(planner.durations),
-        window_size=planner.window_size,
+        window_size=planner.global_batch_size,
         micro_batch=micro_batch,
         steps=len(windows),
         padding_share=float(1 - speech.sum() / padded) if padded else 0.0,

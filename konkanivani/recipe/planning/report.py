@@ -192,9 +192,9 @@ def _cells(request: PlanRequest, budgets: tuple[float, ...]) -> list[str]:
             if state + planner.beside() > planner.budget:
                 cells.append("- / -")
                 continue
-            at_once = planner.largest_batch(10.0, request.tokens(10.0), policy, MAX_UTTERANCES).utterances
+            largest_batch = planner.largest_batch(10.0, request.tokens(10.0), policy, MAX_UTTERANCES).utterances
             longest = request.longest_utterance(planner)
-            cells.append(f"{at_once}{'+' if at_once == MAX_UTTERANCES else ''} / {longest:g}")
+            cells.append(f"{largest_batch}{'+' if largest_batch == MAX_UTTERANCES else ''} / {longest:g}")
             request.tell(f"{gib:g} GiB, {cells[-1]}")
     return cells
 
