@@ -2,7 +2,7 @@
 
 Only what NeMo builds too has a place there: attention by distance, padded subsampling, no norm behind the depthwise
 convolution (its BatchNorm is the identity), no norm before the first block, a CTC head alone, NeMo's features. NeMo 3.0
-restores such a file, and hears what we do (docs/LOG.md).
+restores such a file, and hears what we do (docs/experiments.md).
 """
 
 import dataclasses
