@@ -21,9 +21,13 @@ SHARED: dict[str, dict[str, str]] = {
         EVALUATION: r"\| joint[^|]*\| (\S+ %) \| (\S+ %) \|",
     },
     "error ratios to SpeechBrain": {
-        README: r"the mean is (0\.\d+) times the WER and (0\.\d+) times the CER",
+        README: r"by medians of three seeds, (0\.\d+) and (0\.\d+) by means",
         EVALUATION: r"\| mean of the nine means \| (0\.\d+), (0\.\d+)",
         EXPERIMENTS: r"mean ratios (0\.\d+), (0\.\d+)",
+    },
+    "median error ratios to SpeechBrain": {
+        README: r"is (0\.\d+) \(WER\) and (0\.\d+) \(CER\) by medians",
+        EVALUATION: r"\| mean of the nine medians \| (0\.\d+), (0\.\d+)",
     },
     "an fp16 step on the H100": {
         README: r"takes (0\.\d+ s) on the H100 \(SpeechBrain: (0\.\d+ s)\)",
