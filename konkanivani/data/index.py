@@ -27,8 +27,8 @@ from konkanivani.data.audio.unicode_paths import existing_path
 from konkanivani.data.format_characters import FormatCharacterCount, find_removed
 from konkanivani.data.utterance import BadRow, parse_row
 
-# 4: without channels and counts of format characters; 3: rows with format characters or absolute paths refused; 2:
-# without a sketch; 1: by the time of the last change alone, which an archive brings along.
+# 4: no channels and no counts of format characters. 3: rows with format characters or absolute paths were refused. 2:
+# no sketch. 1: checked by modification time alone, which unpacking an archive restores.
 VERSION = 5
 SMALL_BYTES = 4 * 2**20  # read anew at each start: it takes less than a second, and nothing is left beside the file
 BLOCK_BYTES = 16 * 2**20

@@ -100,7 +100,7 @@ def stream_samples(samples: np.ndarray | torch.Tensor, rate: int) -> Iterator[to
     if samples.dim() == 2 and channels > MAX_CHANNELS and 1 <= len(samples) <= MAX_CHANNELS:
         raise DataError(
             f"Samples of shape {tuple(samples.shape)} are (channels, S), torchaudio's layout; (S, channels) is "
-            "expected. Pass samples.T."
+            "expected. Give samples.T."
         )
     if samples.dim() not in (1, 2) or not 1 <= channels <= MAX_CHANNELS:
         raise DataError(f"Samples of shape {tuple(samples.shape)} are no recording. Give (S,) or (S, channels).")
