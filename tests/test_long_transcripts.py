@@ -105,7 +105,7 @@ def test_preparation_leaves_it_out_with_the_reason(rows, tmp_path: Path) -> None
 
 
 def test_a_text_of_the_fastest_speech_passes() -> None:
-    """The bound without CTC is one of absurd texts only, and CTC's own is kept to where there is CTC."""
+    """The bound without CTC is one of absurd texts only, and CTC has its own bound."""
     limits = Limits(0.1, 20.0, 10**9, 1.0, is_aligned=False)
     for seconds in (0.2, 2.0, 20.0):
         most = int(SPARE_TOKENS + MAX_TOKEN_RATE * seconds)

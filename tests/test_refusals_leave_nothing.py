@@ -269,7 +269,7 @@ REFUSALS: dict[str, tuple[str, Arguments, int]] = {
 
 
 def listing(folder: Path) -> dict[str, bytes | None]:
-    """Every file and folder below, files with what they hold."""
+    """Every file and folder below, files with their contents."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))

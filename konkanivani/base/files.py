@@ -114,7 +114,7 @@ def write_json_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 
 @contextlib.contextmanager
 def without_empty_folders(folders: Iterable[Path]) -> Iterator[None]:
-    """Remove, at the end of the block, what the block has made of these folders and those above, and left empty."""
+    """Remove, at the end of the block, those of these folders and their parents that it made and left empty."""
     absent = {place for folder in folders for place in (folder, *folder.parents) if not os.path.lexists(place)}
     try:
         yield

@@ -109,17 +109,15 @@ def _read(folder: Path, manifest: Path, identity: dict[str, object]) -> Manifest
     except (OSError, ValueError, TypeError):
         return None
     is_mended = any(row.is_missing and os.path.exists(manifest.parent / row.audio_filepath) for row in broken)
-    return (
-        None
-        if is_mended
-        else ManifestIndex(**arrays, broken=broken, sketch=sketch, folder=folder, format_characters=removed)
-    )
+    if is_mended:
+        return None
+    return ManifestIndex(**arrays, broken=broken, sketch=sketch, folder=folder, format_characters=removed)
 
 
 def _read_counts(path: Path) -> FormatCharacterCount:
     """Return the counts at `path`; a ValueError or TypeError if they are something else."""
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    return FormatCharacterCount(**fields | {"characters": Counter(fields["characters"])})
+    characters, texts, unwritten_texts = json.loads(path.read_text(encoding="utf-8"))
+    return FormatCharacterCount(Counter(dict(characters)), int(texts), int(unwritten_texts))
 
 
 def _mapped(path: Path, kind: type) -> np.ndarray:
@@ -144,7 +142,8 @@ def _write(folder: Path, manifest: Path, identity: dict[str, object], roots: tup
     with open(partial / "broken.jsonl", "w", encoding="utf-8") as file:
         file.writelines(json.dumps(asdict(row)) + "\n" for row in broken)
     (partial / "sketch.json").write_text(json.dumps(sketch))
-    (partial / FORMAT_CHARACTERS).write_text(json.dumps(vars(removed)), encoding="utf-8")
+    counts = (removed.characters, removed.texts, removed.unwritten_texts)
+    (partial / FORMAT_CHARACTERS).write_text(json.dumps(counts), encoding="utf-8")
     (partial / "index.json").write_text(json.dumps(identity))
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)

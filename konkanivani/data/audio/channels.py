@@ -27,7 +27,7 @@ def parse_channel(fields: Mapping[str, object]) -> int | None:
 def parse_channel_cell(cell: object, column: str) -> int | None:
     """Return the channel in a table's cell, None if it is empty; a ValueError as of `parse_channel`.
 
-    A text table's cells are strings of digits, those of a typed table integers.
+    The cells of a text table are strings of digits, the cells of a typed table are integers.
     """
     if cell is None or (isinstance(cell, str) and not cell.strip()):
         return None
@@ -41,7 +41,7 @@ def parse_channel_cell(cell: object, column: str) -> int | None:
 
 
 def channel_error(channel: int | None, channels: int) -> str:
-    """Return why a file of so many channels lacks this one; empty if it has it."""
+    """Return the reason if a file with `channels` channels lacks this one; empty if it has it."""
     if channel is None or channel < channels:
         return ""
     holds = "1 channel" if channels == 1 else f"{channels} channels"

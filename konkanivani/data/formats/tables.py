@@ -168,7 +168,7 @@ def choose_columns(table: Path, head: Iterable[str], wanted: Iterable[tuple[str,
 
 
 def channel_column(source: SpeechFolder) -> tuple[str, tuple[str, ...], bool]:
-    """Return what `choose_columns` is asked for to find the column of channels; none if the user says so."""
+    """Return the request to `choose_columns` for the column of channels; for no column if the user says so."""
     if source.channel_column == NO_COLUMN:
         return "", (f"{NO_COLUMN}\0",), False  # no head has it
     return source.channel_column, ("channel",), False
