@@ -31,17 +31,9 @@ def corpus(tmp_path_factory) -> Corpus:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus", {"train": 6, "valid": 2}, lengths=range(1, 3))
 
 
-def write_base(folder: Path, dtype: torch.dtype) -> Path:
-    """Write a small model with all tensors in this number format."""
-    write_model(folder, positions=64)
-    tensors = safetensors.torch.load_file(folder / WEIGHTS)
-    safetensors.torch.save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, folder / WEIGHTS)
-    return folder
-
-
 def train(root: Path, corpus: Corpus, number_format: str, mode: str) -> Path:
     """Train three steps with a rate large enough to change the bits of bf16; return the base folder."""
-    base = write_base(root / "base", FORMATS[number_format])
+    base = write_model(root / "base", positions=64, dtype=FORMATS[number_format])
     flags = ("--pretrained", str(base), "--language", "mr", "--learning_rate", "0.02", "--warmup_steps", "1")
     well(run_trainer(*corpus.flags(), *SHORT, *run_folders(root), *flags, *MODES[mode]))
     return base
