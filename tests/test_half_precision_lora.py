@@ -1,4 +1,4 @@
-"""LoRA parameters are trained in fp32 beside weights of any number format, under fp16 and bf16 autocast.
+"""LoRA parameters are trained in fp32 next to weights of any number format, under fp16 and bf16 autocast.
 
 Adapters created in fp16 make a loss scaler fail with "Attempting to unscale FP16 gradients" (huggingface/peft#1336).
 """
