@@ -45,8 +45,8 @@ class FallbackDecode:
     is below `min_log_probability`; if it is below, and "no speech" likelier than `max_no_speech`, nothing was said. The
     first that is not bad is taken, else the last. What is drawn depends on the utterance alone and the seed.
 
-    If the last one still compresses too well and never ended, as with fine-tuned models in the silence after speech, its
-    final repetition is removed; the text before it stays.
+    If the last one still compresses too well and never ended, as with fine-tuned models in the silence after speech,
+    its final repetition is removed; the text before it stays.
     """
 
     inner: BeamDecode
