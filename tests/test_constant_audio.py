@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from konkanivani.base.config import LossConfig, MemoryConfig, OptimizerConfig, TrainConfig
-from konkanivani.data.batch import Speech, Window
-from konkanivani.data.batching import cut_window, same_size
+from konkanivani.data.batch import Example, GlobalBatch
+from konkanivani.data.batching import same_size, split_into_micro_batches
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.model import front_end
 from konkanivani.model.architecture import Architecture, architecture_of
@@ -21,7 +21,7 @@ from konkanivani.recipe import build_step
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.gradient import GradientTask
 from konkanivani.training.step import StepParts, StepReport, forward_and_backward, train_step
-from tests.laws.parts import KINDS, VOCAB_SIZE, features_of, relative_difference, speeches
+from tests.invariants.parts import KINDS, VOCAB_SIZE, features_of, relative_difference, speeches
 from tests.whisper.parts import SHAPE
 
 CPU = torch.device("cpu")
@@ -77,31 +77,31 @@ def parts_of(kind: str, precision: str | None, monkeypatch: pytest.MonkeyPatch) 
     return parts
 
 
-def spoken(parts: StepParts) -> list[Speech]:
+def spoken(parts: StepParts) -> list[Example]:
     dtype = next(parts.model.parameters()).dtype
     found = speeches(3, augmented=False)
     return [dataclasses.replace(one, waveform=0.1 * one.waveform.to(dtype)) for one in found]
 
 
-def with_constant_rows(normal: list[Speech]) -> list[Speech]:
+def with_constant_rows(normal: list[Example]) -> list[Example]:
     """The utterances with a row of each level between them, shorter and longer than they are."""
     lengths = (8_000, 32_000, 31_999)
     rows = [
-        Speech(name, torch.full((length,), level, dtype=normal[0].waveform.dtype), [5, 6], None)
+        Example(name, torch.full((length,), level, dtype=normal[0].waveform.dtype), [5, 6], None)
         for (name, level), length in zip(LEVELS.items(), lengths, strict=True)
     ]
     return [one for pair in zip(rows, normal, strict=True) for one in pair]
 
 
-def together(speech: list[Speech]) -> Window:
-    return cut_window(speech, same_size(len(speech)), OUR_TOKENS)
+def together(speech: list[Example]) -> GlobalBatch:
+    return split_into_micro_batches(speech, same_size(len(speech)), OUR_TOKENS)
 
 
 @torch.no_grad()
-def outputs(parts: StepParts, window: Window) -> dict[str, list[torch.Tensor]]:
+def outputs(parts: StepParts, global_batch: GlobalBatch) -> dict[str, list[torch.Tensor]]:
     """Features, encoded frames and decoded tokens of each utterance, without padding."""
     found = {}
-    (batch,) = window.micro_batches
+    (batch,) = global_batch.micro_batches
     parts.model.eval()
     features, lengths = parts.forward.front_end(batch.waveforms, batch.sample_lengths, None)
     output, _ = parts.forward(batch)
@@ -128,9 +128,9 @@ def test_constant_rows_are_finite_and_leave_the_other_rows_as_they_are(kind, pre
             assert relative_difference(one.double(), other.double()) < ROUNDED[precision], name
 
 
-def steps(parts: StepParts, window: Window, count: int = 8) -> list[StepReport]:
+def steps(parts: StepParts, global_batch: GlobalBatch, count: int = 8) -> list[StepReport]:
     parts.model.train()
-    return [train_step(parts, window, number) for number in range(count)]
+    return [train_step(parts, global_batch, number) for number in range(count)]
 
 
 @pytest.mark.parametrize("precision", AUTOCAST)
@@ -153,8 +153,8 @@ def test_a_batch_of_constant_rows_alone_has_finite_gradients(monkeypatch):
     for kind in MODELS:
         parts = parts_of(kind, "bf16", monkeypatch)
         rows = [one for one in with_constant_rows(spoken(parts)) if one.utterance_id in LEVELS]
-        window = together(rows)
-        task = GradientTask(parts, window, 0, forward_and_backward)
+        global_batch = together(rows)
+        task = GradientTask(parts, global_batch, 0, forward_and_backward)
         assert parts.compute_gradient(task).is_finite, kind
 
 

@@ -12,7 +12,7 @@ from konkanivani.base.flags import config_from_text
 from konkanivani.data.batching import EpochPlanner
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.inference.speech_model import check_finite
-from konkanivani.model.adapters import begin_head
+from konkanivani.model.adapters import reset_output_heads
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.transfer import transfer_weights
@@ -27,7 +27,7 @@ from konkanivani.training.step import StepParts
 
 def count_steps(config: TrainConfig, planner: EpochPlanner) -> int:
     """The steps of the whole run."""
-    return min(config.run.epochs * planner.windows_per_epoch(), config.run.max_steps or sys.maxsize)
+    return min(config.run.epochs * planner.global_batches_per_epoch(), config.run.max_steps or sys.maxsize)
 
 
 def settle_stages(config: TrainConfig, planner: EpochPlanner) -> TrainConfig:
@@ -65,7 +65,7 @@ def load_weights(
 
 def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner) -> None:
     """Begins the epoch again where the data is not what the cursor was counted in."""
-    if checkpoint.plan_digest != planner.digest() and state.window:
+    if checkpoint.plan_digest != planner.digest() and state.consumed:
         print(
             f"The training data or its order has changed since the checkpoint: epoch {state.epoch + 1} begins again.",
             flush=True,
@@ -88,7 +88,7 @@ def _take_weights(
             "larger. Leave --preset and the flags of the shape out to have the checkpoint's, or begin without it."
         )
     if tuning.new_tokenizer:
-        begin_head(whole)
+        reset_output_heads(whole)
     if tuning.frozen_dtype == "half":
         check_finite(f"the checkpoint of step {initial.step}, rounded to half precision,", whole.state_dict())
     if stateful is not whole:

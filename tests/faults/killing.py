@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.conftest import TINY_MODEL, Corpus, read_log
 from tests.faults.fuse import BEST_NAME, EPOCH, POINTS, WORSE_IN_A_ROW, Fuse, Point
-from tests.faults.lives import SCRIPT, Aftermath, LongRun
+from tests.faults.long_run import SCRIPT, Aftermath, LongRun
 from tests.faults.resuming import run_differences
 
 KEPT_EPOCHS = 3
