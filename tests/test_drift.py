@@ -34,9 +34,9 @@ class KeptGlobalBatches:
         self.kept: list[torch.Tensor] = []
 
     def __getitem__(self, number: int) -> GlobalBatch:
-        window = WINDOWS[number]
-        self.kept.append(window.micro_batches[0].tokens)
-        return window
+        global_batch = WINDOWS[number]
+        self.kept.append(global_batch.micro_batches[0].tokens)
+        return global_batch
 
 
 def test_the_script_finds_no_growth():
@@ -53,9 +53,9 @@ def test_the_script_finds_no_growth():
 
 
 def test_what_a_window_leaves_behind_is_seen():
-    windows = KeptGlobalBatches()
-    moments = follow_steps(small_parts(), windows, 4)
-    sizes = [tensor.untyped_storage().nbytes() for tensor in windows.kept]
+    global_batches = KeptGlobalBatches()
+    moments = follow_steps(small_parts(), global_batches, 4)
+    sizes = [tensor.untyped_storage().nbytes() for tensor in global_batches.kept]
     grown = [moment.live - moments[0].live for moment in moments]
     assert grown == [sum(sizes[1:count]) for count in range(1, 5)] and grown[-1] > 0
     assert not summarize("minimal", 1, moments).is_within

@@ -25,7 +25,9 @@ from konkanivani.data.audio.roots import audio_roots
 from konkanivani.data.audio.unicode_paths import existing_path
 from konkanivani.data.utterance import BadRow, parse_row
 
-VERSION = 4  # 3: rows with format characters or absolute paths refused; 2: without a sketch; 1: by the time of the last change alone, which an archive brings along
+# 3: rows with format characters or absolute paths were refused. 2: no sketch. 1: checked by modification time alone,
+# which unpacking an archive restores.
+VERSION = 4
 SMALL_BYTES = 4 * 2**20  # read anew at each start: it takes less than a second, and nothing is left beside the file
 BLOCK_BYTES = 16 * 2**20
 SKETCHED = 256  # utterances: enough to tell two corpora of which the half is shared from two that share nothing

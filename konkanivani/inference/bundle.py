@@ -25,7 +25,7 @@ from konkanivani.data.text import Tokenizer
 from konkanivani.inference.provenance import provenance_of
 from konkanivani.inference.speech_model import SpeechModel, check_finite, is_within_bounds
 from konkanivani.model.architecture import HybridArchitecture
-from konkanivani.model.front_end import described
+from konkanivani.model.front_end import described, stored_features
 
 FORMAT = 2
 # What format 1 says nothing of, which is written where all of that is as it always was.
@@ -38,7 +38,7 @@ ENTRY = "konkanivani"  # of the file's metadata
 TOKENIZER = "tokenizer"  # the name of its tensor
 MAX_HEADER_BYTES = 2**21  # some 130 a tensor, of which the largest preset has 500; safetensors would take 100 MB
 
-MODEL, FEATURES = dataclasses.asdict(ModelConfig()), dataclasses.asdict(FeatureConfig())  # as they are by default
+MODEL, FEATURES = dataclasses.asdict(ModelConfig()), stored_features(FeatureConfig())  # as they are by default
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def bundle_bytes(speech_model: SpeechModel) -> bytes:
     check_finite("the model to export", tensors)
     tensors[TOKENIZER] = torch.frombuffer(bytearray(speech_model.tokenizer.model), dtype=torch.uint8)
     shape = speech_model.architecture
-    model, features = dataclasses.asdict(shape.model), dataclasses.asdict(shape.features)
+    model, features = dataclasses.asdict(shape.model), stored_features(shape.features)
     is_first = MODEL | FEATURES | _of_format_1(model | features) == model | features
     description = {
         "format": 1 if is_first else FORMAT,

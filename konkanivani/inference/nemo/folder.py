@@ -104,12 +104,12 @@ def _features(path: Path) -> FeatureConfig:
         window_samples=section.count("win_length", 400),
         hop_samples=section.count("hop_length", 160),
         smallest_power=2.0**-24,
-        power_guard="added",
+        log_floor_mode="added",
         preemphasis=float(section.number("preemphasis", 0.97, 0, 0.999)),
         window="symmetric",
-        edges="zeros",
+        frame_padding="zeros",
         mel_scale="slaney",
-        deviation="sample",
+        std_ddof="sample",
     )
     section.finish()
     return found
