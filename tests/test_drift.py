@@ -84,6 +84,18 @@ def test_the_resident_memory_may_grow_by_a_twentieth(end, is_within):
     assert drift.is_within is is_within
 
 
+@pytest.mark.parametrize(("filled_after", "late"), [(100, 0.0), (1000, 0.5)])
+def test_growth_that_ends_is_told_from_growth_that_does_not(filled_after, late):
+    first = Moment(live=7, resident_mib=100.0, seconds=0.1, audio_seconds=1.0, report=REPORT)
+    moments = [
+        dataclasses.replace(first, resident_mib=100 + 0.5 * max(0, min(step - 200, filled_after)))
+        for step in range(850)
+    ]
+    drift = summarize("minimal", 1, moments)
+    assert drift.late_growth_mib_per_step == pytest.approx(late)
+    assert drift.growth_mib_per_step == pytest.approx(0.5 if late else (150 - drift.settled_mib) / 600, abs=1e-3)
+
+
 def test_a_window_is_a_function_of_its_number():
     again = dataclasses.replace(WINDOWS)
     for number in (0, 5):
