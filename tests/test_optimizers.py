@@ -1,4 +1,4 @@
-"""Optimizers of smaller state: their arithmetic against plain references, what they take, and the laws they keep."""
+"""Optimizers with smaller state: arithmetic against plain references, refused settings, and the invariants."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Recovery beside its law: batches in halves, remembered sizes, and what a whole run makes of both."""
+"""Recovery beside its invariant: batches in halves, remembered sizes, and what a whole run makes of both."""
 
 import dataclasses
 from pathlib import Path

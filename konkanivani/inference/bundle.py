@@ -20,6 +20,7 @@ import torch
 from konkanivani.base.config import AugmentConfig, FeatureConfig, ModelConfig, TrainConfig
 from konkanivani.base.errors import CheckpointError, DataError, ResourceError, UsageError
 from konkanivani.base.flags import config_from_text
+from konkanivani.base.line_endings import conversion_hint
 from konkanivani.base.rules import check_config
 from konkanivani.data.text import Tokenizer
 from konkanivani.inference.provenance import provenance_of
@@ -108,7 +109,9 @@ def read_bundle(path: Path, device: torch.device) -> SpeechModel:
         raise ResourceError(f"The bundle {path} cannot be read: {reason}. Mend that and start again.") from None
     except Exception as error:  # a damaged or hostile file can raise nearly anything
         reason = (str(error) or type(error).__name__).splitlines()[0][:200].rstrip(".")
-        raise CheckpointError(f"The bundle {path} is damaged or not ours ({reason}). Export it again.") from None
+        raise CheckpointError(
+            f"The bundle {path} is damaged or not ours ({reason}){conversion_hint(path)}. Export it again."
+        ) from None
 
 
 def _read_contents(path: Path) -> Contents:
@@ -131,7 +134,10 @@ def _read_contents(path: Path) -> Contents:
     checksum = entry.pop("sha256", None)
     contents = Contents(entry, tensors)
     if contents.checksum != checksum:
-        raise CheckpointError(f"The bundle {path} is damaged: its checksum does not match. Copy or export it again.")
+        hint = conversion_hint(path)
+        raise CheckpointError(
+            f"The bundle {path} is damaged: its checksum does not match{hint}. Copy or export it again."
+        )
     return contents
 
 

@@ -1,4 +1,4 @@
-"""A small model, its step parts and windows of random speech, in float64 without dropout, for the laws."""
+"""A small model, its step parts and batches of random speech, in float64 without dropout, for the invariants."""
 
 import dataclasses
 

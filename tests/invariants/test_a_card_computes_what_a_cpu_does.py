@@ -1,4 +1,4 @@
-"""Law: a step on a CUDA card is the step on a CPU, to 1e-7 after three of them in float64, whatever memory is saved.
+"""Invariant: a step on a GPU equals the step on a CPU, to 1e-7 after three steps in float64, for every setting.
 
 Of our own recogniser, with NeMo's parts and Whisper; where weights lie on the host, come ahead or in half precision;
 and where the card's memory truly runs out. Sums of a card's atomic additions have no order: equal bits are not asked.

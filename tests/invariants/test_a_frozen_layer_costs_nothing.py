@@ -1,4 +1,4 @@
-"""Law 12: what is frozen stays as it is, and the step of what is not is the same as if nothing were frozen.
+"""Invariant 12: what is frozen stays as it is, and the step of what is not is the same as if nothing were frozen.
 
 No gradient is made for a frozen weight: the products of a step are counted.
 """

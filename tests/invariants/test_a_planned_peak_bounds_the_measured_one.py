@@ -1,4 +1,4 @@
-"""Law 6: a planned peak bounds the measured one, closely: a CPU's live bytes, and what CUDA's allocator gave."""
+"""Invariant 6: a planned peak bounds the measured one, closely: a CPU's live bytes, and what CUDA's allocator gave."""
 
 import dataclasses
 

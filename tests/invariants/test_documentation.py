@@ -1,4 +1,4 @@
-"""Law 10: the README's commands, and those of the pages that it names, run on a miniature corpus; what is said is so.
+"""Invariant 10: the commands of the README and the pages run on a miniature corpus, and their statements are true.
 
 The two at the README's top are run by `.ci/run` and by `benchmarks/first_run.sh`.
 """

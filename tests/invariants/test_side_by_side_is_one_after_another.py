@@ -1,4 +1,4 @@
-"""Law 11: micro-batches side by side on a CPU take the step that they take one after another, bit for bit.
+"""Invariant 11: micro-batches side by side on a CPU take the step that they take one after another, bit for bit.
 
 In fp32 with dropout, operators on one thread each both times, whatever micro-batch is the first to be done.
 """

@@ -1,4 +1,4 @@
-"""Law: weights on the card, in half precision there or on the host: after some steps they are the same, bit for bit.
+"""Invariant: weights on the GPU, in half precision or on the host give the same weights after some steps.
 
 Of our own recogniser and of Whisper, all weights trained, the encoder frozen, low-rank products; several micro-batches
 a step, every block recomputed or none that need not be, dropout drawn, memory that runs out within a step.

@@ -1,4 +1,4 @@
-"""Small Whisper models in each way to train one, for the laws, with the other laws' tokens and speech of up to 2 s."""
+"""Small Whisper models in each way of training, with the tokens of the other invariants and up to 2 s of audio."""
 
 import json
 from pathlib import Path
