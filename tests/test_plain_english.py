@@ -32,7 +32,7 @@ PHRASINGS = {
 }
 COUNTED = [re.compile(pattern, re.IGNORECASE) for pattern in PHRASINGS]
 # Phrasings per 10,000 words: the figure of the day that the limit was set, rounded up. Lower a limit, never raise it.
-LIMITS = {"help": 11, "messages": 7, "pages": 175, "comments": 362}
+LIMITS = {"help": 11, "messages": 7, "pages": 4, "comments": 352}
 PACKAGE = ("konkanivani", "training_scripts")
 
 
@@ -113,7 +113,7 @@ def test_negative_control_each_phrasing_is_found(pattern, example):
 
 
 def test_negative_control_an_old_message_is_counted():
-    old = 'say(f"Going on from {path}: what is asked for lies beside it. Mend what nobody told.")'
+    old = 'say(f"Resuming from {path}: what is asked for lies beside it. Mend what nobody told.")'
     new = 'say(f"Resuming from {path}: step {step}. Use --fresh to start a new run.")'
     assert rate(list(literals(old))) > 1_000 and rate(list(literals(new))) == 0
 

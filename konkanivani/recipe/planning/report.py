@@ -100,8 +100,8 @@ class PlanReport:
         )
         return [
             (
-                f"{self.world_size} ranks, state {way} {_mib(self.state_of_rank)}; each sends {_mib(self.traffic)} per "
-                f"{'micro-batch' if self.sharded else 'step'}. The table is for one rank."
+                f"{self.world_size} ranks, state {way} {_mib(self.state_of_rank)}; each sends {_mib(self.traffic)} "
+                f"per {'micro-batch' if self.sharded else 'step'}. The table is for one rank."
             )
         ]
 

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from konkanivani.base.errors import CheckpointError, ResourceError
+from konkanivani.base.line_endings import conversion_hint
 from konkanivani.training.checkpoint.archive import load_archive
 
 FORMAT = 2  # 1: the norm now at a block's beginning stood at its end
@@ -92,8 +93,8 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 def _damaged(path: Path, error: Exception) -> CheckpointError:
     reason = (str(error) or type(error).__name__).splitlines()[0]
     return CheckpointError(
-        f"The checkpoint {path} is damaged or not a KonkaniVani checkpoint ({reason:.300}). Use another one, "
-        "or --resume auto for the newest valid one."
+        f"The checkpoint {path} is damaged or not a KonkaniVani checkpoint "
+        f"({reason:.300}){conversion_hint(path)}. Use another one, or --resume auto for the newest valid one."
     )
 
 
