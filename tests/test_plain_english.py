@@ -113,7 +113,7 @@ def test_negative_control_each_phrasing_is_found(pattern, example):
 
 
 def test_negative_control_an_old_message_is_counted():
-    old = 'say(f"Resuming from {path}: what is asked for lies beside it. Mend what nobody told.")'
+    old = 'say(f"Going on from {path}: what is asked for lies beside it. Mend what nobody told.")'
     new = 'say(f"Resuming from {path}: step {step}. Use --fresh to start a new run.")'
     assert rate(list(literals(old))) > 1_000 and rate(list(literals(new))) == 0
 
