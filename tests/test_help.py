@@ -10,9 +10,9 @@ from typing import Literal
 
 import pytest
 
+from konkanivani.base.command_line import WIDTH, flags_of, format_help, with_default, wrap_description
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.flags import COMMON_FLAGS
-from konkanivani.base.help_text import WIDTH, flags_of, format_help, with_default, wrap_description
 from konkanivani.base.rules import settings_of
 
 ROOT = Path(__file__).resolve().parents[1]

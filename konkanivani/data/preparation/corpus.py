@@ -118,7 +118,7 @@ def _place(found: FoundUtterance, roots: AudioRoots) -> FoundUtterance | Refused
         find_forbidden = forbidden_in_transcript if name == "text" else forbidden_character
         unfit = find_forbidden(text) or next(iter(LINE_ENDS.findall(text)), None)
         if unfit:
-            return found.refused("control character", f"its {name} holds the character U+{ord(unfit):04X}")
+            return found.refused("control character", f"its {name} contains the character U+{ord(unfit):04X}")
     removed = tuple(find_unwritten(found.text))
     if removed:
         found = replace(found, text=drop_unwritten(found.text).strip(), removed=removed)
