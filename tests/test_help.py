@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,6 +13,7 @@ import pytest
 
 from konkanivani.base.command_line import WIDTH, flags_of, format_help, with_default, wrap_description
 from konkanivani.base.config import TrainConfig
+from konkanivani.base.console import announced, progress_bar
 from konkanivani.base.flags import COMMON_FLAGS
 from konkanivani.base.rules import settings_of
 
@@ -105,3 +107,12 @@ def test_negative_control_a_config_field_without_a_help_text_is_found():
     assert not next(
         flag for flag in flags_of(Flags, dataclasses.replace(Flags("x"), sizes=())) if flag.name == "sizes"
     ).text
+
+
+def test_long_work_is_announced_and_short_work_is_not(capsys):
+    with announced("Short work: about 1 s.", delay=30.0):
+        pass
+    with announced("Long work: about 9 s.", delay=0.01):
+        time.sleep(0.3)
+    assert capsys.readouterr().err == "Long work: about 9 s.\n"
+    assert list(progress_bar(range(3), 3, "counting", "row")) == [0, 1, 2]
