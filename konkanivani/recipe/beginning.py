@@ -27,7 +27,12 @@ from konkanivani.training.step import StepParts
 
 def count_steps(config: TrainConfig, planner: EpochPlanner) -> int:
     """The steps of the whole run."""
-    return min(config.run.epochs * planner.windows_per_epoch(), config.run.max_steps or sys.maxsize)
+    return limit_steps(config, config.run.epochs * planner.windows_per_epoch())
+
+
+def limit_steps(config: TrainConfig, steps: int) -> int:
+    """Return so many steps, or --max_steps if that is less."""
+    return min(steps, config.run.max_steps or sys.maxsize)
 
 
 def settle_stages(config: TrainConfig, planner: EpochPlanner) -> TrainConfig:
@@ -55,7 +60,7 @@ def load_weights(
 ) -> None:
     """Loads what the run goes on from, or the weights that it begins with, where it names a checkpoint."""
     if start.resumed:
-        check_states(start.resumed, {*stateful, "plan", "corpus"})
+        check_states(start.resumed, {*stateful, "plan", "corpus", "schedule"})
         forgotten = {"splits"} if start.config.memory.replan else set()
         load_states(start.resumed, {name: part for name, part in stateful.items() if name not in forgotten})
         _fit_cursor(state, start.resumed, planner)

@@ -28,6 +28,7 @@ from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import frozen_count, parameter_count
 from konkanivani.recipe.beginning import count_steps, load_weights, settle_stages, whole_model
 from konkanivani.recipe.build_step import StateLayout, build_step_parts
+from konkanivani.recipe.continuation import schedule_rates
 from konkanivani.recipe.origin import load_base, make_origin
 from konkanivani.recipe.planning.plan import resolve_placement, resolve_plan
 from konkanivani.recipe.planning.ranks import Ranks, needs_sharding
@@ -68,6 +69,7 @@ def build_run(start: Start, report: Report = silent) -> Run:
         state = TrainState()
         stateful = stateful_parts(start, step, state)
         load_weights(start, speech.tokenizer, planner, step, state, stateful)
+        step = replace(step, rates=schedule_rates(start, config, planner, state))
     _learn_sizes(config, step)
     _tell_plan(config, step, speech.train, planner)
     limits = same_size(config.data.batch_size)
