@@ -1,6 +1,6 @@
 """The learning rate of a run that is resumed with another length: kept, stretched or warmed up, and always reported.
 
-The rates in the log are compared with the formulas of the schedules, which are written out here a second time.
+The rates in the log are compared with the formulas of the schedules, written here independently.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
+from konkanivani.training.optimizer import RateSchedule, change_length, read_schedule
 from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders
 from tests.starts import begin_run
@@ -31,7 +32,7 @@ RATES = ("--learning_rate", str(PEAK), "--warmup_steps", str(WARMUP))
 
 
 def cosine(step: int, steps: int) -> float:
-    """Return the rate of a step of a cosine schedule over so many steps."""
+    """Return the rate of a step of a cosine schedule with this number of steps."""
     if step < WARMUP:
         return PEAK * (step + 1) / WARMUP
     share = min(1.0, (step - WARMUP) / (steps - 1 - WARMUP))
@@ -47,7 +48,7 @@ Formula = Callable[[int, int], float]
 
 
 def kept(rate: Formula, steps: int) -> list[float]:
-    """Return the rates after `FIRST` steps if the first schedule goes on: the cosine's stay at their last."""
+    """Return the rates after `FIRST` steps if the first schedule is kept: a cosine stays at its final rate."""
     return [rate(step, FIRST) for step in range(FIRST, steps)]
 
 
@@ -67,13 +68,13 @@ WAYS = {"keep": kept, "stretch": stretched, "warm": warmed}
 
 
 def build(corpus: Corpus, folder: Path, *more: str) -> Run:
-    """Return a run of one length after the other in the folder, resumed if it holds a checkpoint."""
+    """Return a run in the folder, resumed if the folder has a checkpoint."""
     flags = (*MODEL, *CUT, *RATES, "--train_manifest", corpus.manifest("train"), *run_folders(folder))
     return build_run(begin_run([*flags, "--resume", "auto", *more]))
 
 
 def train_until(run: Run, step: int) -> None:
-    """Train to this step and save, as a run does that a signal stops there: its settings stay."""
+    """Train up to this step and save, with unchanged settings, like a run stopped by a signal."""
     train(dataclasses.replace(run, config=dataclasses.replace(run.config, max_steps=step)))
 
 
@@ -92,7 +93,7 @@ def first(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 @pytest.fixture
 def clone(first: dict[str, Path], tmp_path: Path) -> Callable[[str, str], Path]:
-    """Return what copies one of these runs under a name."""
+    """Return a function that copies one of these runs."""
 
     def copy(schedule: str, name: str) -> Path:
         return Path(shutil.copytree(first[schedule], tmp_path / name))
@@ -101,7 +102,7 @@ def clone(first: dict[str, Path], tmp_path: Path) -> Callable[[str, str], Path]:
 
 
 @pytest.mark.parametrize("rate", [cosine, inverse_sqrt])
-def test_without_a_flag_the_first_schedule_goes_on_and_keeps_its_final_rate(rate, corpus, clone, capsys):
+def test_without_a_flag_the_first_schedule_is_kept_and_then_its_final_rate(rate, corpus, clone, capsys):
     folder = clone(rate.__name__, "run")
     train_until(build(corpus, folder, "--max_steps", str(LONGER)), 20)
     expected = [rate(step, FIRST) for step in range(FIRST)] + kept(rate, 20)
@@ -119,7 +120,7 @@ def test_without_a_flag_the_first_schedule_goes_on_and_keeps_its_final_rate(rate
 @pytest.mark.parametrize("rate", [cosine, inverse_sqrt])
 @pytest.mark.parametrize("way", ["stretch", "warm"])
 def test_stopped_again_and_again_a_longer_run_has_the_rates_of_one_that_is_not(way, rate, corpus, clone, capsys):
-    """Stopped before the ramp, within it and after it; the flags are given once, then again, then left out."""
+    """Stop before, within and after the ramp, with and without repeating the flags."""
     folder, asked = clone(rate.__name__, "run"), ("--max_steps", str(LONGER), "--continue_schedule", way)
     for stop, flags in ((FIRST, asked), (FIRST + 2, asked), (FIRST + 3, asked), (18, ()), (LONGER, asked)):
         train_until(build(corpus, folder, *flags), stop)
@@ -146,7 +147,7 @@ def test_a_longer_run_that_is_stopped_is_the_undisturbed_one_bit_for_bit(corpus,
 
 
 def test_extended_twice_each_way_holds_from_its_own_step_on(corpus, clone):
-    """Warm from step 12, then longer still at the rate that this schedule ends with."""
+    """Extend with warm at step 12, then with keep at step 30."""
     folder = clone("cosine", "run")
     train(build(corpus, folder, "--max_steps", str(LONGER), "--continue_schedule", "warm"))
     for stop in (32, LONGEST):
@@ -177,14 +178,14 @@ def test_a_run_cut_short_keeps_its_schedule_and_a_changed_mind_stretches_it(corp
         ),
     ],
 )
-def test_flags_that_change_the_rate_are_told_with_what_it_was_and_is(flags, after, reason, corpus, clone, capsys):
+def test_flags_that_change_the_rate_are_reported_with_both_rates(flags, after, reason, corpus, clone, capsys):
     run = build(corpus, clone("cosine", "run"), "--max_steps", "13", *flags)
     assert run.step.rates.rate(run.step.schedule, FIRST) == pytest.approx(after)
     told = f"Learning rate: {PEAK / 100:.2e} at step 12, {after:.2e} next: {reason}; "
     assert told + "schedule planned for 12 steps, now 13 (--continue_schedule keep).\n" in capsys.readouterr().out
 
 
-def test_more_epochs_are_told_as_more_steps_are(corpus, tmp_path, capsys):
+def test_more_epochs_are_reported_like_more_steps(corpus, tmp_path, capsys):
     train(build(corpus, tmp_path, "--epochs", "2"))
     build(corpus, tmp_path, "--epochs", "5", "--continue_schedule", "stretch")
     told = "schedule planned for 8 steps, now 20 (--continue_schedule stretch)."
@@ -194,8 +195,8 @@ def test_more_epochs_are_told_as_more_steps_are(corpus, tmp_path, capsys):
     assert "Learning rate:" not in capsys.readouterr().out  # the negative control: nothing is left to train
 
 
-def test_layers_that_are_frozen_at_first_are_told_beside_the_head(corpus, base, tmp_path, capsys):
-    """Their warm-up of 3 steps becomes one of 10 where the run of 10 steps becomes one of 40."""
+def test_rates_of_layers_that_are_frozen_at_first_are_reported(corpus, base, tmp_path, capsys):
+    """Their warm-up of 3 steps becomes 10 steps when the run is extended from 10 to 40 steps."""
     begun = ("--train_manifest", corpus.manifest("train"), *run_folders(tmp_path), "--num_workers", "0")
     begun += ("--batch_size", "8", "--gradient_accumulation_steps", "1", "--learning_rate", "0.001")
     begun += ("--warmup_steps", "10", "--freeze_steps", "2", "--max_steps", "10")
@@ -213,13 +214,13 @@ def test_layers_that_are_frozen_at_first_are_told_beside_the_head(corpus, base, 
 
 
 def run_rate(step: int, steps: int) -> float:
-    """Return the rate of a step behind a warm-up of a third of the run, of the run with layers frozen at first."""
+    """Return the rate of a step after a warm-up of a third of the run."""
     warmup = steps // 3
     return 0.001 * (0.01 + 0.99 * (1 + math.cos(math.pi * (step - warmup) / (steps - 1 - warmup))) / 2)
 
 
 def rewrite(folder: Path, change: Callable[[dict], dict], steps_less: int = 0) -> None:
-    """Replace the states of the run's last checkpoint, and take its settings for an older version's."""
+    """Replace the states of the last checkpoint and remove the new flag from its settings."""
     path = folder / "checkpoints" / LAST
     found = read_checkpoint(path)
     older = "".join(line for line in found.config.splitlines(True) if not line.startswith("--continue_schedule"))
@@ -249,7 +250,7 @@ def test_a_schedule_that_is_none_is_refused_by_name(name, value, corpus, clone):
 
 
 def test_a_batch_that_could_not_be_read_does_not_change_the_length(corpus, tmp_path, capsys):
-    """Such a batch is passed over without a step; the rates go on as they were planned, in all three ways."""
+    """Such a batch makes no step; the rates stay as planned in all three modes."""
     train_until(build(corpus, tmp_path, "--epochs", "5"), 6)
     rewrite(tmp_path, lambda states: states | {"progress": states["progress"] | {"step": 5}}, steps_less=1)
     for way in WAYS:
@@ -262,8 +263,6 @@ def test_a_batch_that_could_not_be_read_does_not_change_the_length(corpus, tmp_p
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_warm_change_never_jumps_whenever_and_however_often_it_comes(seed):
-    from konkanivani.training.schedule import RateSchedule, change_length, read_schedule
-
     draw, config = random.Random(seed), OptimizerConfig(learning_rate=PEAK, warmup_steps=20, continue_schedule="warm")
     config = dataclasses.replace(config, schedule=draw.choice(["cosine", "inverse_sqrt"]))
     schedule, step, rates = RateSchedule.of_length(draw.randint(100, 300)), 0, []
@@ -281,8 +280,6 @@ def test_a_warm_change_never_jumps_whenever_and_however_often_it_comes(seed):
 
 
 def test_negative_control_a_stretched_schedule_jumps():
-    from konkanivani.training.schedule import RateSchedule, change_length
-
     config = OptimizerConfig(learning_rate=PEAK, warmup_steps=WARMUP, continue_schedule="stretch")
     old = RateSchedule.of_length(100)
     new = change_length(old, config, config, 200, 100)

@@ -17,8 +17,8 @@ from konkanivani.memory.weights.placement import HOST, ON_CARD, PlacedWeights, P
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.training.gradient import local_gradient, sharded_gradient, summed_gradient
+from konkanivani.training.optimizer import RateSchedule
 from konkanivani.training.optimizers.build import build_optimizer
-from konkanivani.training.schedule import RateSchedule
 from konkanivani.training.sharding import shard_model
 from konkanivani.training.step import ForwardPass, StepParts
 

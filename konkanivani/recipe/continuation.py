@@ -10,17 +10,17 @@ from konkanivani.recipe.beginning import count_steps, limit_steps
 from konkanivani.recipe.corpus import remembered_corpus
 from konkanivani.recipe.start import Start
 from konkanivani.training.checkpoint.checkpoint import Checkpoint
-from konkanivani.training.schedule import RateSchedule, change_length, read_schedule
+from konkanivani.training.optimizer import RateSchedule, change_length, read_schedule
 from konkanivani.training.state import TrainState
 
 RATE_FLAGS = ("learning_rate", "schedule", "warmup_steps")
 
 
 def schedule_rates(start: Start, config: TrainConfig, planner: EpochPlanner, state: TrainState) -> RateSchedule:
-    """Return the learning rates of the run, whose state is loaded; say which of them differ from the checkpoint's.
+    """Return the learning rates of the run, whose state is loaded; print how they differ from the checkpoint's.
 
-    The length of a resumed run is that of the checkpoint's, without the epochs that its flags and corpus had still to
-    come, and with those that are to come now. Steps that are made already count as they were made.
+    The length of a resumed run is the number of finished steps plus the steps that remain with the present flags and
+    corpus. It is computed as a difference to the stored length, because batches that cannot be read make no step.
     """
     if start.resumed is None:
         return _begin(config, planner)
@@ -63,7 +63,7 @@ def _stored_window(checkpoint: Checkpoint) -> int:
 
 
 def _stored_schedule(start: Start, checkpoint: Checkpoint, stored: TrainConfig, planner: EpochPlanner) -> RateSchedule:
-    """Return the checkpoint's schedule; of an older version's, which has none, the one that its settings make."""
+    """Return the checkpoint's schedule; if an older version wrote it, the one that its settings imply."""
     state = checkpoint.states.get("schedule")
     if state is not None:
         return read_schedule(state)

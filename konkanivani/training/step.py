@@ -26,8 +26,7 @@ from konkanivani.model.asr import ASROutput, KonkaniVaniASR
 from konkanivani.model.blocks import BlockRunner
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.model.losses import LossCounts, LossSums, Objective
-from konkanivani.training.optimizer import Optimizer, later_parameters, set_learning_rate
-from konkanivani.training.schedule import RateSchedule
+from konkanivani.training.optimizer import Optimizer, RateSchedule, later_parameters, set_learning_rate
 
 
 @dataclass(frozen=True)
