@@ -68,7 +68,7 @@ def build_run(start: Start, report: Report = silent) -> Run:
         step, plan = build_planned_step(start, device, speech, planner, resident_before, report)
         state = TrainState()
         stateful = stateful_parts(start, step, state)
-        load_weights(start, speech.tokenizer, planner, step, state, stateful)
+        load_weights(start, speech.tokenizer, planner, step, state, stateful, speech.corpus)
         step = replace(step, rates=schedule_rates(start, config, planner, state))
     _learn_sizes(config, step)
     _tell_plan(config, step, speech.train, planner)
