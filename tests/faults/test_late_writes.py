@@ -29,7 +29,7 @@ from tests.faults.under_torchrun import RankRun, end_all, ranks_of
 from tests.laws.ranks import environments_of
 from tests.patience import PATIENCE
 from tests.starts import begin_run
-from tests.warm import Job, warm_parent
+from tests.warm import Fork, Job, warm_parent
 
 STEPS = 10  # 4 an epoch
 MODEL = (*TINY_MODEL, "--encoder_layers", "1", "--decoder_layers", "0", "--ctc_weight", "1", "--num_workers", "0")
@@ -202,7 +202,7 @@ def test_a_second_signal_ends_at_once_whatever_the_disk_does(delay, corpus, tmp_
     assert resumed_step(run) == 2
 
 
-def ranks_with_a_slow_disk(run: RankRun, seconds: float) -> list:
+def ranks_with_a_slow_disk(run: RankRun, seconds: float) -> list[Fork]:
     """Start two ranks as torchrun does, whose exit codes can be asked for."""
     run.directory.mkdir(parents=True)
     lay = partial(SlowDisk(seconds).lay, run.directory / "checkpoints")
@@ -213,10 +213,11 @@ def ranks_with_a_slow_disk(run: RankRun, seconds: float) -> list:
     return [warm_parent().start(job) for job in jobs]
 
 
-def wait_for_slow_write(run: RankRun) -> None:
+def wait_for_slow_write(run: RankRun, *started: Fork) -> None:
     deadline = time.monotonic() + PATIENCE
     while not slow_writes(run.directory / "checkpoints"):
-        assert time.monotonic() < deadline, (run.directory / "output.txt").read_text()
+        has_ended = any(process.poll() is not None for process in started)
+        assert not has_ended and time.monotonic() < deadline, (run.directory / "output.txt").read_text()
         time.sleep(0.01)
 
 
@@ -239,7 +240,7 @@ def test_two_ranks_that_are_signalled_twice_during_a_slow_write_end_with_a_whole
     """torchrun passes a signal on that the ranks may have had from the scheduler already."""
     run = RankRun(corpus, tmp_path / "run", sharded=sharded)
     ranks = ranks_with_a_slow_disk(run, seconds=2)
-    wait_for_slow_write(run)
+    wait_for_slow_write(run, *ranks)
     for _ in range(2):
         for rank in ranks:
             os.kill(rank.pid, signal.SIGTERM)
@@ -258,7 +259,7 @@ def test_torchrun_that_is_signalled_during_a_slow_write_leaves_a_whole_checkpoin
     lay = partial(SlowDisk(3).lay, run.directory / "checkpoints")
     agent = warm_parent().start(Job(script, ("0", *run.flags()), output, threads=1, before=lay))
     try:
-        wait_for_slow_write(run)
+        wait_for_slow_write(run, agent)
         ranks = ranks_of(agent)
         os.kill(agent.pid, signal.SIGTERM)
         agent.wait(PATIENCE)
