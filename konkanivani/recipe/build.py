@@ -156,6 +156,8 @@ def take_checkpoint_folder(start: Start, run_directory: Path | None) -> Checkpoi
         checkpointer.discard_unfinished()
     if run_directory is not None and start.resumed:
         move_newer_aside(checkpointer, run_directory, start.resumed_path, start.resumed)
+        progress = start.resumed.states["progress"]
+        checkpointer.restore_best(progress["epochs_finished"] - progress["epochs_without_improvement"])
     elif run_directory is not None:
         move_aside(checkpointer, run_directory)
     return checkpointer

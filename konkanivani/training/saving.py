@@ -76,4 +76,6 @@ class PeriodicSaver:
 
     def _is_saved(self) -> bool:
         """Return whether no step and no validation came after the last save; of sharded weights all ranks save."""
-        return not self.run.is_sharded and self._saved_state == self.run.state.state_dict()
+        if self._saved_state is None or self.run.is_sharded:
+            return False
+        return self._saved_state == self.run.state.state_dict()

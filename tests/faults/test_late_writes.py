@@ -17,7 +17,7 @@ import pytest
 from konkanivani.base.errors import CheckpointError
 from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint, read_step
-from konkanivani.training.checkpoint.checkpointer import LAST, PREVIOUS, Checkpointer
+from konkanivani.training.checkpoint.checkpointer import BEST, LAST, PREVIOUS, Checkpointer
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders
@@ -138,6 +138,18 @@ def test_if_all_are_lost_but_an_older_one_that_is_taken_and_if_none_is_left_noth
         replace(path, b"PK")
     with pytest.raises(CheckpointError, match="None of the .* checkpoints"):
         build(corpus, folder)
+
+
+def test_the_best_epoch_has_its_name_again_if_that_write_did_not_arrive_either(stopped, corpus, tmp_path):
+    """The best of the two epochs is the one that the checkpoint counts as the best."""
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+    checkpoints = folder / "checkpoints"
+    progress = read_checkpoint(checkpoints / LAST).states["progress"]
+    best = progress["epochs_finished"] - progress["epochs_without_improvement"]
+    replace(checkpoints / BEST, (checkpoints / f"checkpoint_epoch_{3 - best}.pt").read_bytes())
+    build(corpus, folder)
+    assert read_step(checkpoints / BEST) == 4 * best
 
 
 def test_a_checkpoint_is_read_for_its_step_without_its_tensors(stopped):

@@ -188,10 +188,13 @@ class Checkpointer:
         return newer
 
     def restore_best(self, epoch: int) -> None:
-        """Has `best` name this epoch again, where nothing has that name and the epoch is still there."""
-        found = self.directory / f"checkpoint_epoch_{epoch}.pt"
-        if found.is_file() and not (self.directory / BEST).exists():
-            _link(found, self.directory / BEST)
+        """Name this epoch `best` if it is there and another step, or none, has that name.
+
+        A kill between the names of a save, or a write that never arrived, leaves the name to an earlier epoch.
+        """
+        found, best = self.directory / f"checkpoint_epoch_{epoch}.pt", self.directory / BEST
+        if found.is_file() and read_step(found) != read_step(best) and is_whole(found):
+            _link(found, best)
 
     def move_aside(self, paths: Iterable[Path] | None = None) -> Path | None:
         """Moves these checkpoints, or every one, into a new folder `replaced_N`; None where there is none."""
