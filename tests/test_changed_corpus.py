@@ -29,14 +29,14 @@ ORDER = "The training data or its order has changed since the checkpoint: "
 
 @pytest.fixture(scope="module")
 def spoken(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """Return a corpus of 30 utterances of four words, so that the tokenizer of any part has all letters."""
+    """Return a corpus of 30 utterances from four words, so that the tokenizer of any part has all letters."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("tests.conftest.WORDS", ("एक", "दोन", "तीन", "चार"))
         return write_corpus(tmp_path_factory.mktemp("spoken") / "tones", {"train": 30}, lengths=range(1, 4))
 
 
 def write_rows(spoken: Corpus, numbers: Sequence[int], **changed: str) -> str:
-    """Write the manifest of a run anew, with these rows of the corpus; return its path."""
+    """Replace the manifest of a run by these rows of the corpus; return its path."""
     lines = Path(spoken.manifest("train")).read_text(encoding="utf-8").splitlines()
     rows = [json.loads(lines[number]) | changed for number in numbers]
     path = spoken.directory / "some.jsonl"
@@ -75,7 +75,7 @@ CHANGES = {
 def test_the_numbers_of_added_and_removed_utterances_are_reported(
     step, epoch, numbers, words, spoken, tmp_path, capsys
 ):
-    """Of 20 utterances, 4 steps an epoch, in the middle of an epoch and between two."""
+    """The first corpus has 20 utterances: stop in the middle of an epoch (4 steps), and between two."""
     train_until(build(tmp_path, write_rows(spoken, range(20))), step)
     run = build(tmp_path, write_rows(spoken, numbers))
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("The training ")]
@@ -95,7 +95,7 @@ def test_the_numbers_of_added_and_removed_utterances_are_reported(
 def test_negative_control_the_same_utterances_are_no_other_corpus(
     numbers, changed, words, steps, spoken, tmp_path, capsys
 ):
-    """An epoch that begins again after 2 of its steps adds them to the length of the run."""
+    """An epoch that is restarted after 2 of its steps adds them to the length of the run."""
     train_until(build(tmp_path, write_rows(spoken, range(20))), 6)
     run = build(tmp_path, write_rows(spoken, numbers, **changed))
     said = capsys.readouterr().out.splitlines()
@@ -105,7 +105,7 @@ def test_negative_control_the_same_utterances_are_no_other_corpus(
 
 @pytest.mark.parametrize("way", ["keep", "stretch"])
 def test_the_length_is_the_steps_made_and_the_steps_to_come(way, spoken, tmp_path, capsys):
-    """Two epochs of 4 steps are made and two of 6 are to come; an epoch has each utterance once."""
+    """Two epochs of 4 steps are finished and two of 6 remain; an epoch has each utterance once."""
     train_until(build(tmp_path, write_rows(spoken, range(20))), 8)
     manifest = write_rows(spoken, range(30))
     for stop in (9, 13, 100):  # stopped twice more
@@ -161,7 +161,7 @@ def test_on_purpose_another_corpus_is_counted_too(spoken, tmp_path, capsys):
 
 
 def fingerprint(marks: Sequence[int], sketched: int, more: int = 0) -> Fingerprint:
-    """Return a corpus of utterances with these hashes, of which `more` are in the manifest twice."""
+    """Return a corpus of utterances with these hashes, with `more` repeated rows in the manifest."""
     return Fingerprint("train.jsonl", len(marks) + more, 1.0, tuple(sorted(marks)[:sketched]))
 
 

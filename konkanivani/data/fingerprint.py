@@ -53,7 +53,7 @@ class Fingerprint:
         return self.utterances == other.utterances and self.change_to(other) is None
 
     def change_to(self, other: "Fingerprint") -> CorpusChange | None:
-        """Return how the other corpus differs from this one; None if it does not, as far as both sketches reach."""
+        """Return the difference to the other corpus; None if there is none within the reach of both sketches."""
         mine, theirs = self._comparable(other)
         difference = other.utterances - self.utterances  # known exactly
         is_exact = min(self.reach, other.reach) == float("inf")
@@ -67,12 +67,12 @@ class Fingerprint:
 
     @property
     def reach(self) -> float:
-        """The largest mark that the sketch would hold; infinite if it holds the marks of all utterances."""
+        """Return the largest mark within the sketch's range; infinite if it holds the marks of all utterances."""
         is_cut = len(self.sketch) in (OLD_SKETCHED, SKETCHED) and self.utterances > len(self.sketch)
         return self.sketch[-1] if is_cut else float("inf")
 
     def _comparable(self, other: "Fingerprint") -> tuple[set[int], set[int]]:
-        """Return the marks of both corpora up to the largest one that both sketches would hold."""
+        """Return the marks of both corpora within the range of both sketches."""
         limit = min(self.reach, other.reach)
         return {mark for mark in self.sketch if mark <= limit}, {mark for mark in other.sketch if mark <= limit}
 

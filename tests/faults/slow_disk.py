@@ -24,9 +24,9 @@ def block(seconds: float) -> None:
 
 @dataclass
 class SlowDisk:
-    """Let fsync of each checkpoint take so many seconds from the save after the first `fast` ones on.
+    """Let fsync of a checkpoint take `seconds`, except in the first `fast` saves.
 
-    `checkpoints/writing` has the number of slow writes that have begun.
+    The file `checkpoints/writing` has the number of slow writes up to now.
     """
 
     seconds: float
@@ -47,7 +47,7 @@ class SlowDisk:
 
 
 def slow_writes(checkpoints: Path) -> int:
-    """Return the number of slow writes that have begun."""
+    """Return the number of slow writes up to now, the present one included."""
     try:
         return int((checkpoints / "writing").read_text() or 0)
     except OSError:

@@ -100,7 +100,7 @@ def with_hole(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("lost", LOST)
-def test_the_newest_valid_checkpoint_is_resumed_whatever_has_become_of_the_last_one(
+def test_the_newest_valid_checkpoint_is_resumed_if_the_last_one_is_lost(
     lost, stopped, undisturbed, corpus, tmp_path, capsys
 ):
     folder = tmp_path / "run"
@@ -117,16 +117,16 @@ def test_the_newest_valid_checkpoint_is_resumed_whatever_has_become_of_the_last_
     assert [record["step"] for record in read_log(folder)] == list(range(1, STEPS + 1))
 
 
-def test_negative_control_an_undamaged_folder_is_resumed_from_its_last_one_without_a_word(
-    stopped, corpus, tmp_path, capsys
-):
+def test_negative_control_an_undamaged_folder_is_resumed_from_its_last_one(stopped, corpus, tmp_path, capsys):
     shutil.copytree(stopped, tmp_path / "run")
     assert build(corpus, tmp_path / "run").state.step == 8
     said = capsys.readouterr().out
     assert f"{LAST}: step 8." in said and "arrived" not in said and "damaged" not in said
 
 
-def test_if_all_are_lost_but_an_older_one_that_is_taken_and_if_none_is_left_nothing_begins(stopped, corpus, tmp_path):
+def test_an_older_checkpoint_is_used_if_all_others_are_lost_and_no_run_starts_if_none_is_valid(
+    stopped, corpus, tmp_path
+):
     folder = tmp_path / "run"
     shutil.copytree(stopped, folder)
     checkpoints = folder / "checkpoints"
@@ -141,7 +141,7 @@ def test_if_all_are_lost_but_an_older_one_that_is_taken_and_if_none_is_left_noth
 
 
 def test_the_best_epoch_has_its_name_again_if_that_write_did_not_arrive_either(stopped, corpus, tmp_path):
-    """The best of the two epochs is the one that the checkpoint counts as the best."""
+    """The checkpoint's counters say which of the two epochs is the best."""
     folder = tmp_path / "run"
     shutil.copytree(stopped, folder)
     checkpoints = folder / "checkpoints"
@@ -165,7 +165,7 @@ def test_a_checkpoint_is_read_for_its_step_without_its_tensors(stopped):
 
 
 def begin_slow_write(run: LongRun, seconds: float) -> Life:
-    """Start the run and wait until its second checkpoint is being written, which takes so long."""
+    """Start the run and wait until it writes its second checkpoint, which takes so long."""
     life = run.begin(trap=SlowDisk(seconds))
     life.wait_until(lambda: slow_writes(run.checkpoints) > 0, "a slow write")
     return life
@@ -177,7 +177,7 @@ def run_of_saves(corpus: Corpus, folder: Path) -> LongRun:
 
 
 def resumed_step(run: LongRun) -> int:
-    """Return the step that another process begins with, which then makes one more and ends well."""
+    """Return the step that the next process resumes from; it makes one more step and exits with 0."""
     found = Checkpointer(run.checkpoints, keep=2).read_newest_sound()
     step = found[1].step
     assert run.begin("--max_steps", str(step + 1)).end() == 0, run.output.read_text()
@@ -215,7 +215,7 @@ def test_a_second_signal_ends_at_once_whatever_the_disk_does(delay, corpus, tmp_
 
 
 def ranks_with_a_slow_disk(run: RankRun, seconds: float) -> list[Fork]:
-    """Start two ranks as torchrun does, whose exit codes can be asked for."""
+    """Start two ranks with torchrun's environment, as processes whose exit codes are known."""
     run.directory.mkdir(parents=True)
     lay = partial(SlowDisk(seconds).lay, run.directory / "checkpoints")
     jobs = [
@@ -249,7 +249,7 @@ def check_resumes(run: RankRun, saved: int) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 def test_two_ranks_that_are_signalled_twice_during_a_slow_write_end_with_a_whole_checkpoint(sharded, corpus, tmp_path):
-    """torchrun passes a signal on that the ranks may have had from the scheduler already."""
+    """torchrun forwards a signal that the ranks may have received from the scheduler already."""
     run = RankRun(corpus, tmp_path / "run", sharded=sharded)
     ranks = ranks_with_a_slow_disk(run, seconds=2)
     wait_for_slow_write(run, *ranks)

@@ -117,9 +117,9 @@ class Checkpointer:
         return None
 
     def _newest_first(self) -> list[Path]:
-        """Return the checkpoints to resume from by their steps; one whose step cannot be read stays where its name is.
+        """Return the checkpoints, most steps first; an unreadable `last` or `previous` counts as newest.
 
-        The name alone does not say which is the newest: the file that a name had before may come back after a crash.
+        Names alone do not tell: after a crash a name may refer to an older file again.
         """
         candidates = self._candidates()
         steps = {path: read_step(path) for path in candidates}
@@ -128,7 +128,7 @@ class Checkpointer:
         return sorted(candidates, key=lambda path: -(unread.get(path.name, -1) if steps[path] is None else steps[path]))
 
     def _late_write(self, found: Path, step: int) -> str:
-        """Return a sentence on the last checkpoint, which another one of so many steps replaces."""
+        """Return a sentence that says why the last checkpoint is not used, but `found`."""
         last = self.directory / LAST
         state = f"is of step {read_step(last)}" if last.is_file() else "is missing"
         return (
