@@ -48,7 +48,7 @@ class Flags:
     """Micro-batches into which the effective batch is cut: every toolkit in each of these ways."""
     within: tuple[str, ...] = ()
     """Ours within a limit too, by CUT:MIB (such as 2:619): as few blocks recomputed as that takes."""
-    at_once: tuple[int, ...] = (1, 2)
+    concurrent_micro_batches: tuple[int, ...] = (1, 2)
     """Ours with so many micro-batches side by side, each of these ways (on a card it is one after another)."""
     contestants: tuple[Toolkit, ...] = get_args(Toolkit)
     """Toolkits that take part."""
@@ -76,7 +76,7 @@ def compare(flags: Flags) -> str:
         raise UsageError("--width must be a multiple of 8: four heads of an even width.")
     if not 0.2 <= flags.shortest <= flags.longest:
         raise UsageError("--shortest must be at least 0.2, and --longest no less.")
-    if not flags.at_once or min(flags.at_once) < 1:
+    if not flags.concurrent_micro_batches or min(flags.concurrent_micro_batches) < 1:
         raise UsageError("--at_once must be at least 1.")
     limits = [re.fullmatch(r"([1-9]\d*):([1-9]\d*)", limit) for limit in flags.within]
     if any(limit is None or flags.utterances % int(limit[1]) for limit in limits):
@@ -88,9 +88,9 @@ def compare(flags: Flags) -> str:
         flags.utterances, flags.shortest, flags.longest, flags.width, flags.dropout, flags.device, flags.mixed_precision
     )
     folder = Path(flags.folder).expanduser()
-    at_once = flags.at_once if flags.device == "cpu" else (1,)
+    concurrent_micro_batches = flags.concurrent_micro_batches if flags.device == "cpu" else (1,)
     limits = [(int(limit[1]), int(limit[2])) for limit in limits]
-    entries = entries_of(flags.contestants, flags.cuts, limits, at_once)
+    entries = entries_of(flags.contestants, flags.cuts, limits, concurrent_micro_batches)
     comparison = compare_all(terms, entries, flags.rounds, folder, flags.without_dropout)
     if flags.markdown:
         Path(flags.markdown).write_text(comparison.markdown() + "\n", encoding="utf-8")

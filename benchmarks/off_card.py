@@ -60,7 +60,7 @@ def transformers_peak(size: str) -> int:
 
 def our_peaks(size: str) -> list[int]:
     """Bytes of our tensors on the card, the weights in each place."""
-    from konkanivani.base.amount import resolve
+    from konkanivani.base.auto_defaults import resolve
     from konkanivani.base.config import AUTO, LossConfig, MemoryConfig, TrainConfig
     from konkanivani.memory.activation_checkpointing import RecomputePolicy
     from konkanivani.memory.devices import cuda_costs

@@ -36,7 +36,7 @@ class Flags:
     """Utterances in the step."""
     accum: int = 4
     """Micro-batches that the step is cut into; must divide --batch."""
-    at_once: int = 1
+    concurrent_micro_batches: int = 1
     """Micro-batches side by side, on a CPU."""
     steps: int = 3
     """Timed steps, after a warm-up."""
@@ -73,7 +73,7 @@ def config_of(flags: Flags) -> TrainConfig:
         data=DataConfig(
             batch_size=flags.batch // flags.accum,
             gradient_accumulation_steps=flags.accum,
-            micro_batches_at_once=flags.at_once,
+            micro_batches_at_once=flags.concurrent_micro_batches,
         ),
         model=dataclasses.replace(PRESETS[flags.preset], dropout=flags.dropout),
         memory=MemoryConfig(mixed_precision=flags.mixed_precision, gradient_checkpointing=flags.gradient_checkpointing),

@@ -21,7 +21,7 @@ import soundfile
 
 from tests.leftovers import descendants, end_leftovers, heed_what_nohup_ignores
 from tests.patience import PATIENCE
-from tests.warm import NOTHING, ROOT, THREADS, Fork, Job, WarmParent, can_fork, warm_parent
+from tests.warm import DEV_NULL, ROOT, THREADS, Fork, Job, WarmParent, can_fork, warm_parent
 from training_scripts.bootstrap import mend_streams
 
 heed_what_nohup_ignores()
@@ -280,7 +280,12 @@ def start_cold(command: Sequence[str], output: Path, threads: int = THREADS, **v
 
 
 def run_script(
-    script: str, *arguments: str, cwd: Path = ROOT, threads: int = THREADS, stdin: Path = NOTHING, is_cold: bool = False
+    script: str,
+    *arguments: str,
+    cwd: Path = ROOT,
+    threads: int = THREADS,
+    stdin: Path = DEV_NULL,
+    is_cold: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script to its end, its output captured.
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.measuring.fixed_step import build_speech, build_window, take_features_as_given
+from benchmarks.measuring.fixed_step import build_global_batch, build_speech, take_features_as_given
 from konkanivani.base.config import DataConfig, FeatureConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.model.architecture import HybridArchitecture, architecture_of
 from konkanivani.model.encoder import Subsampling, build_subsampling
@@ -14,7 +14,7 @@ from konkanivani.model.flops import forward_layers, step_flop
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.logs.utilisation import Utilisation
 from konkanivani.training.step import train_step
-from tests.laws.parts import speeches, window
+from tests.invariants.parts import global_batch, speeches
 
 MEL_BINS = FeatureConfig().mel_bins
 
@@ -36,12 +36,12 @@ def test_matrix_products_of_a_step_are_what_the_formulas_say(change, recompute, 
     data, memory = DataConfig(micro_batches_at_once=1), MemoryConfig(gradient_checkpointing=recompute)
     config = TrainConfig(model=shape, memory=memory, data=data)
     speech = build_speech(2, *seconds)
-    window = build_window(speech, 1)
+    global_batch = build_global_batch(speech, 1)
     architecture = architecture_of(config, VOCABULARY)
     parts = build_step_parts(config, architecture, torch.device("cpu"), 10, take_features_as_given)
     # Through oneDNN the products are the same, but none of PyTorch's counted kinds.
     with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
-        train_step(parts, window, 0)
+        train_step(parts, global_batch, 0)
     counted = sum(flop for kind, flop in counter.get_flop_counts()["Global"].items() if kind in MATRIX_PRODUCTS)
     layers = forward_layers(shape, VOCABULARY, MEL_BINS, tuple(speech.frames.tolist()), int(speech.token_lengths.max()))
     by_onednn = "first convolution", "second convolution"
@@ -91,7 +91,7 @@ def test_negative_control_another_width_is_another_count():
 def test_a_steps_use_of_the_device_counts_each_utterance_without_padding():
     spoken = speeches(5, seed=3)
     use = Utilisation(ARCHITECTURE, torch.device("cpu"), torch.float32)
-    together, alone = use.window_flop(window(spoken, 4)), use.window_flop(window(spoken, 1))
+    together, alone = use.global_batch_flop(global_batch(spoken, 4)), use.global_batch_flop(global_batch(spoken, 1))
     assert together == alone
     lengths = [(ARCHITECTURE.framing.feature_length(len(speech.waveform)), len(speech.tokens)) for speech in spoken]
     of_each = (forward_layers(SHAPE, VOCABULARY, MEL_BINS, (frames,), tokens) for frames, tokens in lengths)
@@ -102,8 +102,8 @@ def test_a_steps_use_of_the_device_counts_each_utterance_without_padding():
 
 def test_a_step_as_fast_as_the_devices_products_has_a_share_of_one():
     use = Utilisation(ARCHITECTURE, torch.device("cpu"), torch.float32)
-    spoken = window(speeches(2, seed=3), 1)
-    seconds = use.window_flop(spoken) / use.rate
+    spoken = global_batch(speeches(2, seed=3), 1)
+    seconds = use.global_batch_flop(spoken) / use.rate
     assert use.model_flops_utilisation(spoken, seconds) == pytest.approx(1.0)
     assert use.model_flops_utilisation(spoken, 4 * seconds) == pytest.approx(0.25)
     assert use.rate > 1e8

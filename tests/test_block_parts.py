@@ -24,7 +24,7 @@ from konkanivani.model.encoder import Encoder, PaddedSubsampling
 from konkanivani.model.front_end import LogMel
 from konkanivani.model.relative import RelativePositions, RelativeSelfAttention
 from konkanivani.model.transfer import transfer_weights
-from tests.laws.parts import OTHER_FEATURES, OTHER_PARTS, relative_difference
+from tests.invariants.parts import OTHER_FEATURES, OTHER_PARTS, relative_difference
 from tests.starts import parse_flags
 from tests.test_convolutions import differences, gradients
 
@@ -46,7 +46,7 @@ PARAKEET = ModelConfig(
     scaled_input=True,
     entry_norm=False,
 )
-FEATURES = dataclasses.replace(OTHER_FEATURES, edges="zeros")
+FEATURES = dataclasses.replace(OTHER_FEATURES, frame_padding="zeros")
 BLOCK = {  # ours -> Parakeet's; a block's closing norm is the next one's entry norm
     **{"first_feedforward.norm": "norm_feed_forward1", "second_feedforward.norm": "norm_feed_forward2"},
     **{"first_feedforward.expand": "feed_forward1.linear1", "first_feedforward.contract": "feed_forward1.linear2"},
@@ -196,17 +196,19 @@ def by_definition(waveform: torch.Tensor, config: FeatureConfig) -> torch.Tensor
         400,
         torch.hann_window(400, periodic=False, dtype=waveform.dtype),
         center=True,
-        pad_mode={"zeros": "constant", "reflected": "reflect"}[config.edges],
+        pad_mode={"zeros": "constant", "reflected": "reflect"}[config.frame_padding],
         return_complex=True,
     )
     bands = LogMel(config).power.mel_scale.fb.to(waveform.dtype)
-    features = (spectrum.abs().square().T @ bands + 2**-24).log()[: len(waveform) // 160 + (config.edges != "zeros")]
+    features = (spectrum.abs().square().T @ bands + 2**-24).log()[
+        : len(waveform) // 160 + (config.frame_padding != "zeros")
+    ]
     return (features - features.mean(0)) / (features.std(0) + 1e-5)
 
 
 @pytest.mark.parametrize("edges", ["zeros", "reflected"])
 def test_frames_at_the_edges_are_those_of_the_utterance_alone(edges):
-    config = dataclasses.replace(OTHER_FEATURES, edges=edges)
+    config = dataclasses.replace(OTHER_FEATURES, frame_padding=edges)
     own = torch.Generator().manual_seed(1)
     alone = [torch.randn(n, generator=own, dtype=torch.float64) for n in (400, 4_801, 3_999, 4_800, 4_959, 9_000)]
     lengths = tuple(map(len, alone))
@@ -227,7 +229,7 @@ def test_frames_at_the_edges_are_those_of_the_utterance_alone(edges):
 def test_lengths_are_those_of_the_convolutions_for_numbers_arrays_and_tensors():
     for kind, count in (("striding", 2), ("separable", 3)):
         for edges in ("none", "zeros", "reflected"):
-            framing = Framing(dataclasses.replace(OTHER_FEATURES, edges=edges), kind)
+            framing = Framing(dataclasses.replace(OTHER_FEATURES, frame_padding=edges), kind)
             samples = list(range(0, 4_000, 7))
             encoded = [framing.encoded_length(n) for n in samples]
             assert framing.encoded_length(np.array(samples)).tolist() == encoded
@@ -387,7 +389,7 @@ def test_a_checkpoint_of_before_says_nothing_of_the_parts_and_a_run_cannot_go_on
     newer += ("window ", "edges", "mel_scale", "deviation")
     older = "".join(f"{line}\n" for line in text.splitlines() if not line.startswith(tuple("--" + n for n in newer)))
     assert older.count("\n") == text.count("\n") - 12 and config_from_text(older) == TrainConfig()
-    flags = "--attention_positions relative --biases False --entry_norm False --edges zeros".split()
+    flags = "--attention_positions relative --biases False --entry_norm False --frame_padding zeros".split()
     assert len(contradictions(TrainConfig(), parse_flags(flags))) == 4
 
 

@@ -13,20 +13,20 @@ import soundfile
 
 from konkanivani.base.errors import DataError, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.data.manifest import read_manifest
-from konkanivani.data.synthetic.builtin_corpus import CorpusPlan, CorpusSize, build_builtin_corpus, plan_corpus
+from konkanivani.data.synthetic.builtin_corpus import CorpusPlan, SplitSizes, build_builtin_corpus, plan_corpus
 from konkanivani.data.synthetic.builtin_patterns import pattern_sentences, read_patterns
 from konkanivani.data.synthetic.speech_synthesis import SpeakingStyle, SpeechSynthesizer, reads_signs_by_name
 from konkanivani.data.synthetic.spoken_sentences import TEST_VOICES, TRAIN_VOICES, VALID_VOICES, SpokenSentence
 from konkanivani.data.text import normalize_text
 from tests.conftest import run_here
-from tests.warm import NOTHING, Job, warm_parent
+from tests.warm import DEV_NULL, Job, warm_parent
 
-MINIATURE = CorpusSize(train=14, valid=2, test=6)
+MINIATURE = SplitSizes(train=14, valid=2, test=6)
 
 
 @pytest.fixture(scope="module")
 def plan() -> CorpusPlan:
-    return plan_corpus(CorpusSize())
+    return plan_corpus(SplitSizes())
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_no_sentence_and_no_voice_is_in_two_splits(plan):
     assert len(TRAIN_VOICES + VALID_VOICES + TEST_VOICES) == len(set(TRAIN_VOICES + VALID_VOICES + TEST_VOICES))
 
 
-@pytest.mark.parametrize("size", [CorpusSize(), MINIATURE, CorpusSize(train=100, valid=3, test=9)])
+@pytest.mark.parametrize("size", [SplitSizes(), MINIATURE, SplitSizes(train=100, valid=3, test=9)])
 def test_seen_and_unseen_patterns_are_marked_truly(size):
     plan, book = plan_corpus(size), read_patterns()
 
@@ -98,9 +98,9 @@ def test_texts_are_devanagari_and_normalised(plan):
 
 def test_a_size_that_cannot_be_had_is_a_usage_error():
     with pytest.raises(UsageError, match="Ask for fewer"):
-        plan_corpus(CorpusSize(test=10**6))
+        plan_corpus(SplitSizes(test=10**6))
     with pytest.raises(UsageError, match="at least"):
-        plan_corpus(CorpusSize(valid=0))
+        plan_corpus(SplitSizes(valid=0))
 
 
 def test_the_marathi_voice_reads_vowel_signs_and_kok_names_them(plan, synthesizer):
@@ -164,13 +164,13 @@ def test_a_whole_corpus_is_left_alone_and_any_other_is_made_anew_with_the_same_b
     (directory / "audio" / "train-0003.flac").unlink()
     assert build_builtin_corpus(directory, MINIATURE)
     assert file_digests(directory) == before
-    assert build_builtin_corpus(directory, CorpusSize(train=13, valid=2, test=6))
+    assert build_builtin_corpus(directory, SplitSizes(train=13, valid=2, test=6))
     assert len(list(read_manifest(directory / "train.jsonl"))) == 13
 
 
 def kill_once_it_speaks(build: Callable[[], object], directory: Path) -> None:
     """Puts a corpus at the directory in another process, and kills it when some of its audio is there."""
-    process = warm_parent().start(Job(NOTHING, (), NOTHING, before=build))
+    process = warm_parent().start(Job(DEV_NULL, (), DEV_NULL, before=build))
     try:
         while not list(directory.parent.glob(f".{directory.name}.partial/audio/*.flac")):
             assert process.poll() is None

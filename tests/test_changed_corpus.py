@@ -80,7 +80,7 @@ def test_the_numbers_of_added_and_removed_utterances_are_reported(
     run = build(tmp_path, write_rows(spoken, numbers))
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("The training ")]
     assert said == [f"{CHANGED}{words}; {epoch}."]
-    assert (run.state.epoch, run.state.window) == (step // 4, 0)
+    assert (run.state.epoch, run.state.consumed) == (step // 4, 0)
 
 
 @pytest.mark.parametrize(

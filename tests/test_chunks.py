@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from konkanivani.base.config import DataConfig, ModelConfig, TrainConfig
 from konkanivani.base.lengths import CHUNK_FRAMES
 from konkanivani.base.randomness import seed_step
-from konkanivani.data.batch import Window
+from konkanivani.data.batch import GlobalBatch
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
 from konkanivani.memory.tracer import BatchShape, StepTracer, TracedStep
@@ -22,7 +22,15 @@ from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.step import StepParts, forward_and_backward, train_step
 from konkanivani.training.validation import recognize
 from tests.conftest import crossed, further
-from tests.laws.parts import KINDS, double_parts, measured_peak, relative_difference, speeches, window, with_dropout
+from tests.invariants.parts import (
+    KINDS,
+    double_parts,
+    global_batch,
+    measured_peak,
+    relative_difference,
+    speeches,
+    with_dropout,
+)
 
 BOUND = 1e-9
 
@@ -31,7 +39,7 @@ def in_chunks(parts: StepParts, chunk_frames: int) -> StepParts:
     return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, chunk_frames=chunk_frames))
 
 
-def losses_and_gradients(parts: StepParts, cut: Window) -> dict[str, torch.Tensor]:
+def losses_and_gradients(parts: StepParts, cut: GlobalBatch) -> dict[str, torch.Tensor]:
     seed_step(parts.seed, 0)
     parts.model.train()
     counts = LossCounts(cut.tokens, cut.utterances)
@@ -57,14 +65,14 @@ def test_any_chunks_give_the_losses_and_gradients_of_one_piece(
     chunk_frames, utterances, seed, kind, recompute, dropout
 ):
     model = with_dropout(KINDS[kind], dropout)
-    cut = window(speeches(utterances, seed), utterances)
+    cut = global_batch(speeches(utterances, seed), utterances)
     whole = losses_and_gradients(double_parts(model), cut)
     chunked = losses_and_gradients(in_chunks(double_parts(model, recompute), chunk_frames), cut)
     assert largest_difference(whole, chunked) < BOUND
 
 
 def test_negative_control_chunks_without_common_features_are_another_gradient(monkeypatch):
-    parts, cut = double_parts(), window(speeches(2), 2)
+    parts, cut = double_parts(), global_batch(speeches(2), 2)
     whole = losses_and_gradients(double_parts(), cut)
     one_piece = parts.model.encoder.subsampling._one_piece
 
@@ -90,9 +98,9 @@ def test_a_minute_is_run_in_one_piece(monkeypatch):
         monkeypatch.setattr(f"{module}.run_recomputed", None)
     parts = double_parts()
     spoken = dataclasses.replace(speeches(1)[0], waveform=torch.randn(60 * 16_000, dtype=torch.float64))
-    losses_and_gradients(parts, window([spoken], 1))
+    losses_and_gradients(parts, global_batch([spoken], 1))
     with pytest.raises(TypeError):
-        losses_and_gradients(in_chunks(parts, CHUNK_FRAMES - 10), window([spoken], 1))
+        losses_and_gradients(in_chunks(parts, CHUNK_FRAMES - 10), global_batch([spoken], 1))
 
 
 @pytest.mark.parametrize("mode, model", crossed(["never", "always"], ["ours", "by distance"]))
@@ -106,9 +114,9 @@ def test_in_chunks_too_the_traced_peak_is_the_real_steps_peak(mode, model):
     front_end = architecture_of(config, 40).build_front_end(config.augment)
     parts = build(front_end)
     parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, recompute=RecomputePolicy(mode)))
-    measured = measured_peak(parts, window(spoken, 2))
+    measured = measured_peak(parts, global_batch(spoken, 2))
     tracer = StepTracer(TracedStep(build, train_step, recognize), front_end, cpu_costs())
-    traced = tracer.trace_window(window(spoken, 2), RecomputePolicy(mode)).bytes
+    traced = tracer.trace_global_batch(global_batch(spoken, 2), RecomputePolicy(mode)).bytes
     assert abs(traced - measured) <= 0.02 * measured
 
 

@@ -205,12 +205,12 @@ def test_rates_of_layers_that_are_frozen_at_first_are_reported(corpus, base, tmp
     longer = ["--max_steps", "40", "--continue_schedule"]
     run = build_run(begin_run([*flags, *longer, "stretch"]))
     tuning, schedule = run.settings.tuning, run.step.schedule
-    assert run.step.rates.begun_share(schedule, tuning, 4) == pytest.approx(3 / 10)
+    assert run.step.rates.delayed_warmup_factor(schedule, tuning, 4) == pytest.approx(3 / 10)
     before, after = run_rate(3, 10), 0.001 * 5 / 10
     lower = f"(layers below the head: {before * 2 / 3:.2e}, then {after * 0.3:.2e})"
     assert f"{before:.2e} at step 4, {after:.2e} next {lower}" in capsys.readouterr().out
     run = build_run(begin_run([*flags, *longer, "warm"]))
-    assert run.step.rates.begun_share(schedule, tuning, 4) == 1  # goes on as it was planned: no jump
+    assert run.step.rates.delayed_warmup_factor(schedule, tuning, 4) == 1  # goes on as it was planned: no jump
 
 
 def run_rate(step: int, steps: int) -> float:

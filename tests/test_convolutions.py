@@ -6,7 +6,7 @@ import torch
 from konkanivani.model.encoder import Subsampling
 from konkanivani.model.kernels.depthwise import depthwise_conv
 from konkanivani.model.kernels.products import PointwiseConv
-from tests.laws.parts import relative_difference
+from tests.invariants.parts import relative_difference
 
 BOUND = 1e-12
 

@@ -25,11 +25,18 @@ from konkanivani.base.randomness import utterance_generator
 from konkanivani.data.audio.augmentation import choose_speed, perturb_speed
 from konkanivani.data.audio.files import AudioSource
 from konkanivani.data.audio.waveform import change_rate, load_audio, one_thread
-from konkanivani.data.batch import Speech, Window, collate
-from konkanivani.data.batching import Cursor, EpochPlanner, choose_subset, cut_window, plan_evaluation, same_size
-from konkanivani.data.dataset import TrainingSpeech
+from konkanivani.data.batch import Example, GlobalBatch, collate
+from konkanivani.data.batching import (
+    Cursor,
+    EpochPlanner,
+    choose_subset,
+    plan_evaluation,
+    same_size,
+    split_into_micro_batches,
+)
+from konkanivani.data.dataset import TrainDataset
 from konkanivani.data.index import ARRAYS, ManifestIndex
-from konkanivani.data.loader.loading import WindowStream
+from konkanivani.data.loader.loading import GlobalBatchStream
 from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.manifest import Manifest, read_manifest, write_manifest
 from konkanivani.data.rejections import Rejections
@@ -47,22 +54,22 @@ DURATIONS = np.random.default_rng(0).uniform(0.5, 15, size=103)
 # The plan
 
 
-def planner(count: int = 103, window_size: int = 8, seed: int = 1) -> EpochPlanner:
-    return EpochPlanner(DURATIONS[:count], window_size, seed)
+def planner(count: int = 103, global_batch_size: int = 8, seed: int = 1) -> EpochPlanner:
+    return EpochPlanner(DURATIONS[:count], global_batch_size, seed)
 
 
 def as_lists(plan: list[np.ndarray]) -> list[list[int]]:
-    return [window.tolist() for window in plan]
+    return [global_batch.tolist() for global_batch in plan]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 103), st.integers(1, 20), st.integers(0, 5), st.integers(0, 2**63 - 1))
-def test_an_epoch_is_a_partition_into_full_windows_and_a_ragged_last_one(count, window_size, epoch, seed):
-    plan = list(planner(count, window_size, seed).plan_epoch(epoch))
-    assert sorted(index for window in plan for index in window) == list(range(count))
-    assert all(len(window) == window_size for window in plan[:-1])
-    assert 1 <= len(plan[-1]) <= window_size
-    assert len(plan) == planner(count, window_size).windows_per_epoch()
+def test_an_epoch_is_a_partition_into_full_windows_and_a_ragged_last_one(count, global_batch_size, epoch, seed):
+    plan = list(planner(count, global_batch_size, seed).plan_epoch(epoch))
+    assert sorted(index for global_batch in plan for index in global_batch) == list(range(count))
+    assert all(len(global_batch) == global_batch_size for global_batch in plan[:-1])
+    assert 1 <= len(plan[-1]) <= global_batch_size
+    assert len(plan) == planner(count, global_batch_size).global_batches_per_epoch()
 
 
 def test_a_plan_is_pure_in_seed_and_epoch_and_differs_between_them():
@@ -70,13 +77,13 @@ def test_a_plan_is_pure_in_seed_and_epoch_and_differs_between_them():
     again = [as_lists(planner(seed=seed).plan_epoch(epoch)) for seed in (2, 1) for epoch in (3, 2, 1, 0)]
     assert plans == again[::-1]
     assert all(one != other for i, one in enumerate(plans) for other in plans[:i])
-    windows = [{frozenset(window) for window in plan} for plan in plans]
-    assert len(windows[0] & windows[1]) <= 2  # other utterances meet, not only another order
+    global_batches = [{frozenset(global_batch) for global_batch in plan} for plan in plans]
+    assert len(global_batches[0] & global_batches[1]) <= 2  # other utterances meet, not only another order
 
 
 def test_utterances_of_like_length_share_a_window():
     plan = planner().plan_epoch(0)
-    spread = np.mean([np.ptp(DURATIONS[window]) for window in plan])
+    spread = np.mean([np.ptp(DURATIONS[global_batch]) for global_batch in plan])
     shuffled = np.random.default_rng(1).permutation(103)
     by_chance = np.mean([np.ptp(DURATIONS[shuffled[i : i + 8]]) for i in range(0, 103, 8)])
     assert spread < 0.6 * by_chance
@@ -118,17 +125,17 @@ def test_a_subset_is_reproducible_sorted_and_of_the_size_asked_for():
 # Windows and batches
 
 
-def speeches(lengths: list[int]) -> list[Speech]:
-    return [Speech(f"u{i}", torch.full((n,), float(i + 1)), [4 + i] * (1 + i % 3), i) for i, n in enumerate(lengths)]
+def speeches(lengths: list[int]) -> list[Example]:
+    return [Example(f"u{i}", torch.full((n,), float(i + 1)), [4 + i] * (1 + i % 3), i) for i, n in enumerate(lengths)]
 
 
 def test_a_window_is_cut_into_pieces_of_like_length_and_counts_all_of_it():
-    window = cut_window(speeches([800, 100, 500, 300, 900]), same_size(2), OUR_TOKENS)
-    lengths = [list(batch.sample_lengths) for batch in window.micro_batches]
+    global_batch = split_into_micro_batches(speeches([800, 100, 500, 300, 900]), same_size(2), OUR_TOKENS)
+    lengths = [list(batch.sample_lengths) for batch in global_batch.micro_batches]
     assert lengths == [[100, 300], [500, 800], [900]]
-    assert (window.utterances, window.tokens) == (5, 1 + 2 + 3 + 1 + 2)
-    assert window.audio_seconds == 2600 / 16_000
-    assert window.padding_share == pytest.approx(1 - 2600 / (600 + 1600 + 900))
+    assert (global_batch.utterances, global_batch.tokens) == (5, 1 + 2 + 3 + 1 + 2)
+    assert global_batch.audio_seconds == 2600 / 16_000
+    assert global_batch.padding_share == pytest.approx(1 - 2600 / (600 + 1600 + 900))
 
 
 def test_a_batch_is_padded_where_it_says_and_nowhere_else():
@@ -146,36 +153,36 @@ BEGINNING = Cursor(0, 0)
 
 
 @pytest.fixture(scope="module")
-def speech(corpus: Corpus) -> TrainingSpeech:
+def speech(corpus: Corpus) -> TrainDataset:
     utterances = list(read_manifest(corpus.manifest("train")))
     tokenizer = train_tokenizer([u.text for u in utterances], "char", 100)
-    return TrainingSpeech(utterances, tokenizer, (0.9, 1.0, 1.1), seed=3)
+    return TrainDataset(utterances, tokenizer, (0.9, 1.0, 1.1), seed=3)
 
 
 def stream(
-    speech: TrainingSpeech, workers: int, cursor: Cursor = BEGINNING, timeout: float = PATIENCE
-) -> Iterator[tuple[Window, Cursor]]:
+    speech: TrainDataset, workers: int, cursor: Cursor = BEGINNING, timeout: float = PATIENCE
+) -> Iterator[tuple[GlobalBatch, Cursor]]:
     plan = EpochPlanner(np.array([u.duration for u in speech.utterances]), 4, seed=3)
     rejections = Rejections(None, most=0.5)
     columns = (np.zeros(len(speech.utterances), kind) for kind in ARRAYS.values())
     rejections.begin(Manifest(speech.manifest, ManifestIndex(*columns, broken=(), sketch=(), folder=None)))
     loader = LoaderConfig(workers, timeout, pin_memory=False)
-    return WindowStream(speech, plan, same_size(2), loader, rejections).from_cursor(cursor)
+    return GlobalBatchStream(speech, plan, same_size(2), loader, rejections).from_cursor(cursor)
 
 
-def first(windows: Iterator[tuple[Window, Cursor]], count: int) -> list[tuple[Window, Cursor]]:
+def first(global_batches: Iterator[tuple[GlobalBatch, Cursor]], count: int) -> list[tuple[GlobalBatch, Cursor]]:
     """The first windows; the stream is closed behind them."""
-    taken = list(islice(windows, count))
-    windows.close()
+    taken = list(islice(global_batches, count))
+    global_batches.close()
     return taken
 
 
-def is_same(one: Window, other: Window) -> bool:
-    def parts(window: Window) -> list[tuple]:
-        return [(b.utterance_ids, b.augment_seeds, b.sample_lengths) for b in window.micro_batches]
+def is_same(one: GlobalBatch, other: GlobalBatch) -> bool:
+    def parts(global_batch: GlobalBatch) -> list[tuple]:
+        return [(b.utterance_ids, b.augment_seeds, b.sample_lengths) for b in global_batch.micro_batches]
 
-    def tensors(window: Window) -> list[torch.Tensor]:
-        return [tensor for batch in window.micro_batches for tensor in batch.tensors()]
+    def tensors(global_batch: GlobalBatch) -> list[torch.Tensor]:
+        return [tensor for batch in global_batch.micro_batches for tensor in batch.tensors()]
 
     pairs = zip(tensors(one), tensors(other), strict=True)
     return parts(one) == parts(other) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
@@ -187,8 +194,8 @@ def test_any_cursor_gives_the_tail_of_the_whole_bit_for_bit_whatever_the_workers
     for workers, skipped in ((0, 3), (0, 7), (2, 0), (2, 10)):
         cursor = whole[skipped - 1][1] if skipped else Cursor(0, 0)
         tail = first(stream(speech, workers, cursor), 17 - skipped)
-        for (window, behind), (expected, expected_behind) in zip(tail, whole[skipped:], strict=True):
-            assert behind == expected_behind and is_same(window, expected)
+        for (global_batch, behind), (expected, expected_behind) in zip(tail, whole[skipped:], strict=True):
+            assert behind == expected_behind and is_same(global_batch, expected)
     assert multiprocessing.active_children() == []
 
 
@@ -198,16 +205,16 @@ def shared_mappings() -> int:
 
 
 def test_a_window_comes_in_one_piece_of_shared_memory(speech):
-    before, windows = shared_mappings(), stream(speech, 1)
+    before, global_batches = shared_mappings(), stream(speech, 1)
     held, mappings = [], []
     for _ in range(3):
-        held.append(next(windows)[0])
+        held.append(next(global_batches)[0])
         mappings.append(shared_mappings() - before)
-    assert all(len(window.micro_batches) == 2 for window in held)
+    assert all(len(global_batch.micro_batches) == 2 for global_batch in held)
     assert mappings[2] - mappings[1] == mappings[1] - mappings[0] == 1
     apart = [tensor.clone().share_memory_() for tensor in held[0].micro_batches[0].tensors()]
     assert shared_mappings() - before - mappings[2] == len(apart) == 4  # each by itself: what is counted can be more
-    windows.close()
+    global_batches.close()
 
 
 def test_negative_control_another_seed_or_epoch_is_another_stream(speech):
@@ -215,14 +222,14 @@ def test_negative_control_another_seed_or_epoch_is_another_stream(speech):
     later = first(stream(speech, 0, Cursor(1, 0)), 7)
     assert not any(is_same(one, other) for (one, _), (other, _) in zip(here, later, strict=True))
     for epoch in (here, later):
-        batches = [batch for window, _ in epoch for batch in window.micro_batches]
+        batches = [batch for global_batch, _ in epoch for batch in global_batch.micro_batches]
         assert sorted(i for batch in batches for i in batch.utterance_ids) == sorted(u.id for u in speech.utterances)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_audio_file_that_goes_missing_is_named_and_the_workers_end(speech, workers, tmp_path):
     gone = [Utterance(f"gone{row}.flac", str(tmp_path / "gone"), 2.0, "एक", row=row) for row in range(1, 5)]
-    spoilt = TrainingSpeech(gone, speech.tokenizer, (1.0,), 3)
+    spoilt = TrainDataset(gone, speech.tokenizer, (1.0,), 3)
     with pytest.raises(DataError, match=r"4 of the 4 rows of .*\n  row \d, gone\d.flac: it does not exist"):
         next(stream(spoilt, workers))
     assert multiprocessing.active_children() == []
@@ -232,14 +239,14 @@ def test_an_audio_file_that_goes_missing_is_named_and_the_workers_end(speech, wo
 def test_what_cannot_be_read_is_left_out_of_its_window_and_told_once(speech, workers, tmp_path, capsys):
     missing = dataclasses.replace(speech.utterances[3], audio_path=str(tmp_path / "gone"), roots=None)
     spoilt = dataclasses.replace(speech, utterances=[*speech.utterances[:3], missing, *speech.utterances[4:]])
-    windows = stream(spoilt, workers)
-    for (window, behind), (expected, expected_behind) in zip(
-        first(windows, 15), first(stream(speech, workers), 15), strict=True
+    global_batches = stream(spoilt, workers)
+    for (global_batch, behind), (expected, expected_behind) in zip(
+        first(global_batches, 15), first(stream(speech, workers), 15), strict=True
     ):
-        ids = [i for batch in window.micro_batches for i in batch.utterance_ids]
+        ids = [i for batch in global_batch.micro_batches for i in batch.utterance_ids]
         expected_ids = [i for batch in expected.micro_batches for i in batch.utterance_ids]
         assert behind == expected_behind and ids == [i for i in expected_ids if i != missing.id]
-        assert window.utterances == len(ids)
+        assert global_batch.utterances == len(ids)
     told = capsys.readouterr().out
     assert told.count(missing.id) == 1 and "it does not exist" in told
 

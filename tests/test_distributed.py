@@ -16,28 +16,28 @@ from konkanivani.base.distributed import (
     ALONE,
     RankLost,
     Topology,
+    broadcast_from_rank0,
     check_same,
-    from_first,
     gather,
     new_bucket,
     raise_rank_lost,
 )
-from konkanivani.base.errors import AlreadyTold, ResourceError, UsageError
+from konkanivani.base.errors import ReportedByOtherRank, ResourceError, UsageError
 from konkanivani.data.batching import Cursor, EpochPlanner, partition, same_size
-from konkanivani.data.loader.loading import WindowStream
+from konkanivani.data.loader.loading import GlobalBatchStream
 from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.rejections import Rejections
 from konkanivani.memory.devices import cuda_costs
 from konkanivani.memory.oom_history import forget_sizes, read_sizes, write_sizes
 from konkanivani.memory.plan import STATE_BYTES
-from konkanivani.memory.recovery import Attempt, Attempts, Cut, DidNotFit, OomHistory, Outcome
+from konkanivani.memory.recovery import MicroBatchPlan, OomAttempt, OomHistory, OomRetry, Outcome, RestartAfterOom
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.planning.ranks import Ranks, choose_ranks, costs_per_rank, traffic_bytes
 from konkanivani.training.interruption import Interruption
 from konkanivani.training.logs.logbook import Logbook
-from tests.laws.parts import speeches, window
+from tests.invariants.parts import global_batch, speeches
 
-TWO = Topology(rank=1, world=2, local_rank=1, local_world=2)
+TWO = Topology(rank=1, world_size=2, local_rank=1, local_world_size=2)
 SHAPE = PRESETS["original"]
 ARCHITECTURE = architecture_of(TrainConfig(model=SHAPE), 1000)
 GIB = 2**30
@@ -45,20 +45,20 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_a_world_of_one_answers_at_once():
-    assert gather(ALONE, "own") == ["own"] and from_first(ALONE, lambda: 3) == 3
+    assert gather(ALONE, "own") == ["own"] and broadcast_from_rank0(ALONE, lambda: 3) == 3
     check_same(ALONE, {"flags": "any"})
 
 
 def test_ranks_are_dealt_every_window_whole_and_the_cursor_is_that_of_one():
-    planner = EpochPlanner(np.random.default_rng(0).uniform(1, 9, 26), window_size=4, seed=7)
+    planner = EpochPlanner(np.random.default_rng(0).uniform(1, 9, 26), global_batch_size=4, seed=7)
     loader = LoaderConfig(workers=0, timeout=1.0, pin_memory=False)
 
     def planned(topology: Topology) -> list[list[tuple[int, int]]]:
-        stream = WindowStream(None, planner, same_size(2), loader, Rejections(None, most=0.0), topology)
+        stream = GlobalBatchStream(None, planner, same_size(2), loader, Rejections(None, most=0.0), topology)
         keys = stream.planned(Cursor(0, 5))  # the ragged window and an epoch's end are among them
         return [next(keys) for _ in range(9)]
 
-    ranks = [planned(Topology(rank=rank, world=3)) for rank in range(3)]
+    ranks = [planned(Topology(rank=rank, world_size=3)) for rank in range(3)]
     for whole, *shares in zip(planned(ALONE), *ranks, strict=True):
         assert sorted(key for share in shares for key in share) == whole
 
@@ -75,10 +75,10 @@ class Work:
     def __init__(self, fits: int) -> None:
         self.fits, self.sizes, self.undone = fits, [], 0
 
-    def try_it(self, attempt: Attempt[str]) -> Attempt[str]:
+    def try_it(self, attempt: OomAttempt[str]) -> OomAttempt[str]:
         with attempt:
-            self.sizes.append(attempt.cut.largest_size)
-            if attempt.cut.largest_size > self.fits:
+            self.sizes.append(attempt.plan.largest_size)
+            if attempt.plan.largest_size > self.fits:
                 raise MemoryError
             attempt.result = "gradient"
         return attempt
@@ -88,7 +88,7 @@ class Work:
 
     def among(self, others: list[Outcome]) -> tuple[str | None, int, list[int], int]:
         """The result and the retries of this rank beside another one, the sizes tried, and what was taken back."""
-        attempts = Attempts(cut_of(4), OomHistory(0), self.undo, agreeing(others))
+        attempts = OomRetry(cut_of(4), OomHistory(0), self.undo, agreeing(others))
         for attempt in attempts:
             self.try_it(attempt)
         return attempts.result, attempts.retries, self.sizes, self.undone
@@ -100,8 +100,8 @@ def agreeing(others: list[Outcome]):
     return lambda mine: max(mine, next(said))
 
 
-def cut_of(utterances: int) -> Cut:
-    return Cut(window(speeches(utterances), utterances).micro_batches, recomputes_all=False)
+def cut_of(utterances: int) -> MicroBatchPlan:
+    return MicroBatchPlan(global_batch(speeches(utterances), utterances).micro_batches, recomputes_all=False)
 
 
 def test_a_rank_that_is_done_keeps_its_gradient_while_another_splits():
@@ -122,22 +122,22 @@ def test_what_did_not_fit_on_one_rank_is_cut_on_all():
     splits.learn({1: 3})
     splits.learn({1: 2, 7: 4})
     assert splits.sizes() == {1: 2, 7: 4}
-    assert splits.cut_to_fit(cut_of(4)).largest_size == 1
+    assert splits.fit_to_memory(cut_of(4)).largest_size == 1
 
 
 def test_sizes_that_did_not_fit_outlive_the_ranks(tmp_path):
     splits = OomHistory(5)
-    with pytest.raises(DidNotFit, match="share the weights"):
-        Work(fits=1).try_it(Attempt(cut_of(4))).result_or_end(splits)
+    with pytest.raises(RestartAfterOom, match="share the weights"):
+        Work(fits=1).try_it(OomAttempt(cut_of(4))).result_or_raise(splits)
     write_sizes(tmp_path / "checkpoints", 1, splits)
     (tmp_path / "checkpoints" / "did_not_fit_2.json").write_text("{")
     assert read_sizes(tmp_path / "checkpoints", 5) == splits.sizes() != {}
     assert read_sizes(tmp_path / "checkpoints", 6) == {}  # another device
     forget_sizes(tmp_path / "checkpoints")
     assert read_sizes(tmp_path / "checkpoints", 5) == {}
-    alone = Cut(cut_of(1).micro_batches, recomputes_all=True, chunk_frames=1)
+    alone = MicroBatchPlan(cut_of(1).micro_batches, recomputes_all=True, chunk_frames=1)
     with pytest.raises(ResourceError, match="does not fit"):
-        Work(fits=0).try_it(Attempt(alone)).result_or_end(splits)
+        Work(fits=0).try_it(OomAttempt(alone)).result_or_raise(splits)
 
 
 def test_only_what_is_about_contact_is_a_lost_rank():
@@ -189,7 +189,7 @@ def test_only_a_machines_first_rank_tells_what_is_wrong_with_the_command_line(mo
         fail()
     assert capsys.readouterr().out == "told\n"
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(AlreadyTold) as caught:
+    with pytest.raises(ReportedByOtherRank) as caught:
         fail()
     assert caught.value.exit_code == 2 and capsys.readouterr().out == ""
 
@@ -217,11 +217,11 @@ def test_the_plan_of_a_rank_that_shares_the_state_has_less_of_it():
 def test_auto_shares_the_state_only_where_it_does_not_fit():
     costs = cuda_costs("T4", (7, 5))
     config = TrainConfig(model=SHAPE)
-    assert not choose_ranks(config, costs, 4 * GIB, world=8).sharded
-    assert choose_ranks(config, costs, GIB // 2, world=8).sharded
-    assert not choose_ranks(config, costs, GIB // 2, world=1).sharded
+    assert not choose_ranks(config, costs, 4 * GIB, world_size=8).sharded
+    assert choose_ranks(config, costs, GIB // 2, world_size=8).sharded
+    assert not choose_ranks(config, costs, GIB // 2, world_size=1).sharded
     always = TrainConfig(model=SHAPE, memory=MemoryConfig(shard="always"))
-    assert choose_ranks(always, costs, 4 * GIB, world=2).sharded
+    assert choose_ranks(always, costs, 4 * GIB, world_size=2).sharded
 
 
 def test_traffic_is_that_of_a_ring():

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from benchmarks.measuring.many_steps import Moment, RandomWindows, follow_steps, summarize
+from benchmarks.measuring.many_steps import Moment, RandomGlobalBatches, follow_steps, summarize
 from konkanivani.base.config import ModelConfig, TrainConfig
-from konkanivani.data.batch import Window
+from konkanivani.data.batch import GlobalBatch
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.step import StepParts, StepReport
@@ -18,7 +18,7 @@ from tests.conftest import run_script, well
 CPU = torch.device("cpu")
 SMALL = ModelConfig(d_model=32, encoder_layers=1, decoder_layers=1, attention_heads=2, subsampling_channels=8)
 SMALL_FLAGS = ("--d_model", "32", "--encoder_layers", "1", "--decoder_layers", "1", "--attention_heads", "2")
-WINDOWS = RandomWindows(seed=1, size=2, batch_size=1, shortest=0.5, longest=1.5)
+WINDOWS = RandomGlobalBatches(seed=1, size=2, batch_size=1, shortest=0.5, longest=1.5)
 REPORT = StepReport(1.0, 1.0, 1.0, 1.0, 1e-3, 1.0, is_skipped=False, splits=0)
 
 
@@ -27,13 +27,13 @@ def small_parts() -> StepParts:
     return build_step_parts(config, architecture_of(config, 1000), CPU, 100)
 
 
-class KeptWindows:
+class KeptGlobalBatches:
     """Windows of which the first tensor is never let go: a leak."""
 
     def __init__(self) -> None:
         self.kept: list[torch.Tensor] = []
 
-    def __getitem__(self, number: int) -> Window:
+    def __getitem__(self, number: int) -> GlobalBatch:
         window = WINDOWS[number]
         self.kept.append(window.micro_batches[0].tokens)
         return window
@@ -53,7 +53,7 @@ def test_the_script_finds_no_growth():
 
 
 def test_what_a_window_leaves_behind_is_seen():
-    windows = KeptWindows()
+    windows = KeptGlobalBatches()
     moments = follow_steps(small_parts(), windows, 4)
     sizes = [tensor.untyped_storage().nbytes() for tensor in windows.kept]
     grown = [moment.live - moments[0].live for moment in moments]
@@ -63,7 +63,7 @@ def test_what_a_window_leaves_behind_is_seen():
 
 def test_what_waits_for_the_garbage_collector_is_seen():
     class WithCycles:
-        def __getitem__(self, number: int) -> Window:
+        def __getitem__(self, number: int) -> GlobalBatch:
             cycle = [torch.zeros(1000)] if number else []
             cycle.append(cycle)
             return WINDOWS[number]

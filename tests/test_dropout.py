@@ -48,18 +48,18 @@ def test_onto_a_residual_is_dropout_and_a_sum(weight):
     dropout, found = Dropout(0.3), []
     x, branch = (torch.randn(7, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
     upstream = torch.randn(7, 5, dtype=torch.float64)
-    for way in (dropout.onto, lambda x, branch, weight: x + weight * dropout(branch)):
+    for way in (dropout.add_residual, lambda x, branch, weight: x + weight * dropout(branch)):
         torch.manual_seed(5)
         y = way(x, branch, weight)
         found.append((y.detach(), *torch.autograd.grad(y, (x, branch), upstream)))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)
     assert 0 < int((found[0][2] == 0).sum()) < branch.numel()
-    assert torch.equal(dropout.eval().onto(x, branch, weight), torch.add(x, branch, alpha=weight))
+    assert torch.equal(dropout.eval().add_residual(x, branch, weight), torch.add(x, branch, alpha=weight))
 
 
 def test_onto_a_residual_in_full_precision_of_a_branch_in_half():
     x, branch = torch.randn(6, 4, requires_grad=True), torch.randn(6, 4, dtype=torch.bfloat16, requires_grad=True)
-    y = Dropout(0.3).onto(x, branch)
+    y = Dropout(0.3).add_residual(x, branch)
     y.sum().backward()
     assert y.dtype == torch.float32 and branch.grad.dtype == torch.bfloat16

@@ -17,7 +17,7 @@ from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
 from konkanivani.memory.plan import model_state_bytes
 from konkanivani.memory.weights.placement import ON_CARD, Placement
-from konkanivani.model.adapters import OVER_TOKENS
+from konkanivani.model.adapters import VOCAB_DEPENDENT_PREFIXES
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.build_step import StateLayout, build_step_parts
@@ -26,10 +26,10 @@ from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
-from konkanivani.training.optimizer import begun_share
+from konkanivani.training.optimizer import delayed_warmup_factor
 from konkanivani.training.step import StepParts, train_step
 from tests.conftest import TINY_MODEL, Corpus, further, read_log, run_folders, run_script, well, write_corpus
-from tests.laws.parts import measured_peak, speeches, window
+from tests.invariants.parts import global_batch, measured_peak, speeches
 from tests.starts import begin_run, parse_flags
 
 CPU = torch.device("cpu")
@@ -77,10 +77,10 @@ def test_the_last_layers_are_the_complement_of_the_first(base, corpus, tmp_path)
 def test_at_first_the_head_alone_is_trained_and_then_all_with_moments_for_all_from_the_start(base, corpus, tmp_path):
     before, flags = dict(read_checkpoint(base).states["model"]), ("--freeze_steps", "1")
     alone = tuned(corpus, base, tmp_path / "alone", 1, *flags)
-    assert changed(before, alone) == {name for name in before if name.startswith(OVER_TOKENS)}
+    assert changed(before, alone) == {name for name in before if name.startswith(VOCAB_DEPENDENT_PREFIXES)}
     moments = read_checkpoint(tmp_path / "alone" / "checkpoints" / LAST).states["optimizer"]
     assert {name.rpartition("/")[0] for name in moments} == before.keys()
-    assert not any(moment.any() for name, moment in moments.items() if not name.startswith(OVER_TOKENS))
+    assert not any(moment.any() for name, moment in moments.items() if not name.startswith(VOCAB_DEPENDENT_PREFIXES))
     assert changed(before, tuned(corpus, base, tmp_path / "all", 2, *flags)) == before.keys()
 
 
@@ -113,13 +113,13 @@ def test_the_encoder_has_its_own_rate_and_what_begins_later_a_warm_up_of_its_own
     flags = (*corpus.flags(), *run_folders(tmp_path), *STEADY, "--init_from", str(base))
     run = build_run(begin_run([*flags, "--freeze_steps", "5", "--encoder_rate_factor", "0.25"]))
     schedule, tuning = OptimizerConfig(warmup_steps=2), run.settings.tuning
-    shares = [begun_share(schedule, tuning, step, 100) for step in range(9)]
+    shares = [delayed_warmup_factor(schedule, tuning, step, 100) for step in range(9)]
     assert shares == [0, 0, 0, 0, 0, 0.5, 1, 1, 1]
     names = {parameter: name for name, parameter in run.step.model.named_parameters()}
     for group in run.step.optimizer.param_groups:
         of_group = {names[parameter] for parameter in group["params"]}
         assert group["factor"] == (0.25 if all(name.startswith("encoder.") for name in of_group) else 1.0)
-        assert {name.startswith(OVER_TOKENS) for name in of_group} == {not group["later"]}
+        assert {name.startswith(VOCAB_DEPENDENT_PREFIXES) for name in of_group} == {not group["later"]}
         assert len({parameter.dim() >= 2 for parameter in group["params"]}) == 1
     assert sum(len(group["params"]) for group in run.step.optimizer.param_groups) == len(names)
 
@@ -143,9 +143,9 @@ def spoken() -> list:
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_what_is_frozen_at_first_takes_no_memory_then_and_the_plan_holds_for_what_comes_after(recompute):
     tuning = TuningConfig(freeze_steps=2)
-    parts, cut = step_parts(tuning, gradient_checkpointing=recompute), window(spoken(), 2)
+    parts, cut = step_parts(tuning, gradient_checkpointing=recompute), global_batch(spoken(), 2)
     tracer = build_tracer(tuned_config(tuning), architecture_of(tuned_config(tuning), 20), cpu_costs())
-    planned = tracer.trace_window(cut, RecomputePolicy(recompute)).bytes
+    planned = tracer.trace_global_batch(cut, RecomputePolicy(recompute)).bytes
     early = measured_peak(parts, cut)
     assert not any(parameter.grad is not None for parameter in parts.model.parameters())
     assert all(parameter.requires_grad for parameter in parts.model.parameters())
@@ -169,12 +169,12 @@ def test_a_frozen_number_takes_two_bytes_and_the_plan_bounds_what_is_measured(tu
     assert not any(weight.requires_grad for weight in matrices)
     states = [model_state_bytes(parts.model, parts.optimizer.tensors) for parts in (fp32, half)]
     assert states[0] - states[1] == 2 * numbers
-    cut, config = window(spoken(), 2), tuned_config(rounded)
+    cut, config = global_batch(spoken(), 2), tuned_config(rounded)
     tracer, measured = build_tracer(config, architecture_of(config, 20), cpu_costs()), measured_peak(half, cut)
-    planned = tracer.trace_window(cut, RecomputePolicy("never")).bytes
+    planned = tracer.trace_global_batch(cut, RecomputePolicy("never")).bytes
     assert 0.999 * measured <= planned <= 1.02 * measured
     control = build_tracer(tuned_config(tuning), architecture_of(tuned_config(tuning), 20), cpu_costs())
-    assert control.trace_window(cut, RecomputePolicy("never")).state - tracer.state() == 2 * numbers
+    assert control.trace_global_batch(cut, RecomputePolicy("never")).state - tracer.state() == 2 * numbers
 
 
 @pytest.mark.parametrize("precision", [{}, {"mixed_precision": True, "amp_dtype": "bf16"}], ids=["fp32", "bf16"])
@@ -182,16 +182,16 @@ def test_rounded_weights_give_nearly_the_same_losses(precision):
     losses = []
     for dtype in ("fp32", "half"):
         parts = step_parts(dataclasses.replace(LORA, frozen_dtype=dtype), **precision)
-        losses.append(torch.tensor([train_step(parts, window(spoken(), 2), number).loss for number in range(3)]))
+        losses.append(torch.tensor([train_step(parts, global_batch(spoken(), 2), number).loss for number in range(3)]))
     assert not torch.equal(*losses) and torch.allclose(*losses, rtol=2e-3 if not precision else 1e-2)
     assert losses[1][-1] < losses[1][0]
 
 
 def test_rounded_weights_give_the_same_steps_fetched_from_the_host():
     config, losses = tuned_config(dataclasses.replace(LORA, frozen_dtype="half")), []
-    for place in (ON_CARD, Placement(fetched=3)):
+    for place in (ON_CARD, Placement(offloaded_blocks=3)):
         parts = build_step_parts(config, architecture_of(config, 20), CPU, 100, layout=StateLayout(placement=place))
-        losses.append([train_step(parts, window(spoken(), 2), number).loss for number in range(2)])
+        losses.append([train_step(parts, global_batch(spoken(), 2), number).loss for number in range(2)])
     assert losses[0] == losses[1]
 
 
@@ -278,7 +278,7 @@ def test_a_new_tokenizer_has_a_head_that_begins_with_zeros_and_a_rare_blank(base
     assert weights["ctc_head.bias"][0] == -2 and not weights["ctc_head.bias"][1:].any()
     assert not any(weights[name].any() for name in HEADS - {"ctc_head.bias"})
     assert weights["decoder.embedding.weight"].any()
-    assert all(name.startswith(OVER_TOKENS) for name in changed(before, weights))
+    assert all(name.startswith(VOCAB_DEPENDENT_PREFIXES) for name in changed(before, weights))
     tuning, steps = run.settings.tuning, run.step.total_steps
     assert tuning.encoder_factor == 0.1 and tuning.freeze_steps == min(500, steps // 10)  # as long as the warm-up
     assert "left out (begin anew): 5 tensors" in capsys.readouterr().out

@@ -53,12 +53,12 @@ def test_another_corpus_shares_next_to_nothing_even_where_its_files_are_numbered
 
 def test_blocks_and_an_index_that_is_kept_give_the_same_sketch(tmp_path, monkeypatch):
     monkeypatch.setattr(index, "SKETCHED", 1000)
-    at_once = fingerprint(tmp_path, range(MANY))
+    concurrent_micro_batches = fingerprint(tmp_path, range(MANY))
     monkeypatch.setattr(index, "SMALL_BYTES", 0)
     monkeypatch.setattr(index, "BLOCK_BYTES", 20_000)
     for _ in range(2):  # the first time it is written, the second time read
-        assert make_fingerprint(read_manifest(tmp_path / "train.jsonl")) == at_once
-    assert len(at_once.sketch) == 1000
+        assert make_fingerprint(read_manifest(tmp_path / "train.jsonl")) == concurrent_micro_batches
+    assert len(concurrent_micro_batches.sketch) == 1000
 
 
 def test_a_checkpoints_fingerprint_is_read_back_and_a_foreign_one_refused(tmp_path):

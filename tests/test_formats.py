@@ -21,7 +21,7 @@ SPLITS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
-class Spoken:
+class Targets:
     """An utterance that a miniature holds; `split` empty: its corpus gives none; `offset` None: a whole file."""
 
     text: str
@@ -36,14 +36,14 @@ def sentence(number: int) -> str:
     return " ".join(WORDS[i % 10] for i in (number, number // 10, 3 * number + 1))
 
 
-def write_sentence(path: Path, number: int, rate: int = 16_000) -> Spoken:
+def write_sentence(path: Path, number: int, rate: int = 16_000) -> Targets:
     """Writes a sentence as an audio file of the suffix's kind."""
     path.parent.mkdir(parents=True, exist_ok=True)
     samples = speak(sentence(number).split())
     if rate != 16_000:
         samples = np.interp(np.arange(len(samples) * rate // 16_000) * 16_000 / rate, np.arange(len(samples)), samples)
     soundfile.write(path, samples, rate)
-    return Spoken(sentence(number), len(samples) / rate)
+    return Targets(sentence(number), len(samples) / rate)
 
 
 def sound_bytes(number: int, kind: str = "FLAC") -> bytes:
@@ -68,7 +68,7 @@ def split_of(number: int) -> str:
 CV_HEAD = ("client_id", "path", "sentence_id", "sentence", "sentence_domain", "up_votes", "down_votes", "age")
 
 
-def common_voice(folder: Path) -> list[Spoken]:
+def common_voice(folder: Path) -> list[Targets]:
     language = folder / "cv-corpus-21.0-2025-03-14" / "kok"
     found, rows, durations = [], {split: [] for split in SPLITS}, []
     for number in range(12):
@@ -87,7 +87,7 @@ def common_voice(folder: Path) -> list[Spoken]:
     return found
 
 
-def openslr(folder: Path) -> list[Spoken]:
+def openslr(folder: Path) -> list[Targets]:
     found = []
     for gender in ("female", "male"):
         rows = []
@@ -101,7 +101,7 @@ def openslr(folder: Path) -> list[Spoken]:
     return found
 
 
-def openslr_mucs(folder: Path) -> list[Spoken]:
+def openslr_mucs(folder: Path) -> list[Targets]:
     found = []
     for split in ("train", "test"):
         rows = []
@@ -113,7 +113,7 @@ def openslr_mucs(folder: Path) -> list[Spoken]:
     return found
 
 
-def openslr_csv(folder: Path) -> list[Spoken]:
+def openslr_csv(folder: Path) -> list[Targets]:
     found, rows = [], []
     for number in range(12):
         name = f"irm_0{2000 + number % 4}_{number:011d}"
@@ -125,7 +125,7 @@ def openslr_csv(folder: Path) -> list[Spoken]:
     return found
 
 
-def kaldi(folder: Path) -> list[Spoken]:
+def kaldi(folder: Path) -> list[Targets]:
     found = []
     for split, numbers in (("train", range(8)), ("dev", range(8, 10)), ("test", range(10, 12))):
         data = folder / split
@@ -142,7 +142,7 @@ def kaldi(folder: Path) -> list[Spoken]:
             texts.append((name, sentence(number)))
             speakers.append((name, f"{split}-spk{number % 2}"))
             given = "valid" if split == "dev" else split
-            found.append(Spoken(sentence(number), seconds, f"{split}-spk{number % 2}", given, at))
+            found.append(Targets(sentence(number), seconds, f"{split}-spk{number % 2}", given, at))
             at += seconds
         place = path.resolve() if split == "train" else f"wavs/{split}.flac"
         tables = {"wav.scp": [(f"rec-{split}", place)], "segments": segments, "text": texts, "utt2spk": speakers}
@@ -151,7 +151,7 @@ def kaldi(folder: Path) -> list[Spoken]:
     return found
 
 
-def nemo(folder: Path) -> list[Spoken]:
+def nemo(folder: Path) -> list[Targets]:
     found = []
     for split, numbers in (("train", range(8)), ("dev", range(8, 10)), ("test", range(10, 12))):
         rows = []
@@ -173,7 +173,7 @@ def add_member(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     tar.addfile(member, io.BytesIO(content))
 
 
-def nemo_tarred(folder: Path) -> list[Spoken]:
+def nemo_tarred(folder: Path) -> list[Targets]:
     found = []
     for split, numbers in (("train", range(8)), ("valid", range(8, 10)), ("test", range(10, 12))):
         (folder / split).mkdir(parents=True)
@@ -184,7 +184,7 @@ def nemo_tarred(folder: Path) -> list[Spoken]:
                     seconds, name = sentence_seconds(number), f"data_wavs_{number}.flac"
                     add_member(tar, name, sound_bytes(number))
                     row = {"audio_filepath": name, "duration": seconds, "text": sentence(number), "shard_id": shard}
-                    spoken = Spoken(sentence(number), seconds, split=split)
+                    spoken = Targets(sentence(number), seconds, split=split)
                     if number == 2:  # one file, cut into two utterances
                         rows.append((json.dumps(row | {"offset": 0.0, "duration": 0.5}),))
                         row |= {"offset": 0.5, "duration": 0.4, "text": "घर"}
@@ -202,7 +202,7 @@ def nemo_tarred(folder: Path) -> list[Spoken]:
     return found
 
 
-def webdataset(folder: Path) -> list[Spoken]:
+def webdataset(folder: Path) -> list[Targets]:
     found, kinds = [], (("wav", "WAV"), ("flac", "FLAC"), ("mp3", "MP3"))
     for shard in range(2):
         folder.mkdir(exist_ok=True)
@@ -216,11 +216,11 @@ def webdataset(folder: Path) -> list[Spoken]:
                     add_member(tar, f"part/{number:04d}.txt", f"{text}\n".encode())
                     words = {"speaker": speaker}
                 add_member(tar, f"part/{number:04d}.json", json.dumps(words).encode())
-                found.append(Spoken(text, sentence_seconds(number), speaker))
+                found.append(Targets(text, sentence_seconds(number), speaker))
     return found
 
 
-def indicvoices(folder: Path) -> list[Spoken]:
+def indicvoices(folder: Path) -> list[Targets]:
     found = []
     for split, recordings in (("train", ((0, 1, 2, 3), (4, 5, 6, 7))), ("valid", ((8, 9),))):
         for numbers in recordings:
@@ -233,7 +233,7 @@ def indicvoices(folder: Path) -> list[Spoken]:
                 begin = -0.01 if at == 0 else at  # as some do
                 segments.append({"start": begin, "end": at + seconds, "text": text, "speaker_id": 0})
                 speaker = f"S42{split}{numbers[0]}"
-                found.append(Spoken(sentence(number), seconds, speaker, split, at))
+                found.append(Targets(sentence(number), seconds, speaker, split, at))
                 at += seconds
             segments.append({"start": 0.0, "end": 0.3, "text": "[laughter]", "speaker_id": 0})
             segments.append({"start": 0.3, "end": 0.6, "text": "हय", "speaker_id": 1})
@@ -243,7 +243,7 @@ def indicvoices(folder: Path) -> list[Spoken]:
     return found
 
 
-def indicvoices_flat(folder: Path) -> list[Spoken]:
+def indicvoices_flat(folder: Path) -> list[Targets]:
     found = []
     for split, numbers in (("train", range(8)), ("valid", range(8, 10))):
         rows = []
@@ -257,7 +257,7 @@ def indicvoices_flat(folder: Path) -> list[Spoken]:
     return found
 
 
-def ljspeech(folder: Path) -> list[Spoken]:
+def ljspeech(folder: Path) -> list[Targets]:
     found, rows = [], []
     for number in range(12):
         spoken = write_sentence(folder / "wavs" / f"LJ001-{number:04d}.wav", number, 22_050)
@@ -267,7 +267,7 @@ def ljspeech(folder: Path) -> list[Spoken]:
     return found
 
 
-def huggingface_saved(folder: Path) -> list[Spoken]:
+def huggingface_saved(folder: Path) -> list[Targets]:
     datasets, pyarrow = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
     splits, found = {}, []
     for split, numbers in (("train", range(8)), ("validation", range(8, 10)), ("test", range(10, 12))):
@@ -282,12 +282,12 @@ def huggingface_saved(folder: Path) -> list[Spoken]:
         table = datasets.table.InMemoryTable(pyarrow.table(rows, schema=features.arrow_schema))
         splits[split] = datasets.Dataset(table, datasets.DatasetInfo(features=features))
         given = "valid" if split == "validation" else split
-        found += [Spoken(sentence(n), sentence_seconds(n), f"{split}{n % 2}", given) for n in numbers]
+        found += [Targets(sentence(n), sentence_seconds(n), f"{split}{n % 2}", given) for n in numbers]
     datasets.DatasetDict(splits).save_to_disk(folder)
     return found
 
 
-def huggingface_parquet(folder: Path) -> list[Spoken]:
+def huggingface_parquet(folder: Path) -> list[Targets]:
     pytest.importorskip("datasets")
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     (folder / "data").mkdir(parents=True)
@@ -297,11 +297,11 @@ def huggingface_parquet(folder: Path) -> list[Spoken]:
         table = pyarrow.table({"speech": audio, "words": [sentence(number) for number in numbers]})
         parquet.write_table(table, folder / "data" / f"{split}-00000-of-00001.parquet")
         given = "valid" if split == "validation" else split
-        found += [Spoken(sentence(number), sentence_seconds(number), split=given) for number in numbers]
+        found += [Targets(sentence(number), sentence_seconds(number), split=given) for number in numbers]
     return found
 
 
-def folders(folder: Path) -> list[Spoken]:
+def folders(folder: Path) -> list[Targets]:
     found = []
     for number in range(12):
         split, suffix = split_of(number), ("wav", "flac", "ogg")[number % 3]
@@ -312,7 +312,7 @@ def folders(folder: Path) -> list[Spoken]:
     return found
 
 
-def csv_table(folder: Path) -> list[Spoken]:
+def csv_table(folder: Path) -> list[Targets]:
     found = []
     folder.mkdir()
     with open(folder / "all.csv", "w", encoding="utf-8-sig", newline="") as file:
@@ -328,7 +328,7 @@ def csv_table(folder: Path) -> list[Spoken]:
 
 
 CSV_FLAGS = ("--table", "all.csv", "--audio_column", "file", "--text_column", "words", "--speaker_column", "who")
-MINIATURES: dict[str, tuple[Callable[[Path], list[Spoken]], tuple[str, ...]]] = {
+MINIATURES: dict[str, tuple[Callable[[Path], list[Targets]], tuple[str, ...]]] = {
     "common_voice": (common_voice, ("--source", "corpus/cv-corpus-21.0-2025-03-14")),
     "openslr": (openslr, ()),
     "openslr mucs": (openslr_mucs, ()),
@@ -352,7 +352,7 @@ class Prepared:
     """A miniature and what the script made of it."""
 
     directory: Path
-    spoken: list[Spoken]
+    spoken: list[Targets]
     said: str
 
     def manifest(self, split: str) -> Path:

@@ -14,7 +14,7 @@ from konkanivani.decoding.rules import RuledScorer
 from konkanivani.decoding.scorers import AttentionScorer, gather_scores
 from konkanivani.model.architecture import HybridArchitecture
 from konkanivani.model.blocks import run_directly
-from tests.laws.parts import MODEL
+from tests.invariants.parts import MODEL
 
 processors = pytest.importorskip("transformers.generation.logits_process")
 transformers = pytest.importorskip("transformers")

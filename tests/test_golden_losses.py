@@ -13,7 +13,7 @@ import pytest
 
 from konkanivani.base.config import LossConfig, OptimizerConfig
 from konkanivani.training.step import StepParts, train_step
-from tests.laws.parts import MODEL, double_parts, speeches, window
+from tests.invariants.parts import MODEL, double_parts, global_batch, speeches
 
 GOLDEN = Path(__file__).parent / "golden_losses.txt"
 STEPS = 12
@@ -35,8 +35,8 @@ def parts_of(run: str) -> StepParts:
 def losses(parts: StepParts) -> list[float]:
     """The joint loss of each step, another window of six utterances each, the last in another cut."""
     cuts = [2] * (STEPS - 1) + [3]
-    windows = (window(speeches(6, seed=step), cut) for step, cut in enumerate(cuts))
-    return [train_step(parts, one, step).loss for step, one in enumerate(windows)]
+    global_batches = (global_batch(speeches(6, seed=step), cut) for step, cut in enumerate(cuts))
+    return [train_step(parts, one, step).loss for step, one in enumerate(global_batches)]
 
 
 def read_golden(run: str) -> list[float]:

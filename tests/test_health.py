@@ -15,14 +15,14 @@ import pytest
 import soundfile
 import torch
 
-from konkanivani.base.amount import resolve
+from konkanivani.base.auto_defaults import resolve
 from konkanivani.base.config import DataConfig, TextConfig, TrainConfig
 from konkanivani.base.console import show_text
 from konkanivani.base.errors import DataError
 from konkanivani.base.files import check_own_file
 from konkanivani.data.audio.files import AudioSource, read_samples
-from konkanivani.data.batch import Speech
-from konkanivani.data.batching import EpochPlanner, cut_window, padded_seconds, same_size
+from konkanivani.data.batch import Example
+from konkanivani.data.batching import EpochPlanner, padded_seconds, same_size, split_into_micro_batches
 from konkanivani.data.health.characters import CharacterCount
 from konkanivani.data.health.findings import Diagnosis
 from konkanivani.data.health.health import CorpusPart, HealthRequest, fetch, measure_corpus, pick_evenly, robust_scores
@@ -263,9 +263,9 @@ def test_padding_is_that_of_the_real_micro_batches():
     planner = EpochPlanner(durations, 8, 3)
     health = measure_epoch(planner, 3)
     padded = 0
-    for window in planner.plan_epoch(0):
-        speeches = [Speech(str(i), torch.zeros(round(durations[i] * RATE)), [1], 0) for i in window]
-        cut = cut_window(speeches, same_size(3), OUR_TOKENS)
+    for global_batch in planner.plan_epoch(0):
+        speeches = [Example(str(i), torch.zeros(round(durations[i] * RATE)), [1], 0) for i in global_batch]
+        cut = split_into_micro_batches(speeches, same_size(3), OUR_TOKENS)
         padded += cut.audio_seconds / (1 - cut.padding_share)
     assert health.padding_share == pytest.approx(1 - durations.sum() / padded)
     assert (health.steps, health.utterances, health.window_size) == (6, 43, 8)

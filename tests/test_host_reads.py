@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.measuring.fixed_step import build_speech, build_window, take_features_as_given
+from benchmarks.measuring.fixed_step import build_global_batch, build_speech, take_features_as_given
 from konkanivani.base.config import LossConfig, MemoryConfig, ModelConfig, TrainConfig
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import build_step_parts
@@ -58,9 +58,9 @@ def step_on(device: str, memory: MemoryConfig, loss: LossConfig = BOTH_LOSSES) -
 def test_the_host_reads_four_numbers_once_a_step_whatever_the_micro_batches(recompute, scaled):
     parts, reads = step_on("cpu", MemoryConfig(gradient_checkpointing=recompute))
     parts = dataclasses.replace(parts, scaler=torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled))
-    window = build_window(build_speech(4), 2)  # two utterances of different lengths: masks, padding
+    global_batch = build_global_batch(build_speech(4), 2)  # two utterances of different lengths: masks, padding
     with Reads() as mode:
-        assert not train_step(parts, window, 0).is_skipped
+        assert not train_step(parts, global_batch, 0).is_skipped
     # Fused AdamW reads its step counts on a CPU, where they are numbers already.
     assert reads == [4] and set(mode.found) <= {"_local_scalar_dense"} and len(mode.found) == updated(parts)
 
@@ -85,9 +85,9 @@ def test_negative_control_a_read_in_the_loss_is_seen():
 def test_on_a_card_nothing_else_waits():
     """Beside CTC, for which PyTorch brings the lengths to the card and waits for them."""
     parts, reads = step_on("cuda", MemoryConfig(mixed_precision=True), LossConfig(ctc_weight=0.0))
-    window = build_window(build_speech(4), 2)
+    global_batch = build_global_batch(build_speech(4), 2)
     for step in range(8):  # kernels are chosen, the loss scale found
-        train_step(parts, window, step)
+        train_step(parts, global_batch, step)
     reads.clear()
 
     def read(tensor: torch.Tensor) -> list[float]:
@@ -99,7 +99,7 @@ def test_on_a_card_nothing_else_waits():
 
     torch.cuda.set_sync_debug_mode("error")
     try:
-        train_step(dataclasses.replace(parts, read=read), window, 8)
+        train_step(dataclasses.replace(parts, read=read), global_batch, 8)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert reads == [3]  # without CTC there is one number less

@@ -13,7 +13,7 @@ from konkanivani.base.lengths import Lengths, ctc_frames_needed
 from konkanivani.model.kernels import ctc
 from konkanivani.model.kernels.ctc import ctc_chunk, interleave_blanks, log_skips, long_ctc_losses
 from konkanivani.model.losses import ctc_loss_sum
-from tests.laws.parts import relative_difference
+from tests.invariants.parts import relative_difference
 
 BOUND = 1e-9
 WIDTH, VOCABULARY = 6, 5  # few tokens, so that many are repeated

@@ -18,10 +18,10 @@ from konkanivani.base.units import DecibelRange, parse_snr
 from konkanivani.data import noise_reverb as noise_module
 from konkanivani.data.audio.augmentation import add_noise, reverberate, scale_and_clip
 from konkanivani.data.audio.files import AudioSource
-from konkanivani.data.batch import Window
+from konkanivani.data.batch import GlobalBatch
 from konkanivani.data.batching import Cursor, EpochPlanner, same_size
-from konkanivani.data.dataset import TrainingSpeech
-from konkanivani.data.loader.loading import WindowStream
+from konkanivani.data.dataset import TrainDataset
+from konkanivani.data.loader.loading import GlobalBatchStream
 from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.noise_reverb import NoiseReverb, Sound, load_excerpt, read_noise_reverb, read_sounds
@@ -251,36 +251,36 @@ def test_ratios_are_drawn_from_the_whole_range(everything, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def speech(corpus: Corpus, everything: NoiseReverb) -> TrainingSpeech:
+def speech(corpus: Corpus, everything: NoiseReverb) -> TrainDataset:
     utterances = list(read_manifest(corpus.manifest("train")))[:14]  # 4 windows an epoch
     tokenizer = train_tokenizer([u.text for u in utterances], "char", 100)
-    return TrainingSpeech(utterances, tokenizer, (0.9, 1.0, 1.1), 3, noise_reverb=everything)
+    return TrainDataset(utterances, tokenizer, (0.9, 1.0, 1.1), 3, noise_reverb=everything)
 
 
-def windows(speech: TrainingSpeech, workers: int, cursor: Cursor, count: int) -> list[list[bytes]]:
+def global_batches(speech: TrainDataset, workers: int, cursor: Cursor, count: int) -> list[list[bytes]]:
     """The bytes of the waveforms of so many windows from the cursor on."""
     planner = EpochPlanner(np.array([u.duration for u in speech.utterances]), 4, seed=3)
     loader = LoaderConfig(workers, 60.0, pin_memory=False)
-    stream = WindowStream(speech, planner, same_size(2), loader, Rejections(None, most=0.0))
+    stream = GlobalBatchStream(speech, planner, same_size(2), loader, Rejections(None, most=0.0))
     opened = stream.from_cursor(cursor)
-    taken: list[Window] = [window for window, _ in islice(opened, count)]
+    taken: list[GlobalBatch] = [global_batch for global_batch, _ in islice(opened, count)]
     opened.close()
-    return [[batch.waveforms.numpy().tobytes() for batch in window.micro_batches] for window in taken]
+    return [[batch.waveforms.numpy().tobytes() for batch in global_batch.micro_batches] for global_batch in taken]
 
 
 @pytest.mark.parametrize("workers", [0, 2, *further(1, 4)])
 def test_windows_are_the_same_bits_for_any_worker_count_from_any_cursor(speech, workers):
-    whole = windows(speech, 0, Cursor(0, 0), 6)
-    assert windows(speech, workers, Cursor(0, 0), 6) == whole
-    assert windows(speech, workers, Cursor(0, 2), 4) == whole[2:]
+    whole = global_batches(speech, 0, Cursor(0, 0), 6)
+    assert global_batches(speech, workers, Cursor(0, 0), 6) == whole
+    assert global_batches(speech, workers, Cursor(0, 2), 4) == whole[2:]
     assert multiprocessing.active_children() == []
 
 
 def test_negative_control_drawn_from_the_default_generator_the_windows_differ(speech, monkeypatch):
-    whole = windows(speech, 0, Cursor(0, 0), 5)
+    whole = global_batches(speech, 0, Cursor(0, 0), 5)
     monkeypatch.setattr(noise_module, "utterance_generator", lambda seed, epoch, name, purpose: torch.default_generator)
-    assert windows(speech, 2, Cursor(0, 0), 5)[2:] != windows(speech, 2, Cursor(0, 2), 3)
-    assert windows(speech, 0, Cursor(0, 0), 5) != whole
+    assert global_batches(speech, 2, Cursor(0, 0), 5)[2:] != global_batches(speech, 2, Cursor(0, 2), 3)
+    assert global_batches(speech, 0, Cursor(0, 0), 5) != whole
 
 
 def flags(noises: Path) -> tuple[str, ...]:
@@ -395,4 +395,4 @@ def test_noise_that_goes_missing_during_training_is_named(corpus, speech, tmp_pa
     noisy = read_noise_reverb(AugmentConfig(noise_manifest=manifest, noise_prob=1.0), seed=1)
     (tmp_path / "a.wav").unlink()
     with pytest.raises(DataError, match="a.wav from .* cannot be read: it does not exist"):
-        windows(dataclasses.replace(speech, noise_reverb=noisy), 1, Cursor(0, 0), 1)
+        global_batches(dataclasses.replace(speech, noise_reverb=noisy), 1, Cursor(0, 0), 1)

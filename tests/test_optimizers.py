@@ -27,8 +27,8 @@ from konkanivani.training.optimizers.blocks import BLOCK, Codebook, dynamic_shar
 from konkanivani.training.optimizers.build import KINDS, build_optimizer
 from konkanivani.training.step import StepParts, train_step
 from tests.conftest import crossed
-from tests.laws.failing import ERRORS, failing_backward, failing_forward, once_at
-from tests.laws.parts import MODEL, double_parts, measured_peak, relative_difference, speeches, window
+from tests.invariants.failing import ERRORS, failing_backward, failing_forward, once_at
+from tests.invariants.parts import MODEL, double_parts, global_batch, measured_peak, relative_difference, speeches
 from tests.starts import parse_flags
 from tests.test_host_reads import Reads
 from tests.tracers import ONLY_TENSORS, VOCAB_SIZE, tracer_of
@@ -54,9 +54,9 @@ def in_double(kind: str) -> StepParts:
     return double_parts(WIDE, optimizer=OptimizerConfig(optimizer=kind))
 
 
-def window_of(step: int, seed: int = 0):
+def global_batch_of(step: int, seed: int = 0):
     spoken = speeches(4, seed=100 * seed + step, augmented=False)
-    return window([dataclasses.replace(speech, waveform=speech.waveform.float()) for speech in spoken], 2)
+    return global_batch([dataclasses.replace(speech, waveform=speech.waveform.float()) for speech in spoken], 2)
 
 
 def state_of(parts: StepParts) -> dict[str, torch.Tensor]:
@@ -307,10 +307,10 @@ def test_the_planned_state_is_the_real_one_to_the_byte(kind):
 def test_a_planned_peak_bounds_the_measured_one(kind, policy):
     model = ModelConfig(d_model=128, encoder_layers=1, decoder_layers=1)
     config, recompute = config_of(kind, model), RecomputePolicy(policy)
-    measured = measured_peak(parts_of(kind, model).recomputing(recompute), window_of(0))
-    planned = tracer_of(config).trace_window(window_of(0), recompute).bytes
+    measured = measured_peak(parts_of(kind, model).recomputing(recompute), global_batch_of(0))
+    planned = tracer_of(config).trace_global_batch(global_batch_of(0), recompute).bytes
     assert 0.999 * measured <= planned <= 1.02 * measured
-    others = tracer_of(config_of("adamw", model)).trace_window(window_of(0), recompute).bytes
+    others = tracer_of(config_of("adamw", model)).trace_global_batch(global_batch_of(0), recompute).bytes
     assert others > 1.02 * measured  # the negative control
 
 
@@ -338,7 +338,7 @@ def test_an_update_does_not_wait_for_the_device(kind):
 def trained(kind: str, steps: range, parts: StepParts | None = None) -> StepParts:
     parts = parts or parts_of(kind)
     for step in steps:
-        assert not train_step(parts, window_of(step), step).is_skipped
+        assert not train_step(parts, global_batch_of(step), step).is_skipped
     return parts
 
 
@@ -363,10 +363,10 @@ def test_resumed_from_a_file_it_goes_on_bit_for_bit(kind, tmp_path):
 def test_a_step_that_runs_out_of_memory_and_is_split_is_the_same_step(kind, failing):
     whole, parts = in_double(kind), failing(in_double(kind), once_at(1), ERRORS["cuda"])
     for step in range(2):
-        reports = [train_step(each, window(speeches(4, seed=step), 2), step) for each in (whole, parts)]
+        reports = [train_step(each, global_batch(speeches(4, seed=step), 2), step) for each in (whole, parts)]
         assert reports[0].splits == 0 and reports[1].splits == (step == 0)
     other = in_double(kind)
-    train_step(other, window(speeches(4, seed=0), 2), 0)
+    train_step(other, global_batch(speeches(4, seed=0), 2), 0)
 
     def furthest(one: StepParts) -> float:
         pairs = zip(state_of(whole).values(), state_of(one).values(), strict=True)
@@ -381,9 +381,9 @@ def test_a_step_that_is_not_finite_changes_nothing(kind):
     parts = trained(kind, range(2))
     before, spoken = state_of(parts), speeches(3, seed=1)
     spoken = [dataclasses.replace(speech, waveform=math.inf * speech.waveform.float()) for speech in spoken]
-    assert train_step(parts, window(spoken, 1), 2).is_skipped
+    assert train_step(parts, global_batch(spoken, 1), 2).is_skipped
     assert all(torch.equal(tensor, before[name]) for name, tensor in state_of(parts).items())
-    assert not train_step(parts, window_of(2), 2).is_skipped
+    assert not train_step(parts, global_batch_of(2), 2).is_skipped
     assert any(not torch.equal(tensor, before[name]) for name, tensor in state_of(parts).items())
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.measuring.cells import GIB, MIB, Case, CpuCell, CudaCell, Planned, full_grid, grid, table
-from benchmarks.measuring.planned_step import build_window
+from benchmarks.measuring.planned_step import build_global_batch
 from tests.conftest import run_script, well
 
 CASE = Case("minimal", 20.0, 1, 8, "never", False, "cpu")
@@ -43,10 +43,10 @@ def test_the_whole_grid():
 
 
 def test_a_window_is_what_its_case_says():
-    one = build_window(CASE)
+    one = build_global_batch(CASE)
     assert [batch.sample_lengths for batch in one.micro_batches] == [(320_000,)] * 8
     assert (one.utterances, one.tokens, one.audio_seconds) == (8, 8 * 80, 160.0)
-    several = build_window(replace(CASE, seconds=2.0, utterances=3, micro_batches=2))
+    several = build_global_batch(replace(CASE, seconds=2.0, utterances=3, micro_batches=2))
     assert [batch.sample_lengths for batch in several.micro_batches] == [(32_000, 32_000, 28_800)] * 2
     assert all(batch.augment_seeds is not None for batch in (*one.micro_batches, *several.micro_batches))
     storages = {batch.waveforms.untyped_storage().data_ptr() for batch in one.micro_batches}

@@ -37,7 +37,7 @@ from tests.test_formats import (
     write_sentence,
     write_table,
 )
-from tests.warm import NOTHING, ROOT, Job, warm_parent
+from tests.warm import DEV_NULL, ROOT, Job, warm_parent
 
 COLUMNS = ("audio", "text", "speaker", "split")
 
@@ -430,7 +430,7 @@ def test_a_preparation_that_is_killed_leaves_no_manifest_and_the_next_one_clears
     for name, values in (("text", rows), ("wav.scp", [(name, "0.wav") for name, _ in rows])):
         write_table(tmp_path / "corpus" / "train" / name, (), values, " ")
     words = ("--format", "kaldi", "--source", "corpus", "--output", "out", *ALL)
-    killed = warm_parent().start(Job(ROOT / SCRIPT, words, NOTHING, cwd=tmp_path, before=partial(die_at, moment)))
+    killed = warm_parent().start(Job(ROOT / SCRIPT, words, DEV_NULL, cwd=tmp_path, before=partial(die_at, moment)))
     assert killed.wait(PATIENCE) == -signal.SIGKILL
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".prepare.partial"]
     done = prepare(tmp_path, "kaldi", *ALL)

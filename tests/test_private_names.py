@@ -1,7 +1,7 @@
 """Every private or undocumented name of PyTorch's that the package uses: what the next release takes away is red here.
 
 What is computed with them is held against a plain way elsewhere: test_linear.py, test_product.py, test_convolutions.py,
-test_shapes.py, tests/laws/test_padding_is_invisible.py.
+test_shapes.py, tests/invariants/test_padding_is_invisible.py.
 """
 
 import ast
@@ -15,7 +15,7 @@ from konkanivani.model.attention import RotaryPositions, SelfAttention, Sequence
 from konkanivani.model.encoder import Encoder
 from konkanivani.model.kernels import products, rotary
 from tests.conftest import ROOT
-from tests.laws.parts import MODEL
+from tests.invariants.parts import MODEL
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 OPERATORS = {

@@ -10,15 +10,15 @@ from konkanivani.base.command_line import is_out_of_memory
 from konkanivani.base.errors import CheckpointError, ResourceError
 from konkanivani.base.lengths import CHUNK_FRAMES, SMALL_CHUNK_FRAMES
 from konkanivani.data.batch import Batch, split_batch
-from konkanivani.memory.recovery import Cut, OomHistory
+from konkanivani.memory.recovery import MicroBatchPlan, OomHistory
 from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint, write_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import TINY_MODEL, Corpus, read_log, run_folders, write_corpus
-from tests.laws.failing import ERRORS, When, above, failing_forward
-from tests.laws.parts import speeches, window
+from tests.invariants.failing import ERRORS, When, above, failing_forward
+from tests.invariants.parts import global_batch, speeches
 from tests.starts import begin_run
 
 
@@ -27,20 +27,20 @@ def batch_of(seconds: list[float]) -> Batch:
         dataclasses.replace(speech, waveform=torch.zeros(int(16_000 * length)))
         for speech, length in zip(speeches(len(seconds)), seconds, strict=True)
     ]
-    return window(spoken, len(seconds)).micro_batches[0]
+    return global_batch(spoken, len(seconds)).micro_batches[0]
 
 
-def cut_of(seconds: list[float]) -> Cut:
+def cut_of(seconds: list[float]) -> MicroBatchPlan:
     """The batch as it is, nothing recomputed."""
-    return Cut((batch_of(seconds),), recomputes_all=False)
+    return MicroBatchPlan((batch_of(seconds),), recomputes_all=False)
 
 
 @pytest.mark.parametrize("augmented", [False, True])
 @pytest.mark.parametrize("size", [2, 5, 8])
 def test_halves_are_what_collating_them_gives(size, augmented):
     spoken = speeches(size, augmented=augmented)
-    whole = window(spoken, size).micro_batches[0]
-    collated = window(spoken, (size + 1) // 2).micro_batches
+    whole = global_batch(spoken, size).micro_batches[0]
+    collated = global_batch(spoken, (size + 1) // 2).micro_batches
     for half, expected in zip(split_batch(whole), collated, strict=True):
         for field in dataclasses.fields(Batch):
             mine, theirs = getattr(half, field.name), getattr(expected, field.name)
@@ -54,7 +54,7 @@ def test_one_utterance_has_no_halves():
 
 
 def test_a_cut_goes_from_halves_to_single_utterances_to_recomputing_to_small_chunks_to_nothing():
-    cuts, cut = [], Cut((batch_of([1, 2, 3]), batch_of([4])), recomputes_all=False)
+    cuts, cut = [], MicroBatchPlan((batch_of([1, 2, 3]), batch_of([4])), recomputes_all=False)
     while cut is not None:
         cuts.append(cut)
         cut = cut.smaller()
@@ -65,8 +65,8 @@ def test_a_cut_goes_from_halves_to_single_utterances_to_recomputing_to_small_chu
 
 
 def test_chunks_that_are_smaller_already_stay_as_they_are():
-    assert Cut((batch_of([1]),), recomputes_all=True, chunk_frames=7).smaller() is None
-    assert Cut((batch_of([1]),), recomputes_all=True, chunk_frames=7).in_small_chunks().chunk_frames == 7
+    assert MicroBatchPlan((batch_of([1]),), recomputes_all=True, chunk_frames=7).smaller() is None
+    assert MicroBatchPlan((batch_of([1]),), recomputes_all=True, chunk_frames=7).in_small_chunks().chunk_frames == 7
 
 
 def test_what_is_as_long_and_as_many_as_what_did_not_fit_does_not_fit():
@@ -75,25 +75,27 @@ def test_what_is_as_long_and_as_many_as_what_did_not_fit_does_not_fit():
     assert splits.is_too_large(batch_of([6.1] * 4)) and splits.is_too_large(batch_of([9.0] * 5))
     assert not splits.is_too_large(batch_of([5.9] * 4)) and not splits.is_too_large(batch_of([9.0] * 3))
     assert not splits.remember(cut_of([7.5] * 4)) and splits.remember(cut_of([6.5] * 2))
-    cut = splits.cut_to_fit(Cut((batch_of([5.0] * 4), batch_of([6.5] * 4)), recomputes_all=False))
+    cut = splits.fit_to_memory(MicroBatchPlan((batch_of([5.0] * 4), batch_of([6.5] * 4)), recomputes_all=False))
     assert [batch.size for batch in cut.micro_batches] == [4, 1, 1, 1, 1] and not cut.recomputes_all
     splits.remember(cut_of([20.0]))
-    assert splits.cut_to_fit(Cut((batch_of([3.0]), batch_of([21.0])), recomputes_all=False)).recomputes_all
+    assert splits.fit_to_memory(
+        MicroBatchPlan((batch_of([3.0]), batch_of([21.0])), recomputes_all=False)
+    ).recomputes_all
 
 
 def test_what_did_not_fit_recomputed_is_run_in_small_chunks_from_then_on():
     splits = OomHistory(conditions=0)
     assert splits.remember(cut_of([20.0])) and not splits.remember(cut_of([20.0]))
-    assert splits.cut_to_fit(cut_of([20.0])).chunk_frames == CHUNK_FRAMES
+    assert splits.fit_to_memory(cut_of([20.0])).chunk_frames == CHUNK_FRAMES
     # Several at once that do not fit say nothing of one alone.
     assert splits.remember(dataclasses.replace(cut_of([8.0] * 3), recomputes_all=True))
-    assert not splits.cut_to_fit(cut_of([8.0])).recomputes_all
+    assert not splits.fit_to_memory(cut_of([8.0])).recomputes_all
 
     recomputed = dataclasses.replace(cut_of([20.0]), recomputes_all=True)
     assert splits.remember(recomputed) and not splits.remember(recomputed)
-    fitting = splits.cut_to_fit(cut_of([3.0, 20.5]))
+    fitting = splits.fit_to_memory(cut_of([3.0, 20.5]))
     assert fitting.recomputes_all and fitting.chunk_frames == SMALL_CHUNK_FRAMES
-    assert splits.cut_to_fit(cut_of([19.5])).chunk_frames == CHUNK_FRAMES
+    assert splits.fit_to_memory(cut_of([19.5])).chunk_frames == CHUNK_FRAMES
     loaded = OomHistory(conditions=0)
     loaded.load_state_dict(splits.state_dict())
     assert loaded.state_dict() == splits.state_dict() and all(type(n) is int for n in splits.state_dict().values())
@@ -158,7 +160,7 @@ def test_a_run_with_splits_has_the_cursor_the_counts_and_the_steps_of_one_withou
     assert sum(record["splits"] for record in split) <= len(told) <= len(states[1]["splits"]) + 3
 
     resumed = failing(built(corpus, tmp_path / "split", "--resume", "auto", "--max_steps", "6"), above(2))
-    assert resumed.step.splits.state_dict() == states[1]["splits"]
+    assert resumed.step.oom_history.state_dict() == states[1]["splits"]
     train(resumed)
     assert [record["splits"] for record in read_log(tmp_path / "split")][4:] == [0, 0]
 

@@ -185,7 +185,7 @@ def test_resume_auto_goes_past_a_damaged_last_one(corpus, copy, capsys):
 
 def test_other_data_begins_the_epoch_again_and_says_so(corpus, copy, capsys):
     flags = [*base_flags(corpus, copy), "--resume", "auto", "--train_subset", "50"]
-    assert build_run(begin_run(flags)).state.cursor.window == 0
+    assert build_run(begin_run(flags)).state.cursor.global_batch == 0
     assert "epoch 1 begins again" in capsys.readouterr().out
 
 

@@ -62,15 +62,15 @@ def limits_of(run: Run) -> list[tuple[int, int]]:
     ],
 )
 def test_the_effective_batch_is_what_was_asked_for(flags, window):
-    assert parse_flags(flags).window_size == window
+    assert parse_flags(flags).global_batch_size == window
 
 
 def test_a_resumed_run_keeps_its_effective_batch_however_it_is_cut():
     stored = parse_flags(["--batch_size", "3"])
-    assert parse_flags(["--batch_size", "auto"], stored).window_size == 9
+    assert parse_flags(["--batch_size", "auto"], stored).global_batch_size == 9
     planned = parse_flags(["--batch_size", "auto", "--effective_batch_size", "6"])
-    assert parse_flags(["--batch_size", "3", "--gradient_accumulation_steps", "2"], planned).window_size == 6
-    assert parse_flags([], planned).window_size == 6
+    assert parse_flags(["--batch_size", "3", "--gradient_accumulation_steps", "2"], planned).global_batch_size == 6
+    assert parse_flags([], planned).global_batch_size == 6
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import soundfile
 
 from konkanivani.base.errors import DataError, UsageError
 from konkanivani.data.manifest import Utterance, read_manifest
-from konkanivani.data.synthetic.builtin_corpus import CorpusSize, build_builtin_corpus, plan_corpus
+from konkanivani.data.synthetic.builtin_corpus import SplitSizes, build_builtin_corpus, plan_corpus
 from konkanivani.data.synthetic.sentence_corpus import build_sentence_corpus, plan_splits, read_sentences
 from konkanivani.data.synthetic.speech_synthesis import SpeakingStyle, SpeechSynthesizer, UnspeakableError
 from konkanivani.data.synthetic.spoken_sentences import TEST_VOICES, TRAIN_VOICES, VALID_VOICES
@@ -49,7 +49,7 @@ def students(tmp_path: Path, synthesizer: SpeechSynthesizer) -> str:
 
 def write_sentences(path: Path, count: int = 12) -> str:
     """A file of so many different sentences of the built-in corpus."""
-    sentences = plan_corpus(CorpusSize(train=90, valid=3, test=9)).train[:count]
+    sentences = plan_corpus(SplitSizes(train=90, valid=3, test=9)).train[:count]
     path.write_text("".join(f"{sentence.text}\n" for sentence in sentences), encoding="utf-8")
     return str(path)
 
@@ -157,7 +157,7 @@ def test_a_students_file_becomes_a_corpus_and_every_line_is_accounted_for(studen
 def test_no_sentence_and_no_voice_is_in_two_splits(synthesizer, tmp_path):
     path = write_sentences(tmp_path / "s.txt", 20)
     report = build_sentence_corpus([path], tmp_path / "corpus", valid=4, test=6)
-    assert report.size == CorpusSize(10, 4, 6) and report.left_out == ()
+    assert report.size == SplitSizes(10, 4, 6) and report.left_out == ()
     for kind in (lambda utterance: normalize_text(utterance.text), lambda utterance: utterance.speaker):
         values = [{kind(utterance) for utterance in utterances(tmp_path / "corpus", split)} for split, _ in SPLITS]
         assert sum(map(len, values)) == len(set.union(*values))
@@ -185,7 +185,7 @@ def test_two_builds_have_the_same_bytes_and_other_sentences_another_corpus(synth
 
 
 def test_neither_corpus_takes_the_others_place_nor_that_of_anything_else(synthesizer, tmp_path):
-    path, miniature = write_sentences(tmp_path / "s.txt"), CorpusSize(train=4, valid=1, test=2)
+    path, miniature = write_sentences(tmp_path / "s.txt"), SplitSizes(train=4, valid=1, test=2)
     build_builtin_corpus(tmp_path / "builtin", miniature)
     build_sentence_corpus([path], tmp_path / "mine")
     (tmp_path / "other").mkdir()

@@ -19,7 +19,7 @@ from konkanivani.training.optimizer import Optimizer, OptimizerState, learning_r
 from konkanivani.training.optimizers.build import build_optimizer
 from konkanivani.training.state import TrainState
 from konkanivani.training.step import StepParts, train_step
-from tests.laws.parts import double_parts, relative_difference, speeches, window
+from tests.invariants.parts import double_parts, global_batch, relative_difference, speeches
 
 
 def weights_of(parts: StepParts) -> list[torch.Tensor]:
@@ -64,7 +64,7 @@ def test_a_parameter_without_a_gradient_is_left_as_it_is():
 def test_the_update_allocates_no_state():
     parts = double_parts()
     before = {name: t.data_ptr() for name, t in OptimizerState(parts.model, parts.optimizer).state_dict().items()}
-    train_step(parts, window(speeches(2), 1), step=0)
+    train_step(parts, global_batch(speeches(2), 1), step=0)
     after = {name: t.data_ptr() for name, t in OptimizerState(parts.model, parts.optimizer).state_dict().items()}
     assert before == after
 
@@ -73,7 +73,7 @@ TRAIN = """
 import sys
 from konkanivani.base.config import OptimizerConfig
 from konkanivani.training.step import train_step
-from tests.laws.parts import double_parts, speeches, window
+from tests.invariants.parts import double_parts, speeches, window
 {before}
 for kind in ("adamw", "adamw8bit"):
     train_step(double_parts(optimizer=OptimizerConfig(optimizer=kind)), window(speeches(2), 1), step=0)
@@ -99,31 +99,31 @@ def test_weight_decay_is_on_matrices_only():
 
 def test_steps_reduce_the_loss():
     parts = double_parts()
-    cut = window(speeches(4, augmented=False), 2)
+    cut = global_batch(speeches(4, augmented=False), 2)
     losses = [train_step(parts, cut, step).loss for step in range(30)]
     assert losses[-1] < 0.7 * losses[0]
 
 
 def test_a_step_that_is_not_finite_changes_nothing_but_its_counter():
     parts = double_parts()
-    train_step(parts, window(speeches(2), 1), step=0)
+    train_step(parts, global_batch(speeches(2), 1), step=0)
     spoken = speeches(3, seed=1)
     poisoned = [*spoken[:2], dataclasses.replace(spoken[2], waveform=spoken[2].waveform * float("inf"))]
     before = weights_of(parts), [t.clone() for t in OptimizerState(parts.model, parts.optimizer).state_dict().values()]
-    report = train_step(parts, window(poisoned, 1), step=1)
+    report = train_step(parts, global_batch(poisoned, 1), step=1)
     assert report.is_skipped
     assert all_equal(before[0], weights_of(parts))
     assert all_equal(before[1], list(OptimizerState(parts.model, parts.optimizer).state_dict().values()))
     state = TrainState(step=1)
     state.advance(Cursor(0, 2), 1.0, report.is_skipped, report.splits)
-    assert (state.step, state.window, state.skipped_steps, state.consecutive_skips) == (1, 2, 1, 1)
-    assert not train_step(parts, window(spoken, 1), step=1).is_skipped
+    assert (state.step, state.consumed, state.skipped_steps, state.consecutive_skips) == (1, 2, 1, 1)
+    assert not train_step(parts, global_batch(spoken, 1), step=1).is_skipped
 
 
 def test_an_interrupted_step_changes_nothing():
     parts = double_parts()
     before, looks = weights_of(parts), itertools.count(1)
-    assert train_step(parts, window(speeches(4), 2), 0, lambda: next(looks) == 2) is None
+    assert train_step(parts, global_batch(speeches(4), 2), 0, lambda: next(looks) == 2) is None
     assert all_equal(before, weights_of(parts))
     assert all(p.grad is None for p in parts.model.parameters())
 
@@ -150,7 +150,7 @@ def test_25_skips_in_a_row_or_no_scale_end_the_run():
     run = type("Run", (), {})()
     run.checkpointer = type("Keeper", (), {"newest_before": lambda _self, _step: "somewhere"})()
     run.step = dataclasses.replace(double_parts(), scaler=torch.amp.GradScaler("cpu", enabled=True))
-    report = train_step(double_parts(), window(speeches(2), 1), 0)
+    report = train_step(double_parts(), global_batch(speeches(2), 1), 0)
     run.state = TrainState(consecutive_skips=MAX_SKIPS_IN_A_ROW - 1)
     check_numerics(run, report)
     with pytest.raises(NumericsError, match="loss scale"):
@@ -163,13 +163,13 @@ def test_25_skips_in_a_row_or_no_scale_end_the_run():
 def test_scaled_gradients_give_the_update_of_unscaled_ones_and_an_overflow_halves_the_scale():
     plain = double_parts()
     scaled = dataclasses.replace(double_parts(), scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
-    cut = window(speeches(4), 2)
+    cut = global_batch(speeches(4), 2)
     one, other = train_step(plain, cut, 0), train_step(scaled, cut, 0)
     assert abs(one.gradient_norm - other.gradient_norm) < 1e-9 * one.gradient_norm
     # The scale is a power of two, so nothing is rounded.
     assert all_equal(weights_of(plain), weights_of(scaled))
     broken = [dataclasses.replace(s, waveform=s.waveform * float("nan")) for s in speeches(2)]
-    assert train_step(scaled, window(broken, 1), 1).scale == 1024.0 and scaled.scaler.get_scale() == 512.0
+    assert train_step(scaled, global_batch(broken, 1), 1).scale == 1024.0 and scaled.scaler.get_scale() == 512.0
 
 
 def test_ctc_runs_in_full_precision_under_autocast():
@@ -178,7 +178,7 @@ def test_ctc_runs_in_full_precision_under_autocast():
     forward = dataclasses.replace(
         forward, amp_dtype=torch.bfloat16, model=forward.model.float(), front_end=forward.front_end.float()
     )
-    output, sums = forward(window(spoken, 2).micro_batches[0])
+    output, sums = forward(global_batch(spoken, 2).micro_batches[0])
     with forward.autocast():
         assert forward.model.ctc_head(output.encoded).dtype == torch.bfloat16
     assert [summed.dtype for summed in sums] == [torch.float32] * 2
@@ -208,7 +208,7 @@ def with_intermediate(parts: StepParts, weight: float) -> StepParts:
 def test_intermediate_ctc_is_what_the_paper_says(weight):
     """(1 - w) CTC of the last block + w CTC of the middle one, both under the encoder's norm and the one head."""
     parts = with_intermediate(double_parts(), weight)
-    (batch,) = window(speeches(3), 3).micro_batches
+    (batch,) = global_batch(speeches(3), 3).micro_batches
     model, made = parts.model.train(), []
     model.encoder.packs = False  # so that the block's own output is one row an utterance
     model.encoder.blocks[0].register_forward_hook(lambda *hooked: made.append(hooked[2]))
@@ -222,7 +222,7 @@ def test_intermediate_ctc_is_what_the_paper_says(weight):
 
 
 def test_intermediate_ctc_is_no_part_of_validation():
-    (batch,) = window(speeches(3, augmented=False), 3).micro_batches
+    (batch,) = global_batch(speeches(3, augmented=False), 3).micro_batches
     found = []
     for weight in (0.0, 0.5):
         parts = with_intermediate(double_parts(), weight)
@@ -237,6 +237,6 @@ def test_the_split_does_not_change_a_step_with_intermediate_ctc():
     weights = []
     for batch_size in (1, 4):
         parts = with_intermediate(double_parts(recompute="always" if batch_size == 1 else "never"), 0.3)
-        train_step(parts, window(speeches(4), batch_size), step=0)
+        train_step(parts, global_batch(speeches(4), batch_size), step=0)
         weights.append(torch.cat([p.detach().flatten() for p in parts.model.parameters()]))
     assert relative_difference(*weights) < 1e-9

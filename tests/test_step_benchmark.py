@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks.measuring.fixed_step import build_speech, build_window
+from benchmarks.measuring.fixed_step import build_global_batch, build_speech
 from konkanivani.memory.live_bytes import LiveBytes
 from tests.conftest import ROOT, run_script, well
 
@@ -83,14 +83,14 @@ def test_flags_that_cannot_work_end_with_two(script, given):
 
 def test_the_window_holds_the_whole_batch():
     speech = build_speech(8)
-    window = build_window(speech, 4)
-    assert [len(batch.tokens) for batch in window.micro_batches] == [2, 2, 2, 2]
-    assert window.utterances == 8
-    assert window.tokens == int(speech.token_lengths.sum())
-    assert round(window.audio_seconds, 1) == 62.6
-    assert 0 < window.padding_share < 0.2
+    global_batch = build_global_batch(speech, 4)
+    assert [len(batch.tokens) for batch in global_batch.micro_batches] == [2, 2, 2, 2]
+    assert global_batch.utterances == 8
+    assert global_batch.tokens == int(speech.token_lengths.sum())
+    assert round(global_batch.audio_seconds, 1) == 62.6
+    assert 0 < global_batch.padding_share < 0.2
     row = 0
-    for batch in window.micro_batches:
+    for batch in global_batch.micro_batches:
         for place in range(2):
             frames, tokens = int(speech.frames[row]), int(speech.token_lengths[row])
             assert (batch.sample_lengths[place], batch.token_lengths[place]) == (frames, tokens)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from konkanivani.base.amount import resolve
+from konkanivani.base.auto_defaults import resolve
 from konkanivani.base.config import ModelConfig, TrainConfig
 from konkanivani.base.units import MIB
 from konkanivani.memory.devices import cpu_costs, cuda_costs

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import run_script
-from tests.faults.lives import members
+from tests.faults.long_run import members
 from tests.patience import PATIENCE
 from tests.warm import ROOT, Job, warm_parent
 

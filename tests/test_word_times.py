@@ -9,7 +9,7 @@ import soundfile
 
 from benchmarks.measuring.spoken_words import check_speech, matches, summary
 from konkanivani.base.errors import DataError
-from konkanivani.data.synthetic.builtin_corpus import CorpusSize, plan_corpus
+from konkanivani.data.synthetic.builtin_corpus import SplitSizes, plan_corpus
 from konkanivani.data.synthetic.speech_synthesis import SpeakingStyle, SpokenWord, SpokenWords
 from konkanivani.data.synthetic.spoken_sentences import SpokenSentence, spoken_waveform
 from konkanivani.data.utterance import Utterance
@@ -19,7 +19,7 @@ from tests.conftest import run_script
 
 @pytest.fixture(scope="module")
 def sentences() -> tuple[SpokenSentence, ...]:
-    return plan_corpus(CorpusSize()).test[:4]
+    return plan_corpus(SplitSizes()).test[:4]
 
 
 def test_every_word_of_a_sentence_has_its_time_in_the_speech(synthesizer, sentences):

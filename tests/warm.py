@@ -36,7 +36,7 @@ from training_scripts.bootstrap import set_process_defaults
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 ROOT = Path(__file__).resolve().parent.parent
 THREADS = 2
-NOTHING = Path(os.devnull)
+DEV_NULL = Path(os.devnull)
 IMPORTED = (
     *("numpy.random", "PIL.GifImagePlugin", "PIL.PngImagePlugin", "html", "safetensors.torch"),
     *("multiprocessing.popen_fork", "multiprocessing.synchronize"),
@@ -69,7 +69,7 @@ class Job:
     cwd: Path = ROOT
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     threads: int = THREADS
-    stdin: Path = NOTHING
+    stdin: Path = DEV_NULL
     before: Before = None
 
     def run(self) -> None:
@@ -177,7 +177,7 @@ class WarmParent:
         return Fork(self.ask(job), self)
 
     def run(
-        self, script: Path, *arguments: str, cwd: Path = ROOT, stdin: Path = NOTHING, before: Before = None
+        self, script: Path, *arguments: str, cwd: Path = ROOT, stdin: Path = DEV_NULL, before: Before = None
     ) -> subprocess.CompletedProcess[str]:
         """Runs it to its end."""
         with tempfile.TemporaryDirectory() as folder:
@@ -235,7 +235,7 @@ def serve(descriptor: int, imported: Sequence[str]) -> NoReturn:
     for name in imported:
         importlib.import_module(name)
     if flags := sys.modules.get("konkanivani.base.flags"):
-        flags.ask([])  # what tyro imports, and finds out of types and docstrings, takes a quarter of a short run
+        flags.parse_args([])  # what tyro imports, and finds out of types and docstrings, takes a quarter of a short run
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for finalizer in weakref.finalize._registry:
         finalizer.atexit = False  # at each fork's end PyTorch would take its operators out one by one

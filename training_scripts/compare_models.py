@@ -20,7 +20,7 @@ from typing import Literal
 
 from konkanivani.base.command_line import end_script, ignore_lost_output, read_flags, run_script
 from konkanivani.base.console import say
-from konkanivani.base.errors import AlreadyTold
+from konkanivani.base.errors import ReportedByOtherRank
 from konkanivani.base.files import check_own_file
 from konkanivani.recipe.comparison.candidates import Flag, check_data, choose_candidates, conditions_of, flags_in
 from konkanivani.recipe.comparison.comparison import REPORT, check_conditions, compare, report_of
@@ -76,7 +76,7 @@ def answer(arguments: list[str]) -> str:
     told = report_of(outcomes) if flags.json else table_of(outcomes)
     if all(outcome.exit_code for outcome in outcomes):
         say(told)
-        raise AlreadyTold(outcomes[0].exit_code)
+        raise ReportedByOtherRank(outcomes[0].exit_code)
     return told
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from konkanivani.base.command_line import read_flags, run_script
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.errors import UsageError
-from konkanivani.base.flags import Asked, check_idle_flags, defaults_beside, given_in
+from konkanivani.base.flags import CommandLine, check_idle_flags, defaults_beside, explicit_flags
 from konkanivani.base.rules import check_config
 from konkanivani.base.units import parse_budget
 from konkanivani.memory.devices import cpu_costs, cuda_costs
@@ -36,7 +36,7 @@ class OwnFlags:
 
     gpu: str | None = None
     """A card by its name, such as "GTX 980" or "A100 80GB", in whose memory to plan (--device cuda: a nameless one)."""
-    world: int = 1
+    world_size: int = 1
     """Ranks that train together, each with a card of that memory; --shard says whether they share the state."""
     presets: bool = False
     """Print what fits for every preset in 2, 4, 8, 14.7 and 24 GiB."""
@@ -63,7 +63,7 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
     """The plan, as it is to be printed; `given` are the names of the flags that a person has given."""
     check_idle_flags(flags.train, given)
     check_config(flags.train)
-    if flags.world < 1:
+    if flags.world_size < 1:
         raise UsageError("--world must be at least 1.")
     gpu, budget = find_gpu(flags.gpu) if flags.gpu else None, flags.train.memory.memory_budget
     if not (gpu or budget or flags.presets):
@@ -87,10 +87,10 @@ def plan(flags: Flags, given: frozenset[str]) -> str:
     if flags.table:
         return plan_whisper(flags.train, costs, size)
     if flags.presets:
-        if flags.world > 1:
+        if flags.world_size > 1:
             raise UsageError("--presets is for one process: give --world with one --preset.")
         return plan_presets(flags.train, costs)
-    report = plan_budget(flags.train, costs, size, choose_ranks(flags.train, costs, size, flags.world), given)
+    report = plan_budget(flags.train, costs, size, choose_ranks(flags.train, costs, size, flags.world_size), given)
     return report.as_json() if flags.json else report.as_table()
 
 
@@ -98,7 +98,7 @@ def beginning_with_weights(train: TrainConfig, given: frozenset[str]) -> TrainCo
     """The settings with the shape of the checkpoint that --init_from names, and as many tokens."""
     from konkanivani.recipe.start import begin_with
 
-    asked, initial = begin_with(Asked(train, train, given), Path(train.run.init_from))
+    asked, initial = begin_with(CommandLine(train, train, given), Path(train.run.init_from))
     size = train.text.vocab_size if train.tuning.new_tokenizer else initial.vocab_size
     return replace(asked.config, text=replace(asked.config.text, vocab_size=size))
 
@@ -115,4 +115,4 @@ def check_pretrained(flags: Flags) -> None:
 if __name__ == "__main__":
     arguments = [re.sub(r"^--checkpoint(?==|$)", "--init_from", word) for word in sys.argv[1:]]
     flags = read_plan_flags(arguments)
-    sys.exit(run_script(lambda: plan(flags, given_in(arguments))))
+    sys.exit(run_script(lambda: plan(flags, explicit_flags(arguments))))

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 from konkanivani.base.command_line import read_flags, run_script
 from konkanivani.base.errors import UsageError
-from konkanivani.data.synthetic.builtin_corpus import WHAT_IT_IS, CorpusSize, build_builtin_corpus
+from konkanivani.data.synthetic.builtin_corpus import WHAT_IT_IS, SplitSizes, build_builtin_corpus
 from konkanivani.data.synthetic.sentence_corpus import SentenceReport, build_sentence_corpus
 
-FULL = CorpusSize()
+FULL = SplitSizes()
 MAX_NAMED = 10  # lines left out; the others stand in left_out.jsonl
 
 
@@ -48,7 +48,7 @@ def prepare(flags: Flags) -> str:
 
 def prepare_builtin(flags: Flags) -> str:
     """Builds the built-in corpus."""
-    size = CorpusSize(
+    size = SplitSizes(
         train=FULL.train if flags.train_utterances is None else flags.train_utterances,
         valid=FULL.valid if flags.valid_utterances is None else flags.valid_utterances,
         test=FULL.test if flags.test_utterances is None else flags.test_utterances,
@@ -72,7 +72,7 @@ def prepare_sentences(flags: Flags) -> str:
     return told(output, report.size, report.is_new, started) + losses_told(output, report)
 
 
-def told(output: str, size: CorpusSize, is_new: bool, started: float) -> str:
+def told(output: str, size: SplitSizes, is_new: bool, started: float) -> str:
     """A sentence about the corpus."""
     count, seconds = size.train + size.valid + size.test, time.monotonic() - started
     done = f"{count} utterances written in {seconds:.0f} s" if is_new else f"{count} utterances are there already"

@@ -19,13 +19,13 @@ bootstrap.rerun_under_venv()
 import sys
 
 from konkanivani.base.command_line import end_script, print_on_local_rank0, run_script
-from konkanivani.base.flags import ask
+from konkanivani.base.flags import parse_args
 
 
 def main(arguments: list[str]) -> str:
     """Trains, and scores the test manifest if there is one; one line of JSON."""
     with print_on_local_rank0():
-        asked = ask(arguments)  # usage errors do not wait for torch
+        asked = parse_args(arguments)  # usage errors do not wait for torch
     if asked.config.run.dry_run:
         from konkanivani.recipe.dry_run import dry_run
 

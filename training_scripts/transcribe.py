@@ -71,7 +71,7 @@ def transcribe_portion(flags: Flags, topology: "Topology") -> str:
     """The same by one rank of those that torchrun has started: its share of the files."""
     if SIGN not in flags.files:
         return transcribe_files(flags, topology, spooled=None)
-    if not topology.is_alone:
+    if not topology.is_single_process:
         raise UsageError("Standard input cannot be divided among ranks. Save it as a file and give its path.")
     with spooled_input() as spooled:
         return transcribe_files(flags, topology, spooled)

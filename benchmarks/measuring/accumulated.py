@@ -14,8 +14,8 @@ import transformers
 
 from konkanivani.base.config import DataConfig, LossConfig, OptimizerConfig, TrainConfig
 from konkanivani.base.lengths import SAMPLE_RATE
-from konkanivani.data.batch import Speech
-from konkanivani.data.batching import cut_window, same_size
+from konkanivani.data.batch import Example
+from konkanivani.data.batching import same_size, split_into_micro_batches
 from konkanivani.data.text import SpecialTokens
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.folder import name_in_file
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Cut:
+class MicroBatchPlan:
     """A step in `accumulation` micro-batches of `batch` utterances: what each trainer says of it, in nats a label."""
 
     batch: int
@@ -51,7 +51,7 @@ class Comparison:
     transformers: str
     accelerate: str
     torch: str
-    cuts: tuple[Cut, ...]
+    cuts: tuple[MicroBatchPlan, ...]
 
     def table(self) -> str:
         """For a person."""
@@ -68,7 +68,7 @@ class Comparison:
         return "\n".join(lines)
 
 
-class Spoken(torch.utils.data.IterableDataset):
+class Targets(torch.utils.data.IterableDataset):
     """The utterances in their order, again and again, which no sampler changes."""
 
     def __init__(self, rows: list[dict[str, torch.Tensor]]) -> None:
@@ -88,10 +88,10 @@ def measure(seed: int, divided: bool = False) -> Comparison:
     rows = [row_of(speech, parts) for speech in speeches]
     cuts = []
     for size in BATCH_SIZES:
-        window = cut_window(speeches, same_size(size), SPECIAL)
-        report = train_step(parts, window, 0)
+        global_batch = split_into_micro_batches(speeches, same_size(size), SPECIAL)
+        report = train_step(parts, global_batch, 0)
         loss, norm = trained(model, rows, size)
-        cuts.append(Cut(size, len(LABELS) // size, loss, norm, report.loss, report.gradient_norm))
+        cuts.append(MicroBatchPlan(size, len(LABELS) // size, loss, norm, report.loss, report.gradient_norm))
     return Comparison(*(version(name) for name in ("transformers", "accelerate", "torch")), tuple(cuts))
 
 
@@ -120,13 +120,13 @@ def build_model(seed: int) -> torch.nn.Module:
     return transformers.WhisperForConditionalGeneration(config)
 
 
-def build_speeches(seed: int) -> list[Speech]:
+def build_speeches(seed: int) -> list[Example]:
     """Noise of a second, and of each utterance so many labels that its tokens and the end are `LABELS`."""
     generator = torch.Generator().manual_seed(seed)
     waveforms = torch.randn(len(LABELS), SAMPLE_RATE, generator=generator)
     tokens = [torch.randint(TEXT_TOKENS, (count - 1,), generator=generator).tolist() for count in LABELS]
     rows = enumerate(zip(waveforms, tokens, strict=True))
-    return [Speech(str(number), waveform, said, augment_seed=None) for number, (waveform, said) in rows]
+    return [Example(str(number), waveform, said, augment_seed=None) for number, (waveform, said) in rows]
 
 
 def build_parts(model: torch.nn.Module) -> StepParts:
@@ -142,7 +142,7 @@ def build_parts(model: torch.nn.Module) -> StepParts:
     return parts
 
 
-def row_of(speech: Speech, parts: StepParts) -> dict[str, torch.Tensor]:
+def row_of(speech: Example, parts: StepParts) -> dict[str, torch.Tensor]:
     """An utterance as the Trainer is given it: the features (F, T) that ours hears, labels (U,)."""
     features, _ = parts.forward.front_end(speech.waveform[None], (len(speech.waveform),), None)
     return {"input_features": features[0].T, "labels": torch.tensor([*speech.tokens, SPECIAL.end])}
@@ -173,7 +173,7 @@ def trained(model: torch.nn.Module, rows: list[dict[str, torch.Tensor]], size: i
             disable_tqdm=True,
         )
         trainer = transformers.Seq2SeqTrainer(
-            copy.deepcopy(model), settings, data_collator=collate_rows, train_dataset=Spoken(rows)
+            copy.deepcopy(model), settings, data_collator=collate_rows, train_dataset=Targets(rows)
         )
         trainer.remove_callback(transformers.PrinterCallback)  # it would print what is read below
         trainer.train()

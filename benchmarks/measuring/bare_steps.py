@@ -9,7 +9,7 @@ from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
-from konkanivani.base.flags import ask
+from konkanivani.base.flags import parse_args
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.start import resolve_start
 from konkanivani.training.loop import freeze_gc
@@ -18,14 +18,14 @@ from konkanivani.training.step import train_step
 
 def main(log: Path, steps: int, flags: list[str]) -> None:
     """Takes so many steps."""
-    run = build_run(resolve_start(ask(flags)))
-    with closing(run.windows.from_cursor(run.state.cursor)) as stream:
-        windows = [window for window, _ in islice(stream, steps)]
+    run = build_run(resolve_start(parse_args(flags)))
+    with closing(run.global_batches.from_cursor(run.state.cursor)) as stream:
+        global_batches = [global_batch for global_batch, _ in islice(stream, steps)]
     with freeze_gc():  # as in training
-        for step, window in enumerate(windows):
-            train_step(run.step, window, step)
+        for step, global_batch in enumerate(global_batches):
+            train_step(run.step, global_batch, step)
             with log.open("a", encoding="utf-8") as lines:
-                print(json.dumps({"kind": "step", "audio_seconds": window.audio_seconds}), file=lines)
+                print(json.dumps({"kind": "step", "audio_seconds": global_batch.audio_seconds}), file=lines)
 
 
 if __name__ == "__main__":

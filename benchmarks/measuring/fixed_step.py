@@ -17,7 +17,7 @@ from konkanivani.base.device import choose_device
 from konkanivani.base.errors import NumericsError
 from konkanivani.base.lengths import Lengths
 from konkanivani.base.units import MIB
-from konkanivani.data.batch import Speech, Window, collate
+from konkanivani.data.batch import Example, GlobalBatch, collate
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.live_bytes import LiveBytes
@@ -67,7 +67,7 @@ class StepResult:
     mixed_precision: bool
     gradient_checkpointing: str
     recomputed_blocks: int | None
-    at_once: int
+    concurrent_micro_batches: int
     dropout: float
     skipped_steps: int
 
@@ -86,26 +86,26 @@ def measure(config: TrainConfig, steps: int, recomputed_blocks: int | None = Non
     `recomputed_blocks` recomputes so many blocks, whatever the configuration says.
     """
     device = choose_device(config.run.device)
-    speech = build_speech(config.window_size)
-    window = build_window(speech, config.data.gradient_accumulation_steps)
+    speech = build_speech(config.global_batch_size)
+    global_batch = build_global_batch(speech, config.data.gradient_accumulation_steps)
     resident_before = resident_mib()
     parts = build_step_parts(config, architecture_of(config, VOCABULARY), device, TOTAL_STEPS, take_features_as_given)
     if recomputed_blocks is not None:
         parts = parts.recomputing(RecomputePolicy.first(recomputed_blocks))
-    warm_up(parts, window)
-    times, reports = zip(*timed_steps(parts, window, steps), strict=True)
+    warm_up(parts, global_batch)
+    times, reports = zip(*timed_steps(parts, global_batch, steps), strict=True)
     # Before the tracker, which holds an entry a tensor. On a CPU the monitor begins the system's peak anew each phase.
     resident_peak = peak_resident_mib() if device.type == "cuda" else parts.forward.monitor.overall_peak_mib()
     step_seconds = statistics.median(times)
     return StepResult(
         peer="konkanivani",
         params=parameter_count(parts.model),
-        batch=config.window_size,
+        batch=config.global_batch_size,
         accum=config.data.gradient_accumulation_steps,
         step_s=round(step_seconds, 4),
         audio_s=round(speech.seconds, 1),
         audio_s_per_s=round(speech.seconds / step_seconds, 2),
-        peak_mib=round(peak_mib(parts, window)),
+        peak_mib=round(peak_mib(parts, global_batch)),
         rss_mib=round(resident_peak),
         rss_growth_mib=round(resident_peak - resident_before),
         loss=round(reports[-1].loss, 3),
@@ -115,7 +115,7 @@ def measure(config: TrainConfig, steps: int, recomputed_blocks: int | None = Non
         mixed_precision=config.memory.mixed_precision,
         gradient_checkpointing=config.memory.gradient_checkpointing,
         recomputed_blocks=recomputed_blocks,
-        at_once=parts.forward.at_once,
+        concurrent_micro_batches=parts.forward.concurrent_micro_batches,
         dropout=config.model.dropout,
         skipped_steps=sum(report.is_skipped for report in reports),
     )
@@ -133,17 +133,17 @@ def build_speech(utterances: int, shortest: float = 3.0, longest: float = 12.0) 
     return FixedSpeech(features, frames, tokens, token_lengths, sum(seconds))
 
 
-def build_window(speech: FixedSpeech, micro_batches: int) -> Window:
+def build_global_batch(speech: FixedSpeech, micro_batches: int) -> GlobalBatch:
     """The utterances as one window; `Batch.waveforms` carries their features (B, T, F), `sample_lengths` the frames."""
     rows = zip(speech.features, speech.frames.tolist(), speech.tokens, speech.token_lengths.tolist(), strict=True)
     speeches = [
-        Speech(str(number), features[:length], tokens[:token_length].tolist(), augment_seed=None)
+        Example(str(number), features[:length], tokens[:token_length].tolist(), augment_seed=None)
         for number, (features, length, tokens, token_length) in enumerate(rows)
     ]
     size = len(speeches) // micro_batches
     pieces = [speeches[start : start + size] for start in range(0, len(speeches), size)]
     batches = tuple(collate(piece, OUR_TOKENS) for piece in pieces)
-    return Window(
+    return GlobalBatch(
         micro_batches=batches,
         tokens=int(speech.token_lengths.sum()),
         utterances=len(speeches),
@@ -159,22 +159,22 @@ def take_features_as_given(
     return waveforms, sample_lengths
 
 
-def warm_up(parts: StepParts, window: Window) -> None:
+def warm_up(parts: StepParts, global_batch: GlobalBatch) -> None:
     """Steps until one has changed the weights: the first steps in fp16 only find the loss scale."""
     for step in range(MAX_WARM_UP_STEPS):
-        if not train_step(parts, window, step).is_skipped:
+        if not train_step(parts, global_batch, step).is_skipped:
             return
     raise NumericsError(
         f"The gradients of {MAX_WARM_UP_STEPS} steps in a row are not finite: nothing to measure. Try full precision."
     )
 
 
-def timed_steps(parts: StepParts, window: Window, count: int) -> Iterator[tuple[float, StepReport]]:
+def timed_steps(parts: StepParts, global_batch: GlobalBatch, count: int) -> Iterator[tuple[float, StepReport]]:
     """So many steps, each with its wall time in seconds."""
     for step in range(1, count + 1):
         wait_for_device(parts.forward.device)
         started = time.perf_counter()
-        report = train_step(parts, window, step)
+        report = train_step(parts, global_batch, step)
         wait_for_device(parts.forward.device)
         yield time.perf_counter() - started, report
 
@@ -185,17 +185,17 @@ def wait_for_device(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def peak_mib(parts: StepParts, window: Window) -> float:
+def peak_mib(parts: StepParts, global_batch: GlobalBatch) -> float:
     """The peak of one more step, weights and optimizer state included: by the allocator, on a CPU of live tensors."""
     if parts.forward.device.type == "cuda":
         # The monitor resets the allocator's peak at the end of each phase, and keeps the largest.
         monitor = MemoryMonitor(parts.forward.device, parts.forward.monitor.empty_cache_interval)
         torch.cuda.reset_peak_memory_stats(parts.forward.device)
         monitored = dataclasses.replace(parts.forward, monitor=monitor)
-        train_step(dataclasses.replace(parts, forward=monitored), window, step=0)
+        train_step(dataclasses.replace(parts, forward=monitored), global_batch, step=0)
         return monitor.overall_peak_mib()
     live = LiveBytes()
     live.count(parts.state_tensors())
     with live:
-        train_step(parts, window, step=0)
+        train_step(parts, global_batch, step=0)
     return live.peak / MIB

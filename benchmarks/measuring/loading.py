@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from konkanivani.data.batching import Cursor, EpochPlanner, same_size
-from konkanivani.data.dataset import TrainingSpeech
-from konkanivani.data.loader.loading import WindowStream
+from konkanivani.data.dataset import TrainDataset
+from konkanivani.data.loader.loading import GlobalBatchStream
 from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.rejections import Rejections
@@ -44,16 +44,16 @@ def measure(manifest: str, utterances: int, speeds: tuple[float, ...]) -> Loadin
     rows = list(islice(read_manifest(manifest), utterances))
     rows = [row for row in rows if normalize_text(row.text)]
     tokenizer = train_tokenizer([normalize_text(row.text) for row in rows], "char", 10_000)
-    speech = TrainingSpeech(rows, tokenizer, speeds, SEED, manifest)
+    speech = TrainDataset(rows, tokenizer, speeds, SEED, manifest)
     planner = EpochPlanner(np.array([row.duration for row in rows]), WINDOW_SIZE, SEED)
     loader = LoaderConfig(workers=0, timeout=60.0, pin_memory=False)
-    stream = WindowStream(speech, planner, same_size(MICRO_BATCH), loader, Rejections(None, most=1.0))
-    count = planner.windows_per_epoch()
-    with closing(stream.from_cursor(Cursor(0, 0))) as windows:
-        for _ in islice(windows, count):
+    stream = GlobalBatchStream(speech, planner, same_size(MICRO_BATCH), loader, Rejections(None, most=1.0))
+    count = planner.global_batches_per_epoch()
+    with closing(stream.from_cursor(Cursor(0, 0))) as global_batches:
+        for _ in islice(global_batches, count):
             pass
         began, used = time.perf_counter(), time.process_time()
-        for _ in islice(windows, count):
+        for _ in islice(global_batches, count):
             pass
         seconds, core_seconds = time.perf_counter() - began, time.process_time() - used
     audio = float(planner.durations.sum())

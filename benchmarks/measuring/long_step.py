@@ -7,8 +7,8 @@ import torch
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.units import MIB
-from konkanivani.data.batch import Speech, Window
-from konkanivani.data.batching import cut_window, same_size
+from konkanivani.data.batch import Example, GlobalBatch
+from konkanivani.data.batching import same_size, split_into_micro_batches
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import resident_mib, set_mmap_threshold
@@ -42,16 +42,16 @@ def measure(config: TrainConfig, seconds: float, tokens_per_second: float) -> Lo
     set_mmap_threshold()  # as a run under a memory budget does
     resident_before, cpu = resident_mib(), torch.device("cpu")
     parts = build_step_parts(config, architecture_of(config, VOCABULARY), cpu, 100)
-    train_step(parts, build_window(WARM_UP_SECONDS, tokens_per_second), step=0)
-    window = build_window(seconds, tokens_per_second)
+    train_step(parts, build_global_batch(WARM_UP_SECONDS, tokens_per_second), step=0)
+    global_batch = build_global_batch(seconds, tokens_per_second)
     live = LiveBytes()
     live.count(parts.state_tensors())
     with live:
-        report = train_step(parts, window, step=1)
+        report = train_step(parts, global_batch, step=1)
     params = parameter_count(parts.model)
     return LongStep(
         seconds=seconds,
-        tokens=window.tokens,
+        tokens=global_batch.tokens,
         params=params,
         peak_above_state_mib=round((live.peak - STATE_BYTES * params) / MIB),
         rss_growth_mib=round(parts.forward.monitor.overall_peak_mib() - resident_before),
@@ -61,14 +61,14 @@ def measure(config: TrainConfig, seconds: float, tokens_per_second: float) -> Lo
     )
 
 
-def build_window(seconds: float, tokens_per_second: float) -> Window:
+def build_global_batch(seconds: float, tokens_per_second: float) -> GlobalBatch:
     """One utterance of noise with random tokens, the same numbers on every machine."""
     generator = torch.Generator().manual_seed(0)
     count = max(1, round(seconds * tokens_per_second))
-    speech = Speech(
+    speech = Example(
         utterance_id="noise",
         waveform=0.1 * torch.randn(round(seconds * SAMPLE_RATE), generator=generator),
         tokens=torch.randint(FIRST_TOKEN, VOCABULARY, (count,), generator=generator).tolist(),
         augment_seed=0,
     )
-    return cut_window([speech], same_size(1), OUR_TOKENS)
+    return split_into_micro_batches([speech], same_size(1), OUR_TOKENS)

@@ -11,12 +11,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from konkanivani.base.amount import resolve
+from konkanivani.base.auto_defaults import resolve
 from konkanivani.base.config import TextConfig, TrainConfig
 from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit, padded_seconds
 from konkanivani.data.checking import check_utterances, training_limits
-from konkanivani.data.dataset import TrainingSpeech
-from konkanivani.data.loader.loading import WindowStream
+from konkanivani.data.dataset import TrainDataset
+from konkanivani.data.loader.loading import GlobalBatchStream
 from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.manifest import iterate_texts, read_manifest
 from konkanivani.data.rejections import Rejections
@@ -134,11 +134,11 @@ def open_again(manifest: str, tokenizer: Tokenizer) -> Opening:
         planner, [plan[number] for number in range(0, len(plan), max(1, len(plan) // PADDING_WINDOWS))]
     )
     del plan
-    speech = TrainingSpeech(kept, tokenizer, (1.0,), SEED, manifest)
+    speech = TrainDataset(kept, tokenizer, (1.0,), SEED, manifest)
     loader = LoaderConfig(workers=0, timeout=60.0, pin_memory=False)
-    stream = WindowStream(speech, planner, (), loader, Rejections(None, most=1.0))
+    stream = GlobalBatchStream(speech, planner, (), loader, Rejections(None, most=1.0))
     start_s, _ = timed(lambda: first_ids(stream, Cursor(0, 0)))
-    middle_s, _ = timed(lambda: first_ids(stream, Cursor(0, planner.windows_per_epoch() // 2)))
+    middle_s, _ = timed(lambda: first_ids(stream, Cursor(0, planner.global_batches_per_epoch() // 2)))
     return Opening(
         open_s=round(open_s, 3),
         check_s=round(check_s, 3),
@@ -151,17 +151,17 @@ def open_again(manifest: str, tokenizer: Tokenizer) -> Opening:
     )
 
 
-def first_ids(stream: WindowStream, cursor: Cursor) -> list[str]:
+def first_ids(stream: GlobalBatchStream, cursor: Cursor) -> list[str]:
     """The ids of the first window from the cursor on: its rows are read, its audio is not."""
     keys = next(stream.planned(cursor))
     return [stream.speech.utterances[index].id for _, index in keys]
 
 
-def padding_share(planner: EpochPlanner, windows: list[np.ndarray]) -> float:
+def padding_share(planner: EpochPlanner, global_batches: list[np.ndarray]) -> float:
     """Padding in these windows, cut into micro-batches of at most MICRO_BATCH_SECONDS, padding included."""
     tenths = [tenth / 10 for tenth in range(10, int(10 * MAX_SECONDS) + 1)]
     limits = tuple(SizeLimit(seconds, int(MICRO_BATCH_SECONDS / seconds)) for seconds in tenths)
-    seconds = [planner.durations[window] for window in windows]
+    seconds = [planner.durations[global_batch] for global_batch in global_batches]
     return 1 - sum(part.sum() for part in seconds) / sum(padded_seconds(part, limits) for part in seconds)
 
 

@@ -16,8 +16,8 @@ from benchmarks.measuring.random_speech import build_speech
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.device import choose_device
 from konkanivani.base.randomness import derive_seed
-from konkanivani.data.batch import Window
-from konkanivani.data.batching import cut_window, same_size
+from konkanivani.data.batch import GlobalBatch
+from konkanivani.data.batching import same_size, split_into_micro_batches
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.monitor import resident_mib, set_mmap_threshold
@@ -83,11 +83,11 @@ class Drift:
 class Windows(Protocol):
     """Windows by number."""
 
-    def __getitem__(self, number: int) -> Window: ...
+    def __getitem__(self, number: int) -> GlobalBatch: ...
 
 
 @dataclass(frozen=True)
-class RandomWindows:
+class RandomGlobalBatches:
     """Windows without end, each a function of (seed, number): `size` utterances of `shortest` to `longest` seconds.
 
     After `distinct` of them, if it is given, the first one comes again.
@@ -100,13 +100,13 @@ class RandomWindows:
     longest: float
     distinct: int | None = None
 
-    def __getitem__(self, number: int) -> Window:
+    def __getitem__(self, number: int) -> GlobalBatch:
         seed = derive_seed(self.seed, "drift", number % self.distinct if self.distinct else number)
         lengths, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         speeches = [
             build_speech(lengths.uniform(self.shortest, self.longest), VOCABULARY, generator) for _ in range(self.size)
         ]
-        return cut_window(speeches, same_size(self.batch_size), OUR_TOKENS)
+        return split_into_micro_batches(speeches, same_size(self.batch_size), OUR_TOKENS)
 
 
 def measure(config: TrainConfig, steps: int, shortest: float, longest: float, distinct: int | None) -> Drift:
@@ -114,11 +114,13 @@ def measure(config: TrainConfig, steps: int, shortest: float, longest: float, di
     device = choose_device(config.run.device)
     set_mmap_threshold()  # as a run under a memory budget does
     parts = build_step_parts(config, architecture_of(config, VOCABULARY), device, steps)
-    windows = RandomWindows(config.run.seed, config.window_size, config.data.batch_size, shortest, longest, distinct)
-    return summarize(config.run.preset, parameter_count(parts.model), follow_steps(parts, windows, steps))
+    global_batches = RandomGlobalBatches(
+        config.run.seed, config.global_batch_size, config.data.batch_size, shortest, longest, distinct
+    )
+    return summarize(config.run.preset, parameter_count(parts.model), follow_steps(parts, global_batches, steps))
 
 
-def follow_steps(parts: StepParts, windows: Windows, steps: int) -> list[Moment]:
+def follow_steps(parts: StepParts, global_batches: Windows, steps: int) -> list[Moment]:
     """Trains on the first windows, every tensor counted from the first step to the last.
 
     The count is on without a break, since what a step leaves behind is seen only where it was made under the count. It
@@ -129,10 +131,10 @@ def follow_steps(parts: StepParts, windows: Windows, steps: int) -> list[Moment]
     moments = []
     with nullcontext() if device.type == "cuda" else live:
         for step in range(steps):
-            window, began = windows[step], time.perf_counter()
-            report, audio_seconds = train_step(parts, window, step), window.audio_seconds
+            global_batch, began = global_batches[step], time.perf_counter()
+            report, audio_seconds = train_step(parts, global_batch, step), global_batch.audio_seconds
             seconds = time.perf_counter() - began
-            del window
+            del global_batch
             moments.append(Moment(live_now(device, live), resident_mib(), seconds, audio_seconds, report))
             if not (step + 1) % TOLD_STEPS:
                 print(f"{step + 1} steps, {resident_mib():.0f} MiB resident", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from benchmarks.measuring.fixed_step import TOTAL_STEPS, VOCABULARY, wait_for_de
 from benchmarks.measuring.random_speech import TOKENS_PER_SECOND, build_speech
 from konkanivani.base.device import choose_device
 from konkanivani.base.lengths import SAMPLE_RATE
-from konkanivani.data.batch import Window, collate
+from konkanivani.data.batch import GlobalBatch, collate
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.live_bytes import LiveBytes
@@ -40,14 +40,14 @@ def measure_live(case: Case) -> tuple[int, int]:
 
     The first has weights, gradients, optimizer, the front end's buffers and one micro-batch's input in it.
     """
-    parts, window = build_parts(case), build_window(case)
-    train_step(parts, window, 0)
+    parts, global_batch = build_parts(case), build_global_batch(case)
+    train_step(parts, global_batch, 0)
     live = LiveBytes()
     live.count(parts.state_tensors())
-    inputs = [batch.tensors() for batch in window.micro_batches]
+    inputs = [batch.tensors() for batch in global_batch.micro_batches]
     live.count(tensor for tensors in inputs for tensor in tensors)
     with live:
-        train_step(parts, window, 1)
+        train_step(parts, global_batch, 1)
     sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in inputs]
     waiting = sum(sizes) - max(sizes)
     return live.peak - waiting, waiting
@@ -61,9 +61,9 @@ def measure_resident(case: Case) -> int:
     set_mmap_threshold()
     reset_peak_resident()
     before = resident_mib()
-    parts, window = build_parts(case), build_window(case)
+    parts, global_batch = build_parts(case), build_global_batch(case)
     for step in range(STEPS):
-        train_step(parts, window, step)
+        train_step(parts, global_batch, step)
     return round((parts.forward.monitor.overall_peak_mib() - before) * MIB)
 
 
@@ -72,11 +72,11 @@ def measure_cuda(case: Case) -> tuple[int, int, int]:
 
     The last one is right where nothing else is on the card.
     """
-    parts, window = build_parts(case), build_window(case)
+    parts, global_batch = build_parts(case), build_global_batch(case)
     device = parts.forward.device
-    warm_up(parts, window)
+    warm_up(parts, global_batch)
     for step in range(1, STEPS):
-        train_step(parts, window, step)
+        train_step(parts, global_batch, step)
     wait_for_device(device)
     free, total = torch.cuda.mem_get_info(device)
     # The monitor begins the allocator's peak anew at the end of each phase, and keeps the largest.
@@ -91,7 +91,7 @@ def build_parts(case: Case) -> StepParts:
     return build_step_parts(config, architecture_of(config, VOCABULARY), device, TOTAL_STEPS)
 
 
-def build_window(case: Case) -> Window:
+def build_global_batch(case: Case) -> GlobalBatch:
     """Noise of the case's lengths with random tokens, the same numbers on every machine."""
     shorter = 1 if case.utterances > 1 else 0
     seconds = [case.seconds] * (case.utterances - shorter) + [0.9 * case.seconds] * shorter
@@ -99,7 +99,7 @@ def build_window(case: Case) -> Window:
     pieces = [[build_speech(length, VOCABULARY, generator) for length in seconds] for _ in range(case.micro_batches)]
     batches = tuple(collate(piece, OUR_TOKENS) for piece in pieces)
     samples = sum(len(speech.waveform) for piece in pieces for speech in piece)
-    return Window(
+    return GlobalBatch(
         micro_batches=batches,
         tokens=sum(len(speech.tokens) for piece in pieces for speech in piece),
         utterances=case.micro_batches * case.utterances,

@@ -10,7 +10,7 @@ import numpy as np
 from konkanivani.base.errors import DataError
 from konkanivani.data.audio.waveform import load_audio
 from konkanivani.data.manifest import read_manifest
-from konkanivani.data.synthetic.builtin_corpus import CorpusSize, plan_corpus
+from konkanivani.data.synthetic.builtin_corpus import SplitSizes, plan_corpus
 from konkanivani.data.synthetic.speech_synthesis import SpeechSynthesizer, SpokenWords
 from konkanivani.data.synthetic.spoken_sentences import SpokenSentence, spoken_waveform
 from konkanivani.data.utterance import Utterance
@@ -49,7 +49,7 @@ def measure(recognizer: Recognizer, manifest: str, count: int) -> WordTimes:
     utterances = list(itertools.islice(read_manifest(manifest), count))
     starts, ends, spoken_words = [], [], 0
     with SpeechSynthesizer() as synthesizer:
-        for utterance, sentence in zip(utterances, plan_corpus(CorpusSize()).test, strict=False):
+        for utterance, sentence in zip(utterances, plan_corpus(SplitSizes()).test, strict=False):
             check_speech(utterance, sentence, synthesizer)
             spoken = synthesizer.words(sentence.text, sentence.style)
             spoken_words += len(spoken.words)

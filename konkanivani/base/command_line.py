@@ -11,7 +11,7 @@ from typing import NoReturn, TextIO, TypeVar
 
 from konkanivani.base.config import OLD_NAMES
 from konkanivani.base.console import say
-from konkanivani.base.errors import AlreadyTold, KonkaniVaniError, ResourceError
+from konkanivani.base.errors import KonkaniVaniError, ReportedByOtherRank, ResourceError
 
 Flags = TypeVar("Flags")
 
@@ -110,7 +110,7 @@ def print_on_local_rank0() -> Iterator[None]:
             yield
     except (KonkaniVaniError, SystemExit) as error:
         time.sleep(GRACE_SECONDS)  # torchrun ends all ranks when it sees the first one end, which should have spoken
-        raise AlreadyTold(error.exit_code if isinstance(error, KonkaniVaniError) else error.code or 0) from None
+        raise ReportedByOtherRank(error.exit_code if isinstance(error, KonkaniVaniError) else error.code or 0) from None
 
 
 def end_script(code: int) -> NoReturn:

@@ -374,7 +374,7 @@ class TrainConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
 
     @property
-    def window_size(self) -> int:
+    def global_batch_size(self) -> int:
         """Utterances in one optimizer step."""
         data, micro_batches = self.data, self.data.gradient_accumulation_steps
         if data.batch_size == AUTO:

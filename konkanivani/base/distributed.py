@@ -28,16 +28,16 @@ class RankLost(ResourceError):
 
 @dataclass(frozen=True)
 class Topology:
-    """This process's place: `rank` of `world` in all, `local_rank` of `local_world` on its machine.
+    """This process's place: `rank` of `world_size` in all, `local_rank` of `local_world_size` on its machine.
 
     `restarts` counts how often torchrun has started the ranks anew, `max_restarts` how often it may. A single rank of
     torchrun's goes the way of several: it can be started again, and tries on one card what several do.
     """
 
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     local_rank: int = 0
-    local_world: int = 1
+    local_world_size: int = 1
     restarts: int = 0
     max_restarts: int = 0
     is_launched: bool = False
@@ -48,9 +48,9 @@ class Topology:
         return self.rank == 0
 
     @property
-    def is_alone(self) -> bool:
+    def is_single_process(self) -> bool:
         """Whether this is a process that nobody started as a rank."""
-        return self.world == 1 and not self.is_launched
+        return self.world_size == 1 and not self.is_launched
 
 
 ALONE = Topology()
@@ -70,7 +70,7 @@ def read_topology(environment: Mapping[str, str] = os.environ) -> Topology:
         topology = Topology(*places, is_launched=True)
     except ValueError:
         topology = Topology(rank=-1)
-    is_place = 0 <= topology.rank < topology.world and 0 <= topology.local_rank < topology.local_world
+    is_place = 0 <= topology.rank < topology.world_size and 0 <= topology.local_rank < topology.local_world_size
     if not is_place:
         said = " ".join(f"{name}={environment[name]}" for name in names[:4] if name in environment)
         raise UsageError(f"The environment says {said}, which is no rank of a world. Start with torchrun, or unset it.")
@@ -93,33 +93,33 @@ def raise_rank_lost() -> Iterator[None]:
 
 def gather_numbers(topology: Topology, numbers: Sequence[int]) -> list[list[int]]:
     """Every rank's numbers, by rank; each gives as many."""
-    if topology.is_alone:
+    if topology.is_single_process:
         return [list(numbers)]
     mine = torch.tensor(numbers, dtype=torch.int64)
-    all_ranks = [torch.empty_like(mine) for _ in range(topology.world)]
+    all_ranks = [torch.empty_like(mine) for _ in range(topology.world_size)]
     with raise_rank_lost():
         dist.all_gather(all_ranks, mine)
     return [theirs.tolist() for theirs in all_ranks]
 
 
-def agree(topology: Topology, number: int) -> int:
+def all_reduce_max(topology: Topology, number: int) -> int:
     """The largest of all ranks' numbers."""
     return max(theirs for (theirs,) in gather_numbers(topology, [number]))
 
 
 def gather(topology: Topology, item: Item) -> list[Item]:
     """Every rank's item, by rank, on each of them; what pickle takes."""
-    if topology.is_alone:
+    if topology.is_single_process:
         return [item]
-    items: list[Item | None] = [None] * topology.world
+    items: list[Item | None] = [None] * topology.world_size
     with raise_rank_lost():
         dist.all_gather_object(items, item)
     return items
 
 
-def from_first(topology: Topology, make: Callable[[], Item]) -> Item:
+def broadcast_from_rank0(topology: Topology, make: Callable[[], Item]) -> Item:
     """What `make` returns on the first rank, on every rank; the others do not call it. What pickle takes."""
-    if topology.is_alone:
+    if topology.is_single_process:
         return make()
     box = [make() if topology.is_first else None]
     with raise_rank_lost():
@@ -133,7 +133,7 @@ def sum_tensors(topology: Topology, tensors: Sequence[torch.Tensor], bucket: tor
     `bucket` (N,) is of their type, on their device; a tensor larger than it is summed where it lies. Nothing else is
     allocated here, so what a rank has memory for beforehand it has memory for.
     """
-    if topology.is_alone:
+    if topology.is_single_process:
         return
     with raise_rank_lost():
         for group in _bucketfuls(tensors, bucket.numel()):

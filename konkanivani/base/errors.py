@@ -52,7 +52,7 @@ class Interrupted(KonkaniVaniError):
         self.exit_code = 128 + signal_number
 
 
-class AlreadyTold(KonkaniVaniError):
+class ReportedByOtherRank(KonkaniVaniError):
     """What ends this process was told by another rank; nothing is left to say but the exit code."""
 
     def __init__(self, exit_code: int):
@@ -71,7 +71,7 @@ def explained(kind: type[KonkaniVaniError], what: str, advice: str, *others: typ
         raise kind(f"{what}: {reason}{where}. {advice}") from None
 
 
-MAX_TOLD = 20
+MAX_REPORTED = 20
 COLLECTED = (UsageError, DataError, CheckpointError, ResourceError)
 
 
@@ -101,6 +101,6 @@ class ErrorCollector:
             case [error]:
                 raise error
         kind = next(kind for kind in COLLECTED if isinstance(self._found[0], kind))
-        lines = [str(error) for error in self._found[:MAX_TOLD]]
+        lines = [str(error) for error in self._found[:MAX_REPORTED]]
         more = len(self._found) - len(lines)
         raise kind("\n".join(lines) + (f"\nAnd {more} more of this kind." if more else ""))

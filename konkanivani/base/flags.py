@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
-from konkanivani.base.amount import as_stored
+from konkanivani.base.auto_defaults import as_stored
 from konkanivani.base.command_line import read_flags, with_new_name
 from konkanivani.base.config import AUTO, PRESETS, DataConfig, FeatureConfig, ModelConfig, TrainConfig
 from konkanivani.base.errors import CheckpointError, ErrorCollector, UsageError
@@ -18,20 +18,20 @@ from konkanivani.base.rules import Setting, check_config, settings_of, with_valu
 # These say how this one process starts; a checkpoint's values for them are never taken over.
 SESSION_FLAGS = ("resume", "fresh", "new_corpus", "replan", "dry_run")
 # What a run did whose checkpoint does not name a setting, which its version did not have.
-AS_BEFORE = TrainConfig(data=DataConfig(first_epoch="shuffled"))
+LEGACY_DEFAULTS = TrainConfig(data=DataConfig(first_epoch="shuffled"))
 # These say what a model of our own is like, or begins with: one that others have trained is as it is.
-OF_OUR_MODELS = frozenset(
+NATIVE_ONLY_FLAGS = frozenset(
     ("preset", "init_from", "tokenizer_type", "vocab_size", "ctc_weight", "intermediate_ctc_weight")
     + tuple(leaf.name for group in (ModelConfig, FeatureConfig) for leaf in dataclasses.fields(group))
 )
 # What suits a model that has learnt already, where nobody says otherwise; the rest is decided when its folder is read.
-NOTHING = dict.fromkeys(("ctc_weight", "label_smoothing", "weight_decay"), 0.0)
-OF_PRETRAINED = NOTHING | {"max_duration": 30.0, "max_tokens": 2**16}
+NO_REGULARISATION = dict.fromkeys(("ctc_weight", "label_smoothing", "weight_decay"), 0.0)
+PRETRAINED_DEFAULTS = NO_REGULARISATION | {"max_duration": 30.0, "max_tokens": 2**16}
 # What a run cannot go on with another value of.
 FREE_TO_CHANGE = ("dropout", "pretrained", "forgetting_manifest", "forgetting_language")
 GROUPS_OF_SHAPE = ("text", "features", "model", "pretrained", "tuning")
 # What says nothing without another flag.
-IDLE_WITHOUT = {
+FLAG_REQUIRES = {
     **{"rir_prob": "rir_manifest", "noise_snr": "noise_manifest", "noise_prob": "noise_manifest"},
     **{"language": "pretrained", "task": "pretrained", "audio_context": "pretrained"},
     **{"lora_alpha": "lora_rank", "lora_targets": "lora_rank"},
@@ -60,11 +60,11 @@ def config_from_text(text: str) -> TrainConfig:
                 values[name] = setting.value
                 continue
         raise CheckpointError(f"The checkpoint's --{name} cannot be {value[:80]!r}. Use another one.")
-    return with_values(AS_BEFORE, values)
+    return with_values(LEGACY_DEFAULTS, values)
 
 
 @dataclass(frozen=True)
-class Asked:
+class CommandLine:
     """A command line, parsed once: what it asks for by itself, and the names of the flags that it gives.
 
     `parsed` is the configuration as typed, before one setting has settled another.
@@ -72,46 +72,46 @@ class Asked:
 
     config: TrainConfig
     parsed: TrainConfig
-    given: frozenset[str]
+    explicit: frozenset[str]
 
-    def over(self, stored: TrainConfig) -> TrainConfig:
+    def merge_into_checkpoint(self, stored: TrainConfig) -> TrainConfig:
         """The settings of a checkpoint under the flags that are given; a UsageError where they do not go together.
 
         A preset that changes brings its whole shape; a switch that is on in the checkpoint stays on, since there are no
         negative flags.
         """
-        is_other = "preset" in self.given and self.parsed.run.preset != stored.run.preset
+        is_other = "preset" in self.explicit and self.parsed.run.preset != stored.run.preset
         base = dataclasses.replace(stored, model=PRESETS[self.parsed.run.preset]) if is_other else stored
         base = _with_given(base, TrainConfig(), SESSION_FLAGS)
-        return _checked(as_stored(_with_given(base, self.parsed, self.given), stored), self.given, stored)
+        return _checked(as_stored(_with_given(base, self.parsed, self.explicit), stored), self.explicit, stored)
 
-    def beginning_with(self, stored: TrainConfig) -> TrainConfig:
+    def merge_into_init(self, stored: TrainConfig) -> TrainConfig:
         """The settings of a run that begins with a checkpoint's weights; a UsageError where they do not go together.
 
         Features are the checkpoint's where no flag says otherwise, so is the shape unless a preset is given, and so are
         the tokens unless new ones are asked for.
         """
         base = dataclasses.replace(defaults_beside(self.parsed), features=stored.features)
-        if "preset" not in self.given:
+        if "preset" not in self.explicit:
             base = dataclasses.replace(base, model=stored.model)
             if stored.loss.ctc_weight == 0:  # a part of the shape too
                 base = dataclasses.replace(base, loss=dataclasses.replace(base.loss, ctc_weight=0.0))
         if not self.parsed.tuning.new_tokenizer:
             base = dataclasses.replace(base, text=stored.text)
-        return _checked(_with_given(base, self.parsed, self.given), self.given, stored=None)
+        return _checked(_with_given(base, self.parsed, self.explicit), self.explicit, stored=None)
 
 
-def ask(arguments: list[str]) -> Asked:
+def parse_args(arguments: list[str]) -> CommandLine:
     """What a command line asks for; unknown or mistyped flags end the process with exit code 2.
 
     A flag that is not given has the preset's value, else the default.
     """
     parsed = read_flags(TrainConfig, arguments, TrainConfig())
-    base, given = defaults_beside(parsed), given_in(arguments)
-    return Asked(_checked(_with_given(base, parsed, given), given, stored=None), parsed, given)
+    base, explicit = defaults_beside(parsed), explicit_flags(arguments)
+    return CommandLine(_checked(_with_given(base, parsed, explicit), explicit, stored=None), parsed, explicit)
 
 
-def given_in(arguments: list[str]) -> frozenset[str]:
+def explicit_flags(arguments: list[str]) -> frozenset[str]:
     """The names of the flags that a command line gives: of --batch-size=4, batch_size."""
     words = (with_new_name(word).removeprefix("--").split("=")[0] for word in arguments if word.startswith("--"))
     return frozenset(word.replace("-", "_") for word in words)
@@ -120,61 +120,63 @@ def given_in(arguments: list[str]) -> frozenset[str]:
 def defaults_beside(parsed: TrainConfig) -> TrainConfig:
     """What a flag has that is not given: the preset's shape, what suits a model that others have trained, or else."""
     base = dataclasses.replace(TrainConfig(), model=PRESETS[parsed.run.preset])
-    return base if parsed.pretrained.pretrained is None else with_values(base, OF_PRETRAINED)
+    return base if parsed.pretrained.pretrained is None else with_values(base, PRETRAINED_DEFAULTS)
 
 
-def _with_given(base: TrainConfig, parsed: TrainConfig, given: Collection[str]) -> TrainConfig:
-    return with_values(base, {setting.name: setting.value for setting in settings_of(parsed) if setting.name in given})
+def _with_given(base: TrainConfig, parsed: TrainConfig, explicit: Collection[str]) -> TrainConfig:
+    return with_values(
+        base, {setting.name: setting.value for setting in settings_of(parsed) if setting.name in explicit}
+    )
 
 
-def _checked(config: TrainConfig, given: frozenset[str], stored: TrainConfig | None) -> TrainConfig:
+def _checked(config: TrainConfig, explicit: frozenset[str], stored: TrainConfig | None) -> TrainConfig:
     """The configuration with its windows settled; one error that lists all that is wrong with it."""
     problems = ErrorCollector()
     with problems.collect():
-        config = _settle_effective_batch(config, given, stored)
+        config = _settle_effective_batch(config, explicit, stored)
     with problems.collect():
         if stored or not config.run.resume:  # else the checkpoint may yet bring what they work on
-            check_idle_flags(config, given)
+            check_idle_flags(config, explicit)
     with problems.collect():
         check_config(config)
     problems.raise_all()
     return config
 
 
-def _settle_effective_batch(config: TrainConfig, given: frozenset[str], stored: TrainConfig | None) -> TrainConfig:
+def _settle_effective_batch(config: TrainConfig, explicit: frozenset[str], stored: TrainConfig | None) -> TrainConfig:
     """The configuration with one word only on the utterances of a step; a UsageError where two contradict."""
     data, effective = config.data, config.data.effective_batch_size
     names = ("batch_size", "gradient_accumulation_steps", "effective_batch_size")
-    is_cut, is_accumulated, is_said = (name in given for name in names)
+    is_cut, is_accumulated, is_said = (name in explicit for name in names)
     if data.batch_size == AUTO:
         if is_accumulated:
             raise UsageError(
                 "--batch_size auto chooses the micro-batches itself, so --gradient_accumulation_steps contradicts it: "
                 "give --effective_batch_size, the utterances in one optimizer step, instead."
             )
-        wanted = stored.window_size if stored and not is_said else effective
+        wanted = stored.global_batch_size if stored and not is_said else effective
         return dataclasses.replace(config, data=dataclasses.replace(data, effective_batch_size=wanted))
-    wanted = effective if is_said else stored.window_size if stored and is_cut else None
+    wanted = effective if is_said else stored.global_batch_size if stored and is_cut else None
     if wanted and not is_accumulated:
         steps = max(1, wanted // max(1, data.batch_size))
         data = dataclasses.replace(data, gradient_accumulation_steps=steps)
     config = dataclasses.replace(config, data=dataclasses.replace(data, effective_batch_size=None))
-    if is_said and effective != config.window_size:
+    if is_said and effective != config.global_batch_size:
         raise UsageError(
             f"--effective_batch_size {effective} contradicts --batch_size x --gradient_accumulation_steps, "
-            f"{config.window_size}: leave it out, or give --batch_size auto."
+            f"{config.global_batch_size}: leave it out, or give --batch_size auto."
         )
     return config
 
 
-def check_idle_flags(config: TrainConfig, given: frozenset[str]) -> None:
+def check_idle_flags(config: TrainConfig, explicit: frozenset[str]) -> None:
     """Raises a UsageError for a flag that is given and has nothing to work on."""
     values = {setting.name: setting.value for setting in settings_of(config)}
-    for name, wanted in IDLE_WITHOUT.items():
+    for name, wanted in FLAG_REQUIRES.items():
         other, _, value = wanted.partition(" ")
-        if name in given and (values[other] != value if value else not values[other]):
+        if name in explicit and (values[other] != value if value else not values[other]):
             raise UsageError(f"--{name} does nothing without --{wanted}: give both, or leave it out.")
-    idle = sorted(OF_OUR_MODELS & given) if config.pretrained.pretrained is not None else []
+    idle = sorted(NATIVE_ONLY_FLAGS & explicit) if config.pretrained.pretrained is not None else []
     if idle:
         named, them = ", ".join(f"--{name}" for name in idle), "it" if len(idle) == 1 else "them"
         raise UsageError(f"A --pretrained model is as its folder says, and {named} would change it: leave {them} out.")
@@ -197,10 +199,10 @@ def contradictions(stored: TrainConfig, asked: TrainConfig) -> list[str]:
         )
     if len({run.init_from and os.path.realpath(run.init_from) for run in (stored.run, asked.run)}) > 1:
         found.append(f"--init_from is {asked.run.init_from} here and {stored.run.init_from} in the checkpoint")
-    if stored.window_size != asked.window_size:
+    if stored.global_batch_size != asked.global_batch_size:
         found.append(
-            f"the effective batch (--batch_size x --gradient_accumulation_steps) is {asked.window_size} here "
-            f"and {stored.window_size} in the checkpoint"
+            f"the effective batch (--batch_size x --gradient_accumulation_steps) is {asked.global_batch_size} here "
+            f"and {stored.global_batch_size} in the checkpoint"
         )
     return found
 

@@ -44,20 +44,20 @@ class Framing:
     subsampling: str = "valid"
 
     @property
-    def margins(self) -> tuple[int, int]:
+    def padding(self) -> tuple[int, int]:
         """Samples that are heard before and after the waveform's: half a transform, where edges are not left out.
 
         With zeros there the last frame is the one that begins a hop before the waveform ends: S // hop frames.
         """
         half, hop = self.features.fft_samples // 2, self.features.hop_samples
-        return {"none": (0, 0), "zeros": (half, half - hop), "reflected": (half, half)}[self.features.edges]
+        return {"none": (0, 0), "zeros": (half, half - hop), "reflected": (half, half)}[self.features.frame_padding]
 
     def feature_length(self, samples: Count) -> Count:
         """Feature frames, at least 0: 1 + (samples - 512) // 160 by default."""
-        unheard = self.features.fft_samples - sum(self.margins)
-        frames = _at_least_0(1 + (samples - unheard) // self.features.hop_samples)
+        uncovered = self.features.fft_samples - sum(self.padding)
+        frames = _at_least_0(1 + (samples - uncovered) // self.features.hop_samples)
         # What is to be reflected has to be there.
-        return frames * (samples > self.margins[0]) if self.features.edges == "reflected" else frames
+        return frames * (samples > self.padding[0]) if self.features.frame_padding == "reflected" else frames
 
     def encoded_length(self, samples: Count) -> Count:
         """Encoder frames, at least 0."""
@@ -72,7 +72,7 @@ class Framing:
         """Where the middle of what an encoder frame sees lies, in seconds: by default 46 ms, then every 40 ms."""
         first_middle = (SUBSAMPLING_REACH - 1) / 2 if self.subsampling == "valid" else 0.0
         middle_feature = SUBSAMPLING[self.subsampling] * frame + first_middle
-        first_sample = self.features.fft_samples / 2 - self.margins[0]
+        first_sample = self.features.fft_samples / 2 - self.padding[0]
         return (self.features.hop_samples * middle_feature + first_sample) / SAMPLE_RATE
 
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from konkanivani.base.command_line import GRACE_SECONDS
 from konkanivani.base.distributed import RankLost, Topology, raise_rank_lost
-from konkanivani.base.errors import AlreadyTold, KonkaniVaniError, ResourceError
+from konkanivani.base.errors import KonkaniVaniError, ReportedByOtherRank, ResourceError
 
-STARTS, SEEN, FOUND = "konkanivani/starts_", "konkanivani/seen", "konkanivani/found_"
-FIRST_CAUSE, HERE, ASKED = "konkanivani/first_cause", "konkanivani/here_", "konkanivani/asked"
+STARTS_KEY, SEEN_KEY, FOUND_KEY = "konkanivani/starts_", "konkanivani/seen", "konkanivani/found_"
+FIRST_CAUSE_KEY, PRESENT_KEY, QUERIES_KEY = "konkanivani/first_cause", "konkanivani/here_", "konkanivani/asked"
 ROLL_CALL_SECONDS = 3.0  # in which the ranks that still run say so, once contact to another is lost
 
 
@@ -22,18 +22,18 @@ ROLL_CALL_SECONDS = 3.0  # in which the ranks that still run say so, once contac
 def process_group(topology: Topology, timeout: float) -> Iterator[None]:
     """The block runs in every process of the topology, joined; what one waits for another takes at most `timeout` s.
 
-    An error ends all of them, and is told by one: by the rank that it came from first. The others raise AlreadyTold
+    An error ends all of them, and is told by one: by the rank that it came from first. The others raise ReportedByOtherRank
     with the same exit code. Where a rank has ended without a word or hangs, one of those left says which.
     """
-    if topology.is_alone:
+    if topology.is_single_process:
         yield
         return
     limit = timedelta(seconds=timeout)
     with raise_rank_lost():
-        common, rank, world = next(dist.rendezvous("env://", timeout=limit))
+        common, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
         store = dist.PrefixStore(f"konkanivani/{_attempt(common, topology, timeout)}", common)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     try:
         yield
     except BaseException as error:
@@ -41,9 +41,9 @@ def process_group(topology: Topology, timeout: float) -> Iterator[None]:
         if topology.is_first:  # without torchrun the store ends with it: a moment until all ranks have asked
             until = time.monotonic() + GRACE_SECONDS / 2
             with contextlib.suppress(RuntimeError):
-                while store.add(ASKED, 0) < topology.world and time.monotonic() < until:
+                while store.add(QUERIES_KEY, 0) < topology.world_size and time.monotonic() < until:
                     time.sleep(0.02)
-        if isinstance(cause, AlreadyTold):
+        if isinstance(cause, ReportedByOtherRank):
             # torchrun ends all ranks at once when it sees the first one end: that should be the one that tells.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(GRACE_SECONDS)
@@ -60,54 +60,54 @@ def _attempt(store: dist.Store, topology: Topology, timeout: float) -> int:
     would call without an end. Its own count of restarts is not the same on all machines. So each rank counts its
     starts, the first one tells whose it has seen, and who finds its own among them belongs to that first one.
     """
-    own, until = store.add(f"{STARTS}{topology.rank}", 1), time.monotonic() + timeout
+    own, until = store.add(f"{STARTS_KEY}{topology.rank}", 1), time.monotonic() + timeout
     while time.monotonic() < until:
         if topology.is_first:
-            seen = [store.add(f"{STARTS}{rank}", 0) for rank in range(topology.world)]
-            store.set(SEEN, " ".join(map(str, seen)))
-            if store.add(f"{FOUND}{own}", 0) == topology.world - 1:
+            seen = [store.add(f"{STARTS_KEY}{rank}", 0) for rank in range(topology.world_size)]
+            store.set(SEEN_KEY, " ".join(map(str, seen)))
+            if store.add(f"{FOUND_KEY}{own}", 0) == topology.world_size - 1:
                 return own
-        elif store.check([SEEN]):
-            first, *_ = seen = [int(count) for count in store.get(SEEN).split()]
-            if len(seen) == topology.world and seen[topology.rank] == own:
-                store.add(f"{FOUND}{first}", 1)
+        elif store.check([SEEN_KEY]):
+            first, *_ = seen = [int(count) for count in store.get(SEEN_KEY).split()]
+            if len(seen) == topology.world_size and seen[topology.rank] == own:
+                store.add(f"{FOUND_KEY}{first}", 1)
                 return first
         time.sleep(0.02)
     raise RankLost(
-        f"Rank {topology.rank} waited {timeout:g} s for all {topology.world} ranks. See that every machine's torchrun "
+        f"Rank {topology.rank} waited {timeout:g} s for all {topology.world_size} ranks. See that every machine's torchrun "
         "runs, with the same --rdzv_endpoint, or give a longer --rank_timeout."
     )
 
 
-def _told_by_another(store: dist.Store, rank: int, code: int) -> AlreadyTold | None:
+def _told_by_another(store: dist.Store, rank: int, code: int) -> ReportedByOtherRank | None:
     """Books this rank's error as what ends all ranks; where another was first, what to raise in its place."""
     mine = f"{rank} {code}"
-    first = store.compare_set(FIRST_CAUSE, "", mine).decode()
-    return None if first == mine else AlreadyTold(int(first.split()[1]))
+    first = store.compare_set(FIRST_CAUSE_KEY, "", mine).decode()
+    return None if first == mine else ReportedByOtherRank(int(first.split()[1]))
 
 
 def _cause_of(error: BaseException, topology: Topology, store: dist.Store, timeout: float) -> BaseException:
-    """What to raise in place of an error: itself, AlreadyTold, or for a rank that was lost an error that names it."""
+    """What to raise in place of an error: itself, ReportedByOtherRank, or for a rank that was lost an error that names it."""
     cause = error
     with contextlib.suppress(RuntimeError):  # the store may have been the lost rank's
         code = error.exit_code if isinstance(error, KonkaniVaniError) else 1
         if isinstance(error, RankLost):
-            cause = _cause_of_loss(error, topology, store, timeout)
+            cause = _error_of_lost_rank(error, topology, store, timeout)
         else:
             cause = _told_by_another(store, topology.rank, code) or error
-        store.add(ASKED, 1)
+        store.add(QUERIES_KEY, 1)
     return cause
 
 
-def _cause_of_loss(error: RankLost, topology: Topology, store: dist.Store, timeout: float) -> KonkaniVaniError:
-    """AlreadyTold where the lost rank has had a reason of its own, else who did not answer to the roll call."""
-    store.set(f"{HERE}{topology.rank}", "")
+def _error_of_lost_rank(error: RankLost, topology: Topology, store: dist.Store, timeout: float) -> KonkaniVaniError:
+    """ReportedByOtherRank where the lost rank has had a reason of its own, else who did not answer to the roll call."""
+    store.set(f"{PRESENT_KEY}{topology.rank}", "")
     until = time.monotonic() + ROLL_CALL_SECONDS
-    while time.monotonic() < until and not store.check([FIRST_CAUSE]):
+    while time.monotonic() < until and not store.check([FIRST_CAUSE_KEY]):
         time.sleep(0.05)
     if told := _told_by_another(store, topology.rank, ResourceError.exit_code):
         return told
-    missing = [str(rank) for rank in range(topology.world) if not store.check([f"{HERE}{rank}"])]
+    missing = [str(rank) for rank in range(topology.world_size) if not store.check([f"{PRESENT_KEY}{rank}"])]
     if not missing:
         return error
     named = f"Rank {missing[0]} is" if len(missing) == 1 else f"Ranks {', '.join(missing)} are"

@@ -168,7 +168,10 @@ def _feature_rules(features: FeatureConfig) -> list[Rule]:
         (0 < features.hop_samples <= features.fft_samples, "--hop_samples must be between 1 and --fft_samples"),
         (features.smallest_power > 0, "--smallest_power must be above 0"),
         (0 <= features.preemphasis < 1, "--preemphasis must be at least 0 and below 1"),
-        (features.edges == "none" or features.fft_samples % 2 == 0, "--fft_samples must be even with --edges"),
+        (
+            features.frame_padding == "none" or features.fft_samples % 2 == 0,
+            "--fft_samples must be even with --frame_padding",
+        ),
     ]
 
 

@@ -19,7 +19,7 @@ TENSORS = ("waveforms", "tokens", "decoder_tokens", "targets")
 
 
 @dataclass(frozen=True)
-class Speech:
+class Example:
     """One utterance as the step needs it: waveform (S,), token ids, and the seed of its SpecAugment (None: none)."""
 
     utterance_id: str
@@ -71,7 +71,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Window:
+class GlobalBatch:
     """The utterances of one optimizer step, cut into micro-batches; the counts are over the whole window.
 
     Where several ranks train, the micro-batches are those of one rank's share.
@@ -88,11 +88,11 @@ class Window:
         """The names of the utterances in the micro-batches."""
         return tuple(name for batch in self.micro_batches for name in batch.utterance_ids)
 
-    def with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Window:
+    def with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> GlobalBatch:
         return dataclasses.replace(self, micro_batches=tuple(batch.with_each(change) for batch in self.micro_batches))
 
 
-def check_tokens(speech: Speech, vocab_size: int, special: SpecialTokens) -> None:
+def check_tokens(speech: Example, vocab_size: int, special: SpecialTokens) -> None:
     """Raises a DataError where a token is CTC's blank, if there is one, or none of the vocabulary.
 
     Here, on the host: CUDA's kernels would end the process, or give a loss that means nothing.
@@ -106,7 +106,7 @@ def check_tokens(speech: Speech, vocab_size: int, special: SpecialTokens) -> Non
         )
 
 
-def collate(speeches: list[Speech], special: SpecialTokens) -> Batch:
+def collate(speeches: list[Example], special: SpecialTokens) -> Batch:
     """One batch of these utterances; `special` are the tokenizer's."""
     tokens = [torch.tensor(speech.tokens, dtype=torch.long) for speech in speeches]
     edge = torch.tensor([special.start]), torch.tensor([special.end])
@@ -129,16 +129,16 @@ def largest_batch(batches: tuple[Batch, ...]) -> Batch:
     return max(batches, key=lambda batch: (batch.size * batch.longest_seconds, batch.longest_seconds))
 
 
-def order_for_concurrency(batches: tuple[Batch, ...], at_once: int) -> tuple[Batch, ...]:
-    """The batches in the order in which `at_once` of them at a time are done soonest; one at a time, as they were.
+def order_for_concurrency(batches: tuple[Batch, ...], concurrent_micro_batches: int) -> tuple[Batch, ...]:
+    """The batches in the order in which `concurrent_micro_batches` of them at a time are done soonest; one at a time, as they were.
 
-    Costliest first, so that what is left for the end is short; but the first `at_once` the other way round, as each
+    Costliest first, so that what is left for the end is short; but the first `concurrent_micro_batches` the other way round, as each
     adds its gradients after the one before it and would have to wait for a costlier one.
     """
-    if at_once < 2:
+    if concurrent_micro_batches < 2:
         return batches
     ordered = sorted(batches, key=lambda batch: -sum(batch.sample_lengths))
-    return (*ordered[:at_once][::-1], *ordered[at_once:])
+    return (*ordered[:concurrent_micro_batches][::-1], *ordered[concurrent_micro_batches:])
 
 
 def split_batch(batch: Batch) -> tuple[Batch, Batch]:

@@ -10,7 +10,7 @@ import torch
 
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.randomness import derive_seed
-from konkanivani.data.batch import Speech, Window, collate
+from konkanivani.data.batch import Example, GlobalBatch, collate
 from konkanivani.data.text import SpecialTokens
 
 MAX_BUCKETS = 50
@@ -19,10 +19,10 @@ PLAN_VERSION = 2  # counts changes of how a plan follows from its numbers
 
 @dataclass(frozen=True, order=True)
 class Cursor:
-    """A position in the data: `window` windows of epoch `epoch` (from 0) have been consumed."""
+    """A position in the data: `global_batch` windows of epoch `epoch` (from 0) have been consumed."""
 
     epoch: int
-    window: int
+    global_batch: int
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,18 @@ class EpochPlan(Sequence[np.ndarray]):
     """The windows of one epoch as arrays of utterance indices; `order` has them window after window."""
 
     order: np.ndarray
-    window_order: np.ndarray
-    window_size: int
+    global_batch_order: np.ndarray
+    global_batch_size: int
 
     def __len__(self) -> int:
-        return -(-len(self.order) // self.window_size)
+        return -(-len(self.order) // self.global_batch_size)
 
     def __getitem__(self, number: int) -> np.ndarray:
         number = range(len(self))[number]
-        place = int(self.window_order[number]) if number < len(self.window_order) else number  # the ragged one is last
-        return self.order[place * self.window_size : (place + 1) * self.window_size]
+        place = (
+            int(self.global_batch_order[number]) if number < len(self.global_batch_order) else number
+        )  # the ragged one is last
+        return self.order[place * self.global_batch_size : (place + 1) * self.global_batch_size]
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class EpochPlanner:
     """
 
     durations: np.ndarray
-    window_size: int
+    global_batch_size: int
     seed: int
     shortest_first: bool = False
 
@@ -62,7 +64,7 @@ class EpochPlanner:
         """
         generator = np.random.default_rng(derive_seed(self.seed, "plan", epoch))
         # Buckets hold about equally many, at least four windows' worth.
-        count = int(np.clip(len(self.durations) // (4 * self.window_size), 1, MAX_BUCKETS))
+        count = int(np.clip(len(self.durations) // (4 * self.global_batch_size), 1, MAX_BUCKETS))
         ordered = np.sort(self.durations.astype(np.float32))  # half the memory; any edges serve
         edges = ordered[len(ordered) * np.arange(1, count) // count]
         parts = np.array_split(self.durations, 16)
@@ -71,23 +73,23 @@ class EpochPlanner:
         ends = np.cumsum(np.bincount(buckets, minlength=MAX_BUCKETS))
         for first, end in zip([0, *ends], ends, strict=False):
             generator.shuffle(order[first:end])
-        whole = len(order) // self.window_size
-        windows = np.arange(whole) if self.shortest_first and epoch == 0 else generator.permutation(whole)
-        return EpochPlan(order, windows.astype(np.int32), self.window_size)
+        whole = len(order) // self.global_batch_size
+        global_batches = np.arange(whole) if self.shortest_first and epoch == 0 else generator.permutation(whole)
+        return EpochPlan(order, global_batches.astype(np.int32), self.global_batch_size)
 
-    def windows_per_epoch(self) -> int:
-        return -(-len(self.durations) // self.window_size)
+    def global_batches_per_epoch(self) -> int:
+        return -(-len(self.durations) // self.global_batch_size)
 
     def cursors_behind(self, cursor: Cursor) -> Iterator[Cursor]:
         """The cursor behind each window from `cursor` on, without end."""
-        epoch, number = cursor.epoch, cursor.window
+        epoch, number = cursor.epoch, cursor.consumed
         while True:
-            epoch, number = (epoch, number + 1) if number + 1 < self.windows_per_epoch() else (epoch + 1, 0)
+            epoch, number = (epoch, number + 1) if number + 1 < self.global_batches_per_epoch() else (epoch + 1, 0)
             yield Cursor(epoch, number)
 
     def digest(self) -> int:
         """A number that changes when any plan does."""
-        recipe = repr((PLAN_VERSION, self.window_size, self.seed, *["shortest first"] * self.shortest_first))
+        recipe = repr((PLAN_VERSION, self.global_batch_size, self.seed, *["shortest first"] * self.shortest_first))
         return zlib.crc32(recipe.encode(), zlib.crc32(np.ascontiguousarray(self.durations)))
 
 
@@ -152,7 +154,9 @@ def padded_seconds(seconds: np.ndarray, limits: tuple[SizeLimit, ...]) -> float:
     return float((ordered[np.cumsum(sizes) - 1] * sizes).sum())
 
 
-def cut_window(speeches: list[Speech], limits: tuple[SizeLimit, ...], special: SpecialTokens) -> Window:
+def split_into_micro_batches(
+    speeches: list[Example], limits: tuple[SizeLimit, ...], special: SpecialTokens
+) -> GlobalBatch:
     """The window in micro-batches of utterances of like length, each as large as its longest one allows.
 
     `limits` ascend in seconds. The shortest utterances come first; the last micro-batch may be smaller.
@@ -162,7 +166,7 @@ def cut_window(speeches: list[Speech], limits: tuple[SizeLimit, ...], special: S
     micro_batches = tuple(collate(list(islice(rest, size)), special) for size in sizes)
     samples = sum(len(speech.waveform) for speech in speeches)
     padded = sum(batch.waveforms.numel() for batch in micro_batches)
-    return Window(
+    return GlobalBatch(
         micro_batches=micro_batches,
         tokens=sum(len(speech.tokens) for speech in speeches),
         utterances=len(speeches),

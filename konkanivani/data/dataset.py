@@ -11,7 +11,7 @@ from konkanivani.data.audio.augmentation import choose_speed, perturb_speed
 from konkanivani.data.audio.files import UnusableAudio
 from konkanivani.data.audio.silence import speech_span
 from konkanivani.data.audio.waveform import load_audio
-from konkanivani.data.batch import Speech
+from konkanivani.data.batch import Example
 from konkanivani.data.noise_reverb import NoiseReverb
 from konkanivani.data.rejections import Rejection
 from konkanivani.data.utterance import Utterance
@@ -19,7 +19,7 @@ from konkanivani.data.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
-class TrainingSpeech(Dataset):
+class TrainDataset(Dataset):
     """Map-style: (epoch, index) -> Speech, or a Rejection.
 
     Speed-perturbed, then with noise and reverberation; of `timed_share` the labels say when speech begins and ends.
@@ -34,7 +34,7 @@ class TrainingSpeech(Dataset):
     noise_reverb: NoiseReverb = NoiseReverb()
     timed_share: float = 0.0
 
-    def __getitem__(self, key: tuple[int, int]) -> Speech | Rejection:
+    def __getitem__(self, key: tuple[int, int]) -> Example | Rejection:
         epoch, index = key
         utterance = self.utterances[index]
         waveform = _read(utterance, self.manifest)
@@ -49,23 +49,23 @@ class TrainingSpeech(Dataset):
             tokens = self.tokenizer.encode_with_times(utterance.text, *speech_span(clean))
         else:
             tokens = self.tokenizer.encode(utterance.text)
-        return Speech(utterance.id, waveform, tokens, seed)
+        return Example(utterance.id, waveform, tokens, seed)
 
 
 @dataclass(frozen=True)
-class EvaluationSpeech(Dataset):
+class EvalDataset(Dataset):
     """Map-style: index -> Speech as it is in the file, or a Rejection."""
 
     utterances: Sequence[Utterance]
     tokenizer: Vocabulary
     manifest: str = ""
 
-    def __getitem__(self, index: int) -> Speech | Rejection:
+    def __getitem__(self, index: int) -> Example | Rejection:
         utterance = self.utterances[index]
         waveform = _read(utterance, self.manifest)
         if isinstance(waveform, Rejection):
             return waveform
-        return Speech(utterance.id, waveform, self.tokenizer.encode(utterance.text), None)
+        return Example(utterance.id, waveform, self.tokenizer.encode(utterance.text), None)
 
 
 def _read(utterance: Utterance, manifest: str) -> torch.Tensor | Rejection:

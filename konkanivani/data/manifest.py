@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from konkanivani.base.amount import Amount
+from konkanivani.base.auto_defaults import CorpusSize
 from konkanivani.base.errors import DataError, ErrorCollector, explained
 from konkanivani.base.files import write_json_lines
 from konkanivani.data.audio.roots import audio_roots
@@ -112,9 +112,9 @@ def write_manifest(path: str | Path, utterances: Iterable[Utterance]) -> None:
     write_json_lines(Path(path), map(row_of, utterances))
 
 
-def measure_amount(manifest: Manifest) -> Amount:
+def measure_corpus_size(manifest: Manifest) -> CorpusSize:
     """The speech of all its rows that can be used, and where that is little its words."""
-    amount = Amount(float(manifest.durations.sum()) / 3600, len(manifest.durations))
+    amount = CorpusSize(float(manifest.durations.sum()) / 3600, len(manifest.durations))
     words = {word for text in iterate_texts(manifest) for word in text.split()} if amount.is_little else ()
     return dataclasses.replace(amount, words=len(words))
 

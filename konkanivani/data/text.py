@@ -88,7 +88,7 @@ class SpecialTokens:
         return token in (self.blank, self.unknown, self.start, self.end)
 
     @property
-    def never_said(self) -> tuple[int, ...]:
+    def never_generated(self) -> tuple[int, ...]:
         """What no search may find, though in training it has a share of the probability."""
         return () if self.blank is None else (self.blank, self.start)
 

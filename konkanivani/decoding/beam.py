@@ -23,7 +23,7 @@ from konkanivani.decoding.scorers import CTCScorer, FullScorer
 CANDIDATES_A_PLACE = 2
 # With a length bonus the score can grow: then a search ends when nothing that ended with one of the last three lengths
 # comes within ten nats of the best (Watanabe et al., 2017, eq. 22).
-LENGTHS_WITHOUT_HOPE, NATS_WITHOUT_HOPE = 3, 10.0
+END_DETECT_LENGTHS, NATS_WITHOUT_HOPE = 3, 10.0
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,13 @@ def beam_search(
             found = Hypothesis(tuple(search.tokens[n, k, :-1].tolist()), search.scores[n, k].item())
             search.ended[search.places[n]].append(found)
         search.scores = search.scores.masked_fill(tokens == scorers.end, -math.inf)
-        hopeful = [n for n in range(len(search.places)) if _has_hope(search, n, best, scorers.length_bonus)]
-        search.places = [search.places[n] for n in hopeful]
-        if not hopeful:
+        can_improve = [n for n in range(len(search.places)) if _can_improve(search, n, best, scorers.length_bonus)]
+        search.places = [search.places[n] for n in can_improve]
+        if not can_improve:
             break
         scorers.follow(sources, tokens)
-        if len(hopeful) < len(tokens):
-            rows = torch.tensor(hopeful, device=device)
+        if len(can_improve) < len(tokens):
+            rows = torch.tensor(can_improve, device=device)
             search.limits, search.tokens, search.scores = search.limits[rows], search.tokens[rows], search.scores[rows]
             scorers.keep(rows)
     return [tuple(sort_hypotheses(ended)[:best]) for ended in search.ended]
@@ -150,7 +150,7 @@ def _select(search: _Search, candidates: torch.Tensor, scores: torch.Tensor) -> 
     return sources, tokens
 
 
-def _has_hope(search: _Search, n: int, best: int, length_bonus: float) -> bool:
+def _can_improve(search: _Search, n: int, best: int, length_bonus: float) -> bool:
     """Whether what the search holds of its n-th utterance may yet become one of the `best`."""
     highest = search.scores[n].max().item()
     ended = sort_hypotheses(search.ended[search.places[n]])
@@ -158,8 +158,8 @@ def _has_hope(search: _Search, n: int, best: int, length_bonus: float) -> bool:
         return highest > -math.inf
     if length_bonus <= 0:
         return highest > ended[best - 1].log_probability
-    recent = [h for h in ended if len(h.tokens) > search.length - 1 - LENGTHS_WITHOUT_HOPE]
-    is_hopeless = search.length > LENGTHS_WITHOUT_HOPE and all(
+    recent = [h for h in ended if len(h.tokens) > search.length - 1 - END_DETECT_LENGTHS]
+    is_hopeless = search.length > END_DETECT_LENGTHS and all(
         h.log_probability < ended[0].log_probability - NATS_WITHOUT_HOPE for h in recent
     )
     return not is_hopeless

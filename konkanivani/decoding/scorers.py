@@ -23,7 +23,7 @@ class FullScorer(Protocol):
     """Scores every token; its end token stands for the end of a hypothesis."""
 
     def score(self) -> torch.Tensor:
-        """(B, K, V): each hypothesis with each token more; what is `never_said` gets -inf."""
+        """(B, K, V): each hypothesis with each token more; what is `never_generated` gets -inf."""
 
     def follow(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
         """Hypothesis k is from now on what was sources[k], with tokens[k] more; both (B, K)."""
@@ -60,7 +60,7 @@ class AttentionScorer:
         logits = self._decoder.output(self._decoder.step(self._last, self._cache)).double()
         # As in training, blank and the start token have a share of the probability, though neither can follow.
         self._scores = self._totals[:, :, None] + logits.log_softmax(dim=-1)
-        return without(self._scores, *self._special.never_said)
+        return without(self._scores, *self._special.never_generated)
 
     def follow(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
         self._totals, self._last = gather_scores(self._scores, sources, tokens), tokens
@@ -90,7 +90,7 @@ class LanguageModelScorer:
     def score(self) -> torch.Tensor:
         following = self._model.score(self._contexts.flatten()).to(self._totals.device)
         self._scores = self._totals[:, :, None] + following.view(*self._totals.shape, -1)
-        return without(self._scores, *self._special.never_said)
+        return without(self._scores, *self._special.never_generated)
 
     def follow(self, sources: torch.Tensor, tokens: torch.Tensor) -> None:
         self._totals = gather_scores(self._scores, sources, tokens)

@@ -16,7 +16,7 @@ import numpy as np
 RESAMPLES = 2_000
 SEED = 1234
 MIN_SPEAKERS = 10
-DRAWN_AT_ONCE = 4_000_000
+DRAWS_PER_CHUNK = 4_000_000
 
 Unit = Literal["utterances", "speakers"]
 Wish = Literal["auto", "utterances", "speakers"]
@@ -56,10 +56,10 @@ def resample_sums(amounts: np.ndarray, blocks: np.ndarray, resamples: int = RESA
         return np.zeros((resamples, amounts.shape[1]))
     sums = np.stack([np.bincount(blocks, column, count) for column in amounts.T], axis=1)
     generator = np.random.default_rng(seed)
-    at_once = max(1, DRAWN_AT_ONCE // count)
+    rows_per_chunk = max(1, DRAWS_PER_CHUNK // count)
     found = []
-    for done in range(0, resamples, at_once):
-        rows = min(at_once, resamples - done)
+    for done in range(0, resamples, rows_per_chunk):
+        rows = min(rows_per_chunk, resamples - done)
         drawn = generator.integers(count, size=(rows, count)) + count * np.arange(rows)[:, None]
         times = np.bincount(drawn.ravel(), minlength=rows * count).reshape(rows, count)  # each block is drawn
         found.append(times.astype(np.float64) @ sums)

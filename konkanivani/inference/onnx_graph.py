@@ -41,7 +41,7 @@ class MatrixLogMel(torch.nn.Module):
         power = F.conv1d(cosines.square() + sines.square(), self.filters)
         features = log_power(power, self.config).transpose(1, 2)
         padding, frames = beyond(frames, features.shape[1]), frames.clamp_min(1).to(features.dtype)
-        return normalize_features(features, padding, frames, self.config.deviation)
+        return normalize_features(features, padding, frames, self.config.std_ddof)
 
 
 class RecognitionGraph(torch.nn.Module):

@@ -141,14 +141,14 @@ def build_recognizer(
     else:
         speech_model = build_speech_model(read_checkpoint(path), choose_device(device))
     longest = min(speech_model.longest_seconds, MAX_PIECE) if longest_seconds is None else longest_seconds
-    speech_model = timed(speech_model)
+    speech_model = with_word_times(speech_model)
     decode = build_decode(decoding, speech_model.architecture, speech_model.tokenizer, speech_model.device)
     if isinstance(decode, BeamDecode) and isinstance(speech_model.tokenizer, PromptedVocabulary):
         decode = FallbackDecode(decode, speech_model.tokenizer)
     return Recognizer(speech_model, decode, build_segmentation(longest, pause_seconds))
 
 
-def timed(speech_model: SpeechModel) -> SpeechModel:
+def with_word_times(speech_model: SpeechModel) -> SpeechModel:
     """The model as it says when it hears what, where it has learnt that."""
     tokenizer = speech_model.tokenizer
     if not (speech_model.knows_times and isinstance(tokenizer, PromptedVocabulary)):

@@ -16,7 +16,7 @@ STEPS_A_SECOND = 100  # levels are measured, and cuts made, every 10 ms
 STEP = SAMPLE_RATE // STEPS_A_SECOND  # samples
 HORIZON = 60 * STEPS_A_SECOND  # what is looked at to tell pauses from speech
 SMOOTHED = 5  # steps, an odd number: a level is the mean power over 50 ms
-NOTHING = -90.0  # dB under full scale: less than one step of 16 bit
+SILENCE_DB = -90.0  # dB under full scale: less than one step of 16 bit
 QUIETEST_FRACTION = 0.02  # of the steps: their level is that of the noise, or of the closures of stops
 MAX_RANGE = 60.0  # dB: the noise is taken to be at most so far under the loudest, as where a gate has made zeros of it
 # A pause's level above the noise's: so many dB, and this share of the way to the loudest.
@@ -156,7 +156,7 @@ class _Stream:
     def loud_steps(self, first: int) -> torch.Tensor:
         """The steps from `first` on, ascending, that are louder than a pause is among what is there."""
         reach = self._loudest - self._noise
-        threshold = max(self._noise + min(MAX_ABOVE_NOISE, SHARE_ABOVE_NOISE * reach), NOTHING)
+        threshold = max(self._noise + min(MAX_ABOVE_NOISE, SHARE_ABOVE_NOISE * reach), SILENCE_DB)
         if reach < MIN_REACH and len(self._levels) > STEPS_A_SECOND:
             threshold = math.inf
         return torch.nonzero(self._levels[first - self.first :] > threshold)[:, 0] + first
@@ -166,7 +166,7 @@ class _Stream:
 
         A gate's zeros are no silence that a model has learnt: their logarithm would change every normalised feature.
         """
-        return torch.nonzero(self._power[begin - self.first : end - self.first] < 10 ** (NOTHING / 10))[:, 0] + begin
+        return torch.nonzero(self._power[begin - self.first : end - self.first] < 10 ** (SILENCE_DB / 10))[:, 0] + begin
 
     def quietest_step(self, begin: int, end: int) -> int:
         """The middle of the quietest fifth of a second in the second half of the steps from `begin` to `end`."""

@@ -21,7 +21,7 @@ from konkanivani.inference.pretrained import STATE, Pretrained, restored_archite
 from konkanivani.inference.provenance import Provenance, read_provenance
 from konkanivani.inference.whisper.vocabulary import vocabulary_of
 from konkanivani.model.architecture import Architecture, Dimensions
-from konkanivani.model.asr import KonkaniVaniASR, Unfilled
+from konkanivani.model.asr import KonkaniVaniASR, SkipInit
 from konkanivani.model.blocks import run_directly
 from konkanivani.model.front_end import FrontEnd
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, load_states
@@ -60,7 +60,7 @@ def build_speech_model(checkpoint: Checkpoint, device: torch.device) -> SpeechMo
     trained = restored_architecture(checkpoint, config)
     as_trained = trained.build_without_values().state_dict()
     architecture, weights = trained.plain(whole_weights(checkpoint, config, as_trained))
-    with Unfilled():
+    with SkipInit():
         model = architecture.build()
     front_end = architecture.build_front_end(config.augment).to(device)
     load_states(dataclasses.replace(checkpoint, states={"model": weights}), {"model": model})

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from konkanivani.base.command_line import is_out_of_memory
 from konkanivani.base.console import count, printable
-from konkanivani.base.distributed import ALONE, Topology, from_first, gather
+from konkanivani.base.distributed import ALONE, Topology, broadcast_from_rank0, gather
 from konkanivani.base.errors import DataError, ResourceError, UsageError
 from konkanivani.base.files import atomic_write, visible_files
 from konkanivani.data.audio.files import AudioSource, ShortAudio, UnusableAudio, claimed_header
@@ -114,23 +114,23 @@ class Transcription:
         What is wrong with one recording is said on stderr, and the others go on. At the end a DataError says how many
         could not be transcribed; where there is only one, it says what is wrong with it.
         """
-        is_alone, failed = len(recordings) == 1, 0
+        is_single_process, failed = len(recordings) == 1, 0
         targets, done = self._targets(recordings)
         recognizer = self.load()  # seconds, after all that may be refused
         # Of a file that is not there its reader will tell.
         sizes = np.array([each.path.stat().st_size if each.path.is_file() else 0 for each in recordings])
-        portion = partition(sizes, self.topology.world)[self.topology.rank]
+        portion = partition(sizes, self.topology.world_size)[self.topology.rank]
         shown = [recordings[number] for number in portion]
         with _Progress(shown, self.topology) as progress, _short_audio_told(progress):
             for number in portion:
                 try:
                     if not done[number]:
-                        self._transcribe(recognizer, recordings[number], targets[number], progress, is_alone)
+                        self._transcribe(recognizer, recordings[number], targets[number], progress, is_single_process)
                     if self.output is not None:
                         name = printable(targets[number]) + " is there already" * done[number]
                         progress.write(f"{number + 1} of {len(targets)}: {name}\n", sys.stderr)
                 except UnusableAudio as error:
-                    if is_alone:
+                    if is_single_process:
                         raise
                     failed += 1
                     progress.write(f"{printable(error)}\n", sys.stderr)
@@ -147,7 +147,7 @@ class Transcription:
         """Where each transcript goes, None for the screen, and which are to be kept."""
         if self.output is not None:
             paths = output_paths(recordings, self.output, self.text_format)
-            there = from_first(self.topology, lambda: [path.exists() for path in paths])
+            there = broadcast_from_rank0(self.topology, lambda: [path.exists() for path in paths])
             if any(there) and self.existing == "refuse":
                 raise UsageError(
                     f"{paths[there.index(True)]} is there already, one of {sum(there):,}. --existing keep makes the "
@@ -161,7 +161,12 @@ class Transcription:
         return [None] * len(recordings), [False] * len(recordings)
 
     def _transcribe(
-        self, recognizer: Recognizer, recording: Recording, target: Path | None, progress: "_Progress", is_alone: bool
+        self,
+        recognizer: Recognizer,
+        recording: Recording,
+        target: Path | None,
+        progress: "_Progress",
+        is_single_process: bool,
     ) -> None:
         try:
             segments = progress.follow(recording, recognizer.segments(recording.path))
@@ -169,7 +174,7 @@ class Transcription:
             if target is not None:
                 write_text(target, texts)
                 return
-            if self.text_format == "txt" and not is_alone:
+            if self.text_format == "txt" and not is_single_process:
                 progress.write(f"==> {printable(recording)} <==\n", sys.stdout)
             for text in texts:
                 progress.write(text, sys.stdout)
@@ -203,7 +208,7 @@ class _Progress:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._bar.close()
-        if kind is not None or self._topology.is_alone:
+        if kind is not None or self._topology.is_single_process:
             return
         of_all = [each for kept in gather(self._topology, self._kept) for each in kept]
         for _, pieces in sorted(of_all, key=lambda each: each[0]):
@@ -217,7 +222,7 @@ class _Progress:
 
     def write(self, text: str, stream: TextIO) -> None:
         """Writes the text, the bar out of its way."""
-        if not self._topology.is_alone:
+        if not self._topology.is_single_process:
             self._held.append((text, stream is sys.stderr))
             return
         with self._bar.external_write_mode(file=stream):

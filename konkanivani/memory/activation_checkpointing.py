@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from konkanivani.base.randomness import derive_seed, dropout_generator, dropout_seed
-from konkanivani.memory.weights.placement import PlacedBlock
+from konkanivani.memory.weights.placement import OffloadedBlock
 from konkanivani.model.kernels.recompute import run_recomputed
 
 ALL_BLOCKS = sys.maxsize
@@ -25,16 +25,16 @@ class RecomputedBlocks:
 
     count: int
 
-    def __call__(self, block: torch.nn.Module | PlacedBlock, *inputs: object) -> torch.Tensor:
+    def __call__(self, block: torch.nn.Module | OffloadedBlock, *inputs: object) -> torch.Tensor:
         masks = dropout_generator()
         run = block if masks is None else _seeded(block, derive_seed(masks.initial_seed(), block.number))
-        is_fetched = isinstance(block, PlacedBlock) and block.is_fetched
+        is_fetched = isinstance(block, OffloadedBlock) and block.is_fetched
         if block.number < self.count or is_fetched:
             return run_recomputed(run, *inputs, keeps_random_state=masks is None, keeps_attention=block.keeps_attention)
         return run(*inputs)
 
 
-def _seeded(block: torch.nn.Module | PlacedBlock, seed: int) -> Callable[..., torch.Tensor]:
+def _seeded(block: torch.nn.Module | OffloadedBlock, seed: int) -> Callable[..., torch.Tensor]:
     """The block with masks of this seed."""
 
     def run(*inputs: object) -> torch.Tensor:

@@ -12,11 +12,11 @@ from konkanivani.base.files import atomic_write
 from konkanivani.memory.recovery import OomHistory
 
 
-def write_sizes(directory: Path, rank: int, splits: OomHistory) -> None:
+def write_sizes(directory: Path, rank: int, oom_history: OomHistory) -> None:
     """Writes what a rank remembers; a ResourceError where the folder cannot be written."""
     with atomic_write(_path(directory, rank)) as partial:
         directory.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(splits.state_dict()), encoding="utf-8")
+        partial.write_text(json.dumps(oom_history.state_dict()), encoding="utf-8")
 
 
 def read_sizes(directory: Path, conditions: int) -> dict[int, int]:

@@ -47,7 +47,7 @@ class MemoryPlan:
     backward: int
     update: int
     validation: int
-    at_once: int = 1
+    concurrent_micro_batches: int = 1
     """Micro-batches that are run side by side."""
     placement: Placement = ON_CARD
     """Where the weights are."""
@@ -79,8 +79,13 @@ class MemoryPlan:
             "buckets": [[b.seconds, b.tokens, b.utterances, b.recomputed_blocks, b.peak] for b in self.buckets],
             "validation_seconds": self.validation_seconds,
             "peaks": [self.forward, self.backward, self.update, self.validation],
-            "at_once": self.at_once,
-            "placement": [self.placement.fetched, self.placement.halved, self.host, self.placement.ahead],
+            "at_once": self.concurrent_micro_batches,
+            "placement": [
+                self.placement.offloaded_blocks,
+                self.placement.half_precision,
+                self.host,
+                self.placement.prefetch,
+            ],
         }
 
 
@@ -92,27 +97,34 @@ def read_plan(state: Mapping[str, object]) -> MemoryPlan:
             for seconds, tokens, utterances, blocks, peak in state["buckets"]
         )
         peaks = [int(peak) for peak in state["peaks"]]
-        fetched, halved, host, ahead = state.get("placement", (0, False, 0, False))
+        offloaded_blocks, half_precision, host, prefetch = state.get("placement", (0, False, 0, False))
         plan = MemoryPlan(
             *(int(state[name]) for name in ("conditions", "budget", "context")),
             buckets,
             float(state["validation_seconds"]),
             *peaks,
-            at_once=int(state.get("at_once", 1)),  # a checkpoint of before there was a choice
-            placement=Placement(int(fetched), bool(halved), bool(ahead)),
+            concurrent_micro_batches=int(state.get("at_once", 1)),  # a checkpoint of before there was a choice
+            placement=Placement(int(offloaded_blocks), bool(half_precision), bool(prefetch)),
             host=int(host),
         )
     except (KeyError, TypeError, ValueError):
         raise CheckpointError("The checkpoint's memory plan is no plan. Give --replan to make a new one.") from None
     ascending = all(one.seconds < other.seconds for one, other in zip(buckets, buckets[1:], strict=False))
-    if not buckets or not ascending or plan.at_once < 1 or min(bucket.utterances for bucket in buckets) < 1:
+    if (
+        not buckets
+        or not ascending
+        or plan.concurrent_micro_batches < 1
+        or min(bucket.utterances for bucket in buckets) < 1
+    ):
         raise CheckpointError("The checkpoint's memory plan is not sound. Give --replan to make a new one.")
     return plan
 
 
 def plan_sentences(plan: MemoryPlan, blocks: int) -> str:
     """The plan for a person."""
-    side_by_side = f", {plan.at_once} micro-batches side by side" if plan.at_once > 1 else ""
+    side_by_side = (
+        f", {plan.concurrent_micro_batches} micro-batches side by side" if plan.concurrent_micro_batches > 1 else ""
+    )
     lines = [f"Memory plan for {budget_text(plan.budget)}, planned peak {peak_text(plan.peak)}{side_by_side}:"]
     if not plan.placement.is_on_card:
         beside = f"; on the host {peak_text(plan.host)}" if plan.host else ""

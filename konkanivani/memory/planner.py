@@ -44,12 +44,19 @@ class Growth:
 class Planner:
     """Answers about one model on one device, under one budget in bytes.
 
-    `tokens_per_second` is what utterances hold about; it only makes the first guesses good. `at_once` micro-batches are
+    `tokens_per_second` is what utterances hold about; it only makes the first guesses good. `concurrent_micro_batches` micro-batches are
     run side by side.
     """
 
-    def __init__(self, traces: Traces, budget: int, tokens_per_second: float, at_once: int = 1) -> None:
-        self.traces, self.budget, self.tokens_per_second, self.at_once = traces, budget, tokens_per_second, at_once
+    def __init__(
+        self, traces: Traces, budget: int, tokens_per_second: float, concurrent_micro_batches: int = 1
+    ) -> None:
+        self.traces, self.budget, self.tokens_per_second, self.concurrent_micro_batches = (
+            traces,
+            budget,
+            tokens_per_second,
+            concurrent_micro_batches,
+        )
         self._growths: dict[RecomputePolicy, Growth] = {}
 
     def beside(self) -> int:
@@ -62,7 +69,7 @@ class Planner:
 
     def phases(self, shape: BatchShape, recompute: RecomputePolicy) -> Peak:
         """The peaks of the step's phases in bytes of tensors."""
-        return self.traces.peak(shape, recompute).side_by_side(self.at_once)
+        return self.traces.peak(shape, recompute).side_by_side(self.concurrent_micro_batches)
 
     def largest_batch(self, seconds: float, tokens: int, recompute: RecomputePolicy, most: int) -> BucketPlan:
         """The largest batch of such utterances that fits, at most `most`: one that was traced itself."""

@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 ONE_BY_ONE = "one by one"
 
 
-class DidNotFit(ResourceError):
+class RestartAfterOom(ResourceError):
     """Memory ran out where the ranks cannot split: they start again, in smaller pieces."""
 
 
@@ -33,27 +33,27 @@ class Outcome(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Cut:
+class MicroBatchPlan:
     """How the work on some utterances is run: in which micro-batches, and whether every block is recomputed.
 
-    What is longer than `chunk_frames` encoder frames or tokens is run in chunks of as many. `at_once` micro-batches are
+    What is longer than `chunk_frames` encoder frames or tokens is run in chunks of as many. `concurrent_micro_batches` micro-batches are
     run side by side.
     """
 
     micro_batches: tuple[Batch, ...]
     recomputes_all: bool
     chunk_frames: int = CHUNK_FRAMES
-    at_once: int = 1
+    concurrent_micro_batches: int = 1
 
     @property
     def largest(self) -> Batch:
         """The micro-batch of most padded audio."""
         return largest_batch(self.micro_batches)
 
-    def smaller(self) -> "Cut | None":
+    def smaller(self) -> "MicroBatchPlan | None":
         """The next smaller way: one at a time, each in halves, every block recomputed, small chunks, then None."""
-        if self.at_once > 1:
-            return dataclasses.replace(self, at_once=1)
+        if self.concurrent_micro_batches > 1:
+            return dataclasses.replace(self, concurrent_micro_batches=1)
         if self.largest_size > 1:
             halves = (split_batch(batch) if batch.size > 1 else (batch,) for batch in self.micro_batches)
             return dataclasses.replace(self, micro_batches=tuple(half for pair in halves for half in pair))
@@ -66,7 +66,7 @@ class Cut:
         """The most utterances in one micro-batch."""
         return max(batch.size for batch in self.micro_batches)
 
-    def in_small_chunks(self) -> "Cut":
+    def in_small_chunks(self) -> "MicroBatchPlan":
         """The same in chunks of SMALL_CHUNK_FRAMES."""
         return dataclasses.replace(self, chunk_frames=min(self.chunk_frames, SMALL_CHUNK_FRAMES))
 
@@ -94,13 +94,13 @@ class OomHistory:
         """Whether an utterance that was no longer did not fit although every block was recomputed."""
         return self._is_known(batch, 0)
 
-    def remember(self, cut: Cut) -> bool:
+    def remember(self, plan: MicroBatchPlan) -> bool:
         """Books that a cut did not fit: side by side, or else its largest micro-batch; whether that is news."""
-        if cut.at_once > 1:
+        if plan.concurrent_micro_batches > 1:
             self._fits_one_by_one_only = True
             return True
-        batch = cut.largest
-        fewest = 0 if batch.size == 1 and cut.recomputes_all else batch.size
+        batch = plan.largest
+        fewest = 0 if batch.size == 1 and plan.recomputes_all else batch.size
         is_news = not self._is_known(batch, fewest)
         if is_news:
             self._fewest[int(batch.longest_seconds)] = fewest
@@ -115,12 +115,14 @@ class OomHistory:
         for seconds, fewest in sizes.items():
             self._fewest[seconds] = min(fewest, self._fewest.get(seconds, fewest))
 
-    def cut_to_fit(self, cut: Cut) -> Cut:
+    def fit_to_memory(self, plan: MicroBatchPlan) -> MicroBatchPlan:
         """The cut with everything known to be too large in smaller pieces."""
-        pieces = tuple(piece for batch in cut.micro_batches for piece in self._pieces(batch))
-        recomputes_all = cut.recomputes_all or any(map(self.is_too_large, pieces))
-        at_once = 1 if self._fits_one_by_one_only else cut.at_once
-        fitting = dataclasses.replace(cut, micro_batches=pieces, recomputes_all=recomputes_all, at_once=at_once)
+        pieces = tuple(piece for batch in plan.micro_batches for piece in self._pieces(batch))
+        recomputes_all = plan.recomputes_all or any(map(self.is_too_large, pieces))
+        concurrent_micro_batches = 1 if self._fits_one_by_one_only else plan.concurrent_micro_batches
+        fitting = dataclasses.replace(
+            plan, micro_batches=pieces, recomputes_all=recomputes_all, concurrent_micro_batches=concurrent_micro_batches
+        )
         return fitting.in_small_chunks() if any(map(self.needs_small_chunks, pieces)) else fitting
 
     def state_dict(self) -> dict[str, int]:
@@ -150,19 +152,19 @@ class OomHistory:
         return tuple(piece for half in split_batch(batch) for piece in self._pieces(half))
 
 
-class Attempt(Generic[Result]):
+class OomAttempt(Generic[Result]):
     """One try at a cut: in its `with` block running out of memory is no error, and `reason` says how it came.
 
     The error is kept without its traceback: that would hold the frames of the attempt, and they its tensors,
     and activation checkpointing's hooks on what is saved for the backward pass, which would go on into the next one.
     """
 
-    def __init__(self, cut: Cut) -> None:
-        self.cut = cut
+    def __init__(self, plan: MicroBatchPlan) -> None:
+        self.plan = plan
         self.result: Result | None = None
         self.reason: str | None = None
 
-    def __enter__(self) -> "Attempt[Result]":
+    def __enter__(self) -> "OomAttempt[Result]":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
@@ -172,30 +174,30 @@ class Attempt(Generic[Result]):
         self.reason = (str(error) or "the system gave no more").splitlines()[0]
         return True
 
-    def result_or_end(self, splits: OomHistory) -> Result:
+    def result_or_raise(self, oom_history: OomHistory) -> Result:
         """The result, where other ranks wait inside of the work and nothing can be done again.
 
-        Out of memory, DidNotFit, its size remembered; a ResourceError that names an utterance where nothing is smaller.
+        Out of memory, RestartAfterOom, its size remembered; a ResourceError that names an utterance where nothing is smaller.
         """
         if self.reason is None:
             return self.result
-        if self.cut.smaller() is None:
-            raise _does_not_fit(self.cut.largest, self.reason)
-        splits.remember(self.cut)
-        size, seconds = self.cut.largest.size, self.cut.largest.longest_seconds
-        raise DidNotFit(
+        if self.plan.smaller() is None:
+            raise _does_not_fit(self.plan.largest, self.reason)
+        oom_history.remember(self.plan)
+        size, seconds = self.plan.largest.size, self.plan.largest.longest_seconds
+        raise RestartAfterOom(
             f"Out of memory at {size} x {seconds:.1f} s ({self.reason.rstrip('.')}) where the ranks share the weights, "
             "so none can go on alone. What did not fit is remembered: --resume auto goes on from the newest checkpoint "
             "in smaller pieces (torchrun --max_restarts does it by itself)."
         )
 
 
-class Attempts(Generic[Result]):
+class OomRetry(Generic[Result]):
     """The same work in smaller and smaller pieces, until it fits in memory.
 
         for attempt in attempts:
             with attempt:
-                attempt.result = work(attempt.cut)
+                attempt.result = work(attempt.plan)
 
     Then `result` is that of the attempt that fitted, after so many `retries`. A ResourceError names the utterance that
     does not fit even alone; every other error passes through.
@@ -203,42 +205,47 @@ class Attempts(Generic[Result]):
 
     def __init__(
         self,
-        cut: Cut,
-        splits: OomHistory,
+        plan: MicroBatchPlan,
+        oom_history: OomHistory,
         undo: Callable[[], None] = lambda: None,
-        agree: Callable[[Outcome], Outcome] = lambda mine: mine,
+        all_reduce_max: Callable[[Outcome], Outcome] = lambda mine: mine,
     ) -> None:
         """`undo` takes back what a failed attempt has left, and must not allocate to speak of.
 
-        `agree` tells of all ranks: one that is done waits, its result kept, until all are, and counts their retries
+        `all_reduce_max` tells of all ranks: one that is done waits, its result kept, until all are, and counts their retries
         with its own; where one was stopped, which an attempt says by no result, each takes back what it has.
         """
-        self._first, self._splits, self._undo, self._agree = splits.cut_to_fit(cut), splits, undo, agree
+        self._first, self._oom_history, self._undo, self._agree = (
+            oom_history.fit_to_memory(plan),
+            oom_history,
+            undo,
+            all_reduce_max,
+        )
         self.result: Result | None = None
         self.retries = 0
 
-    def __iter__(self) -> Iterator[Attempt[Result]]:
-        cut = self._first
-        while cut is not None:
-            attempt: Attempt[Result] = Attempt(cut)
+    def __iter__(self) -> Iterator[OomAttempt[Result]]:
+        plan = self._first
+        while plan is not None:
+            attempt: OomAttempt[Result] = OomAttempt(plan)
             yield attempt
-            cut = self._next(attempt)
+            plan = self._next(attempt)
 
-    def _next(self, attempt: Attempt[Result]) -> Cut | None:
+    def _next(self, attempt: OomAttempt[Result]) -> MicroBatchPlan | None:
         """The cut to try after an attempt, None where all ranks have come to an end."""
         mine, smaller = Outcome.STOPPED if attempt.result is None else Outcome.DONE, None
         if attempt.reason is not None:
             # Before the others are told: one for whom nothing smaller is left ends with its cause, and they with it.
             self._undo()
             release_memory()
-            mine, smaller = Outcome.SPLIT, attempt.cut.smaller()
+            mine, smaller = Outcome.SPLIT, attempt.plan.smaller()
             if smaller is None:
-                raise _does_not_fit(attempt.cut.largest, attempt.reason)
+                raise _does_not_fit(attempt.plan.largest, attempt.reason)
         while (of_all := self._agree(mine)) is Outcome.SPLIT:
             self.retries += 1
             if smaller is not None:
-                if self._splits.remember(attempt.cut):
-                    _tell(attempt.cut, smaller)
+                if self._oom_history.remember(attempt.plan):
+                    _tell(attempt.plan, smaller)
                 return smaller
         if of_all is Outcome.DONE:
             self.result = attempt.result
@@ -254,13 +261,13 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _tell(cut: Cut, smaller: Cut) -> None:
-    size, seconds = cut.largest.size, cut.largest.longest_seconds
-    if cut.at_once > 1:
+def _tell(plan: MicroBatchPlan, smaller: MicroBatchPlan) -> None:
+    size, seconds = plan.largest.size, plan.largest.longest_seconds
+    if plan.concurrent_micro_batches > 1:
         way = "one micro-batch after another"
     elif size > 1:
         way = f"at most {smaller.largest_size} at once"
-    elif not cut.recomputes_all:
+    elif not plan.recomputes_all:
         way = "every block recomputed"
     else:
         way = f"subsampling, logits and CTC in chunks of {smaller.chunk_frames} frames"

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from konkanivani.base.lengths import SAMPLE_RATE, Lengths
-from konkanivani.data.batch import Batch, Window, largest_batch
+from konkanivani.data.batch import Batch, GlobalBatch, largest_batch
 from konkanivani.decoding.ctc import argmax_tokens
 from konkanivani.decoding.decode import Decode
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
@@ -83,7 +83,7 @@ class TracedStep:
     """
 
     build: Callable[[FeatureExtractor], TracedParts]
-    train: Callable[[TracedParts, Window, int], object]
+    train: Callable[[TracedParts, GlobalBatch, int], object]
     recognize: Callable[[Any, Batch, Decode], object]
 
 
@@ -135,29 +135,33 @@ class StepTracer:
         """The peaks of a step at a micro-batch of this size, not the step's first."""
         batch = self._batch(shape)
         tokens = shape.utterances * shape.tokens
-        return self.trace_window(Window((batch,), tokens, shape.utterances, 0.0, 0.0), recompute)
+        return self.trace_global_batch(GlobalBatch((batch,), tokens, shape.utterances, 0.0, 0.0), recompute)
 
-    def trace_window(self, window: Window, recompute: RecomputePolicy) -> Peak:
+    def trace_global_batch(self, global_batch: GlobalBatch, recompute: RecomputePolicy) -> Peak:
         """The peaks of a step over a window of real or traced tensors; its other micro-batches wait elsewhere."""
         live, host = self._counted()
         phases = _Phases(live)
         # One after another: what goes side by side is added up by the planner.
-        forward = dataclasses.replace(self._parts.forward, recompute=recompute, monitor=phases, at_once=1)
+        forward = dataclasses.replace(
+            self._parts.forward, recompute=recompute, monitor=phases, concurrent_micro_batches=1
+        )
         parts = dataclasses.replace(self._parts, forward=forward)
         for counted in (live, host):
             self._count_state(counted, with_gradients=True)
         with self._mode:
-            batches = tuple(batch.with_each(self._mode.from_tensor) for batch in window.micro_batches)
+            batches = tuple(batch.with_each(self._mode.from_tensor) for batch in global_batch.micro_batches)
             inputs = [batch.tensors() for batch in batches]
             live.count(tensor for tensors in inputs for tensor in tensors)
             sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in inputs]
             with live, host if parts.forward.weights else nullcontext():
-                self._step.train(parts, dataclasses.replace(window, micro_batches=batches), 0)
+                self._step.train(parts, dataclasses.replace(global_batch, micro_batches=batches), 0)
         others = sum(sizes) - max(sizes)
         return Peak(
             state=self.state(),
             forward=phases.peaks["forward"] - others,
-            backward=phases.peaks["backward"] - others + self._attention_workspace(largest_batch(window.micro_batches)),
+            backward=phases.peaks["backward"]
+            - others
+            + self._attention_workspace(largest_batch(global_batch.micro_batches)),
             update=phases.peaks["update"] - others,
             host=host.peak if self.costs.is_cuda else 0,
         )
@@ -169,7 +173,7 @@ class StepTracer:
         forward = dataclasses.replace(self._parts.forward, monitor=_Phases(live))
         forward.model.eval()
         batch = self._batch(shape)
-        with self._mode, torch.no_grad(), live, forward.weights_at_hand():
+        with self._mode, torch.no_grad(), live, forward.decoder_on_device():
             self._step.recognize(forward, batch, _greedy_on_the_device)
         return live.peak
 

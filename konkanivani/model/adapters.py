@@ -13,10 +13,14 @@ from konkanivani.base.errors import UsageError
 from konkanivani.model.kernels.products import Linear, LowRank
 
 LOW_RANK_TENSORS = ("low_rank.down", "low_rank.up")  # A and B, behind their layer's name
-OVER_TOKENS = ("ctc_head.", "decoder.embedding.", "decoder.output.")  # what another tokenizer has no use for
+VOCAB_DEPENDENT_PREFIXES = (
+    "ctc_head.",
+    "decoder.embedding.",
+    "decoder.output.",
+)  # what another tokenizer has no use for
 
 
-def lower_parts(encoder: torch.nn.Module, config: TuningConfig) -> list[torch.nn.Module]:
+def frozen_modules(encoder: torch.nn.Module, config: TuningConfig) -> list[torch.nn.Module]:
     """What --freeze or --train_layers leave as it is: the encoder, or what is before its blocks and the first of them.
 
     A UsageError where it has not so many.
@@ -37,7 +41,7 @@ def tune(model: torch.nn.Module, config: TuningConfig) -> None:
     What --freeze and --train_layers leave is run without gradient then, and nothing of it is kept. A new head is
     trained whatever is frozen. A UsageError where no layer has a name that the settings ask low-rank products for.
     """
-    for part in lower_parts(model.encoder, config):
+    for part in frozen_modules(model.encoder, config):
         part.requires_grad_(False)
     if config.lora_rank:
         model.requires_grad_(False)
@@ -49,7 +53,9 @@ def tune(model: torch.nn.Module, config: TuningConfig) -> None:
         for layer in chosen:
             layer.low_rank = LowRank(layer, config.lora_rank, config.scale)
         for name, weight in model.named_parameters():
-            weight.requires_grad_(weight.requires_grad or (config.new_tokenizer and name.startswith(OVER_TOKENS)))
+            weight.requires_grad_(
+                weight.requires_grad or (config.new_tokenizer and name.startswith(VOCAB_DEPENDENT_PREFIXES))
+            )
     if config.frozen_dtype == "half":
         for block in model.blocks:
             for layer in block.modules():
@@ -58,7 +64,7 @@ def tune(model: torch.nn.Module, config: TuningConfig) -> None:
 
 
 @torch.no_grad()
-def begin_head(model: torch.nn.Module) -> None:
+def reset_output_heads(model: torch.nn.Module) -> None:
     """Gives the heads of a new tokenizer the values to begin with: zeros, but -2 for CTC's blank.
 
     With zero weights every token is as likely in every frame, and no noise of a random head goes down into an encoder

@@ -11,7 +11,7 @@ import torch
 from konkanivani.base.config import AugmentConfig, FeatureConfig, LossConfig, ModelConfig, TrainConfig, TuningConfig
 from konkanivani.base.lengths import FrameLengths, Framing
 from konkanivani.model.adapters import merged, tune
-from konkanivani.model.asr import KonkaniVaniASR, Unfilled
+from konkanivani.model.asr import KonkaniVaniASR, SkipInit
 from konkanivani.model.flops import CTC_HEAD, Layer, forward_layers
 from konkanivani.model.front_end import FeatureExtractor, FrontEnd
 from konkanivani.model.losses import LossTerm, Objective
@@ -113,7 +113,7 @@ class HybridArchitecture:
 
     def build_without_values(self) -> KonkaniVaniASR:
         """The network on the device `meta`, for its shapes, or for weights that are there already to be assigned."""
-        with torch.device("meta"), Unfilled():
+        with torch.device("meta"), SkipInit():
             return self.build()
 
     def build_front_end(self, augment: AugmentConfig) -> FrontEnd:

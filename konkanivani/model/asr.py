@@ -16,7 +16,7 @@ from konkanivani.model.blocks import BlockRunner, run_directly
 from konkanivani.model.decoder import Decoder
 from konkanivani.model.encoder import Encoder
 from konkanivani.model.kernels.products import Linear
-from konkanivani.model.losses import LossSums, Objective, Spoken, attention_loss_sum, ctc_loss_sum
+from konkanivani.model.losses import LossSums, Objective, Targets, attention_loss_sum, ctc_loss_sum
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class KonkaniVaniASR(torch.nn.Module):
         decoded = self.decoder and self.decoder(decoder_tokens, encoded, encoded_lengths, run_block)
         return ASROutput(*frames, decoded)
 
-    def loss_sums(self, output: ASROutput, spoken: Spoken, objective: Objective, chunk_frames: int) -> LossSums:
+    def loss_sums(self, output: ASROutput, spoken: Targets, objective: Objective, chunk_frames: int) -> LossSums:
         """Each term of the objective, summed over the utterances."""
         sums = {
             "ctc": lambda: self._ctc_loss_sum(output, spoken, objective.intermediate_ctc, chunk_frames),
@@ -80,7 +80,7 @@ class KonkaniVaniASR(torch.nn.Module):
         }
         return tuple(sums[term.name]() for term in objective.terms)
 
-    def _ctc_loss_sum(self, output: ASROutput, spoken: Spoken, of_middle: float, chunk_frames: int) -> torch.Tensor:
+    def _ctc_loss_sum(self, output: ASROutput, spoken: Targets, of_middle: float, chunk_frames: int) -> torch.Tensor:
         """The CTC loss; in training a portion of it is the middle block's, through the same norm and head."""
 
         def loss_sum(encoded: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ def frozen_count(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters()) - parameter_count(model)
 
 
-class Unfilled(TorchFunctionMode):
+class SkipInit(TorchFunctionMode):
     """Leaves tensors without values unfilled: torch imports its compiler to fill nothing, 116 MiB, a second of it."""
 
     FILLS = (init.uniform_, init.normal_, init.kaiming_uniform_, torch.Tensor.zero_, torch.Tensor.fill_)

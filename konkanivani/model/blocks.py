@@ -43,7 +43,7 @@ class FeedForward(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, weight: float) -> torch.Tensor:
         branch = fused_linear(fused_linear(x, self.expand, self.norm), self.contract, activation=F.silu)
-        return self.dropout.onto(x, branch, weight)
+        return self.dropout.add_residual(x, branch, weight)
 
 
 class ConvolutionModule(torch.nn.Module):
@@ -71,7 +71,7 @@ class ConvolutionModule(torch.nn.Module):
         if layout.padding is not None:
             gated = gated.masked_fill(layout.padding[:, :, None], 0.0)
         whole = depthwise_conv(gated, self.depthwise, layout.lengths or (x.shape[1],))
-        return self.dropout.onto(x, fused_linear(whole, self.output, self.depthwise_norm, activation=F.silu))
+        return self.dropout.add_residual(x, fused_linear(whole, self.output, self.depthwise_norm, activation=F.silu))
 
 
 def encoder_attention(config: ModelConfig) -> SelfAttention | RelativeSelfAttention:
@@ -104,7 +104,7 @@ class ConformerBlock(torch.nn.Module):
     def forward(self, x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
         x = x if self.entry_norm is None else self.entry_norm(x)
         x = self.first_feedforward(x, weight=0.5)
-        x = self.dropout.onto(x, self.attention(x, self.attention_norm, layout))
+        x = self.dropout.add_residual(x, self.attention(x, self.attention_norm, layout))
         x = self.convolution(x, layout)
         return self.second_feedforward(x, weight=0.5)
 
@@ -121,7 +121,7 @@ class TransformerBlock(torch.nn.Module):
         self.feedforward = FeedForward(config.d_model, inner, config.dropout, config.biases)
 
     def forward(self, x: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
-        x = self.dropout.onto(x, self.attention(x, self.attention_norm, layout))
+        x = self.dropout.add_residual(x, self.attention(x, self.attention_norm, layout))
         return self.feedforward(x, weight=1.0)
 
 
@@ -140,8 +140,8 @@ class DecoderBlock(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, layout: SequenceLayout, encoded: torch.Tensor, encoded_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        x = self.dropout.onto(x, self.self_attention(x, self.self_attention_norm, layout))
-        x = self.dropout.onto(x, self.cross_attention(x, self.cross_attention_norm, encoded, encoded_mask))
+        x = self.dropout.add_residual(x, self.self_attention(x, self.self_attention_norm, layout))
+        x = self.dropout.add_residual(x, self.cross_attention(x, self.cross_attention_norm, encoded, encoded_mask))
         return self.feedforward(x, weight=1.0)
 
     def step(

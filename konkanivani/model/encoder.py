@@ -11,7 +11,7 @@ from konkanivani.model.attention import RotaryPositions, SequenceLayout
 from konkanivani.model.blocks import BlockRunner, ConformerBlock, TransformerBlock
 from konkanivani.model.kernels.dropout import Dropout
 from konkanivani.model.kernels.products import Linear, PointwiseConv
-from konkanivani.model.kernels.recompute import as_it_is_now, run_recomputed
+from konkanivani.model.kernels.recompute import run_recomputed, snapshot_parameters
 from konkanivani.model.kernels.rotary import has_varlen_attention
 from konkanivani.model.relative import RelativePositions
 
@@ -47,7 +47,7 @@ class Subsampling(torch.nn.Module):
             return self._one_piece(features)
         starts = range(0, frames, chunk_frames)
         spans = [(4 * start, 4 * min(start + chunk_frames, frames) + 3) for start in starts]
-        one_piece = as_it_is_now(self)._one_piece
+        one_piece = snapshot_parameters(self)._one_piece
         return torch.cat([run_recomputed(one_piece, features[:, first:end]) for first, end in spans], dim=1)
 
     def _one_piece(self, features: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ class PaddedSubsampling(torch.nn.Module):
             chunk_frames = min(chunk_frames, CARD_FRAMES)
         if frames <= chunk_frames:
             return self._one_piece(features, padding, 0)
-        pieces, one_piece = [], as_it_is_now(self)._one_piece
+        pieces, one_piece = [], snapshot_parameters(self)._one_piece
         for start in range(0, frames, chunk_frames):
             before = min(start, 1)
             span = slice(self.stride * (start - before), self.stride * (start + chunk_frames))

@@ -89,21 +89,21 @@ class LogMel(torch.nn.Module):
         feature_lengths = tuple(map(self.framing.feature_length, sample_lengths))
         padding = padding_mask(feature_lengths, features.shape[1], features.device)
         frames = torch.tensor(feature_lengths, dtype=features.dtype).to(features.device)
-        return normalize_features(features, padding, frames, self.config.deviation), feature_lengths
+        return normalize_features(features, padding, frames, self.config.std_ddof), feature_lengths
 
 
 def has_margins(config: FeatureConfig) -> bool:
     """Whether waveforms are heard otherwise than as they are."""
-    return config.preemphasis > 0 or config.edges != "none"
+    return config.preemphasis > 0 or config.frame_padding != "none"
 
 
 def with_margins(waveforms: torch.Tensor, ends: torch.Tensor, framing: Framing) -> torch.Tensor:
     """Waveforms (B, S) with their ends (B,), pre-emphasised, zero beyond them, between the margins that are heard."""
-    config, (before, after) = framing.features, framing.margins
+    config, (before, after) = framing.features, framing.padding
     if config.preemphasis:  # the first sample is kept
         waveforms = waveforms - config.preemphasis * F.pad(waveforms, (1, 0))[:, :-1]
     waveforms = waveforms.masked_fill(beyond(ends, waveforms.shape[1]), 0.0)
-    if config.edges != "reflected":
+    if config.frame_padding != "reflected":
         return F.pad(waveforms, (before, after))
     times = torch.arange(-before, waveforms.shape[1] + after, device=waveforms.device).abs()[None, :]
     last = ends[:, None] - 1

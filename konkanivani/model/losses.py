@@ -22,7 +22,7 @@ from konkanivani.model.kernels.recompute import run_recomputed
 TARGET_PADDING = -1
 
 
-class Spoken(Protocol):
+class Targets(Protocol):
     """What was said: tokens (B, U) with their lengths, and the decoder's targets (B, U + 1), padded with -1."""
 
     tokens: torch.Tensor

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from konkanivani.base.config import ModelConfig
-from konkanivani.model.adapters import OVER_TOKENS
+from konkanivani.model.adapters import VOCAB_DEPENDENT_PREFIXES
 from konkanivani.model.asr import KonkaniVaniASR
 
 POSITIONS = "attention.position.weight"  # over sines and cosines of distances
@@ -64,7 +64,7 @@ def transfer_weights(
     taken, cut, left_out = [], [], []
     for name, target in model.state_dict().items():
         source = weights.get(_source_name(name, model, counts))
-        if source is None or (not is_same_vocabulary and name.startswith(OVER_TOKENS)):
+        if source is None or (not is_same_vocabulary and name.startswith(VOCAB_DEPENDENT_PREFIXES)):
             left_out.append(name)
         elif source.shape == target.shape and (whole.heads == part.heads or "attention" not in name):
             target.copy_(source)

@@ -14,7 +14,7 @@ from konkanivani.data.batching import EpochPlanner
 from konkanivani.data.fingerprint import CorpusChange, Fingerprint
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.inference.speech_model import check_finite
-from konkanivani.model.adapters import begin_head
+from konkanivani.model.adapters import reset_output_heads
 from konkanivani.model.architecture import architecture_of
 from konkanivani.model.asr import KonkaniVaniASR
 from konkanivani.model.transfer import transfer_weights
@@ -30,7 +30,7 @@ from konkanivani.training.step import StepParts
 
 def count_steps(config: TrainConfig, planner: EpochPlanner) -> int:
     """The steps of the whole run."""
-    return limit_steps(config, config.run.epochs * planner.windows_per_epoch())
+    return limit_steps(config, config.run.epochs * planner.global_batches_per_epoch())
 
 
 def limit_steps(config: TrainConfig, steps: int) -> int:
@@ -77,7 +77,7 @@ def load_weights(
 def _fit_cursor(state: TrainState, checkpoint: Checkpoint, planner: EpochPlanner, change: CorpusChange | None) -> None:
     """Restart the epoch if its plan differs from the checkpoint's; print how the corpus has changed."""
     is_replanned = checkpoint.plan_digest != planner.digest()
-    is_restarted = is_replanned and state.window > 0
+    is_restarted = is_replanned and state.consumed > 0
     if is_restarted:
         epoch = f"epoch {state.epoch + 1} begins again"
         state.begin_epoch()
@@ -105,7 +105,7 @@ def _take_weights(
             "larger. Leave --preset and the flags of the shape out to have the checkpoint's, or begin without it."
         )
     if tuning.new_tokenizer:
-        begin_head(whole)
+        reset_output_heads(whole)
     if tuning.frozen_dtype == "half":
         check_finite(f"the checkpoint of step {initial.step}, rounded to half precision,", whole.state_dict())
     if stateful is not whole:

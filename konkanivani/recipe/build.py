@@ -9,13 +9,13 @@ import torch
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import Report, count, duration_words, silent
 from konkanivani.base.device import choose_device
-from konkanivani.base.distributed import Topology, agree, from_first, gather
+from konkanivani.base.distributed import Topology, all_reduce_max, broadcast_from_rank0, gather
 from konkanivani.base.errors import UsageError
 from konkanivani.base.flags import config_to_text
 from konkanivani.base.units import MIB, budget_text, parse_budget, peak_text
 from konkanivani.data.batching import EpochPlanner, SizeLimit, same_size
-from konkanivani.data.dataset import TrainingSpeech
-from konkanivani.data.loader.loading import WindowStream
+from konkanivani.data.dataset import TrainDataset
+from konkanivani.data.loader.loading import GlobalBatchStream
 from konkanivani.decoding.decode import greedy_decode
 from konkanivani.inference.pretrained import STATE
 from konkanivani.inference.provenance import provenance_part
@@ -34,7 +34,7 @@ from konkanivani.recipe.planning.plan import resolve_placement, resolve_plan
 from konkanivani.recipe.planning.ranks import Ranks, needs_sharding
 from konkanivani.recipe.planning.state import device_costs
 from konkanivani.recipe.run_folders import listing_rejected, make_run_directory, move_aside, move_newer_aside
-from konkanivani.recipe.speech import RunSpeech, build_speech, loader_config, more_tokens, speech_sizes
+from konkanivani.recipe.speech import RunData, build_speech, loader_config, more_tokens, speech_sizes
 from konkanivani.recipe.start import Start
 from konkanivani.training.checkpoint.checkpoint import Stateful
 from konkanivani.training.checkpoint.checkpointer import Checkpointer
@@ -85,7 +85,9 @@ def build_run(start: Start, report: Report = silent) -> Run:
         tokenizer=speech.tokenizer,
         state=state,
         step=step,
-        windows=WindowStream(speech.train, planner, limits, loader_config(config, device), speech.rejections, topology),
+        global_batches=GlobalBatchStream(
+            speech.train, planner, limits, loader_config(config, device), speech.rejections, topology
+        ),
         plan=plan,
         watch=BudgetWatch(plan.budget / MIB if plan and device.type == "cpu" else float("inf"), resident_before),
         validation=validation.within(plan.validation_seconds) if plan and validation else validation,
@@ -104,12 +106,14 @@ def build_run(start: Start, report: Report = silent) -> Run:
 
 
 def build_planned_step(
-    start: Start, device: torch.device, speech: RunSpeech, planner: EpochPlanner, resident_before: float, report: Report
+    start: Start, device: torch.device, speech: RunData, planner: EpochPlanner, resident_before: float, report: Report
 ) -> tuple[StepParts, MemoryPlan | None]:
     """The step, freshly initialised, and the memory plan that it keeps to, if one is asked for."""
     config, topology = start.config, start.topology
     # What the rank with the least memory may take without anyone's word on it; a machine's ranks share it.
-    free = -agree(topology, -(available_bytes(device) // (topology.local_world if device.type == "cpu" else 1)))
+    free = -all_reduce_max(
+        topology, -(available_bytes(device) // (topology.local_world_size if device.type == "cpu" else 1))
+    )
     architecture = start.architecture(speech.tokenizer.size)
     sharded = choose_sharding(config, architecture, device, free, topology)
     plan = plan_memory(start, speech, architecture, device, free, sharded) if config.is_planned else None
@@ -117,7 +121,7 @@ def build_planned_step(
     placement = (
         plan.placement
         if plan
-        else resolve_placement(config, architecture, device, Ranks(topology.world, sharded), lambda _: True)
+        else resolve_placement(config, architecture, device, Ranks(topology.world_size, sharded), lambda _: True)
     )
     total_steps = count_steps(config, planner)
     layout = StateLayout(topology, sharded, placement)
@@ -143,7 +147,7 @@ def stateful_parts(start: Start, step: StepParts, state: TrainState) -> Mapping[
             "optimizer": FullState(optimizer, step.topology) if sharded else optimizer,
             "scaler": step.scaler,
             "progress": state,
-            "splits": step.splits,
+            "splits": step.oom_history,
         }
     )
 
@@ -168,8 +172,8 @@ def _learn_sizes(config: TrainConfig, step: StepParts) -> None:
     folder, topology = Path(config.run.checkpoint_dir), step.topology
     if (config.memory.replan or config.run.fresh) and not topology.restarts:
         forget_sizes(folder)
-    for sizes in gather(topology, read_sizes(folder, step.splits.conditions)):
-        step.splits.learn(sizes)
+    for sizes in gather(topology, read_sizes(folder, step.oom_history.conditions)):
+        step.oom_history.learn(sizes)
 
 
 def choose_sharding(
@@ -177,11 +181,11 @@ def choose_sharding(
 ) -> bool:
     """Whether weights, gradients and optimizer are sharded over the ranks, as --shard says."""
     is_asked, tuning = config.memory.shard == "always", config.tuning
-    if topology.is_alone or config.memory.shard == "never":
+    if topology.is_single_process or config.memory.shard == "never":
         return False
     budget = parse_budget(config.memory.memory_budget) if config.memory.memory_budget else free
     costs = device_costs(device)
-    sharded = is_asked or from_first(topology, lambda: needs_sharding(config, architecture, costs, budget))
+    sharded = is_asked or broadcast_from_rank0(topology, lambda: needs_sharding(config, architecture, costs, budget))
     if sharded and (tuning.freeze_steps or tuning.frozen_dtype == "half"):
         raise UsageError(
             "--freeze_steps and --frozen_dtype half are for weights that each rank has whole, and these are sharded: "
@@ -191,7 +195,7 @@ def choose_sharding(
 
 
 def plan_memory(
-    start: Start, speech: RunSpeech, architecture: Architecture, device: torch.device, free: int, sharded: bool
+    start: Start, speech: RunData, architecture: Architecture, device: torch.device, free: int, sharded: bool
 ) -> MemoryPlan:
     """The run's memory plan: the checkpoint's, or a new one.
 
@@ -199,14 +203,14 @@ def plan_memory(
     seconds, and ranks of one machine would take it from each other. All then cut and recompute alike.
     """
     validation = speech.validation
-    return from_first(
+    return broadcast_from_rank0(
         start.topology,
         lambda: resolve_plan(
             start.config,
             architecture,
             device,
             free,
-            Ranks(start.topology.world, sharded),
+            Ranks(start.topology.world_size, sharded),
             train=speech_sizes(speech.train.utterances, min(speech.train.speeds), more_tokens(start.config)),
             validation=speech_sizes(validation.speech.utterances, slowest=1.0) if validation else None,
             stored=start.resumed.states.get("plan") if start.resumed else None,
@@ -222,22 +226,22 @@ def keep_to_plan(step: StepParts, plan: MemoryPlan, resident_before: float) -> S
     step.forward.monitor.expect(plan.planned_peaks(before=resident_before if device.type == "cpu" else 0.0))
     enforce_budget(device, plan.budget, plan.context)
     step = step.recomputing(plan.recompute_policy())
-    return replace(step, forward=replace(step.forward, at_once=plan.at_once))
+    return replace(step, forward=replace(step.forward, concurrent_micro_batches=plan.concurrent_micro_batches))
 
 
 def _plan_sentence(config: TrainConfig, plan: MemoryPlan | None, planner: EpochPlanner) -> str:
     cut = f"micro-batches of {config.data.batch_size}, no memory plan asked for"
     if plan:
         cut = f"planned peak {peak_text(plan.peak)} of {budget_text(plan.budget)}"
-    return f"{count(planner.windows_per_epoch(), 'step')} of {count(config.window_size, 'utterance')} an epoch, {cut}"
+    return f"{count(planner.global_batches_per_epoch(), 'step')} of {count(config.global_batch_size, 'utterance')} an epoch, {cut}"
 
 
-def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainingSpeech, planner: EpochPlanner) -> None:
+def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainDataset, planner: EpochPlanner) -> None:
     hours = planner.durations.sum() / 3600
     cut = f"{config.data.batch_size} x {config.data.gradient_accumulation_steps}"
-    cut = str(config.window_size) if config.data.batch_size == "auto" else cut
-    at_once = step.forward.at_once
-    side_by_side = f", {at_once} micro-batches side by side" if at_once > 1 else ""
+    cut = str(config.global_batch_size) if config.data.batch_size == "auto" else cut
+    concurrent_micro_batches = step.forward.concurrent_micro_batches
+    side_by_side = f", {concurrent_micro_batches} micro-batches side by side" if concurrent_micro_batches > 1 else ""
     amp = {None: "", torch.float16: " in fp16", torch.bfloat16: " in bf16"}[step.forward.amp_dtype]
     is_tuned = step.architecture.tuning.is_used
     trained, frozen = (counted(step.model) / 1e6 for counted in (parameter_count, frozen_count))
@@ -247,7 +251,7 @@ def _tell_plan(config: TrainConfig, step: StepParts, speech: TrainingSpeech, pla
         f"{parameters}, {step.architecture.vocab_size} tokens, "
         f"on {step.forward.device.type}{amp}; "
         f"{count(len(speech.utterances), 'utterance')}, {duration_words(hours)}; "
-        f"{cut} utterances a step{side_by_side}, {count(planner.windows_per_epoch(), 'step')} an epoch, "
+        f"{cut} utterances a step{side_by_side}, {count(planner.global_batches_per_epoch(), 'step')} an epoch, "
         f"{step.total_steps} in all.",
         flush=True,
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.base.amount import resolve
+from konkanivani.base.auto_defaults import resolve
 from konkanivani.base.config import AUTO, TrainConfig
 from konkanivani.base.device import choose_precision
 from konkanivani.base.distributed import ALONE, Topology
@@ -13,7 +13,7 @@ from konkanivani.base.randomness import derive_seed
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.memory.recovery import OomHistory
-from konkanivani.memory.weights.placement import HOST, ON_CARD, PlacedWeights, Placement
+from konkanivani.memory.weights.placement import HOST, ON_CARD, OffloadedWeights, Placement
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.training.gradient import local_gradient, sharded_gradient, summed_gradient
@@ -65,12 +65,12 @@ def build_forward(
         device=device,
         amp_dtype=amp_dtype,
         objective=architecture.objective(config.loss),
-        weights=None if is_on_card else PlacedWeights(model, placement, device, amp_dtype, layout.host),
-        at_once=choose_at_once(config, device, layout.sharded) if is_on_card else 1,
+        weights=None if is_on_card else OffloadedWeights(model, placement, device, amp_dtype, layout.host),
+        concurrent_micro_batches=choose_concurrency(config, device, layout.sharded) if is_on_card else 1,
     )
 
 
-def choose_at_once(config: TrainConfig, device: torch.device, is_sharded: bool) -> int:
+def choose_concurrency(config: TrainConfig, device: torch.device, is_sharded: bool) -> int:
     """How many micro-batches are run side by side: on a CPU that has as many threads, where no rank waits inside."""
     if device.type != "cpu" or is_sharded:
         return 1
@@ -88,7 +88,7 @@ def build_step_parts(
 ) -> StepParts:
     """Everything that a step works with, freshly initialised from the seed."""
     forward = build_forward(config, architecture, device, front_end, layout)
-    is_alone = layout.topology.is_alone
+    is_single_process = layout.topology.is_single_process
     return StepParts(
         forward=forward,
         optimizer=build_optimizer(forward.model, config.optimizer, architecture.tuning),
@@ -96,8 +96,12 @@ def build_step_parts(
         schedule=config.optimizer,
         rates=RateSchedule.of_length(total_steps),
         seed=config.run.seed,
-        splits=OomHistory(memory_conditions(config, architecture, device)),
-        compute_gradient=sharded_gradient if layout.sharded else local_gradient if is_alone else summed_gradient,
+        oom_history=OomHistory(memory_conditions(config, architecture, device)),
+        compute_gradient=sharded_gradient
+        if layout.sharded
+        else local_gradient
+        if is_single_process
+        else summed_gradient,
         topology=layout.topology,
     )
 
@@ -105,9 +109,9 @@ def build_step_parts(
 def memory_conditions(config: TrainConfig, architecture: Architecture, device: torch.device) -> int:
     """A number that changes with the device's size, the budget and everything that says what a step computes."""
     size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    memory, at_once = config.memory, choose_at_once(config, device, is_sharded=False)
+    memory, concurrent_micro_batches = config.memory, choose_concurrency(config, device, is_sharded=False)
     precision = memory.mixed_precision, memory.amp_dtype
-    step = architecture, config.loss, precision, memory.gradient_checkpointing, at_once
+    step = architecture, config.loss, precision, memory.gradient_checkpointing, concurrent_micro_batches
     if memory.weights != AUTO or memory.host_budget is not None:  # else the plan of a run of before goes on
         step = *step, memory.weights, memory.host_budget
     if config.optimizer.optimizer != "adamw":

@@ -29,9 +29,9 @@ def schedule_rates(start: Start, config: TrainConfig, planner: EpochPlanner, sta
     uncapped = (
         old.uncapped_steps
         - _steps_to_come(stored, old.steps_per_epoch, state.epoch, _stored_window(start.resumed))
-        + _steps_to_come(config, planner.windows_per_epoch(), state.epoch, state.window)
+        + _steps_to_come(config, planner.global_batches_per_epoch(), state.epoch, state.consumed)
     )
-    counted = replace(old, uncapped_steps=max(1, uncapped), steps_per_epoch=planner.windows_per_epoch())
+    counted = replace(old, uncapped_steps=max(1, uncapped), steps_per_epoch=planner.global_batches_per_epoch())
     run_steps = limit_steps(config, counted.uncapped_steps)
     is_over = run_steps <= state.step or state.epoch >= config.run.epochs
     if is_over:
@@ -48,7 +48,7 @@ def schedule_rates(start: Start, config: TrainConfig, planner: EpochPlanner, sta
 
 
 def _begin(config: TrainConfig, planner: EpochPlanner) -> RateSchedule:
-    per_epoch = planner.windows_per_epoch()
+    per_epoch = planner.global_batches_per_epoch()
     return RateSchedule.of_length(count_steps(config, planner), config.run.epochs * per_epoch, per_epoch)
 
 
@@ -76,14 +76,14 @@ def _steps_per_epoch_before(start: Start, checkpoint: Checkpoint, stored: TrainC
     """Return the steps of an epoch of an older version's checkpoint, counted from its steps or from its corpus."""
     progress, corpus = checkpoint.states["progress"], remembered_corpus(start)
     if checkpoint.plan_digest == planner.digest():
-        return planner.windows_per_epoch()
+        return planner.global_batches_per_epoch()
     if progress["epoch"]:
         consumed = progress["step"] + progress["skipped_steps"] - progress["window"]
         return max(1, round(consumed / progress["epoch"]))
     if corpus is None:
-        return planner.windows_per_epoch()
+        return planner.global_batches_per_epoch()
     utterances = max(1, round(corpus.utterances * stored.data.train_subset / 100))
-    return -(-utterances // stored.window_size)
+    return -(-utterances // stored.global_batch_size)
 
 
 def _tell_change(stored: TrainConfig, old: RateSchedule, config: TrainConfig, new: RateSchedule, step: int) -> None:
@@ -107,7 +107,7 @@ def _frozen_first(stored: TrainConfig, old: RateSchedule, config: TrainConfig, n
     """Return the rates of the layers that --freeze_steps leaves frozen at first, while they differ from the head's."""
 
     def rate_of(schedule: RateSchedule, optimizer: OptimizerConfig, at: int) -> tuple[float, float]:
-        share = schedule.begun_share(optimizer, config.tuning, at)
+        share = schedule.delayed_warmup_factor(optimizer, config.tuning, at)
         return share, share * schedule.rate(optimizer, at)
 
     (share_before, before), (share_after, after) = (

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from konkanivani.base.amount import MAX_EPOCHS
+from konkanivani.base.auto_defaults import MAX_EPOCHS
 from konkanivani.base.config import AUTO, OptimizerConfig, RunConfig, TrainConfig
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.units import MIB

@@ -16,7 +16,7 @@ from konkanivani.base.console import StageClock, count, duration_words
 from konkanivani.base.distributed import read_topology
 from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.base.files import scratch_folder
-from konkanivani.base.flags import Asked, ask
+from konkanivani.base.flags import CommandLine, parse_args
 from konkanivani.base.signals import stop_at_signals
 from konkanivani.base.units import MIB
 from konkanivani.recipe.build import build_run
@@ -36,12 +36,12 @@ MAX_VALIDATED = 4
 CLOSE = 1e-3  # of all weights: CUDA's kernels add in varying order
 
 
-def dry_run(asked: Asked) -> str:
+def dry_run(asked: CommandLine) -> str:
     """Tries the run that the command line asks for, a line a stage; one line of JSON on what it will take.
 
     The parts are the run's own, in folders inside of its folders. Errors are those of the run.
     """
-    if not read_topology().is_alone:
+    if not read_topology().is_single_process:
         raise UsageError("--dry_run tries a run in one process: leave torchrun out.")
     clock = StageClock()
     with stop_at_signals():
@@ -112,7 +112,7 @@ def _try_going_on(folder: Path, clock: StageClock) -> float:
     The distance of the weights from the third step's save, as a share of their norm: 0 on a CPU, bit for bit.
     """
     with silence_output():  # it has been told
-        start = resolve_start(ask(["--resume", str(folder / SECOND), "--keep_checkpoints", "2"]))
+        start = resolve_start(parse_args(["--resume", str(folder / SECOND), "--keep_checkpoints", "2"]))
         run = build_run(start)
     check_equal(run.checkpoint(), read_checkpoint(start.resumed_path), "What was resumed is not what was saved")
     with run.logbook:
@@ -146,10 +146,10 @@ def _few(run: Run) -> EvaluationSet | None:
 
 def _estimate(run: Run, steps_before: int) -> Estimate:
     """By the audio of the steps made: windows differ in length."""
-    planner = run.windows.planner
+    planner = run.global_batches.planner
     speed = run.progress.audio_seconds_per_second() * (1 - run.progress.waiting_share())
     epoch = float(planner.durations.sum()) / speed
-    a_step, steps = epoch / planner.windows_per_epoch(), max(0, run.step.total_steps - steps_before)
+    a_step, steps = epoch / planner.global_batches_per_epoch(), max(0, run.step.total_steps - steps_before)
     return Estimate(
         utterances=len(planner.durations),
         steps=steps,

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.base.amount import resolve
+from konkanivani.base.auto_defaults import resolve
 from konkanivani.base.config import DecodingConfig, PretrainedConfig, TrainConfig
 from konkanivani.base.console import say
 from konkanivani.base.device import choose_device
-from konkanivani.base.distributed import ALONE, Topology, from_first
+from konkanivani.base.distributed import ALONE, Topology, broadcast_from_rank0
 from konkanivani.base.flags import defaults_beside
 from konkanivani.base.units import parse_share
 from konkanivani.data.manifest import Manifest
@@ -49,7 +49,7 @@ class EvaluationModel:
 
 def load_evaluation_model(path: str | Path, device: torch.device, topology: Topology = ALONE) -> EvaluationModel:
     """The model of the checkpoint at `path` on `device`, in full precision there. The first rank reads it for all."""
-    checkpoint = from_first(topology, lambda: read_checkpoint(path))
+    checkpoint = broadcast_from_rank0(topology, lambda: read_checkpoint(path))
     config, tokenizer = settings_of_weights(checkpoint), load_tokenizer(checkpoint)
     # The card that it was trained on may have had formats that this device lacks.
     config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, mixed_precision=False))

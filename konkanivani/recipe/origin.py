@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from konkanivani.base.config import AUTO, TrainConfig
-from konkanivani.base.flags import Asked
+from konkanivani.base.flags import CommandLine
 from konkanivani.base.rules import with_values
 from konkanivani.inference.pretrained import (
     STATE,
@@ -45,14 +45,14 @@ def begin_pretrained(config: TrainConfig) -> tuple[TrainConfig, Pretrained | Non
     return config, pretrained
 
 
-def resume_pretrained(asked: Asked, config: TrainConfig, checkpoint: Checkpoint) -> Pretrained | None:
+def resume_pretrained(asked: CommandLine, config: TrainConfig, checkpoint: Checkpoint) -> Pretrained | None:
     """The folder that a run goes on with, where its checkpoint does not hold all weights, or a person names one.
 
     A CheckpointError where it is not there, or is of another model.
     """
     if STATE not in checkpoint.states:
         return None
-    if "pretrained" not in asked.given:
+    if "pretrained" not in asked.explicit:
         if not restored_architecture(checkpoint, config).has_base:
             return None
         check_base_is_there(config, "Put it there, or say with --pretrained where it is")

@@ -25,11 +25,11 @@ def take_card(topology: Topology) -> None:
     Nothing where there is no card, or one process trains alone.
     """
     cards = torch.cuda.device_count()
-    if topology.is_alone or cards == 0:
+    if topology.is_single_process or cards == 0:
         return
-    if cards < topology.local_world:
+    if cards < topology.local_world_size:
         raise UsageError(
-            f"There are {topology.local_world} ranks on this machine and only {count(cards, 'card')}. Give torchrun "
+            f"There are {topology.local_world_size} ranks on this machine and only {count(cards, 'card')}. Give torchrun "
             f"--nproc_per_node {cards}, or train with --device cpu and CUDA_VISIBLE_DEVICES= (empty)."
         )
     torch.cuda.set_device(topology.local_rank)

@@ -8,19 +8,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from konkanivani.base.amount import Amount, as_stored, decisions, resolve
+from konkanivani.base.auto_defaults import CorpusSize, as_stored, decisions, resolve
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.console import count, duration_words, say
-from konkanivani.base.distributed import from_first
+from konkanivani.base.distributed import broadcast_from_rank0
 from konkanivani.base.errors import ErrorCollector
 from konkanivani.base.flags import config_from_text
 from konkanivani.base.units import parse_share
 from konkanivani.data.batching import EpochPlanner, choose_subset, plan_evaluation
 from konkanivani.data.checking import Limits, check_any_usable, check_utterances, evaluation_limits, training_limits
-from konkanivani.data.dataset import EvaluationSpeech, TrainingSpeech
+from konkanivani.data.dataset import EvalDataset, TrainDataset
 from konkanivani.data.fingerprint import Fingerprint, make_fingerprint
 from konkanivani.data.loader.workers import LoaderConfig
-from konkanivani.data.manifest import Manifest, iterate_texts, measure_amount, no_text, read_manifest
+from konkanivani.data.manifest import Manifest, iterate_texts, measure_corpus_size, no_text, read_manifest
 from konkanivani.data.noise_reverb import NoiseReverb, read_noise_reverb
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.selection import Selection
@@ -35,7 +35,7 @@ from konkanivani.training.validation import EvaluationSet
 
 
 @dataclass(frozen=True)
-class RunSpeech:
+class RunData:
     """What a run trains and validates on, the tokenizer of its texts, and what is left out.
 
     `config` is the run's, with what the amount of speech decides.
@@ -46,7 +46,7 @@ class RunSpeech:
     config: TrainConfig
     corpus: Fingerprint
     tokenizer: Vocabulary
-    train: TrainingSpeech
+    train: TrainDataset
     validation: EvaluationSet | None
     rejections: Rejections
     tested: int
@@ -63,10 +63,12 @@ class RunSpeech:
     def epoch_planner(self) -> EpochPlanner:
         """What the run's epochs are planned by."""
         is_sorted = self.config.data.first_epoch == "shortest_first"
-        return EpochPlanner(self.train.utterances.durations, self.config.window_size, self.config.run.seed, is_sorted)
+        return EpochPlanner(
+            self.train.utterances.durations, self.config.global_batch_size, self.config.run.seed, is_sorted
+        )
 
 
-def build_speech(start: Start, device: torch.device, rejected: Path | None) -> RunSpeech:
+def build_speech(start: Start, device: torch.device, rejected: Path | None) -> RunData:
     """The run's speech and tokenizer; what cannot be used is told and, given a path, listed in the file `rejected`.
 
     A DataError tells what is wrong with all manifests: first with their rows, before a tokenizer is trained on them,
@@ -91,9 +93,9 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
                 rejections.begin(manifest)
     problems.raise_all()
     warn_of_shared(corpus, valid, test)
-    start = settle(start, measure_amount(train))
+    start = settle(start, measure_corpus_size(train))
     config = start.config
-    tokenizer = from_first(start.topology, lambda: choose_tokenizer(start, train))
+    tokenizer = broadcast_from_rank0(start.topology, lambda: choose_tokenizer(start, train))
     architecture = start.architecture(tokenizer.size)
     check_spelling(start, corpus, tokenizer, normalized_texts(train, config.text.digits))
     with problems.collect():
@@ -106,15 +108,15 @@ def build_speech(start: Start, device: torch.device, rejected: Path | None) -> R
     problems.raise_all()
     validation = validation and dataclasses.replace(validation, topology=start.topology)
     test_utterances = len(tested.speech.utterances) if tested else 0
-    return RunSpeech(config, corpus, tokenizer, training, validation, rejections, test_utterances)
+    return RunData(config, corpus, tokenizer, training, validation, rejections, test_utterances)
 
 
-def settle(start: Start, amount: Amount) -> Start:
+def settle(start: Start, amount: CorpusSize) -> Start:
     """The start with what so much speech decides, which is said; weights taken over keep their tokens."""
     config = asked = start.config
     used = asked.data.train_subset / 100
     hours, utterances = amount.hours * used, round(amount.utterances * used)
-    amount = dataclasses.replace(amount, hours=hours, utterances=utterances, ranks=start.topology.world)
+    amount = dataclasses.replace(amount, hours=hours, utterances=utterances, ranks=start.topology.world_size)
     if start.initial and not config.tuning.new_tokenizer:
         config = as_stored(config, config_from_text(start.initial.config), names=("tokenizer_type",))
     config = resolve(config, amount)
@@ -158,7 +160,7 @@ def build_training_speech(
     architecture: Architecture,
     rejections: Rejections,
     noise_reverb: NoiseReverb,
-) -> TrainingSpeech:
+) -> TrainDataset:
     """The utterances to train on; those left out are added to the rejections."""
     slowest = min(config.augment.speed_perturbation)
     limits = training_limits(config, architecture.framing)
@@ -167,7 +169,7 @@ def build_training_speech(
     kept = choose_usable(manifest, tokenizer, limits, config.text.digits, rejections)
     if config.data.train_subset < 100:
         kept = kept.part(choose_subset(len(kept), config.data.train_subset, config.run.seed))
-    return TrainingSpeech(
+    return TrainDataset(
         kept,
         tokenizer,
         config.augment.speed_perturbation,
@@ -225,7 +227,7 @@ def evaluation_set(
     limits = limits.within(architecture.longest_seconds, architecture.most_tokens)
     kept = choose_usable(manifest, tokenizer, limits, config.text.digits, rejections)
     plan = plan_evaluation(kept.durations, config.data.validation_batch_seconds)
-    speech = EvaluationSpeech(kept, tokenizer, manifest.path)
+    speech = EvalDataset(kept, tokenizer, manifest.path)
     return EvaluationSet(speech, plan, loader_config(config, device), rejections)
 
 

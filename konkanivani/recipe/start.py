@@ -7,9 +7,9 @@ from pathlib import Path
 from konkanivani.base.config import RunConfig, TrainConfig
 from konkanivani.base.console import Report, count, say, silent
 from konkanivani.base.device import choose_device, choose_precision
-from konkanivani.base.distributed import ALONE, Topology, from_first
+from konkanivani.base.distributed import ALONE, Topology, broadcast_from_rank0
 from konkanivani.base.errors import CheckpointError, UsageError
-from konkanivani.base.flags import Asked, check_idle_flags, config_from_text, contradictions
+from konkanivani.base.flags import CommandLine, check_idle_flags, config_from_text, contradictions
 from konkanivani.base.rules import settings_of
 from konkanivani.inference.pretrained import STATE, Pretrained
 from konkanivani.inference.speech_model import settings_of_weights
@@ -59,26 +59,26 @@ class Start:
         return architecture_for(self.config, vocab_size, self.pretrained, self.resumed)
 
 
-def resolve_start(asked: Asked, report: Report = silent, topology: Topology = ALONE) -> Start:
+def resolve_start(asked: CommandLine, report: Report = silent, topology: Topology = ALONE) -> Start:
     """What a command line asks for, the checkpoint it names read and held against it.
 
     Flags, then paths, then the disk are looked at before any folder is made; each stage is told when it is done. The
     first rank does it for all, and sends the others what it found: they need not see its folders.
     """
-    if topology.is_alone:
+    if topology.is_single_process:
         return _resolve(asked, report)
     check_ranks(asked.config, topology)
     found = _resolve(ask_restarted(asked, topology), report) if topology.is_first else None
-    sent = from_first(topology, lambda: dataclasses.replace(found, locks=()))
+    sent = broadcast_from_rank0(topology, lambda: dataclasses.replace(found, locks=()))
     return dataclasses.replace(found or sent, topology=topology)
 
 
 def check_ranks(asked: TrainConfig, topology: Topology) -> None:
     """Raises a UsageError where so many ranks, or ranks that torchrun may restart, cannot do what is asked for."""
     run, problems = asked.run, []
-    if asked.window_size < topology.world:
+    if asked.global_batch_size < topology.world_size:
         problems.append(
-            f"the effective batch is {count(asked.window_size, 'utterance')}, fewer than the {topology.world} ranks: "
+            f"the effective batch is {count(asked.global_batch_size, 'utterance')}, fewer than the {topology.world_size} ranks: "
             "give a larger --batch_size or --gradient_accumulation_steps, or start fewer ranks"
         )
     if topology.max_restarts and (run.fresh or run.resume not in (None, "auto")):
@@ -91,7 +91,7 @@ def check_ranks(asked: TrainConfig, topology: Topology) -> None:
         raise UsageError(f"These ranks cannot train, start them otherwise: {'; '.join(problems)}.")
 
 
-def ask_restarted(asked: Asked, topology: Topology) -> Asked:
+def ask_restarted(asked: CommandLine, topology: Topology) -> CommandLine:
     """What is asked for after torchrun has started the ranks anew: to go on with what they have saved, if anything."""
     run = asked.config.run
     saved = Checkpointer(run.checkpoint_dir, run.keep_checkpoints).has_checkpoints()
@@ -101,7 +101,7 @@ def ask_restarted(asked: Asked, topology: Topology) -> Asked:
     return dataclasses.replace(asked, config=config)
 
 
-def _resolve(asked: Asked, report: Report) -> Start:
+def _resolve(asked: CommandLine, report: Report) -> Start:
     config = asked.config
     report("flags", "they go together")
     if config.run.resume:
@@ -121,7 +121,7 @@ def _resolve(asked: Asked, report: Report) -> Start:
     return _begin(config, lock, initial=initial, pretrained=pretrained)
 
 
-def begin_with(asked: Asked, path: Path) -> tuple[Asked, Checkpoint]:
+def begin_with(asked: CommandLine, path: Path) -> tuple[CommandLine, Checkpoint]:
     """What is asked for of a run that begins with the checkpoint at `path`, which brings its shape; and that one."""
     initial = read_checkpoint(path)
     stored = settings_of_weights(initial)
@@ -130,7 +130,7 @@ def begin_with(asked: Asked, path: Path) -> tuple[Asked, Checkpoint]:
             f"--init_from {path} is of a run that began with --pretrained. Write its model as a folder with "
             "export_asr.py --whisper, and give that as --pretrained."
         )
-    return dataclasses.replace(asked, config=asked.beginning_with(stored)), initial
+    return dataclasses.replace(asked, config=asked.merge_into_init(stored)), initial
 
 
 def _begin(
@@ -148,7 +148,7 @@ def _begin(
     return Start(dataclasses.replace(config, run=logs.run), locks, resumed, path, initial, pretrained)
 
 
-def _check_beginning(asked: Asked, report: Report) -> tuple[TrainConfig, Checkpoint | None, Pretrained | None]:
+def _check_beginning(asked: CommandLine, report: Report) -> tuple[TrainConfig, Checkpoint | None, Pretrained | None]:
     """The settings of a run that begins, and the checkpoint or others' model that it begins with, if it does."""
     initial = None
     if asked.config.run.init_from:
@@ -167,9 +167,11 @@ def _check_places(config: TrainConfig, architecture: Architecture, report: Repor
     report("disk", "; ".join(room.sentence() for room in check_disk(config, architecture)))
 
 
-def _resume(asked: Asked, path: Path, checkpoint: Checkpoint, report: Report, lock: RunLock | None = None) -> Start:
+def _resume(
+    asked: CommandLine, path: Path, checkpoint: Checkpoint, report: Report, lock: RunLock | None = None
+) -> Start:
     config = _resumed_config(asked, checkpoint, path)
-    if "checkpoint_dir" not in asked.given:  # wherever it was trained, it goes on where it lies
+    if "checkpoint_dir" not in asked.explicit:  # wherever it was trained, it goes on where it lies
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, checkpoint_dir=str(path.parent)))
     pretrained = resume_pretrained(asked, config, checkpoint)
     _check_places(config, architecture_for(config, checkpoint.vocab_size, pretrained, checkpoint), report)
@@ -178,14 +180,14 @@ def _resume(asked: Asked, path: Path, checkpoint: Checkpoint, report: Report, lo
     return _begin(config, lock, checkpoint, path, pretrained=pretrained)
 
 
-def _resume_newest(asked: Asked, report: Report) -> Start:
+def _resume_newest(asked: CommandLine, report: Report) -> Start:
     run, folder = asked.config.run, asked.config.run.checkpoint_dir
     lock = _take_folder(run)
     with given_up_if_refused(lock):
         found = Checkpointer(folder, run.keep_checkpoints).read_newest_sound(sets_aside=not run.dry_run)
         if found is not None:
             return _resume(asked, *found, report, lock)
-        check_idle_flags(asked.config, asked.given)
+        check_idle_flags(asked.config, asked.explicit)
         config, initial, pretrained = _check_beginning(asked, report)
         say(f"No checkpoint in {folder} yet: training begins.")
         return _begin(config, lock, initial=initial, pretrained=pretrained)
@@ -198,10 +200,10 @@ def _take_folder(run: RunConfig) -> RunLock | None:
     return None
 
 
-def _resumed_config(asked: Asked, checkpoint: Checkpoint, path: Path) -> TrainConfig:
+def _resumed_config(asked: CommandLine, checkpoint: Checkpoint, path: Path) -> TrainConfig:
     """The checkpoint's settings under the flags that are given; a CheckpointError lists what contradicts it."""
     stored = settings_of_weights(checkpoint)
-    config = asked.over(stored)
+    config = asked.merge_into_checkpoint(stored)
     found = contradictions(stored, config)
     if found:
         listed = "".join(f"\n  {difference}" for difference in found)
@@ -218,21 +220,21 @@ def _resumed_config(asked: Asked, checkpoint: Checkpoint, path: Path) -> TrainCo
     return config
 
 
-def _tell_paths(config: TrainConfig, asked: Asked) -> None:
+def _tell_paths(config: TrainConfig, asked: CommandLine) -> None:
     """Says which files and folders are taken from the checkpoint, which may be another person's."""
-    paths = [s for s in settings_of(config) if s.name in PATHS and s.value and s.name not in asked.given]
+    paths = [s for s in settings_of(config) if s.name in PATHS and s.value and s.name not in asked.explicit]
     if paths:
         say("As the checkpoint says:" + "".join(f" --{path.name} {path.value!r}" for path in paths))
 
 
-def _check_log_folder(config: TrainConfig, asked: Asked, path: Path) -> None:
+def _check_log_folder(config: TrainConfig, asked: CommandLine, path: Path) -> None:
     """Refuses to write a log where only a checkpoint, perhaps another person's, says so.
 
     It goes on in a folder under this one, or where the run of this name has logged before.
     """
     folder = Path(config.run.log_dir)
     is_below = not folder.is_absolute() and ".." not in folder.parts
-    if not (is_below or "log_dir" in asked.given or (folder / config.run.run_name / LOG_NAME).is_file()):
+    if not (is_below or "log_dir" in asked.explicit or (folder / config.run.run_name / LOG_NAME).is_file()):
         raise CheckpointError(
             f"The checkpoint {path} would log to {config.run.log_dir!r}, where no run named {config.run.run_name!r} "
             "has logged. Say where with --log_dir."

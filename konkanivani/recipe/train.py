@@ -10,12 +10,12 @@ from konkanivani.base.command_line import ignore_lost_output
 from konkanivani.base.config import AUTO, DecodingConfig, TrainConfig
 from konkanivani.base.console import say, table_lines
 from konkanivani.base.device import choose_device
-from konkanivani.base.distributed import Topology, check_same, from_first
-from konkanivani.base.flags import Asked
+from konkanivani.base.distributed import Topology, broadcast_from_rank0, check_same
+from konkanivani.base.flags import CommandLine
 from konkanivani.decoding.decode import build_decode, ways_to_decode
 from konkanivani.memory.monitor import PhaseMemory
 from konkanivani.memory.oom_history import write_sizes
-from konkanivani.memory.recovery import DidNotFit
+from konkanivani.memory.recovery import RestartAfterOom
 from konkanivani.model.asr import frozen_count, parameter_count
 from konkanivani.recipe.build import build_run
 from konkanivani.recipe.evaluation_model import (
@@ -35,7 +35,7 @@ from konkanivani.training.run import Run
 from konkanivani.training.validation import Evaluation, rates_over
 
 
-def train_and_report(asked: Asked) -> str:
+def train_and_report(asked: CommandLine) -> str:
     """Trains as is asked for, scores the test manifest with the best checkpoint, and returns a JSON line.
 
     Every rank that torchrun has started does; the first one alone prints and returns the line.
@@ -56,14 +56,14 @@ def train_and_report(asked: Asked) -> str:
     return line if topology.is_first else ""
 
 
-def build_in_ranks(asked: Asked, topology: Topology) -> Run:
+def build_in_ranks(asked: CommandLine, topology: Topology) -> Run:
     """The run, once all ranks have found the same flags, code and data; signals that ask for a stop are its own."""
-    if not topology.is_alone:
+    if not topology.is_single_process:
         device = choose_device(asked.config.run.device).type
         check_same(topology, {"flags": digest_of_flags(asked.config), "code": digest_of_code(), "devices": device})
     start = resolve_start(asked, topology=topology)
     with given_up_if_refused(*start.locks):
-        if not topology.is_alone:
+        if not topology.is_single_process:
             check_same(topology, {"data": digest_of_data(start.config)})
         run = build_run(start)
     run.interruption.install()
@@ -78,7 +78,7 @@ def is_rehearsed(config: TrainConfig) -> bool:
 def score_and_sum_up(run: Run) -> str:
     """The run in one line of JSON, the test manifest scored with the best checkpoint."""
     config = run.settings
-    best = from_first(run.topology, lambda: best_checkpoint(config.run.checkpoint_dir))
+    best = broadcast_from_rank0(run.topology, lambda: best_checkpoint(config.run.checkpoint_dir))
     scores = score_test(run, best)
     forgetting = score_forgetting(config, best, run.topology)
     say(f"Look at the run with: .venv/bin/tensorboard --logdir {config.run.log_dir} --host 127.0.0.1")
@@ -90,8 +90,8 @@ def write_sizes_on_error(run: Run) -> Iterator[None]:
     """Writes down what did not fit where the run must begin again to cut it smaller."""
     try:
         yield
-    except DidNotFit:
-        write_sizes(run.checkpointer.directory, run.topology.rank, run.step.splits)
+    except RestartAfterOom:
+        write_sizes(run.checkpointer.directory, run.topology.rank, run.step.oom_history)
         raise
 
 
@@ -130,7 +130,7 @@ def memory_table(run: Run) -> str:
     seconds = [monitor.seconds_of(phase.phase) for phase in phases]
     rows = list(zip(*_columns(phases, seconds), strict=True))
     lines = ["Memory in MiB, the largest of each phase, and its time:", *(f"  {line}" for line in table_lines(rows))]
-    if not run.topology.is_alone:
+    if not run.topology.is_single_process:
         peaks = ", ".join(f"{peak:.0f}" for peak in run.rank_peaks_mib())
         lines.append(f"Those phases are rank 0's; the peaks of all ranks: {peaks}.")
     lines.append(f"Steps begun again in smaller pieces, out of memory: {run.state.splits}.")

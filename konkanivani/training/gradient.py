@@ -12,42 +12,45 @@ from functools import partial
 
 import torch
 
-from konkanivani.base.distributed import agree, gather, new_bucket, raise_rank_lost, sum_tensors
+from konkanivani.base.distributed import all_reduce_max, gather, new_bucket, raise_rank_lost, sum_tensors
 from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.randomness import derive_seed, dropout_seed, seed_step
-from konkanivani.data.batch import Batch, Speech, collate
+from konkanivani.data.batch import Batch, Example, collate
 from konkanivani.data.text import SpecialTokens
-from konkanivani.memory.recovery import Attempt, Attempts, Cut, Outcome
+from konkanivani.memory.recovery import MicroBatchPlan, OomAttempt, OomRetry, Outcome
 from konkanivani.model.asr import KonkaniVaniASR, trained_parameters
 from konkanivani.model.losses import LossCounts, LossSums
 from konkanivani.training.concurrent import map_ordered
 from konkanivani.training.sharding import full_tensor
-from konkanivani.training.step import GradientTask, StepParts, WindowGradient, loss_counts
+from konkanivani.training.step import GradientTask, StepGradient, StepParts, loss_counts
 
 
-def local_gradient(task: GradientTask) -> WindowGradient | None:
+def local_gradient(task: GradientTask) -> StepGradient | None:
     """The gradient of a process that trains alone; see ComputeGradient."""
     parts = task.parts
-    for attempt in (attempts := Attempts(task.cut, parts.splits, partial(drop_gradient, parts))):
+    for attempt in (attempts := OomRetry(task.plan, parts.oom_history, partial(drop_gradient, parts))):
         with attempt:
-            totals = accumulate(task, attempt.cut)
+            totals = accumulate(task, attempt.plan)
             attempt.result = None if totals is None else finish_gradient(parts, totals)
     return attempts.result and dataclasses.replace(attempts.result, splits=attempts.retries)
 
 
-def summed_gradient(task: GradientTask) -> WindowGradient | None:
+def summed_gradient(task: GradientTask) -> StepGradient | None:
     """The sum of all ranks' gradients; each rank has all weights and some micro-batches; see ComputeGradient."""
     parts, topology = task.parts, task.parts.topology
-    attempts: Attempts[tuple[torch.Tensor, torch.Tensor]] = Attempts(
-        task.cut, parts.splits, partial(drop_gradient, parts), lambda outcome: Outcome(agree(topology, outcome))
+    attempts: OomRetry[tuple[torch.Tensor, torch.Tensor]] = OomRetry(
+        task.plan,
+        parts.oom_history,
+        partial(drop_gradient, parts),
+        lambda outcome: Outcome(all_reduce_max(topology, outcome)),
     )
     for attempt in attempts:
         with attempt:
-            totals = accumulate(task, attempt.cut)
-            attempt.result = None if totals is None else (totals, _bucket(parts, attempt.cut, totals))
+            totals = accumulate(task, attempt.plan)
+            attempt.result = None if totals is None else (totals, _bucket(parts, attempt.plan, totals))
     if attempts.retries:
-        for sizes in gather(topology, parts.splits.sizes()):
-            parts.splits.learn(sizes)
+        for sizes in gather(topology, parts.oom_history.sizes()):
+            parts.oom_history.learn(sizes)
     if attempts.result is None:
         return None
     totals, bucket = attempts.result
@@ -56,31 +59,31 @@ def summed_gradient(task: GradientTask) -> WindowGradient | None:
     return dataclasses.replace(finish_gradient(parts, totals), splits=attempts.retries)
 
 
-def _bucket(parts: StepParts, cut: Cut, totals: torch.Tensor) -> torch.Tensor:
+def _bucket(parts: StepParts, plan: MicroBatchPlan, totals: torch.Tensor) -> torch.Tensor:
     """The room in which this rank's gradient will be summed: then it has all the memory that the step needs."""
-    if not cut.micro_batches:  # a rank without utterances
+    if not plan.micro_batches:  # a rank without utterances
         parts.scaler.scale(totals)  # only this makes the scale exist
         for parameter in trained_parameters(parts.model):
             parameter.grad = torch.zeros_like(parameter)
     return new_bucket([parameter.grad for parameter in trained_parameters(parts.model)])
 
 
-def sharded_gradient(task: GradientTask) -> WindowGradient | None:
+def sharded_gradient(task: GradientTask) -> StepGradient | None:
     """The gradient of weights sharded over the ranks, which take each step to its end together; see ComputeGradient.
 
-    A rank that runs out of memory leaves the others inside of a sum, so it ends, and they with it: DidNotFit, with what
+    A rank that runs out of memory leaves the others inside of a sum, so it ends, and they with it: RestartAfterOom, with what
     did not fit remembered. A ResourceError names an utterance that does not fit even alone.
     """
     parts = task.parts
-    cut = parts.splits.cut_to_fit(task.cut)
-    passes = agree(parts.topology, max(1, len(cut.micro_batches)))
+    plan = parts.oom_history.fit_to_memory(task.plan)
+    passes = all_reduce_max(parts.topology, max(1, len(plan.micro_batches)))
     with raise_rank_lost():
-        with (attempt := Attempt(cut)):
-            attempt.result = accumulate(dataclasses.replace(task, is_interrupted=lambda: False), cut)
+        with (attempt := OomAttempt(plan)):
+            attempt.result = accumulate(dataclasses.replace(task, is_interrupted=lambda: False), plan)
             # A pass too few would leave the others waiting for this rank's part of the weights.
-            for _ in range(passes - len(cut.micro_batches)):  # infinite counts make of any loss a zero
+            for _ in range(passes - len(plan.micro_batches)):  # infinite counts make of any loss a zero
                 task.forward_and_backward(parts, dummy_batch(parts.model), LossCounts(math.inf, math.inf))
-        totals = attempt.result_or_end(parts.splits)
+        totals = attempt.result_or_raise(parts.oom_history)
         sum_tensors(parts.topology, [totals], totals)
         return finish_gradient(parts, totals, full_tensor)
 
@@ -88,16 +91,16 @@ def sharded_gradient(task: GradientTask) -> WindowGradient | None:
 def dummy_batch(model: KonkaniVaniASR) -> Batch:
     """The smallest batch that the model takes: half a second of nothing, and one token."""
     waveform = torch.zeros(SAMPLE_RATE // 2, dtype=next(model.parameters()).dtype)
-    return collate([Speech("silence", waveform, [1], None)], SpecialTokens(start=1, end=1))
+    return collate([Example("silence", waveform, [1], None)], SpecialTokens(start=1, end=1))
 
 
-def accumulate(task: GradientTask, cut: Cut) -> torch.Tensor | None:
+def accumulate(task: GradientTask, plan: MicroBatchPlan) -> torch.Tensor | None:
     """The micro-batches' summed losses (terms,); their gradients, scaled, in the parameters' `.grad`.
 
     The losses are divided by the counts of the whole window, so the gradient does not depend on how it is cut and
     divided. None, and no gradient there, if interrupted.
     """
-    parts = dataclasses.replace(task.parts, forward=task.parts.forward.run_as(cut))
+    parts = dataclasses.replace(task.parts, forward=task.parts.forward.with_plan(plan))
     seed_step(parts.seed, task.step, parts.topology.rank)
     parts.model.train()
     parts.forward.refresh_weights()
@@ -109,13 +112,15 @@ def accumulate(task: GradientTask, cut: Cut) -> torch.Tensor | None:
         # Elsewhere than on a CPU dropout draws from the device's own generator.
         return dropout_seed(derive_seed(seed, number)) if parts.forward.device.type == "cpu" else nullcontext()
 
-    work = partial(task.forward_and_backward, parts, counts=loss_counts(task.window))
-    if cut.at_once > 1:
-        results = map_ordered(cut.at_once, work, cut.micro_batches, masks, trained_parameters(parts.model))
+    work = partial(task.forward_and_backward, parts, counts=loss_counts(task.global_batch))
+    if plan.concurrent_micro_batches > 1:
+        results = map_ordered(
+            plan.concurrent_micro_batches, work, plan.micro_batches, masks, trained_parameters(parts.model)
+        )
     else:
-        results = one_after_another(work, cut.micro_batches, masks)
+        results = one_after_another(work, plan.micro_batches, masks)
     with closing(results):
-        for _ in cut.micro_batches:
+        for _ in plan.micro_batches:
             if task.is_interrupted():
                 results.close()
                 parts.optimizer.zero_grad()
@@ -139,7 +144,7 @@ def one_after_another(
 
 def finish_gradient(
     parts: StepParts, totals: torch.Tensor, whole: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
-) -> WindowGradient:
+) -> StepGradient:
     """The gradient in the parameters' `.grad`, unscaled and clipped, of a window of these summed losses (terms,).
 
     `whole` makes the norm of all ranks of that of this rank's part.
@@ -149,7 +154,7 @@ def finish_gradient(
     norm = norm.to(totals.device)
     scale = parts.scaler.scale(torch.ones_like(norm))  # get_scale() would wait for the device once more
     *sums, norm, scale = parts.read(torch.cat([totals, torch.stack([norm, scale]).double()]))
-    return WindowGradient(tuple(sums), norm, scale)
+    return StepGradient(tuple(sums), norm, scale)
 
 
 def drop_gradient(parts: StepParts) -> None:

@@ -32,7 +32,7 @@ class Interruption:
 
     A micro-batch of a long recording may take minutes on a CPU, some of them within one call that lets no handler run.
     So a thread waits for signals too: PATIENCE seconds after the first one it ends the process in the main thread's
-    place, where that is amid work that counts for nothing before its end (`breaking_off`).
+    place, where that is amid work that counts for nothing before its end (`interruptible`).
 
     A rank of several is silent and ignores further signals: torchrun passes one on that a rank may have had already,
     sends one when another rank ends, and kills after half a minute. The others would wait for one that broke off.
@@ -40,7 +40,7 @@ class Interruption:
 
     def __init__(self, topology: Topology = ALONE, discard_unfinished: Callable[[], None] = lambda: None) -> None:
         """`discard_unfinished` removes what a process that ends at once would leave half written."""
-        self._is_rank = not topology.is_alone
+        self._is_rank = not topology.is_single_process
         self._discard_unfinished = discard_unfinished
         self.signal_number = 0
         self._is_over = False
@@ -62,7 +62,7 @@ class Interruption:
             threading.Thread(target=self._end_in_time, args=(reader, stopping_signals()), daemon=True).start()
 
     @contextlib.contextmanager
-    def breaking_off(self, stop: Callable[[Interrupted], object] = _raise) -> Iterator[None]:
+    def interruptible(self, stop: Callable[[Interrupted], object] = _raise) -> Iterator[None]:
         """Work that counts for nothing before its end: a signal may end the process in the middle of it.
 
         `stop` is called first, in another thread; the main thread does not come out of the block then. What it raises

@@ -22,33 +22,33 @@ def train(run: Run) -> None:
     """Trains until `run.is_finished()`; what it has learned is in the newest checkpoint when it returns."""
     state, saver, monitor = run.state, PeriodicSaver(run), run.step.forward.monitor
     monitor.end_phase("start")
-    breaking_off = partial(run.interruption.breaking_off, partial(stop_here, saver))
+    interruptible = partial(run.interruption.interruptible, partial(save_and_exit_from_signal_thread, saver))
     # An error too must end the workers, and leave the progress bar's line.
     with (
         closing(run.progress),
-        closing(run.windows.from_cursor(state.cursor, run.interruption.check)) as windows,
+        closing(run.global_batches.from_cursor(state.cursor, run.interruption.check)) as global_batches,
         freeze_gc(),
     ):
-        score_beginning(run, breaking_off)
+        score_beginning(run, interruptible)
         while True:
             if state.has_epoch_to_finish:
                 with save_on_error(saver):
-                    is_best = finish_epoch(run, breaking_off)
+                    is_best = finish_epoch(run, interruptible)
                 saver.save(epoch=state.epoch, is_best=is_best)
             if run.is_finished():
                 break
             with save_on_error(saver):
-                with breaking_off():
-                    window, cursor = run.progress.wait_for_next(windows)
+                with interruptible():
+                    global_batch, cursor = run.progress.wait_for_next(global_batches)
                 monitor.end_phase("data")
-                report = train_step(run.step, window, state.step, run.interruption.is_requested, breaking_off)
+                report = train_step(run.step, global_batch, state.step, run.interruption.is_requested, interruptible)
                 if report is None:
                     run.interruption.check()
                     raise Interrupted("Another rank was stopped by a signal.", signal.SIGTERM)
-            state.advance(cursor, window.audio_seconds, report.is_skipped, report.splits)
+            state.advance(cursor, global_batch.audio_seconds, report.is_skipped, report.splits)
             if not report.is_skipped:
                 state.add_up(report.loss, report.gradient_norm > run.step.schedule.max_grad_norm)
-            log_step(run, window, report)
+            log_step(run, global_batch, report)
             monitor.end_phase("log")
             check_numerics(run, report)
             saver.save_if_due()
@@ -73,31 +73,31 @@ def freeze_gc() -> Iterator[None]:
         gc.unfreeze()
 
 
-def stop_here(saver: "PeriodicSaver", error: Interrupted) -> None:
+def save_and_exit_from_signal_thread(saver: "PeriodicSaver", error: Interrupted) -> None:
     """Ends the run as of the last whole step, in another thread than the one that is amid the next."""
     saver.run.progress.close()
     with save_on_error(saver):
         raise error
 
 
-def score_beginning(run: Run, breaking_off: Callable[[], AbstractContextManager[None]]) -> None:
+def score_beginning(run: Run, interruptible: Callable[[], AbstractContextManager[None]]) -> None:
     """Validates the weights that a run begins with, before its first step: what it loses of them is seen beside."""
     state, begins = run.state, run.config.init_from or run.settings.pretrained.pretrained
     if run.validation is None or not begins or state.step or state.initial_cer < math.inf:
         return
-    with breaking_off():
+    with interruptible():
         evaluation = run.validation.evaluate(run.step.forward, run.decode, run.interruption.check)
     state.initial_wer, state.initial_cer = evaluation.rates.wer, evaluation.rates.cer
     log_validation(run, evaluation, state.learning(run.step.total_steps))
     run.progress.lap()
 
 
-def finish_epoch(run: Run, breaking_off: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
+def finish_epoch(run: Run, interruptible: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
     """Validates the epoch whose windows are all consumed; whether it is the best so far (by CER, else by loss)."""
     if run.validation is None:
         tell_failures(run, run.state.learning(run.step.total_steps))
         return run.state.finish_epoch(score=float(-run.state.epoch))
-    with breaking_off():
+    with interruptible():
         evaluation = run.validation.evaluate(run.step.forward, run.decode, run.interruption.check)
     score = evaluation.rates.cer
     learning = run.state.learning(run.step.total_steps, score, evaluation.blank_share)

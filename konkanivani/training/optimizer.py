@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 
 from konkanivani.base.config import AUTO, DEFAULT_RATE, OptimizerConfig, TuningConfig
 from konkanivani.base.errors import CheckpointError
-from konkanivani.model.adapters import OVER_TOKENS
+from konkanivani.model.adapters import VOCAB_DEPENDENT_PREFIXES
 
 MAX_WARMUP_STEPS = 500
 MOMENTS = "exp_avg", "exp_avg_sq"
@@ -125,7 +125,7 @@ def parameter_groups(model: torch.nn.Module, config: OptimizerConfig, tuning: Tu
 
     `factor` is what the schedule's rate is multiplied by; what is `later` stands still while the head is trained alone.
     """
-    later, groups = set(later_parameters(model)), {}
+    later, groups = set(non_head_parameters(model)), {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             factor = tuning.encoder_factor if name.startswith("encoder.") else 1.0
@@ -138,13 +138,13 @@ def parameter_groups(model: torch.nn.Module, config: OptimizerConfig, tuning: Tu
     ]
 
 
-def later_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+def non_head_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The trained parameters that are no head's: what --freeze_steps leaves as it is at first."""
     named = model.named_parameters()
-    return [weight for name, weight in named if weight.requires_grad and not name.startswith(OVER_TOKENS)]
+    return [weight for name, weight in named if weight.requires_grad and not name.startswith(VOCAB_DEPENDENT_PREFIXES)]
 
 
-def begun_share(config: OptimizerConfig, tuning: TuningConfig, step: int, total_steps: int) -> float:
+def delayed_warmup_factor(config: OptimizerConfig, tuning: TuningConfig, step: int, total_steps: int) -> float:
     """What later parameters' rates are of what they will be: they warm up when they begin, as long as the others do."""
     first = tuning.freeze_steps or 0
     if not first:
@@ -196,9 +196,9 @@ class RateSchedule:
         target = learning_rate(config, self.ramp_first + self.ramp_steps - 1, self.planned_steps)
         return self.ramp_rate + (target - self.ramp_rate) * done / self.ramp_steps
 
-    def begun_share(self, config: OptimizerConfig, tuning: TuningConfig, step: int) -> float:
+    def delayed_warmup_factor(self, config: OptimizerConfig, tuning: TuningConfig, step: int) -> float:
         """Return the warm-up factor of the layers that --freeze_steps leaves frozen at first."""
-        return begun_share(config, tuning, step, self.head_only_planned_steps)
+        return delayed_warmup_factor(config, tuning, step, self.head_only_planned_steps)
 
     def state_dict(self) -> dict[str, int | float]:
         """Return every number by its name."""

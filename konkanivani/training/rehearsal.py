@@ -12,10 +12,10 @@ from itertools import islice
 import numpy as np
 
 from konkanivani.base.console import count
-from konkanivani.base.distributed import ALONE, from_first
-from konkanivani.data.batch import Speech, Window, largest_batch
-from konkanivani.data.batching import cut_window, largest_size
-from konkanivani.data.dataset import TrainingSpeech
+from konkanivani.base.distributed import ALONE, broadcast_from_rank0
+from konkanivani.data.batch import Example, GlobalBatch, largest_batch
+from konkanivani.data.batching import largest_size, split_into_micro_batches
+from konkanivani.data.dataset import TrainDataset
 from konkanivani.data.rejections import Rejection
 from konkanivani.training.checkpoint.checkpoint import load_states, read_checkpoint, write_checkpoint
 from konkanivani.training.run import Run
@@ -53,10 +53,10 @@ def rehearse(run: Run) -> tuple[Rehearsal, ...]:
         write_checkpoint(saved, before)
     del before
     try:
-        tried = [_try_window(run, name, window) for name, window in costliest_windows(run)]
+        tried = [_try_global_batch(run, name, global_batch) for name, global_batch in costliest_global_batches(run)]
         if run.validation is not None:
             tried.append(_try_validation(run))
-        before = from_first(run.topology, lambda: read_checkpoint(saved))
+        before = broadcast_from_rank0(run.topology, lambda: read_checkpoint(saved))
         load_states(before, {name: part for name, part in run.stateful.items() if name not in KEPT})
     finally:
         if run.topology.is_first:
@@ -64,12 +64,12 @@ def rehearse(run: Run) -> tuple[Rehearsal, ...]:
     return tuple(tried)
 
 
-def costliest_windows(run: Run) -> list[tuple[str, Window]]:
+def costliest_global_batches(run: Run) -> list[tuple[str, GlobalBatch]]:
     """The longest utterances, those with the most tokens, and those of the bucket with the highest planned peak.
 
     Each window holds its micro-batch twice: the second one finds the first one's gradients there, as most do.
     """
-    speech = run.windows.speech
+    speech = run.global_batches.speech
     slowest = dataclasses.replace(speech, speeds=(min(speech.speeds),))
     durations, tokens = speech.utterances.durations, speech.utterances.tokens.astype(np.int64)
     orders = [("the longest utterances", np.argsort(-durations, kind="stable"))]
@@ -78,21 +78,25 @@ def costliest_windows(run: Run) -> list[tuple[str, Window]]:
         costliest = max(run.plan.buckets, key=lambda bucket: bucket.peak)
         inside = np.flatnonzero(durations / min(speech.speeds) <= costliest.seconds)
         orders.append(("the highest planned peak", inside[np.argsort(-durations[inside], kind="stable")]))
-    windows = [(name, _window_of(run, slowest, order)) for name, order in orders]
-    return [pair for number, pair in enumerate(windows) if _ids(pair[1]) not in [_ids(w) for _, w in windows[:number]]]
+    global_batches = [(name, _global_batch_of(run, slowest, order)) for name, order in orders]
+    return [
+        pair
+        for number, pair in enumerate(global_batches)
+        if _ids(pair[1]) not in [_ids(w) for _, w in global_batches[:number]]
+    ]
 
 
-def _ids(window: Window) -> list[tuple[str, ...]]:
-    return [batch.utterance_ids for batch in window.micro_batches]
+def _ids(global_batch: GlobalBatch) -> list[tuple[str, ...]]:
+    return [batch.utterance_ids for batch in global_batch.micro_batches]
 
 
-def _window_of(run: Run, speech: TrainingSpeech, order: np.ndarray) -> Window:
+def _global_batch_of(run: Run, speech: TrainDataset, order: np.ndarray) -> GlobalBatch:
     """The first utterances of the order, as many as go at once, as two micro-batches."""
     readable = _readable(run, speech, order)
     first = next(readable)
-    most = min(largest_size(first.seconds, run.windows.limits), run.windows.planner.window_size)
+    most = min(largest_size(first.seconds, run.global_batches.limits), run.global_batches.planner.global_batch_size)
     speeches = [first, *islice(readable, most - 1)]
-    piece = cut_window(speeches, run.windows.limits, run.tokenizer.special)
+    piece = split_into_micro_batches(speeches, run.global_batches.limits, run.tokenizer.special)
     return dataclasses.replace(
         piece,
         micro_batches=piece.micro_batches * 2,
@@ -102,21 +106,21 @@ def _window_of(run: Run, speech: TrainingSpeech, order: np.ndarray) -> Window:
     )
 
 
-def _readable(run: Run, speech: TrainingSpeech, order: np.ndarray) -> Iterator[Speech]:
+def _readable(run: Run, speech: TrainDataset, order: np.ndarray) -> Iterator[Example]:
     """The order's utterances one by one; those that cannot be read are left out, as in training."""
     for number in order:
         found = speech[0, int(number)]
         if isinstance(found, Rejection):
-            run.windows.rejections.add([found])
+            run.global_batches.rejections.add([found])
         else:
             yield found
 
 
-def _try_window(run: Run, name: str, window: Window) -> Rehearsal:
+def _try_global_batch(run: Run, name: str, global_batch: GlobalBatch) -> Rehearsal:
     run.interruption.check()
-    with run.interruption.breaking_off(run.interruption.stop_unsaved):  # all of it is undone
-        report = train_step(run.step, window, max(run.state.step, run.step.architecture.tuning.freeze_steps or 0))
-    largest = largest_batch(window.micro_batches)
+    with run.interruption.interruptible(run.interruption.stop_unsaved):  # all of it is undone
+        report = train_step(run.step, global_batch, max(run.state.step, run.step.architecture.tuning.freeze_steps or 0))
+    largest = largest_batch(global_batch.micro_batches)
     return Rehearsal(name, largest.size, largest.longest_seconds, report.splits)
 
 
@@ -126,6 +130,6 @@ def _try_validation(run: Run) -> Rehearsal:
     durations = speech.utterances.durations
     longest = max(plan, key=lambda batch: len(batch) * durations[batch[0]])
     one_batch = dataclasses.replace(run.validation, plan=[longest], topology=ALONE)  # each rank tries it
-    with run.interruption.breaking_off(run.interruption.stop_unsaved):
+    with run.interruption.interruptible(run.interruption.stop_unsaved):
         one_batch.evaluate(run.step.forward, run.decode, run.interruption.check)
     return Rehearsal("validation", len(longest), float(durations[longest[0]]), 0)

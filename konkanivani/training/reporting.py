@@ -5,7 +5,7 @@ import math
 import torch
 
 from konkanivani.base.distributed import gather
-from konkanivani.data.batch import Window
+from konkanivani.data.batch import GlobalBatch
 from konkanivani.training.logs.learning import EpochLearning
 from konkanivani.training.logs.records import (
     HypothesisPair,
@@ -20,13 +20,13 @@ from konkanivani.training.step import StepReport
 from konkanivani.training.validation import Evaluation
 
 
-def log_step(run: Run, window: Window, report: StepReport) -> None:
+def log_step(run: Run, global_batch: GlobalBatch, report: StepReport) -> None:
     """Logs one consumed window; a skipped one has no step of its own and shows up in the next one's count too."""
     seconds, monitor = run.progress.lap(), run.step.forward.monitor
-    run.progress.show(report, window.audio_seconds, seconds, monitor.overall_peak_mib())
+    run.progress.show(report, global_batch.audio_seconds, seconds, monitor.overall_peak_mib())
     run.watch.look(monitor.overall_peak_mib())
     if report.is_skipped:
-        run.logbook.log(skip_record(run, window, report))
+        run.logbook.log(skip_record(run, global_batch, report))
         return
     clearing = monitor.report_clearing()
     record = StepRecord(
@@ -40,13 +40,13 @@ def log_step(run: Run, window: Window, report: StepReport) -> None:
         scale=report.scale,
         skipped_steps=run.state.skipped_steps,
         skipped=False,
-        audio_seconds_per_second=window.audio_seconds / seconds,
-        padding_share=window.padding_share,
-        tokens=window.tokens,
-        utterances=window.utterances,
+        audio_seconds_per_second=global_batch.audio_seconds / seconds,
+        padding_share=global_batch.padding_share,
+        tokens=global_batch.tokens,
+        utterances=global_batch.utterances,
         seconds=seconds,
         waiting_seconds=run.progress.last_wait,
-        model_flops_utilisation=run.utilisation.model_flops_utilisation(window, seconds),
+        model_flops_utilisation=run.utilisation.model_flops_utilisation(global_batch, seconds),
         gpu_utilisation=run.utilisation.gpu_utilisation(),
         splits=report.splits,
         cache_clearings=clearing.count if clearing else None,
@@ -56,7 +56,7 @@ def log_step(run: Run, window: Window, report: StepReport) -> None:
     run.logbook.log(record)
 
 
-def skip_record(run: Run, window: Window, report: StepReport) -> SkipRecord:
+def skip_record(run: Run, global_batch: GlobalBatch, report: StepReport) -> SkipRecord:
     """What is known of a window whose loss or gradient is not finite."""
     if not math.isfinite(report.loss):
         reason = f"its loss is {report.loss}"
@@ -75,7 +75,7 @@ def skip_record(run: Run, window: Window, report: StepReport) -> SkipRecord:
         gradient_norm=report.gradient_norm,
         scale=report.scale,
         reason=reason,
-        utterances=tuple(name for share in gather(run.topology, window.utterance_ids) for name in share),
+        utterances=tuple(name for share in gather(run.topology, global_batch.utterance_ids) for name in share),
     )
 
 

@@ -7,7 +7,7 @@ from konkanivani.base.config import RunConfig, TrainConfig
 from konkanivani.base.distributed import ALONE, Topology, gather
 from konkanivani.base.flags import config_to_text
 from konkanivani.data.fingerprint import Fingerprint
-from konkanivani.data.loader.loading import WindowStream
+from konkanivani.data.loader.loading import GlobalBatchStream
 from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.decoding.decode import Decode
 from konkanivani.memory.budget import BudgetWatch
@@ -37,7 +37,7 @@ class Run:
     tokenizer: Vocabulary
     state: TrainState
     step: StepParts
-    windows: WindowStream
+    global_batches: GlobalBatchStream
     plan: MemoryPlan | None
     watch: BudgetWatch
     validation: EvaluationSet | None
@@ -56,7 +56,7 @@ class Run:
     def rank_peaks_mib(self) -> tuple[float, ...]:
         """The peak of memory of each rank so far; empty where one process trains alone."""
         peaks = gather(self.topology, self.step.forward.monitor.overall_peak_mib())
-        return () if self.topology.is_alone else tuple(peaks)
+        return () if self.topology.is_single_process else tuple(peaks)
 
     @property
     def is_sharded(self) -> bool:

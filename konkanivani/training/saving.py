@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from konkanivani.base.console import say
-from konkanivani.base.distributed import agree
+from konkanivani.base.distributed import all_reduce_max
 from konkanivani.base.errors import DataError, Interrupted, ResourceError
 from konkanivani.training.run import Run
 
@@ -23,7 +23,9 @@ def save_on_error(saver: "PeriodicSaver") -> Iterator[None]:
         raise
     except Interrupted as error:
         saver.save(is_final=True)
-        agree(saver.run.topology, 0)  # no rank ends before the first one has saved: torchrun would then end that too
+        all_reduce_max(
+            saver.run.topology, 0
+        )  # no rank ends before the first one has saved: torchrun would then end that too
         step, number = saver.run.state.step, error.exit_code - 128
         raise Interrupted(f"Stopped by a signal at step {step}; --resume auto goes on from there.", number) from None
 
@@ -44,7 +46,7 @@ class PeriodicSaver:
         by_time = config.save_minutes and time.monotonic() - self._saved_at >= 60 * config.save_minutes
         is_due = bool(by_steps or by_time)
         if self.run.is_sharded:  # all ranks save, so no clock may differ
-            is_due = bool(agree(self.run.topology, is_due))
+            is_due = bool(all_reduce_max(self.run.topology, is_due))
         # The end of an epoch is saved after its validation.
         if is_due and not state.has_epoch_to_finish:
             self.save()

@@ -25,7 +25,7 @@ def shard_model(model: KonkaniVaniASR, topology: Topology, device: torch.device)
     What lies between the blocks (embedding, heads, norms) is gathered once a pass, and kept until its backward pass
     ends. Gradients are summed, not averaged: the losses are divided by the counts of the whole window.
     """
-    mesh = init_device_mesh(device.type, (topology.world,))
+    mesh = init_device_mesh(device.type, (topology.world_size,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -34,8 +34,8 @@ def shard_model(model: KonkaniVaniASR, topology: Topology, device: torch.device)
         part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
 
 
-def bytes_per_rank(model: KonkaniVaniASR, world: int) -> int:
-    """Bytes that one of `world` ranks holds of sharded weights, gradients and moments in fp32, at most.
+def bytes_per_rank(model: KonkaniVaniASR, world_size: int) -> int:
+    """Bytes that one of `world_size` ranks holds of sharded weights, gradients and moments in fp32, at most.
 
     Its part of all four; what lies between the blocks whole, and its gradient; and of the largest block six copies:
     the weights of two, one gathered ahead, as they arrive and in place, a gradient, and that on its way to two sums.
@@ -43,7 +43,7 @@ def bytes_per_rank(model: KonkaniVaniASR, world: int) -> int:
     blocks = [parameter_count(block) for block in model.blocks]
     everything = parameter_count(model)
     between = everything - sum(blocks)
-    return STATE_BYTES * -(-everything // world) + 4 * (2 * between + 6 * max(blocks))
+    return STATE_BYTES * -(-everything // world_size) + 4 * (2 * between + 6 * max(blocks))
 
 
 def is_sharded(model: torch.nn.Module) -> bool:

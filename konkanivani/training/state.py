@@ -54,7 +54,7 @@ class TrainState:
 
     def advance(self, cursor: Cursor, audio_seconds: float, is_skipped: bool, splits: int) -> None:
         """Counts a consumed window; a skipped update holds the step, and with it the learning rate."""
-        self.epoch, self.window = cursor.epoch, cursor.window
+        self.epoch, self.window = cursor.epoch, cursor.consumed
         self.audio_seconds += audio_seconds
         self.splits += splits
         if is_skipped:

@@ -16,17 +16,17 @@ import torch
 from konkanivani.base.config import OptimizerConfig
 from konkanivani.base.distributed import ALONE, Topology
 from konkanivani.base.lengths import CHUNK_FRAMES
-from konkanivani.data.batch import Batch, Window, order_for_concurrency, split_batch
+from konkanivani.data.batch import Batch, GlobalBatch, order_for_concurrency, split_batch
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import MemoryMonitor
-from konkanivani.memory.recovery import Cut, OomHistory
-from konkanivani.memory.weights.placement import PlacedWeights
+from konkanivani.memory.recovery import MicroBatchPlan, OomHistory
+from konkanivani.memory.weights.placement import OffloadedWeights
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.asr import ASROutput, KonkaniVaniASR
 from konkanivani.model.blocks import BlockRunner
 from konkanivani.model.front_end import FeatureExtractor
 from konkanivani.model.losses import LossCounts, LossSums, Objective
-from konkanivani.training.optimizer import Optimizer, RateSchedule, later_parameters, set_learning_rate
+from konkanivani.training.optimizer import Optimizer, RateSchedule, non_head_parameters, set_learning_rate
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ForwardPass:
     """Model and front end on one device, in one precision; `amp_dtype` is None in full precision.
 
     `recompute` says how the blocks are run, by the seconds of a batch's longest utterance. What is longer than
-    `chunk_frames` encoder frames or tokens is run in chunks of as many, with the same result. In training `at_once`
+    `chunk_frames` encoder frames or tokens is run in chunks of as many, with the same result. In training `concurrent_micro_batches`
     micro-batches are run side by side.
     """
 
@@ -46,10 +46,10 @@ class ForwardPass:
     device: torch.device
     amp_dtype: torch.dtype | None
     objective: Objective
-    weights: PlacedWeights | None = None
+    weights: OffloadedWeights | None = None
     """Where they lie and how they are brought; None: on the device."""
     chunk_frames: int = CHUNK_FRAMES
-    at_once: int = 1
+    concurrent_micro_batches: int = 1
 
     def __call__(self, batch: Batch) -> tuple[ASROutput, LossSums]:
         """The model's output for a batch, and its summed losses, all on the device."""
@@ -61,25 +61,27 @@ class ForwardPass:
             output = self.model(features, feature_lengths, batch.decoder_tokens, run_block, self.chunk_frames)
             return output, self.model.loss_sums(output, batch, self.objective, self.chunk_frames)
 
-    def cut(self, micro_batches: tuple[Batch, ...]) -> Cut:
+    def plan(self, micro_batches: tuple[Batch, ...]) -> MicroBatchPlan:
         """These micro-batches run as this forward pass runs them; one alone is halved where two are to run."""
-        if self.at_once > 1 and len(micro_batches) == 1 and micro_batches[0].size > 1:
+        if self.concurrent_micro_batches > 1 and len(micro_batches) == 1 and micro_batches[0].size > 1:
             micro_batches = split_batch(micro_batches[0])
-        at_once = max(1, min(self.at_once, len(micro_batches)))
-        in_order = order_for_concurrency(micro_batches, at_once)
-        return Cut(in_order, self.recompute == RecomputePolicy("always"), self.chunk_frames, at_once)
+        concurrent_micro_batches = max(1, min(self.concurrent_micro_batches, len(micro_batches)))
+        in_order = order_for_concurrency(micro_batches, concurrent_micro_batches)
+        return MicroBatchPlan(
+            in_order, self.recompute == RecomputePolicy("always"), self.chunk_frames, concurrent_micro_batches
+        )
 
-    def run_as(self, cut: Cut) -> "ForwardPass":
+    def with_plan(self, plan: MicroBatchPlan) -> "ForwardPass":
         """The same forward pass with as much recomputed and in as small chunks as the cut says."""
-        recompute = RecomputePolicy("always") if cut.recomputes_all else self.recompute
-        return dataclasses.replace(self, recompute=recompute, chunk_frames=cut.chunk_frames)
+        recompute = RecomputePolicy("always") if plan.recomputes_all else self.recompute
+        return dataclasses.replace(self, recompute=recompute, chunk_frames=plan.chunk_frames)
 
     def refresh_weights(self) -> None:
         """Takes over what the optimizer has made of them, before each window and before anything is recognised."""
         if self.weights:
             self.weights.refresh()
 
-    def weights_at_hand(self) -> AbstractContextManager[None]:
+    def decoder_on_device(self) -> AbstractContextManager[None]:
         """While it lasts, recognition waits for no weight that each token needs. Without gradients."""
         return self.weights.at_hand(self.model) if self.weights else nullcontext()
 
@@ -95,7 +97,7 @@ class ForwardPass:
 
 
 @dataclass(frozen=True)
-class WindowGradient:
+class StepGradient:
     """The window's summed losses in nats, a term each, and its gradient's norm, which lies clipped in each `.grad`.
 
     `scale` is what the losses were multiplied by for the backward pass, and the gradient divided by since; `splits`
@@ -113,7 +115,7 @@ class WindowGradient:
         return math.isfinite(self.norm) and math.isfinite(sum(self.loss_sums))
 
 
-ComputeGradient = Callable[["GradientTask"], WindowGradient | None]
+ComputeGradient = Callable[["GradientTask"], StepGradient | None]
 """A way to the gradient of a window: of one process alone, summed over ranks, or of weights that ranks share.
 
 It is in the parameters' `.grad`, unscaled and clipped; None, and none there, if interrupted.
@@ -130,7 +132,7 @@ class StepParts:
     schedule: OptimizerConfig
     rates: RateSchedule
     seed: int
-    splits: OomHistory
+    oom_history: OomHistory
     compute_gradient: ComputeGradient
     topology: Topology = ALONE
     read: Callable[[torch.Tensor], list[float]] = torch.Tensor.tolist
@@ -162,7 +164,7 @@ class StepParts:
     def stage(self, step: int) -> Iterator[None]:
         """While it lasts, no gradient is made for what a step of this number is too early for (--freeze_steps)."""
         is_early = step < (self.architecture.tuning.freeze_steps or 0)
-        later = later_parameters(self.model) if is_early else []
+        later = non_head_parameters(self.model) if is_early else []
         try:
             for parameter in later:
                 parameter.requires_grad_(False)
@@ -185,20 +187,20 @@ class GradientTask:
     """What a gradient is asked of: a window, for the optimizer step of this number."""
 
     parts: StepParts
-    window: Window
+    global_batch: GlobalBatch
     step: int
     forward_and_backward: ForwardAndBackward
     is_interrupted: Callable[[], bool] = lambda: False
 
     @property
-    def cut(self) -> Cut:
+    def plan(self) -> MicroBatchPlan:
         """The window's micro-batches as the forward pass runs them."""
-        return self.parts.forward.cut(self.window.micro_batches)
+        return self.parts.forward.plan(self.global_batch.micro_batches)
 
 
-def loss_counts(window: Window) -> LossCounts:
+def loss_counts(global_batch: GlobalBatch) -> LossCounts:
     """What the losses of the window are divided by, however it is cut and divided."""
-    return LossCounts(window.tokens, window.utterances)
+    return LossCounts(global_batch.tokens, global_batch.utterances)
 
 
 @dataclass(frozen=True)
@@ -220,19 +222,19 @@ class StepReport:
 
 def train_step(
     parts: StepParts,
-    window: Window,
+    global_batch: GlobalBatch,
     step: int,
     is_interrupted: Callable[[], bool] = lambda: False,
-    breaking_off: Callable[[], AbstractContextManager[None]] = nullcontext,
+    interruptible: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> StepReport | None:
     """Updates the weights from one window, or, interrupted between two micro-batches, changes nothing and returns None.
 
-    All but the update is done inside of `breaking_off`: until then no weight has changed. A ResourceError names an
+    All but the update is done inside of `interruptible`: until then no weight has changed. A ResourceError names an
     utterance that does not fit in memory even alone.
     """
-    with breaking_off(), parts.stage(step):
-        gradient = parts.compute_gradient(GradientTask(parts, window, step, forward_and_backward, is_interrupted))
-    return None if gradient is None else update(parts, gradient, loss_counts(window), step)
+    with interruptible(), parts.stage(step):
+        gradient = parts.compute_gradient(GradientTask(parts, global_batch, step, forward_and_backward, is_interrupted))
+    return None if gradient is None else update(parts, gradient, loss_counts(global_batch), step)
 
 
 def forward_and_backward(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
@@ -248,11 +250,11 @@ def forward_and_backward(parts: StepParts, batch: Batch, counts: LossCounts) -> 
     return tuple(summed.detach() for summed in sums)
 
 
-def update(parts: StepParts, gradient: WindowGradient, counts: LossCounts, step: int) -> StepReport:
+def update(parts: StepParts, gradient: StepGradient, counts: LossCounts, step: int) -> StepReport:
     """Applies the window's gradient if it is finite. Allocates nothing (see optimizer.py): never half done."""
     rate = parts.rates.rate(parts.schedule, step)
     if gradient.is_finite:
-        begun = parts.rates.begun_share(parts.schedule, parts.architecture.tuning, step)
+        begun = parts.rates.delayed_warmup_factor(parts.schedule, parts.architecture.tuning, step)
         set_learning_rate(parts.optimizer, rate, begun)
         parts.optimizer.step()
     parts.optimizer.zero_grad()

@@ -14,7 +14,7 @@ from konkanivani.base.distributed import ALONE, Topology, gather
 from konkanivani.base.errors import Interrupted
 from konkanivani.data.batch import Batch
 from konkanivani.data.batching import partition, plan_evaluation
-from konkanivani.data.dataset import EvaluationSpeech
+from konkanivani.data.dataset import EvalDataset
 from konkanivani.data.loader.loading import load_batches
 from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.rejections import Rejections
@@ -24,7 +24,7 @@ from konkanivani.data.vocabulary import Vocabulary
 from konkanivani.decoding.ctc import argmax_tokens, blank_frames
 from konkanivani.decoding.decode import Decode
 from konkanivani.evaluation.metrics import ErrorRates, error_rates
-from konkanivani.memory.recovery import Attempts, Cut, OomHistory
+from konkanivani.memory.recovery import MicroBatchPlan, OomHistory, OomRetry
 from konkanivani.model.losses import LossCounts, Losses, Objective
 from konkanivani.training.sharding import full_weights
 from konkanivani.training.step import ForwardPass
@@ -102,17 +102,17 @@ def recognize_all(
     """
     forward.model.eval()
     forward.refresh_weights()
-    splits = OomHistory(conditions=0)  # not training's: without gradients far more fits
+    oom_history = OomHistory(conditions=0)  # not training's: without gradients far more fits
     terms, tokens, scored = len(forward.objective.terms), 0, []
     totals = torch.zeros(terms, dtype=torch.float64, device=forward.device)
     blanks, frames = torch.zeros((), dtype=torch.int64, device=forward.device), 0
     for batch, utterances in batches:
         # Nothing is kept, so there is nothing to recompute.
-        cut = Cut((batch,), recomputes_all=True, chunk_frames=forward.chunk_frames)
-        for attempt in (attempts := Attempts(cut, splits)):
+        cut = MicroBatchPlan((batch,), recomputes_all=True, chunk_frames=forward.chunk_frames)
+        for attempt in (attempts := OomRetry(cut, oom_history)):
             with attempt:
-                smaller = forward.run_as(attempt.cut)
-                attempt.result = [recognize(smaller, piece, decode) for piece in attempt.cut.micro_batches]
+                smaller = forward.with_plan(attempt.plan)
+                attempt.result = [recognize(smaller, piece, decode) for piece in attempt.plan.micro_batches]
         pieces = attempts.result
         totals += sum(piece.loss_sums for piece in pieces)
         blanks += sum(piece.blanks for piece in pieces)
@@ -143,7 +143,7 @@ def join_portions(portions: Sequence[RecognizedPortion], objective: Objective, s
 class EvaluationSet:
     """Utterances to evaluate on, laid into batches; their texts are normalised."""
 
-    speech: EvaluationSpeech
+    speech: EvalDataset
     plan: list[np.ndarray]
     loader: LoaderConfig
     rejections: Rejections
@@ -162,7 +162,7 @@ class EvaluationSet:
         try:
             portion = self._recognize_portion(forward, decode, check)
         except Interrupted as error:
-            if self.topology.is_alone:
+            if self.topology.is_single_process:
                 raise
             interrupted = error
         portions = gather(self.topology, portion)
@@ -175,7 +175,7 @@ class EvaluationSet:
     def _recognize_portion(self, forward: ForwardPass, decode: Decode, check: Callable[[], None]) -> RecognizedPortion:
         durations = self.speech.utterances.durations
         costs = np.array([len(batch) * durations[batch].max() for batch in self.plan])
-        plan = [self.plan[number] for number in partition(costs, self.topology.world)[self.topology.rank]]
+        plan = [self.plan[number] for number in partition(costs, self.topology.world_size)[self.topology.rank]]
         loaded = load_batches(self.speech, plan, self.loader, self.rejections, check)
-        with full_weights(forward.model), forward.weights_at_hand(), closing(loaded) as batches:
+        with full_weights(forward.model), forward.decoder_on_device(), closing(loaded) as batches:
             return recognize_all(forward, batches, self.speech.tokenizer, decode)

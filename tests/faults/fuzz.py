@@ -33,7 +33,7 @@ from konkanivani.data.audio.waveform import load_audio, stream_audio
 from konkanivani.data.manifest import read_manifest, read_recordings
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.training.checkpoint.checkpointer import LAST
-from tests.faults.strangers import Sound, configured, read_sound
+from tests.faults.untrusted_input import Sound, configured, read_sound
 from tests.faults.watching import MAX_SECONDS, Verdict, watch
 from tests.starts import begin_run, parse_flags
 

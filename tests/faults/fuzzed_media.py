@@ -17,7 +17,7 @@ MAX_READER_SECONDS = 5.0  # of a processor
 MAX_READER_MIB = 250.0  # resident, 40 of which it has at its start
 SWAPPED_BYTES = (16, 64, 512, 4096)
 
-Example = tuple[int, int, int, list[Change]]
+FuzzCase = tuple[int, int, int, list[Change]]
 
 
 def build_fuzzer(folder: Path) -> Fuzzer:
@@ -28,7 +28,7 @@ def build_fuzzer(folder: Path) -> Fuzzer:
     swapped = st.one_of(st.just(0), st.just(0), st.sampled_from(SWAPPED_BYTES))
     examples = st.tuples(which, which, swapped, st.one_of(changes, changes, st.just([])))
 
-    def handle(example: Example, inside: Path) -> None:
+    def handle(example: FuzzCase, inside: Path) -> None:
         number, other, count, changes = example
         suffix, content = files[number]
         path = inside / f"audio{suffix}"

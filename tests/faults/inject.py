@@ -29,7 +29,7 @@ from konkanivani.recipe import start
 from konkanivani.recipe.run_folders import LogFolder
 from konkanivani.training import gradient, loop, step
 from konkanivani.training.checkpoint import checkpoint, checkpointer
-from tests.laws.failing import ERRORS
+from tests.invariants.failing import ERRORS
 
 Around = Callable[[Callable], Callable]
 
@@ -214,7 +214,7 @@ def label(utterance: str, token: int) -> None:
 
         return getitem
 
-    wrap(speech.TrainingSpeech, "__getitem__", around)
+    wrap(speech.TrainDataset, "__getitem__", around)
 
 
 def file_limit(size: int, first: int, last: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from konkanivani.training.checkpoint.checkpoint import read_step
 from tests.conftest import TINY_MODEL, Corpus, read_log
 from tests.faults.fuse import BEST_NAME, EPOCH, POINTS, WORSE_IN_A_ROW, Fuse, Point
-from tests.faults.lives import SCRIPT, Aftermath, LongRun
+from tests.faults.long_run import SCRIPT, Aftermath, LongRun
 from tests.faults.resuming import run_differences
 
 KEPT_EPOCHS = 3

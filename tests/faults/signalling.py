@@ -22,7 +22,7 @@ from konkanivani.data import dataset as speech
 from konkanivani.data.audio.files import AudioSource
 from tests.conftest import ROOT, TINY_MODEL, Corpus
 from tests.faults.killing import small_run
-from tests.faults.lives import SCRIPT, THREADS, Life, LongRun, Trap, is_dying, members
+from tests.faults.long_run import SCRIPT, THREADS, Life, LongRun, Trap, is_dying, members
 from tests.patience import PATIENCE
 
 SHELL_SCRIPT = ROOT / "run_training_memory_optimized.sh"

@@ -14,7 +14,7 @@ import torch
 
 from konkanivani.base.errors import CheckpointError, DataError, Interrupted, KonkaniVaniError, ResourceError, UsageError
 from konkanivani.base.files import scratch_folder
-from konkanivani.base.flags import ask
+from konkanivani.base.flags import parse_args
 from konkanivani.base.signals import stopping_signals
 from konkanivani.recipe import dry_run as dry
 from konkanivani.recipe.build import build_run
@@ -112,7 +112,7 @@ def test_a_dry_resume_goes_on_from_the_checkpoint_and_touches_nothing_of_its_run
     before = files_of(copy)
     for resumed in (["--resume", "auto", *run_folders(copy)], ["--resume", str(copy / "checkpoints" / LAST)]):
         given = [*resumed, *run_folders(copy), "--epochs", "4", "--dry_run"]
-        assert json.loads(dry_run(ask(given)))["steps"] == 6
+        assert json.loads(dry_run(parse_args(given)))["steps"] == 6
         output = capsys.readouterr().out
         assert "with the state of step 6" in output and "step 9 after it is the same, bit for bit" in output
         assert files_of(copy) == before
@@ -126,14 +126,14 @@ def test_a_dry_resume_passes_over_damaged_checkpoints_and_leaves_them_their_name
     (folder / LAST).write_bytes((folder / LAST).read_bytes()[:-100])
     before = files_of(copy)
     given = ["--resume", "auto", *run_folders(copy), "--epochs", "4", "--dry_run"]
-    assert json.loads(dry_run(ask(given)))["steps"] == 6
+    assert json.loads(dry_run(parse_args(given)))["steps"] == 6
     output = capsys.readouterr().out
     assert f"{LAST} is damaged" in output and "Trying the one before." in output and "Moved" not in output
     assert files_of(copy) == before
     (folder / PREVIOUS).unlink()
     for _ in range(2):
         with pytest.raises(CheckpointError, match="None of the 1 checkpoints .* is sound. Restore a copy"):
-            dry_run(ask(given))
+            dry_run(parse_args(given))
     assert (folder / LAST).exists()
 
 
@@ -150,7 +150,7 @@ REFUSED = [
 def test_it_refuses_what_the_run_would_and_leaves_nothing(more, kind, said, few, tmp_path):
     given = flags(few, tmp_path, *more)
     with pytest.raises(kind, match=said) as refused:
-        dry_run(ask([*given, "--dry_run"]))
+        dry_run(parse_args([*given, "--dry_run"]))
     assert os.listdir(tmp_path) == []
     with pytest.raises(KonkaniVaniError) as real:
         build_run(begin_run(given))
@@ -160,7 +160,7 @@ def test_it_refuses_what_the_run_would_and_leaves_nothing(more, kind, said, few,
 def test_a_used_folder_is_refused_as_the_run_would(few, copy):
     before = files_of(copy)
     with pytest.raises(UsageError, match="holds checkpoints of a run"):
-        dry_run(ask(flags(few, copy, "--dry_run")))
+        dry_run(parse_args(flags(few, copy, "--dry_run")))
     assert files_of(copy) == before
 
 
@@ -179,7 +179,7 @@ def test_a_folder_in_which_another_process_trains_is_refused(few, tmp_path):
             time.sleep(0.01)
         before = files_of(tmp_path)
         with pytest.raises(ResourceError, match=f"Process {child} is training"):
-            dry_run(ask(flags(few, tmp_path, "--dry_run")))
+            dry_run(parse_args(flags(few, tmp_path, "--dry_run")))
         assert files_of(tmp_path) == before
     finally:
         os.kill(child, signal.SIGKILL)
@@ -205,7 +205,7 @@ def test_a_signal_at_any_stage_ends_it_with_its_code_and_removes_everything(numb
     monkeypatch.setattr(dry.StageClock, "done", interrupted)
     handlers = [signal.getsignal(each) for each in stopping_signals()]
     with pytest.raises(Interrupted) as stopped:
-        dry_run(ask(flags(few, tmp_path, "--dry_run")))
+        dry_run(parse_args(flags(few, tmp_path, "--dry_run")))
     assert stopped.value.exit_code == 128 + number and "removed" in str(stopped.value)
     assert os.listdir(tmp_path) == []
     assert [signal.getsignal(each) for each in stopping_signals()] == handlers
@@ -257,9 +257,9 @@ def test_negative_control_a_resume_that_forgets_something_is_found(few, tmp_path
 
     monkeypatch.setattr(OptimizerState, "load_state_dict", lambda self, state: None)
     with pytest.raises(CheckpointError, match="What was resumed is not what was saved: .*optimizer/"):
-        dry_run(ask(flags(few, tmp_path, "--dry_run")))
+        dry_run(parse_args(flags(few, tmp_path, "--dry_run")))
     monkeypatch.setattr(dry, "differences", lambda one, other: [])
-    summary = json.loads(dry_run(ask(flags(few, tmp_path, "--dry_run"))))
+    summary = json.loads(dry_run(parse_args(flags(few, tmp_path, "--dry_run"))))
     assert summary["resumed_difference"] > 0
     assert os.listdir(tmp_path) == []
 
@@ -275,7 +275,7 @@ def test_negative_control_a_save_that_loses_a_bit_is_found(few, tmp_path, monkey
 
     monkeypatch.setattr(dry, "read_checkpoint", read_wrongly)
     with pytest.raises(CheckpointError, match="What was saved is not what is read back: 1 value"):
-        dry_run(ask(flags(few, tmp_path, "--dry_run")))
+        dry_run(parse_args(flags(few, tmp_path, "--dry_run")))
     assert os.listdir(tmp_path) == []
 
 
@@ -297,7 +297,7 @@ def test_the_run_after_a_dry_run_is_the_run_without_one_bit_for_bit(few, tmp_pat
     for name in ("with", "without"):
         given = flags(few, tmp_path / name, "--max_steps", "3")
         if name == "with":
-            dry_run(ask([*given, "--dry_run"]))
+            dry_run(parse_args([*given, "--dry_run"]))
         train(build_run(begin_run(given)))
         logs.append([(record["step"], record["loss"]) for record in read_log(tmp_path / name)])
     assert logs[0] == logs[1] and len(logs[0]) == 3

@@ -11,7 +11,7 @@ from tests.conftest import Corpus, write_corpus
 from tests.faults import killing
 from tests.faults.fuse import POINTS, WORSE_IN_A_ROW
 from tests.faults.killing import complaints_of, kill_at_points, kill_at_random, left_behind, what_differs
-from tests.faults.lives import LongRun
+from tests.faults.long_run import LongRun
 
 
 @pytest.fixture(scope="module")

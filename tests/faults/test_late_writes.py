@@ -22,11 +22,11 @@ from konkanivani.training.loop import train
 from konkanivani.training.run import Run
 from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders
 from tests.faults.killing import small_run
-from tests.faults.lives import Life, LongRun
+from tests.faults.long_run import Life, LongRun
 from tests.faults.resuming import checkpoint_differences
 from tests.faults.slow_disk import SlowDisk, slow_writes
 from tests.faults.under_torchrun import RankRun, end_all, ranks_of
-from tests.laws.ranks import environments_of
+from tests.invariants.ranks import environments_of
 from tests.patience import PATIENCE
 from tests.starts import begin_run
 from tests.warm import Fork, Job, warm_parent

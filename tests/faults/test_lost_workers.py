@@ -4,9 +4,9 @@ import signal
 
 import pytest
 
+from tests.faults.disk_full import small_disk
 from tests.faults.losing_workers import LostWorker, lost_worker_findings, shared_memory_findings
 from tests.faults.resuming import ResumeBench
-from tests.faults.room import small_disk
 
 CASES = (LostWorker("killed once", signal.SIGKILL, True), LostWorker("crashes each time", signal.SIGSEGV, False))
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from konkanivani.base.errors import DataError, NumericsError, UsageError
-from konkanivani.data.batch import Speech, check_tokens
+from konkanivani.data.batch import Example, check_tokens
 from konkanivani.data.text import OUR_TOKENS, SpecialTokens
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST, PREVIOUS, Checkpointer
 from konkanivani.training.logs.logbook import Logbook, describe_skip
 from konkanivani.training.logs.records import Resumed, SkipRecord
 from tests.conftest import read_log
-from tests.faults.unfinite import BROKEN_RUNS, OddBatch, bad_label_findings, broken_run_findings, odd_batch_findings
+from tests.faults.non_finite import BROKEN_RUNS, OddBatch, bad_label_findings, broken_run_findings, odd_batch_findings
 from tests.starts import parse_flags
 
 
@@ -33,17 +33,17 @@ def test_a_label_out_of_range_is_refused_by_name(bench, tmp_path):
 
 @pytest.mark.parametrize("token", [0, -1, 30, 2**40])
 def test_tokens_are_between_the_blank_and_the_vocabularys_end(token):
-    check_tokens(Speech("u", torch.zeros(5), [1, 29], None), 30, OUR_TOKENS)
+    check_tokens(Example("u", torch.zeros(5), [1, 29], None), 30, OUR_TOKENS)
     with pytest.raises(DataError, match=f"of u has the token {token}, and tokens are between 1 and 29"):
-        check_tokens(Speech("u", torch.zeros(5), [4, token], None), 30, OUR_TOKENS)
+        check_tokens(Example("u", torch.zeros(5), [4, token], None), 30, OUR_TOKENS)
 
 
 def test_without_a_blank_the_token_0_is_one_like_any_other():
     special = SpecialTokens(blank=None, unknown=None, start=7, end=8)
-    check_tokens(Speech("u", torch.zeros(5), [0, 29], None), 30, special)
+    check_tokens(Example("u", torch.zeros(5), [0, 29], None), 30, special)
     for token in (-1, 30):
         with pytest.raises(DataError, match=f"of u has the token {token}, and tokens are between 0 and 29"):
-            check_tokens(Speech("u", torch.zeros(5), [0, token], None), 30, special)
+            check_tokens(Example("u", torch.zeros(5), [0, token], None), 30, special)
 
 
 @pytest.mark.parametrize("flag", ["learning_rate", "max_grad_norm"])

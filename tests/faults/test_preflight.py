@@ -12,7 +12,7 @@ import torch
 
 from konkanivani.base.config import PRESETS, ModelConfig, RunConfig, TrainConfig
 from konkanivani.base.errors import (
-    MAX_TOLD,
+    MAX_REPORTED,
     CheckpointError,
     DataError,
     ErrorCollector,
@@ -134,13 +134,13 @@ def test_a_lock_that_another_has_made_is_named(tmp_path):
 def test_so_many_problems_are_told_and_the_others_counted():
     problems = ErrorCollector()
     problems.raise_all()
-    for number in range(MAX_TOLD + 5):
+    for number in range(MAX_REPORTED + 5):
         with problems.collect():
             raise DataError(f"Row {number} is wrong. Mend it.")
     with pytest.raises(DataError) as caught:
         problems.raise_all()
     lines = str(caught.value).splitlines()
-    assert len(lines) == MAX_TOLD + 1 and lines[-1] == "And 5 more of this kind."
+    assert len(lines) == MAX_REPORTED + 1 and lines[-1] == "And 5 more of this kind."
     with pytest.raises(ZeroDivisionError), problems.collect():  # what is not ours is no problem of a stage
         raise ZeroDivisionError
 

@@ -28,11 +28,11 @@ from tests.faults.under_torchrun import (
     train_undisturbed,
     what_differs,
 )
-from tests.laws.ranks import environments_of
+from tests.invariants.ranks import environments_of
 from tests.patience import PATIENCE
 from tests.warm import ROOT, Fork, Job, warm_parent
 
-TWO = Topology(rank=0, world=2, local_rank=0, local_world=2)
+TWO = Topology(rank=0, world_size=2, local_rank=0, local_world_size=2)
 
 
 @pytest.mark.parametrize("is_cold", [False, *further(True)], ids=["forks", "by its command line"])
@@ -107,8 +107,8 @@ class Place:
 ELSEWHERE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each rank is its machine's only one
 TRAIN = (
     "import sys; from konkanivani.base.command_line import end_script, run_script; "
-    "from konkanivani.base.flags import ask; from konkanivani.recipe.train import train_and_report; "
-    "end_script(run_script(lambda: train_and_report(ask(sys.argv[1:]))))"
+    "from konkanivani.base.flags import parse_args; from konkanivani.recipe.train import train_and_report; "
+    "end_script(run_script(lambda: train_and_report(parse_args(sys.argv[1:]))))"
 )
 
 
@@ -160,7 +160,7 @@ def test_what_ranks_cannot_do_is_refused():
     check_ranks(asked(), TWO)
     with pytest.raises(UsageError, match="the effective batch is 1 utterance, fewer than the 2 ranks"):
         check_ranks(asked(batch=1), TWO)
-    restarting = Topology(world=2, local_world=2, max_restarts=3)
+    restarting = Topology(world_size=2, local_world_size=2, max_restarts=3)
     check_ranks(asked(resume="auto"), restarting)
     for run in ({"fresh": True}, {"resume": "some.pt"}):
         check_ranks(asked(**run), TWO)
@@ -182,7 +182,7 @@ def test_an_environment_that_is_no_place_is_refused(environment):
 
 
 def test_without_an_environment_it_is_a_world_of_one():
-    assert read_topology({"HOME": "/root"}) == ALONE and ALONE.is_alone
-    assert not read_topology({"RANK": "0", "WORLD_SIZE": "1"}).is_alone
+    assert read_topology({"HOME": "/root"}) == ALONE and ALONE.is_single_process
+    assert not read_topology({"RANK": "0", "WORLD_SIZE": "1"}).is_single_process
     there = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert read_topology(there) == Topology(rank=3, world=4, local_rank=1, local_world=2, is_launched=True)
+    assert read_topology(there) == Topology(rank=3, world_size=4, local_rank=1, local_world_size=2, is_launched=True)

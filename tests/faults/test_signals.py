@@ -17,7 +17,7 @@ from konkanivani.training.interruption import PATIENCE
 from konkanivani.training.loop import train
 from tests.conftest import ROOT, TINY_MODEL, read_log, run_folders
 from tests.faults.killing import what_differs
-from tests.faults.lives import LongRun, members
+from tests.faults.long_run import LongRun, members
 from tests.faults.signalling import (
     HangingCall,
     IgnoredHangUps,
@@ -173,7 +173,7 @@ def test_a_signal_within_a_product_overwrites_nothing():
     for life, codes in (("run_script", (0,)), ("--bare", broken)):
         if life == "--bare" and not is_onednn_clobbering_its_stack():
             pytest.skip("the negative control needs a oneDNN before 3.11.2 with AVX2 or more")
-        process = warm_parent().run(ROOT / "tests" / "faults" / "storm.py", life)
+        process = warm_parent().run(ROOT / "tests" / "faults" / "signal_storm.py", life)
         assert process.returncode in codes, process.stdout + process.stderr
 
 

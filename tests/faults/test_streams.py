@@ -15,7 +15,7 @@ from tests.conftest import ROOT, TRAINER, further, run_folders, script_command
 from tests.faults.beginnings import close_streams, without_torch
 from tests.faults.small_run import SMALL_MODEL
 from tests.patience import PATIENCE
-from tests.warm import NOTHING, Job, WarmParent, warm_parent
+from tests.warm import DEV_NULL, Job, WarmParent, warm_parent
 
 EXIT_CODES = ("0 done", "2 usage", "3 data", "4 checkpoint", "5 numerics", "6 resources", "130 ", "143 ")
 ALL = "<&- >&- 2>&-"
@@ -126,7 +126,7 @@ def test_what_is_printed_does_not_go_into_the_next_file(tmp_path, how, held):
 def test_a_run_without_streams_is_trained_and_saved(corpus, tmp_path):
     flags = (*SMALL_MODEL, *corpus.flags(), "--max_steps", "2", "--save_steps", "1", "--num_workers", "0")
     closed = partial(close_streams, 0, 1, 2)
-    job = Job(ROOT / TRAINER, (*flags, *run_folders(tmp_path)), NOTHING, threads=1, before=closed)
+    job = Job(ROOT / TRAINER, (*flags, *run_folders(tmp_path)), DEV_NULL, threads=1, before=closed)
     assert warm_parent().start(job).wait(PATIENCE) == 0
     assert read_checkpoint(tmp_path / "checkpoints" / LAST).step == 2
     files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]

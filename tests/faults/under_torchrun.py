@@ -23,7 +23,7 @@ from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.model.front_end import FrontEnd
 from tests.conftest import ROOT, TINY_MODEL, TRAINER, Corpus, read_log, run_folders, start_cold
 from tests.faults.resuming import run_differences
-from tests.laws.ranks import environments_of
+from tests.invariants.ranks import environments_of
 from tests.patience import PATIENCE
 from tests.warm import Fork, Job, warm_parent
 
@@ -34,21 +34,21 @@ Agent = Fork | subprocess.Popen
 
 
 def run_ranks(
-    output: Path, world: int, *arguments: str, restarts: int = 0, before: Callable[[], None] | None = None
+    output: Path, world_size: int, *arguments: str, restarts: int = 0, before: Callable[[], None] | None = None
 ) -> str:
     """What so many forks say that train together, one thread each, begun again as torchrun would; in the end, well."""
     for restart in range(restarts + 1):
         told = {"TORCHELASTIC_RESTART_COUNT": str(restart), "TORCHELASTIC_MAX_RESTARTS": str(restarts)}
         jobs = [
             Job(ROOT / TRAINER, arguments, output, environment=environment | told, threads=1, before=before)
-            for environment in environments_of(world)
+            for environment in environments_of(world_size)
         ]
         ranks = [warm_parent().start(job) for job in jobs]
         codes = [rank.wait(PATIENCE) for rank in ranks]
         if not any(codes):
             break
     said = output.read_text(encoding="utf-8")
-    assert codes == [0] * world, said
+    assert codes == [0] * world_size, said
     return said
 
 

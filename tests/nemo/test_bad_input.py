@@ -14,8 +14,8 @@ import torch
 from konkanivani.inference.nemo.imported import import_nemo
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from tests.conftest import run_script, well
-from tests.faults.strangers import Calls
 from tests.faults.test_error_texts import complaint
+from tests.faults.untrusted_input import Calls
 from tests.faults.watching import watch
 from tests.nemo.files import CONFIG, FOLDER, WEIGHTS, NemoParts, changed, pieces, read_parts, write_members
 

@@ -63,7 +63,7 @@ def test_negative_control_with_the_other_versions_edges_it_is_another_model():
 )
 def test_the_version_says_what_is_beyond_the_edges(version, edges, tmp_path):
     path = changed(of_version(version), tmp_path / "x.nemo")
-    assert import_nemo(path, None, tmp_path).architecture.features.edges == edges
+    assert import_nemo(path, None, tmp_path).architecture.features.frame_padding == edges
 
 
 def test_a_batch_norm_of_other_statistics_is_another_model(tmp_path):

@@ -25,7 +25,7 @@ from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, Corpus, further, run_folders, run_script, well
-from tests.laws.parts import OTHER_FEATURES, OTHER_PARTS
+from tests.invariants.parts import OTHER_FEATURES, OTHER_PARTS
 from tests.starts import begin_run
 from tests.test_block_parts import laid_out, random_attention
 from tests.test_export import CPU, EXPORT, SHAPE, speech_model_of_shape, spoken
@@ -33,15 +33,15 @@ from tests.test_export import CPU, EXPORT, SHAPE, speech_model_of_shape, spoken
 FLAGS = (
     *("--attention_positions", "relative", "--convolution_norm", "none", "--subsampling", "striding"),
     *("--scaled_input", "--entry_norm", "False", "--biases", "False", "--power_guard", "added"),
-    *("--smallest_power", "5.96e-8", "--preemphasis", "0.97", "--window", "symmetric", "--edges", "zeros"),
-    *("--mel_scale", "slaney", "--deviation", "sample"),
+    *("--smallest_power", "5.96e-8", "--preemphasis", "0.97", "--window", "symmetric", "--frame_padding", "zeros"),
+    *("--mel_scale", "slaney", "--std_ddof", "sample"),
 )
 PARTS = dataclasses.replace(OTHER_PARTS, d_model=32, subsampling_channels=8)
 SHAPES = {  # by 4, as AI4Bharat's Conformers, and by 8, as FastConformers
     "striding": (PARTS, OTHER_FEATURES),
     "separable": (
         dataclasses.replace(PARTS, subsampling="separable", biases=True),
-        dataclasses.replace(OTHER_FEATURES, edges="zeros", mel_bins=128),
+        dataclasses.replace(OTHER_FEATURES, frame_padding="zeros", mel_bins=128),
     ),
 }
 
@@ -76,8 +76,10 @@ def test_trained_resumed_exported_and_heard(corpus: Corpus, tmp_path: Path):
     well(run_script(EXPORT, "--checkpoint", checkpoint, "--bundle", str(bundle)))
     heard = [load_recognizer(path, device="cpu").transcribe(spoken(3.0).numpy()).text for path in (checkpoint, bundle)]
     assert heard[0] == heard[1]
-    other = run_script("training_scripts/train_konkanivani_asr.py", "--resume", checkpoint, "--edges", "none", *folder)
-    assert other.returncode == 4 and "--edges is none here and zeros in the checkpoint" in other.stderr
+    other = run_script(
+        "training_scripts/train_konkanivani_asr.py", "--resume", checkpoint, "--frame_padding", "none", *folder
+    )
+    assert other.returncode == 4 and "--frame_padding is none here and zeros in the checkpoint" in other.stderr
 
 
 @pytest.mark.parametrize("kind", SHAPES)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.laws.conftest import two_threads
+from tests.invariants.conftest import two_threads
 
 __all__ = ["two_threads", "whisper_folders"]
 

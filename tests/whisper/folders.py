@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from konkanivani.data.batch import Batch, Speech, collate
+from konkanivani.data.batch import Batch, Example, collate
 from konkanivani.data.text import SpecialTokens
 from konkanivani.model.whisper.folder import name_in_file
 from konkanivani.model.whisper.network import Whisper
@@ -125,7 +125,7 @@ def spoken(kind: Kind, *lengths: int, seed: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     return collate(
         [
-            Speech(
+            Example(
                 utterance_id=str(number),
                 waveform=torch.randn(16_000 - 900 * number, generator=generator),
                 tokens=torch.randint(kind.end, (length,), generator=generator).tolist(),

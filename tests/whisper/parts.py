@@ -16,7 +16,7 @@ from konkanivani.base.config import (
     TuningConfig,
 )
 from konkanivani.base.distributed import ALONE, Topology
-from konkanivani.data.batch import Window
+from konkanivani.data.batch import GlobalBatch
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.folder import DIMENSIONS, TWINS, name_in_file
@@ -25,7 +25,7 @@ from konkanivani.model.whisper.shape import WhisperShape
 from konkanivani.recipe.build_step import StateLayout, build_step_parts
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts
 from tests.conftest import WORDS
-from tests.laws.parts import CPU, VOCAB_SIZE, speeches, window
+from tests.invariants.parts import CPU, VOCAB_SIZE, global_batch, speeches
 from tests.whisper.byte_vocabularies import named_after, vocabulary_of_text, write_files
 
 SHAPE = WhisperShape(16, 2, 2, 2, 32, 80, VOCAB_SIZE, source_positions=100, target_positions=40)
@@ -61,10 +61,12 @@ def is_trained(name: str, mode: str) -> bool:
     return "low_rank" in name or not name.startswith(FROZEN[mode])
 
 
-def whisper_config(recompute: str = "never", rate: float = 1e-3, at_once: int = 1, half: bool = False) -> TrainConfig:
+def whisper_config(
+    recompute: str = "never", rate: float = 1e-3, concurrent_micro_batches: int = 1, half: bool = False
+) -> TrainConfig:
     """Settings of a step; SpecAugment as in training."""
     return TrainConfig(
-        data=DataConfig(micro_batches_at_once=at_once),
+        data=DataConfig(micro_batches_at_once=concurrent_micro_batches),
         loss=LossConfig(ctc_weight=0.0),
         memory=MemoryConfig(gradient_checkpointing=recompute, mixed_precision=half),
         optimizer=OptimizerConfig(learning_rate=rate, warmup_steps=1),
@@ -91,9 +93,9 @@ def whisper_parts(
         torch.set_default_dtype(torch.float32)
 
 
-def gradients(parts: StepParts, cut: Window | None = None) -> dict[str, torch.Tensor]:
+def gradients(parts: StepParts, cut: GlobalBatch | None = None) -> dict[str, torch.Tensor]:
     """Of one window, the four utterances in two micro-batches if none is given."""
-    cut = cut or window(SPOKEN, 2)
+    cut = cut or global_batch(SPOKEN, 2)
     parts.model.train()
     parts.model.zero_grad()
     for batch in cut.micro_batches:

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from konkanivani.base.config import AugmentConfig, PretrainedConfig, TrainConfig, TuningConfig
 from konkanivani.base.errors import CheckpointError, UsageError
 from konkanivani.base.flags import config_from_text, config_to_text, contradictions
-from konkanivani.data.batch import Speech
+from konkanivani.data.batch import Example
 from konkanivani.decoding.decode import greedy_decode
 from konkanivani.inference.whisper.export import TunedWhisper
 from konkanivani.inference.whisper.pretrained import PretrainedWhisper
@@ -30,7 +30,7 @@ from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.origin import planned_architecture
 from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.step import StepParts, train_step
-from tests.laws.parts import measured_peak, relative_difference
+from tests.invariants.parts import measured_peak, relative_difference
 from tests.starts import parse_flags
 from tests.whisper.folders import KINDS, read_reference
 from tests.whisper.test_training import (
@@ -62,7 +62,7 @@ def parts_of(
         torch.set_default_dtype(torch.float32)
 
 
-def outputs(parts: StepParts, spoken: list[Speech], size: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def outputs(parts: StepParts, spoken: list[Example], size: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Encoded frames and logits of each utterance's valid positions."""
     found = {}
     with torch.no_grad():
@@ -170,7 +170,7 @@ def test_features_of_speech_are_the_first_of_its_window_and_a_window_makes_no_ma
 def test_a_traced_peak_is_the_measured_one(recompute):
     config, cut = configured(recompute), window(2, speeches(4, torch.float32, augmented=False))
     measured = measured_peak(parts_of(SPEECH, torch.float32, recompute), cut)
-    planned = build_tracer(config, SPEECH, ONLY_TENSORS).trace_window(cut, RecomputePolicy(recompute)).bytes
+    planned = build_tracer(config, SPEECH, ONLY_TENSORS).trace_global_batch(cut, RecomputePolicy(recompute)).bytes
     assert 0.999 * measured <= planned <= 1.02 * measured
 
 

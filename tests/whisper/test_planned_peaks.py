@@ -6,8 +6,8 @@ import functools
 import pytest
 import torch
 
-from konkanivani.data.batch import Speech, Window
-from konkanivani.data.batching import cut_window, same_size
+from konkanivani.data.batch import Example, GlobalBatch
+from konkanivani.data.batching import same_size, split_into_micro_batches
 from konkanivani.data.generation import GenerationRules
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.decoding.decode import BeamDecode
@@ -21,7 +21,7 @@ from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.step import StepParts
 from konkanivani.training.validation import recognize
 from tests.conftest import crossed, further
-from tests.laws.parts import measured_peak
+from tests.invariants.parts import measured_peak
 from tests.tracers import ONLY_TENSORS
 from tests.whisper.parts import CPU, MODES, whisper_config
 
@@ -47,16 +47,16 @@ def parts_of(mode: str, policy: str, half: bool = False, shape: WhisperShape = S
     return build_step_parts(whisper_config(half=half), architecture, CPU, 100).recomputing(POLICIES[policy])
 
 
-def window_of(*lengths: float, batch_size: int) -> Window:
+def global_batch_of(*lengths: float, batch_size: int) -> GlobalBatch:
     """Utterances of so many seconds with twenty tokens each."""
-    spoken = [Speech(str(n), torch.randn(round(16_000 * each)), [9] * 20, None) for n, each in enumerate(lengths)]
-    return cut_window(spoken, same_size(batch_size), OUR_TOKENS)
+    spoken = [Example(str(n), torch.randn(round(16_000 * each)), [9] * 20, None) for n, each in enumerate(lengths)]
+    return split_into_micro_batches(spoken, same_size(batch_size), OUR_TOKENS)
 
 
 @pytest.mark.parametrize(("mode", "policy", "half"), crossed(MODES, POLICIES, (False, True)))
 def test_a_step_takes_what_is_planned_for_its_size(mode, policy, half):
     """However much of the window is speech."""
-    measured = measured_peak(parts_of(mode, policy, half), window_of(2.0, 2.0, 1.9, 1.0, 0.5, 2.0, batch_size=3))
+    measured = measured_peak(parts_of(mode, policy, half), global_batch_of(2.0, 2.0, 1.9, 1.0, 0.5, 2.0, batch_size=3))
     planned = traced(mode, policy, half=half).bytes
     assert 0.999 * measured <= planned <= 1.02 * measured
 
@@ -64,15 +64,15 @@ def test_a_step_takes_what_is_planned_for_its_size(mode, policy, half):
 @every_mode
 def test_side_by_side_the_plan_bounds_what_both_take(mode, two_threads):
     parts = parts_of(mode, "never")
-    parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, at_once=2))
-    measured = measured_peak(parts, window_of(*(4 * (2.0,)), batch_size=1))
+    parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, concurrent_micro_batches=2))
+    measured = measured_peak(parts, global_batch_of(*(4 * (2.0,)), batch_size=1))
     planned = traced(mode, load=BatchShape(1, 2.0, 20)).side_by_side(2).bytes
     assert measured <= 1.001 * planned <= 1.3 * measured
 
 
 @every_mode
 def test_negative_control_the_plan_of_another_size_or_way_is_not_within_the_bound(mode):
-    measured = measured_peak(parts_of(mode, "never"), window_of(*(6 * (2.0,)), batch_size=3))
+    measured = measured_peak(parts_of(mode, "never"), global_batch_of(*(6 * (2.0,)), batch_size=3))
     fewer = BatchShape(2, 2.0, 20)
     others = [(mode, "never", fewer)] + [(other, "never", LOAD) for other in MODES if other != mode]
     for other in others + ([("full", "always", LOAD)] if mode == "full" else []):
@@ -110,7 +110,7 @@ def validated(parts: StepParts, seconds: float) -> int:
     prompt = (4, 5, 6, 7)
     most = parts.architecture.most_tokens - len(prompt)
     rules = GenerationRules(prompt, suppressed=(OUR_TOKENS.end,), most_tokens=most)
-    (batch,) = window_of(seconds, seconds, seconds - 0.02, batch_size=3).micro_batches
+    (batch,) = global_batch_of(seconds, seconds, seconds - 0.02, batch_size=3).micro_batches
     live = LiveBytes()
     live.count(parts.state_tensors())
     parts.model.eval()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from konkanivani.base.errors import DataError, UsageError
-from konkanivani.data.batch import Speech, check_tokens, collate
+from konkanivani.data.batch import Example, check_tokens, collate
 from konkanivani.data.checking import Limits, reason_to_reject
 from konkanivani.data.generation import TimeRules
 from konkanivani.data.utterance import Utterance
@@ -89,7 +89,7 @@ def test_labels_and_prompts_are_those_of_transformers(pairs, peer, language, tas
 def test_a_batch_feeds_the_prompt_and_asks_for_it(pairs):
     ours = read(pairs)
     said = pairs.decode([0]) + TEXT
-    speech = Speech("u", torch.zeros(10), ours.encode(said), None)
+    speech = Example("u", torch.zeros(10), ours.encode(said), None)
     check_tokens(speech, ours.size, ours.special)
     batch = collate([speech], ours.special)
     text = pairs.encode(said)
@@ -194,7 +194,7 @@ def test_labels_beyond_the_decoders_positions_are_left_out_with_the_reason(pairs
     ours, limits = read(pairs), Limits(0.1, 40.0, 10**9, 1.0, is_aligned=False).within(30.0, 447, 0.9)
     utterance = Utterance("u.wav", "u.wav", 5.0, "!")
     longest = ours.encode("") + [0] * ours.rules.most_tokens
-    assert len(collate([Speech("u", torch.zeros(5), longest, None)], ours.special).decoder_tokens[0]) == 448
+    assert len(collate([Example("u", torch.zeros(5), longest, None)], ours.special).decoder_tokens[0]) == 448
     assert reason_to_reject(utterance, longest, limits) is None
     assert reason_to_reject(utterance, [*longest, 0], limits) == "448 tokens are more than the decoder's 447"
     assert reason_to_reject(dataclasses.replace(utterance, duration=28.0), longest, limits) == (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from konkanivani.base.config import LossConfig, OptimizerConfig, TrainConfig
-from konkanivani.data.batch import Batch, Window, split_batch
+from konkanivani.data.batch import Batch, GlobalBatch, split_batch
 from konkanivani.model.whisper.architecture import WhisperArchitecture
 from konkanivani.model.whisper.folder import name_in_file
 from konkanivani.recipe.build_step import build_step_parts
@@ -79,8 +79,8 @@ def windows() -> Iterator[tuple[Batch, tuple[Batch, ...]]]:
         yield batch, ((batch,), (first, second), (*split_batch(first), second))[number % 3]
 
 
-def window_of(micro_batches: tuple[Batch, ...]) -> Window:
-    return Window(micro_batches, sum(LABELS), len(LABELS), 0.0, 0.0)
+def global_batch_of(micro_batches: tuple[Batch, ...]) -> GlobalBatch:
+    return GlobalBatch(micro_batches, sum(LABELS), len(LABELS), 0.0, 0.0)
 
 
 def far_apart(parts: StepParts, by_hand: ByHand) -> float:
@@ -95,7 +95,7 @@ def test_twenty_steps_are_those_of_the_same_adamw_on_transformers_model():
     parts, by_hand = both()
     losses, norms = [], []
     for number, (batch, micro_batches) in enumerate(windows()):
-        report = train_step(parts, window_of(micro_batches), number)
+        report = train_step(parts, global_batch_of(micro_batches), number)
         loss = by_hand.loss(parts, batch)
         norm = by_hand.step(loss, number)
         assert report.loss == pytest.approx(loss.item(), rel=1e-5), number
@@ -114,7 +114,7 @@ def test_negative_control_another_step_is_seen(change):
     others["weight_decay"] = DECAY if change == "decay of all" else 0.0
     by_hand.largest_norm = math.inf if change == "no clipping" else LARGEST_NORM
     for number, (batch, micro_batches) in itertools.islice(enumerate(windows()), 10):
-        train_step(parts, window_of(micro_batches), number)
+        train_step(parts, global_batch_of(micro_batches), number)
         taken = micro_batches if change == "mean of means" else (batch,)
         by_hand.step(sum(by_hand.loss(parts, one) for one in taken) / len(taken), number)
     assert far_apart(parts, by_hand) > 1e-4

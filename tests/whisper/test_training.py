@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from konkanivani.base.config import AugmentConfig, DataConfig, LossConfig, MemoryConfig, OptimizerConfig, TrainConfig
 from konkanivani.base.errors import DataError
-from konkanivani.data.batch import Speech, Window
-from konkanivani.data.batching import cut_window, same_size
+from konkanivani.data.batch import Example, GlobalBatch
+from konkanivani.data.batching import same_size, split_into_micro_batches
 from konkanivani.data.generation import FREE
 from konkanivani.data.text import SpecialTokens
 from konkanivani.decoding.decode import greedy_decode
@@ -25,7 +25,7 @@ from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.recipe.planning.tracing import build_tracer
 from konkanivani.training.optimizers.build import build_optimizer
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts, train_step
-from tests.laws.parts import measured_peak, relative_difference
+from tests.invariants.parts import measured_peak, relative_difference
 
 CPU = torch.device("cpu")
 ONLY_TENSORS = DeviceCosts("a CPU", is_cuda=False, rounding=1, workspace=0, context=0)
@@ -60,12 +60,12 @@ def parts_of(dtype: torch.dtype = torch.float64, recompute: str = "never", rate:
         torch.set_default_dtype(torch.float32)
 
 
-def speeches(count: int = 4, dtype: torch.dtype = torch.float64, augmented: bool = True) -> list[Speech]:
+def speeches(count: int = 4, dtype: torch.dtype = torch.float64, augmented: bool = True) -> list[Example]:
     """Utterances of 0.4 to 1 s with 1 to 20 tokens."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(6_400, 16_001, (count,), generator=generator).tolist()
     return [
-        Speech(
+        Example(
             utterance_id=f"u{number}",
             waveform=torch.randn(length, generator=generator, dtype=dtype),
             tokens=torch.randint(50, (1 + 19 * (number % 2),), generator=generator).tolist(),
@@ -75,11 +75,11 @@ def speeches(count: int = 4, dtype: torch.dtype = torch.float64, augmented: bool
     ]
 
 
-def window(batch_size: int, spoken: list[Speech] | None = None) -> Window:
-    return cut_window(spoken or speeches(), same_size(batch_size), SPECIAL)
+def global_batch(batch_size: int, spoken: list[Example] | None = None) -> GlobalBatch:
+    return split_into_micro_batches(spoken or speeches(), same_size(batch_size), SPECIAL)
 
 
-def gradients(parts: StepParts, cut: Window) -> dict[str, torch.Tensor]:
+def gradients(parts: StepParts, cut: GlobalBatch) -> dict[str, torch.Tensor]:
     parts.model.train()
     parts.model.zero_grad()
     for batch in cut.micro_batches:
@@ -90,13 +90,13 @@ def gradients(parts: StepParts, cut: Window) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_how_a_window_is_cut_never_changes_the_gradient(recompute):
     parts = parts_of(recompute=recompute)
-    whole = gradients(parts, window(4))
+    whole = gradients(parts, global_batch(4))
     assert len(whole) == len(trained_parameters(parts.model)) and "encoder.positions" not in whole
     for size in (1, 2):
-        cut = gradients(parts, window(size))
+        cut = gradients(parts, global_batch(size))
         assert max(relative_difference(whole[name], cut[name]) for name in whole) < 1e-9
-    first, *_ = window(1).micro_batches
-    alone = dataclasses.replace(window(1), micro_batches=(first,), tokens=first.token_lengths[0], utterances=1)
+    first, *_ = global_batch(1).micro_batches
+    alone = dataclasses.replace(global_batch(1), micro_batches=(first,), tokens=first.token_lengths[0], utterances=1)
     assert relative_difference(whole["decoder.norm.bias"], gradients(parts, alone)["decoder.norm.bias"]) > 1e-3
 
 
@@ -108,7 +108,7 @@ def test_losses_fall_and_decoding_between_steps_changes_nothing():
         torch.manual_seed(0)
         losses = []
         for number in range(24):
-            losses.append(train_step(parts, window(2, spoken), number).attention_loss)
+            losses.append(train_step(parts, global_batch(2, spoken), number).attention_loss)
             if decodes and number % 8 == 5:
                 features, lengths = parts.forward.front_end(spoken[0].waveform[None], (len(spoken[0].waveform),), None)
                 with torch.no_grad():
@@ -122,12 +122,12 @@ def test_losses_fall_and_decoding_between_steps_changes_nothing():
 @pytest.mark.parametrize("trained", ["decoder", "encoder.blocks.1", "decoder.blocks.1.cross_attention"])
 def test_what_is_frozen_has_no_gradient_and_the_rest_has_the_same(trained):
     parts = parts_of()
-    whole = gradients(parts, window(2))
+    whole = gradients(parts, global_batch(2))
     for name, parameter in parts.model.named_parameters():
         parameter.requires_grad_(name.startswith(trained))
     parts = dataclasses.replace(parts, optimizer=build_optimizer(parts.model, parts.schedule))
     parts.model.zero_grad()
-    alone = gradients(parts, window(2))
+    alone = gradients(parts, global_batch(2))
     assert alone and alone.keys() == {name for name in whole if name.startswith(trained)}
     assert all(torch.equal(gradient, whole[name]) for name, gradient in alone.items())
     assert frozen_count(parts.model) > SHAPE.source_positions * SHAPE.d_model
@@ -137,10 +137,10 @@ def test_what_is_frozen_has_no_gradient_and_the_rest_has_the_same(trained):
 def test_a_traced_peak_is_the_measured_one(recompute):
     config = configured(recompute)
     parts = build_step_parts(config, ARCHITECTURE, CPU, 100)
-    cut = window(2, speeches(4, torch.float32, augmented=False))
+    cut = global_batch(2, speeches(4, torch.float32, augmented=False))
     policy = RecomputePolicy(recompute)
     measured = measured_peak(parts, cut)
-    planned = build_tracer(config, ARCHITECTURE, ONLY_TENSORS).trace_window(cut, policy).bytes
+    planned = build_tracer(config, ARCHITECTURE, ONLY_TENSORS).trace_global_batch(cut, policy).bytes
     assert 0.999 * measured <= planned <= 1.02 * measured
 
 
@@ -148,7 +148,7 @@ def test_a_traced_peak_is_the_measured_one(recompute):
 def test_products_of_a_step_are_what_the_formulas_say(recompute):
     parts, spoken = parts_of(torch.float32, recompute), speeches(3, torch.float32)
     with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
-        train_step(parts, window(3, spoken), 0)
+        train_step(parts, global_batch(3, spoken), 0)
     counts = counter.get_flop_counts()["Global"]
     counted = sum(flop for kind, flop in counts.items() if kind in MATRIX_PRODUCTS)
     layers = ARCHITECTURE.forward_layers(tuple(len(one.waveform) for one in spoken), 20)

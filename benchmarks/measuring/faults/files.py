@@ -2,7 +2,7 @@
 
 from benchmarks.measuring.faults.effort import Effort, FaultTable
 from konkanivani.training.checkpoint.checkpointer import LAST
-from tests.faults.lying import flips, refuses_where_all_are_bad, truncations, try_damages
+from tests.faults.corrupt_checkpoints import flips, refuses_where_all_are_bad, truncations, try_damages
 from tests.faults.small_run import train_small_run
 
 FLIPS = 1000

@@ -5,8 +5,7 @@ from functools import partial
 
 from benchmarks.measuring.faults.effort import Effort, FaultTable
 from benchmarks.measuring.faults.trials import Trial, try_all
-from tests.faults.resuming import ResumeBench
-from tests.faults.unfinite import (
+from tests.faults.non_finite import (
     BAD_LABELS,
     BROKEN_RUNS,
     ODD_BATCHES,
@@ -14,6 +13,7 @@ from tests.faults.unfinite import (
     broken_run_findings,
     odd_batch_findings,
 )
+from tests.faults.resuming import ResumeBench
 
 
 def measure(effort: Effort) -> FaultTable:

@@ -5,8 +5,7 @@ from functools import partial
 
 from benchmarks.measuring.faults.effort import Effort, FaultTable
 from benchmarks.measuring.faults.trials import Trial, try_all
-from tests.faults.resuming import ResumeBench
-from tests.faults.room import (
+from tests.faults.disk_full import (
     FULL_DISKS,
     FullDisk,
     full_disk_findings,
@@ -14,6 +13,7 @@ from tests.faults.room import (
     three_failures_findings,
     two_trainers_findings,
 )
+from tests.faults.resuming import ResumeBench
 
 
 def measure(effort: Effort) -> FaultTable:

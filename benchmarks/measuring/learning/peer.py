@@ -30,7 +30,7 @@ PEAK_RATE, WARMUP_STEPS = 1e-3, 300
 
 
 @dataclass(frozen=True)
-class Asked:
+class CommandLine:
     """What is trained on, how long, and from which seed; `rate` in Hz is the audio's, `batch` seconds with padding."""
 
     folder: str
@@ -157,7 +157,7 @@ def loss_of(model: Conformer, batch: list[Utterance], ids: dict[str, int]) -> to
     return summed / int(counts.sum())
 
 
-def train(asked: Asked) -> None:
+def train(asked: CommandLine) -> None:
     """Trains, and prints what each epoch has come to."""
     torch.backends.cudnn.enabled = False  # whose plans for each new length are most of a step on a card
     torch.manual_seed(asked.seed)
@@ -192,4 +192,4 @@ def train(asked: Asked) -> None:
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
-    train(Asked(**json.loads(sys.argv[1])))
+    train(CommandLine(**json.loads(sys.argv[1])))

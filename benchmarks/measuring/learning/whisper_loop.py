@@ -21,7 +21,7 @@ import transformers
 
 
 @dataclass(frozen=True)
-class Asked:
+class CommandLine:
     """What is trained on, from which folder, how long; `batch` utterances a step."""
 
     base: str
@@ -68,7 +68,7 @@ def rate_at(step: int, total: int, peak: float) -> float:
     return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def train(model: transformers.WhisperForConditionalGeneration, part: list[Utterance], asked: Asked) -> float:
+def train(model: transformers.WhisperForConditionalGeneration, part: list[Utterance], asked: CommandLine) -> float:
     """Trains in place; the seconds of all steps."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
@@ -113,7 +113,7 @@ def rates(
     return jiwer.wer(said, heard), jiwer.cer(said, heard)
 
 
-def main(asked: Asked) -> None:
+def main(asked: CommandLine) -> None:
     """Trains, scores the test part, prints one line of JSON."""
     random.seed(asked.seed)
     torch.manual_seed(asked.seed)
@@ -126,4 +126,4 @@ def main(asked: Asked) -> None:
 
 
 if __name__ == "__main__":
-    main(Asked(**json.loads(sys.argv[1])))
+    main(CommandLine(**json.loads(sys.argv[1])))

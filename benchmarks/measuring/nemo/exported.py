@@ -32,8 +32,8 @@ GUARDS = {"added": "add", "floor": "clamp"}
 NOBODY = 2**64 - 1  # -1, the id of a token that is not there
 SHAPE = (
     "--decoder_layers 0 --attention_positions relative --convolution_norm none --subsampling striding --scaled_input "
-    "--entry_norm False --preemphasis 0.97 --window symmetric --edges zeros --mel_scale slaney --power_guard added "
-    f"--smallest_power {2.0**-24} --deviation sample"
+    "--entry_norm False --preemphasis 0.97 --window symmetric --frame_padding zeros --mel_scale slaney --power_guard added "
+    f"--smallest_power {2.0**-24} --std_ddof sample"
 )
 """The trainer's flags of a model that can be written so, beside its dimensions."""
 
@@ -65,7 +65,7 @@ def configuration(config: TrainConfig) -> dict[str, object]:
     kind, factor = kinds.get(model.subsampling, ("striding", 4))
     return {
         "target": f"nemo.collections.asr.models.{TARGET}",
-        "nemo_version": VERSIONS.get(features.edges, VERSIONS["zeros"]),
+        "nemo_version": VERSIONS.get(features.frame_padding, VERSIONS["zeros"]),
         "sample_rate": SAMPLE_RATE,
         "preprocessor": {
             "_target_": "nemo.collections.asr.modules.AudioToMelSpectrogramPreprocessor",

@@ -14,14 +14,14 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "training_scripts")]
 import bootstrap
 
-from konkanivani.base.amount import resolve
+from konkanivani.base.auto_defaults import resolve
 from konkanivani.base.config import DataConfig, LossConfig, MemoryConfig, ModelConfig, OptimizerConfig, TrainConfig
-from konkanivani.data.batch import Batch, Window
+from konkanivani.data.batch import Batch, GlobalBatch
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.step import train_step
-from tests.laws.parts import OTHER_PARTS, features_of
+from tests.invariants.parts import OTHER_PARTS, features_of
 
 TOKENS = 120
 MODEL = dataclasses.replace(
@@ -54,7 +54,7 @@ def main(seconds: float, threads: int, checkpointing: str, optimizer: str) -> No
     tokens, samples = torch.randint(4, 260, (1, TOKENS)), int(16_000 * seconds)
     empty = torch.zeros(1, TOKENS + 1, dtype=torch.long)
     batch = Batch(("a",), 0.1 * torch.randn(1, samples), (samples,), tokens, (TOKENS,), empty, empty, (1,))
-    window, step = Window((batch,), TOKENS, 1, seconds, 0.0), 0
+    window, step = GlobalBatch((batch,), TOKENS, 1, seconds, 0.0), 0
     live = LiveBytes()
     live.count(parts.state_tensors())
     for line in sys.stdin:

@@ -6,8 +6,8 @@ import dataclasses
 from benchmarks.measuring.fixed_step import (
     TOTAL_STEPS,
     VOCABULARY,
+    build_global_batch,
     build_speech,
-    build_window,
     peak_mib,
     take_features_as_given,
     warm_up,
@@ -17,7 +17,7 @@ from konkanivani.base.config import PRESETS, DataConfig, MemoryConfig, ModelConf
 from konkanivani.base.device import choose_device
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.units import MIB
-from konkanivani.data.batch import Window
+from konkanivani.data.batch import GlobalBatch
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.monitor import resident_mib
 from konkanivani.model.architecture import architecture_of
@@ -52,20 +52,22 @@ class KonkaniVani:
             memory=MemoryConfig(mixed_precision=terms.mixed_precision, gradient_checkpointing=recompute),
         )
         device = choose_device(terms.device)
-        self.window = build_window(build_speech(terms.utterances, terms.shortest, terms.longest), entry.micro_batches)
+        self.global_batch = build_global_batch(
+            build_speech(terms.utterances, terms.shortest, terms.longest), entry.micro_batches
+        )
         self.resident_before = resident_mib()
         architecture = architecture_of(config, VOCABULARY)
         self.parts = build_step_parts(config, architecture, device, TOTAL_STEPS, take_features_as_given)
         self.parameters = parameter_count(self.parts.model)
         self.steps = 0
-        warm_up(self.parts, self.window)
+        warm_up(self.parts, self.global_batch)
         if entry.limit_mib:
-            self.parts = min_recomputed(self.parts, self.window, entry.limit_mib)
+            self.parts = min_recomputed(self.parts, self.global_batch, entry.limit_mib)
 
     def step(self) -> float:
         """One optimizer step; the losses in nats a token."""
         self.steps += 1
-        return train_step(self.parts, self.window, self.steps).loss
+        return train_step(self.parts, self.global_batch, self.steps).loss
 
     def resident_peak_mib(self) -> float:
         """The run's, which the monitor begins anew each phase on a CPU."""
@@ -73,13 +75,13 @@ class KonkaniVani:
 
     def peak_bytes(self) -> int:
         """The peak of one more step."""
-        return round(peak_mib(self.parts, self.window) * MIB)
+        return round(peak_mib(self.parts, self.global_batch) * MIB)
 
 
-def min_recomputed(parts: StepParts, window: Window, limit_mib: int) -> StepParts:
+def min_recomputed(parts: StepParts, global_batch: GlobalBatch, limit_mib: int) -> StepParts:
     """The step with as few blocks recomputed as its measured peak needs to stay within the limit."""
     ways = [parts.recomputing(RecomputePolicy.first(count)) for count in range(len(parts.model.blocks) + 1)]
-    fewest = bisect.bisect_left(ways, True, key=lambda way: peak_mib(way, window) <= limit_mib)
+    fewest = bisect.bisect_left(ways, True, key=lambda way: peak_mib(way, global_batch) <= limit_mib)
     if fewest == len(ways):
         raise ResourceError(f"No step fits into {limit_mib} MiB. Give a higher limit, or cut the batch finer.")
     return ways[fewest]

@@ -20,8 +20,8 @@ from konkanivani.base.command_line import end_script
 from konkanivani.base.config import PRESETS, TrainConfig
 from konkanivani.base.distributed import ALONE, Topology, read_topology
 from konkanivani.base.process_group import process_group
-from konkanivani.data.batch import Speech, Window
-from konkanivani.data.batching import cut_window, partition, same_size
+from konkanivani.data.batch import Example, GlobalBatch
+from konkanivani.data.batching import partition, same_size, split_into_micro_batches
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import StateLayout, build_step_parts
@@ -33,19 +33,19 @@ MIN_SECONDS, MAX_SECONDS = 3.0, 12.0
 TIMEOUT = 600.0
 
 
-def fixed_speech(utterances: int) -> list[Speech]:
+def fixed_speech(utterances: int) -> list[Example]:
     """The same utterances on every machine."""
     generator = torch.Generator().manual_seed(0)
     seconds = torch.linspace(MIN_SECONDS, MAX_SECONDS, utterances).tolist()
     return [build_speech(length, VOCABULARY, generator) for length in seconds]
 
 
-def fixed_window(utterances: int, topology: Topology = ALONE) -> Window:
+def fixed_global_batch(utterances: int, topology: Topology = ALONE) -> GlobalBatch:
     """These as one window in micro-batches of four: a rank's share of it, with the counts of all."""
     speeches = fixed_speech(utterances)
-    whole = cut_window(speeches, same_size(MICRO_BATCH), OUR_TOKENS)
-    own = partition(np.array([speech.seconds for speech in speeches]), topology.world)[topology.rank]
-    portion = cut_window([speeches[number] for number in own], same_size(MICRO_BATCH), OUR_TOKENS)
+    whole = split_into_micro_batches(speeches, same_size(MICRO_BATCH), OUR_TOKENS)
+    own = partition(np.array([speech.seconds for speech in speeches]), topology.world_size)[topology.rank]
+    portion = split_into_micro_batches([speeches[number] for number in own], same_size(MICRO_BATCH), OUR_TOKENS)
     return dataclasses.replace(whole, micro_batches=portion.micro_batches)
 
 
@@ -75,18 +75,18 @@ def main(outcome: str, utterances: str, steps: str, sharded: str) -> None:
     topology, clock = read_topology(), SumClock()
     training_step.sum_tensors = clock
     with process_group(topology, TIMEOUT):
-        parts, window = build_parts(topology, sharded == "True"), fixed_window(int(utterances), topology)
+        parts, global_batch = build_parts(topology, sharded == "True"), fixed_global_batch(int(utterances), topology)
         for step in range(WARM_UP):
-            train_step(parts, window, step)
+            train_step(parts, global_batch, step)
         clock.seconds.clear()
         times = []
         for step in range(int(steps)):
             started = time.perf_counter()
-            train_step(parts, window, WARM_UP + step)
+            train_step(parts, global_batch, WARM_UP + step)
             times.append(time.perf_counter() - started)
     if topology.is_first:
         found = {"step": statistics.median(times), "sums": sum(clock.seconds) / sum(times)}
-        Path(outcome).write_text(json.dumps(found | {"audio": window.audio_seconds}))
+        Path(outcome).write_text(json.dumps(found | {"audio": global_batch.audio_seconds}))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.measuring.faults.effort import Effort, FaultTable
-from benchmarks.measuring.scaling.fixed_run import build_parts, fixed_window
-from konkanivani.data.batch import Window
+from benchmarks.measuring.scaling.fixed_run import build_parts, fixed_global_batch
+from konkanivani.data.batch import GlobalBatch
 from konkanivani.training.gradient import accumulate, finish_gradient
 from konkanivani.training.step import GradientTask, StepParts, forward_and_backward, loss_counts, train_step, update
 
@@ -16,23 +16,23 @@ MAX_OVERHEAD = 0.02
 STEPS, FEW_STEPS = 60, 4
 
 
-def bare_step(parts: StepParts, window: Window, step: int) -> None:
+def bare_step(parts: StepParts, global_batch: GlobalBatch, step: int) -> None:
     """The step without agreement, retries and topology."""
-    task = GradientTask(parts, window, step, forward_and_backward)
-    totals = accumulate(task, task.cut)
-    update(parts, finish_gradient(parts, totals), loss_counts(window), step)
+    task = GradientTask(parts, global_batch, step, forward_and_backward)
+    totals = accumulate(task, task.plan)
+    update(parts, finish_gradient(parts, totals), loss_counts(global_batch), step)
 
 
 def measure(effort: Effort) -> FaultTable:
     """One row: medians of both in turn."""
     torch.set_num_threads(1)
-    parts, window = build_parts(), fixed_window(8)
-    ways: dict[str, Callable[[StepParts, Window, int], object]] = {"bare": bare_step, "as trained": train_step}
+    parts, global_batch = build_parts(), fixed_global_batch(8)
+    ways: dict[str, Callable[[StepParts, GlobalBatch, int], object]] = {"bare": bare_step, "as trained": train_step}
     seconds = {name: [] for name in ways}
     for step in range(effort.count(STEPS, short=FEW_STEPS)):
         for name, run in ways.items() if step % 2 else reversed(ways.items()):
             started = time.perf_counter()
-            run(parts, window, step)
+            run(parts, global_batch, step)
             seconds[name].append(time.perf_counter() - started)
     bare, trained = (statistics.median(seconds[name][2:] or seconds[name]) for name in ways)
     overhead = trained / bare - 1

@@ -12,7 +12,7 @@ from benchmarks.measuring.faults.effort import Effort, FaultTable
 from konkanivani.base.config import PRESETS, TrainConfig
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.planning.ranks import Ranks, traffic_bytes
-from tests.laws.ranks import environments_of
+from tests.invariants.ranks import environments_of
 from tests.patience import PATIENCE
 from tests.warm import ROOT
 
@@ -28,16 +28,16 @@ class Setting:
     """So many ranks of so many threads."""
 
     name: str
-    world: int
+    world_size: int
     threads: int
     sharded: bool = False
 
 
-def start_and_wait(command: Sequence[str], world: int, **environment: str) -> None:
+def start_and_wait(command: Sequence[str], world_size: int, **environment: str) -> None:
     """Runs the command as so many ranks on this machine to their end; an AssertionError where one fails."""
     ranks = [
         subprocess.Popen(command, cwd=ROOT, env=place | environment, stderr=subprocess.PIPE, text=True)
-        for place in environments_of(world)
+        for place in environments_of(world_size)
     ]
     errors = [rank.communicate(timeout=2 * PATIENCE)[1] for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
@@ -65,7 +65,7 @@ def measure(effort: Effort) -> FaultTable:
         best = min(found[setting.name], key=lambda one: one["step"])
         rates[setting.name] = best["audio"] / best["step"]
         architecture = architecture_of(TrainConfig(model=PRESETS["minimal"]), VOCABULARY)
-        sent = traffic_bytes(architecture, Ranks(setting.world, setting.sharded)) / 2**20
+        sent = traffic_bytes(architecture, Ranks(setting.world_size, setting.sharded)) / 2**20
         unit = "micro-batch" if setting.sharded else "step"
         cells = f"{best['step']:.2f}", f"{rates[setting.name]:.1f}", f"{best['sums']:.1%}", f"{sent:.1f} MiB a {unit}"
         rows.append((setting.name, *cells))
@@ -84,5 +84,5 @@ def run(setting: Setting, outcome: Path, steps: int) -> dict[str, float]:
     """What one setting's steps took."""
     arguments = (str(outcome), str(UTTERANCES), str(steps), str(setting.sharded))
     command = [sys.executable, "-m", MODULE, *arguments]
-    start_and_wait(command, setting.world, OMP_NUM_THREADS=str(setting.threads), OMP_WAIT_POLICY="passive")
+    start_and_wait(command, setting.world_size, OMP_NUM_THREADS=str(setting.threads), OMP_WAIT_POLICY="passive")
     return json.loads(outcome.read_text())

@@ -14,7 +14,7 @@ COMPUTING = 1.0  # seconds of a step that are not the network's
 
 def seconds(sent: int, ranks: Ranks, gigabits: float) -> float:
     """The time of so many bytes sent by each rank of a ring: bytes / bandwidth + messages x latency."""
-    return sent / (gigabits * 1e9 / 8) + 2 * (ranks.world - 1) * LATENCY
+    return sent / (gigabits * 1e9 / 8) + 2 * (ranks.world_size - 1) * LATENCY
 
 
 def measure(_: Effort) -> FaultTable:
@@ -23,13 +23,13 @@ def measure(_: Effort) -> FaultTable:
     for preset, shape in PRESETS.items():
         architecture = architecture_of(TrainConfig(model=shape), TextConfig().vocab_size)
         for sharded in (False, True):
-            for world in WORLDS:
-                ranks = Ranks(world, sharded)
+            for world_size in WORLDS:
+                ranks = Ranks(world_size, sharded)
                 sent = traffic_bytes(architecture, ranks) * (MICRO_BATCHES if sharded else 1)
                 taken = [seconds(sent, ranks, gigabits) for gigabits in GIGABITS]
                 shares = [f"{time:.3f} s, {time / (COMPUTING + time):.0%}" for time in taken]
                 rows.append(
-                    (preset, "FSDP2" if sharded else "data parallel", str(world), f"{sent / 2**20:.0f}", *shares)
+                    (preset, "FSDP2" if sharded else "data parallel", str(world_size), f"{sent / 2**20:.0f}", *shares)
                 )
     return FaultTable(
         title="What one rank sends a step, and its time and share of a step that computes for 1 s",

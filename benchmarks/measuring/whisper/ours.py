@@ -12,7 +12,7 @@ from benchmarks.measuring.whisper.work import LORA_RANK, SCHEDULE, TOTAL_STEPS, 
 from konkanivani.base.config import DataConfig, LossConfig, MemoryConfig, TrainConfig, TuningConfig
 from konkanivani.base.device import choose_device
 from konkanivani.base.units import MIB
-from konkanivani.data.batching import cut_window, same_size
+from konkanivani.data.batching import same_size, split_into_micro_batches
 from konkanivani.memory.monitor import resident_mib
 from konkanivani.memory.weights.placement import ON_CARD, Placement
 from konkanivani.model.adapters import LOW_RANK_TENSORS
@@ -31,9 +31,9 @@ TUNINGS = {
 
 PLACEMENTS = {
     "": ON_CARD,
-    "half": Placement(halved=True),
-    "host": Placement(fetched=sys.maxsize),
-    "ahead": Placement(fetched=sys.maxsize, ahead=True),
+    "half": Placement(half_precision=True),
+    "host": Placement(offloaded_blocks=sys.maxsize),
+    "ahead": Placement(offloaded_blocks=sys.maxsize, prefetch=True),
 }
 
 
@@ -54,7 +54,7 @@ class KonkaniVani:
             optimizer=SCHEDULE,
             memory=MemoryConfig(mixed_precision=terms.mixed_precision, gradient_checkpointing="always"),
         )
-        self.window = cut_window(build_speech(terms), same_size(terms.together), terms.special)
+        self.global_batch = split_into_micro_batches(build_speech(terms), same_size(terms.together), terms.special)
         self.resident_before = resident_mib()
         architecture = WhisperArchitecture(terms.shape, TUNINGS[terms.train], terms.audio_context)
         device, layout = choose_device(terms.device), StateLayout(placement=PLACEMENTS[entry.setting])
@@ -62,17 +62,17 @@ class KonkaniVani:
         fill(_named_as_in_files(self.parts.model))
         self.parameters = sum(parameter.numel() for parameter in trained_parameters(self.parts.model))
         self.steps = 0
-        warm_up(self.parts, self.window)
+        warm_up(self.parts, self.global_batch)
 
     def step(self) -> float:
         """One optimizer step; the loss in nats a label."""
         self.steps += 1
-        return train_step(self.parts, self.window, self.steps).loss
+        return train_step(self.parts, self.global_batch, self.steps).loss
 
     def features(self) -> float:
         """The features of the step alone; their mean."""
         means = []
-        for batch in self.window.micro_batches:
+        for batch in self.global_batch.micro_batches:
             batch = batch.to(self.parts.forward.device)
             made, _ = self.parts.forward.front_end(batch.waveforms, batch.sample_lengths, None)
             means.append(made.mean())
@@ -84,7 +84,7 @@ class KonkaniVani:
 
     def peak_bytes(self) -> int:
         """The peak of one more step."""
-        return round(peak_mib(self.parts, self.window) * MIB)
+        return round(peak_mib(self.parts, self.global_batch) * MIB)
 
 
 def _named_as_in_files(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -13,7 +13,7 @@ import torch
 
 from konkanivani.base.config import OptimizerConfig
 from konkanivani.base.lengths import SAMPLE_RATE
-from konkanivani.data.batch import Speech
+from konkanivani.data.batch import Example
 from konkanivani.data.text import SpecialTokens
 from konkanivani.model.whisper.shape import WhisperShape
 
@@ -79,11 +79,11 @@ class WhisperTerms:
         return [1 + min(most - 1, max(1, round(self.tokens_per_second * length))) for length in self.seconds]
 
 
-def build_speech(terms: WhisperTerms) -> list[Speech]:
+def build_speech(terms: WhisperTerms) -> list[Example]:
     """The utterances, the same numbers on every machine."""
     generator = torch.Generator().manual_seed(0)
     return [
-        Speech(
+        Example(
             utterance_id=str(number),
             waveform=LOUDNESS * torch.randn(round(seconds * SAMPLE_RATE), generator=generator),
             tokens=torch.randint(terms.special.end, (labels - 1,), generator=generator).tolist(),

@@ -135,8 +135,8 @@ class MediaDecoder:
             return None
         if stream.duration is not None:
             return float(stream.duration * stream.time_base)
-        is_alone = len(self.container.streams) == 1  # else it is the longest stream's
-        return self.container.duration / av.time_base if self.container.duration and is_alone else None
+        is_single_process = len(self.container.streams) == 1  # else it is the longest stream's
+        return self.container.duration / av.time_base if self.container.duration and is_single_process else None
 
     def _decode(self, stream: "av.audio.stream.AudioStream") -> Iterator["av.AudioFrame"]:
         """The stream's frames; what cannot be decoded is left out, as a player does, and broken ends are ends."""
@@ -212,7 +212,7 @@ def serve(channel: socket.socket) -> None:
         channel.sendall(content)
 
 
-def shut_in(channel: int) -> None:
+def enter_sandbox(channel: int) -> None:
     """No further file, no writing, little memory; what stops the training process is for that one to hear."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -237,5 +237,5 @@ if __name__ == "__main__":
     channel = socket.socket(fileno=os.dup2(int(sys.argv[1]), 3))
     if int(sys.argv[1]) != 3:
         os.close(int(sys.argv[1]))
-    shut_in(3)
+    enter_sandbox(3)
     serve(channel)

@@ -41,7 +41,7 @@ class Spelling:
 
 
 @dataclass(frozen=True)
-class Twins:
+class SpellingVariants:
     """Different code points for the same character: one NFC form with all its spellings in the raw text."""
 
     shape: str
@@ -79,7 +79,7 @@ class CharacterHealth:
     different: int
     letters: int
     inventory: tuple[Character, ...]
-    twins: tuple[Twins, ...]
+    twins: tuple[SpellingVariants, ...]
     mixed_words: tuple[MixedWord, ...]
     mixed_word_count: int
     changes: Changes
@@ -134,7 +134,7 @@ class CharacterCount:
             changes=self._changes(),
         )
 
-    def _twins(self) -> tuple[Twins, ...]:
+    def _twins(self) -> tuple[SpellingVariants, ...]:
         """Every NFC form that the raw text writes in more than one way, by how often."""
         found: dict[str, list[Spelling]] = {}
         composable, _ = _composition()
@@ -143,7 +143,7 @@ class CharacterCount:
             if shape in composable:
                 found.setdefault(shape, []).append(Spelling(tuple(map(ord, form)), count))
         twins = [
-            Twins(shape, tuple(sorted(spellings, key=lambda spelling: (-spelling.count, spelling.codes))))
+            SpellingVariants(shape, tuple(sorted(spellings, key=lambda spelling: (-spelling.count, spelling.codes))))
             for shape, spellings in found.items()
             if len(spellings) > 1
         ]
@@ -152,7 +152,7 @@ class CharacterCount:
     def _changes(self) -> Changes:
         sums = Counter()
         for character, count in self.raw.items():
-            sums[_fate(character)] += count
+            sums[_treatment(character)] += count
         return Changes(
             texts=self.changed,
             not_composed=self.not_composed,
@@ -178,7 +178,7 @@ def scripts_of(word: str) -> set[str]:
 
 
 def _describe(character: str, count: int, majority: str) -> Character:
-    script, fate, category = script_of(character), _fate(character), unicodedata.category(character)
+    script, fate, category = script_of(character), _treatment(character), unicodedata.category(character)
     kind = {"Cc": "CONTROL", "Co": "PRIVATE USE", "Cn": "UNASSIGNED"}.get(category, "UNNAMED")
     marks = {
         "foreign script": script not in ("", majority),
@@ -194,7 +194,7 @@ def _describe(character: str, count: int, majority: str) -> Character:
 
 
 @cache
-def _fate(character: str) -> Literal["kept", "joiner", "format", "space", "lowered"]:
+def _treatment(character: str) -> Literal["kept", "joiner", "format", "space", "lowered"]:
     if character in JOINERS:
         return "joiner"
     if character == " ":

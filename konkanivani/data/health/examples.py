@@ -10,7 +10,7 @@ MAX_EXAMPLES = 20
 
 
 @dataclass(frozen=True)
-class Example:
+class ExampleRow:
     """An utterance to look at: its line in the manifest, its name and text fit to be shown, and what is the matter."""
 
     row: int
@@ -29,7 +29,7 @@ class Listed:
     """How many there are, and the first or the worst of them."""
 
     count: int = 0
-    examples: tuple[Example, ...] = ()
+    examples: tuple[ExampleRow, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Tally:
     count: int
 
 
-def example(utterance: Utterance, detail: str) -> Example:
+def example(utterance: Utterance, detail: str) -> ExampleRow:
     """The utterance as it may be shown, with what is the matter."""
-    return Example(utterance.row, show_text(utterance.id), show_text(utterance.text), show_text(detail, 300))
+    return ExampleRow(utterance.row, show_text(utterance.id), show_text(utterance.text), show_text(detail, 300))
 
 
 def tallies(counts: Counter) -> tuple[Tally, ...]:

@@ -15,7 +15,7 @@ from konkanivani.base.lengths import SAMPLE_RATE
 from konkanivani.base.units import parse_share
 from konkanivani.data.health.characters import RARE, CharacterHealth
 from konkanivani.data.health.examples import Listed
-from konkanivani.data.health.health import CorpusHealth, Crossing, PartHealth
+from konkanivani.data.health.health import CorpusHealth, PartHealth, PartOverlap
 from konkanivani.data.health.recordings import LOUD, MAX_SILENCE, QUIET, SoundHealth
 
 OFTEN = 0.05  # of the recordings or sentences: what is rarer is worth less of a word
@@ -279,7 +279,7 @@ def _of_size(part: PartHealth) -> Iterator[Finding]:
         )
 
 
-def _of_crossing(crossing: Crossing, health: CorpusHealth) -> Iterator[Finding]:
+def _of_crossing(crossing: PartOverlap, health: CorpusHealth) -> Iterator[Finding]:
     first, second = short_name(crossing.first), short_name(crossing.second)
     total = next(part.utterances for part in health.parts if part.path == crossing.second)
     audio = crossing.audio

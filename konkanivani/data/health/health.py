@@ -19,7 +19,7 @@ from konkanivani.base.randomness import derive_seed
 from konkanivani.data.batching import EpochPlanner, choose_subset
 from konkanivani.data.checking import evaluation_limits, reason_to_reject, training_limits
 from konkanivani.data.health.characters import CharacterCount, CharacterHealth
-from konkanivani.data.health.examples import MAX_EXAMPLES, Example, Listed, Tally, example, tallies
+from konkanivani.data.health.examples import MAX_EXAMPLES, ExampleRow, Listed, Tally, example, tallies
 from konkanivani.data.health.histogram import Histogram, build_histogram
 from konkanivani.data.health.padding import EpochHealth, measure_epoch
 from konkanivani.data.health.recordings import SoundHealth, measure_sound
@@ -113,7 +113,7 @@ class PartHealth:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class PartOverlap:
     """What two manifests have in common, counted in the second one; `shared_speakers` names at most twenty."""
 
     first: str
@@ -131,7 +131,7 @@ class CorpusHealth:
     """All manifests that could be read, what each has in common with the ones before it, and the text of them all."""
 
     parts: tuple[PartHealth, ...]
-    crossings: tuple[Crossing, ...]
+    crossings: tuple[PartOverlap, ...]
     characters: CharacterHealth
 
 
@@ -161,8 +161,8 @@ class RowNumbers:
     formats: Counter = field(default_factory=Counter)
     reasons: Counter = field(default_factory=Counter)
     letters: Counter = field(default_factory=Counter)  # of the normalised text
-    empty: list[Example] = field(default_factory=list)
-    rejected: list[Example] = field(default_factory=list)
+    empty: list[ExampleRow] = field(default_factory=list)
+    rejected: list[ExampleRow] = field(default_factory=list)
     chosen: list[tuple[Utterance, bool]] = field(default_factory=list)  # and whether they are usable
 
 
@@ -268,8 +268,8 @@ def _measure_part(part: CorpusPart, rows: RowNumbers, request: HealthRequest) ->
     )
 
 
-def _broken(row: BrokenRow) -> Example:
-    return Example(row.row, show_text(row.audio_filepath), "", show_text(row.reason, 300))
+def _broken(row: BrokenRow) -> ExampleRow:
+    return ExampleRow(row.row, show_text(row.audio_filepath), "", show_text(row.reason, 300))
 
 
 def robust_scores(rates: np.ndarray) -> np.ndarray:
@@ -330,14 +330,14 @@ def _listed(one: CorpusPart, other: CorpusPart, pairing: Pairing) -> Listed:
     return Listed(pairing.count, tuple(examples))
 
 
-def _measure_crossing(first: tuple[CorpusPart, RowNumbers], second: tuple[CorpusPart, RowNumbers]) -> Crossing:
+def _measure_crossing(first: tuple[CorpusPart, RowNumbers], second: tuple[CorpusPart, RowNumbers]) -> PartOverlap:
     """What the second part has of the first."""
     (one, rows), (other, others) = first, second
     sentences = repeats_across(np.array(rows.sentences), np.array(others.sentences), MAX_EXAMPLES)
     audio = repeats_across(rows.audio, others.audio, MAX_EXAMPLES)
     shared = sorted((rows.speakers.keys() & others.speakers.keys()) - {""})
     unknown = Counter({c: n for c, n in others.letters.items() if c not in rows.letters})
-    return Crossing(
+    return PartOverlap(
         first=one.path,
         second=other.path,
         with_training=one.is_training or other.is_training,
@@ -354,5 +354,5 @@ def _measure_epoch(durations: np.ndarray, config: TrainConfig) -> EpochHealth:
     data, seed = config.data, config.run.seed
     if data.train_subset < 100:
         durations = durations[choose_subset(len(durations), data.train_subset, seed)]
-    micro_batch = config.window_size if data.batch_size == "auto" else data.batch_size
-    return measure_epoch(EpochPlanner(durations, config.window_size, seed), micro_batch)
+    micro_batch = config.global_batch_size if data.batch_size == "auto" else data.batch_size
+    return measure_epoch(EpochPlanner(durations, config.global_batch_size, seed), micro_batch)

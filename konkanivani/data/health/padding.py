@@ -1,4 +1,4 @@
-"""How much of the planned micro-batches is padding, from durations alone; as `batching.cut_window` lays them."""
+"""How much of the planned micro-batches is padding, from durations alone; as `batching.split_into_micro_batches` lays them."""
 
 from dataclasses import dataclass
 

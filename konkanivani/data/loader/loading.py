@@ -9,31 +9,33 @@ import numpy as np
 from konkanivani.base.distributed import ALONE, Topology, gather, gather_numbers
 from konkanivani.base.errors import Interrupted
 from konkanivani.base.lengths import SAMPLE_RATE
-from konkanivani.data.batch import Batch, Window
+from konkanivani.data.batch import Batch, GlobalBatch
 from konkanivani.data.batching import Cursor, EpochPlanner, SizeLimit, partition
-from konkanivani.data.dataset import EvaluationSpeech, TrainingSpeech
+from konkanivani.data.dataset import EvalDataset, TrainDataset
 from konkanivani.data.loader.workers import Fetcher, Loaded, LoaderConfig, load_in_order
 from konkanivani.data.rejections import Rejections
 from konkanivani.data.utterance import Utterance
 
-NO_UTTERANCES = Window((), tokens=0, utterances=0, audio_seconds=0.0, padding_share=0.0)
+NO_UTTERANCES = GlobalBatch((), tokens=0, utterances=0, audio_seconds=0.0, padding_share=0.0)
 
 
 @dataclass(frozen=True)
-class WindowStream:
+class GlobalBatchStream:
     """The training data from any cursor onward, epoch after epoch, each window with the cursor behind it.
 
     Every rank of the topology reads its portion of each window; windows and cursor do not depend on the world size.
     """
 
-    speech: TrainingSpeech
+    speech: TrainDataset
     planner: EpochPlanner
     limits: tuple[SizeLimit, ...]
     loader: LoaderConfig
     rejections: Rejections
     topology: Topology = ALONE
 
-    def from_cursor(self, cursor: Cursor, check: Callable[[], None] = lambda: None) -> Iterator[tuple[Window, Cursor]]:
+    def from_cursor(
+        self, cursor: Cursor, check: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[GlobalBatch, Cursor]]:
         """Endless. Closing the generator ends the workers. A window of which nothing can be read is passed over.
 
         `check` is called before each window and while one is waited for; what it raises ends the waiting, and where
@@ -42,13 +44,13 @@ class WindowStream:
         fetcher = Fetcher(self.speech, self.limits, self.loader.workers)
         with closing(load_in_order(fetcher, self.planned(cursor), self.loader, check)) as loaded:
             for behind in self.planner.cursors_behind(cursor):
-                window = self._next(loaded)
-                if window is not None:
-                    yield window, behind
+                global_batch = self._next(loaded)
+                if global_batch is not None:
+                    yield global_batch, behind
 
-    def _next(self, loaded: Iterator[Loaded]) -> Window | None:
+    def _next(self, loaded: Iterator[Loaded]) -> GlobalBatch | None:
         """The next window, or this rank's portion of it, the ranks' counts joined; None where nothing can be read."""
-        if self.topology.is_alone:
+        if self.topology.is_single_process:
             found = next(loaded)
             self.rejections.add(found.rejections)
             return found.value
@@ -69,22 +71,22 @@ class WindowStream:
         tokens, utterances, samples, padded = map(sum, counts)
         if not utterances:
             return None
-        return Window(portion.micro_batches, tokens, utterances, samples / SAMPLE_RATE, 1 - samples / padded)
+        return GlobalBatch(portion.micro_batches, tokens, utterances, samples / SAMPLE_RATE, 1 - samples / padded)
 
     def planned(self, cursor: Cursor) -> Iterator[list[tuple[int, int]]]:
         """The keys of this rank's share of each window from the cursor on; the loader runs ahead of the loop."""
-        epoch, consumed = cursor.epoch, cursor.window
+        epoch, consumed = cursor.epoch, cursor.consumed
         while True:
             plan = self.planner.plan_epoch(epoch)
             for number in range(consumed, len(plan)):
-                window = np.sort(plan[number])  # as they lie in their files
-                portion = partition(self.planner.durations[window], self.topology.world)[self.topology.rank]
-                yield [(epoch, int(index)) for index in window[portion]]
+                global_batch = np.sort(plan[number])  # as they lie in their files
+                portion = partition(self.planner.durations[global_batch], self.topology.world_size)[self.topology.rank]
+                yield [(epoch, int(index)) for index in global_batch[portion]]
             epoch, consumed = epoch + 1, 0
 
 
 def load_batches(
-    speech: EvaluationSpeech,
+    speech: EvalDataset,
     plan: list[np.ndarray],
     loader: LoaderConfig,
     rejections: Rejections,
@@ -92,7 +94,7 @@ def load_batches(
 ) -> Iterator[tuple[Batch, list[Utterance]]]:
     """The planned evaluation batches in order, each with its utterances; those that cannot be read are left out.
 
-    `check` as for a WindowStream.
+    `check` as for a GlobalBatchStream.
     """
     keys = ([int(number) for number in batch] for batch in plan)
     with closing(load_in_order(Fetcher(speech, None, loader.workers), keys, loader, check)) as loaded:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from konkanivani.data.batch import Batch, Window
+from konkanivani.data.batch import Batch, GlobalBatch
 
 ALIGNMENT = 64  # bytes: the width of the widest registers, and what PyTorch aligns its own tensors to
 
@@ -39,10 +39,10 @@ class Place:
 class Packed:
     """`hollow` has a Place for each of its tensors, all of which lie in `memory` (bytes,) uint8."""
 
-    hollow: Window | Batch
+    hollow: GlobalBatch | Batch
     memory: torch.Tensor
 
-    def unpack(self) -> Window | Batch:
+    def unpack(self) -> GlobalBatch | Batch:
         """What was packed; its tensors are views of the memory."""
         return self.hollow.with_each(lambda place: place.of(self.memory))
 
@@ -50,7 +50,7 @@ class Packed:
         return dataclasses.replace(self, memory=change(self.memory))
 
 
-def pack(value: Window | Batch) -> Packed:
+def pack(value: GlobalBatch | Batch) -> Packed:
     """Copies its tensors into shared memory; a RuntimeError of PyTorch's where there is too little."""
     tensors, places = [], []
 

@@ -21,9 +21,9 @@ from tqdm import tqdm
 
 from konkanivani.base.errors import DataError, KonkaniVaniError, ResourceError
 from konkanivani.base.signals import defer_signals, stopping_signals
-from konkanivani.data.batch import Batch, Speech, Window, check_tokens, collate
-from konkanivani.data.batching import SizeLimit, cut_window
-from konkanivani.data.dataset import EvaluationSpeech, TrainingSpeech
+from konkanivani.data.batch import Batch, Example, GlobalBatch, check_tokens, collate
+from konkanivani.data.batching import SizeLimit, split_into_micro_batches
+from konkanivani.data.dataset import EvalDataset, TrainDataset
 from konkanivani.data.loader.packed import Packed, pack
 from konkanivani.data.rejections import Rejection
 
@@ -50,7 +50,7 @@ class Loaded:
     A worker packs it. An `error` comes back as a value, since what a worker raises loses its sentence on the way.
     """
 
-    value: Window | Batch | Packed | None
+    value: GlobalBatch | Batch | Packed | None
     rejections: tuple[Rejection, ...]
     error: KonkaniVaniError | None = None
 
@@ -77,9 +77,7 @@ class WorkersFailed(ResourceError):
 class Fetcher(Dataset):
     """A whole window or batch per item. `being_read` (workers,) is the utterance that each worker reads now, or -1."""
 
-    def __init__(
-        self, speech: TrainingSpeech | EvaluationSpeech, limits: tuple[SizeLimit, ...] | None, workers: int
-    ) -> None:
+    def __init__(self, speech: TrainDataset | EvalDataset, limits: tuple[SizeLimit, ...] | None, workers: int) -> None:
         self.speech, self.limits = speech, limits
         self.being_read = torch.full((workers,), -1).share_memory_()
 
@@ -95,7 +93,7 @@ class Fetcher(Dataset):
                 return Loaded(None, (), error)
         if worker:
             self.being_read[worker.id] = -1
-        speeches = [speech for speech in found if isinstance(speech, Speech)]
+        speeches = [speech for speech in found if isinstance(speech, Example)]
         rejections = tuple(rejection for rejection in found if isinstance(rejection, Rejection))
         try:
             value = self._combined(speeches) if speeches else None
@@ -109,15 +107,15 @@ class Fetcher(Dataset):
         """The utterances of an item's keys by name."""
         return [self.speech.utterances[key[1] if isinstance(key, tuple) else key].id for key in keys]
 
-    def _combined(self, speeches: list[Speech]) -> Window | Batch:
+    def _combined(self, speeches: list[Example]) -> GlobalBatch | Batch:
         for speech in speeches:
             check_tokens(speech, self.speech.tokenizer.size, self.speech.tokenizer.special)
         if self.limits is None:
             return collate(speeches, self.speech.tokenizer.special)
-        return cut_window(speeches, self.limits, self.speech.tokenizer.special)
+        return split_into_micro_batches(speeches, self.limits, self.speech.tokenizer.special)
 
 
-def _pack(value: Window | Batch, ids: list[str]) -> Packed:
+def _pack(value: GlobalBatch | Batch, ids: list[str]) -> Packed:
     """What a worker has made, in shared memory; a ResourceError where that is full.
 
     The queue would move it there too, in a thread whose errors nobody sees.
@@ -283,15 +281,13 @@ def _begin_worker(_worker: int) -> None:
     """
     for number in stopping_signals():
         signal.signal(number, signal.SIG_IGN)
-    sys.excepthook = _tell_unless_the_trainer_has_gone
+    sys.excepthook = _log_if_parent_alive
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != multiprocessing.parent_process().pid:  # it had ended before that was said
         os._exit(1)
 
 
-def _tell_unless_the_trainer_has_gone(
-    kind: type[BaseException], error: BaseException, at: TracebackType | None
-) -> None:
+def _log_if_parent_alive(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
     """The thread that hands batches over tells here of one whose taker ended in the midst of it: that is no fault."""
     if not isinstance(error, (EOFError, ConnectionError)):
         sys.__excepthook__(kind, error, at)

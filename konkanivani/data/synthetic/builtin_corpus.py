@@ -36,7 +36,7 @@ PROBE = "म्हाका शाळेंत वचपाक कितें �
 
 
 @dataclass(frozen=True)
-class CorpusSize:
+class SplitSizes:
     """Utterances in each split. Half of the test utterances (rounded down) follow unseen patterns."""
 
     train: int = 1250
@@ -71,7 +71,7 @@ class CorpusRecipe:
     files: tuple[str, ...] = ("train.jsonl", "valid.jsonl", "test.jsonl")
 
 
-def plan_corpus(size: CorpusSize) -> CorpusPlan:
+def plan_corpus(size: SplitSizes) -> CorpusPlan:
     """What a corpus of `size` says and in which voices; the same for the same size and pattern book.
 
     Raises a UsageError for a size that the patterns cannot fill.
@@ -98,7 +98,7 @@ def plan_corpus(size: CorpusSize) -> CorpusPlan:
     )
 
 
-def build_builtin_corpus(directory: str | Path, size: CorpusSize = CorpusSize()) -> bool:
+def build_builtin_corpus(directory: str | Path, size: SplitSizes = SplitSizes()) -> bool:
     """Puts the built-in corpus at `directory`; False where it was there already, whole and of the same recipe.
 
     Raises a UsageError for a size that cannot be had, and what publish_corpus does.
@@ -165,7 +165,7 @@ def write_corpus(recipe: CorpusRecipe, directory: Path) -> list[UnspeakableError
     description = {
         "name": recipe.name,
         "engine": synthesizer.engine,
-        "utterances": asdict(CorpusSize(*counts)),
+        "utterances": asdict(SplitSizes(*counts)),
         "sentences": hashlib.sha256("".join(f"{text}\n" for text in texts).encode()).hexdigest(),
         "recipe": recipe.digest,
         "what": WHAT_IT_IS,

@@ -16,7 +16,7 @@ from konkanivani.base.files import write_json_lines
 from konkanivani.data.synthetic.builtin_corpus import (
     CorpusPlan,
     CorpusRecipe,
-    CorpusSize,
+    SplitSizes,
     publish_corpus,
     read_description,
     write_corpus,
@@ -55,7 +55,7 @@ class SentenceReport:
     """What has become of the sentences; `is_new` False where the corpus was there already."""
 
     is_new: bool
-    size: CorpusSize
+    size: SplitSizes
     blank: int
     repeated: int
     left_out: tuple[SourceLine, ...]
@@ -78,7 +78,7 @@ def build_sentence_corpus(
     digest = hashlib.sha256(json.dumps([plan.digest(), rows], ensure_ascii=False).encode()).hexdigest()
     recipe = CorpusRecipe(SENTENCE_CORPUS, plan, digest, files_made)
     is_new = publish_corpus(directory, recipe, lambda partial: write_sentence_corpus(recipe, sentences, partial))
-    size = CorpusSize(**read_description(directory)["utterances"])
+    size = SplitSizes(**read_description(directory)["utterances"])
     return SentenceReport(is_new, size, sentences.blank, sentences.repeated, read_left_out(directory))
 
 

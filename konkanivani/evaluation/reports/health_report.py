@@ -5,12 +5,12 @@ import dataclasses
 import io
 import json
 
-from konkanivani.base.amount import resolve
+from konkanivani.base.auto_defaults import resolve
 from konkanivani.base.config import TrainConfig
 from konkanivani.base.errors import KonkaniVaniError
 from konkanivani.data.health.findings import Diagnosis, find_all, reach_verdict
 from konkanivani.data.health.health import CorpusPart, HealthRequest, measure_corpus
-from konkanivani.data.manifest import Manifest, iterate_texts, measure_amount, no_text, read_manifest
+from konkanivani.data.manifest import Manifest, iterate_texts, measure_corpus_size, no_text, read_manifest
 from konkanivani.data.text import Tokenizer, normalize_text, train_tokenizer
 
 
@@ -22,7 +22,7 @@ def diagnose(manifests: tuple[str, ...], config: TrainConfig, audio_utterances: 
             manifest = read_manifest(path, config.data.audio_roots)
             parts.append(CorpusPart(path, number == 0, manifest, len(manifest), manifest.broken))
             if number == 0 and len(manifest):  # where all rows are broken, that is what there is to say
-                config = resolve(config, measure_amount(manifest))
+                config = resolve(config, measure_corpus_size(manifest))
                 tokenizer = build_tokenizer(manifest, config)
         except KonkaniVaniError as error:
             refusals.append(str(error))

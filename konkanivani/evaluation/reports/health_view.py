@@ -7,7 +7,7 @@ from konkanivani.base.console import JOINERS, count, duration_words, short_name
 from konkanivani.data.health.characters import Changes, Character, CharacterHealth
 from konkanivani.data.health.examples import Listed, Tally
 from konkanivani.data.health.findings import Diagnosis
-from konkanivani.data.health.health import Crossing, PartHealth
+from konkanivani.data.health.health import PartHealth, PartOverlap
 from konkanivani.data.health.histogram import Histogram
 from konkanivani.data.health.recordings import SoundHealth
 
@@ -142,7 +142,7 @@ def _listing(title: str, listed: Listed) -> Table:
     return Table(f"{title} ({listed.count:,}{shown})", ("utterance", "what", "transcript"), rows, is_folded=True)
 
 
-def _crossings(crossings: tuple[Crossing, ...]) -> Section:
+def _crossings(crossings: tuple[PartOverlap, ...]) -> Section:
     columns = ("manifests", "recordings", "speakers", "sentences", "characters only in the first")
     rows, lists = [], []
     for crossing in crossings:

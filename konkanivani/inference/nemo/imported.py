@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from konkanivani.base.amount import resolve
+from konkanivani.base.auto_defaults import resolve
 from konkanivani.base.config import AugmentConfig, LossConfig, TextConfig, TrainConfig
 from konkanivani.base.errors import DataError, ResourceError, UsageError, explained
 from konkanivani.base.files import digest_of_file

@@ -17,7 +17,7 @@ Sources = Sequence[Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class _Coming:
+class _PendingCopy:
     """A block's weights on their way; `arrived` is CUDA's mark that they are all there, None where they are already."""
 
     number: int
@@ -25,25 +25,30 @@ class _Coming:
     arrived: torch.cuda.Event | None
 
 
-class Fetcher:
-    """Copies of blocks' weights on the card, each made when it is asked for or, `ahead`, one block before."""
+class WeightPrefetcher:
+    """Copies of blocks' weights on the card, each made when it is asked for or, `prefetch`, one block before."""
 
     def __init__(
-        self, sources: Sources, device: torch.device, amp_dtype: torch.dtype | None, ahead: bool, trains: Sequence[bool]
+        self,
+        sources: Sources,
+        device: torch.device,
+        amp_dtype: torch.dtype | None,
+        prefetch: bool,
+        trains: Sequence[bool],
     ) -> None:
         """Matrices come in `amp_dtype`, if any; `trains` says of each block whether the backward pass goes there."""
         self._sources, self._device, self._amp_dtype = sources, device, amp_dtype
-        self._ahead, self._trains = ahead, trains
+        self._ahead, self._trains = prefetch, trains
         self._stream: torch.cuda.Stream | None = None
-        self._coming: _Coming | None = None
+        self._coming: _PendingCopy | None = None
         self._last = -1
-        if device.type == "cuda" and ahead:
+        if device.type == "cuda" and prefetch:
             self._stream = torch.cuda.Stream(device)
             locked = _lock_pages(weight for weights in sources for weight in weights.values())
             # Before the weights are gone: what comes to lie there next would be read as it was.
             weakref.finalize(self, _unlock_pages, locked).atexit = False
 
-    def bring(self, number: int) -> dict[str, torch.Tensor]:
+    def get(self, number: int) -> dict[str, torch.Tensor]:
         """The block's weights on the card; the next one's are on their way then, in the direction of this pass."""
         found, self._coming = self._coming, None
         self._await(found)
@@ -61,25 +66,25 @@ class Fetcher:
         self._await(self._coming)
         self._coming, self._last = None, -1
 
-    def _await(self, coming: _Coming | None) -> None:
+    def _await(self, coming: _PendingCopy | None) -> None:
         """Has the main stream wait for the copies: before it works with them, or has their memory again."""
         if coming is not None and coming.arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(coming.arrived)
 
     @torch.no_grad()
-    def _start(self, number: int) -> _Coming:
+    def _start(self, number: int) -> _PendingCopy:
         sources = self._sources[number]
         types = {name: type_on_card(source, self._amp_dtype) for name, source in sources.items()}
         if self._stream is None:
             brought = {name: source.to(self._device, types[name], copy=True) for name, source in sources.items()}
-            return _Coming(number, brought, None)
+            return _PendingCopy(number, brought, None)
         # Memory of the main stream: what that has freed it may still be reading, so the copies wait for it.
         weights = {name: torch.empty_like(s, dtype=types[name], device=self._device) for name, s in sources.items()}
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for name, source in sources.items():
                 weights[name].copy_(source, non_blocking=True)
-        return _Coming(number, weights, self._stream.record_event())
+        return _PendingCopy(number, weights, self._stream.record_event())
 
 
 def type_on_card(weight: torch.Tensor, amp_dtype: torch.dtype | None) -> torch.dtype:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.func import functional_call
 
-from konkanivani.memory.weights.fetching import Fetcher, is_matrix, on_own_pages, type_on_card
+from konkanivani.memory.weights.fetching import WeightPrefetcher, is_matrix, on_own_pages, type_on_card
 from konkanivani.model.blocks import BlockRunner
 
 HOST = torch.device("cpu")
@@ -24,27 +24,33 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Placement:
-    """The first `fetched` blocks have their weights on the host, the others on the card, as they are or `halved`.
+    """The first `offloaded_blocks` blocks have their weights on the host, the others on the card, as they are or `half_precision`.
 
-    Halved, they are there in half precision, and their masters on the host. Fetched `ahead`, the next block's weights
+    Halved, they are there in half precision, and their masters on the host. Fetched `prefetch`, the next block's weights
     come while one is worked with, of copies in the precision that is multiplied in: less time, a block more on the
     card, in half precision two bytes a number more on the host.
     """
 
-    fetched: int = 0
-    halved: bool = False
-    ahead: bool = False
+    offloaded_blocks: int = 0
+    half_precision: bool = False
+    prefetch: bool = False
 
     @property
     def is_on_card(self) -> bool:
         """Whether all weights are on the card, and nothing is to be brought."""
-        return not self.fetched and not self.halved
+        return not self.offloaded_blocks and not self.half_precision
 
     def describe(self, blocks: int) -> str:
         """For a person, of a model of so many blocks."""
-        fetched = f"{min(self.fetched, blocks)} of {blocks} blocks fetched from the host" if self.fetched else ""
-        halved = "in half precision on the card" if self.halved and self.fetched < blocks else ""
-        return "weights " + (", the others ".join(filter(None, (fetched, halved))) or "on the card")
+        offloaded_blocks = (
+            f"{min(self.offloaded_blocks, blocks)} of {blocks} blocks fetched from the host"
+            if self.offloaded_blocks
+            else ""
+        )
+        half_precision = (
+            "in half precision on the card" if self.half_precision and self.offloaded_blocks < blocks else ""
+        )
+        return "weights " + (", the others ".join(filter(None, (offloaded_blocks, half_precision))) or "on the card")
 
 
 ON_CARD = Placement()
@@ -57,17 +63,17 @@ def choose_placement(asked: str, blocks: int, is_half: bool, fits: Callable[[Pla
     full precision nothing is halved, since that would round. All is fetched where nothing fits. Where there is room,
     what is fetched comes ahead: hidden by a card's second stream, and on a CPU without recomputing attention for it.
     """
-    everything = Placement(fetched=blocks)
+    everything = Placement(offloaded_blocks=blocks)
     if asked in ("card", "half") or (asked == "auto" and fits(ON_CARD)):
-        return Placement(halved=asked == "half")
+        return Placement(half_precision=asked == "half")
     least = blocks if asked == "host" else 0 if is_half else 1
-    some = [Placement(count, halved=is_half) for count in range(least, blocks)]
+    some = [Placement(count, half_precision=is_half) for count in range(least, blocks)]
     chosen = [*some, everything][bisect.bisect_left(some, True, key=fits)]
-    ahead = dataclasses.replace(chosen, ahead=True)
-    return ahead if chosen.fetched and fits(ahead) else chosen
+    prefetch = dataclasses.replace(chosen, prefetch=True)
+    return prefetch if chosen.offloaded_blocks and fits(prefetch) else chosen
 
 
-class PlacedWeights:
+class OffloadedWeights:
     """A model's weights in their places, not all of them on the card.
 
     Where blocks are halved, what is no matrix stays there: it is small.
@@ -86,16 +92,21 @@ class PlacedWeights:
         self._at_hand: set[torch.nn.Module] = set()
         self._halves: dict[torch.Tensor, torch.Tensor] = {}
         _move(model, _away(model, placement), device, host)
-        fetched, others = model.blocks[: placement.fetched], model.blocks[placement.fetched :]
-        if amp_dtype is not None and placement.ahead:
-            self._add_halves(fetched, amp_dtype, host)
-        if placement.halved:
+        offloaded_blocks, others = (
+            model.blocks[: placement.offloaded_blocks],
+            model.blocks[placement.offloaded_blocks :],
+        )
+        if amp_dtype is not None and placement.prefetch:
+            self._add_halves(offloaded_blocks, amp_dtype, host)
+        if placement.half_precision:
             self._add_halves(others, torch.float16 if amp_dtype is None else amp_dtype, device)
-        if placement.ahead and device.type == "cuda":
-            self._give_own_pages(fetched)
-        sources = [{name: self._halves.get(w, w).detach() for name, w in b.named_parameters()} for b in fetched]
-        trains = [any(weight.requires_grad for weight in block.parameters()) for block in fetched]
-        self._fetcher = Fetcher(sources, device, amp_dtype, placement.ahead, trains)
+        if placement.prefetch and device.type == "cuda":
+            self._give_own_pages(offloaded_blocks)
+        sources = [
+            {name: self._halves.get(w, w).detach() for name, w in b.named_parameters()} for b in offloaded_blocks
+        ]
+        trains = [any(weight.requires_grad for weight in block.parameters()) for block in offloaded_blocks]
+        self._fetcher = WeightPrefetcher(sources, device, amp_dtype, placement.prefetch, trains)
         self.refresh()
 
     @property
@@ -125,24 +136,24 @@ class PlacedWeights:
         """The block runner, with the weights that each block needs brought to the card while it runs."""
         return lambda block, *inputs: run_block(self._with_weights(block), *inputs)
 
-    def _with_weights(self, block: torch.nn.Module) -> "torch.nn.Module | PlacedBlock":
-        is_fetched = block.number < self.placement.fetched
-        if block in self._at_hand or not (is_fetched or self.placement.halved):
+    def _with_weights(self, block: torch.nn.Module) -> "torch.nn.Module | OffloadedBlock":
+        is_fetched = block.number < self.placement.offloaded_blocks
+        if block in self._at_hand or not (is_fetched or self.placement.half_precision):
             return block
-        keeps_attention = block.keeps_attention and self.placement.ahead
-        return PlacedBlock(block, self._brought, block.number, is_fetched, keeps_attention)
+        keeps_attention = block.keeps_attention and self.placement.prefetch
+        return OffloadedBlock(block, self._brought, block.number, is_fetched, keeps_attention)
 
     def _brought(self, block: torch.nn.Module) -> dict[str, torch.Tensor]:
         """What is multiplied by in the block's weights' places, on the card; its gradients are the weights'."""
         masters = dict(block.named_parameters())
-        if block.number < self.placement.fetched:
-            brought = self._fetcher.bring(block.number)
+        if block.number < self.placement.offloaded_blocks:
+            brought = self._fetcher.get(block.number)
         else:
             brought = {name: self._halves[weight] for name, weight in masters.items() if weight in self._halves}
         return {name: self._in_place_of(masters[name], copy) for name, copy in brought.items()}
 
     def _in_place_of(self, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-        copy = _InPlaceOf.apply(master, copy) if master.requires_grad else copy
+        copy = _MasterGradient.apply(master, copy) if master.requires_grad else copy
         return copy if self._amp_dtype else copy.to(master.dtype)
 
     @contextlib.contextmanager
@@ -174,7 +185,7 @@ class PlacedWeights:
 
 
 @dataclass(frozen=True)
-class PlacedBlock:
+class OffloadedBlock:
     """A block that runs with weights that are brought; what is fetched has to be recomputed, or it would stay.
 
     Where weights come ahead there is room, and `keeps_attention` is that of a block on the card.
@@ -190,7 +201,7 @@ class PlacedBlock:
         return functional_call(self.block, self.brought(self.block), inputs)
 
 
-class _InPlaceOf(torch.autograd.Function):
+class _MasterGradient(torch.autograd.Function):
     """What is multiplied by in the place of a master, to which the gradient goes home."""
 
     @staticmethod
@@ -210,11 +221,11 @@ def matrices(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 def _away(model: torch.nn.Module, placement: Placement) -> set[torch.nn.Parameter]:
     """The weights whose place is the host; what is sliced goes with the last block."""
-    fetched, others = model.blocks[: placement.fetched], model.blocks[placement.fetched :]
-    away = {weight for block in fetched for weight in block.parameters()}
-    if placement.halved:
+    offloaded_blocks, others = model.blocks[: placement.offloaded_blocks], model.blocks[placement.offloaded_blocks :]
+    away = {weight for block in offloaded_blocks for weight in block.parameters()}
+    if placement.half_precision:
         away |= {weight for block in others for weight in matrices(block)}
-    return away if others and not placement.halved else away | set(model.sliced_weights)
+    return away if others and not placement.half_precision else away | set(model.sliced_weights)
 
 
 def _move(model: torch.nn.Module, away: Set[torch.nn.Parameter], device: torch.device, host: torch.device) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from konkanivani.base.lengths import Lengths
-from konkanivani.model.kernels.products import in_own_precision
+from konkanivani.model.kernels.products import without_autocast
 
 
 def depthwise_conv(x: torch.Tensor, depthwise: torch.nn.Conv1d, lengths: Lengths) -> torch.Tensor:
@@ -41,16 +41,16 @@ class _DepthwiseConv(torch.autograd.Function):
         return _convolve_spans(x, kernel, bias, lengths)
 
     @staticmethod
-    @in_own_precision
+    @without_autocast
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, kernel = ctx.saved_tensors
-        by_x = by_kernel = None
+        grad_x = grad_kernel = None
         if ctx.needs_input_grad[0]:
-            by_x = _convolve_spans(gradient, kernel.flip(2), None, ctx.lengths)
+            grad_x = _convolve_spans(gradient, kernel.flip(2), None, ctx.lengths)
         if ctx.needs_input_grad[1]:
             pairs = zip(gradient.split(ctx.lengths, dim=1), x.split(ctx.lengths, dim=1), strict=True)
-            by_kernel = sum(_kernel_gradient(*pair, kernel.shape[2]) for pair in pairs)
-        return by_x, by_kernel, gradient.sum((0, 1)) if ctx.needs_input_grad[2] else None, None
+            grad_kernel = sum(_kernel_gradient(*pair, kernel.shape[2]) for pair in pairs)
+        return grad_x, grad_kernel, gradient.sum((0, 1)) if ctx.needs_input_grad[2] else None, None
 
 
 def _convolve_spans(x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None, lengths: Lengths) -> torch.Tensor:

@@ -27,7 +27,7 @@ class Dropout(torch.nn.Module):
             return F.dropout(x, self.p)  # one fused kernel, and a byte a number as well
         return _Masked.apply(x, draw_mask(x, self.p), 1 / (1 - self.p))
 
-    def onto(self, x: torch.Tensor, branch: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
+    def add_residual(self, x: torch.Tensor, branch: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
         """x + weight * dropout(branch), in fewer passes than one after another takes on a CPU."""
         if self.training and self.p and x.device.type == "cpu":
             mask = draw_mask(branch, self.p)

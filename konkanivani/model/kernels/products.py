@@ -69,7 +69,7 @@ def _is_onednn_faster() -> bool:
     return cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text(encoding="utf-8", errors="replace")
 
 
-def in_own_precision(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
+def without_autocast(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
     """A Function's `backward` in the precision of what it is given, whether or not it is called inside of autocast.
 
     PyTorch advises against calling it there, and does not refuse it: every product of fp32 would be rounded to bf16,
@@ -109,10 +109,10 @@ def fused_linear(
     inner = activation(normed) if activation else normed
     # What is not kept for long is left to autograd, which is quicker, where its backward heeds no surroundings.
     if torch.is_grad_enabled() and not (is_recomputed and torch.is_autocast_enabled(inner.device.type)):
-        whole = _Linear.apply(inner, linear.weight, linear.bias, None, None, 0.0, None)
+        out = _Linear.apply(inner, linear.weight, linear.bias, None, None, 0.0, None)
     else:
-        whole = fast_linear(inner, _as_multiplied(linear.weight, inner), linear.bias)
-    return whole if low_rank is None else whole + low_rank(inner)
+        out = fast_linear(inner, _as_multiplied(linear.weight, inner), linear.bias)
+    return out if low_rank is None else out + low_rank(inner)
 
 
 class Linear(torch.nn.Linear):
@@ -126,7 +126,7 @@ class PointwiseConv(torch.nn.Conv2d):
     """A convolution of one place of (B, C, T, F) as the product that it is: a quarter of oneDNN's time on a CPU."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) if torch.compiler.is_exporting() else _Places.apply(x, self.weight, self.bias)
+        return super().forward(x) if torch.compiler.is_exporting() else _PointwiseConv.apply(x, self.weight, self.bias)
 
 
 class LowRank(torch.nn.Module):
@@ -166,7 +166,7 @@ class _Linear(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(rows, [*x.shape[:-1], -1])
 
     @staticmethod
-    @in_own_precision
+    @without_autocast
     def backward(ctx, gradient: torch.Tensor) -> Backward:
         x, weight, scale, shift = ctx.saved_tensors
         normed = x
@@ -174,24 +174,24 @@ class _Linear(torch.autograd.Function):
             normed, mean, inverse_deviation = _normalize(x, scale, shift, ctx.epsilon)
         inner = (ctx.activation(normed) if ctx.activation else normed).to(gradient.dtype)
         rows = gradient.flatten(0, -2)
-        by_weight = weight_gradient(rows, inner.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        grad_weight = weight_gradient(rows, inner.flatten(0, -2)) if ctx.needs_input_grad[1] else None
         by_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         del inner
         if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[3]):
-            return None, by_weight, by_bias, None, None, None, None
-        by_inner = fast_linear(rows, weight.to(gradient.dtype).t()).view_as(x).to(normed.dtype)
+            return None, grad_weight, by_bias, None, None, None, None
+        grad_inner = fast_linear(rows, weight.to(gradient.dtype).t()).view_as(x).to(normed.dtype)
         if ctx.activation:
-            by_inner = ACTIVATIONS[ctx.activation](by_inner, normed)
+            grad_inner = ACTIVATIONS[ctx.activation](grad_inner, normed)
         if scale is None:
-            return by_inner, by_weight, by_bias, None, None, None, None
+            return grad_inner, grad_weight, by_bias, None, None, None, None
         del normed
-        by_x, by_scale, by_shift = torch.ops.aten.native_layer_norm_backward(
-            by_inner, _in_full(x), scale.shape, mean, inverse_deviation, scale, shift, [True, True, True]
+        grad_x, by_scale, by_shift = torch.ops.aten.native_layer_norm_backward(
+            grad_inner, _in_full(x), scale.shape, mean, inverse_deviation, scale, shift, [True, True, True]
         )
-        return by_x, by_weight, by_bias, by_scale, by_shift, None, None
+        return grad_x, grad_weight, by_bias, by_scale, by_shift, None, None
 
 
-class _Places(torch.autograd.Function):
+class _PointwiseConv(torch.autograd.Function):
     """`torch.baddbmm` of the places, whose own backward would heed an autocast that surrounds it."""
 
     @staticmethod
@@ -201,13 +201,13 @@ class _Places(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(places, x.shape)  # padding is zeroed in place
 
     @staticmethod
-    @in_own_precision
+    @without_autocast
     def backward(ctx, gradient: torch.Tensor) -> Backward:
         x, weight = (tensor.to(gradient.dtype) for tensor in ctx.saved_tensors)
         places = gradient.flatten(2)
-        by_x = (weight.flatten(1).t() @ places).view_as(x) if ctx.needs_input_grad[0] else None
-        by_weight = (places @ x.flatten(2).mT).sum(0).view_as(weight) if ctx.needs_input_grad[1] else None
-        return by_x, by_weight, places.sum((0, 2)) if ctx.needs_input_grad[2] else None
+        grad_x = (weight.flatten(1).t() @ places).view_as(x) if ctx.needs_input_grad[0] else None
+        grad_weight = (places @ x.flatten(2).mT).sum(0).view_as(weight) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, places.sum((0, 2)) if ctx.needs_input_grad[2] else None
 
 
 def _as_multiplied(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

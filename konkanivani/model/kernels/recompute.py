@@ -70,7 +70,7 @@ def _within(keeper: AbstractContextManager) -> Iterator[None]:
         recomputed_part.reset(token)
 
 
-def as_it_is_now(module: Part) -> Part:
+def snapshot_parameters(module: Part) -> Part:
     """The module with the weights that it has at this moment, for a part of it that is recomputed later.
 
     By then those that were put in for the time of one call (torch.func.functional_call) are out again.

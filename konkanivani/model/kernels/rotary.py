@@ -32,9 +32,9 @@ class VarlenAttention(torch.autograd.Function):
         rotate_in_place(projected, cosines, sines)
         attended = projected.new_empty(1, projected.shape[1], projected[0, 0, 0].numel())
         ctx.lengths, ctx.normalizers = lengths, []
-        for span, room in zip(projected.split(lengths, dim=1), attended.split(lengths, dim=1), strict=True):
-            found, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*_by_heads(span))
-            room.copy_(found.transpose(1, 2).flatten(2))
+        for span, out in zip(projected.split(lengths, dim=1), attended.split(lengths, dim=1), strict=True):
+            attn_out, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*_by_heads(span))
+            out.copy_(attn_out.transpose(1, 2).flatten(2))
             ctx.normalizers.append(normalizer)
         ctx.save_for_backward(projected, attended, cosines, sines)
         return attended
@@ -42,16 +42,18 @@ class VarlenAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         projected, attended, cosines, sines = ctx.saved_tensors
-        by_projected = torch.empty_like(projected)
-        wholes = projected, attended, gradient, cosines[None], sines[None], by_projected
+        grad_projected = torch.empty_like(projected)
+        wholes = projected, attended, gradient, cosines[None], sines[None], grad_projected
         for number, parts in enumerate(zip(*(whole.split(ctx.lengths, dim=1) for whole in wholes), strict=True)):
-            span, found, by_found, turned_by, turned_up, room = parts
-            by_found, found = (part.unflatten(2, (span.shape[3], -1)).transpose(1, 2) for part in (by_found, found))
-            by_parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                by_found, *_by_heads(span), found, ctx.normalizers[number], 0.0, False
+            span, attn_out, grad_out, cos, sin, out = parts
+            grad_out, attn_out = (
+                part.unflatten(2, (span.shape[3], -1)).transpose(1, 2) for part in (grad_out, attn_out)
             )
-            _rotate_back_into(room, by_parts, turned_by[0], turned_up[0])
-        return by_projected, None, None, None
+            by_parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad_out, *_by_heads(span), attn_out, ctx.normalizers[number], 0.0, False
+            )
+            _rotate_back_into(out, by_parts, cos[0], sin[0])
+        return grad_projected, None, None, None
 
 
 def _by_heads(projected: torch.Tensor) -> torch.Tensor:
@@ -60,19 +62,19 @@ def _by_heads(projected: torch.Tensor) -> torch.Tensor:
 
 
 def _rotate_back_into(
-    room: torch.Tensor, gradients: Sequence[torch.Tensor], cosines: torch.Tensor, sines: torch.Tensor
+    out: torch.Tensor, gradients: Sequence[torch.Tensor], cosines: torch.Tensor, sines: torch.Tensor
 ) -> None:
     """Lays gradients by turned queries and keys, turned back, and by values (B, H, T, E) into room (B, T, 3, H, E)."""
     by_query, by_key, by_value = (gradient.transpose(1, 2) for gradient in gradients)
-    _rotate_into(room[:, :, 0], by_query, cosines, -sines)
-    _rotate_into(room[:, :, 1], by_key, cosines, -sines)
-    room[:, :, 2].copy_(by_value)
+    _rotate_into(out[:, :, 0], by_query, cosines, -sines)
+    _rotate_into(out[:, :, 1], by_key, cosines, -sines)
+    out[:, :, 2].copy_(by_value)
 
 
-def _rotate_into(room: torch.Tensor, vectors: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
-    """Writes vectors (B, T, H, E) turned by their positions' angles into `room`, which is as large."""
+def _rotate_into(out: torch.Tensor, vectors: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
+    """Writes vectors (B, T, H, E) turned by their positions' angles into `out`, which is as large."""
     cosines, sines = (table.to(vectors.dtype)[:, None, :] for table in (cosines, sines))
-    (first, second), (to_first, to_second) = vectors.chunk(2, dim=-1), room.chunk(2, dim=-1)
+    (first, second), (to_first, to_second) = vectors.chunk(2, dim=-1), out.chunk(2, dim=-1)
     torch.mul(first, cosines, out=to_first).addcmul_(second, sines, value=-1)
     torch.mul(second, cosines, out=to_second).addcmul_(first, sines)
 

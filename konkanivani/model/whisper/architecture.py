@@ -8,7 +8,7 @@ import torch
 
 from konkanivani.base.config import AudioContext, AugmentConfig, LossConfig, TuningConfig
 from konkanivani.model.adapters import merged, tune
-from konkanivani.model.asr import Unfilled
+from konkanivani.model.asr import SkipInit
 from konkanivani.model.flops import Layer
 from konkanivani.model.losses import LossTerm, Objective
 from konkanivani.model.whisper.front_end import WhisperFrontEnd
@@ -73,7 +73,7 @@ class WhisperArchitecture:
 
     def build_without_values(self) -> Whisper:
         """The network on the device `meta`, for its shapes, or for weights that are there already to be assigned."""
-        with torch.device("meta"), Unfilled():
+        with torch.device("meta"), SkipInit():
             return self.build()
 
     def build_front_end(self, augment: AugmentConfig) -> WhisperFrontEnd:

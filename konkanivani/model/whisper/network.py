@@ -17,7 +17,7 @@ from konkanivani.model.attention import key_mask_of
 from konkanivani.model.blocks import BlockRunner, run_directly
 from konkanivani.model.cache import FIRST_ROOM, DecoderCache
 from konkanivani.model.kernels.products import fused_linear
-from konkanivani.model.losses import LossSums, Objective, Spoken
+from konkanivani.model.losses import LossSums, Objective, Targets
 from konkanivani.model.whisper.blocks import DecoderBlock, EncoderBlock, Subsampling
 from konkanivani.model.whisper.shape import STRIDE, WhisperShape
 from konkanivani.model.whisper.vocabulary_loss import vocabulary_loss_sum
@@ -246,7 +246,7 @@ class Whisper(torch.nn.Module):
         decoded = self.decoder(vectors, encoded, run_block, key_mask_of(encoded, encoded_lengths))
         return WhisperOutput(encoded, None, encoded_lengths, decoded, head)
 
-    def loss_sums(self, output: WhisperOutput, spoken: Spoken, objective: Objective, chunk_frames: int) -> LossSums:
+    def loss_sums(self, output: WhisperOutput, spoken: Targets, objective: Objective, chunk_frames: int) -> LossSums:
         """The one term of the objective, summed over all labels, of which no number is too large to be run at once."""
         head, smoothing = output.head, objective.label_smoothing
         return (vocabulary_loss_sum(output.decoded, head.weight, spoken.targets, smoothing, head.room),)

@@ -13,33 +13,37 @@ from functools import partial
 
 import torch
 
-from konkanivani.model.kernels.products import fast_linear, in_own_precision, weight_gradient
+from konkanivani.model.kernels.products import fast_linear, weight_gradient, without_autocast
 from konkanivani.model.losses import TARGET_PADDING
 
 SLICE_NUMBERS = 2**21  # of a slice's logits, and of its part of the weight's gradient: 8 MiB in fp32
 MIN_COLUMNS = 1024  # of fewer, a product is no longer worth its start
 
 
-Room = Callable[[], torch.Tensor]
+LogitBuffer = Callable[[], torch.Tensor]
 
 
 def vocabulary_loss_sum(
-    decoded: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, label_smoothing: float, room: Room | None = None
+    decoded: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    label_smoothing: float,
+    buffer: LogitBuffer | None = None,
 ) -> torch.Tensor:
     """The summed, smoothed cross entropy of logits decoded (B, U, D) @ weight (V, D)ᵀ against targets (B, U).
 
-    The weight may lie elsewhere: slices of it are brought, and its gradient lies beside it, added to what `room` gives
+    The weight may lie elsewhere: slices of it are brought, and its gradient lies beside it, added to what `buffer` gives
     in the backward pass (zeros, if there is none). Padding is -1. At least in fp32 whatever the autocast, in which the
     products are in half precision.
     """
-    room = room or partial(torch.zeros_like, weight)
-    return _VocabularyLoss.apply(decoded.flatten(0, 1), weight, targets.flatten(), label_smoothing, room)
+    buffer = buffer or partial(torch.zeros_like, weight)
+    return _VocabularyLoss.apply(decoded.flatten(0, 1), weight, targets.flatten(), label_smoothing, buffer)
 
 
 class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, smoothing: float, room: Room
+        ctx, rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, smoothing: float, buffer: LogitBuffer
     ) -> torch.Tensor:
         found = _Scores(rows, weight, targets)
         chosen, sums = 0.0, []
@@ -52,17 +56,17 @@ class _VocabularyLoss(torch.autograd.Function):
         denominators = torch.stack(sums).logsumexp(0)
         losses = denominators - chosen
         ctx.save_for_backward(rows, weight, targets, denominators)
-        ctx.smoothing, ctx.dtype, ctx.room = smoothing, found.dtype, room
+        ctx.smoothing, ctx.dtype, ctx.buffer = smoothing, found.dtype, buffer
         return torch.where(found.counts, losses, 0.0).sum()
 
     @staticmethod
-    @in_own_precision
+    @without_autocast
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weight, targets, denominators = ctx.saved_tensors
         found = _Scores(rows.to(ctx.dtype), weight, targets)
         by_loss = torch.where(found.counts, gradient, 0.0)[:, None]
         by_rows = torch.zeros_like(rows)
-        by_weight = ctx.room() if ctx.needs_input_grad[1] else None
+        grad_weight = ctx.buffer() if ctx.needs_input_grad[1] else None
         for columns in found.slices():
             by_logits = found.logits(columns).sub_(denominators[:, None]).exp_()
             if ctx.smoothing:
@@ -70,9 +74,9 @@ class _VocabularyLoss(torch.autograd.Function):
             found.add_at_targets(by_logits, columns, ctx.smoothing - 1)
             by_logits = by_logits.mul_(by_loss).to(found.dtype)
             by_rows += fast_linear(by_logits, found.part(columns).t())
-            if by_weight is not None:
-                by_weight[columns] += weight_gradient(by_logits, found.rows).to(by_weight.device)
-        return by_rows, by_weight, None, None, None
+            if grad_weight is not None:
+                grad_weight[columns] += weight_gradient(by_logits, found.rows).to(grad_weight.device)
+        return by_rows, grad_weight, None, None, None
 
 
 class _Scores:

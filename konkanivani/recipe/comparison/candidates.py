@@ -12,7 +12,7 @@ from konkanivani.base.command_line import with_new_name
 from konkanivani.base.config import TrainConfig, TuningConfig
 from konkanivani.base.errors import ErrorCollector, UsageError
 from konkanivani.base.files import digest_of_file
-from konkanivani.base.flags import OF_OUR_MODELS, ask
+from konkanivani.base.flags import NATIVE_ONLY_FLAGS, parse_args
 from konkanivani.base.rules import settings_of
 from konkanivani.base.units import parse_share
 from konkanivani.data.manifest import read_manifest, read_recordings
@@ -20,7 +20,7 @@ from konkanivani.data.rejections import Rejections
 
 # These say where one run's files lie and how it begins, which a comparison says of each model by itself.
 OF_ONE_RUN = frozenset(("preset", "checkpoint_dir", "log_dir", "resume", "fresh", "init_from", "dry_run"))
-OF_PRETRAINED = {"language", "task", *(leaf.name for leaf in dataclasses.fields(TuningConfig))}
+PRETRAINED_DEFAULTS = {"language", "task", *(leaf.name for leaf in dataclasses.fields(TuningConfig))}
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Candidate:
     @property
     def config(self) -> TrainConfig:
         """What its flags ask for; a UsageError where they cannot work."""
-        return ask(list(self.flags)).config
+        return parse_args(list(self.flags)).config
 
 
 def choose_candidates(pretrained: Sequence[str], presets: Sequence[str], flags: Sequence[Flag]) -> list[Candidate]:
@@ -72,7 +72,7 @@ def choose_candidates(pretrained: Sequence[str], presets: Sequence[str], flags: 
     Where there are models of both kinds, what is for one kind only goes to that one.
     """
     if not (pretrained or presets):
-        ask(list(_words(flags, frozenset())))  # what is mistyped is told first: it may have named them
+        parse_args(list(_words(flags, frozenset())))  # what is mistyped is told first: it may have named them
         raise UsageError("There is nothing to compare: give --pretrained with folders, or --presets.")
     if single := sorted({flag.name for flag in flags} & OF_ONE_RUN):
         raise UsageError(
@@ -82,8 +82,8 @@ def choose_candidates(pretrained: Sequence[str], presets: Sequence[str], flags: 
     if absent := [path for path in pretrained if not Path(path).is_dir()]:
         raise UsageError(f"--pretrained {' '.join(absent)}: not there. Give folders of Whisper models.")
     is_mixed = bool(pretrained and presets)
-    chosen = [("--pretrained", path, OF_OUR_MODELS) for path in pretrained]
-    chosen += [("--preset", preset, OF_PRETRAINED) for preset in presets]
+    chosen = [("--pretrained", path, NATIVE_ONLY_FLAGS) for path in pretrained]
+    chosen += [("--preset", preset, PRETRAINED_DEFAULTS) for preset in presets]
     return [
         Candidate(name, source, (flag, source, *_words(flags, of_others if is_mixed else frozenset())))
         for name, (flag, source, of_others) in zip(distinct_names(pretrained, presets), chosen, strict=True)

@@ -20,7 +20,7 @@ from konkanivani.memory.planner import ALWAYS, NEVER, Planner, plan_bucket
 from konkanivani.memory.tracer import BatchShape, Peak
 from konkanivani.memory.weights.placement import ON_CARD, Placement, choose_placement
 from konkanivani.model.architecture import Architecture
-from konkanivani.recipe.build_step import choose_at_once, memory_conditions
+from konkanivani.recipe.build_step import choose_concurrency, memory_conditions
 from konkanivani.recipe.planning.ranks import Ranks, costs_per_rank
 from konkanivani.recipe.planning.state import check_host, check_state, device_costs, fits
 from konkanivani.recipe.planning.tracing import kept_traces
@@ -80,9 +80,11 @@ def resolve_plan(
         check_state(config, architecture, costs, budget)
     with kept_traces(config, architecture, costs, placement) as traces:
         plan = _plan_buckets(config, Planner(traces, budget, rate), conditions, train, validation)
-        at_once = choose_at_once(config, device, ranks.sharded) if placement.is_on_card else 1
-        if at_once > 1:
-            side_by_side = _plan_buckets(config, Planner(traces, budget, rate, at_once), conditions, train, validation)
+        concurrent_micro_batches = choose_concurrency(config, device, ranks.sharded) if placement.is_on_card else 1
+        if concurrent_micro_batches > 1:
+            side_by_side = _plan_buckets(
+                config, Planner(traces, budget, rate, concurrent_micro_batches), conditions, train, validation
+            )
             if _has_room_for_two(side_by_side, plan, is_asked_for=config.data.micro_batches_at_once != AUTO):
                 plan = side_by_side
     _check_every_utterance_fits(plan.buckets, train, config, budget)
@@ -102,9 +104,9 @@ def resolve_placement(
     A UsageError where several ranks would each fetch their own.
     """
     asked = config.memory.weights
-    if ranks.world > 1 and asked not in (AUTO, "card"):
+    if ranks.world_size > 1 and asked not in (AUTO, "card"):
         raise UsageError(f"--weights {asked} is for one process: leave it out, or give --shard always to several.")
-    if asked == AUTO and (ranks.world > 1 or device.type == "cpu"):
+    if asked == AUTO and (ranks.world_size > 1 or device.type == "cpu"):
         return ON_CARD
     blocks = len(architecture.build_without_values().blocks)
     return choose_placement(asked, blocks, config.memory.mixed_precision, fits)
@@ -120,7 +122,7 @@ def _has_room_for_two(side_by_side: MemoryPlan, plan: MemoryPlan, is_asked_for: 
 
 def plan_conditions(config: TrainConfig, architecture: Architecture, device: torch.device, ranks: Ranks) -> int:
     """A number that changes with everything that a plan depends on, but the data."""
-    asked = config.data.batch_size, config.window_size, config.data.validation_batch_seconds
+    asked = config.data.batch_size, config.global_batch_size, config.data.validation_batch_seconds
     return zlib.crc32(repr((memory_conditions(config, architecture, device), asked, ranks)).encode())
 
 
@@ -158,7 +160,7 @@ def _plan_buckets(
         backward=peak.backward + beside,
         update=peak.update + beside,
         validation=max(0, validation_peak - planner.traces.costs.context),
-        at_once=planner.at_once,
+        concurrent_micro_batches=planner.concurrent_micro_batches,
         host=peak.host,
     )
 
@@ -168,8 +170,10 @@ def max_at_once(config: TrainConfig, planner: Planner, seconds: float) -> int:
     if config.data.batch_size != "auto":
         return config.data.batch_size
     if planner.traces.costs.is_cuda:
-        return config.window_size
-    most = -(-config.window_size // planner.at_once)  # one micro-batch alone has nothing beside it
+        return config.global_batch_size
+    most = -(
+        -config.global_batch_size // planner.concurrent_micro_batches
+    )  # one micro-batch alone has nothing beside it
     return int(np.clip(MAX_CPU_SECONDS // seconds, 1, most))
 
 

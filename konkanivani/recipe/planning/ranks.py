@@ -18,7 +18,7 @@ from konkanivani.training.sharding import bytes_per_rank
 class Ranks:
     """How many train together, and whether the model's state is sharded over them."""
 
-    world: int = 1
+    world_size: int = 1
     sharded: bool = False
 
 
@@ -30,19 +30,21 @@ def costs_per_rank(costs: DeviceCosts, architecture: Architecture, ranks: Ranks)
 
     The bucket in which gradients are summed over ranks more, or, where the state is sharded, the others' less.
     """
-    if ranks.world == 1:
+    if ranks.world_size == 1:
         return costs
     model = architecture.build_without_values()
     whole = parameter_count(model)
-    more = bytes_per_rank(model, ranks.world) - STATE_BYTES * whole if ranks.sharded else min(4 * whole, BUCKET_BYTES)
+    more = (
+        bytes_per_rank(model, ranks.world_size) - STATE_BYTES * whole if ranks.sharded else min(4 * whole, BUCKET_BYTES)
+    )
     return dataclasses.replace(costs, among_ranks=more)
 
 
-def choose_ranks(config: TrainConfig, costs: DeviceCosts, budget: int, world: int) -> Ranks:
+def choose_ranks(config: TrainConfig, costs: DeviceCosts, budget: int, world_size: int) -> Ranks:
     """So many ranks of one budget each, the state sharded over them as --shard says."""
     shard, architecture = config.memory.shard, planned_architecture(config)
     sharded = shard == "always" or (shard == "auto" and needs_sharding(config, architecture, costs, budget))
-    return Ranks(world, sharded and world > 1)
+    return Ranks(world_size, sharded and world_size > 1)
 
 
 def needs_sharding(config: TrainConfig, architecture: Architecture, costs: DeviceCosts, budget: int) -> bool:
@@ -60,4 +62,4 @@ def traffic_bytes(architecture: Architecture, ranks: Ranks) -> int:
     model = architecture.build_without_values()
     whole, blocks = parameter_count(model), sum(map(parameter_count, model.blocks))
     halves = 3 * blocks + 2 * (whole - blocks) if ranks.sharded else 2 * whole
-    return 4 * halves * (ranks.world - 1) // ranks.world
+    return 4 * halves * (ranks.world_size - 1) // ranks.world_size

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import repeat
 
-from konkanivani.base.amount import resolve
+from konkanivani.base.auto_defaults import resolve
 from konkanivani.base.config import PRESETS, ModelConfig, TrainConfig
 from konkanivani.base.rules import settings_of
 from konkanivani.base.units import GIB, MIB, budget_text, peak_text
@@ -55,7 +55,7 @@ class PlanReport:
     validation_peak: int
     answers: tuple[Answer, ...]
     flags: str
-    world: int = 1
+    world_size: int = 1
     sharded: bool = False
     state_of_rank: int = 0
     traffic: int = 0
@@ -91,11 +91,11 @@ class PlanReport:
 
     def _ranks(self) -> list[str]:
         """What several ranks make of it, a line if any."""
-        if self.world == 1:
+        if self.world_size == 1:
             return []
         way = "sharded over them, each rank holds at most" if self.sharded else "whole on each, with a bucket for sums"
         return [
-            f"{self.world} ranks, the state {way} {_mib(self.state_of_rank)}; each sends {_mib(self.traffic)} a "
+            f"{self.world_size} ranks, the state {way} {_mib(self.state_of_rank)}; each sends {_mib(self.traffic)} a "
             f"{'micro-batch' if self.sharded else 'step'}. What follows is for one rank."
         ]
 
@@ -136,7 +136,7 @@ def plan_budget(
         validation_peak=validation_peak,
         answers=answers,
         flags=_flags(config, answers, budget, given) + (" --shard always" if ranks.sharded else ""),
-        world=ranks.world,
+        world_size=ranks.world_size,
         sharded=ranks.sharded,
         state_of_rank=state + costs.among_ranks,
         traffic=traffic_bytes(architecture, ranks),
@@ -192,9 +192,9 @@ def _cells(request: PlanRequest, budgets: tuple[float, ...]) -> list[str]:
             if state + planner.beside() > planner.budget:
                 cells.append("- / -")
                 continue
-            at_once = planner.largest_batch(10.0, request.tokens(10.0), policy, MAX_UTTERANCES).utterances
+            largest_batch = planner.largest_batch(10.0, request.tokens(10.0), policy, MAX_UTTERANCES).utterances
             longest = request.longest_utterance(planner)
-            cells.append(f"{at_once}{'+' if at_once == MAX_UTTERANCES else ''} / {longest:g}")
+            cells.append(f"{largest_batch}{'+' if largest_batch == MAX_UTTERANCES else ''} / {longest:g}")
             request.tell(f"{gib:g} GiB, {cells[-1]}")
     return cells
 
@@ -208,7 +208,7 @@ def _flags(config: TrainConfig, answers: tuple[Answer, ...], budget: int, given:
             values = setting.value if isinstance(setting.value, tuple) else [setting.value]
             words += [f"--{setting.name}", *(str(value) for value in values if value is not True)]
     words += ["--memory_budget", budget_text(budget)]
-    words += ["--batch_size", "auto", "--effective_batch_size", str(config.window_size)]
+    words += ["--batch_size", "auto", "--effective_batch_size", str(config.global_batch_size)]
     words += ["--gradient_checkpointing", "auto", "--max_duration", f"{longest:g}"]
     return shlex.join(words)
 

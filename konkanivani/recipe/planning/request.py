@@ -56,10 +56,10 @@ class PlanRequest:
     def planner(self) -> Iterator[Planner]:
         """A planner of this configuration, who knows what was traced before."""
         asked = self.config.data.micro_batches_at_once
-        is_alone = self.costs.is_cuda or asked == AUTO or not self.placement.is_on_card
-        at_once = 1 if is_alone else asked  # auto: side by side only where there is room
+        is_single_process = self.costs.is_cuda or asked == AUTO or not self.placement.is_on_card
+        concurrent_micro_batches = 1 if is_single_process else asked  # auto: side by side only where there is room
         with kept_traces(self.config, self.architecture, self.costs, self.placement) as traces:
-            yield Planner(traces, self.budget, _tokens_per_second(self.config), at_once)
+            yield Planner(traces, self.budget, _tokens_per_second(self.config), concurrent_micro_batches)
 
     @property
     def architecture(self) -> Architecture:
@@ -107,9 +107,9 @@ def peak_of_validation(request: PlanRequest) -> int:
     """Bytes at the peak of validation, which recomputes nothing."""
     config = request.config
     longest = min(config.data.max_validation_duration, request.architecture.longest_seconds)
-    at_once = config.data.validation_batch_seconds
+    concurrent_micro_batches = config.data.validation_batch_seconds
     with request.planner() as planner:
-        _, peak = planner.validation_seconds(longest, request.tokens(longest), at_once)
+        _, peak = planner.validation_seconds(longest, request.tokens(longest), concurrent_micro_batches)
     return peak
 
 

@@ -73,7 +73,7 @@ def fits(
     if placement.is_on_card and state_bytes(config, architecture) + costs.beside > budget:
         return False
     peak = trace(placement)
-    return peak.bytes + costs.beside <= budget and not (placement.ahead and peak.host > host_budget(config))
+    return peak.bytes + costs.beside <= budget and not (placement.prefetch and peak.host > host_budget(config))
 
 
 def host_budget(config: TrainConfig) -> int:

@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from konkanivani.base.amount import resolve
+from konkanivani.base.auto_defaults import resolve
 from konkanivani.base.config import AUTO, TrainConfig, TuningConfig
 from konkanivani.memory.devices import DeviceCosts
 from konkanivani.memory.planner import ALWAYS, Planner
@@ -28,7 +28,7 @@ TRAINED = {
     "--freeze encoder": TuningConfig(freeze="encoder"),
     "--lora_rank 32": TuningConfig(lora_rank=32, lora_targets=("query", "value")),
 }
-PLACES = {"card": ON_CARD, "half": Placement(halved=True), "host": Placement(fetched=99)}
+PLACES = {"card": ON_CARD, "half": Placement(half_precision=True), "host": Placement(offloaded_blocks=99)}
 WINDOW = BatchShape(1, 30.0, 444)  # tokens of text behind start and prompt: the longest label
 
 

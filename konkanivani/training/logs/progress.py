@@ -34,10 +34,10 @@ class Progress:
         seconds, self._last = now - self._last, now
         return seconds
 
-    def wait_for_next(self, windows: Iterator[Item]) -> Item:
+    def wait_for_next(self, global_batches: Iterator[Item]) -> Item:
         """The next window, the seconds until it is there counted as waiting for data."""
         started = time.perf_counter()
-        item = next(windows)
+        item = next(global_batches)
         self.last_wait = time.perf_counter() - started
         return item
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from konkanivani.data.batch import Window
+from konkanivani.data.batch import GlobalBatch
 from konkanivani.model.architecture import Architecture
 from konkanivani.model.flops import product_rate, step_flop
 from konkanivani.model.kernels.products import fast_linear
@@ -23,18 +23,18 @@ class Utilisation:
         self.rate = product_rate(multiply, device, dtype, best_side(device), ROUNDS[device.type])
         self._is_card_silent = device.type != "cuda"
 
-    def model_flops_utilisation(self, window: Window, seconds: float) -> float:
+    def model_flops_utilisation(self, global_batch: GlobalBatch, seconds: float) -> float:
         """The step's arithmetic a second over the device's rate (MFU; Chowdhery et al., 2022, appendix B).
 
         Only what the utterances need counts: nothing for padding or for what is recomputed.
         """
-        return self.window_flop(window) / (seconds * self.rate)
+        return self.global_batch_flop(global_batch) / (seconds * self.rate)
 
-    def window_flop(self, window: Window) -> float:
+    def global_batch_flop(self, global_batch: GlobalBatch) -> float:
         """The arithmetic that the window's micro-batches need, forward and backward."""
         return sum(
             step_flop(self.architecture.forward_layers((samples,), tokens), recomputes=False)
-            for batch in window.micro_batches
+            for batch in global_batch.micro_batches
             for samples, tokens in zip(batch.sample_lengths, batch.token_lengths, strict=True)
         )
 

@@ -15,7 +15,7 @@ SLICE = 2**20  # numbers at a time: what they need stays in a processor's cache,
 
 
 @dataclass(frozen=True)
-class Room:
+class Workspace:
     """Where a tensor is updated, on one device: a slice of it, one number each row and column, and a few numbers."""
 
     slice: torch.Tensor
@@ -39,8 +39,8 @@ class Adafactor(Optimizer):
         super().__init__(groups)
         parameters = list(self.state)
         devices = dict.fromkeys(parameter.device for parameter in parameters)
-        self._rooms = {device: new_room([p for p in parameters if p.device == device]) for device in devices}
-        self.workspace = [tensor for room in self._rooms.values() for tensor in vars(room).values()]
+        self._workspaces = {device: new_workspace([p for p in parameters if p.device == device]) for device in devices}
+        self.workspace = [tensor for workspace in self._workspaces.values() for tensor in vars(workspace).values()]
 
     def new_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """The means of each row and each column of the squared gradient."""
@@ -56,35 +56,35 @@ class Adafactor(Optimizer):
                     self._update(group, parameter)
 
     def _update(self, group: Group, parameter: torch.nn.Parameter) -> None:
-        state, room = self.state[parameter], self._rooms[parameter.device]
+        state, workspace = self.state[parameter], self._workspaces[parameter.device]
         rows, columns = shape = matrix_shape(parameter)
         weights, gradient = parameter.view(shape), parameter.grad.reshape(shape)
         per_slice = rows_of_a_slice(columns)
         slices = gradient.split(per_slice)
-        row, column, more = room.rows[:rows], room.columns[:columns], room.more_columns[:columns]
+        row, column, more = workspace.rows[:rows], workspace.columns[:columns], workspace.more_columns[:columns]
 
-        torch.pow(state["step"].add_(1), DECAY, out=room.newest)
+        torch.pow(state["step"].add_(1), DECAY, out=workspace.newest)
         column.zero_()
         for part, mean in zip(slices, row.split(per_slice), strict=True):
-            squares = torch.mul(part, part, out=place_of(part, room)).add_(SMALLEST_SQUARE)
+            squares = torch.mul(part, part, out=place_of(part, workspace)).add_(SMALLEST_SQUARE)
             torch.mean(squares, 1, out=mean)
             column.add_(torch.sum(squares, 0, out=more))
-        state["row"].lerp_(row, room.newest)
-        state["column"].lerp_(column.div_(rows), room.newest)
+        state["row"].lerp_(row, workspace.newest)
+        state["column"].lerp_(column.div_(rows), workspace.newest)
 
-        torch.mean(state["row"], 0, out=room.mean)
-        torch.div(state["row"], room.mean, out=row).rsqrt_()
+        torch.mean(state["row"], 0, out=workspace.mean)
+        torch.div(state["row"], workspace.mean, out=row).rsqrt_()
         torch.rsqrt(state["column"], out=column)
-        room.squares.zero_()
+        workspace.squares.zero_()
         for part, factor in zip(slices, row.split(per_slice), strict=True):
-            change = torch.mul(part, column, out=place_of(part, room)).mul_(factor[:, None]).view(-1)
-            room.squares.add_(torch.dot(change, change, out=room.more_squares))
-        room.squares.div_(parameter.numel()).sqrt_().div_(LARGEST_UPDATE).clamp_(min=1)
+            change = torch.mul(part, column, out=place_of(part, workspace)).mul_(factor[:, None]).view(-1)
+            workspace.squares.add_(torch.dot(change, change, out=workspace.more_squares))
+        workspace.squares.div_(parameter.numel()).sqrt_().div_(LARGEST_UPDATE).clamp_(min=1)
 
         weights.mul_(1 - group["lr"] * group["weight_decay"])
-        row.div_(room.squares)
+        row.div_(workspace.squares)
         for part, factor, weight in zip(slices, row.split(per_slice), weights.split(per_slice), strict=True):
-            change = torch.mul(part, column, out=place_of(part, room)).mul_(factor[:, None])
+            change = torch.mul(part, column, out=place_of(part, workspace)).mul_(factor[:, None])
             weight.add_(change, alpha=-group["lr"])
 
 
@@ -99,15 +99,15 @@ def rows_of_a_slice(columns: int) -> int:
     return max(1, SLICE // columns)
 
 
-def place_of(part: torch.Tensor, room: Room) -> torch.Tensor:
+def place_of(part: torch.Tensor, workspace: Workspace) -> torch.Tensor:
     """The place for what is computed of a slice (rows, columns)."""
-    return room.slice[: part.numel()].view(part.shape)
+    return workspace.slice[: part.numel()].view(part.shape)
 
 
-def new_room(parameters: list[torch.nn.Parameter]) -> Room:
+def new_workspace(parameters: list[torch.nn.Parameter]) -> Workspace:
     """Room for the largest of the parameters, which are on one device."""
     shapes = [matrix_shape(parameter) for parameter in parameters]
     largest = max(min(rows, rows_of_a_slice(columns)) * columns for rows, columns in shapes)
     rows, columns = map(max, zip(*shapes, strict=True))
     sizes = (largest,), (rows,), (columns,), (columns,), (), (), (), ()
-    return Room(*(parameters[0].new_empty(size) for size in sizes))
+    return Workspace(*(parameters[0].new_empty(size) for size in sizes))

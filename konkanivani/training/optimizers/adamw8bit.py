@@ -12,7 +12,7 @@ SLICE = 1024  # blocks at a time: what they need stays in a processor's cache
 
 
 @dataclass(frozen=True)
-class Room:
+class Workspace:
     """Where a slice of a tensor is updated, on one device: both moments (blocks, 256), and as much beside them."""
 
     first: torch.Tensor
@@ -38,13 +38,13 @@ class AdamW8bit(AdamW):
     def __init__(self, groups: list[Group]) -> None:
         super().__init__(groups)
         parameters = list(self.state)
-        self._rooms: dict[torch.device, Room] = {}
+        self._workspaces: dict[torch.device, Workspace] = {}
         for device in dict.fromkeys(parameter.device for parameter in parameters):
             large = [p for p in parameters if p.device == device and p.numel() >= SMALLEST]
             if large:
                 blocks = min(SLICE, max(len(self.state[parameter]["exp_avg"]) for parameter in large))
-                self._rooms[device] = new_room(blocks, large[0])
-        self.workspace = [tensor for room in self._rooms.values() for tensor in room.tensors]
+                self._workspaces[device] = new_workspace(blocks, large[0])
+        self.workspace = [tensor for workspace in self._workspaces.values() for tensor in workspace.tensors]
 
     def new_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """Of each moment the codes (blocks, 256) and the blocks' largest (blocks,); the last block is filled with 0."""
@@ -68,14 +68,14 @@ class AdamW8bit(AdamW):
                     self._update_in_slices(group, parameter)
 
     def _update_in_slices(self, group: Group, parameter: torch.nn.Parameter) -> None:
-        state, room = self.state[parameter], self._rooms[parameter.device]
+        state, workspace = self.state[parameter], self._workspaces[parameter.device]
         state["step"].add_(1)
         weights, gradient = parameter.view(-1).split(SLICE * BLOCK), parameter.grad.reshape(-1).split(SLICE * BLOCK)
         stored = zip(*(state[kind + of].split(SLICE) for kind in MOMENTS for of in ("", "_largest")), strict=True)
         for weight, slope, (codes, largest, codes_sq, largest_sq) in zip(weights, gradient, stored, strict=True):
-            first, second, beside = (one[: len(codes)] for one in (room.first, room.second, room.beside))
-            room.signed.dequantize(codes, largest, beside, first)
-            room.unsigned.dequantize(codes_sq, largest_sq, beside, second)
+            first, second, beside = (one[: len(codes)] for one in (workspace.first, workspace.second, workspace.beside))
+            workspace.signed.dequantize(codes, largest, beside, first)
+            workspace.unsigned.dequantize(codes_sq, largest_sq, beside, second)
             torch._fused_adamw_(
                 [weight],
                 [slope],
@@ -91,12 +91,12 @@ class AdamW8bit(AdamW):
                 amsgrad=False,
                 maximize=False,
             )
-            room.signed.quantize(first, codes, largest, beside)
-            room.unsigned.quantize(second, codes_sq, largest_sq, beside)
+            workspace.signed.quantize(first, codes, largest, beside)
+            workspace.unsigned.quantize(second, codes_sq, largest_sq, beside)
 
 
-def new_room(blocks: int, like: torch.Tensor) -> Room:
+def new_workspace(blocks: int, like: torch.Tensor) -> Workspace:
     """Room for so many blocks on the device of `like`, in its precision."""
     first, second = (torch.empty(blocks, BLOCK, dtype=like.dtype, device=like.device) for _ in range(2))
     beside = torch.empty(blocks, BLOCK, dtype=torch.float32, device=like.device)
-    return Room(first, second, beside, Codebook(True, like), Codebook(False, like))
+    return Workspace(first, second, beside, Codebook(True, like), Codebook(False, like))

@@ -36,19 +36,23 @@ class Codebook:
         self.nearest = torch.bucketize(middles, bounds).to(torch.uint8)
         self.shares = shares.to(like.dtype)
 
-    def quantize(self, numbers: torch.Tensor, codes: torch.Tensor, largest: torch.Tensor, room: torch.Tensor) -> None:
+    def quantize(
+        self, numbers: torch.Tensor, codes: torch.Tensor, largest: torch.Tensor, workspace: torch.Tensor
+    ) -> None:
         """Writes the codes (blocks, 256), and each block's `largest`, of the numbers (blocks, 256).
 
-        `room`, of float32, is as large. A block of zeros has any codes, and 0 as its largest. Of a share s the error is
+        `workspace`, of float32, is as large. A block of zeros has any codes, and 0 as its largest. Of a share s the error is
         at most half of the step that it lies in, and s / 1024.
         """
-        torch.amax(room.copy_(numbers).abs_(), 1, out=largest)
-        shares = room.copy_(numbers).div_(largest[:, None])
+        torch.amax(workspace.copy_(numbers).abs_(), 1, out=largest)
+        shares = workspace.copy_(numbers).div_(largest[:, None])
         patterns = shares.view(torch.int32).bitwise_right_shift_(DROPPED_BITS).add_(KEPT)
         torch.index_select(self.nearest, 0, patterns.view(-1), out=codes.view(-1))
 
-    def dequantize(self, codes: torch.Tensor, largest: torch.Tensor, room: torch.Tensor, numbers: torch.Tensor) -> None:
-        """Writes the numbers (blocks, 256) that these codes stand for; `room` as for `quantize`."""
-        indices = room.view(torch.int32).copy_(codes)
+    def dequantize(
+        self, codes: torch.Tensor, largest: torch.Tensor, workspace: torch.Tensor, numbers: torch.Tensor
+    ) -> None:
+        """Writes the numbers (blocks, 256) that these codes stand for; `workspace` as for `quantize`."""
+        indices = workspace.view(torch.int32).copy_(codes)
         torch.index_select(self.shares, 0, indices.view(-1), out=numbers.view(-1))
         numbers.mul_(largest[:, None])

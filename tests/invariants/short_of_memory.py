@@ -19,10 +19,10 @@ import torch._dynamo  # recomputing loads it: not within a step whose memory is 
 
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.units import MIB
-from konkanivani.data.batch import Window
+from konkanivani.data.batch import GlobalBatch
 from konkanivani.memory.monitor import MemoryMonitor
 from konkanivani.training.step import StepParts, train_step
-from tests.laws.parts import MODEL, double_parts, relative_difference, speeches, window
+from tests.invariants.parts import MODEL, double_parts, global_batch, relative_difference, speeches
 
 SAMPLES = 5 * 16_000
 # How much of what is enough each may have. With nothing recomputed activations pile up to the forward pass's end, where
@@ -66,7 +66,7 @@ def memory_bytes(name: str) -> int:
     return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) * 1024
 
 
-def step_within(growth: float, parts: StepParts, cut: Window, path: Path) -> Outcome | None:
+def step_within(growth: float, parts: StepParts, cut: GlobalBatch, path: Path) -> Outcome | None:
     """The step in a fork whose data may grow by `growth` bytes; None where it did not end."""
     child = os.fork()
     if child == 0:
@@ -88,7 +88,7 @@ def step_within(growth: float, parts: StepParts, cut: Window, path: Path) -> Out
     return Outcome(**torch.load(path, weights_only=True)) if os.waitpid(child, 0)[1] == 0 else None  # noqa: TID251
 
 
-def compare(recompute: str, cut: Window, folder: str) -> dict[str, float | bool]:
+def compare(recompute: str, cut: GlobalBatch, folder: str) -> dict[str, float | bool]:
     """Both steps with these blocks recomputed."""
     parts = double_parts(SHAPES[recompute], recompute)
     parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, monitor=PhaseNames()))
@@ -109,7 +109,7 @@ def compare(recompute: str, cut: Window, folder: str) -> dict[str, float | bool]
 def main() -> None:
     """Compares and prints."""
     torch.set_num_threads(1)  # a fork has but one
-    cut = window(long_speeches(), 4)
+    cut = global_batch(long_speeches(), 4)
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps({recompute: compare(recompute, cut, folder) for recompute in SHARES}))
 

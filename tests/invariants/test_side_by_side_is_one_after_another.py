@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from konkanivani.base.config import DataConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
-from konkanivani.data.batch import Batch, Speech, Window, collate, order_for_concurrency
+from konkanivani.data.batch import Batch, Example, GlobalBatch, collate, order_for_concurrency
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.model.architecture import architecture_of
@@ -24,8 +24,17 @@ from konkanivani.training.concurrent import OrderedAccumulation, map_ordered
 from konkanivani.training.optimizer import OptimizerState
 from konkanivani.training.step import StepParts, StepReport, train_step
 from tests.conftest import crossed
-from tests.laws.failing import ERRORS, above, failing_forward
-from tests.laws.parts import KINDS, MODEL, VOCAB_SIZE, double_parts, relative_difference, speeches, window, with_dropout
+from tests.invariants.failing import ERRORS, above, failing_forward
+from tests.invariants.parts import (
+    KINDS,
+    MODEL,
+    VOCAB_SIZE,
+    double_parts,
+    global_batch,
+    relative_difference,
+    speeches,
+    with_dropout,
+)
 from tests.patience import PATIENCE
 
 BOUND = 1e-9
@@ -36,28 +45,28 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def parts_of(
-    at_once: int, recompute: str = "never", model: ModelConfig = MODEL, loss: LossConfig | None = None
+    concurrent_micro_batches: int, recompute: str = "never", model: ModelConfig = MODEL, loss: LossConfig | None = None
 ) -> StepParts:
     config = TrainConfig(
         model=with_dropout(model, 0.3),
-        data=DataConfig(micro_batches_at_once=at_once),
+        data=DataConfig(micro_batches_at_once=concurrent_micro_batches),
         memory=MemoryConfig(gradient_checkpointing=recompute),
         loss=loss or LossConfig(),
     )
     return build_step_parts(config, architecture_of(config, VOCAB_SIZE), CPU, 100)
 
 
-def window_of(batch_size: int = 1) -> Window:
+def global_batch_of(batch_size: int = 1) -> GlobalBatch:
     """The utterances in fp32, in the order in which two side by side take them."""
     spoken = [dataclasses.replace(speech, waveform=speech.waveform.float()) for speech in SPOKEN]
-    cut = window(spoken, batch_size)
+    cut = global_batch(spoken, batch_size)
     return dataclasses.replace(cut, micro_batches=order_for_concurrency(cut.micro_batches, 2))
 
 
 def trained(parts: StepParts, threads: int = 2, steps: int = 3) -> dict[str, torch.Tensor]:
     """Losses, weights and the optimizer's state after some steps."""
     torch.set_num_threads(threads)
-    reports = [train_step(parts, window_of(), number) for number in range(steps)]
+    reports = [train_step(parts, global_batch_of(), number) for number in range(steps)]
     torch.set_num_threads(2)
     assert all(isinstance(report, StepReport) and not report.splits for report in reports)
     losses = {"losses": torch.tensor([[r.ctc_loss, r.attention_loss, r.gradient_norm] for r in reports])}
@@ -74,7 +83,7 @@ def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
 
 def held_up(monkeypatch: pytest.MonkeyPatch, number: int, seconds: float = 0.5) -> None:
     """That micro-batch begins late."""
-    late, forward_and_backward = window_of().micro_batches[number].utterance_ids, step.forward_and_backward
+    late, forward_and_backward = global_batch_of().micro_batches[number].utterance_ids, step.forward_and_backward
 
     def held(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
         if batch.utterance_ids == late:
@@ -96,14 +105,14 @@ def test_recomputing_draws_the_same_masks_side_by_side():
 
 
 def test_one_micro_batch_alone_is_halved_where_two_are_to_run_and_an_utterance_is_not():
-    parts, (whole,) = parts_of(2), window(list(SPOKEN), len(SPOKEN)).micro_batches
-    halves = parts.forward.cut((whole,))
-    assert halves.at_once == 2 and sorted(batch.size for batch in halves.micro_batches) == [2, 3]
+    parts, (whole,) = parts_of(2), global_batch(list(SPOKEN), len(SPOKEN)).micro_batches
+    halves = parts.forward.plan((whole,))
+    assert halves.concurrent_micro_batches == 2 and sorted(batch.size for batch in halves.micro_batches) == [2, 3]
     assert {name for batch in halves.micro_batches for name in batch.utterance_ids} == set(whole.utterance_ids)
-    assert parts_of(1).forward.cut((whole,)).micro_batches == (whole,)
-    (short, *_) = window(list(SPOKEN), 1).micro_batches
-    alone = parts.forward.cut((short,))
-    assert alone.at_once == 1 and alone.micro_batches == (short,)
+    assert parts_of(1).forward.plan((whole,)).micro_batches == (whole,)
+    (short, *_) = global_batch(list(SPOKEN), 1).micro_batches
+    alone = parts.forward.plan((short,))
+    assert alone.concurrent_micro_batches == 1 and alone.micro_batches == (short,)
 
 
 @pytest.mark.parametrize("number", range(5))
@@ -162,7 +171,7 @@ def test_more_at_once_than_threads_are_as_many_as_threads():
 @pytest.mark.parametrize("number", range(5))
 def test_an_error_ends_all_of_them_and_is_the_one_that_is_seen(monkeypatch, number):
     parts, forward_and_backward = parts_of(2), step.forward_and_backward
-    broken = window_of().micro_batches[number].utterance_ids
+    broken = global_batch_of().micro_batches[number].utterance_ids
 
     def failing(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
         if batch.utterance_ids == broken:
@@ -171,19 +180,21 @@ def test_an_error_ends_all_of_them_and_is_the_one_that_is_seen(monkeypatch, numb
 
     monkeypatch.setattr(step, "forward_and_backward", failing)
     with pytest.raises(ValueError, match="this one"):
-        train_step(parts, window_of(), 0)
+        train_step(parts, global_batch_of(), 0)
     assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parts.model.parameters())
     assert [t.name for t in threading.enumerate() if t.name.startswith("micro-batch")] == []
 
 
-def doubled(at_once: int) -> StepParts:
+def doubled(concurrent_micro_batches: int) -> StepParts:
     parts = double_parts()
-    return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, at_once=at_once))
+    return dataclasses.replace(
+        parts, forward=dataclasses.replace(parts.forward, concurrent_micro_batches=concurrent_micro_batches)
+    )
 
 
 def test_out_of_memory_they_go_one_after_another_and_that_is_remembered(capsys):
     expected = doubled(1)
-    undisturbed = [train_step(expected, window(SPOKEN, 2), number) for number in range(2)]
+    undisturbed = [train_step(expected, global_batch(SPOKEN, 2), number) for number in range(2)]
     parts, at_work = doubled(2), threading.Semaphore(1)
     gradients = step.forward_and_backward
 
@@ -198,7 +209,7 @@ def test_out_of_memory_they_go_one_after_another_and_that_is_remembered(capsys):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "forward_and_backward", for_one_only)
-        reports = [train_step(parts, window(SPOKEN, 2), number) for number in range(2)]
+        reports = [train_step(parts, global_batch(SPOKEN, 2), number) for number in range(2)]
     assert [report.splits for report in reports] == [1, 0]
     assert "one micro-batch after another" in capsys.readouterr().out
     for mine, theirs in zip(reports, undisturbed, strict=True):
@@ -206,27 +217,35 @@ def test_out_of_memory_they_go_one_after_another_and_that_is_remembered(capsys):
     for one, other in zip(expected.model.parameters(), parts.model.parameters(), strict=True):
         assert relative_difference(one, other) < BOUND
     resumed = doubled(2)
-    resumed.splits.load_state_dict(parts.splits.state_dict())
-    assert resumed.splits.cut_to_fit(resumed.forward.cut(window(SPOKEN, 2).micro_batches)).at_once == 1
+    resumed.splits.load_state_dict(parts.oom_history.state_dict())
+    assert (
+        resumed.splits.fit_to_memory(
+            resumed.forward.plan(global_batch(SPOKEN, 2).micro_batches)
+        ).concurrent_micro_batches
+        == 1
+    )
 
 
 def test_what_does_not_fit_even_so_is_split_further():
     parts = failing_forward(doubled(2), above(1), ERRORS["cpu"])
-    report, undisturbed = train_step(parts, window(SPOKEN, 2), 0), train_step(doubled(1), window(SPOKEN, 2), 0)
+    report, undisturbed = (
+        train_step(parts, global_batch(SPOKEN, 2), 0),
+        train_step(doubled(1), global_batch(SPOKEN, 2), 0),
+    )
     assert report.splits == 2 and report.loss == pytest.approx(undisturbed.loss, rel=BOUND, abs=0)
 
 
 @pytest.mark.parametrize("looks", range(5))
 def test_interrupted_nothing_is_left(looks):
     parts, looked = parts_of(2), itertools.count(1)
-    assert train_step(parts, window_of(), 0, lambda: next(looked) > looks) is None
+    assert train_step(parts, global_batch_of(), 0, lambda: next(looked) > looks) is None
     assert all(parameter.grad is None for parameter in parts.model.parameters())
 
 
-def held_before_backward(parts: StepParts, at_once: int, monkeypatch: pytest.MonkeyPatch) -> int:
+def held_before_backward(parts: StepParts, concurrent_micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """The most live bytes, the threads' included, when so many micro-batches have been through the forward pass."""
     live, total, held = LiveBytes(), Objective.total, []
-    met = threading.Barrier(at_once, action=lambda: held.append(live.live))
+    met = threading.Barrier(concurrent_micro_batches, action=lambda: held.append(live.live))
 
     def wait(*given: object) -> torch.Tensor:
         met.wait(PATIENCE)
@@ -235,9 +254,9 @@ def held_before_backward(parts: StepParts, at_once: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(Objective, "total", wait)
     live.count(parts.state_tensors())
     with live:
-        train_step(parts, dataclasses.replace(window_of(), micro_batches=window_of().micro_batches[:4]), 0)
+        train_step(parts, dataclasses.replace(global_batch_of(), micro_batches=global_batch_of().micro_batches[:4]), 0)
     monkeypatch.setattr(Objective, "total", total)
-    assert len(held) == 4 // at_once and live.peak > live.live
+    assert len(held) == 4 // concurrent_micro_batches and live.peak > live.live
     return max(held)
 
 
@@ -247,14 +266,14 @@ def test_what_the_threads_hold_is_counted(monkeypatch):
 
 
 def batch_of(*samples: int) -> Batch:
-    return collate([Speech(str(n), torch.zeros(n), [4], None) for n in samples], OUR_TOKENS)
+    return collate([Example(str(n), torch.zeros(n), [4], None) for n in samples], OUR_TOKENS)
 
 
 @pytest.mark.parametrize(
     ("at_once", "order"), [(1, [10, 40, 20, 30]), (2, [30, 40, 20, 10]), (3, [20, 30, 40, 10]), (8, [10, 20, 30, 40])]
 )
-def test_the_costliest_come_first_and_wait_for_none(at_once, order):
+def test_the_costliest_come_first_and_wait_for_none(concurrent_micro_batches, order):
     given = tuple(batch_of(n) for n in (10, 40, 20, 30))
-    ordered = order_for_concurrency(given, at_once)
+    ordered = order_for_concurrency(given, concurrent_micro_batches)
     assert [sum(batch.sample_lengths) for batch in ordered] == order
-    assert order_for_concurrency(ordered, at_once) == ordered
+    assert order_for_concurrency(ordered, concurrent_micro_batches) == ordered

@@ -26,8 +26,17 @@ from konkanivani.training.optimizer import set_learning_rate
 from konkanivani.training.step import StepParts
 from konkanivani.training.validation import recognize
 from tests.conftest import crossed
-from tests.laws.failing import ERRORS, above, failing_forward
-from tests.laws.parts import KINDS, PLACES, double_parts, features_of, speeches, weights_after, window, with_dropout
+from tests.invariants.failing import ERRORS, above, failing_forward
+from tests.invariants.parts import (
+    KINDS,
+    PLACES,
+    double_parts,
+    features_of,
+    global_batch,
+    speeches,
+    weights_after,
+    with_dropout,
+)
 from tests.whisper.parts import MODES, whisper_config, whisper_parts
 
 ALL, SOME, AHEAD, HALVED = PLACES["host"], PLACES["some on the host"], PLACES["ahead"], PLACES["halved"]
@@ -63,7 +72,7 @@ def ours_in_half(placement: Placement, kind: str) -> StepParts:
     config = TrainConfig(model=KINDS[kind], features=features_of(KINDS[kind]), memory=memory)
     architecture, layout = architecture_of(config, 40), StateLayout(placement=placement)
     parts = build_step_parts(config, architecture, torch.device("cpu"), 10, layout=layout)
-    return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, at_once=1))
+    return dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, concurrent_micro_batches=1))
 
 
 def ours_in_chunks(placement: Placement, kind: str) -> StepParts:
@@ -135,7 +144,7 @@ def test_halves_that_are_never_refreshed_are_seen() -> None:
 
 def test_gradients_that_do_not_come_home_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: fetched weights that autograd knows nothing of."""
-    monkeypatch.setattr(placements.PlacedWeights, "_in_place_of", lambda self, master, copy: copy)
+    monkeypatch.setattr(placements.OffloadedWeights, "_in_place_of", lambda self, master, copy: copy)
     assert differing(on_card(ours, "never", "conformer"), weights_after(ours(ALL), STEPS))
 
 
@@ -184,13 +193,13 @@ def greedy(decode_with: list[torch.Tensor]) -> Decode:
 @torch.no_grad()
 def test_recognition_is_the_same(placement: Placement) -> None:
     logits: dict[Placement, list[torch.Tensor]] = {ON_CARD: [], placement: []}
-    batch = window([dataclasses.replace(s, waveform=s.waveform.float()) for s in speeches(2)], 2).micro_batches[0]
+    batch = global_batch([dataclasses.replace(s, waveform=s.waveform.float()) for s in speeches(2)], 2).micro_batches[0]
     for place, found in logits.items():
         forward = whisper_in_half(place, "full").forward
         forward.model.eval()
         names = [name for name, _ in forward.model.named_parameters()]
         before = list(forward.model.parameters())
-        with forward.weights_at_hand():
+        with forward.decoder_on_device():
             found.append(recognize(forward, batch, greedy(found)).loss_sums)
         assert all(one is other for one, other in zip(before, forward.model.parameters(), strict=True))
         assert names == [name for name, _ in forward.model.named_parameters()]

@@ -8,7 +8,7 @@ import torch
 
 from konkanivani.base.config import AugmentConfig, DataConfig, LossConfig, OptimizerConfig, TrainConfig
 from konkanivani.base.errors import CheckpointError, UsageError
-from konkanivani.base.flags import ask
+from konkanivani.base.flags import parse_args
 from konkanivani.inference.recognizer import load_recognizer
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cpu_costs
@@ -21,7 +21,7 @@ from konkanivani.recipe.train import train_and_report
 from konkanivani.training.gradient import local_gradient
 from konkanivani.training.step import GradientTask, StepParts, forward_and_backward
 from tests.conftest import TINY_MODEL, read_log, run_folders, run_script, well, write_corpus
-from tests.laws.parts import MODEL, VOCAB_SIZE, speeches, window
+from tests.invariants.parts import MODEL, VOCAB_SIZE, global_batch, speeches
 from tests.starts import begin_run, parse_flags
 
 QUIET = dataclasses.replace(MODEL, dropout=0.0)
@@ -49,7 +49,7 @@ def parts_of(decoder_layers: int, ctc_weight: float) -> StepParts:
 
 def gradients_of(parts: StepParts) -> dict[str, torch.Tensor]:
     single = [dataclasses.replace(speech, waveform=speech.waveform.float()) for speech in speeches(4)]
-    local_gradient(GradientTask(parts, window(single, 2), 0, forward_and_backward))
+    local_gradient(GradientTask(parts, global_batch(single, 2), 0, forward_and_backward))
     return {name: parameter.grad for name, parameter in parts.model.named_parameters()}
 
 
@@ -83,9 +83,9 @@ def test_its_trace_asks_for_less(heads):
 def test_it_is_trained_resumed_scored_and_used_by_the_scripts(heads, tmp_path):
     corpus = write_corpus(tmp_path / "corpus", {"train": 4, "valid": 1, "test": 1}, lengths=range(2, 3))
     flags = (*TINY_MODEL, *corpus.flags(), *run_folders(tmp_path), *PLANNED, *FLAGS[heads])
-    train_and_report(ask([*flags, "--max_steps", "1"]))
+    train_and_report(parse_args([*flags, "--max_steps", "1"]))
     more = ("--max_steps", "2", "--resume", "auto", "--test_manifest", corpus.manifest("test"))
-    scored = json.loads(train_and_report(ask([*flags, *more])))
+    scored = json.loads(train_and_report(parse_args([*flags, *more])))
     way = "prefix" if heads == "CTC alone" else "attention"
     assert scored["steps"] == 2 and scored["test_cer"] is not None and scored[f"test_cer_{way}"] is not None
     steps, (validation, *_) = read_log(tmp_path), read_log(tmp_path, "validation")

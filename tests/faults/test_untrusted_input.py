@@ -25,7 +25,7 @@ from konkanivani.data.manifest import read_manifest, read_recordings
 from konkanivani.recipe.build import build_run
 from konkanivani.training.checkpoint.checkpointer import LAST
 from tests.conftest import ROOT, further, of_each_kind, run_trainer, well
-from tests.faults.strangers import HOSTILE, configured, exploding, read_sound, use_everywhere
+from tests.faults.untrusted_input import HOSTILE, configured, exploding, read_sound, use_everywhere
 from tests.faults.watching import watch
 from tests.starts import begin_run
 

@@ -11,7 +11,7 @@ from konkanivani.training.checkpoint import checkpoint, checkpointer
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import BEST, LAST, PREVIOUS, Checkpointer
 from tests.conftest import further
-from tests.faults.lying import flip, flips, refuses_where_all_are_bad, same, truncations, try_damages
+from tests.faults.corrupt_checkpoints import flip, flips, refuses_where_all_are_bad, same, truncations, try_damages
 
 FLIPS = 40  # benchmarks/faults.py --parts files --full: 1,000
 

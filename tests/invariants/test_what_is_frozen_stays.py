@@ -20,7 +20,7 @@ from konkanivani.training.checkpoint.checkpoint import read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST
 from konkanivani.training.loop import train
 from tests.conftest import TINY_MODEL, run_folders, run_script, run_trainer, well
-from tests.laws.parts import MODEL, VOCAB_SIZE
+from tests.invariants.parts import MODEL, VOCAB_SIZE
 from tests.starts import begin_run
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from konkanivani.base.randomness import seed_step
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.model.encoder import Encoder
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts
-from tests.laws.parts import KINDS, MODEL, double_parts, speeches, window, with_dropout
+from tests.invariants.parts import KINDS, MODEL, double_parts, global_batch, speeches, with_dropout
 from tests.tracers import Calls
 
 PRODUCTS = [getattr(torch.ops.aten, name).default for name in ("addmm", "baddbmm", "mm", "convolution")]
@@ -18,7 +18,7 @@ PRODUCTS = [getattr(torch.ops.aten, name).default for name in ("addmm", "baddbmm
 
 def trained(parts: StepParts) -> tuple[list[torch.Tensor], int]:
     """Losses, gradients and buffers after a window, and the matrix products that it took."""
-    cut = window(speeches(4), 2)
+    cut = global_batch(speeches(4), 2)
     seed_step(parts.seed, 5)
     parts.model.train()
     with Calls() as calls:
@@ -40,9 +40,9 @@ def test_bit_for_bit_with_dropout_and_really_recomputed(kind):
 def test_a_recomputed_block_is_computed_once_more_and_no_more(monkeypatch):
     """Forward, twice as much backward, and forward again; the subsampling is a block."""
     monkeypatch.setattr(Encoder, "packs", False)  # else there is one attention and one convolution an utterance
-    per_window, dropping = 2, with_dropout(MODEL, 0.3)
+    per_global_batch, dropping = 2, with_dropout(MODEL, 0.3)
     products = [trained(double_parts(dropping, mode))[1] for mode in ("never", "always")]
-    in_blocks = per_window * (4 + 9 * MODEL.encoder_layers + 7 * MODEL.decoder_layers)
+    in_blocks = per_global_batch * (4 + 9 * MODEL.encoder_layers + 7 * MODEL.decoder_layers)
     assert products[1] - products[0] == in_blocks
 
 

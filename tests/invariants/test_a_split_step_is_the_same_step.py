@@ -17,7 +17,7 @@ import torch
 from konkanivani.base.config import ModelConfig
 from konkanivani.base.errors import ResourceError
 from konkanivani.base.lengths import SMALL_CHUNK_FRAMES
-from konkanivani.data.batch import Speech
+from konkanivani.data.batch import Example
 from konkanivani.data.utterance import Utterance
 from konkanivani.decoding.ctc import greedy_ctc
 from konkanivani.memory import recovery
@@ -26,9 +26,16 @@ from konkanivani.training.optimizer import OptimizerState
 from konkanivani.training.step import StepParts, StepReport, train_step
 from konkanivani.training.validation import Evaluation, join_portions, recognize_all
 from tests.conftest import ROOT, crossed, well
-from tests.laws.failing import ERRORS, above, failing_backward, failing_forward, failing_pieces, once_at
-from tests.laws.parts import MODEL as DEEPER
-from tests.laws.parts import double_parts, long_speeches, relative_difference, speeches, window, with_dropout
+from tests.invariants.failing import ERRORS, above, failing_backward, failing_forward, failing_pieces, once_at
+from tests.invariants.parts import MODEL as DEEPER
+from tests.invariants.parts import (
+    double_parts,
+    global_batch,
+    long_speeches,
+    relative_difference,
+    speeches,
+    with_dropout,
+)
 from tests.patience import PATIENCE
 
 BOUND = 1e-9
@@ -56,7 +63,7 @@ def largest_difference(one: StepParts, other: StepParts) -> float:
 def undisturbed_step(batch_size: int, is_long: bool) -> tuple[StepParts, StepReport]:
     """The step without any failure."""
     parts = parts_of()
-    report = train_step(parts, window(LONG if is_long else SPOKEN, batch_size), step=3)
+    report = train_step(parts, global_batch(LONG if is_long else SPOKEN, batch_size), step=3)
     assert report.splits == 0
     return parts, report
 
@@ -75,7 +82,7 @@ def assert_same_step(parts: StepParts, report: StepReport, batch_size: int, is_l
 def test_out_of_memory_at_any_micro_batch(place, error):
     where, micro_batch = place
     parts = FAILING[where](parts_of(), once_at(micro_batch), ERRORS[error])
-    report = train_step(parts, window(SPOKEN, 2), step=3)
+    report = train_step(parts, global_batch(SPOKEN, 2), step=3)
     assert report.splits == 1
     assert_same_step(parts, report, 2)
 
@@ -94,7 +101,7 @@ def test_out_of_memory_before_the_update(monkeypatch, is_scaled):
         return clip(*arguments)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", fail_once)
-    report = train_step(parts, window(SPOKEN, 2), step=3)
+    report = train_step(parts, global_batch(SPOKEN, 2), step=3)
     assert report.splits == 1 and report.scale == (1024.0 if is_scaled else 1.0)
     assert_same_step(parts, dataclasses.replace(report, scale=1.0), 2)
 
@@ -102,7 +109,7 @@ def test_out_of_memory_before_the_update(monkeypatch, is_scaled):
 def test_with_loss_scaling_the_scale_is_what_it_was_even_before_its_first_use():
     plain = dataclasses.replace(parts_of(), scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
     parts = failing_forward(plain, once_at(0), ERRORS["cuda"])
-    report = train_step(parts, window(SPOKEN, 2), step=3)
+    report = train_step(parts, global_batch(SPOKEN, 2), step=3)
     assert (report.splits, report.scale) == (1, 1024.0)
     assert_same_step(parts, dataclasses.replace(report, scale=1.0), 2)
 
@@ -110,22 +117,22 @@ def test_with_loss_scaling_the_scale_is_what_it_was_even_before_its_first_use():
 @pytest.mark.parametrize("where", FAILING)
 def test_twice_in_one_step_from_four_to_two_to_one(where):
     parts = FAILING[where](parts_of(), above(1), ERRORS["cuda"])
-    report = train_step(parts, window(SPOKEN, 4), step=3)
+    report = train_step(parts, global_batch(SPOKEN, 4), step=3)
     assert report.splits == 2
     assert_same_step(parts, report, 4)
     # What did not fit is known: the next step begins with what did.
-    again = train_step(parts, window(SPOKEN, 4), step=4)
+    again = train_step(parts, global_batch(SPOKEN, 4), step=4)
     assert again.splits == 0
 
 
 def test_one_utterance_that_does_not_fit_is_recomputed_from_then_on(capsys):
     parts = failing_backward(parts_of(), above(0), ERRORS["cpu"])
-    report = train_step(parts, window(SPOKEN, 2), step=3)
+    report = train_step(parts, global_batch(SPOKEN, 2), step=3)
     assert report.splits == 2
     assert_same_step(parts, report, 2)
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2 and "at most 1 at once" in said[0] and "every block recomputed" in said[1]
-    assert train_step(parts, window(SPOKEN, 2), step=4).splits == 0
+    assert train_step(parts, global_batch(SPOKEN, 2), step=4).splits == 0
     assert capsys.readouterr().out == ""
 
 
@@ -133,7 +140,7 @@ def test_one_utterance_that_does_not_fit_even_so_is_named_and_nothing_has_change
     parts, untouched = parts_of(), parts_of()
     failing = failing_forward(parts, above(0), ERRORS["cuda"])
     with pytest.raises(ResourceError) as caught:
-        train_step(failing, window(SPOKEN, 2), step=3)
+        train_step(failing, global_batch(SPOKEN, 2), step=3)
     longest = max(SPOKEN, key=lambda speech: len(speech.waveform))
     for part in (longest.utterance_id, f"{len(longest.waveform) / 16_000:.1f} s", "CUDA out of memory", "--max_dur"):
         assert part in str(caught.value)
@@ -147,7 +154,7 @@ def test_what_is_done_already_is_not_attempted_again():
     parts = failing_forward(parts_of(recompute="always"), above(0), ERRORS["cuda"])
     parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, chunk_frames=SMALL_CHUNK_FRAMES))
     with pytest.raises(ResourceError):
-        train_step(parts, window(SPOKEN, 2), step=3)
+        train_step(parts, global_batch(SPOKEN, 2), step=3)
     assert parts.forward.front_end.sizes == [2, 1]
 
 
@@ -157,21 +164,21 @@ PIECES = [f"{what} {where}" for what in ("subsampling", "ctc", "attention") for 
 @pytest.mark.parametrize("where", PIECES)
 def test_one_utterance_that_does_not_fit_recomputed_is_run_in_small_chunks_from_then_on(where, capsys):
     parts = failing_pieces(parts_of(), where, SMALL_CHUNK_FRAMES, ERRORS["cpu"])
-    report = train_step(parts, window(LONG, 2), step=3)
+    report = train_step(parts, global_batch(LONG, 2), step=3)
     assert report.splits == 3
     assert_same_step(parts, report, 2, is_long=True)
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 3 and "every block recomputed" in said[1]
     assert "subsampling, logits and CTC in chunks of 100 frames" in said[2]
-    assert train_step(parts, window(LONG, 2), step=4).splits == 0
+    assert train_step(parts, global_batch(LONG, 2), step=4).splits == 0
     assert capsys.readouterr().out == ""
 
 
 def test_small_chunks_are_the_same_step_with_dropout_too():
     model = with_dropout(MODEL, 0.3)
-    whole = train_step(parts_of(model, "always"), window(LONG, 1), step=3)
+    whole = train_step(parts_of(model, "always"), global_batch(LONG, 1), step=3)
     parts = failing_pieces(parts_of(model, "always"), "ctc backward", SMALL_CHUNK_FRAMES, ERRORS["cuda"])
-    chunked = train_step(parts, window(LONG, 1), step=3)
+    chunked = train_step(parts, global_batch(LONG, 1), step=3)
     assert (whole.splits, chunked.splits) == (0, 1)
     assert chunked.loss == pytest.approx(whole.loss, rel=BOUND)
     assert chunked.gradient_norm == pytest.approx(whole.gradient_norm, rel=BOUND)
@@ -183,7 +190,7 @@ def test_negative_control_chunks_that_hand_nothing_on_are_another_gradient(monke
     monkeypatch.setattr(
         ctc, "_through_chunk", lambda *inputs: through_chunk(*inputs[:4], inputs[4].detach(), *inputs[5:])
     )
-    train_step(failing_pieces(parts, "ctc forward", SMALL_CHUNK_FRAMES, ERRORS["cpu"]), window(LONG, 2), step=3)
+    train_step(failing_pieces(parts, "ctc forward", SMALL_CHUNK_FRAMES, ERRORS["cpu"]), global_batch(LONG, 2), step=3)
     assert largest_difference(undisturbed_step(2, is_long=True)[0], parts) > 1e-3
 
 
@@ -192,7 +199,7 @@ def test_another_error_passes_through_untouched(where):
     error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     parts = FAILING[where](parts_of(), once_at(1), error)
     with pytest.raises(RuntimeError) as caught:
-        train_step(parts, window(SPOKEN, 2), step=3)
+        train_step(parts, global_batch(SPOKEN, 2), step=3)
     assert caught.value is error
 
 
@@ -213,7 +220,7 @@ def tensors_alive_at_the_retry(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr("konkanivani.memory.recovery.release_memory", release_memory)
     parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, recompute=lambda _seconds: run_block))
-    assert train_step(parts, window(SPOKEN, 2), step=3).splits == 1
+    assert train_step(parts, global_batch(SPOKEN, 2), step=3).splits == 1
     return alive
 
 
@@ -230,25 +237,25 @@ def test_negative_control_a_traceback_that_is_kept_keeps_tensors(monkeypatch):
 
 def test_with_dropout_the_same_counts_and_another_draw():
     model = with_dropout(MODEL, 0.3)
-    whole = train_step(parts_of(model), window(SPOKEN, 2), step=3)
+    whole = train_step(parts_of(model), global_batch(SPOKEN, 2), step=3)
     parts = failing_forward(parts_of(model), once_at(1), ERRORS["cuda"])
-    split = train_step(parts, window(SPOKEN, 2), step=3)
+    split = train_step(parts, global_batch(SPOKEN, 2), step=3)
     assert (split.splits, split.is_skipped, split.learning_rate) == (1, False, whole.learning_rate)
     assert split.loss == pytest.approx(whole.loss, rel=0.2) and split.loss != whole.loss
     # Seeded anew, the retry is what the step cut so from the beginning would have been.
-    assert train_step(parts_of(model), window(SPOKEN, 1), step=3).loss == pytest.approx(split.loss, rel=BOUND)
+    assert train_step(parts_of(model), global_batch(SPOKEN, 1), step=3).loss == pytest.approx(split.loss, rel=BOUND)
 
 
 def test_negative_control_what_the_failed_attempt_added_up_is_another_gradient(monkeypatch):
     parts = parts_of()
     monkeypatch.setattr(parts.optimizer, "zero_grad", lambda: None)
     failing = failing_forward(parts, once_at(2), ERRORS["cuda"])
-    assert train_step(failing, window(SPOKEN, 2), step=3).splits == 1
+    assert train_step(failing, global_batch(SPOKEN, 2), step=3).splits == 1
     assert largest_difference(undisturbed_step(2, is_long=False)[0], parts) > 1e-3
 
 
 def test_negative_control_the_pieces_own_counts_are_another_gradient():
-    parts, cut = parts_of(), window(SPOKEN, 2)
+    parts, cut = parts_of(), global_batch(SPOKEN, 2)
     train_step(parts, dataclasses.replace(cut, tokens=cut.tokens // 2, utterances=cut.utterances // 2), step=3)
     assert largest_difference(undisturbed_step(2, is_long=False)[0], parts) > 1e-3
 
@@ -260,12 +267,12 @@ class NumberTokenizer:
         return " ".join(map(str, tokens))
 
 
-def evaluated(parts: StepParts, spoken: Sequence[Speech] = tuple(speeches(7, augmented=False))) -> Evaluation:
+def evaluated(parts: StepParts, spoken: Sequence[Example] = tuple(speeches(7, augmented=False))) -> Evaluation:
     parts.model.ctc_head.bias.data[0] -= 3.0  # untrained it says nothing else than blanks
     spoken = sorted(spoken, key=lambda speech: -len(speech.waveform))
     batches = []
     for some in filter(None, (spoken[:5], spoken[5:])):
-        batch = window(some, len(some)).micro_batches[0]
+        batch = global_batch(some, len(some)).micro_batches[0]
         batches.append((batch, [Utterance(name, name, 1.0, "words") for name in batch.utterance_ids]))
     portion = recognize_all(parts.forward, batches, NumberTokenizer(), greedy_ctc)
     return join_portions([portion], parts.forward.objective, seconds=0.0)
@@ -314,7 +321,7 @@ def short_of_memory() -> tuple[dict[str, dict], str]:
     """What came of steps whose data segment may not grow far enough for the whole micro-batch, and what was said."""
     # Blocks of this size and more are mapped one by one, so that freeing one gives its memory back.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-m", "tests.laws.short_of_memory"]
+    command = [sys.executable, "-m", "tests.invariants.short_of_memory"]
     done = well(subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE))
     return json.loads(done.stdout.splitlines()[-1]), done.stdout
 

@@ -24,7 +24,15 @@ from konkanivani.model.blocks import run_directly
 from konkanivani.model.cache import FIRST_ROOM, DecoderCache
 from konkanivani.training.step import StepParts, train_step
 from konkanivani.training.validation import join_portions, recognize_all
-from tests.laws.parts import MODEL, VOCAB_SIZE, double_parts, relative_difference, speeches, window, with_dropout
+from tests.invariants.parts import (
+    MODEL,
+    VOCAB_SIZE,
+    double_parts,
+    global_batch,
+    relative_difference,
+    speeches,
+    with_dropout,
+)
 
 LENGTHS = (19, 31, 12)
 ARCHITECTURE = architecture_of(TrainConfig(model=MODEL), VOCAB_SIZE)
@@ -264,7 +272,7 @@ def test_what_cannot_get_better_is_not_gone_on_with():
 def validate(parts: StepParts, decode: str) -> None:
     """A validation in the middle of an epoch."""
     spoken = speeches(3, seed=9, augmented=False)
-    (batch,) = window(spoken, 3).micro_batches
+    (batch,) = global_batch(spoken, 3).micro_batches
     utterances = [Utterance(s.utterance_id, 1.0, "4 5", "", row) for row, s in enumerate(spoken)]
     portion = recognize_all(parts.forward, [(batch, utterances)], NumberTokenizer(), decode_of(decode))
     evaluation = join_portions([portion], parts.forward.objective, seconds=0.0)
@@ -275,11 +283,11 @@ def validate(parts: StepParts, decode: str) -> None:
 def weights_after(decode: str | None, disturb=lambda parts: None) -> list[torch.Tensor]:
     """The weights after two steps, with a validation by beam search between them."""
     parts = double_parts(with_dropout(MODEL, 0.2))
-    train_step(parts, window(speeches(4), 2), 0)
+    train_step(parts, global_batch(speeches(4), 2), 0)
     if decode:
         validate(parts, decode)
     disturb(parts)
-    train_step(parts, window(speeches(4, seed=1), 2), 1)
+    train_step(parts, global_batch(speeches(4, seed=1), 2), 1)
     return [parameter.detach().clone() for parameter in parts.model.parameters()]
 
 

@@ -6,8 +6,8 @@ import torch
 
 from konkanivani.base.config import DataConfig, FeatureConfig, MemoryConfig, ModelConfig, OptimizerConfig, TrainConfig
 from konkanivani.base.distributed import ALONE, Topology
-from konkanivani.data.batch import Speech, Window
-from konkanivani.data.batching import cut_window, same_size
+from konkanivani.data.batch import Example, GlobalBatch
+from konkanivani.data.batching import same_size, split_into_micro_batches
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.live_bytes import LiveBytes
 from konkanivani.memory.weights.placement import ON_CARD, Placement
@@ -48,11 +48,11 @@ OTHER_FEATURES = FeatureConfig(
 )
 PLACES = {
     "card": ON_CARD,
-    "some on the host": Placement(fetched=2),
-    "host": Placement(fetched=99),
-    "ahead": Placement(fetched=99, ahead=True),
-    "halved": Placement(halved=True),
-    "host and half": Placement(fetched=2, halved=True),
+    "some on the host": Placement(offloaded_blocks=2),
+    "host": Placement(offloaded_blocks=99),
+    "ahead": Placement(offloaded_blocks=99, prefetch=True),
+    "halved": Placement(half_precision=True),
+    "host and half": Placement(offloaded_blocks=2, half_precision=True),
 }
 KINDS = {
     "conformer": MODEL,
@@ -66,7 +66,7 @@ def features_of(model: ModelConfig) -> FeatureConfig:
     """What the model hears: with NeMo's parts NeMo's features, at the edges of the audio in both of its ways."""
     if model.subsampling == "valid":
         return FeatureConfig()
-    return dataclasses.replace(OTHER_FEATURES, edges="zeros" if model.biases else "reflected")
+    return dataclasses.replace(OTHER_FEATURES, frame_padding="zeros" if model.biases else "reflected")
 
 
 def double_parts(
@@ -93,7 +93,7 @@ def double_parts(
         torch.set_default_dtype(torch.float32)
 
 
-def speeches(count: int, seed: int = 0, augmented: bool = True) -> list[Speech]:
+def speeches(count: int, seed: int = 0, augmented: bool = True) -> list[Example]:
     """Utterances of 0.4 to 2 s of noise in float64 with 1 to 5 tokens."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -101,7 +101,7 @@ def speeches(count: int, seed: int = 0, augmented: bool = True) -> list[Speech]:
         return int(torch.randint(low, high, (), generator=generator))
 
     return [
-        Speech(
+        Example(
             utterance_id=f"u{number}",
             waveform=torch.randn(draw(6_400, 32_000), generator=generator, dtype=torch.float64),
             tokens=torch.randint(4, VOCAB_SIZE, (draw(1, 6),), generator=generator).tolist(),
@@ -111,11 +111,11 @@ def speeches(count: int, seed: int = 0, augmented: bool = True) -> list[Speech]:
     ]
 
 
-def long_speeches() -> list[Speech]:
+def long_speeches() -> list[Example]:
     """Four utterances of 4.4 to 5.6 s with 60 to 140 tokens: three sides of a small chunk."""
     generator = torch.Generator().manual_seed(1)
     return [
-        Speech(
+        Example(
             utterance_id=f"long{number}",
             waveform=torch.randn(samples, generator=generator, dtype=torch.float64),
             tokens=torch.arange(tokens).remainder(VOCAB_SIZE - 4).add(4).tolist(),
@@ -125,16 +125,16 @@ def long_speeches() -> list[Speech]:
     ]
 
 
-def window(spoken: list[Speech], batch_size: int) -> Window:
+def global_batch(spoken: list[Example], batch_size: int) -> GlobalBatch:
     """These utterances as one window in micro-batches of `batch_size`."""
-    return cut_window(spoken, same_size(batch_size), OUR_TOKENS)
+    return split_into_micro_batches(spoken, same_size(batch_size), OUR_TOKENS)
 
 
 def weights_after(parts: StepParts, steps: int = 3, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
     """The weights, the optimizer's moments, the last loss and norm after steps of other utterances each; on the CPU."""
     for step in range(steps):
         spoken = [dataclasses.replace(s, waveform=s.waveform.to(dtype)) for s in speeches(4, seed=step)]
-        report = train_step(parts, window(spoken, 2), step)
+        report = train_step(parts, global_batch(spoken, 2), step)
         assert report and not report.is_skipped
     moments = {f"moment {n}": state["exp_avg_sq"] for n, state in enumerate(parts.optimizer.state.values())}
     last = {"loss": torch.tensor(report.loss), "norm": torch.tensor(report.gradient_norm)}
@@ -151,16 +151,16 @@ def with_dropout(model: ModelConfig, dropout: float) -> ModelConfig:
     return dataclasses.replace(model, dropout=dropout)
 
 
-def measured_peak(parts: StepParts, window: Window) -> int:
+def measured_peak(parts: StepParts, global_batch: GlobalBatch) -> int:
     """Live bytes at the peak of a second step, with weights, gradients, optimizer state and the largest micro-batch."""
-    train_step(parts, window, 0)
+    train_step(parts, global_batch, 0)
     live = LiveBytes()
     live.count(parts.state_tensors())
     before = live.live
-    batches = [batch.tensors() for batch in window.micro_batches]
+    batches = [batch.tensors() for batch in global_batch.micro_batches]
     live.count(tensor for tensors in batches for tensor in tensors)
     with live:
-        train_step(parts, window, 1)
+        train_step(parts, global_batch, 1)
     assert live.peak > live.live > before
     sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in batches]
     return live.peak - sum(sizes) + max(sizes)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from konkanivani.data.batch import Window
+from konkanivani.data.batch import GlobalBatch
 from konkanivani.data.batching import Cursor, EpochPlanner, same_size
-from konkanivani.data.dataset import TrainingSpeech
-from konkanivani.data.loader.loading import WindowStream
+from konkanivani.data.dataset import TrainDataset
+from konkanivani.data.loader.loading import GlobalBatchStream
 from konkanivani.data.loader.workers import LoaderConfig
 from konkanivani.data.manifest import read_manifest
 from konkanivani.data.noise_reverb import read_noise_reverb
@@ -20,7 +20,7 @@ from konkanivani.data.rejections import Rejections
 from konkanivani.data.text import train_tokenizer
 from konkanivani.training.step import StepParts
 from tests.conftest import Corpus, further, write_shards, write_surroundings
-from tests.laws.parts import KINDS, double_parts, relative_difference, speeches, window
+from tests.invariants.parts import KINDS, double_parts, global_batch, relative_difference, speeches
 from tests.starts import parse_flags
 
 BOUND = 1e-9
@@ -31,10 +31,10 @@ pytestmark = pytest.mark.usefixtures("is_packed")
 
 def outputs(parts: StepParts, spoken: list, batch_size: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """CTC and attention logits of each utterance's valid positions."""
-    return batch_outputs(parts, window(spoken, batch_size))
+    return batch_outputs(parts, global_batch(spoken, batch_size))
 
 
-def batch_outputs(parts: StepParts, spoken: Window) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def batch_outputs(parts: StepParts, spoken: GlobalBatch) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """The same of a window that is cut already."""
     found = {}
     with torch.no_grad():
@@ -71,9 +71,13 @@ def test_alone_and_in_a_batch(kind, augmented):
 def test_from_shards_in_noise_an_utterance_is_the_same_in_any_micro_batch(corpus, workers, tmp_path):
     speech = surrounded_speech(corpus, tmp_path)
     parts = double_parts(vocab_size=speech.tokenizer.size)
-    windows = {size: epoch_of(speech, size, workers) for size in (1, 4)}
+    global_batches = {size: epoch_of(speech, size, workers) for size in (1, 4)}
     found = [
-        {name: pair for window in windows[size] for name, pair in batch_outputs(parts, doubled(window)).items()}
+        {
+            name: pair
+            for global_batch in global_batches[size]
+            for name, pair in batch_outputs(parts, doubled(global_batch)).items()
+        }
         for size in (1, 4)
     ]
     assert found[0].keys() == found[1].keys() and len(found[0]) == 26
@@ -82,29 +86,29 @@ def test_from_shards_in_noise_an_utterance_is_the_same_in_any_micro_batch(corpus
             assert one.shape == other.shape and relative_difference(one, other) < BOUND
 
 
-def surrounded_speech(corpus: Corpus, directory: Path) -> TrainingSpeech:
+def surrounded_speech(corpus: Corpus, directory: Path) -> TrainDataset:
     """The corpus from shards, in noise and rooms."""
     shards, more = write_shards(corpus, directory / "shards"), write_surroundings(directory / "sounds")
     utterances = list(read_manifest(shards.manifest("train")))
     tokenizer = train_tokenizer([u.text for u in utterances], "char", 100)
     augment = parse_flags(list(more)).augment
-    return TrainingSpeech(utterances, tokenizer, (0.9, 1.1), 3, noise_reverb=read_noise_reverb(augment, 3))
+    return TrainDataset(utterances, tokenizer, (0.9, 1.1), 3, noise_reverb=read_noise_reverb(augment, 3))
 
 
-def epoch_of(speech: TrainingSpeech, size: int, workers: int) -> list[Window]:
+def epoch_of(speech: TrainDataset, size: int, workers: int) -> list[GlobalBatch]:
     """An epoch's windows, cut into micro-batches of so many utterances."""
     planner = EpochPlanner(np.array([u.duration for u in speech.utterances]), 4, seed=3)
     loader = LoaderConfig(workers, 60.0, pin_memory=False)
-    stream = WindowStream(speech, planner, same_size(size), loader, Rejections(None, most=0.0))
-    with closing(stream.from_cursor(Cursor(0, 0))) as windows:
-        return [window for window, _ in islice(windows, planner.windows_per_epoch())]
+    stream = GlobalBatchStream(speech, planner, same_size(size), loader, Rejections(None, most=0.0))
+    with closing(stream.from_cursor(Cursor(0, 0))) as global_batches:
+        return [global_batch for global_batch, _ in islice(global_batches, planner.global_batches_per_epoch())]
 
 
-def doubled(window: Window) -> Window:
+def doubled(global_batch: GlobalBatch) -> GlobalBatch:
     return dataclasses.replace(
-        window,
+        global_batch,
         micro_batches=tuple(
-            dataclasses.replace(batch, waveforms=batch.waveforms.double()) for batch in window.micro_batches
+            dataclasses.replace(batch, waveforms=batch.waveforms.double()) for batch in global_batch.micro_batches
         ),
     )
 
@@ -112,7 +116,7 @@ def doubled(window: Window) -> Window:
 def test_a_cpu_computes_nothing_for_padding(is_packed):
     parts, shapes = double_parts(), []
     parts.model.encoder.blocks[1].register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape[:2]))
-    batch = window(speeches(5), 5).micro_batches[0]
+    batch = global_batch(speeches(5), 5).micro_batches[0]
     output, _ = parts.forward(batch)
     frames = sum(output.encoded_lengths)
     assert shapes == [(1, frames) if is_packed else (5, max(output.encoded_lengths))] and frames < 5 * shapes[0][1]
@@ -121,7 +125,7 @@ def test_a_cpu_computes_nothing_for_padding(is_packed):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_lies_in_the_padding_does_not_matter(kind):
     parts = parts_of(kind)
-    batch = window(speeches(4), 4).micro_batches[0]
+    batch = global_batch(speeches(4), 4).micro_batches[0]
     filled = batch.waveforms.clone()
     for row, length in enumerate(batch.sample_lengths):
         filled[row, length:] = 1e3

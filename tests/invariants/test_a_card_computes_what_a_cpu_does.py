@@ -14,7 +14,7 @@ from konkanivani.decoding.ctc import argmax_tokens
 from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import StateLayout, build_step_parts
 from konkanivani.training.step import StepParts, train_step
-from tests.laws.parts import (
+from tests.invariants.parts import (
     CPU,
     KINDS,
     MODEL,

@@ -6,8 +6,8 @@ Over 50 steps, and with four processes: benchmarks/scaling.py --parts law --full
 import pytest
 
 from konkanivani.data.batching import partition
-from tests.laws.parts import relative_difference
-from tests.laws.ranks import Case, Trained, train_case, train_in_ranks
+from tests.invariants.parts import relative_difference
+from tests.invariants.ranks import Case, Trained, train_case, train_in_ranks
 
 BOUND = 1e-9
 STEPS = 5  # the third window has one utterance for two ranks, the fifth is ragged

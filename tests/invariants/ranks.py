@@ -18,13 +18,13 @@ import torch
 from konkanivani.base.command_line import end_script
 from konkanivani.base.distributed import ALONE, Topology, read_topology
 from konkanivani.base.process_group import process_group
-from konkanivani.data.batch import Window
+from konkanivani.data.batch import GlobalBatch
 from konkanivani.data.batching import partition
 from konkanivani.data.loader.loading import NO_UTTERANCES
 from konkanivani.training.sharding import FullState
 from konkanivani.training.step import StepParts, train_step
-from tests.laws.failing import ERRORS, failing_forward, once_at
-from tests.laws.parts import KINDS, double_parts, speeches, window
+from tests.invariants.failing import ERRORS, failing_forward, once_at
+from tests.invariants.parts import KINDS, double_parts, global_batch, speeches
 from tests.patience import PATIENCE
 from tests.warm import Job, warm_parent
 
@@ -60,12 +60,12 @@ def utterances_of(step: int) -> int:
     return 1 if step == 2 else 5 if step % 5 == 4 else 8
 
 
-def share_of(step: int, case: Case, topology: Topology) -> Window:
+def share_of(step: int, case: Case, topology: Topology) -> GlobalBatch:
     """The rank's share of the step's window, with the counts of the whole."""
     spoken = speeches(utterances_of(step), seed=step)
-    whole = window(spoken, case.batch_size)
-    own = partition(np.array([speech.seconds for speech in spoken]), topology.world)[topology.rank]
-    portion = window([spoken[number] for number in own], case.batch_size) if len(own) else NO_UTTERANCES
+    whole = global_batch(spoken, case.batch_size)
+    own = partition(np.array([speech.seconds for speech in spoken]), topology.world_size)[topology.rank]
+    portion = global_batch([spoken[number] for number in own], case.batch_size) if len(own) else NO_UTTERANCES
     if case.own_divisor:
         return portion if len(own) else dataclasses.replace(portion, tokens=1, utterances=1)
     return dataclasses.replace(whole, micro_batches=portion.micro_batches)
@@ -73,7 +73,7 @@ def share_of(step: int, case: Case, topology: Topology) -> Window:
 
 def parts_of(case: Case, topology: Topology) -> StepParts:
     parts = double_parts(KINDS[case.kind], case.recompute, topology=topology, sharded=case.sharded)
-    if case.out_of_memory_rank == topology.rank and not topology.is_alone:
+    if case.out_of_memory_rank == topology.rank and not topology.is_single_process:
         return failing_forward(parts, once_at(2), ERRORS["cpu"])
     return parts
 
@@ -86,24 +86,24 @@ def train_case(case: Case, topology: Topology = ALONE) -> Trained:
     return Trained(dict(weights), [report.loss for report in reports], sum(report.splits for report in reports))
 
 
-def environments_of(world: int) -> list[dict[str, str]]:
+def environments_of(world_size: int) -> list[dict[str, str]]:
     """The environment of each of so many ranks on this machine, as torchrun would set it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
-    shared = {**os.environ, **shared, "LOCAL_WORLD_SIZE": str(world)}
-    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+    shared = {**os.environ, **shared, "LOCAL_WORLD_SIZE": str(world_size)}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
 
 
-def train_in_ranks(cases: Sequence[Case], world: int, folder: Path) -> list[Trained]:
+def train_in_ranks(cases: Sequence[Case], world_size: int, folder: Path) -> list[Trained]:
     """Trains all cases in so many processes, one after the other."""
     outcome, listed = folder / "outcome.pt", folder / "cases.json"
     listed.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))
     words, said = (str(outcome), str(listed)), folder / "said.txt"
     ranks = [
         warm_parent().start(Job(Path(__file__), words, said, environment=place, threads=1))
-        for place in environments_of(world)
+        for place in environments_of(world_size)
     ]
     codes = [rank.wait(2 * PATIENCE) for rank in ranks]
     assert not any(codes), said.read_text(encoding="utf-8")

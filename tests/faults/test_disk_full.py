@@ -13,8 +13,7 @@ from konkanivani.training.checkpoint import checkpoint
 from konkanivani.training.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from konkanivani.training.checkpoint.checkpointer import LAST, PREVIOUS, Checkpointer
 from tests.conftest import ROOT
-from tests.faults.resuming import ResumeBench
-from tests.faults.room import (
+from tests.faults.disk_full import (
     FULL_DISKS,
     OPERATIONS,
     full_disk_findings,
@@ -23,6 +22,7 @@ from tests.faults.room import (
     three_failures_findings,
     two_trainers_findings,
 )
+from tests.faults.resuming import ResumeBench
 from tests.patience import PATIENCE
 
 CASES = {case.name: case for case in FULL_DISKS}

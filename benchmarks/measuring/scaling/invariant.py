@@ -3,8 +3,8 @@
 import itertools
 
 from benchmarks.measuring.faults.effort import Effort, FaultTable
-from tests.laws.parts import relative_difference
-from tests.laws.ranks import Case, Trained, train_case, train_in_ranks
+from tests.invariants.parts import relative_difference
+from tests.invariants.ranks import Case, Trained, train_case, train_in_ranks
 
 BOUND = 1e-9
 STEPS, FEW_STEPS = 50, 6
@@ -30,16 +30,16 @@ def measure(effort: Effort) -> FaultTable:
     cases = cases_of(steps)
     alone = {size: train_case(Case(steps, size)) for size in (WHOLE_WINDOW, QUARTER)}
     rows, failures = [], []
-    for world in (1, 2, 4) if effort.is_full else (2,):
+    for world_size in (1, 2, 4) if effort.is_full else (2,):
         for (name, case), trained in zip(
-            cases.items(), train_in_ranks(list(cases.values()), world, effort.folder), strict=True
+            cases.items(), train_in_ranks(list(cases.values()), world_size, effort.folder), strict=True
         ):
-            if world == 1 and (case.sharded or case.own_divisor or case.out_of_memory_rank):
+            if world_size == 1 and (case.sharded or case.own_divisor or case.out_of_memory_rank):
                 continue  # a world of one deals nothing
             weights, losses = differences(alone[case.batch_size], trained)
-            rows.append((str(world), name, f"{weights:.1e}", f"{losses:.1e}", str(trained.splits)))
+            rows.append((str(world_size), name, f"{weights:.1e}", f"{losses:.1e}", str(trained.splits)))
             if (max(weights, losses) < BOUND) == case.own_divisor:
-                failures.append(f"{world} ranks, {name}: {weights:.1e}, and the bound is {BOUND:.0e}")
+                failures.append(f"{world_size} ranks, {name}: {weights:.1e}, and the bound is {BOUND:.0e}")
     return FaultTable(
         title=f"Law 9: {steps} steps in float64, by ranks and by one process",
         columns=("ranks", "way", "weights differ by", "losses differ by", "steps begun again"),

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from konkanivani.base import amount
-from konkanivani.base.amount import Amount, as_stored, decisions, resolve
+from konkanivani.base import auto_defaults
+from konkanivani.base.auto_defaults import CorpusSize, as_stored, decisions, resolve
 from konkanivani.base.config import (
     AUTO,
     PRESETS,
@@ -18,11 +18,11 @@ from konkanivani.base.config import (
     TrainConfig,
 )
 from konkanivani.base.flags import config_from_text, config_to_text, contradictions
-from konkanivani.data.manifest import measure_amount, read_manifest
+from konkanivani.data.manifest import measure_corpus_size, read_manifest
 from konkanivani.training.optimizer import learning_rate, resolve_warmup
 from tests.starts import parse_flags
 
-LITTLE = Amount(hours=0.5, utterances=600)
+LITTLE = CorpusSize(hours=0.5, utterances=600)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ LITTLE = Amount(hours=0.5, utterances=600)
     ],
 )
 def test_the_amount_of_speech_decides_what_nobody_has_said(hours, tokens, ctc_weight, epochs, speeds, accumulation):
-    config = resolve(TrainConfig(), Amount(hours, utterances=1000))
+    config = resolve(TrainConfig(), CorpusSize(hours, utterances=1000))
     assert (config.text.tokenizer_type, config.loss.ctc_weight, config.run.epochs) == (tokens, ctc_weight, epochs)
     said = decisions(TrainConfig(), config)
     first = "shuffled" if hours >= 10 else "shortest_first"
@@ -66,16 +66,16 @@ def test_a_small_model_takes_twice_the_rate_for_many_words_of_little_speech_from
         (tuned, 0.8, 100, 1e-3),
         (TrainConfig(), 0.8, 100, 1e-3),
     ):
-        assert resolve(config, Amount(hours, 600, words=words)).optimizer.learning_rate == rate
+        assert resolve(config, CorpusSize(hours, 600, words=words)).optimizer.learning_rate == rate
     older = config_to_text(small).replace("--learning_rate 'auto'", "--learning_rate 0.001")
-    assert resolve(config_from_text(older), Amount(0.8, 600, words=100)).optimizer.learning_rate == 1e-3
+    assert resolve(config_from_text(older), CorpusSize(0.8, 600, words=100)).optimizer.learning_rate == 1e-3
 
 
 def test_words_are_counted_of_little_speech_alone(corpus, monkeypatch):
     manifest = read_manifest(corpus.manifest("train"))
-    assert measure_amount(manifest).words == len({word for one in manifest for word in one.text.split()}) > 1
-    monkeypatch.setattr(amount, "LITTLE_HOURS", 0.0)
-    assert measure_amount(manifest).words == 0
+    assert measure_corpus_size(manifest).words == len({word for one in manifest for word in one.text.split()}) > 1
+    monkeypatch.setattr(auto_defaults, "LITTLE_HOURS", 0.0)
+    assert measure_corpus_size(manifest).words == 0
 
 
 def test_what_is_said_stays_and_is_not_told():
@@ -119,20 +119,25 @@ def test_the_warm_up_follows_from_the_steps(asked, total, steps):
 )
 def test_of_little_speech_a_step_hears_about_twenty_seconds(seconds, batch_size, ranks, window):
     config = TrainConfig(data=DataConfig(batch_size=batch_size))
-    amount = Amount(hours=1000 * seconds / 3600, utterances=1000, ranks=ranks)
-    assert resolve(config, amount).window_size == window
-    much = Amount(hours=100.0, utterances=round(360_000 / seconds))
-    assert resolve(config, much).window_size == resolve(config).window_size == config.window_size == max(8, window)
+    amount = CorpusSize(hours=1000 * seconds / 3600, utterances=1000, ranks=ranks)
+    assert resolve(config, amount).global_batch_size == window
+    much = CorpusSize(hours=100.0, utterances=round(360_000 / seconds))
+    assert (
+        resolve(config, much).global_batch_size
+        == resolve(config).global_batch_size
+        == config.global_batch_size
+        == max(8, window)
+    )
 
 
 def test_a_run_that_goes_on_in_other_micro_batches_keeps_its_window():
     asked = TrainConfig(data=DataConfig(batch_size=2))
-    stored = resolve(asked, Amount(hours=7.0, utterances=4000))
-    assert stored.window_size == 4
+    stored = resolve(asked, CorpusSize(hours=7.0, utterances=4000))
+    assert stored.global_batch_size == 4
     for given, window in ((["--batch_size", "1"], 4), (["--batch_size", "4"], 4), (["--batch_size", "3"], 3)):
         again = parse_flags(given, stored)
-        assert again.window_size == window
+        assert again.global_batch_size == window
         assert bool(contradictions(stored, again)) == (window != 4)
-    assert parse_flags(["--batch_size", "auto"], stored).window_size == 4
+    assert parse_flags(["--batch_size", "auto"], stored).global_batch_size == 4
     both = ["--batch_size", "1", "--gradient_accumulation_steps", "2"]
     assert contradictions(stored, parse_flags(both, stored))

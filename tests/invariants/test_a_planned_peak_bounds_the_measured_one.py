@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from konkanivani.base.config import PRESETS, DataConfig, MemoryConfig, ModelConfig, TrainConfig
-from konkanivani.data.batch import Speech, Window
-from konkanivani.data.batching import cut_window, same_size
+from konkanivani.data.batch import Example, GlobalBatch
+from konkanivani.data.batching import same_size, split_into_micro_batches
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.memory.activation_checkpointing import RecomputePolicy
 from konkanivani.memory.devices import cuda_costs
@@ -16,7 +16,7 @@ from konkanivani.model.architecture import architecture_of
 from konkanivani.recipe.build_step import build_step_parts
 from konkanivani.training.step import StepParts, train_step
 from tests.conftest import crossed, further
-from tests.laws.parts import measured_peak
+from tests.invariants.parts import measured_peak
 from tests.tracers import tracer_of
 
 CPU = torch.device("cpu")
@@ -36,22 +36,22 @@ def parts_of(config: TrainConfig, policy: RecomputePolicy, device: torch.device 
     return parts.recomputing(policy)
 
 
-def window_of(lengths: tuple[float, ...], batch_size: int) -> Window:
+def global_batch_of(lengths: tuple[float, ...], batch_size: int) -> GlobalBatch:
     """Utterances of these seconds, ten tokens each."""
     spoken = [
-        Speech(str(number), torch.randn(round(16_000 * seconds)), list(range(4, 14)), augment_seed=None)
+        Example(str(number), torch.randn(round(16_000 * seconds)), list(range(4, 14)), augment_seed=None)
         for number, seconds in enumerate(lengths)
     ]
-    return cut_window(spoken, same_size(batch_size), OUR_TOKENS)
+    return split_into_micro_batches(spoken, same_size(batch_size), OUR_TOKENS)
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model, policy", crossed(MODELS, POLICIES))
 def test_the_traced_window_is_the_real_one(model, policy, half):
     config = config_of(MODELS[model], half)
-    window = window_of((1.0, 1.3, 2.4, 2.5), 2)
-    measured = measured_peak(parts_of(config, POLICIES[policy]), window)
-    planned = tracer_of(config).trace_window(window, POLICIES[policy]).bytes
+    global_batch = global_batch_of((1.0, 1.3, 2.4, 2.5), 2)
+    measured = measured_peak(parts_of(config, POLICIES[policy]), global_batch)
+    planned = tracer_of(config).trace_global_batch(global_batch, POLICIES[policy]).bytes
     assert 0.999 * measured <= planned <= 1.02 * measured
 
 
@@ -60,7 +60,7 @@ def test_the_traced_window_is_the_real_one(model, policy, half):
 def test_a_planned_size_bounds_every_batch_of_that_size(lengths, policy):
     config = config_of(MODELS["minimal"], half=False)
     load = BatchShape(len(lengths), max(lengths), 10)
-    measured = measured_peak(parts_of(config, POLICIES[policy]), window_of(2 * lengths, len(lengths)))
+    measured = measured_peak(parts_of(config, POLICIES[policy]), global_batch_of(2 * lengths, len(lengths)))
     planned = tracer_of(config).trace(load, POLICIES[policy]).bytes
     assert 0.999 * measured <= planned <= 1.02 * measured
 
@@ -70,15 +70,15 @@ def test_side_by_side_the_plan_bounds_what_both_take_and_that_of_one_does_not(po
     """Their peaks need not fall together, so the bound is not as close."""
     config = config_of(MODELS["minimal"], half=False)
     parts = parts_of(config, POLICIES[policy])
-    parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, at_once=2))
-    measured = measured_peak(parts, window_of((6.0,) * 4, 1))
+    parts = dataclasses.replace(parts, forward=dataclasses.replace(parts.forward, concurrent_micro_batches=2))
+    measured = measured_peak(parts, global_batch_of((6.0,) * 4, 1))
     traced = tracer_of(config).trace(BatchShape(1, 6.0, 10), POLICIES[policy])
     assert traced.bytes < measured <= 1.001 * traced.side_by_side(2).bytes <= 1.25 * measured
 
 
 def test_negative_control_the_plan_of_another_size_or_policy_is_not_within_the_bound():
     config = config_of(MODELS["minimal"], half=False)
-    measured = measured_peak(parts_of(config, POLICIES["never"]), window_of((6.0, 6.0), 1))
+    measured = measured_peak(parts_of(config, POLICIES["never"]), global_batch_of((6.0, 6.0), 1))
     tracer = tracer_of(config)
     for *size, policy in ((1, 5.0, 10, "never"), (1, 6.0, 10, "some"), (2, 6.0, 10, "never")):
         planned = tracer.trace(BatchShape(*size), POLICIES[policy]).bytes
@@ -91,10 +91,10 @@ def test_negative_control_the_plan_of_another_size_or_policy_is_not_within_the_b
 def test_on_cuda_the_plan_bounds_what_the_allocator_gave(policy, half):
     device, config = torch.device("cuda"), config_of(PRESETS["minimal"], half)
     costs = cuda_costs("this card", torch.cuda.get_device_capability())
-    parts, window = parts_of(config, POLICIES[policy], device), window_of((8.0, 8.0), 1)
-    train_step(parts, window, 0)
+    parts, global_batch = parts_of(config, POLICIES[policy], device), global_batch_of((8.0, 8.0), 1)
+    train_step(parts, global_batch, 0)
     parts.forward.monitor.report()
-    train_step(parts, window, 1)
+    train_step(parts, global_batch, 1)
     measured = max(phase.peak_mib for phase in parts.forward.monitor.report()) * 2**20
     planned = tracer_of(config, costs).trace(BatchShape(1, 8.0, 10), POLICIES[policy]).bytes + costs.workspace
     assert measured <= planned <= 1.1 * measured + 32 * 2**20

@@ -9,18 +9,20 @@ from konkanivani.base.rules import settings_of, with_values
 DECIDED = ("tokenizer_type", "ctc_weight", "epochs", "speed_perturbation", "gradient_accumulation_steps", "first_epoch")
 DECIDED += ("learning_rate",)
 LITTLE_HOURS = 10.0  # with less, subwords are too rare to be learnt, and attention alone aligns too late
-HOURS_HEARD = 30.0  # of speech in all epochs together, where that is between the two bounds
+TARGET_HOURS = 30.0  # of speech in all epochs together, where that is between the two bounds
 MIN_EPOCHS, MAX_EPOCHS = 20, 60
 MIN_TUNED_EPOCHS, MAX_TUNED_EPOCHS = 3, 10  # of a model that has learnt already
-WINDOW_SECONDS = 20.0  # of little speech in a step: twice the steps of half the speech learn more in as many epochs
-MIN_WINDOW_SIZE = 2
+GLOBAL_BATCH_SECONDS = (
+    20.0  # of little speech in a step: twice the steps of half the speech learn more in as many epochs
+)
+MIN_GLOBAL_BATCH_SIZE = 2
 LARGE_RATE = 2e-3  # for a model no wider, from so many distinct words and hours on: else it learns less (docs/LOG.md)
 SMALL_WIDTH, MANY_WORDS, MIN_HOURS = 128, 100, 0.75
-TUNED_WINDOW_SIZE = 16  # utterances, of a model that has learnt already: as its makers' own recipes have it
+TUNED_GLOBAL_BATCH_SIZE = 16  # utterances, of a model that has learnt already: as its makers' own recipes have it
 
 
 @dataclass(frozen=True)
-class Amount:
+class CorpusSize:
     """How much speech there is to train on, of how many distinct words; `ranks` are to share each step's."""
 
     hours: float
@@ -34,23 +36,23 @@ class Amount:
         return self.hours < LITTLE_HOURS
 
     @property
-    def window_size(self) -> int:
+    def global_batch_size(self) -> int:
         """Utterances in one optimizer step."""
         if not self.is_little:
             return DEFAULT_EFFECTIVE_BATCH_SIZE
         seconds_each = 3600 * self.hours / max(1, self.utterances)
-        wanted = round(min(DEFAULT_EFFECTIVE_BATCH_SIZE, WINDOW_SECONDS / max(seconds_each, 1e-9)))
-        return max(MIN_WINDOW_SIZE, self.ranks, wanted)
+        wanted = round(min(DEFAULT_EFFECTIVE_BATCH_SIZE, GLOBAL_BATCH_SECONDS / max(seconds_each, 1e-9)))
+        return max(MIN_GLOBAL_BATCH_SIZE, self.ranks, wanted)
 
 
-MUCH_SPEECH = Amount(float("inf"), 0)
+UNLIMITED = CorpusSize(float("inf"), 0)
 
 
-def resolve(config: TrainConfig, amount: Amount = MUCH_SPEECH) -> TrainConfig:
+def resolve(config: TrainConfig, amount: CorpusSize = UNLIMITED) -> TrainConfig:
     """The configuration with every "auto" that the amount of speech to train on decides."""
     is_tuned = config.pretrained.pretrained is not None
-    utterances = max(TUNED_WINDOW_SIZE, amount.ranks) if is_tuned else amount.window_size
-    config = dataclasses.replace(config, data=_with_window(config.data, utterances))
+    utterances = max(TUNED_GLOBAL_BATCH_SIZE, amount.ranks) if is_tuned else amount.global_batch_size
+    config = dataclasses.replace(config, data=_with_global_batch(config.data, utterances))
     fewest, most = (MIN_TUNED_EPOCHS, MAX_TUNED_EPOCHS) if is_tuned else (MIN_EPOCHS, MAX_EPOCHS)
     from_nothing = not is_tuned and config.run.init_from is None
     may_be_fast = from_nothing and config.model.d_model <= SMALL_WIDTH and MIN_HOURS <= amount.hours < LITTLE_HOURS
@@ -60,12 +62,12 @@ def resolve(config: TrainConfig, amount: Amount = MUCH_SPEECH) -> TrainConfig:
         "ctc_weight": 1.0 if not config.model.decoder_layers else 0.7 if amount.is_little else 0.3,
         "speed_perturbation": (1.0,) if amount.is_little else (0.9, 1.0, 1.1),
         "first_epoch": "shortest_first" if amount.is_little and from_nothing else "shuffled",
-        "epochs": round(min(most, max(fewest, HOURS_HEARD / max(amount.hours, 1e-9)))),
+        "epochs": round(min(most, max(fewest, TARGET_HOURS / max(amount.hours, 1e-9)))),
     }
     return with_values(config, {name: chosen[name] for name in _left_open(config) if name in chosen})
 
 
-def _with_window(data: DataConfig, utterances: int) -> DataConfig:
+def _with_global_batch(data: DataConfig, utterances: int) -> DataConfig:
     """With a window of at least so many utterances where none has been asked for."""
     if data.batch_size == AUTO:
         return dataclasses.replace(data, effective_batch_size=data.effective_batch_size or utterances)

@@ -6,7 +6,7 @@ from pathlib import Path
 from benchmarks.measuring.faults.effort import Effort, FaultTable
 from konkanivani.training.checkpoint.checkpointer import LAST
 from tests.faults.small_run import train_small_run
-from tests.faults.strangers import HOSTILE, configured, read_sound, use_everywhere
+from tests.faults.untrusted_input import HOSTILE, configured, read_sound, use_everywhere
 from tests.faults.watching import Verdict, watch
 
 

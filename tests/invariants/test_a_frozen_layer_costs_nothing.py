@@ -15,24 +15,24 @@ from konkanivani.model.kernels import products
 from konkanivani.training.optimizer import OptimizerState
 from konkanivani.training.optimizers.build import build_optimizer
 from konkanivani.training.step import StepParts, forward_and_backward, loss_counts, train_step
-from tests.laws.parts import double_parts, speeches, window
+from tests.invariants.parts import double_parts, global_batch, speeches
 
 LAYERS = ("encoder.blocks.0.attention", "encoder.blocks.1.convolution", "decoder.blocks.1.feedforward", "ctc_head")
 SPOKEN = speeches(4)
 
 
-def parts_with(trained: str = "", at_once: int = 1, recompute: str = "never") -> StepParts:
+def parts_with(trained: str = "", concurrent_micro_batches: int = 1, recompute: str = "never") -> StepParts:
     """Step parts of which only what begins with this name is trained."""
     parts = double_parts(recompute=recompute)
     for name, parameter in parts.model.named_parameters():
         parameter.requires_grad_(name.startswith(trained))
-    forward = dataclasses.replace(parts.forward, at_once=at_once)
+    forward = dataclasses.replace(parts.forward, concurrent_micro_batches=concurrent_micro_batches)
     return dataclasses.replace(parts, forward=forward, optimizer=build_optimizer(parts.model, parts.schedule))
 
 
 def gradients(parts: StepParts) -> dict[str, torch.Tensor]:
     """Of one window in two micro-batches, by the parameters' names."""
-    cut = window(SPOKEN, 2)
+    cut = global_batch(SPOKEN, 2)
     parts.model.train()
     for batch in cut.micro_batches:
         forward_and_backward(parts, batch, loss_counts(cut))
@@ -52,11 +52,11 @@ def test_a_layers_gradient_is_the_same_bit_for_bit(layer, recompute):
 
 @pytest.mark.parametrize("at_once", [1, 2])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_steps_leave_what_is_frozen_as_it_is(layer, at_once, two_threads):
-    parts = parts_with(layer, at_once)
+def test_steps_leave_what_is_frozen_as_it_is(layer, concurrent_micro_batches, two_threads):
+    parts = parts_with(layer, concurrent_micro_batches)
     before = {name: tensor.clone() for name, tensor in parts.model.state_dict().items()}
     for number in range(2):
-        assert not train_step(parts, window(SPOKEN, 2), number).is_skipped
+        assert not train_step(parts, global_batch(SPOKEN, 2), number).is_skipped
     changed = {name for name, tensor in parts.model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed and all(name.startswith(layer) for name in changed)
     state = OptimizerState(parts.model, parts.optimizer).state_dict()

@@ -1,6 +1,6 @@
 """The project's laws, on Whisper trained whole, partly frozen, or by low-rank products; no transformers is needed.
 
-What each law says is in tests/laws; that a plan bounds the peak and that resuming is exact have files of their own.
+What each law says is in tests/invariants; that a plan bounds the peak and that resuming is exact have files of their own.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from konkanivani.data.batch import Batch, Window, order_for_concurrency
+from konkanivani.data.batch import Batch, GlobalBatch, order_for_concurrency
 from konkanivani.data.generation import GenerationRules
 from konkanivani.data.text import OUR_TOKENS
 from konkanivani.data.utterance import Utterance
@@ -28,8 +28,8 @@ from konkanivani.training.optimizer import OptimizerState
 from konkanivani.training.step import StepParts, StepReport, train_step
 from konkanivani.training.validation import RecognizedPortion, recognize_all
 from tests.conftest import crossed
-from tests.laws.failing import ERRORS, above, failing_backward, failing_forward, once_at
-from tests.laws.parts import relative_difference, speeches, window
+from tests.invariants.failing import ERRORS, above, failing_backward, failing_forward, once_at
+from tests.invariants.parts import global_batch, relative_difference, speeches
 from tests.tracers import Calls
 from tests.whisper.parts import MODES, SHAPE, SPOKEN, are_equal, gradients, is_trained, whisper_config, whisper_parts
 
@@ -56,16 +56,16 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
 def test_any_cut_gives_the_same_gradient(mode, recompute):
     parts = whisper_parts(mode, whisper_config(recompute))
     for spoken in (SPOKEN, RAGGED):
-        whole = gradients(parts, window(spoken, len(spoken)))
+        whole = gradients(parts, global_batch(spoken, len(spoken)))
         assert whole.keys() == {name for name, _ in parts.model.named_parameters() if is_trained(name, mode)}
         assert all(gradient.norm() > 0 for gradient in whole.values())
         for size in (1, 2):
-            assert largest_difference(whole, gradients(parts, window(spoken, size))) < BOUND
+            assert largest_difference(whole, gradients(parts, global_batch(spoken, size))) < BOUND
 
 
 @every_mode
 def test_negative_control_averaging_the_micro_batches_means_is_another_gradient(mode):
-    parts, cut = whisper_parts(mode), window(SPOKEN, 1)
+    parts, cut = whisper_parts(mode), global_batch(SPOKEN, 1)
     whole = gradients(parts, cut)
     parts.model.zero_grad()
     for batch in cut.micro_batches:
@@ -90,7 +90,7 @@ def test_recomputed_blocks_give_the_same_gradient_bit_for_bit(mode, first):
 
 @every_mode
 def test_what_attention_gave_is_kept_where_a_block_is_recomputed(mode, monkeypatch):
-    cut = window([dataclasses.replace(one, waveform=one.waveform.float()) for one in SPOKEN], 2)
+    cut = global_batch([dataclasses.replace(one, waveform=one.waveform.float()) for one in SPOKEN], 2)
     attention, sum_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, torch.ops.aten.add.Tensor
 
     def calls(policy: str) -> tuple[int, int]:
@@ -107,7 +107,7 @@ def test_what_attention_gave_is_kept_where_a_block_is_recomputed(mode, monkeypat
 @functools.cache
 def undisturbed_step(mode: str) -> tuple[StepReport, dict[str, torch.Tensor]]:
     parts = whisper_parts(mode)
-    return train_step(parts, window(SPOKEN, 2), 3), state_of(parts)
+    return train_step(parts, global_batch(SPOKEN, 2), 3), state_of(parts)
 
 
 @pytest.mark.parametrize(("mode", "where", "when"), crossed(MODES, ("forward", "backward"), FAILING))
@@ -119,7 +119,7 @@ def test_a_step_split_for_want_of_memory_is_the_same_step(mode, where, when):
         if where == "forward"
         else failing_backward(parts, when, ERRORS["cuda"], half_way)
     )
-    report = train_step(failing, window(SPOKEN, 2), 3)
+    report = train_step(failing, global_batch(SPOKEN, 2), 3)
     assert (undisturbed.splits, report.splits) == (0, 1) and not report.is_skipped
     for name in ("loss", "attention_loss", "gradient_norm"):
         assert getattr(report, name) == pytest.approx(getattr(undisturbed, name), rel=BOUND, abs=0)
@@ -130,29 +130,33 @@ def test_a_step_split_for_want_of_memory_is_the_same_step(mode, where, when):
 def test_negative_control_what_the_failed_attempt_added_up_is_another_step(mode, monkeypatch):
     parts = whisper_parts(mode)
     monkeypatch.setattr(parts.optimizer, "zero_grad", lambda: None)
-    assert train_step(failing_forward(parts, once_at(1), ERRORS["cpu"]), window(SPOKEN, 2), 3).splits == 1
+    assert train_step(failing_forward(parts, once_at(1), ERRORS["cpu"]), global_batch(SPOKEN, 2), 3).splits == 1
     assert largest_difference(undisturbed_step(mode)[1], state_of(parts)) > 1e-3
 
 
-def window_of_five() -> Window:
+def global_batch_of_five() -> GlobalBatch:
     """In fp32, five micro-batches of one, which two threads cannot share evenly, in the order in which they take it."""
-    cut = window([dataclasses.replace(one, waveform=one.waveform.float()) for one in RAGGED], 1)
+    cut = global_batch([dataclasses.replace(one, waveform=one.waveform.float()) for one in RAGGED], 1)
     return dataclasses.replace(cut, micro_batches=order_for_concurrency(cut.micro_batches, 2))
 
 
-def trained(mode: str, at_once: int, recompute: str = "never") -> dict[str, torch.Tensor]:
+def trained(mode: str, concurrent_micro_batches: int, recompute: str = "never") -> dict[str, torch.Tensor]:
     """Weights, optimizer and losses after two steps."""
     torch.set_num_threads(2)
-    parts = whisper_parts(mode, whisper_config(recompute, at_once=at_once), torch.float32)
-    torch.set_num_threads(at_once)  # so that every product is one thread's
-    reports = [train_step(parts, window_of_five(), number) for number in range(2)]
-    assert parts.forward.at_once == at_once and all(isinstance(report, StepReport) for report in reports)
+    parts = whisper_parts(
+        mode, whisper_config(recompute, concurrent_micro_batches=concurrent_micro_batches), torch.float32
+    )
+    torch.set_num_threads(concurrent_micro_batches)  # so that every product is one thread's
+    reports = [train_step(parts, global_batch_of_five(), number) for number in range(2)]
+    assert parts.forward.concurrent_micro_batches == concurrent_micro_batches and all(
+        isinstance(report, StepReport) for report in reports
+    )
     return state_of(parts) | {"losses": torch.tensor([[report.loss, report.gradient_norm] for report in reports])}
 
 
 def held_up(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """The first micro-batch begins late."""
-    (late, *_), forward_and_backward = window_of_five().micro_batches, step.forward_and_backward
+    (late, *_), forward_and_backward = global_batch_of_five().micro_batches, step.forward_and_backward
 
     def held(parts: StepParts, batch: Batch, counts: LossCounts) -> LossSums:
         time.sleep(seconds if batch.utterance_ids == late.utterance_ids else 0.0)
@@ -179,7 +183,7 @@ def test_negative_control_without_turns_it_matters_who_is_late(monkeypatch, two_
 @every_mode
 def test_after_forty_steps_what_is_frozen_has_its_digest_and_nothing_else_has(mode):
     parts = whisper_parts(mode, dtype=torch.float32)
-    cut = window([dataclasses.replace(one, waveform=one.waveform.float()) for one in speeches(2)], 2)
+    cut = global_batch([dataclasses.replace(one, waveform=one.waveform.float()) for one in speeches(2)], 2)
     before = {name: digest_of({name: one}) for name, one in parts.model.state_dict().items()}
     losses = [train_step(parts, cut, number).loss for number in range(40)]
     assert losses[-1] < 0.98 * losses[0]
@@ -188,7 +192,9 @@ def test_after_forty_steps_what_is_frozen_has_its_digest_and_nothing_else_has(mo
 
 
 def test_low_rank_products_begin_as_nothing_and_merged_they_are_the_same_model():
-    (batch,) = window([dataclasses.replace(one, waveform=one.waveform.float()) for one in SPOKEN], 4).micro_batches
+    (batch,) = global_batch(
+        [dataclasses.replace(one, waveform=one.waveform.float()) for one in SPOKEN], 4
+    ).micro_batches
 
     def logits(model: torch.nn.Module) -> torch.Tensor:
         front_end = WhisperArchitecture(SHAPE).build_front_end(whisper_config().augment)
@@ -222,7 +228,8 @@ def validated(parts: StepParts) -> RecognizedPortion:
     """Each utterance's likeliest tokens, as many as there is room for, on the decoder's cache."""
     rules = GenerationRules(prompt=(4, 5), suppressed=(OUR_TOKENS.end,), most_tokens=SHAPE.target_positions - 3)
     batches = [
-        (batch, [Utterance(n, n, 1.0, "") for n in batch.utterance_ids]) for batch in window(SPOKEN, 3).micro_batches
+        (batch, [Utterance(n, n, 1.0, "") for n in batch.utterance_ids])
+        for batch in global_batch(SPOKEN, 3).micro_batches
     ]
     return recognize_all(parts.forward, batches, Numbers(), BeamDecode(1, 0.0, 0.0, None, 0.0, OUR_TOKENS, rules))
 
@@ -235,5 +242,5 @@ def test_generation_between_two_gradients_changes_neither(mode, recompute):
         said.append(validated(parts))
         assert are_equal(gradients(parts), alone)
     assert said[0] == said[1] and max(len(one.hypothesis.split()) for one in said[0].scored) > FIRST_ROOM
-    train_step(parts, window(SPOKEN, 2), 0)
+    train_step(parts, global_batch(SPOKEN, 2), 0)
     assert validated(parts) != said[0] and not are_equal(gradients(parts), alone)  # the negative control

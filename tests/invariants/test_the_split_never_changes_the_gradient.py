@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from konkanivani.base.config import ModelConfig
-from konkanivani.data.batch import Window
+from konkanivani.data.batch import GlobalBatch
 from konkanivani.model.losses import LossCounts
 from konkanivani.training.step import StepParts, StepReport, forward_and_backward, train_step
 from tests.conftest import further
-from tests.laws.parts import KINDS, double_parts, relative_difference, speeches, window
+from tests.invariants.parts import KINDS, double_parts, global_batch, relative_difference, speeches
 
 BOUND = 1e-9
 
@@ -16,13 +16,13 @@ BOUND = 1e-9
 pytestmark = pytest.mark.usefixtures("is_packed")
 
 
-def gradients(parts: StepParts, cut: Window) -> dict[str, torch.Tensor]:
+def gradients(parts: StepParts, cut: GlobalBatch) -> dict[str, torch.Tensor]:
     for batch in cut.micro_batches:
         forward_and_backward(parts, batch, LossCounts(cut.tokens, cut.utterances))
     return {name: p.grad.clone() for name, p in parts.model.named_parameters()}
 
 
-def stepped(cut: Window, model: ModelConfig) -> tuple[StepReport, dict[str, torch.Tensor]]:
+def stepped(cut: GlobalBatch, model: ModelConfig) -> tuple[StepReport, dict[str, torch.Tensor]]:
     parts = double_parts(model)
     report = train_step(parts, cut, step=3)
     return report, dict(parts.model.named_parameters())
@@ -33,10 +33,10 @@ def stepped(cut: Window, model: ModelConfig) -> tuple[StepReport, dict[str, torc
 def test_any_cut_gives_the_same_gradient_loss_and_weights(utterances, kind):
     model = KINDS[kind]
     spoken = speeches(utterances)
-    whole = gradients(double_parts(model), window(spoken, 8))
-    report, weights = stepped(window(spoken, 8), model)
+    whole = gradients(double_parts(model), global_batch(spoken, 8))
+    report, weights = stepped(global_batch(spoken, 8), model)
     for batch_size in (1, 2, 4):
-        cut = window(spoken, batch_size)
+        cut = global_batch(spoken, batch_size)
         for name, gradient in gradients(double_parts(model), cut).items():
             assert relative_difference(whole[name], gradient) < BOUND, name
         other, other_weights = stepped(cut, model)
@@ -48,9 +48,9 @@ def test_any_cut_gives_the_same_gradient_loss_and_weights(utterances, kind):
 
 def test_negative_control_averaging_the_micro_batches_means_is_another_gradient():
     spoken = speeches(8)
-    whole = gradients(double_parts(), window(spoken, 8))
+    whole = gradients(double_parts(), global_batch(spoken, 8))
     parts = double_parts()
-    cut = window(spoken, 2)
+    cut = global_batch(spoken, 2)
     for batch in cut.micro_batches:
         own = LossCounts(sum(batch.token_lengths) * 4, len(batch.utterance_ids) * 4)
         forward_and_backward(parts, batch, own)
